@@ -32,7 +32,7 @@ demo: $(OUT)/.my-trainer  ## generate a project with the default answers under b
 # Threads of several processes on few cores wait for each other, spinning.
 test test-all test-quick: export OMP_NUM_THREADS = 1
 
-test: $(READY)  ## the tests of the library and the template, then those of the default project
+test: $(READY)  ## tests the library and the template, then the default project
 	$(TESTS) tests
 	@rm -rf build/test && mkdir -p build/test
 	.venv/bin/cookiecutter . --no-input --default-config --output-dir build/test

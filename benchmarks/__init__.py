@@ -2,7 +2,7 @@
 
 arms.py      runs what is compared: in a new order each round, in one process
 record.py    what was measured, as JSON with all that it depends on, and the table made from it
-loops/       the same training by hand, by the project, by each peer
+loops/       the same training in a hand-written loop, by the project, by each peer
 <part>.py    what one part compares, and its targets
 results/     the newest JSON of each part, and their tables
 """

@@ -14,12 +14,12 @@ from .record import Options, table, write
 
 PARTS = {
     "step": "what a training loop costs per step, on one process",
-    "dist": "two processes against the same strategy written by hand",
+    "dist": "two processes against the same strategy, hand-written",
     "model": "the loss in chunks, compilation block by block",
     "data": "reading, tokenizing, packing",
     "chat": "conversations: full rows, packing, training on masked rows",
     "balance": "even work for ranks: the slowest over the mean, time of two processes",
-    "pipeline": "the time in which stages wait; two stages against a loop by hand",
+    "pipeline": "the time in which stages wait; two stages against a hand-written loop",
     "checkpoint": "how long saving keeps training waiting",
     "startup": "until help, a refusal, the first step",
     "serving": "latency and tokens per second of the verb serve; failures among 1,000 requests",

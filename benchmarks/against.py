@@ -80,9 +80,9 @@ def verdict(what: str, runs: dict[str, list[float]], is_more: bool) -> list[str]
     sign = 1 if is_more else -1
     change = statistics.median(sign * math.log(new / math.sqrt(old * again)) for new, old, again in rounds)
     chance = max(abs(math.log(old / again)) for _, old, again in rounds)
-    told = f"{what}: {math.expm1(change):+.1%} (+ is worse), by chance up to {math.expm1(chance):.1%}"
-    print(f"  {told}", flush=True)
-    return [told] if change > max(chance, LEAST) else []
+    line = f"{what}: {math.expm1(change):+.1%} (+ is worse), by chance up to {math.expm1(chance):.1%}"
+    print(f"  {line}", flush=True)
+    return [line] if change > max(chance, LEAST) else []
 
 
 def measured(part: str, tree: Path, quick: bool) -> list[dict]:

@@ -1,7 +1,7 @@
 """What is compared runs in one process, each round in a new order, so that drift of the machine meets all alike.
 
 CPU time of the process stands beside wall time: other work on the machine leaves the first nearly alone. An arm is set
-against another within each round, and the median of these ratios is told with the smallest and the largest.
+against another within each round, and the median of these ratios is reported with the smallest and the largest.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How long a save keeps training waiting, beside the strategy's own library, on the same disk and in the same run.
 
-Two processes, a Llama of 40M parameters with AdamW's moments (480 MB). What a loop by hand calls is `dcp.save` of the
-weights and moments, under ZeRO-2 of each rank's partitions; and there DeepSpeed's own `engine.save_checkpoint`, which
-flushes nothing to the disk, and so is shown without a target. The project's saves are verified: each byte is hashed and
+Two processes, a Llama of 40M parameters with AdamW's moments (480 MB). A hand-written loop calls `dcp.save` of the
+weights and moments, under ZeRO-2 of each rank's partitions. Under ZeRO-2, DeepSpeed's own `engine.save_checkpoint` is
+an arm too, without a target: it flushes nothing to the disk. The project's saves are verified: each byte is hashed and
 flushed, and one rename commits all.
 
 Each save is followed by a training step. Wall time is what training waits for, on the slower rank, until the call
@@ -63,10 +63,10 @@ def run(options: Options) -> Result:
             result.comparisons.append(comparison)
             for other in by_hand:
                 has_target = other == "dcp.save"
-                told = other if has_target else f"{other}, no target"
+                baseline = other if has_target else f"{other}, no target"
                 for how, arm, most in (("asynchronous", GOES_ON, 0.15), ("otherwise", WAITS, 1.0)):
                     ratios = comparison.wall_ratios(arm, other)
-                    title = f"{strategy}: training waits, {how}, over {told}"
+                    title = f"{strategy}: training waits, {how}, over {baseline}"
                     result.figures.append(Figure(title, ratios, at_most=most if has_target else None))
             cpu = comparison.cpu_ratios(GOES_ON)
             result.figures.append(Figure(f"{strategy}: CPU time of a whole save, asynchronous, over {by_hand[0]}", cpu))

@@ -123,7 +123,7 @@ def _readers(data: DataModule, is_quick: bool) -> dict[str, Callable[[], Sample]
 
 def _timed(rows: Any, order: list[list[int]], passes: int, workers: int = 0) -> Sample:
     """Of reading `rows` in `order`, by `workers` processes whose CPU time counts."""
-    loader = DataLoader(rows, batch_sampler=order * passes, collate_fn=_as_it_is, num_workers=workers)
+    loader = DataLoader(rows, batch_sampler=order * passes, collate_fn=_unchanged, num_workers=workers)
     used, clock = _of_children(), Clock()
     clock.start()
     tokens = sum(_count(batch) for batch in loader)
@@ -132,7 +132,7 @@ def _timed(rows: Any, order: list[list[int]], passes: int, workers: int = 0) -> 
     return Sample(sample.cpu_s + (_of_children() - used) / tokens, sample.wall_s)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 

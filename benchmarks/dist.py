@@ -1,4 +1,4 @@
-"""Two processes of this machine: the project against the same strategy written by hand, and Hugging Face's Trainer.
+"""Two processes of this machine: the project against the same strategy, hand-written, and Hugging Face's Trainer.
 
 DDP, FSDP2 and ZeRO-2, a Llama of 5M parameters, over gloo. Each round has fresh processes of all arms of a strategy,
 which warm up together and then take turns of ten steps. CPU time is summed over all ranks, wall time is of the

@@ -2,16 +2,16 @@
 
 First the roofline: the bf16 matrix products of that GPU, large and in each model's own shape. Then each model, in
 bf16-mixed (weights and AdamW in fp32), compiled block by block, no checkpointing, rows without boundaries between
-documents, so that every arm has flash attention: by hand; by the project as shipped; by Hugging Face's Trainer with its
-defaults, and with `torch_compile`; litgpt's model in the hand-written loop, where litgpt is installed. `plan`: the
-project without compile, whose peak memory and time are set against what the verb `plan` predicts from the roofline. MFU
+documents, so that every arm has flash attention: a hand-written loop; the project as shipped; Hugging Face's Trainer
+with its defaults, and with `torch_compile`; litgpt's model in the hand-written loop, where litgpt is installed. `plan`:
+the project without compile, whose peak memory and time are compared with the predictions of the verb `plan`. MFU
 counts 6 N + 12 L d T operations a token (PaLM's convention) over the peak of `flops.py`.
 
 The micro-batch is the largest whose memory `plan` finds room for. A result is written after each arm, and stays when
 the next run measures other models (`--models 125M --arms project,hand`); an arm that runs out of memory is a row.
 
 Targets: MFU of 0.45 for Llama-3.2-1B's shape at 4,096 tokens (published for 1 to 1.3 B: 0.38 to 0.40), 0.35 for 125M at
-2,048, 0.46 for 3B at 4,096; a mixture of experts with its figure told. 0.985 of the hand-written loop's speed, 1.25 of
+2,048, 0.46 for 3B at 4,096; a mixture of experts without a target. 0.985 of the hand-written loop's speed, 1.25 of
 the Trainer's, 1.02 of the Trainer's with compile. `--quick` runs every line of it on a CPU at small sizes.
 
 torchtitan 0.3.0 installs, but its trainer takes its data and its launch from its own configuration: it is no arm here.
@@ -40,7 +40,8 @@ from trainer_dev.module import LanguageModule
 from dist_template.cli.limits.machine import Machine as Described
 from dist_template.errors import InputError
 from dist_template.model.flops import Size, peak
-from dist_template.wings.plan.candidates import Candidate
+from dist_template.parallel.candidates import Candidate
+from dist_template.parallel.plain import Plain
 from dist_template.wings.plan.estimate import Machine, Planned
 from dist_template.wings.plan.planner import Planner
 
@@ -82,15 +83,15 @@ def run(options: Options) -> Result:
     name = torch.cuda.get_device_name() if cuda else "cpu"
     found = peak(name, "bf16-mixed")
     if not found:
-        note(result, f"{name} is not in the table of flops.py: no MFU is told")
+        note(result, f"{name} is not in the table of flops.py: no MFU is reported")
     for title, given in models.items():
         result.figures = [each for each in result.figures if not each.what.startswith(f"{title}: ")]
         model = fitting(given, roofline.median * 1e12) if cuda else given
         if model is None:
             put(result, [Figure(f"{title}: a micro-batch of one row", [], instead="more memory than there is free")])
             continue
-        told = model.architecture
-        shape = (model.micro_batch * model.seq_len, told["hidden_size"], told["intermediate_size"])
+        sizes = model.architecture
+        shape = (model.micro_batch * model.seq_len, sizes["hidden_size"], sizes["intermediate_size"])
         product = Figure(f"{title}: matrix product {' x '.join(map(str, shape))}", [product_tflops(shape, cuda)])
         put(result, [replace(product, unit="TFLOP/s")])
         size = Size.of(_skeleton(model))
@@ -196,7 +197,7 @@ def predicted(model: Model, flops: float) -> Planned:
     planner = Planner(LanguageModule(architecture=model.architecture), data, {}, Described("cuda", 1, 1, "bf16-mixed"))
     memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 80e9
     machine = Machine(1, 1, memory, flops, flops, 300e9, 40e9)
-    return planner.option(Candidate("one device", "ddp", {}), machine, model.micro_batch, "none")
+    return planner.option(Candidate("one device", "ddp", {}, Plain()), machine, model.micro_batch, "none")
 
 
 def product_tflops(shape: tuple[int, int, int], cuda: bool) -> float:
@@ -244,8 +245,8 @@ def measure(measured: Measured, options: Options, cuda: bool, keep: Callable[[],
                     continue
                 if sample := attempt(measured, arm, arms[arm], cuda):
                     samples[arm].append(sample)
-                told = measured.failed.get(arm) or f"{samples[arm][-1].wall_s:.4f} s a step"
-                print(f"  {measured.title}: round {number} of {options.rounds}: {arm}: {told}", flush=True)
+                outcome = measured.failed.get(arm) or f"{samples[arm][-1].wall_s:.4f} s a step"
+                print(f"  {measured.title}: round {number} of {options.rounds}: {arm}: {outcome}", flush=True)
                 keep()
 
 

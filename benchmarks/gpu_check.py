@@ -1,6 +1,6 @@
 """One NVIDIA GPU: does there hold what the tests prove on CPU processes?
 
-    parity   the losses of each strategy that one device can run, over those of the CPU; bf16-mixed over 32-true
+    parity   the losses of each strategy that one device can run, over the CPU's; bf16-mixed over 32-true
     syncs    how often the host waits for the device in a step: a plain one, a logged one, one with a checkpoint
     nan      a gradient that is not finite is skipped, with the optimizer on the device and on the host
     zero3    ZeRO-3 ends well after a step that is no validation, with its state on the device and on the host
@@ -103,8 +103,8 @@ class Bench:
         put(self.result, [*figures])
         write(self.result, self.options)
         for each in figures:
-            told = each.instead or f"{each.median:.3g} {each.unit}"
-            print(f"  {each.what}: {told}", flush=True)
+            shown = each.instead or f"{each.median:.3g} {each.unit}"
+            print(f"  {each.what}: {shown}", flush=True)
 
 
 def run(options: Options) -> Result:
@@ -145,9 +145,9 @@ def syncs(bench: Bench) -> None:
         more = ["--trainer.callbacks+=benchmarks.gpu_check.Syncs", f"--trainer.callbacks.path={found}"]
         more += ["--trainer.log_every_n_steps=3", "--last_checkpoint.every_n_steps=5"]
         if bench.fit(name, [*STRATEGIES[strategy], *more]):
-            told = json.loads(found.read_text("utf-8"))
+            waits = json.loads(found.read_text("utf-8"))
             at_most = None if strategy.startswith("zero") else 0
-            for kind, lines in told.items():
+            for kind, lines in waits.items():
                 where = f", first {next(iter(lines))}" if lines else ""
                 limit = at_most if kind == "plain" else None
                 bench.put(Figure(f"{name}: waits of a {kind} step{where}", [sum(lines.values())], at_most=limit))

@@ -16,7 +16,7 @@ from .loops.task import Task
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained, and the least MFU that it should reach; None: the figure is told."""
+    """What is trained, and the least MFU that it should reach; None: MFU has no target."""
 
     architecture: dict[str, Any]
     seq_len: int
@@ -78,12 +78,12 @@ class LitTask(WholeRows):
         from litgpt.model import GPT
 
         assert self.architecture
-        told = self.architecture
+        sizes = self.architecture
         config = Config(
-            block_size=self.seq_len, n_layer=told["num_hidden_layers"], n_embd=told["hidden_size"],
-            n_head=told["num_attention_heads"], n_query_groups=told["num_key_value_heads"],
-            intermediate_size=told["intermediate_size"], vocab_size=told["vocab_size"],
-            padded_vocab_size=told["vocab_size"], mlp_class_name="LLaMAMLP", norm_class_name="RMSNorm",
+            block_size=self.seq_len, n_layer=sizes["num_hidden_layers"], n_embd=sizes["hidden_size"],
+            n_head=sizes["num_attention_heads"], n_query_groups=sizes["num_key_value_heads"],
+            intermediate_size=sizes["intermediate_size"], vocab_size=sizes["vocab_size"],
+            padded_vocab_size=sizes["vocab_size"], mlp_class_name="LLaMAMLP", norm_class_name="RMSNorm",
             rotary_percentage=1.0, parallel_residual=False, bias=False,
         )  # fmt: skip
         torch.manual_seed(0)

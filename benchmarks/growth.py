@@ -2,11 +2,11 @@
 
 CPU time of an optimizer step against the number of metrics, callbacks, parameter tensors, ranks, tokens of a sequence,
 entries of the vocabulary, and steps so far. The first four and the lengths use a model of vectors, whose step takes
-what the loop takes; a slope is a straight line fitted in each round, and is told as a ratio to the same run's
+what the loop takes; a slope is a straight line fitted in each round, and is reported as a ratio to the same run's
 hand-written loop or to its slope. What a step sends is counted on two to four processes and set against the cost model
 of `benchmarks/traffic.py`, which goes on to 1,024.
 
-Targets: a metric costs at most a tenth of one by `self.log`; tensors, tokens and vocabulary cost no more than by hand;
+Targets: a metric costs at most a tenth of one by `self.log`; tensors, tokens and vocabulary cost no more than in it;
 5,000 steps leave time and memory where they were.
 """
 
@@ -261,11 +261,12 @@ def drift(task: Task, options: Options) -> list[Figure]:
 
 def counted(task: Task, options: Options) -> list[Figure]:
     """Bytes that a rank really sends in a step, over the cost model's."""
+    from dist_template.parallel.facts import Sent
     from tests.support.collectives import CountCollectives, read_sent, summed
     from tests.support.runs import Workers
 
     from .loops.task import data_flags
-    from .traffic import STRATEGIES, Collective, Setting
+    from .traffic import Setting, traffic
 
     configs, found = ROOT / "build" / "dev" / "configs" / "strategy", []
     for strategy, sizes in list(COUNTED.items())[: 1 if options.quick else None]:
@@ -278,12 +279,12 @@ def counted(task: Task, options: Options) -> list[Figure]:
             argv += ZERO3 if strategy == "zero3" else []
             with Workers(size) as workers:
                 workers.run(argv, record, callbacks=[CountCollectives(record)]).check()
-            at = Setting(size, task.batch_size * task.seq_len, node=min(size, 2) if strategy == "hsdp" else size,
-                         half=False, zero_whole=16)  # fmt: skip
-            said, seen = summed(STRATEGIES[strategy](task_model(task), at)), read_sent(record)
+            node = min(size, 2) if strategy == "hsdp" else size
+            at = Setting(size, task.batch_size * task.seq_len, node=node, half=False)
+            said, seen = summed(traffic(strategy, task_model(task), at)), read_sent(record)
             over = {"hsdp": 2}.get(strategy, size)
-            real = sum(Collective(kind, round(n), 4, over, 1).sent for kind, (_, n) in seen.items())  # ty: ignore[invalid-argument-type]
-            model = sum(Collective(kind, round(n), 4, over, 1).sent for kind, (_, n) in said.items())  # ty: ignore[invalid-argument-type]
+            real = sum(Sent(kind, n, 4, over, 1, over).sent for kind, (_, n) in seen.items())  # ty: ignore[invalid-argument-type]
+            model = sum(Sent(kind, n, 4, over, 1, over).sent for kind, (_, n) in said.items())  # ty: ignore[invalid-argument-type]
             found.append(Figure(f"sent by {strategy} on {size} ranks, counted over the cost model", [real / model]))
     return found
 

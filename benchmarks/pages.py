@@ -17,7 +17,7 @@ from . import ROOT
 from .__main__ import PARTS
 from .arms import Comparison
 from .record import read, table
-from .traffic import STRATEGIES, Setting
+from .traffic import STRATEGIES, Setting, traffic
 
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
 HEAD = """# Results
@@ -55,7 +55,7 @@ def main() -> None:
     mpl.rcParams |= {"grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
     for folder in (FIGURES, RESULTS):
         folder.mkdir(exist_ok=True)
-    save(traffic(), "traffic")
+    save(messages(), "traffic")
     if (RESULTS / "growth.json").exists():
         save(slopes(RESULTS / "growth.json"), "growth")
     (RESULTS / "README.md").write_text(readme(), encoding="utf-8")
@@ -106,7 +106,7 @@ def _line(comparison: Comparison, arm: str) -> tuple[list[int], list[float], lis
     return [int(name.split()[-1]) for name in names], middle, low, high
 
 
-def traffic() -> Any:
+def messages() -> Any:
     """Bytes and messages of a rank and step: against ranks at 7 B, against the model's size at 64 ranks."""
     from matplotlib import pyplot
 
@@ -128,7 +128,7 @@ def traffic() -> Any:
 
 def _sent(name: str, model: nn.Module, ranks: int) -> tuple[float, int]:
     """GB and messages, in bf16-mixed, with one micro-batch of TOKENS tokens a rank and step."""
-    calls = list(STRATEGIES[name](model, Setting(ranks, TOKENS, node=NODE)))
+    calls = list(traffic(name, model, Setting(ranks, TOKENS, node=NODE)))
     return sum(call.sent for call in calls) / 1e9, sum(call.messages for call in calls)
 
 

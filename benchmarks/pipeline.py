@@ -1,8 +1,8 @@
-"""Pipelines: the time in which stages wait, against each schedule's formula; and the library against a loop by hand.
+"""Pipelines: the time that stages wait, against each schedule's formula; the library against a hand-written loop.
 
 Waiting: blocks that sleep (30 ms forward, 30 ms for the gradient of their input, 30 ms for their weight's) on 2
 and 4 processes under `MeshStrategy`, so that the machine's cores do not matter. The step's time over the time of a
-rank's own work, minus one, is the bubble; `parallel/pipeline/schedule.py` has the formulas.
+rank's own work, minus one, is the bubble; `parallel/pipeline/costs.py` has the formulas.
 
 By hand: torch's 1F1B over two halves of a Llama of 5M parameters, 4 micro-batches of 4 rows, against `fit` with every
 callback, in turns of ten steps after 54 (in step 50 the library collects garbage, once in a run).
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dist_template import TrainingModule
 from dist_template.parallel.mesh import MeshStrategy
-from dist_template.parallel.pipeline.schedule import bubble, stages_per_rank
+from dist_template.parallel.pipeline.costs import bubble, stages_per_rank
 
 from .arms import Comparison, Sample
 from .loops.hand_pp import MICRO_BATCHES
@@ -154,7 +154,7 @@ class Asleep(torch.autograd.Function):
         return gradients[0]
 
 
-# ---- the library against a loop by hand ------------------------------------------------------------------------------
+# ---- the library against a hand-written loop -------------------------------------------------------------------------
 
 
 def by_hand(options: Options) -> Comparison:

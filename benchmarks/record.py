@@ -56,7 +56,7 @@ class Figure:
     Args:
         what: In words, without its figure.
         values: One per round; a count or a size has one.
-        at_most: Its target, None where there is none.
+        at_most: Its target, None without a target.
         at_least: The same.
         unit: Empty for a ratio.
         instead: What stands in the place of values: why there are none.
@@ -108,8 +108,8 @@ def write(result: Result, options: Options) -> Path:
     }  # fmt: skip
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / f"{result.part}.json"
-    told = {"rounds": options.rounds, "quick": options.quick}
-    data = about | told | dataclasses.asdict(result)
+    chosen = {"rounds": options.rounds, "quick": options.quick}
+    data = about | chosen | dataclasses.asdict(result)
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return path
 

@@ -1,12 +1,13 @@
-"""Until help, until a mistake is told, until training begins.
+"""Start-up time: until help, until a configuration error, until training begins.
 
 Each is a process of its own; CPU and wall time from its start. `imports` is a Python that imports torch, lightning and
 the model's class, and ends. `fit` imports them too, and ends where the module is given the first batch: token
 cache, process group, model and optimizer are ready. `misspelt` is a key that does not exist; `misspelt, by the parser`
 is the same without the look at the keys that the command takes before it imports torch.
 
-Targets: help takes at most 0.3 s of CPU and imports no torch; a mistake is told within 1 s; training begins at most 1 s
-of CPU after the imports. Figures are shares of these, because an absolute time tells of a machine.
+Targets: help takes at most 0.3 s of CPU and imports no torch; a configuration error is reported within 1 s;
+training begins at most 1 s of CPU after the imports. Figures are shares of these, because an absolute time depends on
+the machine.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """What a training loop costs per optimizer step, on one process.
 
-Arms: torch by hand; the project as shipped; the project without what records; Lightning's Trainer and Hugging Face's
-with their defaults; accelerate and Fabric. Models: one vector, whose step takes what the loop takes; Llamas of 0.1M and
-5M parameters.
+Arms: a hand-written loop of torch; the project as shipped; the project without loggers and records; Lightning's Trainer
+and Hugging Face's with their defaults; accelerate and Fabric. Models: one vector, whose step takes what the loop takes;
+Llamas of 0.1M and 5M parameters.
 
-Targets: with the vector, the project adds at most what Hugging Face's Trainer adds to the loop by hand, and at most 0.4
-of what Lightning's defaults add; 0.1M runs at 0.88 of the hand-written loop's speed at least, and faster than Hugging
-Face's Trainer; 5M at 0.98.
+Targets: with the vector, the project adds at most what Hugging Face's Trainer adds to the hand-written loop, and at
+most 0.4 of what Lightning's defaults add; 0.1M runs at 0.88 of the hand-written loop's speed at least, and
+faster than Hugging Face's Trainer; 5M at 0.98.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A loop by hand with Hugging Face's accelerate, as its documentation turns a loop of torch's into one."""
+"""A hand-written loop with Hugging Face's accelerate, as its documentation turns a loop of torch's into one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop by hand with Lightning's Fabric."""
+"""A hand-written loop with Lightning's Fabric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline by hand: torch's schedule over two halves of a Llama, as torch's own tutorial has it."""
+"""A hand-written pipeline: torch's schedule over two halves of a Llama, as torch's own tutorial has it."""
 
 from __future__ import annotations
 

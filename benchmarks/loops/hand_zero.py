@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-2 by hand: the engine reduces, clips and steps, so it is another loop than torch's."""
+"""DeepSpeed's ZeRO-2 in a hand-written loop, which differs from torch's: the engine reduces, clips and steps."""
 
 from __future__ import annotations
 

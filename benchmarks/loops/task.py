@@ -209,10 +209,10 @@ class Log:
 
 
 def check_alike(folder: Path, names: list[str]) -> None:
-    """Loops by hand that read the same batches must have logged the same losses, or they are not comparable.
+    """Checks that hand-written loops with the same batches logged the same losses: else they are not comparable.
 
     Raises:
-        ValueError: they have not.
+        ValueError: their losses differ.
     """
     losses = {}
     for name in names:

@@ -29,8 +29,7 @@ class Exit(IntEnum):
 
     @classmethod
     def of_all(cls, codes: Iterable[int]) -> Exit:
-        """Returns one code for a run whose processes exited with `codes`; negative codes are
-        signals.
+        """Returns one code for a run whose processes exited with `codes`; negative codes are signals.
 
         Deliberate exits have priority over failures, and the first failure over those that follow
         from it: the other ranks fail with 1, or are aborted or terminated.

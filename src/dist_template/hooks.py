@@ -10,7 +10,7 @@ An entry point of the group `dist_template.hooks` names a module with one or bot
     def at_run_end(run: Path, error: BaseException | None) -> None: ...
 
         Called on rank 0 when `fit` has finished, with None, or stops because of `error`; `run` is
-        the run's folder. All metrics are written.
+        the run's folder. All metrics are written. The small trainings of `rehearse` call it too.
 
 They are called in the order of the names of the entry points. A hook that raises does not change
 the result or the exit code: one line reports it.

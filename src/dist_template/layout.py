@@ -1,5 +1,4 @@
-"""Tensors with different device meshes or placements: groups them, and computes one norm over all
-of them.
+"""Tensors with different device meshes or placements: groups them, and computes one norm over all of them.
 
 Under tensor or expert parallelism some parameters are plain tensors and others DTensors on
 different meshes. torch's functions over lists (fused AdamW, `get_total_norm`, `clip_grad_norm_`)
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +42,7 @@ def local_shard(parameter: Tensor) -> Tensor:
 
 def shard_place(tensor: Tensor) -> str | None:
     """Returns the coordinate of this rank's shard; "" for a tensor that is not sharded, None for a
-    ZeRO-3 parameter, of which no two ranks hold the same partition.
+    ZeRO-3 parameter: no two ranks hold the same partition of it.
 
     Ranks with equal places of one tensor hold the same values.
     """
@@ -70,9 +69,7 @@ def refuse_scalars(model: nn.Module, what: str) -> None:
             )
 
 
-def by_layout(
-    items: Iterable[T], tensor: Callable[[Any], Tensor] = lambda item: item
-) -> list[list[T]]:
+def by_layout(items: Iterable[T], tensor: Callable[[Any], Tensor] = lambda item: item) -> list[list[T]]:
     """Returns `items` in groups of equal layout of their `tensor`, in order of appearance."""
     groups: dict[Hashable, list[T]] = defaultdict(list)
     for item in items:
@@ -102,10 +99,17 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
+def joint_norm(parameters: Iterable[nn.Parameter]) -> Tensor | None:
+    """Returns () the joint 2-norm of all gradients; None where no parameter has one, because the
+    strategy keeps and clips them itself (DeepSpeed)."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return total_norm(gradients) if gradients else None
+
+
 def clip_by_norm(
     parameters: Iterable[nn.Parameter],
     max_norm: float | None,
-    norm_of: Callable[[list[nn.Parameter]], Tensor] | None = None,
+    norm_of: Callable[[list[nn.Parameter]], Tensor | None] = joint_norm,
 ) -> Tensor | None:
     """Scales all gradients in place to a joint 2-norm of at most `max_norm`; None or 0 measures it.
 
@@ -115,17 +119,11 @@ def clip_by_norm(
     `norm_of` returns the joint norm where other ranks have other parameters (a pipeline).
 
     Returns:
-        () the norm before clipping, on the gradients' device. None where no parameter has a
-        gradient, because the strategy keeps and clips them itself (DeepSpeed).
+        () the norm before clipping, on the gradients' device; or None, see `joint_norm`.
     """
     parameters = [p for p in parameters if p.grad is not None]
-    if norm_of is not None:
-        norm = norm_of(parameters)
-    elif not parameters:
-        return None
-    else:
-        norm = total_norm(cast(Tensor, p.grad) for p in parameters)
-    if max_norm:
+    norm = norm_of(parameters)
+    if norm is not None and max_norm:
         for group in by_layout(parameters, lambda p: p.grad):
             torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     return norm

@@ -104,8 +104,8 @@ def in_run(path: str | Path, trainer: Any) -> Path:
 
 def is_users(file: str) -> bool:
     """Returns whether `file` may be the user's: not this library's, not installed, not Python's."""
-    own = str(Path(__file__).parent)
-    return not file.startswith((own, "<")) and not any(part in file for part in _INSTALLED)
+    library = str(Path(__file__).parent)
+    return not file.startswith((library, "<")) and not any(part in file for part in _INSTALLED)
 
 
 _INSTALLED = ("site-packages", "dist-packages", f"{sys.base_prefix}/lib/python")

@@ -1,8 +1,7 @@
 """Functions for a project's tests: build its module, check its configurations, rehearse them.
 
-    PROJECT = this_project(__file__)
-    module, data = build(PROJECT, "--config=configs/quickstart.yaml", "--data.seq_len=64")
-    loss = module.training_step(batches(data, 1)[0], 0)
+    PROJECT = this_project(__file__) module, data = build(PROJECT, "--config=configs/quickstart.yaml",
+    "--data.seq_len=64") loss = module.training_step(batches(data, 1)[0], 0)
 
 Public interface: every function here takes a `Project` and the flags of `fit`.
 """

@@ -1,4 +1,4 @@
-"""The numerics guard under every strategy: a bad step changes no weight, on any rank, and is told with its samples."""
+"""The numerics guard under every strategy: a non-finite step changes no weight, and is reported with its samples."""
 
 from __future__ import annotations
 

@@ -92,23 +92,23 @@ def test_a_forward_that_is_still_running_on_the_gpu_counts_the_next_time(monkeyp
     assert clock.mean_s() == pytest.approx(0.030)
 
 
-class Kept(Callback):
+class CountPasses(Callback):
     """Records how many passes the clock of the forward pass has kept at the end."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         (callback,) = [each for each in trainer.callbacks if isinstance(each, throughput.Throughput)]
-        KEPT.append(len(callback._forward._passes))
+        NUM_PASSES.append(len(callback._forward._passes))
 
 
-KEPT: list[int] = []
+NUM_PASSES: list[int] = []
 
 
 def test_one_process_keeps_no_pass(flags: list[str]) -> None:
     """On a GPU a pass is two CUDA events; log steps with several ranks free them."""
-    KEPT.clear()
+    NUM_PASSES.clear()
     steps = ["--trainer.max_steps=5", "--trainer.limit_val_batches=0", "--trainer.log_every_n_steps=2"]
-    assert run("fit", *flags, *steps, f"--trainer.callbacks+={__name__}.Kept") == 0
-    assert KEPT == [0]
+    assert run("fit", *flags, *steps, f"--trainer.callbacks+={__name__}.CountPasses") == 0
+    assert NUM_PASSES == [0]
 
 
 class Slow(Callback):

@@ -42,7 +42,7 @@ class StopsInValidation(Callback):
 
 
 def assert_continued(folder: Path, name: str) -> None:
-    """Losses of the run `name` are those of the run `whole`; results nearly: the average of rotary frequencies,
+    """The run `name` has the losses of the run `whole`, and nearly its results: the average of rotary frequencies,
     which no checkpoint has, is rounded in each update."""
     losses, results = ([logged(only_run(folder, n), m) for n in ("whole", name)] for m in ("train/loss", "eval/loss"))
     assert losses[0] == losses[1]

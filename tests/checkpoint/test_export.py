@@ -82,10 +82,10 @@ REFUSED = {
 def test_what_cannot_be_exported_is_refused(quick: list[str], tmp_path: Path, case: str) -> None:
     (tmp_path / "corpus.txt").write_text("in the way")
     assert run("fit", *quick, "--trainer.max_steps=1") == 0
-    wrong, told = REFUSED[case]
+    wrong, message = REFUSED[case]
     wrong = [flag.replace("{tmp}", str(tmp_path)) for flag in wrong]
     ours = [flag for flag in quick if not flag.startswith(("--trainer.", "--last_checkpoint."))]
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         export.main(["export", *ours, "--checkpoint=last", f"--output={tmp_path}/out", *wrong], OURS)
     assert not list(tmp_path.glob("*out*"))
 

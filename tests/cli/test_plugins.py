@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dist_template import InputError, Project, plugins
+from dist_template.cli import main as command_line
 
 GROUP = "dist_template.examples"  # this library registers none
 Install = Callable[[str, str], None]
@@ -49,6 +50,23 @@ def test_entry_points_of_packages_and_of_the_project_are_sorted_by_name(install:
 def test_a_projects_pyproject_replaces_its_older_metadata(install: Install, project: Path) -> None:
     install("a_trainer", "a = old\nremoved = old")
     assert {name: point.value for name, point in plugins.registered(GROUP).items()} == {"a": "x", "b": "a_trainer.b:B"}
+
+
+@pytest.mark.parametrize("text", ["def main(:", '"""`broken`: does nothing."""', None])
+def test_help_shows_a_verb_whose_file_is_broken_or_missing(
+    text: str | None, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (project.parent / "a_trainer" / "broken.py").write_text(text)
+    project.write_text(
+        '[project]\nname = "a"\n[project.entry-points."dist_template.verbs"]\nbroken = "a_trainer.broken"\n'
+    )
+    assert command_line.run(["--help"], Project("a_trainer")) == 0
+    lines = {
+        None: "(not found: a_trainer.broken)",
+        "def main(:": "(cannot be read: invalid syntax (<unknown>, line 1))",
+    }
+    assert f"\n  broken             {lines.get(text, 'does nothing')}\n" in capsys.readouterr().out
 
 
 def test_one_name_of_two_packages_is_refused_with_both(install: Install, project: Path) -> None:

@@ -39,7 +39,7 @@ class Parsed(Exception):
 
 
 def numeric(hint: Any, key: str) -> Iterator[str]:
-    """The keys of a type that take a number: those of its dataclasses, and of lists and unions of numbers."""
+    """Yields the keys of a type that take a number, in its dataclasses, lists and unions of numbers."""
     if hint in (int, float):
         yield key
     elif is_dataclass(hint):

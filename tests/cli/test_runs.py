@@ -100,11 +100,11 @@ def test_an_evaluation_without_ckpt_path_takes_the_newest_runs_best_or_else_last
     for given in ([], ["--ckpt_path=best"]):
         assert run("validate", *flags, *given) == 0
         shown = capfd.readouterr().out
-        assert f"validate: the weights are those of {best}" in shown and f"loss {trained:.4f}" in shown
+        assert f"validate: the weights come from {best}" in shown and f"loss {trained:.4f}" in shown
     shutil.rmtree(best)
     assert run("validate", *flags) == 0
     shown = capfd.readouterr().out
-    assert f"validate: the weights are those of {best.parent}\n" in shown and f"loss {trained:.4f}" in shown
+    assert f"validate: the weights come from {best.parent}\n" in shown and f"loss {trained:.4f}" in shown
     assert run("validate", *flags, "--ckpt_path=best") == 2
     assert "has no best-*.ckpt: give `last`" in capfd.readouterr().err
     assert only_run(tmp_path), "they write into the run's folder"

@@ -179,7 +179,7 @@ FILES = {
     "20,000 nested mappings": ("{a: " * 20_000 + "}" * 20_000, "x.yaml is nested too deeply"),
     "an integer without digits": ("trainer: {max_steps: !!int ''}", "x.yaml is not YAML"),
     "an integer of 5,000 digits": ("trainer: {max_steps: " + "9" * 5000 + "}", "x.yaml is not YAML"),
-    "a date that is none": ("run: {name: 2026-13-99}", "x.yaml is not YAML"),
+    "a date that does not exist": ("run: {name: 2026-13-99}", "x.yaml is not YAML"),
     "bytes": ("\ud800", "x.yaml is not YAML"),
 }
 

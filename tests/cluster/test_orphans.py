@@ -7,13 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dist_template import Ended
-from dist_template.cli import main as entry
+from dist_template.cli.verbs import Verb
 from dist_template.errors import Exit
 from tests.support.injury import children
 from tests.support.runs import OF_ANOTHER_RUN, PROJECT, main, run
@@ -119,10 +118,7 @@ def test_where_rank_zero_is_missing_its_neighbour_says_so(
     def end(argv: list[str], project: Any) -> None:
         raise Ended(Exit.HUNG, "rank 0 of 2 did not connect", local_rank=int(missing_first))
 
-    # of this module alone: others that are imported meanwhile would keep the replaced function
-    verb = SimpleNamespace(main=end)
-    replaced = SimpleNamespace(import_module=lambda *_: verb, util=entry.importlib.util)
-    monkeypatch.setattr(entry, "importlib", replaced)
+    monkeypatch.setattr(Verb, "load", lambda verb: end)
     for rank in ("0", "1", "2"):
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert main(["diagnose"]) == Exit.HUNG

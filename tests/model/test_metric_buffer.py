@@ -23,7 +23,7 @@ NAMES = [f"m{i}" for i in range(10)]
 
 
 def test_ten_values_a_step_cost_ten_views_and_little_more() -> None:
-    """On a GPU each operation would be a kernel; a view is none, and needs 1 µs of the host."""
+    """On a GPU each operation but a view would be a kernel; a view needs 1 µs of the host."""
     steps, value, buffer = 2 * FOLD, torch.tensor(1.0, requires_grad=True) * 2, MetricBuffer()
     with Ops() as ops:
         for _ in range(steps):

@@ -67,7 +67,7 @@ def test_wandb_continues_the_run_with_every_metric_configuration_commit_and_comm
     files = read_back.wandb_files(restarted)
     assert len(files) == 2 and all(file.name == "run-one.wandb" for file in files)
     points, expected = read_back.wandb_points(restarted), read_back.metrics(restarted)
-    for step in range(6, 11):  # wandb writes in blocks, of which a killed process loses the last
+    for step in range(6, 11):  # wandb writes in blocks; a killed process loses the last one
         shown = {name: points[name][step][-1] for name in expected[step]}
         assert shown == pytest.approx(expected[step], rel=1e-6, nan_ok=True), step
     config = read_back.wandb_config(files[1])

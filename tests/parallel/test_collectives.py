@@ -47,7 +47,7 @@ class Collectives(ToGroups):
 
 
 class CountSteps(Callback):
-    """Counts STEPS optimizer steps, from a batch's start to a batch's start, then the same by hand."""
+    """Counts STEPS optimizer steps, from a batch's start to a batch's start, then in a hand-written loop."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.mode = Collectives()
@@ -102,7 +102,7 @@ def fsdp2(trainer: Any, module: Any) -> Step:
     optimizer = optim.build_optimizer(model, module.optim)
 
     def step(batch: Any) -> None:
-        model.set_requires_gradient_sync(trainer.strategy.reduce_each_micro_batch)
+        model.set_requires_gradient_sync(trainer.strategy.sharding.reduce_each_micro_batch)
         model.set_requires_all_reduce(False)
         loss(module, model, batch).backward()
         model.set_requires_gradient_sync(True)
@@ -144,7 +144,7 @@ def loss(module: Any, model: nn.Module, batch: Any) -> Tensor:
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Any]:
-    """A strategy and flags to what a step of `fit`, and one by hand, sends: {name of a collective: how often}."""
+    """A strategy and flags to what a step of `fit`, and a hand-written one, sends: {name of a collective: number}."""
     folder = tmp_path_factory.mktemp("collectives")
     flags = [
         f"--run.root={folder / 'runs'}", "--run.report=false", "--data.source=TextFiles",
@@ -176,7 +176,7 @@ def test_ddp_sends_its_gradients_once(counted: Any) -> None:
 
 
 REDUCED_ONCE = "--trainer.strategy.init_args.reduce_each_micro_batch=false"
-CHUNKED = "--model.loss_chunk=16"  # of 32 tokens; the loop by hand computes them at once
+CHUNKED = "--model.loss_chunk=16"  # of 32 tokens; the hand-written loop computes them at once
 
 
 @pytest.mark.slow
@@ -184,7 +184,7 @@ CHUNKED = "--model.loss_chunk=16"  # of 32 tokens; the loop by hand computes the
     ("more", "times"),
     tiers([([], ACCUMULATION), ([REDUCED_ONCE], 1), ([CHUNKED], ACCUMULATION)], daily=[([REDUCED_ONCE], 1)]),
 )
-def test_fsdp2_reduces_as_often_as_it_is_told(counted: Any, more: list[str], times: int) -> None:
+def test_fsdp2_reduces_as_often_as_configured(counted: Any, more: list[str], times: int) -> None:
     fit, _ = counted("fsdp2", *more)
     assert fit["reduce_scatter_base"] == times * UNITS
 
@@ -201,7 +201,7 @@ def test_hsdp_sends_between_its_copies_once(counted: Any) -> None:
     ("stage", "more"), tiers([(1, []), (2, []), (3, []), (3, [CHUNKED])], daily=[(2, []), (3, [])])
 )
 def test_zero_sends_what_deepspeed_by_hand_sends(counted: Any, stage: int, more: list[str]) -> None:
-    """In stage 3 nothing stays whole, and the all-gathers are those of modules that were fetched ahead."""
+    """In stage 3 nothing stays unsharded, and modules that were fetched ahead cause the all-gathers."""
     nothing_kept = ["--trainer.strategy.init_args.param_persistence_threshold=0"] if stage == 3 else []
     _, hand = counted(f"zero{stage}", *nothing_kept, *more)
     assert hand["broadcast"] == 0

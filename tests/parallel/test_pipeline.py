@@ -197,17 +197,17 @@ class Sequence(nn.Module):
 
 
 def test_stages_get_blocks_by_their_cost() -> None:
-    assert partition.bounds_of(Sequence(), 2, "even") == [(0, 2), (2, 4)]
-    assert partition.bounds_of(Sequence((64, 8, 8, 8)), 2, "cost") == [(0, 1), (1, 4)]
+    assert partition.blocks_of_stages(Sequence(), 2, "even") == [2, 2]
+    assert partition.blocks_of_stages(Sequence((64, 8, 8, 8)), 2, "cost") == [1, 3]
     big_head = Sequence()
     big_head.head = nn.Linear(8, 60)
-    assert partition.bounds_of(big_head, 2, "cost") == [(0, 3), (3, 4)]
-    assert partition.bounds_of(Sequence(), 2, [1, 3]) == [(0, 1), (1, 4)]
+    assert partition.blocks_of_stages(big_head, 2, "cost") == [3, 1]
+    assert partition.blocks_of_stages(Sequence(), 2, [1, 3]) == [1, 3]
     for layers, sentence in (([1, 2], "does not divide 4 blocks into 2"), ([4], "give a number of blocks for each")):
         with pytest.raises(InputError, match=sentence):
-            partition.bounds_of(Sequence(), 2, layers)
+            partition.blocks_of_stages(Sequence(), 2, layers)
     with pytest.raises(InputError, match="4 blocks cannot be divided into 5 stages"):
-        partition.bounds_of(Sequence(), 5, "even")
+        partition.blocks_of_stages(Sequence(), 5, "even")
 
 
 @pytest.mark.parametrize("schedule, expected", [("1F1B", [1]), ("Interleaved1F1B", [1, 3]), ("DualPipeV", [1, 2])])
@@ -245,7 +245,7 @@ def test_models_that_are_no_sequence_are_refused() -> None:
         (Residual(), "scale is a parameter of Residual: give it a module"),
     ):
         with pytest.raises(InputError, match=f"cannot be a pipeline: {sentence}.*or set pp_size to 1"):
-            partition.outline(model)
+            partition.ModelParts.of(model)
     for model, stage, sentence in (
         (Late(), 0, "Embedding is defined before the blocks and called after them"),
         (Between(), 1, r"given the output of the block before as it is: .* \(a residual sum, a dropout\)"),
@@ -253,8 +253,9 @@ def test_models_that_are_no_sequence_are_refused() -> None:
         bounds = [(0, 2), (2, 4)]
         division = Division(model, bounds, [stage])
         division.gate(model)
-        division.position.enter(bounds[stage], torch.ones(1, 2, 8) if stage else None, raises=False)
-        with pytest.raises(InputError, match=sentence):
+        received = torch.ones(1, 2, 8) if stage else None
+        running = division.stage.running(bounds[stage], received, ends_step=False)
+        with running, pytest.raises(InputError, match=sentence):
             model(torch.zeros(1, 2, dtype=torch.int64))
 
 
@@ -267,9 +268,9 @@ def test_each_stage_of_a_users_own_model_computes_its_part() -> None:
         part = Sequence()
         division = Division(part, [(0, 1), (1, 3), (3, 4)], [stage])
         division.gate(part)
-        division.position.enter(bounds, hidden, raises=False)
-        output = part(tokens)
-        hidden = division.position.sent
+        with division.stage.running(bounds, hidden, ends_step=False):
+            output = part(tokens)
+        hidden = division.stage.sent
         here = sum(parameter.numel() for parameter in part.parameters())
         assert here < sum(parameter.numel() for parameter in whole.parameters()) / 2
     assert hidden is None and torch.equal(output, expected)

@@ -165,7 +165,7 @@ PRECOMPUTE = "--model.preference.precompute=true"
 
 
 class Held(Callback):
-    """Notes the bytes of all parameters of this rank, with those of a reference, in a folder."""
+    """Writes the bytes of all parameters of this rank, a reference's included, into a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

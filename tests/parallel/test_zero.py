@@ -136,7 +136,7 @@ def test_an_argument_and_the_file_must_agree() -> None:
         ZeroStrategy(stage=3, config={"zero_optimization": {"stage": 2}})
     with pytest.raises(InputError, match="init_args.offload_optimizer is True, .* says False"):
         ZeroStrategy(offload_optimizer=True, config={"zero_optimization": {"stage": 2}})
-    assert ZeroStrategy(config={"zero_optimization": {"stage": 3}}).stage == 3
+    assert ZeroStrategy(config={"zero_optimization": {"stage": 3}}).sharding.stage == 3
 
 
 GUIDES: dict[str, Any] = {  # of Hugging Face's pages on DeepSpeed

@@ -58,7 +58,7 @@ def write(path: Path, records: Sequence[Any]) -> Path:
 
 
 def published(family: str) -> str:
-    """Returns a family's template as published, of which trl has a copy."""
+    """Returns a family's published template; trl has a copy of it."""
     return (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
 
 

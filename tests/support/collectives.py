@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.traffic import Collective
+from dist_template.parallel import facts
 
 # torch's operators, in place and functional, and which of their arguments is the whole tensor.
 OPERATORS = {
@@ -91,10 +91,12 @@ def read_sent(folder: Path) -> dict[str, tuple[float, float]]:
     return {kind: (calls, elements) for kind, (calls, elements) in mean.items()}
 
 
-def summed(traffic: Iterable[Collective]) -> dict[str, tuple[float, float]]:
+def summed(traffic: Iterable[facts.Sent]) -> dict[str, tuple[float, float]]:
     """The same of what the model says."""
     found: dict[str, tuple[float, float]] = {}
     for one in traffic:
+        if one.ranks == 1:
+            continue
         calls, elements = found.get(one.kind, (0, 0))
-        found[one.kind] = (calls + one.times, elements + one.times * one.elements)
+        found[one.kind] = (calls + one.calls, elements + one.elements)
     return found

@@ -214,7 +214,7 @@ class LimitMemory(Callback):
 
 
 class StopAt(Callback):
-    """Stops training regularly after `step`, as a time limit does; the schedule is that of all steps."""
+    """Stops training regularly after `step`, as a time limit does; the schedule covers all steps."""
 
     def __init__(self, step: int) -> None:
         self.step = step

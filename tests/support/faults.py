@@ -655,7 +655,7 @@ def loss_scaled_by_a_buffer() -> None:
 
 
 def dropout_in_evaluation() -> None:
-    """A function of torch's that drops out unless it is told not to."""
+    """A function of torch's that drops out unless its `training` is false."""
     sums = LanguageModule.sums
 
     def dropped(self: Any, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ CONNECTORS = {"self", "cls", "super"}
 
 
 PUBLIC = ("strategies", "testing")  # files beside the rooms that stand above all of them
-NOT_CORE = ("wings", "text", *PUBLIC)
+NOT_CORE = ("wings", "text", "compat", *PUBLIC)  # a wing may take what belongs to another library
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -285,4 +285,16 @@ def missing_paths(path: Path, bases: list[Path]) -> list[str]:
         for match in PATH.finditer(comment):
             if not any((place / match[1]).exists() for place in places):
                 found.append(f"{path.name}: {match[1]}")
+    return found
+
+
+def checks_of_strategies(path: Path) -> list[str]:
+    """`isinstance(…, …Strategy)` and `hasattr(strategy, …)` of a file."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 2:
+            asked, of = (ast.unparse(each) for each in node.args)
+            is_class = node.func.id == "isinstance" and re.search(r"Strategy\b", of)
+            if is_class or (node.func.id == "hasattr" and asked.split(".")[-1].endswith("strategy")):
+                found.append(ast.unparse(node))
     return found

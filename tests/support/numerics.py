@@ -67,11 +67,11 @@ def spoil_reduced_gradient(step: int, rank: int, value: float) -> None:
 def report_exit_codes() -> None:
     original = Ended.__init__
 
-    def told(self: Any, code: Exit, sentence: str, local_rank: int = 0) -> None:
+    def with_code(self: Any, code: Exit, sentence: str, local_rank: int = 0) -> None:
         original(self, code, sentence, local_rank)
         self.add_note(f"exit code {int(code)}")
 
-    Ended.__init__ = told
+    Ended.__init__ = with_code
 
 
 def skip_explicitly(step: int) -> None:

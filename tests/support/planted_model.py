@@ -15,7 +15,7 @@ class PlantedConfig(LlamaConfig):
 
 
 class CentredMLP(nn.Module):
-    """Subtracts the mean over features, of which a rank has its own, from the gate."""
+    """Subtracts the mean over features from the gate; under tensor parallelism each rank has its own mean."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ PartitionName=urgent Nodes=n[1-3] MaxTime=INFINITE State=UP PriorityTier=10
 
 
 class Slurm:
-    """Three nodes, n1 to n3, and two partitions: jobs of `urgent` preempt those of `main`."""
+    """Three nodes, n1 to n3, and two partitions: jobs of `urgent` preempt jobs of `main`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.daemons = folder, list[subprocess.Popen[bytes]]()

@@ -35,11 +35,11 @@ def write_run(
     (folder / "config.yaml").write_text(yaml.safe_dump(config or {"run": {"name": folder.parent.name}}), "utf-8")
     if defaults:
         (folder / "defaults.yaml").write_text(yaml.safe_dump(defaults), "utf-8")
-    told = {
+    recorded = {
         "command": ["python", "-m", "trainer", "fit", "--trainer.max_steps=10", "--ckpt_path", "last"],
         "host": "node1",
     }
-    (folder / "environment.json").write_text(json.dumps(told | environment), "utf-8")
+    (folder / "environment.json").write_text(json.dumps(recorded | environment), "utf-8")
     with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
         for i in range(max(map(len, metrics.values()), default=0)):
             line = {name: values[i] for name, values in metrics.items() if i < len(values)}

@@ -85,7 +85,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def broken_links(site: Path) -> list[str]:
-    """Links of built pages, those of the navigation too, to a file or an id that is not there."""
+    """Finds links of built pages and of the navigation to a missing file or id."""
     texts = {html: html.read_text(encoding="utf-8") for html in site.resolve().rglob("index.html")}
     broken = []
     for html, text in texts.items():

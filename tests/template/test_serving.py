@@ -19,7 +19,7 @@ INSTRUCTIONS = "ARG CMD COPY ENTRYPOINT ENV EXPOSE FROM HEALTHCHECK RUN STOPSIGN
 
 
 def stages(text: str) -> dict[str, list[tuple[str, str]]]:
-    """Stage -> its (instruction, arguments), with those of the stages that it is built from."""
+    """Stage -> its (instruction, arguments), after its base stages'."""
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
     found: dict[str, list[tuple[str, str]]] = {}
     own: list[tuple[str, str]] = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.traffic import STRATEGIES, Setting
+from benchmarks.traffic import STRATEGIES, Setting, traffic
 from tests.support.collectives import CountCollectives, read_sent, summed
 from tests.support.runs import Workers, run
 from tests.support.strategies import NAMES, flags_of
@@ -43,7 +43,7 @@ CASES = {  # (processes, ranks of a node, architecture)
 }
 SETTINGS = [*((name, {}) for name in CASES), ("fsdp2", {"reduces_each": False})]
 DAILY = [("ddp", {}), ("fsdp2", {}), ("tp", {}), ("fsdp2_ep", {}), ("cp", {}), ("pp", {}), ("zero3", {})]
-MICRO_BATCH, SEQ_LEN, WHOLE = 2, 32, 16
+MICRO_BATCH, SEQ_LEN = 2, 32
 
 
 def build(architecture: dict[str, Any], vocab_size: int) -> Any:
@@ -62,7 +62,7 @@ def test_seven_billion_parameters_send_what_the_pages_of_the_strategies_say() ->
 
     def sent(strategy: str, ranks: int = 8, **setting: Any) -> float:
         at = Setting(ranks, 4096, **setting)
-        return sum(one.sent for one in STRATEGIES[strategy](model, at)) / size / (7 / 8)
+        return sum(one.sent for one in traffic(strategy, model, at)) / size / (7 / 8)
 
     assert sent("ddp") == sent("ddp", accumulation=4) == pytest.approx(8, rel=1e-3)
     assert sent("zero1") == sent("zero1", accumulation=4) == pytest.approx(6, rel=1e-3)
@@ -103,8 +103,8 @@ def test_a_training_sends_what_the_model_says(
     with Workers(processes) as workers:
         workers.run(argv, counted, callbacks=[CountCollectives(counted)]).check()
     tokens = MICRO_BATCH * SEQ_LEN // (shared if "cp" in strategy else 1)
-    at = Setting(processes, tokens, 2, node, half=False, zero_whole=WHOLE, **setting)
-    expected, found = summed(STRATEGIES[strategy](build(architecture, 257), at)), read_sent(counted)
+    at = Setting(processes, tokens, 2, node, half=False, **setting)
+    expected, found = summed(traffic(strategy, build(architecture, 257), at)), read_sent(counted)
     assert found.keys() == expected.keys()
     for kind, (calls, elements) in expected.items():
         assert found[kind][0] == calls, kind

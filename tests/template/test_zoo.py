@@ -42,7 +42,7 @@ def verdict(cases: zoo.Zoo, kind: str, variant: str, arm: str) -> tuple[str, str
 
 
 def forget_the_norms() -> None:
-    """transformers' plan as it is: no rule for the norms of queries and keys."""
+    """transformers' plan unchanged: no rule for the norms of queries and keys."""
     without_table()
     vars(shard)["missing_rules"] = lambda *_: {}
 

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from benchmarks.zoo_models import variants
 from dist_template import AdapterConfig, InputError, OptimConfig
 from dist_template.model.flops import Size
+from dist_template.parallel.shard import refuse_adapters
 from dist_template.strategies import MeshStrategy
 from dist_template.text.model import adapters
 from dist_template.text.model.quantize import Linear4bit, dequantize
@@ -186,9 +187,9 @@ def test_experts_that_tensor_parallelism_shards_in_another_way_get_no_adapters(k
     """Inkling-2 lost 7e-5 of its loss without a word; Llama-4, Aria and LongCat ended in an error."""
     architecture = yaml.safe_dump(variants(kind)["default"])
     with pytest.raises(InputError, match=rf"layers.0.mlp.experts are not sharded .*\({PLANS[kind]}\): name linear"):
-        adapters.refuse_tensor_parallel(adapters.add_adapters(built(architecture), AdapterConfig()))
-    adapters.refuse_tensor_parallel(adapters.add_adapters(built(architecture), AdapterConfig(["q_proj"])))
-    adapters.refuse_tensor_parallel(adapters.add_adapters(built(MODELS["deepseek_v3"]), AdapterConfig()))
+        refuse_adapters(adapters.add_adapters(built(architecture), AdapterConfig()))
+    refuse_adapters(adapters.add_adapters(built(architecture), AdapterConfig(["q_proj"])))
+    refuse_adapters(adapters.add_adapters(built(MODELS["deepseek_v3"]), AdapterConfig()))
 
 
 def test_a_model_without_linear_layers_is_told_what_it_has() -> None:

@@ -1,4 +1,4 @@
-"""Even work: ranks get equally expensive samples, and the numbers of training stay those of one process."""
+"""Even work: ranks get equally expensive samples, and training has the same numbers as one process."""
 
 from __future__ import annotations
 

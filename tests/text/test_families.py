@@ -148,7 +148,7 @@ def test_a_family_is_tuned_exported_and_generates_as_trained(
     with torch.no_grad():
         models = (exported, trained.model, load(folder))
         logits, end, start = (model.eval()(prompt, use_cache=False).logits for model in models)
-    assert torch.equal(logits, end) and not torch.equal(logits, start), "they are those of the trained model"
+    assert torch.equal(logits, end) and not torch.equal(logits, start), "the trained model's logits"
 
     monkeypatch.setattr(type(trained.module), "data", trained.data)  # it has no Trainer
     tokens = trained.module.generate(prompt)

@@ -17,6 +17,7 @@ import yaml
 from dist_template import Project
 from dist_template.wings.ship.evaluate import evaluation, paired, tasks
 from tests.support.library import Corpus
+from tests.support.plotted import plotted
 from tests.support.runs import CONFIGS, SENTENCES, Workers, newest, only_run, run, run_in_subprocess, small
 from tests.support.strategies import flags_of, settings_of
 from tests.support.tiers import tiers
@@ -275,13 +276,9 @@ def test_the_report_shows_the_newest_evaluation(trained: Path) -> None:
     assert run("report", str(trained)) == 0
     page, text = ((trained / f"report.{kind}").read_text() for kind in ("html", "md"))
     assert "Differences to the baseline" in page and found["comparisons"][0]["sentence"] in text
-    (plot,) = [one for one in figures_in(page) if "error_x" in one["data"][0]]
+    (plot,) = [one for one in plotted(page) if "error_x" in one["data"][0]]
     trace, first = plot["data"][0], found["comparisons"][0]
     percent = 100 / first["baseline"]
     assert trace["y"] == ["loss", "bits_per_byte"] and trace["x"][0] == pytest.approx(first["difference"] * percent)
     assert trace["error_x"]["array"][0] == pytest.approx((first["high"] - first["difference"]) * percent)
     assert found["worst"][0]["text"] in text and "| best |" in text
-
-
-def figures_in(page: str) -> list[dict[str, Any]]:
-    return json.loads(re.findall(r'<script type="application/json" id="curves">(.*?)</script>', page)[0])["figures"]

@@ -43,7 +43,7 @@ def test_a_runs_own_config_file_is_accepted_by_every_verb(flags: list[str], tmp_
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("{tmp}/runs/nowhere", "MODEL '.*/runs/nowhere' does not exist: give the folder of a run, a checkpoint, or"),
         ("{tmp}/empty", "is not a run folder and contains none"),
@@ -51,11 +51,11 @@ def test_a_runs_own_config_file_is_accepted_by_every_verb(flags: list[str], tmp_
         ("{tmp}/broken", "'.*/broken' cannot be loaded: "),
     ],
 )
-def test_what_is_no_model_is_refused_in_one_sentence(name: str, told: str, tmp_path: Path) -> None:
+def test_what_is_no_model_is_refused_in_one_sentence(name: str, message: str, tmp_path: Path) -> None:
     for folder in ("runs", "empty", "broken"):
         (tmp_path / folder).mkdir()
     torch.save({"state_dict": {}}, tmp_path / "alone.ckpt")
     (tmp_path / "broken/config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(InputError, match=told) as error:
+    with pytest.raises(InputError, match=message) as error:
         load_trained(name.format(tmp=tmp_path), OURS)
     assert "\n" not in str(error.value)

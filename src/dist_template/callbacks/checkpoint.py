@@ -26,21 +26,17 @@ from ..records import GIB
 class LastCheckpoint(Checkpoint):
     """Writes `step<N>.ckpt` every `every_n_steps` and at the end; a run resumes from the newest.
 
-    An older checkpoint is deleted after a newer one is committed, so the disk must hold one more
-    than is kept.
+    An older checkpoint is deleted after a newer one is committed, so the disk must hold one more than is kept.
 
     Args:
         every_n_steps: Optimizer steps between two checkpoints.
-        keep: How many of the newest to keep, at least 1. With 2, a damaged one costs only its
-            steps.
-        keep_every_hours: Keep one checkpoint per this many hours permanently, the period's first.
-            0: off.
+        keep: How many of the newest to keep, at least 1. With 2, a damaged one costs only its steps.
+        keep_every_hours: Keep one checkpoint per this many hours permanently, the period's first. 0: off.
         on_failed_save: Reaction to a full or failing disk: continue, with a warning, and try again
             when the next one is due; or stop, with exit code 1. At the last step it always stops.
-        asynchronous: Write in the background: training waits only until this rank's shard of the
-            checkpoint is copied to host memory, which must have room for it. A failure is reported
-            when the next one is due. Not with state on NVMe. false: training waits until all is
-            written.
+        asynchronous: Write in the background: training waits only until this rank's shard of the checkpoint is copied
+            to host memory, which must have room for it. A failure is reported when the next one is due. Not with state
+            on NVMe. false: training waits until all is written.
         dirpath: The folder, on a file system that all nodes share.
         accept_changes: Keys, such as [data.seq_len], that may differ from the checkpoint's although
             the samples, the model's function or its loss depend on them.
@@ -97,9 +93,7 @@ class LastCheckpoint(Checkpoint):
         if hasattr(data, "changed_settings"):
             data.changed_settings = changed
 
-    def on_load_checkpoint(
-        self, trainer: Any, pl_module: L.LightningModule, checkpoint: Mapping[str, object]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Any, pl_module: L.LightningModule, checkpoint: Mapping[str, object]) -> None:
         if trainer.ckpt_path and not has_command_line():  # which has compared before the start
             self.compare(Path(trainer.ckpt_path), trainer, trainer.datamodule, pl_module)
 
@@ -140,9 +134,7 @@ class LastCheckpoint(Checkpoint):
         if trainer.global_step != self.saved_step and not trainer.fast_dev_run:
             self._save(trainer, stops=True)  # there is no later save that would try again
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if self._saver is not None:
             self._saver.abandon()
 
@@ -162,9 +154,7 @@ class LastCheckpoint(Checkpoint):
             path, self._pending = self._pending, None
             self._conclude(trainer, path, self._saver.wait, stops=self.on_failed_save == "stop")
 
-    def _conclude(
-        self, trainer: L.Trainer, path: Path, save: Callable[[], None], stops: bool
-    ) -> None:
+    def _conclude(self, trainer: L.Trainer, path: Path, save: Callable[[], None], stops: bool) -> None:
         """Calls `save` for `path` and deletes older checkpoints, or reports why it failed."""
         try:
             save()
@@ -195,8 +185,7 @@ class _BeforeOthers(Callback):
 def outdated(saved: Path, keep: int, keep_every_hours: float = 0.0) -> list[Path]:
     """Returns the checkpoints to delete after `saved` was committed.
 
-    Checkpoints of later steps were written before training went back to an earlier step; a restart
-    must not load them.
+    Checkpoints of later steps were written before training went back to an earlier step; a restart must not load them.
     """
     steps = [path for path in manifest.found(saved.parent) if path.name.startswith("step")]
     now = manifest.step_of(saved)  # below, the newest is first
@@ -232,8 +221,7 @@ def _failure(path: Path, error: commit.SaveError) -> str:
         newest = manifest.newest(path.parent)
         valid = f"the newest valid checkpoint is {newest}" if newest else "no checkpoint is valid"
         sentence = (
-            f"{path.name} was not saved, {error} ({free_gib:.1f} GiB are free on the file system at"
-            f" {mount}); {valid}"
+            f"{path.name} was not saved, {error} ({free_gib:.1f} GiB are free on the file system at {mount}); {valid}"
         )
     return weights.broadcast(sentence)
 

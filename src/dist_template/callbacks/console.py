@@ -67,8 +67,7 @@ class Console(Callback):
     A terminal shows one line, updated in place and never wrapped; a log file gets plain lines.
 
     Args:
-        line_every_s: Seconds between lines if the output is not a terminal. 0 prints one at every
-            log step.
+        line_every_s: Seconds between lines if the output is not a terminal. 0 prints one at every log step.
     """
 
     worst = ""  # title of the worst open finding; wings/diagnose/callback.py sets it
@@ -85,9 +84,7 @@ class Console(Callback):
 
     @rank_zero_only
     @only_shows
-    def on_log_step(
-        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
-    ) -> None:
+    def on_log_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]) -> None:
         now = time.perf_counter()
         is_last = trainer.global_step == trainer.estimated_stepping_batches
         if not (self._terminal or is_last or now - self._printed >= self.line_every_s):

@@ -19,11 +19,10 @@ def assign(
 ) -> list[list[list[int]]]:
     """Returns for each rank and micro-batch the indices into `costs` of its samples.
 
-    The samples are sorted, the most expensive first, and each goes to the rank with the least work
-    so far (longest processing time first; Graham, 1969), until that has all of its samples. A
-    rank's first micro-batch has its most expensive samples. So the micro-batches that ranks compute
-    at the same time are alike too, as FSDP2 and tensor parallelism need: there ranks wait for each
-    other in every forward pass.
+    The samples are sorted, the most expensive first, and each goes to the rank with the least work so far (longest
+    processing time first; Graham, 1969), until that has all of its samples. A rank's first micro-batch has its most
+    expensive samples. So the micro-batches that ranks compute at the same time are alike too, as FSDP2 and tensor
+    parallelism need: there ranks wait for each other in every forward pass.
 
     Args:
         costs: Work of each sample of the global batch, in any unit.

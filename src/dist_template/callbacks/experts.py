@@ -22,16 +22,14 @@ LOADS = "moe/loads"  # tokens of each expert, in the metric buffer
 class Experts(Callback):
     """Logs the load of the experts and balances their routers (balance.py) after each step.
 
-    moe/layer_<n>/*, moe/expert_load_max_over_mean of the least even layer and moe/unused_experts
-    are over all micro-batches and ranks of the optimizer step that is logged. Each layer's routing
-    is read from the call of its experts, on the device, before expert parallelism sends tokens to
-    other ranks. Supports the experts of transformers 5 (stacked tensors, called with the indices of
-    the chosen experts), which drop no token; others have no moe/*.
+    moe/layer_<n>/*, moe/expert_load_max_over_mean of the least even layer and moe/unused_experts are over all
+    micro-batches and ranks of the optimizer step that is logged. Each layer's routing is read from the call of its
+    experts, on the device, before expert parallelism sends tokens to other ranks. Supports the experts of transformers
+    5 (stacked tensors, called with the indices of the chosen experts), which drop no token; others have no moe/*.
 
     Balancing needs the loads of every optimizer step: one all-reduce, started before the last
-    micro-batch's backward pass and waited for after the optimizer step. Without balancing, only log
-    steps are counted, and the first micro-batch, so that a compiled block is compiled with and
-    without counting in the first two steps.
+    micro-batch's backward pass and waited for after the optimizer step. Without balancing, only log steps are counted,
+    and the first micro-batch, so that a compiled block is compiled with and without counting in the first two steps.
     """
 
     def __init__(self) -> None:
@@ -61,17 +59,13 @@ class Experts(Callback):
             self._balancer.counts_now = self._balancer.needs_loads or self._is_first or is_logged
             self._is_first = False
 
-    def on_before_backward(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
-    ) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         if self._is_on:
             self._balancer.counts_now = False  # a checkpointed block runs again in backward
             if self._balancer.needs_loads and not accumulates(trainer):
                 self._balancer.begin_reduction()
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
         if self._is_on and self._balancer.needs_loads and not accumulates(trainer):
             if logs(trainer, trainer.global_step):
                 metrics_of(pl_module).put_counts(LOADS, self._balancer.loads.flatten().clone())
@@ -83,9 +77,7 @@ class Experts(Callback):
             metrics_of(module).put_counts(LOADS, self._balancer.loads.flatten().clone())
             self._balancer.loads.zero_()
 
-    def on_log_step(
-        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
-    ) -> None:
+    def on_log_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]) -> None:
         if not self._is_on:
             return
         totals, width = metrics_of(module).totals[LOADS], self._balancer.loads.shape[1]

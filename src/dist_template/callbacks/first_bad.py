@@ -20,7 +20,7 @@ from .. import weights
 from ..layout import local_shard
 from ..model.any_module import metrics_of
 from ..model.metrics import MetricBuffer
-from ..parallel import pipeline_of
+from ..parallel import run_strategy
 
 # A module's name, then two () bools on the device: whether its inputs and its outputs are finite.
 Call = tuple[str, Tensor, Tensor]
@@ -37,23 +37,24 @@ def first_bad(trainer: L.Trainer, module: nn.Module, batches: list[Any]) -> dict
     return _agreed(_bad_weight(module)) or _agreed(_bad_output(trainer, module, batches))
 
 
-def _agreed(own: tuple[str, str] | None) -> dict[str, Any] | None:
+def _agreed(local: tuple[str, str] | None) -> dict[str, Any] | None:
     """Returns the first rank's result and the ranks that have the same one. Collective."""
-    results = weights.from_all_ranks(own)
-    first = next((result for result in results if result), None)
-    if first is None:
-        return None
-    ranks = [rank for rank, result in enumerate(results) if result == first]
-    return {"what": first[0], "module": first[1], "ranks": ranks}
+    results = weights.from_all_ranks(local)
+    first, ranks = None, []
+    for rank, result in enumerate(results):
+        first = first or result
+        if result and result == first:
+            ranks.append(rank)
+    return first and {"what": first[0], "module": first[1], "ranks": ranks}
 
 
 def weights_are_finite(trainer: L.Trainer, module: nn.Module) -> bool:
     """Returns whether all parameters of all ranks are finite; one read on the host. Collective."""
     # No sum is finite if a term is not; the largest value takes a CPU eight times as long.
     device = trainer.strategy.root_device  # offloaded ones are in host memory
-    sums = [
-        local_shard(p).detach().sum(dtype=torch.float32).to(device) for p in module.parameters()
-    ]
+    sums = []
+    for parameter in module.parameters():
+        sums.append(local_shard(parameter).detach().sum(dtype=torch.float32).to(device))
     finite = torch.stack(sums).isfinite().all().float()
     return bool(trainer.strategy.reduce(finite, reduce_op="min").item())
 
@@ -72,13 +73,7 @@ def _bad_weight(module: nn.Module) -> tuple[str, str] | None:
 def _bad_output(trainer: L.Trainer, module: Any, batches: list[Any]) -> tuple[str, str] | None:
     """Runs the forward pass of each micro-batch under hooks; restores random state and metrics."""
     devices = [module.device] if module.device.type == "cuda" else []
-    pipeline = pipeline_of(trainer.strategy)
-
-    def step(batch: Any) -> Any:
-        if pipeline:
-            return pipeline.forward_only(module.training_step, (batch, 0))
-        return module.training_step(batch, 0)
-
+    layers = run_strategy(trainer.strategy).layers
     calls: list[Call] = []  # in the order in which they return
     activations: list[Tensor] = []  # those with a gradient
     with ExitStack() as stack:
@@ -94,8 +89,8 @@ def _bad_output(trainer: L.Trainer, module: Any, batches: list[Any]) -> tuple[st
                 handle = submodule.register_forward_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
         for batch in batches:
-            output = step(batch)
-            if output is None:  # of a pipeline; the loss is on the last stage
+            output = layers.forward_only(module.training_step, (batch, 0))
+            if output is None:  # the loss is on the last stage of a pipeline
                 continue
             loss = output["loss"] if isinstance(output, dict) else output
             calls.append(("the loss", torch.tensor(True), _are_finite([loss])))
@@ -110,9 +105,7 @@ def _bad_output(trainer: L.Trainer, module: Any, batches: list[Any]) -> tuple[st
     return None
 
 
-def _note_call(
-    calls: list[Call], activations: list[Tensor], name: str, module: nn.Module, *given: Any
-) -> None:
+def _note_call(calls: list[Call], activations: list[Tensor], name: str, module: nn.Module, *given: Any) -> None:
     *inputs, output = given
     inputs, outputs = list(_floats(inputs)), list(_floats(output))
     activations += [tensor for tensor in (*inputs, *outputs) if tensor.requires_grad]

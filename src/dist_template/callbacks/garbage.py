@@ -20,9 +20,7 @@ class Garbage(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._batches = 0
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
         self._batches += 1
         if self._batches == AFTER_STEPS * trainer.accumulate_grad_batches:
             gc.collect()

@@ -1,5 +1,4 @@
-"""The order of samples: a function of the seed and of the number of samples consumed so far, and of
-nothing else.
+"""The order of samples: a function of the seed and of the number of samples consumed so far, and of nothing else.
 
 The rows of the train split, shuffled anew for each epoch, make one endless stream. A global batch
 is its next `global_batch_size` entries, however they are distributed over ranks and micro-batches:
@@ -9,9 +8,8 @@ is its next `global_batch_size` entries, however they are distributed over ranks
     rank     | 0  0  1 1 | 0  0  1 1 |                  2 ranks, micro_batch_size = 2
     rank     | 0  0  0 0 | 0  0  0 0 |                  1 rank, micro_batch_size = 2, accumulating 2
 
-So a run resumes on another number of ranks with exactly the next samples. With `costs` or
-`speeds`, balance.py distributes each global batch in another way: the same samples form a step, and
-the ranks finish it at the same time.
+So a run resumes on another number of ranks with exactly the next samples. With `costs` or `speeds`, balance.py
+distributes each global batch in another way: the same samples form a step, and the ranks finish it at the same time.
 
 A jump is an interval [start, end) of the stream that no rank reads; the following samples move up.
 Its samples do not count as consumed, so sample number `consumed` is at `stream_position(consumed,
@@ -51,7 +49,7 @@ class GlobalOrder(Sampler[list[int]]):
     `costs` returns the work of given rows: then ranks get equal work. `speeds`, one number per
     rank, gives a fast rank more samples in each micro-batch, and more of the work.
 
-    `stream` returns the row at a position of the stream, for another order than that of epochs.
+    `stream` returns the row at a position of the stream. It replaces the order by epochs.
     """
 
     num_rows: int
@@ -146,13 +144,11 @@ def shuffled(num_rows: int, *seeds: int) -> np.ndarray:
     return rows
 
 
-def eval_batches(
-    sizes: dict[str, int], micro_batch_size: int, rank: int = 0, world_size: int = 1
-) -> list[list[int]]:
+def eval_batches(sizes: dict[str, int], micro_batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[int]]:
     """Returns a rank's batches for evaluation, of one source each, the sources interleaved.
 
-    Over all ranks every row is there once. Padding gives all ranks equally many full batches.
-    `sizes` are the numbers of rows of each source; row -1 - n is padding of source n.
+    Together the ranks read every row exactly once. Padding gives all ranks the same number of full batches. `sizes` are
+    the numbers of rows of each source; row -1 - n is padding of source n.
     """
     timed, first = [], 0
     for number, size in enumerate(sizes.values()):
@@ -173,15 +169,12 @@ def source_of(sizes: dict[str, int], row: int) -> str:
 
 
 class ConsumedSamples(Callback):
-    """Counts the samples that were trained on, so that a run resumes with another micro-batch or
-    number of ranks.
+    """Counts the samples that were trained on, so that a run resumes with another micro-batch or number of ranks.
 
     The count follows the trainer's processed batches, because the loader's workers read ahead.
     """
 
-    def __init__(
-        self, global_batch_size: int, samples_per_batch: int, processed_batches: int
-    ) -> None:
+    def __init__(self, global_batch_size: int, samples_per_batch: int, processed_batches: int) -> None:
         self._global_batch_size = global_batch_size
         self._samples_per_batch = samples_per_batch  # over all ranks
         self._base = processed_batches * samples_per_batch
@@ -191,9 +184,7 @@ class ConsumedSamples(Callback):
         self.figures: Callable[[int], dict[str, float]] = lambda position: {}  # further metrics
 
     @classmethod
-    def attach(
-        cls, trainer: Any, global_batch_size: int, samples_per_batch: int
-    ) -> ConsumedSamples:
+    def attach(cls, trainer: Any, global_batch_size: int, samples_per_batch: int) -> ConsumedSamples:
         """Returns a new counter for this `fit`, inserted as the trainer's first callback."""
         counter = cls(global_batch_size, samples_per_batch, batch_progress(trainer).total.processed)
         others = [each for each in callbacks_of(trainer) if not isinstance(each, cls)]
@@ -234,9 +225,7 @@ class ConsumedSamples(Callback):
             return
         before = (self._loaded["global_batch_size"], self._loaded["samples_per_batch"])
         if before != (self._global_batch_size, self._samples_per_batch):
-            _rescale(
-                batch_progress(trainer), before[1], self._global_batch_size, self._samples_per_batch
-            )
+            _rescale(batch_progress(trainer), before[1], self._global_batch_size, self._samples_per_batch)
         self._base = self._loaded["consumed_samples"]
         self._base_batches = batch_progress(trainer).total.processed
         self.jumps = with_jumps(self._loaded.get("jumps", ()), ())

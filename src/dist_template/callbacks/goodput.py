@@ -8,9 +8,8 @@
     restart      from an attempt's last line to the next one's first batch, with the queue time
     lost         batches that a later attempt repeated, because no checkpoint held them
 
-The kinds add up to the wall time. A line holds an attempt's seconds so far; the last line counts.
-Rank 0 writes at most one line a second, and fewer as the attempt gets older (every thousandth of
-its age), so that the file stays small.
+The kinds add up to the wall time. A line holds an attempt's seconds so far; the last line counts. Rank 0 writes at most
+one line a second, and fewer as the attempt gets older (every thousandth of its age), so that the file stays small.
 """
 
 from __future__ import annotations
@@ -63,9 +62,7 @@ class Goodput(Checkpoint):
         self._between = "data_wait"
         self._turn_to("productive")
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
         self._turn_to("data_wait")
         while self._newest:
             metrics_of(pl_module).put(*self._newest.popitem())
@@ -88,9 +85,7 @@ class Goodput(Checkpoint):
         self._turn_to("data_wait")
         self._write(trainer)
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._turn_to(self._kind)
         self._write(trainer)
 

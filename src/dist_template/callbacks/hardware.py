@@ -19,9 +19,8 @@ from ..model.any_module import metrics_of
 from ..records import GIB
 
 HOST_EVERY_S = 1.0  # /proc takes 0.1 ms to read, and a log step of a small model a few ms
-# Clocks throttled by the hardware, by heat or by the power supply (nvml.h,
-# nvmlClocksEventReason*). The software power cap is excluded: under large matrix products a healthy
-# GPU always runs at it.
+# Clocks throttled by the hardware, by heat or by the power supply (nvml.h, nvmlClocksEventReason*). The software power
+# cap is excluded: under large matrix products a healthy GPU always runs at it.
 THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
 Reduction = Callable[[list[float]], float]  # over the ranks
 MEMORY: dict[str, Reduction] = {
@@ -69,9 +68,7 @@ class Hardware(Callback):
         for name, value in values.items():
             metrics_of(module).put_of_rank(name, value)
 
-    def on_log_step(
-        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
-    ) -> None:
+    def on_log_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]) -> None:
         of_ranks = metrics_of(module).of_ranks
         for name, reduce in (MEMORY | GPU).items():
             known = [value for value in of_ranks.get(name, []) if not math.isnan(value)]

@@ -1,7 +1,6 @@
 """Records anomalous steps for callbacks/numerics.py.
 
-`incidents.jsonl` has a line for each anomalous step, `jumps.json` the samples that later attempts
-of the run skip.
+`incidents.jsonl` has a line for each anomalous step, `jumps.json` the samples that later attempts of the run skip.
 """
 
 from __future__ import annotations
@@ -63,11 +62,15 @@ class StepCheck:
     def suspects(self) -> list[int]:
         """The ranks whose own loss is anomalous; else those whose reduced gradient is and should
         equal the others'. None if all of them are."""
-        high = max(self.losses) if self.is_spike else math.inf
-        ranks = enumerate(self.losses)
-        of_loss = [rank for rank, loss in ranks if not math.isfinite(loss) or loss == high]
-        of_norm = [rank for rank, norm in enumerate(self.norms) if not math.isfinite(norm)]
-        return of_loss or (of_norm if len(of_norm) < len(self.norms) else [])
+        of_loss, of_norm = [], []
+        for rank, (loss, norm) in enumerate(zip(self.losses, self.norms, strict=True)):
+            if not math.isfinite(loss) or (self.is_spike and loss == max(self.losses)):
+                of_loss.append(rank)
+            if not math.isfinite(norm):
+                of_norm.append(rank)
+        if not of_loss and len(of_norm) < len(self.norms):
+            return of_norm
+        return of_loss
 
     def __str__(self) -> str:
         limit = f" above {self.limit:.4g}" if self.is_spike else ""
@@ -78,8 +81,8 @@ class StepCheck:
 
 def write_incident(folder: Path, check: StepCheck, decision: str, data: Any) -> dict[str, Any]:
     """Appends a line to `incidents.jsonl` on rank 0 and returns it on all ranks. Collective."""
-    own = {"data_parallel_rank": getattr(data, "rank", 0), "rows": check.rows}
-    ranks = weights.from_all_ranks(own)
+    local = {"data_parallel_rank": getattr(data, "rank", 0), "rows": check.rows}
+    ranks = weights.from_all_ranks(local)
     incident = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": check.step,

@@ -18,9 +18,8 @@ from .console import write_lines
 class WarningsOfRanks(Callback):
     """Prints "rank 3 and 62 more: …" for warnings of other ranks that rank 0 has not printed.
 
-    The number of warnings is sent with the metrics. If a rank has some, the ranks exchange them at
-    that log step, and once at the end of `validate`, `test` and `predict`, which have no log steps.
-    cluster/messages.py buffers them.
+    The number of warnings is sent with the metrics. If a rank has some, the ranks exchange them at that log step, and
+    once at the end of `validate`, `test` and `predict`, which have no log steps. cluster/messages.py buffers them.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -29,9 +28,7 @@ class WarningsOfRanks(Callback):
     def before_log_step(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         metrics_of(module).put_of_rank("messages", MESSAGES.num_buffered)
 
-    def on_log_step(
-        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
-    ) -> None:
+    def on_log_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]) -> None:
         if any(metrics_of(module).of_ranks.pop("messages", ())):
             self._exchange(trainer)
 
@@ -53,7 +50,7 @@ class WarningsOfRanks(Callback):
     @staticmethod
     def _exchange(trainer: L.Trainer) -> None:
         """Gathers the warnings and prints new ones. Collective."""
-        ranks = weights.from_all_ranks(MESSAGES.take())
+        ranks = weights.from_all_ranks(MESSAGES.drain())
         if trainer.is_global_zero and (lines := new_lines(ranks, MESSAGES.reported)):
             write_lines(trainer, "\n".join(lines), file=sys.stderr)
 

@@ -40,11 +40,10 @@ Policy = Literal["stop", "skip", "roll_back"]
 class Numerics(Callback):
     """Skips anomalous optimizer steps, records them, and stops, continues or rolls back.
 
-    `roll_back` ends training with an exit code that asks for a restart, which resumes from the
-    newest checkpoint, written before the incident, and skips the samples of that step
-    (`jumps.json`), as PaLM did (arXiv:2204.02311, section 5.1). The window and the limit are those
-    of OLMo-core's SkipStepOptimizer, with median and median absolute deviation instead of mean and
-    standard deviation, which a spike in the window would increase.
+    `roll_back` ends training with an exit code that asks for a restart, which resumes from the newest checkpoint,
+    written before the incident, and skips the samples of that step (`jumps.json`), as PaLM did (arXiv:2204.02311,
+    section 5.1). The window and the limit are those of OLMo-core's SkipStepOptimizer, with median and median absolute
+    deviation instead of mean and standard deviation, which a spike in the window would increase.
 
     Args:
         on_non_finite: Reaction to a non-finite loss or gradient: stop (exit code 65, do not retry),
@@ -117,9 +116,7 @@ class Numerics(Callback):
         self._uses_deepspeed = hasattr(trainer.precision_plugin, "skip_step")
         replace_clipping(pl_module, partial(self._clip_and_check, trainer, pl_module))
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if pl_module.automatic_optimization:
             self._batches.append(batch)
 
@@ -157,8 +154,8 @@ class Numerics(Callback):
         assert loss is not None
         norm = norm.to(loss, non_blocking=True)
         if several := self._num_ranks > 1:
-            own, figures = torch.stack([loss, norm]), loss.new_empty(2 * self._num_ranks)
-            dist.all_gather_into_tensor(figures, own)  # on a GPU the stream waits, not the host
+            local, figures = torch.stack([loss, norm]), loss.new_empty(2 * self._num_ranks)
+            dist.all_gather_into_tensor(figures, local)  # on a GPU the stream waits, not the host
             loss, norm = figures[::2].mean(), figures[1::2].amax()  # NaN if one of them is
         both = loss + norm
         self.skipped = torch.nan_to_num(both - both, nan=1.0)  # inf - inf is NaN
@@ -178,8 +175,8 @@ class Numerics(Callback):
         if self._steps < self.spike_window // 2:
             return self._no_limit
         median = self._recent.nanmedian(dim=0).values
-        spread = (self._recent - median).abs().nanmedian(dim=0).values
-        return median + self.spike_sigmas * MAD_TO_SIGMA * spread
+        deviation = (self._recent - median).abs().nanmedian(dim=0).values
+        return median + self.spike_sigmas * MAD_TO_SIGMA * deviation
 
     # ---- on the host, one step later -------------------------------------------------------------
 
@@ -252,7 +249,7 @@ class Numerics(Callback):
             self._has_searched = True
             if found := first_bad(trainer, module, check.batches):
                 add_first_bad(folder, incident, found)
-                where = f"; the first non-finite {found['what']} is that of {found['module']}"
+                where = f"; first non-finite {found['what']}: {found['module']}"
         sentence = f"{check}{where}; see {folder / INCIDENTS}"
         if trainer.is_global_zero:
             print(f"\nnumerics: {sentence}", flush=True)

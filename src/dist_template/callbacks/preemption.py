@@ -30,14 +30,12 @@ class Preemption(Checkpoint):
 
     It is a `Checkpoint`, because Lightning calls those last, after all others have run.
 
-    A validation is interrupted, and repeated by the resumed run. Lightning's own signal handlers
-    never run: they broadcast or save inside the handler, which deadlocks unless every rank gets the
-    signal in the same step.
+    A validation is interrupted, and repeated by the resumed run. Lightning's own signal handlers never run: they
+    broadcast or save inside the handler, which deadlocks unless every rank gets the signal in the same step.
 
     Args:
-        max_time: Time of this job since its launch, as DD:HH:MM:SS; then it saves and exits with
-            code 75. Leave time for a step and a save before the scheduler's own limit. Same as
-            `--trainer.max_time`. null: no limit.
+        max_time: Time of this job since its launch, as DD:HH:MM:SS; then it saves and exits with code 75. Leave time
+            for a step and a save before the scheduler's own limit. Same as `--trainer.max_time`. null: no limit.
     """
 
     def __init__(self, max_time: str | timedelta | dict[str, int] | None = None) -> None:
@@ -124,11 +122,10 @@ class Preemption(Checkpoint):
 class Vote:
     """The maximum over all ranks of a few integers, with one vote of delay, so that no rank waits.
 
-    A vote starts an all-reduce on the CPU and returns the result of the vote before, which had at
-    least a step's time to complete; every rank reads the same result at the same vote. If
-    training's process group is on GPUs, the votes use a gloo group of their own, whose creation is
-    collective. On CPUs they share training's group, because each gloo group wakes up a hundred
-    times a second.
+    A vote starts an all-reduce on the CPU and returns the result of the vote before, which had at least a step's time
+    to complete; every rank reads the same result at the same vote. If training's process group is on GPUs, the votes
+    use a gloo group of their own, whose creation is collective. On CPUs they share training's group, because each gloo
+    group wakes up a hundred times a second.
 
     Args:
         size: How many integers, of 64 bits.

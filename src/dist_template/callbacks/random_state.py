@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import weights
 from ..compat.lightning import validation_may_follow
-from ..parallel import random_rank
+from ..parallel import run_strategy
 
 KEY = "random_state"  # of a checkpoint: one State per rank
 State = dict[str, Any]
@@ -29,9 +29,8 @@ State = dict[str, Any]
 class RandomState(Callback):
     """Saves and restores the generators of torch, CUDA, Python and NumPy on every rank.
 
-    Validation and the start of an epoch do not change the random stream of training. A run that
-    resumes on another number of ranks starts new streams, from the seed, the step and the
-    data-parallel rank, and prints a warning.
+    Validation and the start of an epoch do not change the random stream of training. A run that resumes on another
+    number of ranks starts new streams, from the seed, the step and the data-parallel rank, and prints a warning.
     """
 
     def __init__(self) -> None:
@@ -71,9 +70,7 @@ class RandomState(Callback):
         state = self._state or _get_state()
         checkpoint[KEY] = weights.from_all_ranks(state())
 
-    def on_load_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         states, self._restores = checkpoint.get(KEY, []), True
         if len(states) == trainer.world_size:
             self._state = partial(states.__getitem__, trainer.global_rank)
@@ -84,7 +81,8 @@ class RandomState(Callback):
             " samples is not affected."
         )
         # Tensor-parallel ranks, which share a batch, share the seed.
-        entropy = [torch.initial_seed(), checkpoint["global_step"], random_rank(trainer.strategy)]
+        rank = run_strategy(trainer.strategy).random_rank
+        entropy = [torch.initial_seed(), checkpoint["global_step"], rank]
         seed = np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]
         torch.manual_seed(int(seed >> 1))
         self._state = _get_state()

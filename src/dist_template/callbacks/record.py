@@ -25,7 +25,7 @@ from ..model.flops import Size, peak, text_config
 from ..model.optim import OptimConfig
 from ..observe.history.run import CONFIG, DEFAULTS, ENVIRONMENT, FACTS, without_folder
 from ..observe.loggers.tensorboard import TensorBoard
-from ..parallel import pipeline_of
+from ..parallel import run_strategy
 from ..parallel.blocks import BlockConfig
 from ..records import GIB, write_atomically
 
@@ -33,8 +33,7 @@ from ..records import GIB, write_atomically
 class Record(Callback):
     """Writes the resolved configuration, the environment and the facts, to files and loggers.
 
-    The environment has the git commit and the launch command. A resumed run keeps the earlier
-    files, numbered.
+    The environment has the git commit and the launch command. A resumed run keeps the earlier files, numbered.
 
     Args:
         folder: The run's folder.
@@ -77,9 +76,9 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
         return
     model = network_of(module)
     balancer = typed_attribute(module, "balancer", Balancer)
-    data, size = data_of(trainer), size_of(trainer, module)
+    data, size = data_of(trainer), size_of(module)
     flops = size.flops_per_token(data.seq_len) if hasattr(data, "seq_len") else None
-    balance, pipeline = {}, pipeline_of(trainer.strategy)
+    balance = {}
     if balancer:
         balance = {"has_bias": balancer.has_bias, "aux_loss_coef": balancer.aux_loss_coef}
     counts = ("total", "trainable", "in_4_bits", "active", "embedding")
@@ -89,7 +88,7 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
         "balance": balance,
         "data": _data(data),
         "machine": _machine(trainer, hosts),
-        "pipeline": pipeline.division.facts if pipeline else {},
+        "pipeline": run_strategy(trainer.strategy).layers.facts,
         "training": _training(trainer, module) | {"flops_per_token": flops},
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,6 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
@@ -34,6 +33,7 @@ from ..compat.lightning import accumulates
 from ..compat.torch import is_persistent
 from ..errors import Ended, Exit
 from ..layout import local_shard, shard_place
+from ..parallel import run_strategy
 
 STEPS = (1, 2, 10)  # of an attempt: what starts after the first steps is seen before it is saved
 COLUMNS = 64  # of a tensor's 8-byte words, each with a weight
@@ -44,10 +44,9 @@ NONE_HELD = torch.iinfo(torch.int64).min
 class Replicas(Callback):
     """Ends training, with exit code 65, if ranks hold different values of one tensor.
 
-    Compared are parameters, and floating-point buffers that a checkpoint has, after the first,
-    second and tenth step of each attempt and before each checkpoint is written; after those steps
-    also the moments of torch's optimizers, which differ although a first rate is 0. BatchNorm's
-    running statistics are not compared: each rank has its own.
+    Compared are parameters, and floating-point buffers that a checkpoint has, after the first, second and tenth step of
+    each attempt and before each checkpoint is written; after those steps also the moments of torch's optimizers, which
+    differ although a first rate is 0. BatchNorm's running statistics are not compared: each rank has its own.
 
     Args:
         ignore: Tensors that ranks hold differently on purpose: names, or patterns as `teacher.*`.
@@ -64,9 +63,7 @@ class Replicas(Callback):
         self._positions, self._pending = None, list(STEPS)
         self._first_step = trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
         if not self._pending or accumulates(trainer):
             return
         if trainer.global_step - self._first_step >= self._pending[0]:
@@ -79,15 +76,13 @@ class Replicas(Callback):
         self._compare(trainer, pl_module)
 
     @torch.no_grad()
-    def _compare(
-        self, trainer: L.Trainer, module: L.LightningModule, with_moments: bool = False
-    ) -> None:
+    def _compare(self, trainer: L.Trainer, module: L.LightningModule, with_moments: bool = False) -> None:
         """Compares the checksums of all ranks. Collective.
 
         Raises:
             Ended: on all ranks, if a tensor's replicas differ.
         """
-        if weights.is_alone() or isinstance(trainer.strategy, FSDPStrategy):  # it has flat shards
+        if weights.is_alone() or not run_strategy(trainer.strategy).has_replicas:
             return
         held = self._replicas(trainer, module, with_moments)
         if self._positions is None:
@@ -135,9 +130,7 @@ class Replicas(Callback):
             found[int.from_bytes(digest, "big")] = (name, tensor)
         return found
 
-    def _report(
-        self, trainer: L.Trainer, held: dict[int, tuple[str, Tensor]], digests: list[int]
-    ) -> None:
+    def _report(self, trainer: L.Trainer, held: dict[int, tuple[str, Tensor]], digests: list[int]) -> None:
         """Names the first tensor that differs, and the ranks. Collective."""
         known = [digest for digest in digests if digest in held]
         ranks = weights.from_all_ranks({digest: _figures_of(*held[digest]) for digest in known})
@@ -170,7 +163,7 @@ class Replicas(Callback):
         tolerance = 0.0
         is_cpu = trainer.strategy.root_device.type == "cpu"
         if not is_cpu and not torch.are_deterministic_algorithms_enabled():
-            tolerance = getattr(trainer.strategy, "replica_tolerance", 0.0)
+            tolerance = run_strategy(trainer.strategy).replica_tolerance
         if size > tolerance:
             saved = " They are not saved; older checkpoints stay."
             raise Ended(Exit.NON_FINITE, f"training stopped: {sentence}{saved}{causes}")

@@ -26,6 +26,7 @@ from ..compat.epochs import make_fit_resumable
 from ..compat.lightning import weigh_uneven_batches
 from ..errors import InputError
 from ..model.any_module import callbacks_of, data_of, owns_order
+from ..parallel import run_strategy
 from ..project import has_command_line
 from .checkpoint import LastCheckpoint
 from .global_order import ConsumedSamples, GlobalOrder, Jump
@@ -42,15 +43,13 @@ COMPARED = 4  # batches; two of few samples may be the same by chance
 class SampleOrder(Callback):
     """Makes the order of plain DataLoaders a function of a seed and a position.
 
-    Training takes the next `batch_size` x ranks x `trainer.accumulate_grad_batches` samples in each
-    optimizer step, shuffled anew for each epoch if the loader shuffles: the same samples on any
-    number of ranks, and the next ones after a resume. Samples that fill no step at an epoch's end
-    come first in the next epoch. Validation and test are distributed over the ranks. If the
-    dataset has `costs`, a number per sample, ranks get equal work in each step.
+    Training takes the next `batch_size` x ranks x `trainer.accumulate_grad_batches` samples in each optimizer step,
+    shuffled anew for each epoch if the loader shuffles: the same samples on any number of ranks, and the next ones
+    after a resume. Samples that fill no step at an epoch's end come first in the next epoch. Validation and test are
+    distributed over the ranks. If the dataset has `costs`, a number per sample, ranks get equal work in each step.
 
-    A loader with an iterable dataset, with a sampler of its own, or of another class (torchdata's
-    StatefulDataLoader, whose state Lightning saves itself) is not changed, nor is a datamodule
-    with its own order.
+    A loader with an iterable dataset, with a sampler of its own, or of another class (torchdata's StatefulDataLoader,
+    whose state Lightning saves itself) is not changed, nor is a datamodule with its own order.
     """
 
     def __init__(self) -> None:
@@ -67,8 +66,7 @@ class SampleOrder(Callback):
             return
         make_fit_resumable(trainer)
         weigh_uneven_batches(trainer)
-        shard = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-        self._rank, self._num_ranks = shard.get("rank", 0), shard.get("num_replicas", 1)
+        self._rank, self._num_ranks = run_strategy(trainer.strategy).data_rank
         if stage == "fit":
             self._consumed, self._loaded, self._settings = None, {}, {}
             self._first = None
@@ -94,8 +92,7 @@ class SampleOrder(Callback):
         if overfits or not _is_plain(loader, RandomSampler, SequentialSampler):
             if not overfits and not hasattr(loader, "load_state_dict"):
                 rank_zero_warn(
-                    f"the order of {type(loader).__name__} is its own; a resumed epoch starts again"
-                    " at its first batch"
+                    f"the order of {type(loader).__name__} is its own; a resumed epoch starts again at its first batch"
                 )
             if self._num_ranks > 1 and not overfits and self._first is None:
                 self._first, self._loader = [], loader
@@ -128,7 +125,7 @@ class SampleOrder(Callback):
         return _like(loader, _Resumable(loader.dataset, order), drop_last=True)
 
     def _compare(self) -> None:
-        """Refuses another order than that of the checkpoint, once both are known."""
+        """Refuses an order that differs from the checkpoint's, once both are known."""
         last = (c for c in callbacks_of(self._trainer) if isinstance(c, LastCheckpoint))
         accepted = [key for callback in last for key in {*callback.accept_changes} & OF_AN_ORDER]
         before = {key: self._loaded[key] for key in self._settings if key in self._loaded}
@@ -248,7 +245,7 @@ class _EachOnce(DistributedSampler):
 
 def even_batch_size(num_rows: int, batch_size: int, num_ranks: int) -> int | None:
     """Returns the largest batch size up to `batch_size` with which all ranks have equally many
-    batches, none empty, and each row once; None if there is none, or only a much smaller one.
+    batches, none empty, and each row once; None if no such size exists, or only a much smaller one.
 
     Ranks call collectives in each batch, so their numbers must agree."""
     for size in range(batch_size, batch_size // 2, -1):
@@ -275,9 +272,7 @@ def _seed_of(loader: DataLoader) -> int | None:
     return generator.initial_seed() if generator else int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
-def _like(
-    loader: DataLoader, sampler: Any, drop_last: bool, batch_size: int | None = None
-) -> DataLoader:
+def _like(loader: DataLoader, sampler: Any, drop_last: bool, batch_size: int | None = None) -> DataLoader:
     options: dict[str, Any] = {name: getattr(loader, name) for name in KEPT}
     options["worker_init_fn"] = loader.worker_init_fn or isolate_worker
     options |= {"batch_size": batch_size or loader.batch_size}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..model.any_module import data_of, metrics_of, samples_of, size_of
 from ..model.flops import peak
-from ..parallel import pipeline_of
+from ..parallel import run_strategy
 
 OWN = "rank/own_step_s"  # of each rank, sent to all
 STAGE = "pipeline/own_{}_s"  # likewise, of each of a rank's stages
@@ -23,9 +23,8 @@ STAGE = "pipeline/own_{}_s"  # likewise, of each of a rank's stages
 class Throughput(Callback):
     """Logs perf/*, train/tokens or train/samples, and with several ranks rank/*.
 
-    The time between two log steps is exact on any device, because a log step ends in a transfer
-    that waits for the device. Validation and checkpoints are excluded from it, with the wait for
-    the batch after them.
+    The time between two log steps is exact on any device, because a log step ends in a transfer that waits for the
+    device. Validation and checkpoints are excluded from it, with the wait for the batch after them.
 
     rank/* compares each rank's own time for a step: waiting for its loader, then forward, before
     gradients are reduced. On a GPU, CUDA events measure forward. If forward contains collectives
@@ -48,12 +47,12 @@ class Throughput(Callback):
         self._window_step = trainer.global_step
         self._last_end = time.perf_counter()
         self._forward = ForwardClock(device)
-        self._pipeline = pipeline_of(trainer.strategy)
-        if self._pipeline:
-            self._pipeline.clocks.update((n, ForwardClock(device)) for n in self._pipeline.own)
+        layers = run_strategy(trainer.strategy).layers
+        self._clocks = layers.start_clocks(lambda: ForwardClock(device))
+        self._stages = layers.facts.get("stages", [])
         self._seq_len = getattr(data_of(trainer), "seq_len", None)
         if self._seq_len:
-            size = size_of(trainer, pl_module)
+            size = size_of(pl_module)
             self._flops = size.flops_per_token(self._seq_len)
         self._peak_tflops = peak_of(device, str(trainer.precision))
 
@@ -65,12 +64,10 @@ class Throughput(Callback):
         # Then the rank waits for the others, to sum token counts: that is not its own time.
         fetched = getattr(data_of(trainer), "fetched_s", now)
         self._own_wait_s += max(0.0, fetched - self._last_end)
-        if trainer.world_size > 1:  # else nobody reads, and frees, the passes
+        if trainer.world_size > 1:  # else no rank reads, and frees, the passes
             self._forward.start()
 
-    def on_before_backward(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
-    ) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         self._forward.stop()
 
     def on_train_batch_end(self, *_: object, **__: object) -> None:
@@ -94,7 +91,7 @@ class Throughput(Callback):
         if trainer.world_size > 1:
             forward_s = self._forward.mean_s() * trainer.accumulate_grad_batches
             metrics.put_of_rank(OWN, self._own_wait_s / steps + forward_s)
-        for number, clock in enumerate(self._pipeline.clocks.values() if self._pipeline else ()):
+        for number, clock in enumerate(self._clocks):
             metrics.put_of_rank(STAGE.format(number), sum(clock.seconds()) / steps)
         self._window_s = self._wait_s = self._own_wait_s = 0.0
         self._window_step = trainer.global_step
@@ -113,18 +110,15 @@ class Throughput(Callback):
                 figures["perf/mfu"] = tflops / self._peak_tflops
         return figures
 
-    def on_log_step(
-        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
-    ) -> None:
-        own = metrics_of(module).of_ranks.get(OWN, [])
-        if own and not any(map(math.isnan, own)):
-            slowest = max(own)
+    def on_log_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]) -> None:
+        times_s = metrics_of(module).of_ranks.get(OWN, [])
+        if times_s and not any(map(math.isnan, times_s)):
+            slowest = max(times_s)
             metrics["rank/slowest_step_s"] = slowest
-            metrics["rank/slowest"] = own.index(slowest)
-            metrics["rank/slowest_over_median"] = slowest / statistics.median_low(own)
-        stages = self._pipeline.division.facts["stages"] if self._pipeline else []
-        replicas = trainer.world_size // max(len(stages), 1)
-        for rank, numbers in enumerate(stages):
+            metrics["rank/slowest"] = times_s.index(slowest)
+            metrics["rank/slowest_over_median"] = slowest / statistics.median_low(times_s)
+        replicas = trainer.world_size // max(len(self._stages), 1)
+        for rank, numbers in enumerate(self._stages):
             for number, stage in enumerate(numbers):
                 seconds = metrics_of(module).of_ranks[STAGE.format(number)]
                 seconds = seconds[rank * replicas : (rank + 1) * replicas]
@@ -159,7 +153,7 @@ class ForwardClock:
             self._started = None
 
     def mean_s(self) -> float:
-        """Returns the mean of the finished passes; NaN if there is none."""
+        """Returns the mean of the finished passes; NaN before the first."""
         seconds = self.seconds()
         return statistics.fmean(seconds) if seconds else math.nan
 

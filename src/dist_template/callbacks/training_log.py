@@ -13,7 +13,7 @@ from torch import Tensor
 from ..compat.lightning import accumulates, log_at_optimizer_steps
 from ..model.any_module import callbacks_of, data_of, metrics_of, tracks_metrics
 from ..model.metrics import NOT_COUNTED
-from ..parallel import pipeline_of
+from ..parallel import run_strategy
 
 
 def logs(trainer: Any, step: int) -> bool:
@@ -24,33 +24,27 @@ def logs(trainer: Any, step: int) -> bool:
 class TrainingLog(Callback):
     """Writes the module's training metrics every `trainer.log_every_n_steps` optimizer steps.
 
-    Callbacks with metrics define two hooks, which are called on every rank at log steps only.
-    `before_log_step(trainer, module)` puts measurements into `metrics_of(module)`.
-    `on_log_step(trainer, module, metrics)` of callbacks before this one adds to `metrics` what
-    follows from all ranks' values in the buffer's `of_ranks`; of callbacks after this one it shows
-    the metrics or reacts to them.
+    Callbacks with metrics define two hooks, which are called on every rank at log steps only. `before_log_step(trainer,
+    module)` puts measurements into `metrics_of(module)`. `on_log_step(trainer, module, metrics)` of callbacks before
+    this one adds to `metrics` what follows from all ranks' values in the buffer's `of_ranks`; of callbacks after this
+    one it shows the metrics or reacts to them.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         log_at_optimizer_steps(trainer)
 
-    def on_before_backward(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
-    ) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         if not tracks_metrics(pl_module):  # Lightning has divided it by the accumulation
             loss = loss.detach() * trainer.accumulate_grad_batches
             metrics_of(pl_module).add("train/loss", loss)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
         if accumulates(trainer) or not logs(trainer, trainer.global_step):
             return
         callbacks, buffer = callbacks_of(trainer), metrics_of(pl_module)
         _call(callbacks, "before_log_step", trainer, pl_module)
         rank, ranks = trainer.global_rank, trainer.world_size
-        pipeline = pipeline_of(trainer.strategy)
-        agree = pipeline and pipeline.names_of_stages
+        agree = run_strategy(trainer.strategy).layers.all_names
         metrics = buffer.read(_sum_over_ranks, pl_module.device, rank, ranks, agree)
         derive = getattr(pl_module, "derive", None)
         if tracks_metrics(pl_module) and callable(derive):

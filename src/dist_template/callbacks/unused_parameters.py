@@ -10,9 +10,10 @@ from lightning.pytorch import Callback
 
 from ..compat.lightning import accumulates, needs_every_gradient
 from ..errors import InputError
+from ..parallel import run_strategy
 from .console import write_lines
 
-MOST = 5  # names in the warning
+MAX_NAMES = 5  # in the warning
 
 
 class UnusedParameters(Callback):
@@ -29,7 +30,7 @@ class UnusedParameters(Callback):
         self._checks = trainer.is_global_zero or self._needs_all
         self._reached: set[str] = set()
         self._hooks: list[Any] = []
-        if not self._checks or not hasattr(trainer.strategy, "deepspeed_engine"):
+        if not self._checks or not run_strategy(trainer.strategy).frees_gradients:
             return
         # DeepSpeed frees gradients during the backward pass.
         for name, parameter in pl_module.named_parameters():
@@ -40,9 +41,7 @@ class UnusedParameters(Callback):
     def _add(self, name: str, parameter: Any) -> None:
         self._reached.add(name)
 
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         if not self._checks or accumulates(trainer):
             return
         self._checks = False
@@ -53,8 +52,8 @@ class UnusedParameters(Callback):
             if parameter.requires_grad and parameter.grad is None and name not in self._reached:
                 unused.append(name)
         if unused:
-            more = f" and {len(unused) - MOST} more" if len(unused) > MOST else ""
-            what = f"no gradient in the first step: {', '.join(unused[:MOST])}{more}"
+            more = f" and {len(unused) - MAX_NAMES} more" if len(unused) > MAX_NAMES else ""
+            what = f"no gradient in the first step: {', '.join(unused[:MAX_NAMES])}{more}"
             if self._needs_all and trainer.world_size > 1:
                 cure = "trainer.strategy ddp_find_unused_parameters_true allows them"
                 raise InputError(f"{what}. DDP needs one of each trainable parameter: {cure}")

@@ -18,7 +18,7 @@ from ..cluster.watchdog import WATCHDOG
 from ..compat.lightning import accumulates, timeout_of
 from ..compat.torch import limit_collectives, process_groups
 from ..errors import check_least
-from ..parallel import pipeline_of
+from ..parallel import run_strategy
 from ..project import has_command_line
 
 LATER_S = 60.0  # collectives time out later than the watchdog, which can name the stalled rank
@@ -27,14 +27,12 @@ LATER_S = 60.0  # collectives time out later than the watchdog, which can name t
 class Watchdog(Callback):
     """Ends a training that hangs, with the stacks of all threads and the name of the stalled rank.
 
-    Progress is a batch of training or validation, its forward or backward pass, and the start of a
-    checkpoint. If one of these takes longer, for example writing a very large checkpoint, raise the
-    limit.
+    Progress is a batch of training or validation, its forward or backward pass, and the start of a checkpoint. If one
+    of these takes longer, for example writing a very large checkpoint, raise the limit.
 
     Args:
         timeout_s: Seconds without progress after which all ranks exit with code 71. 0 turns it off.
-        start_timeout_s: The same from the process's start to the end of the first optimizer step. 0
-            turns it off.
+        start_timeout_s: The same from the process's start to the end of the first optimizer step. 0 turns it off.
     """
 
     def __init__(self, timeout_s: float = 600.0, start_timeout_s: float = 1800.0) -> None:
@@ -60,9 +58,8 @@ class Watchdog(Callback):
         if fetches:
             step, batch = trainer.global_step + 1, batch + 1
         number = batch % trainer.accumulate_grad_batches + 1
-        pipeline = pipeline_of(trainer.strategy)
-        stage = f"pipeline {pipeline}, " if pipeline else ""
-        return f"step {step}, {stage}micro-batch {number}, {phase}"
+        layers = run_strategy(trainer.strategy).layers
+        return f"step {step}, {layers}micro-batch {number}, {phase}"
 
     # ---- progress --------------------------------------------------------------------------------
 

@@ -5,10 +5,9 @@
     .step00000040.ckpt.tmp/     is being written, or was left by a killed save
     .step00000040.ckpt.old/     is being deleted
 
-torch's distributed format and DeepSpeed write into the folder that they are given. A save that is
-killed halfway would leave new shards of some ranks and old shards of others, which load without an
-error. Here all ranks write into a temporary folder. Its files are flushed to the disk and hashed,
-and one rename turns it into the checkpoint.
+torch's distributed format and DeepSpeed write into the folder that they are given. A save that is killed halfway would
+leave new shards of some ranks and old shards of others, which load without an error. Here all ranks write into a
+temporary folder. Its files are flushed to the disk and hashed, and one rename turns it into the checkpoint.
 
 All ranks must see the same folder; on several nodes it must be on a shared file system.
 """
@@ -64,9 +63,7 @@ def save(trainer: L.Trainer, path: Path, **notes: object) -> None:
     write_into(path, entries, lambda folder: trainer.strategy.save_checkpoint(checkpoint, folder))
 
 
-def write_into(
-    path: Path, entries: Entries, write: Callable[[Path], object], group: Group = None
-) -> None:
+def write_into(path: Path, entries: Entries, write: Callable[[Path], object], group: Group = None) -> None:
     """Commits what all ranks `write` into a temporary folder as `path`. Collective in `group`."""
     temporary = begin(path, group)
     failure = disk_error(lambda: write(temporary))
@@ -230,10 +227,9 @@ class BackgroundSaver:
     """Saves one checkpoint at a time: training waits for a copy, which a thread writes.
 
     The thread does what `save` does, over a process group of its own: collectives that two threads
-    start in one group would be paired with each other, and the ranks would abort. torch's
-    `dcp.async_save` covers only the distributed format, and neither hashes nor commits; its stager,
-    which copies to pinned memory and reuses that memory, is used here. All ranks create the saver
-    together.
+    start in one group would be paired with each other, and the ranks would abort. torch's `dcp.async_save` covers only
+    the distributed format, and neither hashes nor commits; its stager, which copies to pinned memory and reuses that
+    memory, is used here. All ranks create the saver together.
 
     Args:
         strategy: Any, without state on NVMe. Its timeout also limits the save's collectives.

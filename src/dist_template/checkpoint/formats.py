@@ -7,8 +7,7 @@
 
 Lightning has two ways to load: by a CheckpointIO (single device, DDP), here `PlainFormat`, and by
 the strategy itself (MeshStrategy, ZeroStrategy), here `load`. Lightning's and torch's converters
-(`consolidate_checkpoint`, `dcp_to_torch_save`) read only the distributed format, and unpickle
-without restrictions."""
+(`consolidate_checkpoint`, `dcp_to_torch_save`) read only the distributed format, and unpickle without restrictions."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from typing import TypeVar, cast
 import lightning as L
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -59,24 +58,28 @@ def format_of(path: Path) -> type[CheckpointFormat] | None:
     return None
 
 
+# Lightning's strategies that write another format than its one file.
+OF_LIGHTNING: dict[str, type[CheckpointFormat]] = {
+    "DeepSpeedStrategy": ZeroFormat,
+    "ModelParallelStrategy": ShardedFormat,
+}
+
+
 def format_for(strategy: Strategy) -> CheckpointFormat:
     """Returns the strategy's `format`, or the format that a strategy of Lightning's writes."""
     found: CheckpointFormat | None = getattr(strategy, "format", None)
     if found is not None:
         return found
-    if isinstance(strategy, DeepSpeedStrategy):
-        return ZeroFormat(strategy)
-    if isinstance(strategy, ModelParallelStrategy):
-        return ShardedFormat(strategy)
+    for kind in type(strategy).__mro__:
+        if kind.__name__ in OF_LIGHTNING:
+            return OF_LIGHTNING[kind.__name__](strategy)
     return PlainFormat(strategy)
 
 
 # ---- opening -------------------------------------------------------------------------------------
 
 
-def verified(
-    path: Path, module: L.LightningModule, is_strict: bool = True, weights_only: bool | None = None
-) -> Opened:
+def verified(path: Path, module: L.LightningModule, is_strict: bool = True, weights_only: bool | None = None) -> Opened:
     """Opens the checkpoint that all ranks load. Collective; rank 0 reads and compares.
 
     Args:
@@ -102,9 +105,7 @@ def verified(
     return opened
 
 
-def read_full(
-    path: str | Path, module: nn.Module | None = None, optimizer: bool = True
-) -> Checkpoint:
+def read_full(path: str | Path, module: nn.Module | None = None, optimizer: bool = True) -> Checkpoint:
     """Reads a checkpoint of any strategy in one process, with full (unsharded) tensors on the host.
 
     Call manifest.agreed before, which verifies the files.
@@ -112,16 +113,14 @@ def read_full(
     Args:
         path: The checkpoint.
         module: The module into which it is to be loaded. None: any.
-        optimizer: false saves the memory of the optimizer's state, twice that of the weights.
+        optimizer: false skips the optimizer's state, which needs twice the memory of the weights.
 
     Returns:
-        Lightning's dict. "state_dict" holds the trained weights, in fp32 if the strategy keeps an
-        fp32 copy. "optimizer_states" holds each optimizer's state by parameter name (optimizer.py),
-        if the checkpoint has any.
+        Lightning's dict. "state_dict" holds the trained weights, in fp32 if the strategy keeps an fp32 copy.
+        "optimizer_states" holds each optimizer's state by parameter name (optimizer.py), if the checkpoint has any.
 
     Raises:
-        InputError: `path` is no checkpoint, incomplete, unreadable, not data alone, or of another
-            model than `module`.
+        InputError: `path` is no checkpoint, incomplete, unreadable, not data alone, or of another model than `module`.
     """
     expected = None
     if module is not None:
@@ -138,9 +137,7 @@ def load_full(path: str | Path, module: nn.Module) -> None:
     module.load_state_dict(read_full(path, module, False)["state_dict"], strict=True)
 
 
-def _opened(
-    path: Path, module: nn.Module | None, shapes: Shapes | None, weights_only: bool | None = None
-) -> Opened:
+def _opened(path: Path, module: nn.Module | None, shapes: Shapes | None, weights_only: bool | None = None) -> Opened:
     """Opens a checkpoint that was trained on `module`'s frozen base and has these shapes."""
     format = format_of(path)
     if format is None:
@@ -150,13 +147,15 @@ def _opened(
         then, now = metadata.get(key), getattr(module, key, None)
         if not then or not now or then["sha256"] == now["sha256"]:
             continue
-        how = "with another reference for data.source Preferences: restore model.pretrained, or"
+        how = "with another reference model for data.source Preferences"
         if key == KEY:
             how = (
-                f"on {then['name']} with SHA-256 {then['sha256'][:12]}, and {now['name']} has"
-                f" {now['sha256'][:12]} now: restore model.pretrained, or with model.architecture"
+                f"on {then['name']} with SHA-256 {then['sha256'][:12]}, but {now['name']} has {now['sha256'][:12]} now"
             )
-        raise InputError(f"checkpoint {str(path)!r} was trained {how} the seed, of its run")
+        raise InputError(
+            f"checkpoint {str(path)!r} was trained {how}: restore the run's model.pretrained, or"
+            " its seed if only model.architecture is set"
+        )
     if shapes is not None and saved != shapes:
         names = [name for name in saved | shapes if saved.get(name) != shapes.get(name)]
         here, there = shapes.get(names[0], "missing"), saved.get(names[0], "missing")
@@ -285,9 +284,7 @@ class PlainFormat(CheckpointFormat[Strategy], TorchCheckpointIO):
             return _content(opened.path, opened.weights_only, mmap=False)  # the file may be deleted
         return {"optimizer_states": [], **opened.format.read(opened.path, True)}
 
-    def save_checkpoint(
-        self, checkpoint: Checkpoint, path: str | Path, storage_options: object = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: Checkpoint, path: str | Path, storage_options: object = None) -> None:
         if Path(path).is_dir():
             self.save(checkpoint, Path(path))
         else:

@@ -1,6 +1,6 @@
 """Checkpoints of a model with adapters: what is trained, without the frozen base.
 
-Names, formats and strategies are those of any checkpoint; the frozen parameters are missing. The
+They have the names and formats of full checkpoints and work under the same strategies. The frozen
 base is described by a hash instead, and another base is refused. Buffers are kept: training changes
 some, such as the bias of a mixture's routers."""
 

@@ -58,8 +58,7 @@ def is_ours(path: Path) -> bool:
 def resolve(path: Path) -> tuple[Path, list[Path]]:
     """Returns (the checkpoint or folder of checkpoints at `path`, the candidates, newest first).
 
-    `path` may be a file in a checkpoint. Another library's checkpoint is no candidate: it has no
-    manifest.
+    `path` may be a file in a checkpoint. Another library's checkpoint is no candidate: it has no manifest.
     """
     if (path.parent / MANIFEST).exists():
         path = path.parent

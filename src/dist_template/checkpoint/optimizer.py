@@ -3,9 +3,8 @@
     {"state": {name: {"step": (), "exp_avg": like the parameter, …}},
      "param_groups": [{"params": [name, …], "lr": …, …}, …]}
 
-torch's optimizers number their parameters in the order of their groups, which can differ between
-strategies. The callback `ParameterNames` therefore writes the names into checkpoints, and numbers
-the state again when it is loaded."""
+torch's optimizers number their parameters in the order of their groups, which can differ between strategies. The
+callback `ParameterNames` therefore writes the names into checkpoints, and numbers the state again when it is loaded."""
 
 from __future__ import annotations
 
@@ -126,9 +125,7 @@ class ParameterNames(Callback):
     def __init__(self) -> None:
         self._loaded: State = {}
 
-    def on_save_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: State
-    ) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: State) -> None:
         if trainer.strategy.lightning_restore_optimizer:  # other formats have names
             names = [sum(groups_of(pl_module, one), []) for one in trainer.optimizers]
             checkpoint["parameter_names"] = names
@@ -136,9 +133,7 @@ class ParameterNames(Callback):
             if base := getattr(pl_module, key, None):
                 checkpoint[key] = base
 
-    def on_load_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: State
-    ) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: State) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             return
         callbacks = trainer.callbacks  # ty: ignore[missing-attribute]

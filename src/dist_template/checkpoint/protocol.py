@@ -1,4 +1,4 @@
-"""What a checkpoint format answers for: how it is read, written, copied and loaded.
+"""Interface of a checkpoint format: how it reads, writes, copies and loads checkpoints.
 
 formats.py (one file), sharded.py and zero.py have the three. A strategy holds the format that it
 writes; formats.py knows all of them."""

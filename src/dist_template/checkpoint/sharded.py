@@ -1,8 +1,7 @@
 """The format of MeshStrategy: torch's distributed format, in which every rank writes its shards.
 
-All tensors, including AdamW's moments, are named by parameter, so that any mesh can load another
-mesh's checkpoint. Everything else (counters, callbacks, the position in the data) is in `meta.pt`,
-as with Lightning's own strategy."""
+All tensors, including AdamW's moments, are named by parameter, so that any mesh can load another mesh's checkpoint.
+Everything else (counters, callbacks, the position in the data) is in `meta.pt`, as with Lightning's own strategy."""
 
 from __future__ import annotations
 

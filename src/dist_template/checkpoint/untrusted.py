@@ -30,9 +30,7 @@ DAMAGED = (pickle.UnpicklingError, ValueError, LookupError, EOFError, AttributeE
 
 
 @contextlib.contextmanager
-def reading(
-    path: Path, written_by: str, classes: list[type] | None = None, trusted: bool = False
-) -> Generator[None]:
+def reading(path: Path, written_by: str, classes: list[type] | None = None, trusted: bool = False) -> Generator[None]:
     """Inside, torch.load creates only tensors, plain types and `classes`, for libraries too.
 
     `path` and `written_by` name the checkpoint in messages; `trusted` allows any class.

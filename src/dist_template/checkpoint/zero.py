@@ -98,9 +98,7 @@ class ZeroFormat(CheckpointFormat[DeepSpeedStrategy]):
             rest.pop(key, None)
         frozen = self.strategy.exclude_frozen_parameters
         with compat.redirected_saves(engine, keep):
-            engine.save_checkpoint(
-                path, TAG, rest, save_latest=False, exclude_frozen_parameters=frozen
-            )
+            engine.save_checkpoint(path, TAG, rest, save_latest=False, exclude_frozen_parameters=frozen)
         return write_all
 
     def reads(self, opened: Opened) -> bool:

@@ -31,9 +31,7 @@ SECTIONS = {  # keys that hold keys, and where their class is defined
     "data": "; the data module's class is DataModule of data.py: edit it there",
 }
 # Names of environment variables from which Lightning could read keys; this command line does not.
-VARIABLE = re.compile(
-    r"PL_(?:FIT__|VALIDATE__|TEST__|PREDICT__|(?=TRAINER_|MODEL__|DATA__|CONFIG$))(\w+)"
-)
+VARIABLE = re.compile(r"PL_(?:FIT__|VALIDATE__|TEST__|PREDICT__|(?=TRAINER_|MODEL__|DATA__|CONFIG$))(\w+)")
 
 
 def check(argv: list[str]) -> None:
@@ -68,8 +66,7 @@ def _refuse_unknown(section: str, where: str) -> None:
 
 
 def read(path: str, flag: str = "--config", package: str | None = None) -> dict[str, Any]:
-    """Returns the keys of the file at `path`; with `package`, with its classes' present names
-    (rename_old_classes).
+    """Returns the keys of the file at `path`; with `package`, with its classes' present names (rename_old_classes).
 
     Raises:
         InputError: it cannot be read, is not YAML, has no keys or too many values.

@@ -12,10 +12,10 @@ from ..plugins import LIBRARY, registered
 
 __all__ = ["always_on"]
 
-# Configuration key: callback, in the order of calls: measure, write, show. Those that packages
-# register follow, then those that act.
+# Configuration key: callback, in the order of calls. OBSERVERS measure, write and show; callbacks
+# that packages register follow; SAVERS save and stop.
 CALLBACKS = "dist_template.callbacks"
-MEASURE_AND_SHOW = {
+OBSERVERS = {
     "watchdog": "callbacks.watchdog:Watchdog",
     "same_environment": "cluster.fingerprint:SameEnvironment",
     "random_state": "callbacks.random_state:RandomState",
@@ -30,7 +30,7 @@ MEASURE_AND_SHOW = {
     "training_log": "callbacks.training_log:TrainingLog",
     "console": "callbacks.console:Console",
 }
-ACT = {
+SAVERS = {
     "samples": "callbacks.samples:Samples",
     "last_checkpoint": "callbacks.checkpoint:LastCheckpoint",
     "best_checkpoint": "callbacks.checkpoint:BestCheckpoint",
@@ -45,11 +45,11 @@ def always_on() -> dict[str, EntryPoint]:
     Raises:
         InputError: a key is registered twice.
     """
-    others = registered(CALLBACKS, taken=MEASURE_AND_SHOW.keys() | ACT.keys())
-    return _own(MEASURE_AND_SHOW) | others | _own(ACT)
+    others = registered(CALLBACKS, taken=OBSERVERS.keys() | SAVERS.keys())
+    return _entry_points(OBSERVERS) | others | _entry_points(SAVERS)
 
 
-def _own(places: dict[str, str]) -> dict[str, EntryPoint]:
+def _entry_points(places: dict[str, str]) -> dict[str, EntryPoint]:
     return {key: EntryPoint(key, f"{LIBRARY}.{at}", CALLBACKS) for key, at in places.items()}
 
 

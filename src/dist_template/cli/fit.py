@@ -79,9 +79,7 @@ class CLI(OpenCLI):
     run: Path
     unfilled: Any  # the configuration with "{run}" in it
 
-    def __init__(
-        self, project: Project, args: list[str], run: bool, verb: str | None = None
-    ) -> None:
+    def __init__(self, project: Project, args: list[str], run: bool, verb: str | None = None) -> None:
         MESSAGES.listen()
         config_file.refuse_variables()
         subprocess_launcher.install()

@@ -52,11 +52,10 @@ def main(module: str, data: str, package: str | None, argv: list[str] | None = N
     """Runs the command line of a project in a process of its own; returns the exit code.
 
     Args:
-        module: The LightningModule as "module:Class", imported when needed; a leading dot means
-            inside `package`.
+        module: The LightningModule as "module:Class", imported when needed; a leading dot means inside `package`.
         data: The LightningDataModule, likewise.
         package: The project's package.
-        argv: A verb and its flags. None: those of this process.
+        argv: A verb and its flags. None: sys.argv.
     """
     if re.fullmatch(r"--local[-_]rank=\d+", "".join(sys.argv[1:2])):
         del sys.argv[1]  # the deepspeed launcher writes it before the verb, and sets LOCAL_RANK too

@@ -190,8 +190,8 @@ def one_sentence(text: str, keys: set[str]) -> str:
         known = [kind.__name__ for base in BASES for kind in _below(base)]
         near = get_close_matches(found[1], known, 1)
         hint = f" did you mean {near[0]}?" if near else ""
-        own = "give one that this package or Lightning has, or module.Class of your own"
-        return f"{at}there is no class {found[1]};{hint} {own}"
+        allowed = "use a class of this package or of Lightning, or an import path (module.Class)"
+        return f"{at}there is no class {found[1]};{hint} {allowed}"
     union = r"Union subtypes.* Errors: - (.+) Given value type: .*? Given value: (.+)"
     value = re.search(union, text)
     if at and value:
@@ -257,8 +257,8 @@ def inherit_rates(settings: Namespace, given: Namespace) -> None:
     optim = settings.model.get("optim")
     if not settings.get("optimizer") or not optim:
         return
-    arguments, own = settings.optimizer.init_args, given.optimizer.get("init_args") or {}
-    if "lr" in arguments and "lr" not in own:
+    arguments, explicit = settings.optimizer.init_args, given.optimizer.get("init_args") or {}
+    if "lr" in arguments and "lr" not in explicit:
         arguments["lr"] = optim.learning_rate
-    if "weight_decay" in arguments and "weight_decay" not in own:
+    if "weight_decay" in arguments and "weight_decay" not in explicit:
         arguments["weight_decay"] = optim.weight_decay

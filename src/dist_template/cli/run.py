@@ -37,8 +37,7 @@ class RunConfig:
     Args:
         name: Name of the experiment; `last` is the newest run of this name.
         root: Folder of all runs.
-        report: Write report.html and report.md at the end of `fit`. false leaves it to the verb
-            `report`.
+        report: Write report.html and report.md at the end of `fit`. false leaves it to the verb `report`.
         plotly: Where report.html loads plotly.js (5 MB) from. shared: one file in `root` for all
             runs; inline: the page contains it; cdn: plotly's CDN, which needs a network.
     """
@@ -120,9 +119,7 @@ def new_run(config: RunConfig, timeout_s: float = START_TIMEOUT_S) -> Path:
         run_id = agreed(Variable.RUN_ID, proposal, timeout_s or START_TIMEOUT_S)
     _check_name(Variable.RUN_ID, run_id)
     if Path(run_id).name != run_id or run_id == "..":
-        raise InputError(
-            f"{Variable.RUN_ID} is {run_id!r}; give the name of one folder, as baseline-1"
-        )
+        raise InputError(f"{Variable.RUN_ID} is {run_id!r}; give the name of one folder, as baseline-1")
     os.environ[Variable.RUN_ID] = run_id
     return config.parent / run_id
 
@@ -149,7 +146,7 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
     given, evaluates = settings.get("ckpt_path"), verb not in (None, "fit")
     if evaluates and given == "start":
         settings.ckpt_path = None
-        message = f"{verb}: the weights are those that training starts with"
+        message = f"{verb}: the weights are the initial weights of training"
         return _new_run(settings), None, message
     if evaluates and not given and (not settings.model.get("pretrained") or _last_writes(settings)):
         given = "best or last"
@@ -161,9 +158,9 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
         if evaluates or given == "last":
             run = newest
         if given != "last":
-            message = f"{verb}: the weights are those of {checkpoint}"
+            message = f"{verb}: the weights come from {checkpoint}"
     elif evaluates and not given:
-        message = f"{verb}: the weights are those of model.pretrained; run.name has no checkpoint"
+        message = f"{verb}: the weights come from model.pretrained; run.name has no checkpoint"
     if run is None:
         run = _new_run(settings)
     folder = Path(fill_placeholders(settings.last_checkpoint.dirpath, run))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 
+from ..errors import first_line
 from ..plugins import LIBRARY, file_of, registered
 from ..project import Project
 
@@ -37,15 +38,17 @@ class Verb:
         return loaded if self.point.attr else loaded.main
 
     def help_line(self) -> str:
-        """Returns one line about the verb. Its module is parsed, not imported: it may need
-        torch."""
+        """Returns one line about the verb. Its module is parsed, not imported: it may need torch."""
         name, attribute = self.point.name, self.point.attr
         if name in TRAINING:
             return TRAINING[name]
         file = file_of(self.point.module)
         if file is None:
             return f"(not found: {self.point.value})"
-        module = ast.parse(file.read_text(encoding="utf-8"))
+        try:
+            module = ast.parse(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, SyntaxError) as error:  # starting the verb reports it in full
+            return f"(cannot be read: {first_line(error)})"
         text = ast.get_docstring(module) if not attribute else None
         for node in module.body:
             if isinstance(node, ast.FunctionDef) and node.name == attribute:
@@ -54,7 +57,7 @@ class Verb:
 
 
 def verbs() -> dict[str, Verb]:
-    """Returns every verb: those of TRAINING, then the registered ones by name.
+    """Returns every verb: TRAINING's, then the registered ones by name.
 
     Raises:
         InputError: a verb is registered twice.

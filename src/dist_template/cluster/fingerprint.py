@@ -25,8 +25,7 @@ class SameEnvironment(Callback):
     and changes, configuration, data or environment variables differ between ranks.
 
     Args:
-        ignore: What may differ: a key of the table, as `packages.numpy`, or a group of them, as
-            `variables`.
+        ignore: What may differ: a key of the table, as `packages.numpy`, or a group of them, as `variables`.
     """
 
     def __init__(self, ignore: list[str] = []) -> None:  # noqa: B006  (it is never modified)
@@ -115,8 +114,5 @@ def table(values: list[dict[str, Any]]) -> str:
             ranks.setdefault(str(column.get(key, NOTHING)), []).append(rank)
         if len(ranks) > 1:
             rows += [[key, rank_ranges(there), text] for text, there in ranks.items()]
-    title = (
-        "the ranks' environments differ; make them equal, or allow it:"
-        " --same_environment.ignore '[KEY, …]'"
-    )
+    title = "the ranks' environments differ; make them equal, or allow it: --same_environment.ignore '[KEY, …]'"
     return Table(title, ["key", "ranks", "value"], rows).as_text()

@@ -9,7 +9,7 @@ __all__ = ["find_stalled", "rank_ranges"]
 
 
 class Status(TypedDict):
-    """What a rank does."""
+    """State of one rank: its progress, and the line that runs."""
 
     beats: int  # progress that every rank makes equally
     place: str

@@ -1,9 +1,8 @@
 """Buffers warnings on ranks other than 0, so that rank 0 prints each once for all ranks.
 
-Otherwise 64 ranks print the same line 64 times. A warning is a message of Python's `warnings`, or
-of `logging` at level WARNING to a terminal. callbacks/messages.py sends them to rank 0. Every rank
-prints errors at once, and so do libraries in C++. Outside training each process flushes its own
-buffer, at its exit and in a hang. Only a SIGKILL loses warnings.
+Otherwise 64 ranks print the same line 64 times. A warning is a message of Python's `warnings`, or of `logging` at level
+WARNING to a terminal. callbacks/messages.py sends them to rank 0. Every rank prints errors at once, and so do libraries
+in C++. Outside training each process flushes its own buffer, at its exit and in a hang. Only a SIGKILL loses warnings.
 
 No slow imports here: libraries also warn while they are imported.
 """
@@ -68,7 +67,7 @@ class Messages:
             self._buffer.append(text[:2000])
         return True
 
-    def take(self) -> list[str]:
+    def drain(self) -> list[str]:
         """Returns the buffered warnings and empties the buffer."""
         buffer, self._buffer = self._buffer, []
         return buffer
@@ -77,7 +76,7 @@ class Messages:
         """Prints the buffered warnings, also while another thread holds Python's stderr lock."""
         environment = os.environ
         rank = environment.get("RANK") or environment.get("LOCAL_RANK")
-        for text in self.take():
+        for text in self.drain():
             os.write(2, f"rank {rank or environment.get('SLURM_PROCID')}: {text}\n".encode())
 
 

@@ -1,8 +1,7 @@
 """Keeps secrets out of what a run records and prints.
 
-Only the environment variables that are listed here are recorded, and none whose name suggests a
-secret. In the configuration and in the command line, text below a key such as `api_key` or
-`password` is replaced."""
+Only the environment variables that are listed here are recorded, and none whose name suggests a secret. In the
+configuration and in the command line, text below a key such as `api_key` or `password` is replaced."""
 
 from __future__ import annotations
 
@@ -16,10 +15,9 @@ __all__ = ["redacted_command", "redacted_environment"]
 
 HIDDEN = "(not recorded)"
 SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASS|PW", re.IGNORECASE)
-# By prefix, variables of the libraries that training depends on: for reports, and for the
-# comparison between ranks. Excluded: torchrun's own (TORCHELASTIC_*), which differ by rank and
-# restart; CUDA_VISIBLE_DEVICES, because a scheduler may assign each process its own devices;
-# OMP_NUM_THREADS, which by default depends on the number of processes.
+# By prefix, variables of the libraries that training depends on: for reports, and for the comparison between ranks.
+# Excluded: torchrun's own (TORCHELASTIC_*), which differ by rank and restart; CUDA_VISIBLE_DEVICES, because a scheduler
+# may assign each process its own devices; OMP_NUM_THREADS, which by default depends on the number of processes.
 RECORDED = {
     "NCCL_": "ALGO BUFFSIZE COLLNET_ENABLE COMM_BLOCKING CROSS_NIC CUMEM_ENABLE DEBUG DEBUG_SUBSYS"
     " GRAPH_FILE IB_DISABLE IB_GID_INDEX IB_HCA IB_QPS_PER_CONNECTION IB_RETRY_CNT IB_SL IB_TC"
@@ -33,8 +31,7 @@ RECORDED = {
     " NCCL_AVOID_RECORD_STREAMS NCCL_BLOCKING_WAIT NCCL_CUDA_EVENT_CACHE NCCL_DESYNC_DEBUG"
     " NCCL_DUMP_ON_TIMEOUT NCCL_ENABLE_MONITORING NCCL_HEARTBEAT_TIMEOUT_SEC NCCL_HIGH_PRIORITY"
     " NCCL_NAN_CHECK NCCL_TRACE_BUFFER_SIZE NCCL_USE_COMM_NONBLOCKING SHOW_CPP_STACKTRACES",
-    "PYTORCH_": "ALLOC_CONF CUDA_ALLOC_CONF JIT KERNEL_CACHE_PATH NO_CUDA_MEMORY_CACHING"
-    " NVML_BASED_CUDA_CHECK",
+    "PYTORCH_": "ALLOC_CONF CUDA_ALLOC_CONF JIT KERNEL_CACHE_PATH NO_CUDA_MEMORY_CACHING NVML_BASED_CUDA_CHECK",
     "CUDA_": "CACHE_DISABLE CACHE_MAXSIZE CACHE_PATH DEVICE_MAX_CONNECTIONS DEVICE_ORDER HOME"
     " LAUNCH_BLOCKING MODULE_LOADING MPS_ACTIVE_THREAD_PERCENTAGE MPS_PIPE_DIRECTORY PATH VERSION",
     "DS_": "ACCELERATOR BUILD_OPS SKIP_CUDA_CHECK",
@@ -46,11 +43,8 @@ NAMES: set[str] = set()
 for _prefix, _names in RECORDED.items():
     NAMES.update(_prefix + _name for _name in _names.split())
 
-# Last words of a key whose text is a secret, unless the word before is in NO_SECRETS: `eos_token`,
-# `text_key`.
-SECRET_KEYS = (
-    "apikey credential credentials key pass passphrase passwd password pw pwd secret token"
-)
+# Last words of a key whose text is a secret, unless the word before is in NO_SECRETS: `eos_token`, `text_key`.
+SECRET_KEYS = "apikey credential credentials key pass passphrase passwd password pw pwd secret token"
 NO_SECRETS = "bos cls eos image label mask pad sep sort text unk"
 PASSWORD_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 

@@ -1,9 +1,8 @@
 """Rendezvous of all ranks before their first collective, in the process group's store.
 
-A collective fails obscurely, or never returns, when a rank is missing or differs. A store knows
-which ranks have connected, and their values can be compared in it. torch creates it in
-`init_process_group`; here it is created a moment earlier at the same address, and torch shares it.
-This works under every launcher that Lightning supports."""
+A collective fails obscurely, or never returns, when a rank is missing or differs. A store knows which ranks have
+connected, and their values can be compared in it. torch creates it in `init_process_group`; here it is created a moment
+earlier at the same address, and torch shares it. This works under every launcher that Lightning supports."""
 
 from __future__ import annotations
 
@@ -103,9 +102,7 @@ def agreed(key: str, proposal: str, timeout_s: float) -> str:
     return store.compare_set(key, "", proposal).decode()
 
 
-def before_first_collective(
-    trainer: Trainer, timeout_s: float, function: Callable[[Rendezvous], None]
-) -> None:
+def before_first_collective(trainer: Trainer, timeout_s: float, function: Callable[[Rendezvous], None]) -> None:
     """Calls `function` when all ranks of `trainer` are started and none has communicated yet."""
     strategy: Any = trainer.strategy
 
@@ -168,9 +165,7 @@ def _open(address: str, port: int, rank: int, world_size: int, timeout_s: float)
         time.sleep(min(0.2, rest_s))
     timeout, shared = timedelta(seconds=timeout_s), not _is_in_agent()
     try:
-        return dist.TCPStore(
-            address, port, world_size, is_host, timeout, wait_for_workers=False, multi_tenant=shared
-        )
+        return dist.TCPStore(address, port, world_size, is_host, timeout, wait_for_workers=False, multi_tenant=shared)
     except dist.DistNetworkError as error:
         if rank == 0:
             raise

@@ -20,8 +20,7 @@ class Kubernetes:
     """How a site's Kubernetes runs a job, one pod per node.
 
     Args:
-        kind: What is rendered: Job (built into Kubernetes), JobSet, TrainJob (Kubeflow Trainer 2)
-            or RayJob (KubeRay).
+        kind: What is rendered: Job (built into Kubernetes), JobSet, TrainJob (Kubeflow Trainer 2) or RayJob (KubeRay).
         gang: Who starts all pods or none, from the queue `cluster.partition`: kueue or volcano.
             null: each pod starts when there is a node for it.
         device: Resource name of a device. A run on CPUs requests none.
@@ -49,8 +48,7 @@ class Site:
         min_nodes: Of an elastic run, by torchrun only: training continues when nodes are lost, as
             long as this many are left. null: all nodes are needed.
         devices_per_node: GPUs of a node, or CPU processes. null: trainer.devices.
-        device_memory: Memory of one device with its unit, as 80GB (10^9 bytes) or 80GiB. For
-            `plan`.
+        device_memory: Memory of one device with its unit, as 80GB (10^9 bytes) or 80GiB. For `plan`.
         time_limit: Of the job, as 24:00:00, 1-12:00:00 or seconds. null: none, or the site's.
         save_s: Seconds before the time limit at which the run saves and exits with 75.
         hosts: Names of the nodes, as ssh knows them; the first one is the rendezvous's. []: this
@@ -145,7 +143,6 @@ class Site:
 
     @staticmethod
     def check_host(name: str, where: str) -> None:
-        """Raises InputError if `name`, of the key or file `where`, is an option or part of a
-        script."""
+        """Raises InputError if `name`, of the key or file `where`, is an option or part of a script."""
         if name.startswith("-") or not re.fullmatch(r"[\w.@:%\[\]-]+", name):
             raise InputError(f"{where} has {name!r}; give a name as ssh knows it")

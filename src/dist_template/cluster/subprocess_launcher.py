@@ -1,8 +1,7 @@
 """Exit codes for Lightning's own launcher, which `python -m <package> fit` uses.
 
-Lightning's first process checks its children every 5 s. When one has failed, it kills all
-processes, itself included, without a message and without an exit code that a scheduler could act
-on."""
+Lightning's first process checks its children every 5 s. When one has failed, it kills all processes, itself included,
+without a message and without an exit code that a scheduler could act on."""
 
 from __future__ import annotations
 
@@ -35,11 +34,9 @@ def terminate(children: list[subprocess.Popen]) -> None:
 
 
 def start(*args: Any, **options: Any) -> subprocess.Popen:
-    """Starts a rank that the kernel kills when this process exits, until the rank asks for SIGTERM
-    (signals.listen).
+    """Starts a rank that the kernel kills when this process exits, until the rank asks for SIGTERM (signals.listen).
 
-    Otherwise a rank that hangs in the interpreter's start or in an import would outlive this
-    process."""
+    Otherwise a rank that hangs in the interpreter's start or in an import would outlive this process."""
     # The kernel sends the signal when the thread that starts the rank exits.
     is_main = threading.current_thread() is threading.main_thread()
     return subprocess.Popen(*args, **options, preexec_fn=end_with_parent if is_main else None)

@@ -43,8 +43,7 @@ with without_collections():
 
 PEERS_S = 3.0  # for the other workers to print their errors after one has failed
 LOST_S = 20.0  # the rendezvous is lost if it does not answer for so long
-# The other nodes must rejoin within this time after a restart; their ranks first exit, within
-# SHUTDOWN_TIMEOUT.
+# The other nodes must rejoin within this time after a restart; their ranks first exit, within SHUTDOWN_TIMEOUT.
 REJOIN_S = float(os.environ.get("REJOIN_TIMEOUT", "90"))
 
 
@@ -161,8 +160,7 @@ def main(argv: list[str]) -> int:
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
-    # If this launcher is killed, so is a rank that hangs in an import; a rank that trains saves
-    # (signals.listen).
+    # If this launcher is killed, so is a rank that hangs in an import; a rank that trains saves (signals.listen).
     use(Agent, on_signal=_stop_once, preexec_fn=signals.end_with_parent)
     try:
         arguments = parse_args(argv)

@@ -1,10 +1,9 @@
 """Watchdog thread: detects a hang, reports the stalled rank, and ends all ranks with Exit.HUNG.
 
-Training reports progress with `WATCHDOG.beat()`, which sets two attributes. When a rank makes none
-for `limit_s` seconds, each rank prints the stacks of its threads and publishes its status in the
-store of rendezvous.py; rank 0 prints which rank is behind. A rank that does not answer is stopped
-or its node is lost: if it is on the same host it is killed, because a launcher waits half a minute
-for a stopped process.
+Training reports progress with `WATCHDOG.beat()`, which sets two attributes. When a rank makes none for `limit_s`
+seconds, each rank prints the stacks of its threads and publishes its status in the store of rendezvous.py; rank 0
+prints which rank is behind. A rank that does not answer is stopped or its node is lost: if it is on the same host it is
+killed, because a launcher waits half a minute for a stopped process.
 
 faulthandler's own timer, a thread in C, is the fallback for code that never releases the GIL.
 """
@@ -105,11 +104,8 @@ class WatchdogThread:
             self.beat()
             self.limit_s = limit_s
 
-    def connect(
-        self, store: Store | None, rank: int, world_size: int, peers: dict[int, int]
-    ) -> None:
-        """Lets the ranks exchange statuses; progress is counted from here, where all ranks are at
-        the same point.
+    def connect(self, store: Store | None, rank: int, world_size: int, peers: dict[int, int]) -> None:
+        """Lets the ranks exchange statuses; progress is counted from here, where all ranks are at the same point.
 
         `peers` has a file descriptor of the process of each other rank on this host.
         """
@@ -176,8 +172,7 @@ class WatchdogThread:
         head = f"\nno progress for {limit_s:g} s; {place}; its stacks:\n"
         os.write(2, head.encode())
         faulthandler.dump_traceback(2, all_threads=True)
-        # In the background: a file server that hangs, which may be the cause, must not block the
-        # exit.
+        # In the background: a file server that hangs, which may be the cause, must not block the exit.
         writer = _start_thread(self._write, f"rank{self.rank}.txt", head, True)
         found: list[Verdict] = []
         if (store := self._store) is None:

@@ -1,5 +1,4 @@
-"""Everything that depends on private names of other libraries, or replaces a part of them; nothing
-else may.
+"""Everything that depends on private names of other libraries, or replaces a part of them; nothing else may.
 
 lightning.py             state of the Trainer and its strategies, `self.log`, the launcher, loggers
 lightning_cli.py         LightningCLI and its parser
@@ -9,15 +8,18 @@ stacks.py                names of functions in stacks, by which a hang's phase i
 deepspeed.py             ZeRO's optimizers and checkpoint files
 transformers_serving.py  the handlers of OpenAI's API behind `transformers serve`
 transformers.py          attention masks, grouped products, sharding by a model's plans
+transformers_serving.py  the handlers of OpenAI's API behind `transformers serve`
 parallel_styles.py       transformers' tensor and expert parallelism: two fixes
+randomness.py            dropout that is off, and observed seeding
 
 tests/compat/test_names.py fails when a new version has another name or signature.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 
@@ -26,8 +28,7 @@ def replaced(owner: Any, **values: Any) -> Generator[None]:
     """Inside, `owner` has these attributes; afterwards the ones that it had before.
 
     Raises:
-        AttributeError: `owner` has no such attribute, so that another version of its library would
-            not read it.
+        AttributeError: `owner` has no such attribute, so that another version of its library would not read it.
     """
     before = [(name, name in vars(owner), getattr(owner, name)) for name in values]
     for name, value in values.items():
@@ -40,3 +41,12 @@ def replaced(owner: Any, **values: Any) -> Generator[None]:
                 setattr(owner, name, value)
             else:  # of its class
                 delattr(owner, name)
+
+
+def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replaces a method of this instance by `wrapper`, which gets the method before its arguments.
+
+    The class, its names and an instance's hooks stay. nn.Module calls `self.forward` (torch 2.13),
+    Lightning `module.configure_model` (2.6): both read the instance first."""
+    method = getattr(owner, name)
+    setattr(owner, name, wraps(method)(partial(wrapper, method)))

@@ -1,5 +1,4 @@
-"""Private names of DeepSpeed, and what it changes for the whole process. Verified on deepspeed
-0.19.
+"""Private names of DeepSpeed, and what it changes for the whole process. Verified on deepspeed 0.19.
 
 tests/compat/test_names.py checks the names. Where one is gone, its function raises AttributeError
 or ImportError, unless its docstring names a fallback. DeepSpeed is imported late."""
@@ -20,9 +19,8 @@ __all__ = ["gradient_of"]
 
 
 def without_shared_memory_collectives() -> None:
-    """Keeps DeepSpeed from compiling its shared-memory collectives for CPUs, which takes a minute
-    or two; it uses gloo's. No setting turns the build off: DeepSpeed caches whether it is
-    compatible."""
+    """Keeps DeepSpeed from compiling its shared-memory collectives for CPUs, which takes a minute or two; it uses
+    gloo's. No setting turns the build off: DeepSpeed caches whether it is compatible."""
     import deepspeed
 
     builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
@@ -73,9 +71,8 @@ def can_veto_steps(optimizer: Any) -> bool:
     """Whether this optimizer skips its next step if its attribute `vetoed` is True, as after an
     overflow; the loss scale is not lowered.
 
-    The stages 1, 2 and 3 decide in `_update_scale`, after the norm and before the update.
-    BF16_Optimizer (stage 1 that accumulates in fp32) has no such method: False, and gradients
-    become NaN instead."""
+    The stages 1, 2 and 3 decide in `_update_scale`, after the norm and before the update. BF16_Optimizer (stage 1 that
+    accumulates in fp32) has no such method: False, and gradients become NaN instead."""
     if not hasattr(optimizer, "_update_scale"):
         return False
     if not hasattr(optimizer, "vetoed"):
@@ -118,9 +115,7 @@ def join_frozen(num_ranks: int, models: list[Any]) -> dict[str, Tensor]:
     return full
 
 
-def join_trained(
-    num_ranks: int, flat_groups: Any, models: list[Any], is_stage_3: bool, paddings: Any
-) -> Any:
+def join_trained(num_ranks: int, flat_groups: Any, models: list[Any], is_stage_3: bool, paddings: Any) -> Any:
     """Returns full tensors by name, joined from each rank's flat partition of each parameter group;
     the public functions of zero_to_fp32 join weights alone, these moments too."""
     from deepspeed.utils import zero_to_fp32

@@ -1,5 +1,4 @@
-"""Resuming at any step: a resumed training continues right after the batch at which its checkpoint
-was written.
+"""Resuming at any step: a resumed training continues right after the batch at which its checkpoint was written.
 
 Lightning derives from its counters where a checkpoint was written, and errs (read and tried in
 lightning 2.6.6, fit_loop.py and training_epoch_loop.py):
@@ -9,9 +8,8 @@ lightning 2.6.6, fit_loop.py and training_epoch_loop.py):
   counting it, so that a second resume trains it twice.
 - With `max_steps`, a resume from a finished epoch takes a step with one micro-batch.
 
-Here, an epoch that was stopped early is saved as unfinished, the checkpoint records which part of
-the loop has run (`Point`), and a resume continues with the next part: a due validation, the end of
-the epoch, or the next batch.
+Here, an epoch that was stopped early is saved as unfinished, the checkpoint records which part of the loop has run
+(`Point`), and a resume continues with the next part: a due validation, the end of the epoch, or the next batch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Private names of Lightning that the library needs. Verified on lightning 2.6;
-tests/compat/test_names.py checks them.
+"""Private names of Lightning that the library needs. Verified on lightning 2.6; tests/compat/test_names.py checks them.
 
 Where a name is gone, its function raises AttributeError or ImportError, unless its docstring names
 a fallback. loop.py and epochs.py concern the training loop's speed and position."""
@@ -124,10 +123,9 @@ def batch_progress(trainer: L.Trainer) -> Any:
 
 
 def replace_clipping(module: L.LightningModule, clip: Callable[..., None]) -> None:
-    """Lets Lightning call `clip(original, optimizer, ...)` in place of the module's
-    `configure_gradient_clipping`, the original: it (2.6) calls no hook between clipping, which
-    computes the norm, and the optimizer. The method's name is public; if it is gone:
-    AttributeError."""
+    """Lets Lightning call `clip(original, optimizer, ...)` in place of the module's `configure_gradient_clipping`, the
+    original: it (2.6) calls no hook between clipping, which computes the norm, and the optimizer. The method's name is
+    public; if it is gone: AttributeError."""
     original = module.configure_gradient_clipping
     vars(module)["configure_gradient_clipping"] = partial(clip, original)
 
@@ -135,11 +133,8 @@ def replace_clipping(module: L.LightningModule, clip: Callable[..., None]) -> No
 # ---- the launcher --------------------------------------------------------------------------------
 
 
-def use_processes(
-    start: Callable[..., subprocess.Popen], terminate: Callable[[list[subprocess.Popen]], None]
-) -> None:
-    """Lets Lightning's launcher start ranks by `start`, like Popen, and call `terminate` when one
-    of them has failed.
+def use_processes(start: Callable[..., subprocess.Popen], terminate: Callable[[list[subprocess.Popen]], None]) -> None:
+    """Lets Lightning's launcher start ranks by `start`, like Popen, and call `terminate` when one of them has failed.
 
     Lightning checks every 5 s and then kills all ranks, the first too, without a message or a
     meaningful exit code. Its launcher looks both names up in its module."""
@@ -161,9 +156,8 @@ def use_processes(
 def before_setup_environment(strategy: Strategy, function: Callable[[], None]) -> None:
     """Calls `function` on every rank before the strategy starts its process group.
 
-    Lightning (2.6) has no hook between the start of the ranks and that: the method of this one
-    instance is replaced. If Lightning no longer calls it, `function` is never called;
-    tests/compat/test_stacks.py."""
+    Lightning (2.6) has no hook between the start of the ranks and that: the method of this one instance is replaced. If
+    Lightning no longer calls it, `function` is never called; tests/compat/test_stacks.py."""
     start = strategy.setup_environment
 
     def setup_environment() -> None:
@@ -186,9 +180,8 @@ def needs_every_gradient(strategy: Any) -> bool:
 
 
 def start_process_group(strategy: ModelParallelStrategy, gpu_backend: str | None) -> None:
-    """Starts the ranks' process group without the mesh of two dimensions that ModelParallelStrategy
-    creates next; set `mesh` afterwards. `gpu_backend` is used on GPUs if the configuration names
-    none; None: Lightning's choice."""
+    """Starts the ranks' process group without the mesh of two dimensions that ModelParallelStrategy creates next; set
+    `mesh` afterwards. `gpu_backend` is used on GPUs if the configuration names none; None: Lightning's choice."""
     super(ModelParallelStrategy, strategy).setup_environment()
     if strategy.root_device.type == "cuda":
         strategy._process_group_backend = strategy._process_group_backend or gpu_backend

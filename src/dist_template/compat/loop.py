@@ -249,7 +249,7 @@ class EpochLoop(ResumableEpochLoop):
 
 
 class Optimization(_AutomaticOptimization):
-    """What Lightning calls within a micro-batch and an optimizer step."""
+    """Automatic optimization with fewer calls per micro-batch and optimizer step."""
 
     def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """Lightning creates four closures, two objects and two copies of the loss for this."""
@@ -346,15 +346,12 @@ def _to_device(batch: Any, device: Any, dataloader_idx: int) -> Any:
 
 
 class Precision(precision.Precision):
-    """Lightning's, whose hooks EpochLoop calls: without a context in a context and a profiler's
-    range."""
+    """Lightning's, whose hooks EpochLoop calls: without a context in a context and a profiler's range."""
 
     def train_step_context(self) -> Any:
         return self.forward_context()
 
-    def optimizer_step(
-        self, optimizer: Any, model: Any, closure: Callable[[], Any], **options: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **options: Any) -> Any:
         closure = partial(self._wrap_closure, model, optimizer, closure)
         return step_of(optimizer)(closure=closure, **options)
 
@@ -370,9 +367,7 @@ class Precision(precision.Precision):
         trainer = model.trainer
         trainer.fit_loop.epoch_loop.each("on_before_optimizer_step", optimizer)
         algorithm = trainer.gradient_clip_algorithm
-        self._clip_gradients(
-            model, optimizer, trainer.gradient_clip_val, gradient_clip_algorithm=algorithm
-        )
+        self._clip_gradients(model, optimizer, trainer.gradient_clip_val, gradient_clip_algorithm=algorithm)
 
     def _clip_gradients(
         self, model: Any, optimizer: Any, clip_val: Any = None, gradient_clip_algorithm: Any = None

@@ -35,8 +35,7 @@ __all__ = [
     "tree_map",
 ]
 
-# Operations whose results activation checkpointing keeps: torch has public names for the matrix
-# products alone.
+# Operations whose results activation checkpointing keeps: torch has public names for the matrix products alone.
 EXPENSIVE = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -78,9 +77,8 @@ def without_profiler_range(batches: Any) -> Iterator[Any]:
 
 
 def step_of(optimizer: Any) -> Callable[..., Any]:
-    """Returns `optimizer.step` without its profiler range, which takes longer than the update of a
-    small model, unless a profiler runs, or the step has a hook or is replaced (not by a schedule,
-    which only notes that it was called)."""
+    """Returns `optimizer.step` without its profiler range, which takes longer than the update of a small model, unless
+    a profiler runs, or the step has a hook or is replaced (not by a schedule, which only notes that it was called)."""
     step, of_class = optimizer.step, type(optimizer).step
     is_torchs = "step" not in vars(optimizer) or hasattr(step, "_wrapped_by_lr_sched")
     if not (is_torchs and hasattr(of_class, "hooked")) or torch.autograd._profiler_enabled():
@@ -203,9 +201,8 @@ def limit_collectives(group: dist.ProcessGroup, limit: timedelta) -> None:
 
 
 def read_unsharded(reader: FileSystemReader, keys: set[str] | None = None) -> dict[str, Any]:
-    """Reads a distributed checkpoint, or its entries `keys`, as full tensors in one process,
-    without a model. The public `dcp_to_torch_save` writes a file and unpickles with a reader of its
-    own."""
+    """Reads a distributed checkpoint, or its entries `keys`, as full tensors in one process, without a model. The
+    public `dcp_to_torch_save` writes a file and unpickles with a reader of its own."""
     tensors: dict[str, Any] = {}
     _load_state_dict(tensors, reader, planner=_EmptyStateDictLoadPlanner(keys), no_dist=True)
     return tensors

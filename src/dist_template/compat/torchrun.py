@@ -1,6 +1,5 @@
-"""Private names of torch's elastic agent, which torchrun runs. Verified on torch 2.13;
-tests/compat/test_names.py checks them. Where one is gone, creating the agent, or its first call,
-raises AttributeError.
+"""Private names of torch's elastic agent, which torchrun runs. Verified on torch 2.13; tests/compat/test_names.py
+checks them. Where one is gone, creating the agent, or its first call, raises AttributeError.
 
 torchrun restarts workers whatever their exit codes are, without a hook before the restart."""
 
@@ -62,9 +61,7 @@ class OpenAgent(LocalElasticAgent):
         self.shut_down(death_sig)
 
 
-def use(
-    agent: type[OpenAgent], on_signal: Callable[[int, Any], None], preexec_fn: Callable[[], None]
-) -> None:
+def use(agent: type[OpenAgent], on_signal: Callable[[int, Any], None], preexec_fn: Callable[[], None]) -> None:
     """Lets torchrun in this process create this agent, handle signals by `on_signal`, and call
     `preexec_fn` in each new worker."""
     vars(launcher)["LocalElasticAgent"] = agent

@@ -1,11 +1,9 @@
-"""transformers' handlers of OpenAI's API, for one model that is loaded. Verified on transformers
-5.23.
+"""transformers' handlers of OpenAI's API, for one model that is loaded. Verified on transformers 5.23.
 
-`transformers.cli.serving` has no underscore, and no documentation promises its classes. The public
-command `transformers serve` loads the model by itself, so it would not be the one that was compared
-with the trained one, and has routes that load any model of the hub. Where a name is gone, the
-import of this file raises ImportError and `serve` does not start; `export` does not need it.
-tests/compat/test_transformers_serving.py checks names and signatures.
+`transformers.cli.serving` has no underscore, and no documentation promises its classes. The public command
+`transformers serve` loads the model by itself, so it would not be the one that was compared with the trained one, and
+has routes that load any model of the hub. Where a name is gone, the import of this file raises ImportError and `serve`
+does not start; `export` does not need it. tests/compat/test_transformers_serving.py checks names and signatures.
 """
 
 from __future__ import annotations
@@ -36,18 +34,14 @@ FAILED = 'data: {"error"'  # in a handler's stream, if its generation has raised
 class OneModel:
     """Replaces the handlers' ModelManager; it has one model and never loads another."""
 
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         self.force_model, self._loaded = name, (model, tokenizer)
         self.thread = InferenceThread()
 
     def process_model_name(self, name: str) -> str:
         return name
 
-    def load_model_and_processor(
-        self, *_: object, **__: object
-    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def load_model_and_processor(self, *_: object, **__: object) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         return self._loaded
 
     def get_model_modality(self, *_: object, **__: object) -> Modality:
@@ -58,9 +52,7 @@ class OneModel:
         """Converts OpenAI's messages to those that a chat template reads, as the handler does."""
         return ChatCompletionHandler.get_processor_inputs_from_messages(messages, Modality.LLM)
 
-    async def respond(
-        self, body: dict[str, Any], request_id: str, criterion: Callable[..., Tensor]
-    ) -> Response:
+    async def respond(self, body: dict[str, Any], request_id: str, criterion: Callable[..., Tensor]) -> Response:
         """Answers a request whose fields were checked.
 
         `criterion` ends its generation, and has to find the strings of `stop` too. A stream ends
@@ -96,15 +88,11 @@ class _Generation(GenerationState, GenerateManager):
     def get_manager(self, model_id: str, use_cb: bool = False) -> _Generation:
         return self
 
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, *given: Any, **named: Any
-    ) -> Any:
+    def generate_streaming(self, model: Any, processor: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         inputs = {**inputs, **self._criteria}
         return super().generate_streaming(model, processor, inputs, *given, **named)
 
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, *given: Any, **named: Any
-    ) -> Any:
+    async def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         inputs = {**inputs, **self._criteria}
         return await super().generate_non_streaming(model, processor, inputs, *given, **named)
 

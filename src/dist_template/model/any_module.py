@@ -12,7 +12,6 @@ import lightning as L
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from ..parallel import pipeline_of
 from .flops import Size
 from .metrics import MetricBuffer
 
@@ -25,7 +24,7 @@ T = TypeVar("T")
 
 
 class OrderedSamples(Protocol):
-    """What shards and orders the samples: PackedText, or the callback SampleOrder."""
+    """Component that shards and orders the samples: PackedText, or the callback SampleOrder."""
 
     global_batch_size: int
 
@@ -71,12 +70,9 @@ def tracks_metrics(module: L.LightningModule) -> bool:
     return typed_attribute(module, "metrics", MetricBuffer) is not None
 
 
-def size_of(trainer: L.Trainer, module: L.LightningModule) -> Size:
-    """Returns the model's size; in a pipeline, of all stages."""
-    size = typed_attribute(module, "whole_size", Size)
-    if pipeline_of(trainer.strategy) and size:
-        return size
-    return Size.of(network_of(module))
+def size_of(module: L.LightningModule) -> Size:
+    """Returns the size of the model; a rank may have some of its layers."""
+    return typed_attribute(module, "whole_size", Size) or Size.of(network_of(module))
 
 
 def results_of(trainer: L.Trainer, module: L.LightningModule) -> dict[str, float]:

@@ -1,9 +1,8 @@
 """Load balancing for a mixture of experts: keeps routers from sending most tokens to a few experts.
 
-The load of an expert is the number of tokens routed to it in one optimizer step, over all ranks and
-micro-batches. Every routed token counts, also one whose label is masked: it occupies an expert like
-any other. Training batches have no padding. What activation checkpointing recomputes is not counted
-again.
+The load of an expert is the number of tokens routed to it in one optimizer step, over all ranks and micro-batches.
+Every routed token counts, also one whose label is masked: it occupies an expert like any other. Training batches have
+no padding. What activation checkpointing recomputes is not counted again.
 
     router with                auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1):
     `e_score_correction_bias`  after each optimizer step, the bias +=
@@ -13,11 +12,10 @@ again.
     optional, any router       DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437,
                                equations 17 to 20), router z-loss (arXiv:2202.08906, equation 5)
 
-The load-balancing loss takes the shares of the load from the previous optimizer step's global
-batch. Shares of a micro-batch would force every sequence to use all experts, which keeps experts
-from specialising (arXiv:2501.11873), and the result would depend on how the batch is distributed.
-The current global batch's shares are not known before its last micro-batch has been routed. The
-first step has uniform shares, so a gradient of zero.
+The load-balancing loss takes the shares of the load from the previous optimizer step's global batch. Shares of a
+micro-batch would force every sequence to use all experts, which keeps experts from specialising (arXiv:2501.11873), and
+the result would depend on how the batch is distributed. The current global batch's shares are not known before its last
+micro-batch has been routed. The first step has uniform shares, so a gradient of zero.
 
 Shapes: L layers, E experts, N tokens of a micro-batch, B sequences of T tokens.
 """
@@ -44,16 +42,13 @@ BIAS = "e_score_correction_bias"
 
 @dataclass
 class BalanceConfig:
-    """How tokens are balanced over the experts of a mixture of experts. Has no effect on other
-    models.
+    """How tokens are balanced over the experts of a mixture of experts. Has no effect on other models.
 
     Args:
-        bias_update_speed: How far a router's `e_score_correction_bias` moves after each optimizer
-            step, DeepSeek-V3's gamma: 0.001 for its first 14.3 T tokens, then 0 (arXiv:2412.19437,
-            section 4.2). 0 is off.
-        aux_loss_coef: Weight of the load-balancing loss, summed over layers. null: the model
-            configuration's `router_aux_loss_coef` for routers without that bias, 0 for routers with
-            it. 0 is off.
+        bias_update_speed: How far a router's `e_score_correction_bias` moves after each optimizer step, DeepSeek-V3's
+            gamma: 0.001 for its first 14.3 T tokens, then 0 (arXiv:2412.19437, section 4.2). 0 is off.
+        aux_loss_coef: Weight of the load-balancing loss, summed over layers. null: the model configuration's
+            `router_aux_loss_coef` for routers without that bias, 0 for routers with it. 0 is off.
         sequence_loss_coef: Weight of DeepSeek-V3's sequence-wise balance loss, summed over layers;
             0.0001 there. 0 is off.
         z_loss_coef: Weight of the router z-loss, summed over layers, which keeps router logits
@@ -118,9 +113,7 @@ class Balancer:
     Raises:
         InputError: a coefficient is negative, or set for a model without routers."""
 
-    def __init__(
-        self, model: nn.Module, config: BalanceConfig, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, config: BalanceConfig, group: dist.ProcessGroup | None = None) -> None:
         for key, value in vars(config).items():
             if value is not None:
                 check_least("model.balance", **{key: (value, 0.0)})
@@ -265,8 +258,7 @@ class Balancer:
 
 
 def probabilities(layer: Layer, logits: Tensor) -> Tensor:
-    """Returns a router's probabilities (N, E): normalised sigmoids if it has a bias (DeepSeek-V3),
-    else a softmax."""
+    """Returns a router's probabilities (N, E): normalised sigmoids if it has a bias (DeepSeek-V3), else a softmax."""
     if not layer.has_bias:
         return logits.float().softmax(-1)
     scores = logits.float().sigmoid()

@@ -4,10 +4,9 @@
 
 6 N: each active parameter is multiplied and added once in the forward and twice in the backward
 pass. 12 L d T: attention scores and their products with the values, in L layers of width d over T
-tokens, without subtracting the causal mask and without recomputation. This is PaLM's convention
-(arXiv:2204.02311, appendix B), as in nanoGPT and llm-foundry. d is `hidden_size`; where heads x
-head size is larger, as in latent attention, the true number is higher. Linear and windowed
-attention count as full attention.
+tokens, without subtracting the causal mask and without recomputation. This is PaLM's convention (arXiv:2204.02311,
+appendix B), as in nanoGPT and llm-foundry. d is `hidden_size`; where heads x head size is larger, as in latent
+attention, the true number is higher. Linear and windowed attention count as full attention.
 
 N is the number of parameters active for a token: of experts, the chosen and the shared ones. An
 embedding table counts only where it is the output layer too (tied). A frozen parameter has no
@@ -42,9 +41,8 @@ _HOPPER = "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu
 _H200 = "https://nvdam.widen.net/s/nb5zzzsjdf/hpc-datasheet-sc23-h200-datasheet-3002446"
 _VOLTA = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
 
-# A slice of a GPU (MIG) or a custom part has another name and so no figure. Lightning's table
-# (2.6.6, fabric/utilities/throughput.py) has the H200 with sparsity and the H100 NVL as two
-# devices.
+# A slice of a GPU (MIG) or a custom part has another name and so no figure. Lightning's table (2.6.6,
+# fabric/utilities/throughput.py) has the H200 with sparsity and the H100 NVL as two devices.
 PEAKS = (
     Peak("NVIDIA B200", 2250, 2250, "https://nvdam.widen.net/s/wwnsxrhm2w/blackwell-datasheet-3384703"),
     Peak("NVIDIA H200", 989.4, 989.4, _H200),
@@ -73,8 +71,7 @@ PEAKS = (
 
 
 def peak(device: str, precision: str) -> tuple[float, str] | None:
-    """Returns the TFLOP/s of one device in a precision of Lightning, and its source; None if it is
-    not known.
+    """Returns the TFLOP/s of one device in a precision of Lightning, and its source; None if it is not known.
 
     Half precision only: in float32 a matrix product has one of several speeds (TF32 or not, by
     torch's settings and by shape).

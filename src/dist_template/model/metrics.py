@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.torch import version_of
 from ..errors import InputError
+from ..parallel import run_strategy
 from ..project import is_users
 
 NOT_COUNTED = -100  # a label that cross_entropy ignores
@@ -92,9 +93,8 @@ class MetricBuffer:
         num_ranks: int = 1,
         agree: Callable[[list[str]], list[str]] | None = None,
     ) -> dict[str, float]:
-        """Returns the mean over ranks and time of every metric, and clears the buffer, by one
-        collective and one device-to-host transfer. Sums are in float64 where the device supports
-        it.
+        """Returns the mean over ranks and time of every metric, and clears the buffer, by one collective and one
+        device-to-host transfer. Sums are in float64 where the device supports it.
 
         Args:
             all_reduce: Maps (n,) of each rank to their sum.
@@ -146,8 +146,7 @@ class MetricBuffer:
             for value, version in added:
                 if version_of(value) != version:
                     raise InputError(
-                        f"{name} was changed in place after `self.track`; give it `value.clone()`"
-                        " in module.py"
+                        f"{name} was changed in place after `self.track`; give it `value.clone()` in module.py"
                     )
             alike[len(added), added[0][0].dtype, added[0][0].device].append(name)
         sums: dict[str, Tensor] = {}
@@ -172,8 +171,7 @@ class SplitMeans:
     def read(self, strategy: Strategy) -> dict[str, float]:
         """Returns means, by one collective and one device-to-host copy; NaN if no token counts."""
         sums = torch.stack([*self._sums.values()])
-        group = getattr(strategy, "group_of_stage", None)
-        reduced = strategy.reduce(sums, group, reduce_op="sum")
+        reduced = run_strategy(strategy).sum_of_batches(sums)
         means = dict(zip(self._sums, reduced.tolist(), strict=True))
         tokens = means.pop("") or math.nan
         return {name: total / tokens for name, total in means.items()}

@@ -23,9 +23,7 @@ from ..layout import by_layout, full_shape
 
 # class_path and init_args, as LightningCLI reads --optimizer and --lr_scheduler
 Class = dict[str, Any]
-Schedule = Literal[
-    "cosine", "linear", "constant", "warmup_stable_decay", "inverse_sqrt", "reduce_on_plateau"
-]
+Schedule = Literal["cosine", "linear", "constant", "warmup_stable_decay", "inverse_sqrt", "reduce_on_plateau"]
 
 
 @dataclass
@@ -34,18 +32,15 @@ class OptimConfig:
 
     Args:
         learning_rate: Peak learning rate, reached at the end of the warm-up.
-        weight_decay: AdamW's decoupled decay, on matrices alone: biases, norms and other vectors
-            have none. 0 is off.
+        weight_decay: AdamW's decoupled decay, on matrices alone: biases, norms and other vectors have none. 0 is off.
         betas: AdamW's decay rates of the first and the second moment.
         eps: AdamW's term that keeps the denominator from zero.
         schedule: Shape of the learning rate over optimizer steps after the warm-up.
         warmup: Steps of linear warm-up when 1 or more, a share of all steps when below 1. 0 is off.
-        min_learning_rate_share: Where cosine and warmup_stable_decay end, as a share of the peak. 0
-            decays to zero.
+        min_learning_rate_share: Where cosine and warmup_stable_decay end, as a share of the peak. 0 decays to zero.
         decay_share: Share of all steps in which warmup_stable_decay falls.
         plateau_metric: What reduce_on_plateau watches, after each validation.
-        plateau_patience: Validations without improvement before reduce_on_plateau lowers the
-            learning rate.
+        plateau_patience: Validations without improvement before reduce_on_plateau lowers the learning rate.
         plateau_factor: What reduce_on_plateau multiplies the learning rate by.
     """
 
@@ -88,10 +83,7 @@ def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False
             is_matrix = len(full_shape(parameter)) >= 2 and not name.endswith("bias")
             (decayed if is_matrix else not_decayed).append(parameter)
     if not decayed and not not_decayed:
-        raise InputError(
-            "no parameter of the module requires a gradient, so there is nothing to train;"
-            " see module.py"
-        )
+        raise InputError("no parameter of the module requires a gradient, so there is nothing to train; see module.py")
     kind: type[Optimizer] = torch.optim.AdamW
     arguments: dict[str, Any] = {
         "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": config.betas,
@@ -99,13 +91,13 @@ def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False
     }  # fmt: skip
     if chosen := config.optimizer:
         kind, arguments = resolve_name(chosen["class_path"]), chosen["init_args"]
-    groups: list[dict[str, object]] = [
-        {"params": group} for group in (decayed, not_decayed) if group
-    ]
+    groups: list[dict[str, object]] = [{"params": group} for group in (decayed, not_decayed) if group]
     if "weight_decay" in arguments and not_decayed:
         groups[-1]["weight_decay"] = 0.0
     if len(by_layout(decayed + not_decayed)) > 1:
         kind = mixed(kind)
+    if chosen is None:
+        return kind(groups, **arguments)
     return _instance("--optimizer", kind, groups, arguments)
 
 
@@ -145,9 +137,8 @@ def build_schedule(
     num_steps: float,
     batches_per_validation: int | None = None,
 ) -> dict[str, Any]:
-    """Returns Lightning's scheduler entry for `config` over `num_steps` optimizer steps (inf: no
-    end is set). reduce_on_plateau checks its metric every `batches_per_validation` of a rank; None:
-    at the end of each epoch.
+    """Returns Lightning's scheduler entry for `config` over `num_steps` optimizer steps (inf: no end is set).
+    reduce_on_plateau checks its metric every `batches_per_validation` of a rank; None: at the end of each epoch.
 
     Raises:
         InputError: the schedule needs an end and training has none, or the warm-up is longer than
@@ -168,8 +159,7 @@ def build_schedule(
     if scheduler is not None:
         if (total := getattr(scheduler, "total_steps", num_steps)) < num_steps:  # OneCycleLR
             raise InputError(
-                f"--lr_scheduler.total_steps is {total}, training has {num_steps:.0f} optimizer"
-                " steps; make them equal"
+                f"--lr_scheduler.total_steps is {total}, training has {num_steps:.0f} optimizer steps; make them equal"
             )
         return {"scheduler": scheduler, "interval": "step"}
     needs_end = config.schedule in ("cosine", "linear", "warmup_stable_decay")
@@ -190,9 +180,8 @@ def build_schedule(
 
 
 def _share_of_peak(step: int, config: OptimConfig, warmup: int, num_steps: float) -> float:
-    """Returns the learning rate of `step` as a share of the peak, equal to the bit to
-    `transformers.get_scheduler`, whose module takes longer to import than all else before the first
-    step; beyond the end cosine keeps its floor."""
+    """Returns the learning rate of `step` as a share of the peak, equal to the bit to `transformers.get_scheduler`,
+    whose module takes longer to import than all else before the first step; beyond the end cosine keeps its floor."""
     shape, floor = config.schedule, config.min_learning_rate_share
     stable = shape == "warmup_stable_decay"
     if step < warmup:

@@ -16,12 +16,13 @@ adapters has them before these: "lora+fsdp+tp" (`axes_of`).
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..parallel import sharding_of
 from ..records import read_mapping, write_atomically
 from .training_module import NOT_DECISIVE
 
@@ -34,7 +35,6 @@ PACKAGES = ("transformers", "torch")  # another release of one may change what a
 LAYERS = ("layer_types", "layers_block_type")
 OF_MODELS = ("tp", "fsdp+ep", "fsdp+cp", "pp")  # whose result depends on what a model computes
 FILE = "proven.json"
-ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 @dataclass(frozen=True)
@@ -126,19 +126,11 @@ def switches_of(config: PreTrainedConfig) -> dict[str, object]:
 
 
 def axes_of(strategy: Any, world_size: int, module: object = None) -> str:
-    """Returns the adapters of `module` and a strategy's dimensions above one, joined by "+".
-    Replicas are named only without other dimensions: they compute what one process computes."""
+    """Returns the adapters of `module` and a strategy's dimensions above one, joined by "+"."""
     if world_size == 1:
         return ""
     adapters = getattr(module, "adapter_axes", [])
-    if hasattr(strategy, "sizes"):
-        sizes = asdict(strategy.sizes(world_size))
-        axes = [name for name in ("fsdp", "tp", "ep", "cp", "pp") if sizes[name] > 1]
-        if "pp" in axes and strategy.pp_schedule in ZERO_BUBBLE:
-            axes.append("zb")
-        return "+".join(adapters + (axes or ["ddp"]))
-    stage = getattr(strategy, "stage", None)
-    return "+".join([*adapters, f"zero{stage}" if stage else "ddp"])
+    return "+".join([*adapters, *sharding_of(strategy).axes(world_size)])
 
 
 @cache

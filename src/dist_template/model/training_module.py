@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..compat.transformers import cast_experts
 from ..layout import clip_by_norm
-from ..parallel import pipeline_of
+from ..parallel import run_strategy
 from ..parallel.blocks import BlockConfig
 from ..parallel.place import place
 from ..records import flatten
@@ -90,8 +90,8 @@ class TrainingModule(L.LightningModule):
 
         cast_experts()
         self.model = place(build, self.trainer.strategy, self.blocks).train()
-        pipeline = pipeline_of(self.trainer.strategy)
-        self.balancer = Balancer(self.model, self.balance, pipeline and pipeline.group)
+        group = run_strategy(self.trainer.strategy).layers.group
+        self.balancer = Balancer(self.model, self.balance, group)
 
     def build_network(self, data: Any, quantized: bool = True) -> nn.Module:
         """Builds the network of `build_model`; a subclass may add to it. `quantized`: whether
@@ -135,8 +135,8 @@ class TrainingModule(L.LightningModule):
             for parameter in self.parameters():
                 torch.nn.utils.clip_grad_value_(parameter, gradient_clip_val)
             gradient_clip_val = None
-        pipeline = pipeline_of(self.trainer.strategy)
-        norm = clip_by_norm(self.parameters(), gradient_clip_val, pipeline and pipeline.norm)
+        norm_of = run_strategy(self.trainer.strategy).layers.norm
+        norm = clip_by_norm(self.parameters(), gradient_clip_val, norm_of)
         if norm is not None:  # DeepSpeed clips in its own step and reports the norm itself
             self.track("train/grad_norm", norm)
 

@@ -25,8 +25,7 @@ __all__ = ["record_of", "sentence"]
 RECORD = "crash_record"  # attribute of an exception: path of what callbacks/crash.py recorded
 NUM_LINES = 4  # lines of the user's code that are printed
 DISK_FULL = (
-    "error: a disk is full ({}): free space, then give the same command again; the run resumes"
-    " from its checkpoints"
+    "error: a disk is full ({}): free space, then give the same command again; the run resumes from its checkpoints"
 )
 ATTEMPT = ("DIST_JOB_STARTED", "TORCHELASTIC_RESTART_COUNT")
 LIBRARY = Path(__file__).parents[1]

@@ -1,7 +1,14 @@
 """Distributes a model over ranks.
 
+protocol.py, facts.py         what a strategy answers, and from which data
+plain.py                      Lightning's strategies; the memory formulas of all
+mesh_sharding.py, axes.py     MeshStrategy's answers: its sizes, and one class for each axis
+zero_sharding.py              ZeroStrategy's answers
+candidates.py                 the strategies that a machine allows, for `plan`
+run_strategy.py               answers on a rank of a training
+
 place.py                      builds a model and lets the strategy shard it: the only interface
-mesh.py, mesh_sizes.py        MeshStrategy: FSDP2, HSDP, tensor and expert parallelism
+mesh.py                       MeshStrategy: FSDP2, HSDP, tensor and expert parallelism
 shard.py                      shards a model over its mesh
 tensor_trial.py               finds what a tensor-parallel plan forgets
 sequence.py                   sequence parallelism, in MeshStrategy
@@ -13,26 +20,29 @@ blocks.py, half.py            activation checkpointing, torch.compile; parameter
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from . import axes  # noqa: F401  (fills AXES)
+from .mesh_sharding import Mesh
+from .plain import Plain
+from .run_strategy import run_strategy
+from .zero_sharding import Zero
 
-def data_parallel_size(strategy: Any, world_size: int) -> int:
-    """Returns the number of ranks that read different batches under `strategy` on `world_size`
-    ranks.
-
-    Raises:
-        InputError: the strategy's sizes do not fit this number.
-    """
-    return strategy.sizes(world_size).data_parallel if hasattr(strategy, "sizes") else world_size
-
-
-def pipeline_of(strategy: Any) -> Any:
-    """Returns the strategy's Pipeline, once the model is divided; None without one."""
-    return getattr(strategy, "pipeline", None)
+__all__ = ["run_strategy", "sharding_of"]
+SHARDINGS: dict[str, type[Mesh | Zero]] = {"MeshStrategy": Mesh, "ZeroStrategy": Zero}
 
 
-def random_rank(strategy: Any) -> int:
-    """Returns the number of this rank's random stream: only tensor-parallel ranks share one."""
-    if hasattr(strategy, "mesh_sizes"):
-        return strategy.global_rank // strategy.mesh_sizes.tp
-    return getattr(strategy, "distributed_sampler_kwargs", {"rank": 0})["rank"]
+def sharding_of(strategy: Any) -> Plain:
+    """Returns the configuration of `trainer.strategy`: a name, a class path with arguments, or a
+    strategy that has been constructed."""
+    if isinstance(strategy, Plain):
+        return strategy
+    if isinstance(strategy, str):
+        return Plain(name=strategy)
+    if isinstance(strategy, Mapping):
+        name = str(strategy["class_path"]).rpartition(".")[2]
+        arguments = {**(strategy.get("init_args") or {}), **(strategy.get("dict_kwargs") or {})}
+        return SHARDINGS[name].of(arguments) if name in SHARDINGS else Plain(arguments, name)
+    bases = tuple(kind.__name__ for kind in type(strategy).__mro__)
+    return getattr(strategy, "sharding", None) or Plain(name=bases[0], bases=bases)

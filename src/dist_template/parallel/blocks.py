@@ -1,8 +1,7 @@
 """Activation checkpointing and torch.compile for each block of a model, under every strategy.
 
-Both replace a block's `forward`, so that modules and parameters keep their names. The hooks of
-FSDP2 and ZeRO-3, which gather a block's parameters, stay outside of them; the hooks of tensor and
-expert parallelism stay inside."""
+Both replace a block's `forward`, so that modules and parameters keep their names. The hooks of FSDP2 and ZeRO-3, which
+gather a block's parameters, stay outside of them; the hooks of tensor and expert parallelism stay inside."""
 
 from __future__ import annotations
 
@@ -32,9 +31,8 @@ class BlockConfig:
     """Activation checkpointing and compilation of each transformer block.
 
     Args:
-        checkpointing: full saves only a block's input and recomputes the rest in the backward pass,
-            for about a third more compute; selective also saves the results of matrix products and
-            attention; none saves everything.
+        checkpointing: full saves only a block's input and recomputes the rest in the backward pass, for about a third
+            more compute; selective also saves the results of matrix products and attention; none saves everything.
         checkpoint_every: Checkpoint every n-th block; 1: all. No effect if checkpointing is none.
         compile: Compile each block with torch.compile. false: off.
     """
@@ -71,8 +69,7 @@ def wrap_blocks(model: nn.Module, config: BlockConfig) -> None:
     blocks = find_blocks(model)
     if not blocks:
         raise InputError(
-            f"model.blocks is set and {type(model).__name__} has no blocks: keep its layers in an"
-            " nn.ModuleList"
+            f"model.blocks is set and {type(model).__name__} has no blocks: keep its layers in an nn.ModuleList"
         )
     if config.compile and config.checkpointing != "none":
         compile_checkpointed_hooks()
@@ -102,9 +99,7 @@ def _checkpointed(block: nn.Module, forward: Function, selective: bool) -> Funct
     return wrapped
 
 
-def _keep_products(
-    kept: set[Any], context: Any, operation: Any, *args: Any, **kwargs: Any
-) -> CheckpointPolicy:
+def _keep_products(kept: set[Any], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Saves results that are expensive to recompute; norms, activations and rotations are cheap."""
     return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
 

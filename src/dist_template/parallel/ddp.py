@@ -5,8 +5,7 @@
     forward_sync_buffers       false: buffers are not broadcast before each forward pass, as under
                                other strategies. Training must change them equally on all ranks
 
-With many ranks a larger `bucket_cap_mb` than torch's 25 MiB may be faster;
-Megatron-LM uses 160 MB of fp32.
+With many ranks a larger `bucket_cap_mb` than torch's 25 MiB may be faster; Megatron-LM uses 160 MB of fp32.
 """
 
 from __future__ import annotations

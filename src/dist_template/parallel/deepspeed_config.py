@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import InputError, reason
 from ..records import flatten
+from .facts import Configured
 
 AUTO, ACCUMULATION = "auto", "data.global_batch_size / (data.micro_batch_size x processes)"
 KEY = "trainer.strategy.init_args.config"
@@ -60,6 +61,18 @@ class Settings:
     accumulation: int
     gradient_clip_val: float
     hidden_size: Callable[[], int]
+
+
+def settings_of(setup: Configured) -> Settings:
+    """Returns what a DeepSpeed JSON takes from the other keys."""
+    accumulation = setup.trainer.get("accumulate_grad_batches") or 1
+    return Settings(
+        accelerator=setup.machine.accelerator,
+        precision=setup.machine.precision,
+        gradient_clip_val=setup.trainer.get("gradient_clip_val") or 0.0,
+        hidden_size=lambda: hidden_size(setup.module),
+        **batch_sizes(setup.data, setup.machine.world_size, accumulation),
+    )
 
 
 def batch_sizes(data: Any, processes: int, accumulation: int) -> dict[str, int]:
@@ -202,8 +215,7 @@ def _agree_on_precision(config: dict[str, Any], precision: str) -> list[str]:
 def _drop_optimizer(config: dict[str, Any]) -> list[str]:
     """Removes `optimizer` and `scheduler`. Returns a conflict for each value that is not "auto".
 
-    DeepSpeed's optimizer would also decay norms and biases, and Lightning does not step DeepSpeed's
-    scheduler."""
+    DeepSpeed's optimizer would also decay norms and biases, and Lightning does not step DeepSpeed's scheduler."""
     given = {name: config.pop(name, None) or {} for name in ("optimizer", "scheduler")}
     if given["optimizer"].get("type") == "AdamW":
         given["optimizer"] = given["optimizer"] | {"type": AUTO}
@@ -211,8 +223,7 @@ def _drop_optimizer(config: dict[str, Any]) -> list[str]:
     if of_schedule and {*of_schedule.values()} == {AUTO}:  # Hugging Face's files name a type too
         given["scheduler"] = {}
     return [
-        f"{key} is {json.dumps(value)} in the DeepSpeed file, and model.optim sets optimizer and"
-        " schedule: remove it"
+        f"{key} is {json.dumps(value)} in the DeepSpeed file, and model.optim sets optimizer and schedule: remove it"
         for key, value in flatten(given).items()
         if value != AUTO
     ]

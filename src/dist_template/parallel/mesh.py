@@ -3,25 +3,22 @@
     dense parameters    (pp, dp_replicate, fsdp, tp)
     experts             (pp, dp_replicate, efsdp, ep),  efsdp = fsdp x tp / ep
 
-A batch is distributed over dp_replicate x fsdp / cp ranks. Ranks that differ only in pp or tp get
-the same rows, and so do cp neighbours along fsdp, which share each sequence (sequence.py); the
-folder pipeline/ runs the stages of pp. What is sharded how says transformers' plan in the model's
-configuration (`base_model_tp_plan`, `base_model_ep_plan`, `base_model_fsdp_plan`), for every model
-of transformers. A model without plans is sharded block by block with torch's `fully_shard`, and so
-is a plain LightningModule whose layers are made in `__init__`.
+A batch is distributed over dp_replicate x fsdp / cp ranks. Ranks that differ only in pp or tp get the same rows, and so
+do cp neighbours along fsdp, which share each sequence (sequence.py); the folder pipeline/ runs the stages of pp. What
+is sharded how says transformers' plan in the model's configuration (`base_model_tp_plan`, `base_model_ep_plan`,
+`base_model_fsdp_plan`), for every model of transformers. A model without plans is sharded block by block with torch's
+`fully_shard`, and so is a plain LightningModule whose layers are made in `__init__`.
 
-Lightning's ModelParallelStrategy starts the processes and runs the loop. It has a mesh of two
-dimensions only, does not know transformers' plans, cannot save strided shards, and refuses a single
-rank; this file adds that."""
+Lightning's ModelParallelStrategy starts the processes and runs the loop. It has a mesh of two dimensions only, does not
+know transformers' plans, cannot save strided shards, and refuses a single rank; this file adds that."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
@@ -30,30 +27,32 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from .. import weights
 from ..checkpoint import formats, scatter, sharded
+from ..compat import wrap_method
 from ..compat.lightning import set_mesh, start_process_group
+from ..errors import InputError
 from ..layout import refuse_scalars
-from .mesh_sizes import ADDING, MeshSizes, Size
+from .mesh_sharding import AXES, Mesh, Size
+from .pipeline.costs import Layers, Schedule
 from .pipeline.run import Pipeline, divide
-from .pipeline.schedule import Schedule
+from .protocol import DataRank
+from .run_strategy import RunDefaults
 from .sequence import shard_batch
 from .shard import shard_by_blocks, shard_by_plan, shard_module, try_rank
 
 
-class MeshStrategy(ModelParallelStrategy):
+class MeshStrategy(RunDefaults, ModelParallelStrategy):
     """Shards a model over a mesh of ranks.
 
     Args:
         fsdp_size: Ranks over which parameters, gradients and optimizer state are sharded. auto: all
             that the other sizes leave.
-        dp_replicate_size: Replicas of these shards (HSDP), usually one per node. 1: off. auto: all
-            that are left.
-        tp_size: Ranks that share each matrix product (tensor parallelism), at most those of a node.
-            1: off.
+        dp_replicate_size: Replicas of these shards (HSDP), usually one per node. 1: off. auto: all that are left.
+        tp_size: Ranks that share each matrix product (tensor parallelism), at most those of a node. 1: off.
         ep_size: Ranks that hold different experts; a multiple of tp_size that divides fsdp_size x
             tp_size. 1: off. auto: fsdp_size x tp_size.
         cp_size: Ranks that share each sequence, for sequences that are too long for one device;
@@ -62,20 +61,17 @@ class MeshStrategy(ModelParallelStrategy):
         pp_schedule: The order of micro-batches: GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble
             (pp_stages_per_rank stages on each rank), ZBVZeroBubble or DualPipeV (two stages).
         pp_stages_per_rank: Stages of each rank in the interleaved schedules.
-        pp_layers: Blocks of each stage, in order. cost: by their weights, the output layer's too.
-            even: equally many.
-        fsdp_plan: Overrides the model's plan: module name to free_full_weight or keep_full_weight.
-            null: none.
-        tp_plan: Overrides the model's plan: module or parameter name to a style of transformers.
-            null: none.
+        pp_layers: Blocks of each stage, in order. cost: by their weights, the output layer's too. even: equally many.
+        fsdp_plan: Overrides the model's plan: module name to free_full_weight or keep_full_weight. null: none.
+        tp_plan: Overrides the model's plan: module or parameter name to a style of transformers. null: none.
         ep_plan: Overrides the model's plan for experts. null: none.
-        cpu_offload: Keep parameters, gradients and optimizer state in host memory. false: on the
-            device.
+        cpu_offload: Keep parameters, gradients and optimizer state in host memory. false: on the device.
         reduce_each_micro_batch: Reduce-scatter gradients in every micro-batch of an accumulation,
             and accumulate shards. false: only in the last one, which sends less but accumulates
             unsharded gradients: 4 bytes per parameter on every device (2 in bf16-true).
         process_group_backend: torch's name of the backend. null: nccl on GPUs, gloo on CPUs.
         timeout: How long a collective may wait for the other ranks.
+        sizes: Of axes that a package adds to `AXES`, by their keys.
     """
 
     def __init__(
@@ -88,7 +84,7 @@ class MeshStrategy(ModelParallelStrategy):
         pp_size: Size = 1,
         pp_schedule: Schedule = "1F1B",
         pp_stages_per_rank: int = 2,
-        pp_layers: Literal["cost", "even"] | list[int] = "cost",
+        pp_layers: Layers = "cost",
         fsdp_plan: dict[str, str] | None = None,
         tp_plan: dict[str, str] | None = None,
         ep_plan: dict[str, str] | None = None,
@@ -96,61 +92,79 @@ class MeshStrategy(ModelParallelStrategy):
         reduce_each_micro_batch: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
+        **sizes: Size,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        self.fsdp_size = fsdp_size
-        self.dp_replicate_size = dp_replicate_size
-        self.tp_size = tp_size
-        self.ep_size = ep_size
-        self.cp_size = cp_size
-        self.pp_size = pp_size
-        self.pp_schedule: Schedule = pp_schedule
-        self.pp_stages_per_rank = pp_stages_per_rank
-        self.pp_layers = pp_layers
+        if unknown := sizes.keys() - {axis.key for axis in AXES}:
+            raise InputError(f"MeshStrategy has no {', '.join(sorted(unknown))}: remove it")
+        self.sharding = Mesh.of(
+            {
+                "fsdp_size": fsdp_size,
+                "dp_replicate_size": dp_replicate_size,
+                "tp_size": tp_size,
+                "ep_size": ep_size,
+                "cp_size": cp_size,
+                "pp_size": pp_size,
+                "pp_schedule": pp_schedule,
+                "pp_stages_per_rank": pp_stages_per_rank,
+                "pp_layers": pp_layers,
+                "tp_plan": tp_plan,
+                "ep_plan": ep_plan,
+                "cpu_offload": cpu_offload,
+                "reduce_each_micro_batch": reduce_each_micro_batch,
+                **sizes,
+            }
+        )
+        self.fsdp_plan = fsdp_plan
         self.pipeline: Pipeline | None = None
         self.format = sharded.ShardedFormat(self)
-        self.fsdp_plan = fsdp_plan
-        self.tp_plan = tp_plan
-        self.ep_plan = ep_plan
-        self.cpu_offload = cpu_offload
-        self.reduce_each_micro_batch = reduce_each_micro_batch
 
     # ---- the mesh --------------------------------------------------------------------------------
 
-    def sizes(self, world_size: int) -> MeshSizes:
-        """Returns the sizes on `world_size` ranks, with "auto" resolved.
-
-        Raises:
-            InputError: their product is not the number of ranks, more than one is "auto", or
-                cp_size does not divide fsdp_size.
-        """
-        given = {name: getattr(self, name) for name in (*ADDING, "ep_size", "cp_size")}
-        return MeshSizes.of(given, world_size)
-
     def setup_environment(self) -> None:
         # With offload, gradients are in host memory when they are clipped.
-        start_process_group(self, "cpu:gloo,cuda:nccl" if self.cpu_offload else None)
-        sizes = self.mesh_sizes = self.sizes(self.world_size)
-        dense = (sizes.pp, sizes.dp_replicate, sizes.fsdp, sizes.tp)
-        experts = (sizes.pp, sizes.dp_replicate, sizes.fsdp * sizes.tp // sizes.ep, sizes.ep)
-        device = self.root_device.type  # transformers' own function would use a GPU if there is one
-        names = ("pp", "dp_replicate", "fsdp", "tp")
-        set_mesh(self, init_device_mesh(device, dense, mesh_dim_names=names))
-        names = ("pp", "dp_replicate", "efsdp", "ep")
-        self.expert_mesh = init_device_mesh(device, experts, mesh_dim_names=names)
+        start_process_group(self, "cpu:gloo,cuda:nccl" if self.sharding.cpu_offload else None)
+        sizes = self.mesh_sizes = self.sharding.sizes(self.world_size)
+        dense = [axis.name for axis in AXES if axis.adds_ranks]
+        set_mesh(self, self._mesh_of({name: sizes[name] for name in dense}))
+        self.axes = dict(zip(dense, self.device_mesh.get_coordinate() or (), strict=True))
+        efsdp = sizes.fsdp * sizes.tp // sizes.ep
+        experts = {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "efsdp": efsdp}
+        others = {name: sizes[name] for name in dense if name not in ("fsdp", "tp", *experts)}
+        self.expert_mesh = self._mesh_of(others | experts | {"ep": sizes.ep})
         if sizes.cp > 1:
-            parts = (sizes.pp, sizes.data_parallel, sizes.cp, sizes.tp)
-            mesh = init_device_mesh(device, parts, mesh_dim_names=("pp", "batch", "cp", "tp"))
-            self.sequence_group = mesh.get_group("cp")
+            rows = self.world_size // sizes.pp // sizes.cp // sizes.tp
+            parts = {"pp": sizes.pp, "batch": rows, "cp": sizes.cp, "tp": sizes.tp}
+            self.sequence_group = self._mesh_of(parts).get_group("cp")
         if sizes.pp > 1:
-            parts = (sizes.pp, self.world_size // sizes.pp)
-            self.stages = init_device_mesh(device, parts, mesh_dim_names=("pp", "of_stage"))
+            self.stages = self._mesh_of({"pp": sizes.pp, "of_stage": self.world_size // sizes.pp})
+
+    def _mesh_of(self, sizes: Mapping[str, int]) -> DeviceMesh:
+        device = self.root_device.type  # transformers' own function would use a GPU if there is one
+        return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    @property
+    def data_rank(self) -> DataRank:
+        """Which part of the batches this rank reads: the same if ranks differ in pp, tp or cp."""
+        number = self._number_along([a.name for a in AXES if a.reads_own_rows])
+        size = self.sharding.data_parallel(self.world_size)
+        return DataRank(number // self.mesh_sizes.cp, size)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Which part of the batches this rank reads: the same if ranks differ in pp, tp or cp."""
-        sizes, rank = self.mesh_sizes, self.global_rank // self.mesh_sizes.tp // self.mesh_sizes.cp
-        return {"num_replicas": sizes.data_parallel, "rank": rank % sizes.data_parallel}
+        return {"num_replicas": self.data_rank.size, "rank": self.data_rank.rank}
+
+    @property
+    def random_rank(self) -> int:
+        """Tensor-parallel ranks share a random stream, which drops the same hidden states."""
+        return self._number_along([a.name for a in AXES if a.adds_ranks and a.draws_own])
+
+    def _number_along(self, names: list[str]) -> int:
+        """Returns this rank's number among those that differ from it along `names` alone."""
+        number = 0
+        for name in names:
+            number = number * self.mesh_sizes[name] + self.axes[name]
+        return number
 
     def shard_batch(self, batch: Any) -> Any:
         """Returns the rank's part of the sequences of a batch; without cp, the batch."""
@@ -164,7 +178,7 @@ class MeshStrategy(ModelParallelStrategy):
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
         if not is_overridden("configure_model", model):  # its layers are made in __init__
-            model.configure_model = partial(shard_module, model, self)
+            wrap_method(model, "configure_model", lambda _: shard_module(model, self))
 
     def teardown(self) -> None:
         if self.lightning_module is not None:
@@ -173,7 +187,7 @@ class MeshStrategy(ModelParallelStrategy):
 
     @property
     def shards(self) -> bool:
-        return self.world_size > 1 or self.cpu_offload
+        return self.world_size > 1 or self.sharding.cpu_offload
 
     def shard(self, model: nn.Module) -> nn.Module:
         """Shards `model`, whose weights are on rank 0 only, over the mesh.
@@ -186,21 +200,22 @@ class MeshStrategy(ModelParallelStrategy):
         refuse_scalars(model, "FSDP2")
         full = scatter.move_to_meta(model)
         try_rank(model, self)
-        division = divide(model, self) if self.mesh_sizes.pp > 1 else None
+        facts = self.sharding.stage_facts(model, self.world_size)
+        division = divide(model, facts, self.stages.get_local_rank("pp")) if facts else None
         has_plan = hasattr(model, "maybe_distribute_model") and (self.fsdp_plan or model.fsdp_plan)
         if has_plan and self.world_size > 1:
             shard_by_plan(model, self)
         else:
             shard_by_blocks(model, self)
-        device = torch.device("cpu") if self.cpu_offload else self.root_device
+        device = torch.device("cpu") if self.sharding.cpu_offload else self.root_device
         scatter.materialize(model, full, device)
         if division is not None:
-            self.pipeline = Pipeline(model, division, self)
+            self.layers = self.pipeline = Pipeline(model, division, self, facts)
         return model
 
     def model_to_device(self) -> None:
         assert self.model is not None
-        if not self.cpu_offload:
+        if not self.sharding.cpu_offload:
             super().model_to_device()
         for buffer in self.model.buffers():  # like activations, they stay on the device
             buffer.data = buffer.data.to(self.root_device)
@@ -225,11 +240,11 @@ class MeshStrategy(ModelParallelStrategy):
 
     def _set_reduces(self, reduces: bool) -> None:
         assert self.model is not None
-        if self.reduce_each_micro_batch and self.mesh_sizes.dp_replicate == 1:
+        if self.sharding.reduce_each_micro_batch and self.mesh_sizes.dp_replicate == 1:
             return
         for unit in self.model.modules():
             if isinstance(unit, FSDPModule):
-                if self.reduce_each_micro_batch:
+                if self.sharding.reduce_each_micro_batch:
                     unit.set_requires_all_reduce(reduces, recurse=False)
                 else:
                     unit.set_requires_gradient_sync(reduces, recurse=False)
@@ -250,20 +265,11 @@ class MeshStrategy(ModelParallelStrategy):
 
     @property
     def replica_tolerance(self) -> float:
-        """How much replicas may differ on a GPU by rounding alone, relative to their norm.
-
-        Under tensor parallelism every rank repeats what is not sharded, and kernels with atomics
-        (a backward pass of attention) round differently each time. Under HSDP each replica sums the
-        norm in a group of its own.
-        """
+        """Under tensor parallelism every rank repeats what is not sharded, and kernels with atomics (a backward pass of
+        attention) round differently each time. Under HSDP each replica sums the norm in a group of its own."""
         if self.mesh_sizes.tp > 1:
             return 1e-2
         return 1e-5 if self.mesh_sizes.dp_replicate > 1 else 0.0
-
-    @property
-    def group_of_stage(self) -> Any:
-        """The ranks that have the same stages as this one; None: all."""
-        return None if self.pipeline is None else self.stages.get_group("of_stage")
 
     # ---- checkpoints -----------------------------------------------------------------------------
 

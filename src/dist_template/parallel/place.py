@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import weights
-from ..checkpoint import scatter
 from ..errors import reason
-from . import random_rank
 from .blocks import BlockConfig, wrap_blocks
+from .run_strategy import run_strategy
 
 
 def place(build: Callable[[], nn.Module], strategy: Any, blocks: BlockConfig) -> nn.Module:
@@ -39,12 +38,10 @@ def place(build: Callable[[], nn.Module], strategy: Any, blocks: BlockConfig) ->
         model = _skeleton(build)
     model = strategy.precision_plugin.convert_module(model)
     # Dropout differs between ranks that have different tokens, and only between those.
-    torch.manual_seed(seed + random_rank(strategy))
+    answers = run_strategy(strategy)
+    torch.manual_seed(seed + answers.random_rank)
     wrap_blocks(model, blocks)
-    if hasattr(strategy, "shard"):
-        return strategy.shard(model)
-    scatter.broadcast_weights(model, strategy.root_device)
-    return model
+    return answers.shard(model)
 
 
 def _skeleton(build: Callable[[], nn.Module]) -> nn.Module:

@@ -1,10 +1,8 @@
-"""Sequence parallelism: the ranks of a group share each sequence (DeepSpeed-Ulysses,
-arXiv:2309.14509).
+"""Sequence parallelism: the ranks of a group share each sequence (DeepSpeed-Ulysses, arXiv:2309.14509).
 
-Each of n ranks has T / n consecutive tokens of every sequence of a micro-batch. Only attention
-combines tokens: an all-to-all before it gives each rank all tokens of H / n heads, and one after it
-all heads of the rank's tokens. The kernel in between is the configured one, with the masks of one
-process.
+Each of n ranks has T / n consecutive tokens of every sequence of a micro-batch. Only attention combines tokens: an
+all-to-all before it gives each rank all tokens of H / n heads, and one after it all heads of the rank's tokens. The
+kernel in between is the configured one, with the masks of one process.
 
 Shapes: B sequences, T tokens of a sequence, H heads, W width of a head.
 """
@@ -67,9 +65,7 @@ def share_attention(model: nn.Module, group: Any) -> None:
     kernel = compat.attention_of(model) or ""
     attend = ALL_ATTENTION_FUNCTIONS[kernel]
 
-    def attend_to_all(
-        module: Any, queries: Tensor, keys: Tensor, values: Tensor, *mask: Any, **options: Any
-    ) -> Any:
+    def attend_to_all(module: Any, queries: Tensor, keys: Tensor, values: Tensor, *mask: Any, **options: Any) -> Any:
         """Maps (B, H, T / n, W) queries, keys and values to (B, T / n, H, W)."""
         if not options.pop(IS_SHARD, False):
             if queries.is_meta:

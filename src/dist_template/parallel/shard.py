@@ -27,10 +27,10 @@ from ..compat import transformers as compat
 from ..errors import InputError, reason
 from ..layout import refuse_scalars
 from .blocks import find_blocks
-from .mesh_sizes import MeshSizes
 from .sequence import share_attention, try_shard
-from .tensor_trial import missing_rules
+from .tensor_trial import missing_rules, pattern_of
 
+EXPERT_PLAN = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}  # adapters follow it
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -43,7 +43,7 @@ def shard_module(module: L.LightningModule, strategy: Any) -> None:
         return
     refuse_scalars(module, "FSDP2")
     strategy.precision_plugin.convert_module(module)
-    module.to("cpu" if strategy.cpu_offload else strategy.root_device)
+    module.to("cpu" if strategy.sharding.cpu_offload else strategy.root_device)
     scatter.load_weights(module, weights.named_tensors(module))
     shard_by_blocks(module, strategy)
     for step in STEPS:
@@ -51,19 +51,35 @@ def shard_module(module: L.LightningModule, strategy: Any) -> None:
             register_fsdp_forward_method(module, step)
 
 
-def complete_plan(model: Any, strategy: Any, sizes: MeshSizes) -> None:
+def refuse_adapters(model: Any) -> None:
+    """Raises InputError if adapters of experts would be sharded otherwise than their matrices."""
+    for name, module in model.named_modules():
+        if inner := compat.wrappers_of_parameters(module):
+            base = pattern_of(name) + ".base_layer" * len(inner)
+            rules = [rule.rpartition(".") for rule in model.tp_plan]
+            plan = {last: model.tp_plan[f"{base}.{last}"] for path, _, last in rules if path == base}
+            if plan and plan != EXPERT_PLAN:
+                raise InputError(
+                    f"adapters of {name} are not sharded by its tensor-parallel plan"
+                    f" ({', '.join(plan.values())}): name linear layers as model.adapter.targets"
+                )
+
+
+def complete_plan(model: Any, rules: dict[str, str], size: int) -> None:
     """Adds to `model`'s tensor-parallel plan the rules of the gradients that it forgets.
+
+    Args:
+        model: On the meta device.
+        rules: The model's plan with the user's changes.
+        size: Ranks of a tensor-parallel group.
 
     Raises:
         InputError: a rank's forward pass fails, or no rule makes its gradients complete.
     """
-    plan = model.tp_plan | (strategy.tp_plan or {})
-    if sizes.ep > 1:
-        plan = plan | model.ep_plan | (strategy.ep_plan or {})
     run = partial(compat.run_on_meta, model)
     with _refusing(model):
-        _check_ties(model, plan)
-        missing = missing_rules(model, plan, sizes.tp, run)
+        _check_ties(model, rules)
+        missing = missing_rules(model, rules, size, run)
     model.tp_plan = model.tp_plan | missing  # the dict itself is the class's
 
 
@@ -87,7 +103,7 @@ def try_rank(model: Any, strategy: Any) -> None:
     """
     sizes = strategy.mesh_sizes
     if sizes.tp > 1 and getattr(model, "tp_plan", None):
-        complete_plan(model, strategy, sizes)
+        complete_plan(model, strategy.sharding.rules(model, sizes), sizes.tp)
     if sizes.cp > 1:
         with _refusing(model):
             try_shard(model, sizes.cp)
@@ -111,10 +127,10 @@ def shard_by_plan(model: Any, strategy: Any) -> None:
         fsdp_size=sizes.fsdp,
         dp_replicate_size=sizes.dp_replicate,
         ep_size=sizes.ep,
-        tp_plan=strategy.tp_plan,
-        ep_plan=strategy.ep_plan,
+        tp_plan=strategy.sharding.tp_plan,
+        ep_plan=strategy.sharding.ep_plan,
         fsdp_plan=strategy.fsdp_plan,
-        fsdp_cpu_offload=strategy.cpu_offload,
+        fsdp_cpu_offload=strategy.sharding.cpu_offload,
         fsdp_mixed_precision=_is_mixed(strategy),
     )
     ties = weights.find_ties(model)
@@ -161,7 +177,7 @@ def shard_by_blocks(model: nn.Module, strategy: Any) -> None:
 
 
 def _offload_policy(strategy: Any) -> OffloadPolicy:
-    if not strategy.cpu_offload:
+    if not strategy.sharding.cpu_offload:
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=strategy.root_device.type == "cuda")
 

@@ -1,10 +1,9 @@
 """A forward pass of one tensor-parallel rank without memory, before a model is distributed.
 
-transformers' plans forget parameters, such as the query and key norms of GLM-4-MoE and Phi, or the
-activation of Apertus. Every rank has all of such a parameter, and only the rank's features use it:
-without a rule each rank steps its replica with its own gradient. Here the full model runs on the
-meta device, and hooks give its modules the shapes of a rank. The graph of the pass shows where a
-gradient is complete, and where it is partial, one rank's term of a sum:
+transformers' plans forget parameters, such as the query and key norms of GLM-4-MoE and Phi, or the activation of
+Apertus. Every rank has all of such a parameter, and only the rank's features use it: without a rule each rank steps its
+replica with its own gradient. Here the full model runs on the meta device, and hooks give its modules the shapes of a
+rank. The graph of the pass shows where a gradient is complete, and where it is partial, one rank's term of a sum:
 
     colwise     its output's gradient is partial; the plan sums its input's
     rowwise     its output's gradient is complete; its input's is partial
@@ -45,9 +44,7 @@ REPLICATED = GRADIENTS.keys() - COLWISE - {"mla_kv_a_proj"}  # all ranks need th
 NO_RULE = {"", "local_params", "replicate", "all_reduce", "moe_tp_experts", "moe_identity_expert"}
 
 
-def missing_rules(
-    model: nn.Module, plan: dict[str, str], size: int, run: Callable[[], Any]
-) -> dict[str, str]:
+def missing_rules(model: nn.Module, plan: dict[str, str], size: int, run: Callable[[], Any]) -> dict[str, str]:
     """Returns the rules that `plan` lacks: names of modules whose parameters have partial
     gradients, and the style that sums these.
 
@@ -68,9 +65,7 @@ def missing_rules(
         raise
     except Exception as error:
         if not needs_values(error):
-            raise ValueError(
-                f"a forward pass with tp_size {size} fails ({reason(error)})"
-            ) from error
+            raise ValueError(f"a forward pass with tp_size {size} fails ({reason(error)})") from error
         kinds = trial.guessed(reason(error))
     rules: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -78,15 +73,15 @@ def missing_rules(
             path, found = f"{name}.{own}", kinds.get(id(parameter), set())
             style = trial.style(path) or trial.style(name)
             if PARTIAL in found and style in NO_RULE:
-                rules[_pattern(name)] = STYLE
-            if COMPLETE in found and STYLE in (style, rules.get(_pattern(name))):
+                rules[pattern_of(name)] = STYLE
+            if COMPLETE in found and STYLE in (style, rules.get(pattern_of(name))):
                 raise ValueError(f"the gradient of {path} is complete, and {STYLE} multiplies it")
             if PARTIAL in found and style in NO_RULE and trial.style(name):
                 raise ValueError(f"no rule of the plan sums the gradient of {path}")
     return rules
 
 
-def _pattern(name: str) -> str:
+def pattern_of(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
@@ -97,7 +92,7 @@ class _Trial:
 
     def style(self, name: str) -> str:
         """Returns the style of a module or parameter; `*` in the plan is a layer's number."""
-        return self.plan.get(name) or self.plan.get(_pattern(name), "")
+        return self.plan.get(name) or self.plan.get(pattern_of(name), "")
 
     @contextmanager
     def shapes_of_a_rank(self) -> Generator[None]:
@@ -110,9 +105,7 @@ class _Trial:
                         stack.callback(setattr, module, own, getattr(module, own))
                         setattr(module, own, shard)
                 if style in GRADIENTS:
-                    enter, leave = (
-                        partial(each, name, style) for each in (self._enter, self._leave)
-                    )
+                    enter, leave = (partial(each, name, style) for each in (self._enter, self._leave))
                     hook = module.register_forward_pre_hook(enter, with_kwargs=True)
                     stack.callback(hook.remove)
                     stack.callback(module.register_forward_hook(leave).remove)
@@ -131,9 +124,7 @@ class _Trial:
         if style == "rowwise":
             width, given = module.in_features, args[0].shape[-1]
             if given != -(-width // self.size):
-                raise ValueError(
-                    f"with tp_size {self.size}, {name} is given {given} features of {width}"
-                )
+                raise ValueError(f"with tp_size {self.size}, {name} is given {given} features of {width}")
             args = (torch.cat([args[0]] * self.size, -1)[..., :width], *args[1:])
         return args, kwargs
 
@@ -185,7 +176,7 @@ class _Trial:
                 if parameter.requires_grad and style in NO_RULE - {"replicate"}:
                     raise ValueError(
                         f"its gradients cannot be traced ({why}), and no rule says whether that of"
-                        f" {_pattern(name)} is complete on each rank (replicate) or to be summed"
+                        f" {pattern_of(name)} is complete on each rank (replicate) or to be summed"
                         f" ({STYLE}): set tp_size to 1, or give a rule as tp_plan"
                     )
         return {}

@@ -1,9 +1,8 @@
 """ZeRO by DeepSpeed, on any accelerator.
 
-Lightning's DeepSpeedStrategy starts the processes and builds the engine. It refuses CPUs, starts
-ZeRO-3 from uninitialized weights, divides gradients by the accumulation twice (AdamW hides it, norm
-and clipping do not), and lets a module clip gradients before they are reduced; this file changes
-that."""
+Lightning's DeepSpeedStrategy starts the processes and builds the engine. It refuses CPUs, starts ZeRO-3 from
+uninitialized weights, divides gradients by the accumulation twice (AdamW hides it, norm and clipping do not), and lets
+a module clip gradients before they are reduced; this file changes that."""
 
 from __future__ import annotations
 
@@ -30,6 +29,9 @@ from ..compat.lightning import set_deepspeed_config, start_deepspeed
 from ..errors import InputError, require
 from ..layout import refuse_scalars
 from . import deepspeed_config as config_file
+from .facts import Configured
+from .run_strategy import RunDefaults
+from .zero_sharding import Zero
 from .zero_step import ZeroPrecision
 
 for expected in (
@@ -45,30 +47,27 @@ if not torch.cuda.is_available():
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class ZeroStrategy(DeepSpeedStrategy):
+class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
     """Shards by DeepSpeed's ZeRO.
 
-    Offloaded state is updated by torch's fused AdamW on the CPU, not by DeepSpeed's: the results
-    are equal, nothing is compiled at the start, and the module's own optimizer runs. Half precision
-    is DeepSpeed's, under `-mixed` and `-true` alike: weights in bf16 or fp16, and sharded fp32
-    weights that the optimizer updates.
+    Offloaded state is updated by torch's fused AdamW on the CPU, not by DeepSpeed's: the results are equal, nothing is
+    compiled at the start, and the module's own optimizer runs. Half precision is DeepSpeed's, under `-mixed` and
+    `-true` alike: weights in bf16 or fp16, and sharded fp32 weights that the optimizer updates.
 
     Args:
-        stage: 1 shards optimizer state, 2 gradients too, 3 parameters too. null: the value in
-            `config`, else 2.
+        stage: 1 shards optimizer state, 2 gradients too, 3 parameters too. null: the value in `config`, else 2.
         offload_optimizer: Keep and update optimizer state in host memory. null, false: the value in
             `config`, if there is one.
         offload_parameters: Keep parameters there too, stage 3 only. null, false: as above.
-        pin_memory: Page-lock that memory, so that copies overlap computation. auto: if there is a
-            GPU.
-        config: A DeepSpeed JSON file, or its content, in place of the other arguments. null: these
-            arguments.
-        sub_group_size: Elements updated at once in stage 3; limits the memory of an offloaded
-            update.
+        pin_memory: Page-lock that memory, so that copies overlap computation. auto: if there is a GPU.
+        config: A DeepSpeed JSON file, or its content, in place of the other arguments. null: these arguments.
+        sub_group_size: Elements updated at once in stage 3; limits the memory of an offloaded update.
         prefetch_bucket_size: Elements gathered ahead of use in stage 3, which hides communication.
         param_persistence_threshold: Smaller parameters (elements: norms, biases, routers) stay
             unsharded in stage 3: a collective would cost more than their memory.
     """
+
+    frees_gradients = True
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         )
         self.format = ZeroFormat(self)
         assert isinstance(self.config, dict)
-        self.given = self.config
+        self.sharding = Zero(given=self.config)
         if config is None:
             zero = self.config["zero_optimization"]
             if zero["stage"] > 1:  # in stage 1 it would select another DeepSpeed optimizer
@@ -111,7 +110,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     def _check(self, name: str, given: int | None) -> None:
         """Refuses an argument that differs from the DeepSpeed file."""
-        in_file = getattr(self, name)
+        in_file = getattr(self.sharding, name)
         if given not in (None, in_file):
             raise InputError(
                 f"trainer.strategy.init_args.{name} is {given}, and config, the DeepSpeed file,"
@@ -120,24 +119,9 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     # ---- the configuration -----------------------------------------------------------------------
 
-    @property
-    def stage(self) -> int:
-        return self.given["zero_optimization"]["stage"]
-
-    @property
-    def offload_optimizer(self) -> bool:
-        return self._offloads("offload_optimizer")
-
-    @property
-    def offload_parameters(self) -> bool:
-        return self._offloads("offload_param")
-
-    def _offloads(self, section: str) -> bool:
-        return self.given["zero_optimization"].get(section, {}).get("device", "none") != "none"
-
     def complete_config(self, settings: config_file.Settings) -> dict[str, Any]:
         """Returns the configuration that DeepSpeed gets with these settings."""
-        config = config_file.resolve(self.given, settings)
+        config = config_file.resolve(self.sharding.given, settings)
         if config.get("fp16", {}).get("enabled"):
             names = "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"
             own = {name: getattr(self, name) for name in names.split()}
@@ -173,7 +157,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         return device if device.index is not None else torch.device(device.type, self.local_rank)
 
     def setup_environment(self) -> None:
-        autocast = self.given.get("torch_autocast", {}).get("enabled", False)
+        autocast = self.sharding.given.get("torch_autocast", {}).get("enabled", False)
         self.precision_plugin = ZeroPrecision(self.precision_plugin.precision, autocast)
         super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's refuses CPUs
 
@@ -273,6 +257,20 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
         return formats.load(self.format, Path(checkpoint_path), weights_only)
+
+
+def complete_config(strategy: Any, setup: Configured) -> dict[str, Any]:
+    """Returns the configuration that DeepSpeed would get in the training of `setup`.
+
+    Raises:
+        InputError: the strategy is not ZeroStrategy, or its file conflicts with other keys.
+    """
+    if not isinstance(strategy, ZeroStrategy):
+        raise InputError(
+            f"trainer.strategy {strategy!r} does not use DeepSpeed; add a file such as"
+            " --config configs/strategy/zero2.yaml"
+        )
+    return strategy.complete_config(config_file.settings_of(setup))
 
 
 def _materialize(tensor: Tensor, device: torch.device) -> None:

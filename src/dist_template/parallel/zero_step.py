@@ -47,8 +47,7 @@ class ZeroPrecision(EnginePrecision):
         """Skips the engine's next step where `anomalous` () is true; equal on all ranks.
 
         The step is handled like an overflow in fp16: gradients are cleared, weights and moments
-        stay. `anomalous` is read on the host; DeepSpeed reads the gradients' norm there in every
-        step anyway."""
+        stay. `anomalous` is read on the host; DeepSpeed reads the gradients' norm there in every step anyway."""
         engine: Any = model.trainer.model
         optimizer = engine.optimizer
         skips = bool(anomalous)

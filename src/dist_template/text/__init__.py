@@ -1,5 +1,4 @@
-"""Language models: where text comes from, how it becomes batches, and the module that is trained on
-them.
+"""Language models: where text comes from, how it becomes batches, and the module that is trained on them.
 
     sources/          documents, conversations, pairs; several with weights; a stream
     tokenizers.py     text to token ids

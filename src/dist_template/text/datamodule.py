@@ -41,6 +41,7 @@ from ..callbacks.global_order import (
 )
 from ..cluster.signals import isolate_worker
 from ..errors import InputError
+from ..parallel import run_strategy
 from ..weights import from_all_ranks
 from .batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
 from .batches.rows import ROWS, PackedRows, PairRows, Rows, WholeRows, last_answers, packing_of
@@ -81,10 +82,8 @@ class PackedText(L.LightningDataModule):
     """Packs text into rows of tokens; a run resumes at the next sample.
 
     Args:
-        source: Where documents come from: StandardLibrary, TextFiles, Jsonl, Parquet, HubDataset,
-            Chat, Mixture, yours.
-        tokenizer: How text becomes tokens: Bytes, ByteBPE (learned from the train split),
-            Pretrained, yours.
+        source: Where documents come from: StandardLibrary, TextFiles, Jsonl, Parquet, HubDataset, Chat, Mixture, yours.
+        tokenizer: How text becomes tokens: Bytes, ByteBPE (learned from the train split), Pretrained, yours.
         seq_len: Tokens per sequence.
         global_batch_size: Sequences per optimizer step, over all ranks.
         micro_batch_size: Sequences per rank per forward; gradients accumulate to the global batch.
@@ -92,8 +91,7 @@ class PackedText(L.LightningDataModule):
         test_share: Share of the documents, below 1, held out for `test`. 0 turns it off.
         cache_dir: Folder of the token caches; on a cluster, one that all nodes can read.
         check_source: Refuse a cache whose source files have changed. false uses the cache alone.
-        cross_document_attention: Let tokens attend to earlier documents in their row, as some
-            kernels must.
+        cross_document_attention: Let tokens attend to earlier documents in their row, as some kernels must.
         num_workers: Processes per rank that read rows. 0, faster for text: the training process.
         balance: Assign the rows of each global batch so that all ranks get equal work: attention's
             grows with the squares of documents' lengths. The rows of a step do not change.
@@ -101,8 +99,7 @@ class PackedText(L.LightningDataModule):
             gets fewer rows. null: all are equally fast.
         repeat_first_batch: true trains on one global batch repeatedly, which a model must learn.
         seed: Seed of the order of rows. Splits do not depend on it.
-        stream: A train split that is read and tokenized while training: TextStream. null: train on
-            `source`.
+        stream: A train split that is read and tokenized while training: TextStream. null: train on `source`.
         prompts: What `predict`, and the sample after each validation, continue. [] turns both off.
     """
 
@@ -147,8 +144,7 @@ class PackedText(L.LightningDataModule):
         """Tokenizes into the cache, unless it is there; before any other process is started.
 
         Raises:
-            InputError: the source is missing, empty or unreadable, the disk is full, or another
-                process prepares.
+            InputError: the source is missing, empty or unreadable, the disk is full, or another process prepares.
         """
         recipe = self._recipe
         try:
@@ -266,9 +262,7 @@ class PackedText(L.LightningDataModule):
             self.require()
         if self.trainer is None:
             return
-        alone = {"num_replicas": 1, "rank": 0}
-        ranks = getattr(self.trainer.strategy, "distributed_sampler_kwargs", alone)
-        self.rank, self.world_size = ranks["rank"], ranks["num_replicas"]
+        self.rank, self.world_size = run_strategy(self.trainer.strategy).data_rank
         if stage != "fit":
             return
         self.check(self.world_size)

@@ -26,9 +26,7 @@ def check_numbers(data: Any, world_size: int) -> None:
     kind = "pairs of answers" if data.source.pairs else "conversations"
     refused = {
         f"data.validation_share {data.validation_share} and data.test_share {data.test_share} leave"
-        " nothing to train on: make their sum less than 1": (
-            data.validation_share + data.test_share >= 1
-        ),
+        " nothing to train on: make their sum less than 1": (data.validation_share + data.test_share >= 1),
         "data.cross_document_attention lets a pair's second answer attend to its first: set it to"
         " false for data.source Preferences": data.source.pairs and data.cross_document_attention,
         f"global_batch_size {data.global_batch_size} is not a multiple of micro_batch_size"
@@ -36,11 +34,9 @@ def check_numbers(data: Any, world_size: int) -> None:
         " data.global_batch_size or data.micro_batch_size": data.global_batch_size % together,
         "data.stream has no rows to choose from: remove data.balance, data.rank_speeds and"
         " data.repeat_first_batch": data.stream and chooses_rows,
-        "data.stream is read in the training process: remove data.num_workers, which has no"
-        " effect": data.stream and data.num_workers,
-        f"data.stream has plain text alone: remove it to train on {kind}": (
-            data.stream and data.source.whole
-        ),
+        "data.stream is read in the training process: remove data.num_workers, which has no effect": data.stream
+        and data.num_workers,
+        f"data.stream has plain text alone: remove it to train on {kind}": (data.stream and data.source.whole),
     }
     for message, is_refused in refused.items():
         if is_refused:
@@ -48,8 +44,7 @@ def check_numbers(data: Any, world_size: int) -> None:
     speeds = data.rank_speeds
     if speeds and (len(speeds) != world_size or min(speeds) <= 0):
         raise InputError(
-            f"data.rank_speeds is {speeds}: give one number above 0 for each of the {world_size}"
-            " data-parallel rank(s)"
+            f"data.rank_speeds is {speeds}: give one number above 0 for each of the {world_size} data-parallel rank(s)"
         )
     if speeds and 0 in (counts := shared_out(together, speeds)):
         raise InputError(

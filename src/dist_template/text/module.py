@@ -19,7 +19,7 @@ from ..checkpoint.frozen import exclude_frozen, hash_frozen
 from ..errors import InputError
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
-from ..parallel import pipeline_of
+from ..parallel import run_strategy
 from .batches.rows import PAIRS
 from .model.adapters import AdapterConfig, add_adapters, proof_axes
 from .model.head import ChunkedLoss, Kernel, check_kernel, without_head
@@ -37,9 +37,8 @@ class TextModule(TrainingModule):
     Args:
         loss_chunk: Tokens whose logits are in memory at a time. null: the micro-batch's, for a
             model that changes its logits after the output layer.
-        loss_kernel: What computes the loss. liger: Liger's fused kernel, a separate package for
-            GPUs, in chunks that it chooses; it computes cross entropy itself and does not call
-            `loss` and `sums`.
+        loss_kernel: What computes the loss. liger: Liger's fused kernel, a separate package for GPUs, in chunks that it
+            chooses; it computes cross entropy itself and does not call `loss` and `sums`.
         adapter: Train LoRA adapters and freeze everything else. null: train all weights.
         preference: The loss of pairs, which data.source Preferences yields in place of texts.
         sample_tokens: Tokens that `generate` appends to a prompt.
@@ -101,7 +100,7 @@ class TextModule(TrainingModule):
 
     def refusals(self, setup: Setup) -> Iterator[str]:
         """Yields a sentence for each setting of this module that cannot work."""
-        yield from refusals(self, setup, self.loss_kernel, self.adapter, self.preference)
+        yield from refusals(self, setup, self.adapter, self.preference)
 
     def fixed_settings(self, data: Any) -> dict[str, object]:
         found = super().fixed_settings(data)
@@ -114,8 +113,7 @@ class TextModule(TrainingModule):
         return found
 
     def sums(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Returns sums over all or some tokens by name: the first is minimized, the others are
-        metrics.
+        """Returns sums over all or some tokens by name: the first is minimized, the others are metrics.
 
         `labels` (B, T) are already shifted; -100 does not count.
         """
@@ -126,8 +124,7 @@ class TextModule(TrainingModule):
         }
 
     def sums_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns `sums` over all tokens, or pairs, of a micro-batch. Only the first is
-        differentiable."""
+        """Returns `sums` over all tokens, or pairs, of a micro-batch. Only the first is differentiable."""
         if PAIRS in batch:
             return pair_sums(self, batch)
         if not self.chunked_loss.applies_to(batch["labels"]):
@@ -175,17 +172,14 @@ class TextModule(TrainingModule):
                     means[f"{source}/{name}"] = mean
             return means
 
-        pipeline = pipeline_of(self.trainer.strategy)
-        means = pipeline.from_last(compute) if pipeline else compute()
+        means = run_strategy(self.trainer.strategy).layers.from_last(compute)
         self.log_eval({f"{prefix}/{name}": mean for name, mean in means.items()})
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor) -> Tensor:
         """Tokens (1, T + n), n <= `sample_tokens`, within `seq_len`; keeps training's RNG state."""
         if not hasattr(self.model, "generate"):
-            raise InputError(
-                f"{type(self.model).__name__} has no generate: write {type(self).__name__}.generate"
-            )
+            raise InputError(f"{type(self.model).__name__} has no generate: write {type(self).__name__}.generate")
         # False: published weights may come with sampling switched on
         sampling: dict[str, Any] = {"do_sample": bool(self.sample_temperature)}
         if self.sample_temperature:

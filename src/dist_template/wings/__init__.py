@@ -1,1 +1,1 @@
-"""What is not needed to train: verbs, each with its code. The core imports none of them."""
+"""Features that training does not need: verbs and their code. The core imports none of them."""

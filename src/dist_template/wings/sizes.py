@@ -29,6 +29,6 @@ def parser(verb: str, description: str, epilog: str = "", kind: Any = COUNT) -> 
     return made
 
 
-def as_flags(own: argparse.Namespace) -> list[str]:
+def as_flags(parsed: argparse.Namespace) -> list[str]:
     """Returns the sizes as flags of fit, to be given last: a later --config would override them."""
-    return [f"--trainer.{key}={size}" for name, key, _ in SIZES if (size := getattr(own, name))]
+    return [f"--trainer.{key}={size}" for name, key, _ in SIZES if (size := getattr(parsed, name))]

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from dist_template.parallel.pipeline.schedule import stages_per_rank
+from dist_template.parallel.pipeline.costs import stages_per_rank
+from dist_template.parallel.plain import FILES
 from dist_template.records import GIB
 from dist_template.wings.diagnose import Change, History, read_run
-from dist_template.wings.diagnose.memory import FILES, Estimate
+from dist_template.wings.diagnose.memory import Estimate
 from dist_template.wings.diagnose.remedies import memory_use, remedies
 from tests.support.histories import nested
 from tests.support.library import SCHEDULES, stages_of_rank
@@ -79,8 +80,8 @@ def test_the_estimate_of_weights_gradients_and_optimizer_state_is_exact(
     estimate = Estimate(read_run(record.run))
     adapted = sum(8 * (WIDTH + out) for out in (WIDTH,) * 4 + (MLP,) * 3) * LAYERS
     adapted *= any(flag.startswith("--model.adapter") for flag in flags)
-    assert estimate.parameters == PARAMETERS + adapted
-    assert estimate.trainable == (adapted or PARAMETERS)
+    assert estimate.facts.parameters == PARAMETERS + adapted
+    assert estimate.facts.trainable == (adapted or PARAMETERS)
     counted = estimate.state()
     expected = sum(counted[part] for part in ("weights", "gradients", "optimizer state"))
     for rank in range(2):
@@ -156,8 +157,9 @@ def test_the_estimate_of_activations_is_within_a_factor_of_two(
     flags += [f"--trainer.precision={precision}"]
     assert run("fit", *flags) == 0
     estimate = Estimate(read_run(only_run(tmp_path)))
-    log_probabilities = estimate.logits() / 3  # of the three tensors, the one that forward keeps
-    ratio = sum(kept.values()) / (estimate.kept() + log_probabilities)
+    parts = estimate.sharding.memory(estimate.facts)
+    # of three tensors, forward keeps the log-probabilities
+    ratio = sum(kept.values()) / (parts["activations"] + parts["logits"] / 3)
     print(f"{model} {precision}: autograd keeps {sum(kept.values()) / 2**20:.2f} MiB, {ratio:.2f} of what is counted")
     assert 0.5 < ratio < 2.0
 
@@ -231,7 +233,8 @@ def test_a_stage_keeps_what_its_schedule_has_in_flight() -> None:
         number = 4 * per_rank
         pipeline = {"schedule": schedule, "stages": stages, "blocks": [32 // number] * number}
         history.facts["pipeline"] = pipeline | {"parameters": [LLAMA_7B / number] * number}
-        kept[schedule] = Estimate(history).layers_kept
+        estimate = Estimate(history)
+        kept[schedule] = estimate.sharding.layers_kept(estimate.facts)
     assert kept == {"GPipe": 8 * 16, "1F1B": 8 * 4, "Interleaved1F1B": 8 * 5.5, "ZBVZeroBubble": 8 * 5.5}
     replicated = llama_7b(mesh(pp_size=4), 8, data__global_batch_size=128)
     stages = {"stages": [[0], [1], [2], [3]], "blocks": [8] * 4, "parameters": [10**9, 10**9, 10**9, 2 * 10**9]}
@@ -241,8 +244,8 @@ def test_a_stage_keeps_what_its_schedule_has_in_flight() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_micro_batches_in_flight_are_those_of_torchs_orders(schedule: str) -> None:
-    """A rank's activations, and for gradients of weights that are computed later those of activations."""
+def test_micro_batches_in_flight_match_torchs_orders(schedule: str) -> None:
+    """Counts a rank's activations, and gradients of activations while the weights' gradients are delayed."""
     moves = {"F": [1], "B": [-1], "I": [1, -0.5], "W": [-1.5]}
     for ranks, micro_batches in ((2, 4), (4, 8), (4, 16), (8, 32)):
         v = stages_per_rank(schedule, 3)
@@ -259,10 +262,11 @@ def test_micro_batches_in_flight_are_those_of_torchs_orders(schedule: str) -> No
         history = llama_7b(mesh(pp_size=ranks), ranks, data__global_batch_size=8 * micro_batches)
         own = [stages_of_rank(schedule, rank, ranks, v) for rank in range(ranks)]
         history.facts["pipeline"] = facts | {"stages": own}
-        estimate, last = Estimate(history), next(n for n, each in enumerate(own) if ranks * v - 1 in each)
-        assert (estimate.in_flight, estimate.in_flight_at_end) == pytest.approx((max(most.values()), most[last]))
+        made, last = Estimate(history), next(n for n, each in enumerate(own) if ranks * v - 1 in each)
+        found = made.sharding.stages(made.facts)
+        assert (found.kept, found.kept_at_end) == pytest.approx((max(most.values()), most[last]))
         owner = {stage: rank for rank, each in enumerate(own) for stage in each}
-        assert estimate.crossings == sum(owner[n] != owner[n + 1] for n in range(len(owner) - 1))
+        assert found.crossings == sum(owner[n] != owner[n + 1] for n in range(len(owner) - 1))
 
 
 def test_gradients_of_an_accumulation_are_counted_where_they_are_kept() -> None:
@@ -278,20 +282,22 @@ def test_gradients_of_an_accumulation_are_counted_where_they_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "expected"),
+    ("name", "world_size", "axes", "data_parallel"),
     [
-        ("ddp", 4, {"kind": "replicated", "ranks": 4, "shards": 1}),
-        ("fsdp2", 4, {"kind": "mesh", "ranks": 4, "shards": 4, "tp": 1}),
-        ("hsdp", 8, {"kind": "mesh", "ranks": 8, "shards": 4}),
-        ("fsdp2_tp", 8, {"kind": "mesh", "ranks": 4, "shards": 8, "tp": 2}),
-        ("cp", 8, {"kind": "mesh", "ranks": 4, "shards": 8, "cp": 2}),
-        ("pp_ep", 16, {"kind": "mesh", "ranks": 8, "shards": 8, "ep": 2, "pp": 2}),
-        ("zero3_offload", 2, {"kind": "zero", "ranks": 2, "stage": 3, "bucket": 200_000_000,
-                              "offload_optimizer": True, "offload_parameters": True}),
+        ("ddp", 4, ["ddp"], 4),
+        ("fsdp2", 4, ["fsdp"], 4),
+        ("hsdp", 8, ["fsdp"], 8),
+        ("fsdp2_tp", 8, ["fsdp", "tp"], 4),
+        ("cp", 8, ["fsdp", "cp"], 4),
+        ("pp_ep", 16, ["fsdp", "ep", "pp"], 8),
+        ("zero3_offload", 2, ["zero3"], 2),
     ],
-)  # fmt: skip
-def test_shipped_strategies_are_understood(name: str, world_size: int, expected: dict[str, Any]) -> None:
-    assert vars(Estimate(llama_7b(settings_of(name), world_size))).items() >= expected.items()
+)
+def test_shipped_strategies_are_understood(name: str, world_size: int, axes: list[str], data_parallel: int) -> None:
+    estimate = Estimate(llama_7b(settings_of(name), world_size))
+    assert estimate.sharding.axes(world_size) == axes
+    assert estimate.sharding.data_parallel(world_size) == data_parallel
+    assert (estimate.sharding.on_host(estimate.facts) != (0, 0)) == ("offload" in name)
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -50,7 +50,7 @@ def test_each_run_is_a_column(histories: list[History]) -> None:
 
 
 def test_runs_are_compared_at_equal_tokens(histories: list[History]) -> None:
-    """The first two end at 81,920 tokens, the third at 102,400: its newest value by then is that of step 8, of 10."""
+    """The first two end at 81,920 tokens, the third at 102,400: its newest value by then is from step 8 of 10."""
     _, equal = side_by_side(histories, ["r0", "r1", "r2"])
     assert "81.9 k" in equal.title
     expected = [10 - 0.1 * 19, 11 - 0.1 * 19, 12 - 0.1 * 7]

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from dist_template.wings.diagnose import read_run
 from dist_template.wings.diagnose.report import curves, page
 from dist_template.wings.diagnose.report.results import resume
 from dist_template.wings.diagnose.report.sections import from_defaults
+from tests.support.plotted import plotted
 from tests.support.runs import PROJECT, only_run, run
 from tests.support.written import HOSTILE, falling, write_run
 
@@ -29,6 +29,7 @@ class Elements(HTMLParser):
 
     def __init__(self, page: str) -> None:
         super().__init__()
+        self.figures = plotted(page)
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.scripts: list[str] = []
         self.text = ""
@@ -59,22 +60,6 @@ def libraries(made: Elements) -> list[str]:
 def report(folder: Path, plotly: PlotlyJs = "shared") -> Elements:
     page.write([folder], folder, plotly)
     return Elements((folder / "report.html").read_text(encoding="utf-8"))
-
-
-def figures(made: Elements) -> list[dict[str, Any]]:
-    """What the page gives plotly, which is strict JSON."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    decoder = json.JSONDecoder(parse_constant=refuse)
-    found = []
-    for script in made.scripts:
-        if given := re.search(r'Plotly\.newPlot\(\s*"plot-\d+",\s*', script):
-            data, end = decoder.raw_decode(script, given.end())
-            layout, _ = decoder.raw_decode(script, script.index("{", end))
-            found.append({"data": data, "layout": layout})
-    return found
 
 
 def test_all_runs_share_one_plotly(tmp_path: Path) -> None:
@@ -127,7 +112,7 @@ def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
     assert not [text for text in made.scripts if HOSTILE in text] and "img" not in [tag for tag, _ in made.elements]
     assert not [a for _, a in made.elements if any(name.startswith("on") for name in a)]
     assert made.text.count(HOSTILE) >= 8, "and all of it can be read"
-    plotted = [trace["name"] for plot in figures(made) for trace in plot["data"]]
+    plotted = [trace["name"] for plot in made.figures for trace in plot["data"]]
     assert not [name for name in plotted if "<" in name], "plotly takes names for HTML"
     markdown = (folder / "report.md").read_text(encoding="utf-8")
     assert f"````text\n{HOSTILE}\n```\n````" in markdown, "a fence in a sample does not end its block"
@@ -139,7 +124,7 @@ def test_attributes_and_data_are_escaped(tmp_path: Path) -> None:
     made = Elements(page.page(page.context([history], ["<i>"], [[]], link='"><b>')))
     assert libraries(made) == ['"><b>']
     assert "i" not in [tag for tag, _ in made.elements]
-    assert "x/</script><b>" in made.text and len(figures(made)) == 5
+    assert "x/</script><b>" in made.text and len(made.figures) == 5
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -156,7 +141,7 @@ def test_non_finite_values_are_gaps_and_counted_in_a_sentence(tmp_path: Path) ->
     metrics["train/loss"][9], metrics["train/loss"][20] = math.nan, math.inf
     folder = write_run(tmp_path / "a" / "1", metrics)
     made = report(folder)
-    (loss,) = figures(made)[0]["data"]
+    (loss,) = made.figures[0]["data"]
     assert [i for i, value in enumerate(loss["y"]) if value is None] == [9, 20]
     sentence = "train/loss: 2 of 30 values are not finite, the first at step 10."
     assert sentence in made.text and sentence in (folder / "report.md").read_text(encoding="utf-8")
@@ -181,7 +166,7 @@ def test_thinning_keeps_every_spike_and_every_gap() -> None:
 def test_a_hundred_thousand_steps_stay_a_small_file(tmp_path: Path) -> None:
     made = report(write_run(tmp_path / "a" / "1", falling(100_000)))
     assert (tmp_path / "a/1/report.html").stat().st_size < 1e6
-    assert max(len(trace["x"]) for plot in figures(made) for trace in plot["data"]) <= 2 * curves.BUCKETS
+    assert max(len(trace["x"]) for plot in made.figures for trace in plot["data"]) <= 2 * curves.BUCKETS
 
 
 def test_the_configuration_is_compared_with_the_defaults(tmp_path: Path) -> None:
@@ -193,7 +178,7 @@ def test_the_configuration_is_compared_with_the_defaults(tmp_path: Path) -> None
         "data": {"source": {"class_path": "pkg.TextFiles", "init_args": {"paths": []}}, "seed": 0},
     }
     config = json.loads(json.dumps(defaults))
-    config["samples"]["folder"] = str(folder)  # as it is written, with the folder filled in
+    config["samples"]["folder"] = str(folder)  # as a run writes it, with the folder filled in
     config["trainer"] |= {"max_steps": 7, "precision": "bf16"}
     config["trainer"]["strategy"] = {"class_path": "pkg.parallel.ZeroStrategy", "init_args": {"stage": 2}}
     assert from_defaults(read_run(write_run(folder, falling(3), config, defaults))) == [
@@ -221,7 +206,7 @@ def test_the_command_resumes_in_the_runs_own_folder(tmp_path: Path) -> None:
 
 def test_sections_without_content_are_omitted(tmp_path: Path) -> None:
     made = report(write_run(tmp_path / "a" / "1", {}, command=["python", "-c", "worker"]))
-    assert "Continue" not in made.text and "No metric was written." in made.text and figures(made) == []
+    assert "Continue" not in made.text and "No metric was written." in made.text and made.figures == []
 
 
 def test_the_tools_start_without_torch(tmp_path: Path) -> None:
@@ -244,8 +229,8 @@ def test_fit_ends_with_a_report(flags: list[str], tmp_path: Path, capfd: pytest.
     folder = only_run(tmp_path)
     made = Elements((folder / "report.html").read_text(encoding="utf-8"))
     assert "finished all 3 steps" in made.text and "Step 3" in made.text, "with its sample"
-    assert [len(trace["x"]) for trace in figures(made)[0]["data"]] == [3, 2]
-    assert figures(made)[0]["data"][1]["x"] == [0, 3], "validation before training, and the last one"
+    assert [len(trace["x"]) for trace in made.figures[0]["data"]] == [3, 2]
+    assert made.figures[0]["data"][1]["x"] == [0, 3], "validation before training, and the last one"
     assert ("data.seq_len", 32, 256) in from_defaults(read_run(folder))
     assert "samples.folder" not in [key for key, *_ in from_defaults(read_run(folder))]
     markdown = (folder / "report.md").read_text(encoding="utf-8")
@@ -268,4 +253,4 @@ def test_a_crash_leaves_a_report_and_no_report_hides_an_error(
     if not broken:
         made = Elements((folder / "report.html").read_text(encoding="utf-8"))
         assert "The run crashed at step 4 of 20: RuntimeError on rank 0." in made.text
-        assert figures(made)[0]["data"][0]["x"] == [1, 2, 3], "what was logged last is in it"
+        assert made.figures[0]["data"][0]["x"] == [1, 2, 3], "what was logged last is in it"

@@ -212,7 +212,7 @@ class Rehearsals:
             small, folder = sound.small, sound.folder
         known = {name: getattr(sound, name) for name in untouched}
         idle_s = HANG_S if plant.fault in (faults.hang, faults.collective_on_one_rank) else 60.0
-        return Runs(small, sound.strategy_object, folder, OURS, plant.fault, idle_s, known=known)
+        return Runs(small, folder, OURS, plant.fault, idle_s, known=known)
 
 
 @pytest.fixture(scope="module")

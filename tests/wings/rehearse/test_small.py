@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from dist_template.parallel import sharding_of
 from dist_template.strategies import MeshStrategy
 from dist_template.wings.rehearse import shrink_model
 from dist_template.wings.rehearse.shrink_config import shrink
-from dist_template.wings.rehearse.shrink_strategy import SIZES, halve, shrink_strategy
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,7 @@ def test_heads_that_tensor_parallelism_cannot_divide_stay_so() -> None:
 
 def spec_of(strategy: MeshStrategy) -> dict[str, Any]:
     """A strategy's configuration, as far as its mesh goes."""
-    names = (*SIZES, "pp_schedule", "pp_layers", "pp_stages_per_rank")
-    return {"class_path": "MeshStrategy", "init_args": {name: getattr(strategy, name) for name in names}}
+    return {"class_path": "MeshStrategy", "init_args": {**strategy.sharding.arguments}}
 
 
 @pytest.mark.parametrize(
@@ -69,25 +68,25 @@ def spec_of(strategy: MeshStrategy) -> dict[str, Any]:
     ],
 )
 def test_a_mesh_shrinks_to_two_by_two(sizes: dict[str, Any], expected: tuple, processes: int) -> None:
-    strategy, notes = MeshStrategy(**sizes), []
+    strategy = MeshStrategy(**sizes)
     names = ("fsdp_size", "dp_replicate_size", "tp_size", "ep_size")
-    small, num = shrink_strategy(spec_of(strategy), strategy, None, notes)
-    assert tuple(small["init_args"][name] for name in names) == expected
-    assert small["init_args"]["pp_size"] == min(2, strategy.pp_size), "a pipeline stays one, of 2 ranks"
-    dropped = [name for name in names[:2] if small["init_args"][name] == 1 != sizes.get(name, 1)]
-    assert sorted(notes) == [f"{name} is 1: the mesh would need 8 processes" for name in sorted(dropped)]
-    assert num == processes
-    assert strategy.tp_size == sizes.get("tp_size", 1), "the real strategy is not touched"
+    small = strategy.sharding.shrunk(None)
+    assert tuple(small.arguments[name] for name in names) == expected
+    assert small.arguments["pp_size"] == min(2, sizes.get("pp_size", 1)), "a pipeline stays one, of 2 ranks"
+    dropped = [name for name in names[:2] if small.arguments[name] == 1 != sizes.get(name, 1)]
+    assert sorted(small.notes) == [f"{name} is 1: the mesh would need 8 processes" for name in sorted(dropped)]
+    assert small.processes == processes
+    assert strategy.sharding.arguments["tp_size"] == sizes.get("tp_size", 1), "the real strategy is not touched"
 
 
 def test_a_deepspeed_file_shrinks_too() -> None:
     zero = {"stage": 3, "stage3_param_persistence_threshold": 100_000, "offload_param": {"device": "nvme"}}
     config = {"train_batch_size": 256, "bf16": {"enabled": True}, "gradient_clipping": 1.0, "zero_optimization": zero}
     spec = {"class_path": "ZeroStrategy", "init_args": {"config": config}}
-    small, num = shrink_strategy(spec, object(), None, [])
-    assert num == 2
+    small = sharding_of(spec).shrunk(None)
+    assert small.processes == 2
     zero = {"stage": 3, "stage3_param_persistence_threshold": 64, "offload_param": {"device": "cpu"}}
-    assert small["init_args"]["config"] == {"gradient_clipping": 1.0, "zero_optimization": zero}
+    assert small.arguments["config"] == {"gradient_clipping": 1.0, "zero_optimization": zero}
     assert spec["init_args"]["config"]["train_batch_size"] == 256, "what was given is not touched"
 
 
@@ -97,15 +96,15 @@ def test_half_of_the_processes_have_less_data_parallelism_and_the_same_tensor_pa
     data = {"seq_len": 2048, "global_batch_size": 256, "micro_batch_size": 4, "source": None, "tokenizer": None}
     saves = {"dirpath": "/scratch/pretrain", "every_n_steps": 1000, "keep": 2, "asynchronous": True}
     given = {"run": {}, "trainer": {"strategy": spec}, "data": data, "model": {}, "last_checkpoint": saves}
-    small = shrink(given, None, strategy, tmp_path)
+    small = shrink(given, None, tmp_path)
     assert (small.processes, small.data_parallel) == (4, 2)
     assert small.config["data"]["global_batch_size"] == 8  # 2 sequences x 2 ranks x 2 accumulated
     saves = {"dirpath": "{run}/checkpoints", "every_n_steps": 2, "keep": 6, "asynchronous": False}
     assert small.config["last_checkpoint"] == saves, "nothing is written into the production run's folder"
-    half, num, _ = halve(small.strategy, strategy, small.processes)
-    assert num == 2
+    half = sharding_of(small.strategy).halved(small.processes)
+    assert half.processes == 2
     sizes = {"fsdp_size": 1, "dp_replicate_size": 1, "tp_size": 2, "ep_size": 2, "cp_size": 1, "pp_size": 1}
-    assert {name: half["init_args"][name] for name in sizes} == sizes
+    assert {name: half.arguments[name] for name in sizes} == sizes
     assert given["data"]["seq_len"] == 2048, "what was given is not touched"
 
 
@@ -123,11 +122,11 @@ def test_a_small_pipeline_has_a_block_and_a_micro_batch_for_each_stage(
     strategy = MeshStrategy(pp_size=4, fsdp_size=1, **keys)
     data = {"seq_len": 2048, "global_batch_size": 256, "micro_batch_size": 4, "source": None, "tokenizer": None}
     given = {"run": {}, "trainer": {"strategy": spec_of(strategy)}, "data": data, "model": {}}
-    small = shrink(given, AutoConfig.for_model("llama", num_hidden_layers=12), strategy, tmp_path)
+    small = shrink(given, AutoConfig.for_model("llama", num_hidden_layers=12), tmp_path)
     assert small.config["model"]["architecture"]["num_hidden_layers"] == blocks
     assert small.config["data"]["global_batch_size"] == 2 * blocks
     assert (small.processes, small.data_parallel) == (2, 1)
     options = small.strategy["init_args"]
     assert {name: options[name] for name in kept} == kept and options["pp_schedule"] == keys["pp_schedule"]
-    half, num, data_parallel = halve(small.strategy, strategy, 2)
-    assert (half["init_args"]["pp_size"], num, data_parallel) == (1, 1, 1)
+    half = sharding_of(small.strategy).halved(2)
+    assert (half.arguments["pp_size"], half.processes, half.data_parallel) == (1, 1, 1)

@@ -1,5 +1,6 @@
 """Finds combinations of settings that cannot work, before any process starts, in one sentence each.
 
+A strategy refuses by itself (`parallel.protocol.Sharding.refusals`); here is the rest.
 It refuses what fails, not what is slow, such as tensor parallelism across nodes. Each check is a
 function of plain values, so that a laptop can check the configuration of eight nodes with 8 GPUs.
 
@@ -7,13 +8,10 @@ The libraries refuse most of this too, but on every rank, in the middle of a sta
 name of a key. Checks that need the built model (its blocks, several optimizers) are left to them.
 
     machine.py    what is known before the start
-    mesh.py       sizes, plans, heads, experts, sequences, Adafactor
-    pipeline.py   schedule, stages, micro-batches
     proven.py     models that did not train right in `python -m benchmarks zoo`
     options.py    keys and callbacks that are replaced, monitored metrics, unread keys
     training.py   strategies, precision, batches, schedule, sizes, the module's own check
     trial.py      a rank's forward pass without memory
-    zero.py       offload, clipping, the DeepSpeed JSON
 """
 
 from __future__ import annotations
@@ -23,26 +21,19 @@ from typing import Any
 
 import lightning as L
 
-from . import mesh, options, pipeline, proven, training, trial, zero
-from .machine import NOT_READ_YET, Machine, Setup
+from ...parallel.facts import NOT_READ_YET
+from . import options, proven, training, trial
+from .machine import Machine, Setup
 
 __all__ = ["Machine", "proven", "violations"]
 
 TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
-    training.other_strategies,
     options.replaced_keys,
     options.callbacks,
     options.manual_optimization,
     options.batch_norm,
     training.precision,
-    mesh.sizes,
-    mesh.plans,
-    mesh.heads,
-    mesh.experts,
-    mesh.sequences,
-    mesh.optimizer,
-    pipeline.pipeline,
-    zero.zero,
+    training.strategy,
     training.blocks,
     training.batches,
     training.optimization,
@@ -76,8 +67,6 @@ def violations(
         saves_asynchronously: last_checkpoint.asynchronous.
         monitor: best_checkpoint.monitor; None if no best checkpoint is kept.
     """
-    setup = Setup(
-        machine, trainer, module, data, model_config, trains, saves_asynchronously, monitor
-    )
+    setup = Setup(machine, trainer, module, data, model_config, trains, saves_asynchronously, monitor)
     found = [sentence for topic in TOPICS for sentence in topic(setup)]
     return found or [*trial.trial(setup)] or [*proven.refused(setup)]

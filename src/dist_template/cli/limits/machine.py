@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import lightning as L
 import torch
@@ -12,28 +12,16 @@ import torch
 from ...errors import InputError, reason
 from ...model.any_module import typed_attribute
 from ...model.optim import OptimConfig
-from ...parallel.mesh import MeshStrategy
-from ...parallel.mesh_sizes import MeshSizes
-
-NOT_READ_YET: Final = object()  # the model's configuration needs the vocabulary of the data
-ARGS = "trainer.strategy.init_args"
+from ...parallel import sharding_of
+from ...parallel.facts import Configured, Hardware
+from ...parallel.plain import Plain
 
 _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What training runs on; `precision` as Lightning names it: 32-true, bf16-mixed, …"""
-
-    accelerator: str  # cpu, cuda, mps …
-    devices: int  # of one node
-    num_nodes: int = 1
-    precision: str = "32-true"
-    is_this_one: bool = False  # then its disks can be checked
-
-    @property
-    def world_size(self) -> int:
-        return self.devices * self.num_nodes
+class Machine(Hardware):
+    """The hardware of a run, from the Trainer's keyword arguments."""
 
     @classmethod
     def of(cls, trainer: Mapping[str, Any]) -> Machine:
@@ -78,16 +66,9 @@ def _precision(trainer: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Setup:
+class Setup(Configured):
     """The arguments of `limits.violations`."""
 
-    machine: Machine
-    trainer: Mapping[str, Any]
-    module: L.LightningModule
-    data: Any
-    model_config: Any
-    trains: bool
-    saves_asynchronously: bool = False
     monitor: str | None = None
 
     @property
@@ -96,18 +77,8 @@ class Setup:
         return typed_attribute(self.module, "optim", OptimConfig)
 
     @property
-    def strategy(self) -> Any:
-        return self.trainer.get("strategy") or "auto"
-
-    @property
-    def mesh(self) -> MeshSizes | None:
-        """The sizes of a MeshStrategy; None for others, and if they do not fit the machine."""
-        if not isinstance(self.strategy, MeshStrategy):
-            return None
-        try:
-            return self.strategy.sizes(self.machine.world_size)
-        except InputError:
-            return None  # limits/mesh.py reports it
+    def sharding(self) -> Plain:
+        return sharding_of(self.trainer.get("strategy") or "auto")
 
     @property
     def num_steps(self) -> float | None:

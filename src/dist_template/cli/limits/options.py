@@ -18,8 +18,6 @@ from lightning.pytorch.callbacks import (
 )
 
 from ...model.any_module import owns_order
-from ...parallel.mesh import MeshStrategy
-from ...parallel.zero import ZeroStrategy
 from ...project import is_users
 from ..defaults import TRAINER_DEFAULTS
 from .machine import Setup
@@ -69,11 +67,10 @@ def callbacks(setup: Setup) -> Iterator[str]:
         for kind, instead in REFUSED_CALLBACKS.items():
             if isinstance(callback, kind):
                 yield f"trainer.callbacks: {kind.__name__} is not supported: {instead}"
-        shards = isinstance(setup.strategy, MeshStrategy | ZeroStrategy)
-        if shards and isinstance(callback, WeightAveraging):
+        if not setup.sharding.is_replicated and isinstance(callback, WeightAveraging):
             yield (
                 f"trainer.callbacks: {type(callback).__name__} copies the full model and does not"
-                f" work under {type(setup.strategy).__name__}, which shards it: use"
+                f" work under {setup.sharding.name}, which shards it: use"
                 " configs/strategy/ddp.yaml, or remove the callback"
             )
 
@@ -83,11 +80,11 @@ def manual_optimization(setup: Setup) -> Iterator[str]:
     name, clip = type(setup.module).__name__, setup.trainer.get("gradient_clip_val")
     if setup.module.automatic_optimization or not setup.trains:
         return
-    if isinstance(setup.strategy, MeshStrategy | ZeroStrategy):
+    if not setup.sharding.is_replicated:
         # Several backward passes, and weights that are frozen for one: "resize storage" in FSDP2.
         yield (
             f"{name} optimizes manually (automatic_optimization is False), which does not work"
-            f" under {type(setup.strategy).__name__}: use configs/strategy/ddp.yaml or one device"
+            f" under {setup.sharding.name}: use configs/strategy/ddp.yaml or one device"
         )
     if clip not in (None, 0, TRAINER_DEFAULTS["gradient_clip_val"]):
         yield (
@@ -102,10 +99,10 @@ def manual_optimization(setup: Setup) -> Iterator[str]:
 
 
 def batch_norm(setup: Setup) -> Iterator[str]:
-    if setup.trainer.get("sync_batchnorm") and not isinstance(setup.strategy, str):
-        strategy = type(setup.strategy).__name__
+    has_options = not isinstance(setup.trainer.get("strategy") or "auto", str)
+    if setup.trainer.get("sync_batchnorm") and has_options:
         yield (
-            f"trainer.sync_batchnorm true is not supported under {strategy}: use"
+            f"trainer.sync_batchnorm true is not supported under {setup.sharding.name}: use"
             " configs/strategy/ddp.yaml, or remove the key"
         )
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from ...errors import InputError
 from ...model import proof
+from ...parallel.facts import ARGS, NOT_READ_YET
 from ...project import program
-from .machine import ARGS, NOT_READ_YET, Setup
+from .machine import Setup
 
 
 def refused(setup: Setup) -> Iterator[str]:
@@ -18,9 +19,9 @@ def refused(setup: Setup) -> Iterator[str]:
     if config is NOT_READ_YET or not setup.trains:
         return
     try:
-        axes = proof.axes_of(setup.strategy, setup.machine.world_size, setup.module)
+        axes = proof.axes_of(setup.sharding, setup.machine.world_size, setup.module)
     except InputError:
-        return  # mesh.py reports that the sizes do not fit
+        return  # the strategy reports that its sizes do not fit
     found = proof.verdict(config, axes)
     if found.kind == "refused":
         yield (
@@ -29,9 +30,7 @@ def refused(setup: Setup) -> Iterator[str]:
         )
 
 
-def notes(
-    config: Any, module: Any, data: Any, strategy: Any, world_size: int, project: Path
-) -> Iterator[str]:
+def notes(config: Any, module: Any, data: Any, strategy: Any, world_size: int, project: Path) -> Iterator[str]:
     """Yields lines about what nobody has compared with one process, and about what leaks."""
     found = proof.verdict(config, proof.axes_of(strategy, world_size, module), project)
     if found.kind == "unproven":

@@ -5,61 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 
 from ...errors import InputError, reason
 from ...model.any_module import has_validation, typed_attribute
 from ...model.optim import build_optimizer, build_schedule
-from ...parallel import data_parallel_size
+from ...parallel.axes import experts_of
 from ...parallel.blocks import BlockConfig
-from ...parallel.mesh import MeshStrategy
-from ...parallel.zero import ZeroStrategy
-from .machine import NOT_READ_YET, Setup
-from .mesh import experts_of
+from ...parallel.facts import NOT_READ_YET
+from .machine import Setup
 
-FSDPS, FSDP_CLASSES = ("fsdp", "modelparallel"), (FSDPStrategy, ModelParallelStrategy)
 NOT_OFFERED = {
     "Muon": "it updates matrices alone, and the embeddings, the head, biases and norms of a model"
     " need another optimizer",
     "SparseAdam": "it takes sparse gradients alone, and the gradients of a model are dense",
 }
-PRECISIONS = {
-    MeshStrategy: ("32-true", "bf16-mixed", "bf16-true", "16-true"),
-    ZeroStrategy: ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"),
-}
 
 
-def other_strategies(setup: Setup) -> Iterator[str]:
-    """Lightning's strategies without support for CPUs or for transformers' plans."""
-    strategy = setup.strategy
-    name = strategy if isinstance(strategy, str) else type(strategy).__name__
-    if isinstance(strategy, MeshStrategy | ZeroStrategy):
-        return
-    if name in (MeshStrategy.__name__, ZeroStrategy.__name__):
-        yield (
-            f"trainer.strategy {name!r} is a class: give a file of configs/strategy/, or"
-            f" --trainer.strategy.class_path {name}"
-        )
-    elif name.lower().startswith("deepspeed") or isinstance(strategy, DeepSpeedStrategy):
-        files = "zero2.yaml (with stage: 1 for ZeRO-1) or zero3.yaml"
-        yield f"trainer.strategy {name!r} is replaced by ZeroStrategy: use configs/strategy/{files}"
-    elif name.lower().startswith(FSDPS) or isinstance(strategy, FSDP_CLASSES):
-        files = "fsdp2.yaml, hsdp.yaml, fsdp2_tp.yaml or tp.yaml"
-        yield f"trainer.strategy {name!r} is replaced by MeshStrategy: use configs/strategy/{files}"
-    elif any(word in name for word in ("spawn", "fork", "notebook")):
-        yield f"trainer.strategy {name!r} is not supported, because it pickles the module: set ddp"
+def strategy(setup: Setup) -> Iterator[str]:
+    return setup.sharding.refusals(setup)
 
 
 def precision(setup: Setup) -> Iterator[str]:
     given = setup.machine.precision
     if given == "16-mixed" and setup.machine.accelerator == "cpu":
         yield "trainer.precision '16-mixed' does not exist on a CPU: set bf16-mixed or 32-true"
-    for strategy, allowed in PRECISIONS.items():
-        if isinstance(setup.strategy, strategy) and given not in allowed:
-            choice = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
-            name = strategy.__name__
-            yield f"trainer.precision {given!r} does not exist under {name}: set {choice}"
 
 
 def blocks(setup: Setup) -> Iterator[str]:
@@ -69,24 +39,18 @@ def blocks(setup: Setup) -> Iterator[str]:
     if config.checkpoint_every < 1:
         every = config.checkpoint_every
         yield f"model.blocks.checkpoint_every {every}: set 1 for every block, n for every n-th"
-    zero_3 = isinstance(setup.strategy, ZeroStrategy) and setup.strategy.stage == 3
-    if config.checkpointing == "selective" and (zero_3 or (setup.mesh and setup.mesh.ep > 1)):
-        # torch 2.13: "encountered during backward but not found in storage" of the collective
-        yield (
-            "model.blocks.checkpointing 'selective' does not work with"
-            f" {'ZeRO stage 3' if zero_3 else 'ep_size > 1'}, which communicates inside of a block"
-            " again in backward: set full"
-        )
 
 
 def batches(setup: Setup) -> Iterator[str]:
     """The data module's own check, with the number of data-parallel ranks."""
-    if not setup.trains or (isinstance(setup.strategy, MeshStrategy) and setup.mesh is None):
+    if not setup.trains or not hasattr(setup.data, "check"):
         return
     try:
-        ranks = data_parallel_size(setup.strategy, setup.machine.world_size)
-        if hasattr(setup.data, "check"):
-            setup.data.check(ranks)
+        ranks = setup.sharding.data_parallel(setup.machine.world_size)
+    except InputError:
+        return  # the strategy reports that its sizes do not fit
+    try:
+        setup.data.check(ranks)
     except InputError as error:
         yield str(error)
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ...compat.transformers import needs_values
 from ...errors import reason
-from ...parallel.pipeline.division import try_stages
-from ...parallel.pipeline.partition import facts_of
-from ...parallel.sequence import try_shard
-from ...parallel.shard import complete_plan
-from .machine import ARGS, NOT_READ_YET, Setup
+from ...parallel.facts import ARGS, NOT_READ_YET
+from .machine import Setup
 
 
 def trial(setup: Setup) -> Iterator[str]:
@@ -22,31 +19,22 @@ def trial(setup: Setup) -> Iterator[str]:
     It takes a tenth of a second for a model of 32 layers. A model that reads values of its tensors
     cannot run without memory, and is not refused here.
     """
-    mesh, config, module = setup.mesh, setup.model_config, setup.module
-    if mesh is None or mesh.tp == mesh.cp == mesh.pp == 1 or config in (NOT_READ_YET, None):
+    config = setup.model_config
+    if config in (NOT_READ_YET, None) or not getattr(setup.data, "is_prepared", True):
         return
-    if not getattr(setup.data, "is_prepared", True):
-        return
-    attempts: dict[str, Callable[[Any], None]] = {
-        "tp_size": lambda model: complete_plan(model, setup.strategy, mesh),
-        "cp_size": lambda model: try_shard(model, mesh.cp),
-        "pp_size": lambda model: _try_stages(model, setup.strategy, mesh.pp),
-    }
     model: Any = None
-    for key, attempt in attempts.items():
-        if (size := getattr(mesh, key.removesuffix("_size"))) == 1:
-            continue
+    for key, attempt in setup.sharding.trials(setup):
         try:
-            model = model or _build(module, setup.data)
+            model = model or _build(setup.module, setup.data)
             attempt(model)
         except Exception as error:
             if needs_values(error):
                 continue
-            why = reason(error)
-            way_out = f"; set {ARGS}.{key} to 1, or choose another strategy"
+            name, why = key.partition(" ")[0], reason(error)
+            way_out = f"; set {ARGS}.{name} to 1, or choose another strategy"
             yield (
-                f"a model of type {config.model_type!r} does not run with {key} {size}: {why}"
-                f"{'' if f'{key} to 1' in why else way_out}"
+                f"a model of type {config.model_type!r} does not run with {key}: {why}"
+                f"{'' if f'{name} to 1' in why else way_out}"
             )
 
 
@@ -55,8 +43,3 @@ def _build(module: Any, data: Any) -> Any:
         if hasattr(module, "build_network"):
             return module.build_network(data, quantized=False)
         return module.build_model(data)
-
-
-def _try_stages(model: Any, strategy: Any, size: int) -> None:
-    keys = strategy.pp_schedule, strategy.pp_stages_per_rank, strategy.pp_layers
-    try_stages(model, facts_of(model, size, *keys))

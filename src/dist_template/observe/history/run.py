@@ -26,7 +26,7 @@ Tree = dict[str, Any]  # the content of a JSON or YAML file
 
 @dataclass
 class History:
-    """What a run has recorded; `read_run` reads it, wings/diagnose/callback.py adds to it.
+    """Records of a run; `read_run` reads them, wings/diagnose/callback.py adds to them.
 
     Args:
         folder: The run's folder.
@@ -81,8 +81,7 @@ class History:
         return _at(self.facts, path, default)
 
     def portable_config(self) -> Tree:
-        """Returns the flat configuration, with "{run}" for the run's own folder, as users write
-        it."""
+        """Returns the flat configuration, with "{run}" for the run's own folder, as users write it."""
         root, name = self.key("run.root", ""), self.key("run.name", "")
         folder = str(Path(str(root) or "runs", str(name), self.folder.name))
         return flatten(without_folder(folder, self.config))
@@ -108,8 +107,7 @@ def read_run(folder: Path, limit: int = 0) -> History:
     """
     if last_write(folder) is None:
         raise InputError(
-            f"{folder} is not the folder of a run: it has neither {CONFIG} nor {FILE}; give"
-            " runs/<name>/<id>"
+            f"{folder} is not the folder of a run: it has neither {CONFIG} nor {FILE}; give runs/<name>/<id>"
         )
     history = History(
         folder=folder,

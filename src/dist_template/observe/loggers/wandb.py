@@ -32,13 +32,12 @@ class WandB(WandbLogger):
         project: W&B project.
         save_dir: The run's folder; its name is the id of the W&B run.
         name: Display name. null uses the id.
-        group: Group of runs that this run belongs to. null is none.
-        tags: Labels. null is none.
-        notes: Free text. null is none.
+        group: Group of runs that this run belongs to. null: no group.
+        tags: Labels. null: no labels.
+        notes: Free text. null: no text.
         offline: true keeps all on disk for `wandb sync`. null: offline if there is no API key.
-        artifacts: Committed checkpoints to upload in the background: none, best (of
-            `best_checkpoint`), last (of `last_checkpoint`, each one as a new version), all (both).
-            None are uploaded offline.
+        artifacts: Committed checkpoints to upload in the background: none, best (of `best_checkpoint`), last (of
+            `last_checkpoint`, each one as a new version), all (both). None are uploaded offline.
         alerts: Whether W&B notifies you of findings of level "error", of a crash, and of the end.
         init_timeout_s: Seconds to wait for the service before logging offline.
         finish_timeout_s: Seconds to wait at the end for uploads; `wandb sync` uploads the rest.
@@ -185,9 +184,7 @@ class Uploads:
         if (thread := self._thread) is not None:
             thread.join(seconds)
             if thread.is_alive():
-                rank_zero_warn(
-                    f"W&B has not received all checkpoints within {seconds:g} s; they stay on disk"
-                )
+                rank_zero_warn(f"W&B has not received all checkpoints within {seconds:g} s; they stay on disk")
 
     def _work(self) -> None:
         while True:

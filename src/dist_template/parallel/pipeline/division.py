@@ -8,7 +8,7 @@ Every rank keeps the model's tree of modules, names and `forward`. Modules of ot
 replaced by ones without parameters, and a forward pass runs one stage: the modules before it are
 passed over, its first block is given what the stage before has sent, and the output of its last
 block is kept. So masks, positions and rotary embeddings are the model's own on every rank, and any
-model works whose blocks stand in one nn.ModuleList, take hidden states first and return them.
+model works whose blocks are in one nn.ModuleList, take hidden states first and return them.
 
 transformers' own division (5.23, `distributed/pipeline_parallel.py`) is for inference: it has no
 backward pass and returns no loss."""
@@ -16,43 +16,44 @@ backward pass and returns no loss."""
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...compat import wrap_method
 from ...compat.transformers import needs_values, run_on_meta
 from ...errors import InputError, reason
-from .partition import bounds_between, outline
+from .partition import ModelParts, bounds_between
 
 PLAIN = (bool, int, float, str, type(None))
 
 
 class StageEnd(Exception):
-    """Ends a training step where its stage ends; what follows the model runs on the last stage."""
+    """Ends a training step at the end of its stage: the loss is computed on the last stage only."""
 
 
-class Position:
-    """The stage that a forward pass runs.
+class StagePass:
+    """The forward pass of one stage through the model.
 
     Attributes:
-        start: Its first block.
+        start: The stage's first block.
         stop: One more than its last block.
         received: The output of the stage before, (B, T, D); None for the first.
         sent: The output of the stage, once it has run; None for the last.
-        is_active: Whether a forward pass runs one stage; else all modules work as they are.
+        is_active: Whether a forward pass runs one stage; else all modules work as usual.
         micro_batch: Its number in the optimizer step.
-        raises: Whether the model's end is the end of a step, unless the stage is the last.
+        ends_step: Whether the model's end raises StageEnd, unless the stage is the last.
     """
 
-    def __init__(self) -> None:
-        self.num_blocks = self.start = self.stop = self.micro_batch = 0
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.start = self.stop = self.micro_batch = 0
         self.received: Tensor | None = None
         self.sent: Tensor | None = None
-        self.is_active = self.raises = self.has_begun = False
+        self.is_active = self.ends_step = self.is_past_embedding = False
 
     @property
     def is_last(self) -> bool:
@@ -61,19 +62,28 @@ class Position:
     @property
     def is_inside(self) -> bool:
         """Whether the module that runs is one of the stage, and not passed over."""
-        return (self.has_begun or not self.start) and (self.is_last or self.sent is None)
+        has_started = self.is_past_embedding or self.start == 0
+        return has_started and (self.is_last or self.sent is None)
 
-    def enter(self, bounds: tuple[int, int], received: Tensor | None, raises: bool) -> None:
+    @contextmanager
+    def running(self, bounds: tuple[int, int], received: Tensor | None, ends_step: bool) -> Generator[None]:
+        """Inside, a forward pass runs the stage with these bounds."""
         self.start, self.stop = bounds
-        self.received, self.sent, self.raises = received, None, raises
-        self.is_active, self.has_begun = True, False
+        self.received, self.sent, self.ends_step = received, None, ends_step
+        self.is_active, self.is_past_embedding = True, False
+        try:
+            yield
+        finally:
+            self.is_active, self.received = False, None
 
-    def leave(self) -> None:
-        self.is_active, self.received = False, None
+    def end(self, *_: Any) -> None:
+        """Hook at the end of the model."""
+        if self.is_active and self.ends_step and not self.is_last:
+            raise StageEnd
 
 
-class Elsewhere(nn.Module):
-    """Stands in for a module whose parameters are on another rank."""
+class RemoteModule(nn.Module):
+    """Takes the place of a module whose parameters are on another rank."""
 
     def __init__(self, of: nn.Module) -> None:
         super().__init__()
@@ -93,27 +103,31 @@ class Elsewhere(nn.Module):
             ) from None
 
 
-class _Seen:
-    """What a forward pass calls in place of a block."""
+class BlockProxy:
+    """Runs a block if it belongs to the current stage, else passes hidden states through."""
 
-    def __init__(self, block: nn.Module, number: int, position: Position) -> None:
-        self._block, self._number, self._position = block, number, position
+    def __init__(self, block: nn.Module, number: int, stage: StagePass) -> None:
+        self._block, self._number, self._stage = block, number, stage
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        position, number = self._position, self._number
+        stage, number = self._stage, self._number
         hidden = args[0] if args else next(iter(kwargs.values()))
-        if position.start <= number < position.stop:
-            if number == position.start > 0 and hidden is not position.received:
+        if stage.start <= number < stage.stop:
+            if number == stage.start > 0 and hidden is not stage.received:
                 raise InputError(
                     "a pipeline needs blocks that are given the output of the block before as it"
                     " is: move what stands between them (a residual sum, a dropout) into the block"
                 )
             return self._block(*args, **kwargs)
-        if number == position.start - 1:
-            return position.received
-        if number == position.stop:
-            _check_hidden(hidden)
-            position.sent = hidden
+        if number == stage.start - 1:
+            return stage.received
+        if number == stage.stop:
+            if not isinstance(hidden, Tensor):
+                raise InputError(
+                    f"a pipeline needs blocks that return their hidden states, a tensor, not"
+                    f" {type(hidden).__name__}: set pp_size to 1, or edit build_model"
+                )
+            stage.sent = hidden
         return hidden
 
     def __getattr__(self, name: str) -> Any:
@@ -121,24 +135,24 @@ class _Seen:
 
 
 class Blocks(nn.ModuleList):
-    """The model's list of blocks, of which a forward pass sees one stage's."""
+    """ModuleList that yields proxies of its blocks during a forward pass of a stage."""
 
-    def __init__(self, blocks: nn.ModuleList, position: Position) -> None:
+    def __init__(self, blocks: nn.ModuleList, stage: StagePass) -> None:
         super().__init__(blocks)
-        self._position = position
+        self._stage = stage
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._seen())
+        return iter(self._visible())
 
     def __getitem__(self, idx: Any) -> Any:
-        return self._seen()[idx]
+        return self._visible()[idx]
 
-    def _seen(self) -> list[Any]:
-        blocks, position = list(self.children()), self._position
-        if not position.is_active:
+    def _visible(self) -> list[Any]:
+        blocks, stage = list(self.children()), self._stage
+        if not stage.is_active:
             return blocks
-        position.has_begun = True
-        return [_Seen(block, number, position) for number, block in enumerate(blocks)]
+        stage.is_past_embedding = True
+        return [BlockProxy(block, number, stage) for number, block in enumerate(blocks)]
 
 
 class Division:
@@ -147,57 +161,46 @@ class Division:
     Args:
         model: On the meta device.
         bounds: First block of each stage and one more than its last, in order.
-        own: Numbers of this rank's stages.
-        facts: What `partition.facts_of` returns.
+        here: Numbers of this rank's stages.
 
     Attributes:
-        position: Which stage a forward pass runs.
-        parts: Of each of this rank's stages, the modules with its parameters.
-        facts: What facts.json has of the stages.
+        stage: The stage that a forward pass runs.
+        modules: Of each of this rank's stages, the modules with its parameters.
 
     Raises:
         InputError: the model cannot be divided.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        bounds: list[tuple[int, int]],
-        own: list[int],
-        facts: dict[str, Any] | None = None,
-    ) -> None:
-        self.position, self.bounds = Position(), bounds
-        self.facts = facts or {}
-        position = self.position
-        parent, name, before, after = outline(model)
-        blocks: Any = getattr(parent, name)
-        position.num_blocks = len(blocks)
-        last = len(bounds) - 1
-        outer = before * (0 in own) + after * (last in own)
-        kept = {id(parameter) for module in outer for parameter in module.parameters()}
-        tied = {id(p) for m in before for p in m.parameters()}
-        tied &= {id(p) for m in after for p in m.parameters()}
-        apart = tied & kept if (0 in own) != (last in own) else set()
-        self._shared = {id(p): (m, n) for m, n, p in _owners(outer) if id(p) in apart}
+    def __init__(self, model: nn.Module, bounds: list[tuple[int, int]], here: list[int]) -> None:
+        parts, last = ModelParts.of(model), len(bounds) - 1
+        blocks, self.bounds = parts.blocks, bounds
+        self.stage = StagePass(len(blocks))
+        ends = {0: parts.before, last: parts.after}
+        local = [module for stage in here for module in ends.get(stage, ())]
+        kept = {id(parameter) for module in local for parameter in module.parameters()}
+        # A tied parameter has a copy on both ends; on one rank it is one parameter.
+        tied = {id(p) for module in parts.before for p in module.parameters()}
+        tied &= {id(p) for module in parts.after for p in module.parameters()}
+        shares = (0 in here) != (last in here)
+        shared = {id(p): (m, n) for m, n, p in _owners(local) if shares and id(p) in tied}
+        self._shared = list(shared.values())
 
-        here = {number for stage in own for number in range(*bounds[stage])}
         for number, block in enumerate(blocks):
-            if number not in here:
-                blocks[number] = Elsewhere(block)
-        setattr(parent, name, Blocks(blocks, position))
+            if not any(bounds[stage][0] <= number < bounds[stage][1] for stage in here):
+                blocks[number] = RemoteModule(block)
+        setattr(parts.owner, parts.name, Blocks(blocks, self.stage))
         self._gated: list[tuple[nn.Module, bool]] = []
-        for module in before + after:
-            comes_first, is_elsewhere = module in before, True
-            for owner, own_name, parameter in _owners([module]):
-                is_elsewhere &= id(parameter) not in kept
-                if kept and id(parameter) not in kept:  # a tied layer's bias, of the other end
-                    setattr(owner, own_name, None)
-            module = _replace(model, module) if is_elsewhere else module
-            self._gated.append((module, comes_first))
-        ends = {0: before, last: after}
-        self.parts = {
-            stage: [blocks[i] for i in range(*bounds[stage])] + ends.get(stage, []) for stage in own
-        }
+        for module in parts.before + parts.after:
+            is_before, is_local = module in parts.before, False
+            for owner, name, parameter in _owners([module]):
+                if id(parameter) in kept:
+                    is_local = True
+                elif kept:  # a tied layer's bias, of the other end
+                    setattr(owner, name, None)
+            if not is_local:
+                module = _replace(model, module)
+            self._gated.append((module, is_before))
+        self.modules = {stage: [*blocks[slice(*bounds[stage])], *ends.get(stage, ())] for stage in here}
 
     def gate(self, model: nn.Module) -> None:
         """Passes over modules of other stages in a forward pass; call it when `model` is sharded.
@@ -205,19 +208,35 @@ class Division:
         Tensor parallelism wraps `forward`, FSDP2 registers hooks: these have to run inside, those
         before.
         """
-        for module, comes_first in self._gated:
-            _gate(module, self.position, comes_first)
-        model.register_forward_hook(self._end_of_step)
+        for module, is_before in self._gated:
+            wrap_method(module, "forward", self._gate(module, is_before))
+        model.register_forward_hook(self.stage.end)
+
+    def _gate(self, module: nn.Module, is_before: bool) -> Callable[..., Any]:
+        """Returns a forward that passes over `module` in stages to which it does not belong."""
+        stage, name = self.stage, getattr(module, "of", type(module).__name__)
+
+        def forward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not stage.is_active:
+                return run(*args, **kwargs)
+            if stage.is_past_embedding == is_before:
+                defined, called = ("before", "after") if is_before else ("after", "before")
+                raise InputError(
+                    f"a pipeline needs modules in the order of their use: {name} is defined"
+                    f" {defined} the blocks and called {called} them; edit build_model"
+                )
+            if is_before and stage.start > 0:
+                return stage.received
+            if not is_before and not stage.is_last:
+                return args[0] if args else next(iter(kwargs.values()))
+            return run(*args, **kwargs)
+
+        return forward
 
     @property
     def shared(self) -> list[nn.Parameter]:
         """Parameters that the first and the last stage, on two ranks, both have (tied ones)."""
-        return [getattr(owner, name) for owner, name in self._shared.values()]
-
-    def _end_of_step(self, *_: Any) -> None:
-        position = self.position
-        if position.is_active and position.raises and not position.is_last:
-            raise StageEnd
+        return [getattr(owner, name) for owner, name in self._shared]
 
 
 def try_stages(model: nn.Module, facts: dict[str, Any]) -> None:
@@ -234,12 +253,12 @@ def try_stages(model: nn.Module, facts: dict[str, Any]) -> None:
     hidden: Tensor | None = None
     for stage in sorted({0, 1, len(bounds) - 1}):
         divided = copy.deepcopy(model)
-        (own,) = [stages for stages in facts["stages"] if stage in stages]
-        division = Division(divided, bounds, own)
+        here = next(stages for stages in facts["stages"] if stage in stages)
+        division = Division(divided, bounds, here)
         division.gate(divided)
-        division.position.enter(bounds[stage], hidden, raises=True)
+        running = division.stage.running(bounds[stage], hidden, ends_step=True)
         try:
-            with suppress(StageEnd), torch.no_grad():
+            with running, suppress(StageEnd), torch.no_grad():
                 run_on_meta(divided)
         except (IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             if isinstance(error, InputError) or needs_values(error):
@@ -248,48 +267,21 @@ def try_stages(model: nn.Module, facts: dict[str, Any]) -> None:
                 f"stage {stage + 1} of {len(bounds)} needs more than the hidden states of the stage"
                 f" before, or its blocks return more ({reason(error)})"
             ) from error
-        hidden = division.position.sent
+        hidden = division.stage.sent
 
 
 def _owners(modules: list[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    owners = [owner for module in modules for owner in module.modules()]
-    return [(o, name, p) for o in owners for name, p in o.named_parameters(recurse=False)]
+    found = []
+    for owner in (owner for module in modules for owner in module.modules()):
+        found += [(owner, name, p) for name, p in owner.named_parameters(recurse=False)]
+    return found
 
 
 def _replace(model: nn.Module, module: nn.Module) -> nn.Module:
-    (owner, name), *_ = [
-        (m, name) for m in model.modules() for name, child in m.named_children() if child is module
-    ]
-    setattr(owner, name, Elsewhere(module))
-    return getattr(owner, name)
-
-
-def _gate(module: nn.Module, position: Position, comes_first: bool) -> None:
-    """Passes over `module` in forward passes of stages that it is not part of."""
-    forward, name = module.forward, getattr(module, "of", type(module).__name__)
-
-    @functools.wraps(forward)
-    def gated(*args: Any, **kwargs: Any) -> Any:
-        if not position.is_active:
-            return forward(*args, **kwargs)
-        if position.has_begun == comes_first:
-            defined, called = ("before", "after") if comes_first else ("after", "before")
-            raise InputError(
-                f"a pipeline needs modules in the order of their use: {name} is defined"
-                f" {defined} the blocks and called {called} them; edit build_model"
-            )
-        if comes_first and position.start > 0:
-            return position.received
-        if not comes_first and not position.is_last:
-            return args[0] if args else next(iter(kwargs.values()))
-        return forward(*args, **kwargs)
-
-    module.forward = gated
-
-
-def _check_hidden(hidden: Any) -> None:
-    if not isinstance(hidden, Tensor):
-        raise InputError(
-            f"a pipeline needs blocks that return their hidden states, a tensor, not"
-            f" {type(hidden).__name__}: set pp_size to 1, or edit build_model"
-        )
+    """Puts a RemoteModule in the place of `module`, and returns it."""
+    for owner in model.modules():
+        for name, child in owner.named_children():
+            if child is module:
+                setattr(owner, name, RemoteModule(module))
+                return getattr(owner, name)
+    raise AssertionError("the module is not in the model")

@@ -1,22 +1,25 @@
-"""Runs the training step of a pipeline, by a schedule of torch.
+"""Runs the steps of a model that is divided into pipeline stages, by a schedule of torch.
 
-torch.distributed.pipelining has the schedules and the messages between stages. It runs a module on
-chunks of one tensor; here each stage runs the user's whole `training_step` on a micro-batch: on the
-last stage to its loss, on the others until the model ends. The micro-batches are those of
-`accumulate_grad_batches`: Lightning hands them over one by one, and the last one starts the
-schedule.
+A step, from top to bottom (`Pipeline.training_step`; docs/strategies/pipeline.md draws it):
 
-    weights        sharded by FSDP2 inside a stage are gathered once per optimizer step, and their
-                   gradients reduced once (ZeRO-1), as torch's schedules do
-    tied weights   the first and the last stage have a copy each and sum their gradients
-    validation     a batch moves through the stages while the next one follows; the sums of
-                   TextModule stay on the last stage until the split ends
-    other calls    (generate) run stage by stage, and every rank gets the model's output
+1  Lightning hands over the micro-batches of `accumulate_grad_batches` one by one. They are queued,
+   and all but the last return a loss of 0.
+2  With the last one, torch's schedule runs forward and backward passes of this rank's stages, and
+   sends hidden states and their gradients (torch.distributed.pipelining).
+3  A forward pass of a stage is the user's `training_step`: on the last stage to its loss, on the
+   others until the model ends, where StageEnd leaves it (division.py).
+4  Gradients that FSDP2 has accumulated are reduced once, and a tied weight's copies summed.
+5  Every rank returns the sum of the losses, which Lightning's backward pass does not follow.
+
+Weights sharded by FSDP2 inside a stage are gathered once per optimizer step (ZeRO-1), as torch's schedules do. In
+validation a batch moves through the stages while the next one follows; the sums of TextModule stay on the last stage
+until the split ends. Other calls of the model (generate) run stage by stage, and every rank gets the output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,81 +28,92 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ...compat import wrap_method
 from ...compat.lightning import accumulates
-from ...compat.torch import reduce_pipeline_gradients
+from ...compat.torch import reduce_pipeline_gradients, tree_leaves, tree_map
 from ...errors import InputError
 from ...layout import layout, local_shard, total_norm
+from ...weights import from_all_ranks
+from ..run_strategy import Layers, T
+from .costs import ONE_STAGE
 from .division import Division, StageEnd
-from .forward import ForwardPasses, shapes_of
-from .partition import bounds_between, facts_of
-from .schedule import (
-    ONE_STAGE,
-    SCHEDULES,
-    Stage,
-    own_error,
-    unreduced,
-    with_losses,
-)
+from .partition import bounds_between
+from .schedule import SCHEDULES, Stage, own_error, unreduced, with_losses
+
+Shapes = tuple[Any, ...]
 
 
-def divide(model: nn.Module, strategy: Any) -> Division:
-    """Divides `model` by a MeshStrategy's keys, in place.
-
-    Raises:
-        InputError: it has too few blocks, or cannot be divided.
-    """
-    keys = strategy.pp_schedule, strategy.pp_stages_per_rank, strategy.pp_layers
-    facts = facts_of(model, strategy.mesh_sizes.pp, *keys)
-    own = facts["stages"][strategy.stages.get_local_rank("pp")]
-    return Division(model, bounds_between(facts["blocks"]), own, facts)
-
-
-class Pipeline(ForwardPasses):
+class Pipeline(Layers):
     """This rank's part of a pipeline.
 
     Args:
         model: Divided, sharded, on its device.
         division: Its stages.
-        strategy: A MeshStrategy.
+        strategy: Has the mesh and the module.
+        facts: What facts.json has of the stages.
     """
 
-    def __init__(self, model: nn.Module, division: Division, strategy: Any) -> None:
-        super().__init__(model, division, strategy)
-        self._steps: list[Any] = []  # the arguments of `training_step`, one micro-batch each
-        self._schedules: dict[Any, tuple[Any, list[Stage]]] = {}
-        self.clocks: dict[int, Any] = {}  # by own stage: what times its passes, if anything does
-        self._ends = None
-        ends = strategy.stages.mesh[[0, -1]].T.tolist()
-        for pair in ends if self.last != self.rank_of[0] else ():
+    def __init__(self, model: nn.Module, division: Division, strategy: Any, facts: dict[str, Any]) -> None:
+        self.model, self.division, self.running = model, division, division.stage
+        self.module: Any = strategy.lightning_module
+        self.device, self.facts = strategy.root_device, facts
+        self.schedule, self.num_stages = strategy.sharding.pp_schedule, len(division.bounds)
+        self.here = list(division.modules)  # numbers of this rank's stages
+        self.has_last = self.num_stages - 1 in self.here
+        self.group = strategy.device_mesh.get_group("pp")  # for collectives
+        # NCCL would run messages and collectives of one group one after the other.
+        self.messages = strategy.stages.get_group("pp")
+        if self.messages is dist.group.WORLD:  # a mesh takes it where a dimension has all ranks
+            self.messages = dist.new_group()
+        self.batch_group = strategy.stages.get_group("of_stage")
+        self.rank_of: dict[int, int] = {}  # of each stage
+        for rank, stages in zip(dist.get_process_group_ranks(self.group), facts["stages"], strict=True):
+            self.rank_of |= dict.fromkeys(stages, rank)
+        self.last = self.rank_of[self.num_stages - 1]
+        self._ends = None  # this rank's pair of a first and a last stage
+        for pair in strategy.stages.mesh[[0, -1]].T.tolist() if self.last != self.rank_of[0] else ():
             group = dist.new_group(pair)  # of all ranks, in one order
             self._ends = group if dist.get_rank() in pair else self._ends
+        self._queue: list[tuple[Any, ...]] = []  # arguments of `training_step`, by micro-batch
+        self._schedules: dict[Any, tuple[Any, list[Stage]]] = {}
+        self._hidden: dict[Any, tuple[Any, torch.dtype]] = {}  # shape and type that a stage gets
+        self._sending: list[tuple[dist.Work, Tensor]] = []
+        self.clocks: dict[int, Any] = {}  # by stage: what times its passes, if anything does
+        if generation := getattr(model, "generation_config", None):
+            generation.use_cache = False  # a rank has the cache of its own blocks alone
+        division.gate(model)
+        wrap_method(model, "forward", self._run_all_stages)
 
-    # ---- training --------------------------------------------------------------------------------
+    def __str__(self) -> str:
+        numbers = ", ".join(str(stage + 1) for stage in self.here)
+        return f"pipeline stage{'s' * (len(self.here) > 1)} {numbers} of {self.num_stages}, "
 
-    def training_step(self, step: Callable[..., Any], args: Any) -> Tensor:
+    # ---- a training step -------------------------------------------------------------------------
+
+    def training_step(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Tensor:
         """Returns () the sum of the losses of all micro-batches on the last one, 0 on the others.
 
         Args:
             step: Runs the module's `training_step` on a micro-batch.
             args: The arguments of `step`.
         """
-        self._steps.append(args)
-        loss = torch.zeros((), device=self.device)
+        self._queue.append(args)
+        loss = torch.zeros((), device=self.device, requires_grad=True)
         if accumulates(self.module.trainer):
-            return loss.requires_grad_()
-        steps, self._steps = self._steps, []
-        num, balancer = len(steps), self.module.balancer
+            return loss
+        queue, self._queue = self._queue, []
+        num, balancer = len(queue), self.module.balancer
         counts, balancer.counts_now = balancer.counts_now, False
-        schedule, stages = self._schedule_of(step, steps)
+        schedule, stages = self._schedule_of(step, queue)
 
         def forward(stage: Stage, number: int, received: Tensor | None) -> Tensor:
-            balancer.counts_now, self.position.micro_batch = counts, number
+            balancer.counts_now, self.running.micro_batch = counts, number
             try:
-                with self._at(stage.stage_index, received, raises=True):
-                    output = step(*steps[number])
+                with self._stage(stage.stage_index, received):
+                    output = step(*queue[number])
                 return (output["loss"] if isinstance(output, dict) else output) / num
             except StageEnd:
-                return with_losses(self.position.sent, self.module, steps[number][0], num)
+                return with_losses(self.running.sent, self.module, queue[number][0], num)
             finally:
                 balancer.counts_now = False
 
@@ -107,48 +121,49 @@ class Pipeline(ForwardPasses):
             stage.run = forward
         losses: list[Tensor] = []
         numbers = torch.arange(num)
+        inputs = [numbers] if 0 in self.here else []
         units = [unit for unit in self.model.modules() if isinstance(unit, FSDPModule)]
         with unreduced(units), own_error():
-            inputs = [numbers] if 0 in self.own else []
             schedule.step(*inputs, target=numbers, losses=losses, return_outputs=False)
         if units:
             reduce_pipeline_gradients(self.model)
         self._sum_shared()
         balancer.counts_now = counts
+        total = torch.zeros((), device=self.device)
         if self.has_last:
-            loss = torch.stack([each.detach() for each in losses]).sum() * num
-        dist.broadcast(loss, self.last, self.group)
-        return loss.requires_grad_()
+            total = torch.stack([each.detach() for each in losses]).sum() * num
+        dist.broadcast(total, self.last, self.group)
+        return total.requires_grad_()
 
-    def _schedule_of(self, step: Any, steps: list[Any]) -> tuple[Any, list[Stage]]:
-        shapes = [shapes_of(args) for args in steps]
-        if any(shape != shapes[0] for shape in shapes):
-            raise InputError(
-                f"a pipeline needs micro-batches of equal shapes, not {shapes[0]} and"
-                f" {next(s for s in shapes if s != shapes[0])}: pack or pad the rows"
-            )
-        key = (len(steps), shapes[0])
-        if key not in self._schedules:
-            self._measure(step, steps[0], shapes[0])
+    def _schedule_of(self, step: Callable[..., Any], queue: list[tuple[Any, ...]]) -> tuple[Any, list[Stage]]:
+        """Returns torch's schedule and this rank's stages, made once for a number of micro-batches and their shapes."""
+        first = shapes_of(queue[0])
+        for args in queue:
+            if (shapes := shapes_of(args)) != first:
+                raise InputError(
+                    f"a pipeline needs micro-batches of equal shapes, not {first} and {shapes}: pack or pad the rows"
+                )
+        key = (len(queue), first)
+        if key in self._schedules:
+            return self._schedules[key]
+        # A forward pass sends each stage's output with its shape, which torch needs.
+        generators = [self.device] if self.device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(generators):
+            self._run_stages(step, queue[0], first, runs_last=False)
+        stages = [Stage(self, number, first) for number in self.here]
+        given: Any = stages[0] if self.schedule in ONE_STAGE else stages
+        try:
             kind = SCHEDULES[self.schedule]
-            stages = [Stage(self, number, shapes[0]) for number in self.own]
-            given: Any = stages[0] if self.schedule in ONE_STAGE else stages
-            try:
-                schedule = kind(given, len(steps), lambda loss, _: loss, scale_grads=False)
-            except ValueError as error:
-                raise InputError(f"pp_schedule {self.schedule}: {error}") from error
-            self._schedules[key] = schedule, stages
-        return self._schedules[key]
-
-    def _measure(self, step: Any, args: Any, key: Any) -> None:
-        """Runs a forward pass that sends each stage's output with its shape, which torch needs."""
-        with torch.no_grad(), torch.random.fork_rng(_generators(self.device)):
-            self.forward_only(step, args, key, runs_last=False)
+            schedule = kind(given, len(queue), lambda loss, _: loss, scale_grads=False)
+        except ValueError as error:
+            raise InputError(f"pp_schedule {self.schedule}: {error}") from error
+        self._schedules[key] = schedule, stages
+        return schedule, stages
 
     def _sum_shared(self) -> None:
         """Sums the gradients of the copies of a tied parameter."""
         for parameter in self.division.shared:
-            gradient: Any = parameter.grad
+            gradient = parameter.grad
             if gradient is None:  # it is frozen, on both ranks
                 continue
             # Under tensor parallelism an embedding's is replicated, and its parameter sharded.
@@ -167,6 +182,131 @@ class Pipeline(ForwardPasses):
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
+    # ---- forward passes alone --------------------------------------------------------------------
 
-def _generators(device: torch.device) -> list[torch.device]:
-    return [device] if device.type == "cuda" else []
+    def evaluate(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Runs a validation or test step; on the last stage alone if the module's sums are there.
+
+        Otherwise every rank runs the whole step, on the output of the last stage.
+        """
+        if getattr(self.module, "sums_on_last_stage", False):
+            return self.forward_only(step, args)
+        return step(*args)
+
+    def forward_only(self, step: Callable[..., T], args: tuple[Any, ...]) -> T | None:
+        return self._run_stages(step, args, shapes_of(args))
+
+    def _run_stages(
+        self, step: Callable[..., T], args: tuple[Any, ...], key: Shapes, runs_last: bool = True
+    ) -> T | None:
+        """Runs `step` stage by stage; returns its result on the last stage, None elsewhere."""
+        for stage in self.here:
+            received = self._receive(stage, key)
+            if stage == self.num_stages - 1 and not runs_last:
+                return None
+            try:
+                with self._stage(stage, received):
+                    return step(*args)
+            except StageEnd:
+                self._send(stage, key)
+        return None
+
+    def _run_all_stages(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Outside of a step, a call of the model runs all stages and returns the last one's output on every rank."""
+        if self.running.is_active:
+            return forward(*args, **kwargs)
+        key, output = ("whole", shapes_of((args, kwargs))), None
+        for stage in self.here:
+            received = self._receive(stage, key)
+            with self._stage(stage, received, ends_step=False):
+                output = forward(*args, **kwargs)
+            if stage < self.num_stages - 1:
+                self._send(stage, key)
+        # The other ranks' outputs have tensors of other shapes.
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        shapes = self.from_last(lambda: [(t.shape, t.dtype) for t in tensors])
+        if not self.has_last:
+            tensors = [torch.empty(s, dtype=d, device=self.device) for s, d in shapes]
+        tensors = [tensor.contiguous() for tensor in tensors]
+        for tensor in tensors:
+            dist.broadcast(tensor, self.last, self.group)
+        received = iter(tensors)
+        return tree_map(lambda leaf: next(received) if isinstance(leaf, Tensor) else leaf, output)
+
+    @contextmanager
+    def _stage(self, stage: int, received: Tensor | None, ends_step: bool = True) -> Generator[None]:
+        with self.running.running(self.division.bounds[stage], received, ends_step):
+            yield
+
+    def _receive(self, stage: int, key: Shapes) -> Tensor | None:
+        """Returns what the stage before has sent, for a batch of the shapes `key`."""
+        if stage == 0:
+            return None
+        if stage - 1 in self.here:
+            return self._kept
+        source = self.rank_of[stage - 1]
+        if (stage, key) not in self._hidden:
+            box: list[Any] = [None]
+            dist.recv_object_list(box, source, self.messages)
+            self._hidden[stage, key] = box[0]
+        received = torch.empty_like(self.hidden_of(stage, key), device=self.device).detach()
+        dist.recv(received, source, self.messages)
+        return received
+
+    def _send(self, stage: int, key: Shapes) -> None:
+        assert self.running.sent is not None
+        hidden = self.running.sent.detach().contiguous()
+        is_known = (stage + 1, key) in self._hidden
+        self._hidden[stage + 1, key] = found = hidden.shape, hidden.dtype
+        if stage + 1 in self.here:
+            self._kept = hidden
+            return
+        target = self.rank_of[stage + 1]
+        if not is_known:
+            dist.send_object_list([found], target, self.messages)
+        for work, _ in self._sending:  # the one before
+            work.wait()
+        work = dist.isend(hidden, target, self.messages)
+        assert work is not None
+        self._sending = [(work, hidden)]
+
+    def hidden_of(self, stage: int, key: Shapes) -> Tensor:
+        """Returns what `stage` receives in a batch of the shapes `key`, on the meta device."""
+        shape, dtype = self._hidden[stage, key]
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+    # ---- answers ---------------------------------------------------------------------------------
+
+    def from_last(self, compute: Callable[[], T]) -> T:
+        """Returns what the ranks of the last stage compute, plain types, on every rank."""
+        box: list[Any] = [compute() if self.has_last else None]
+        dist.broadcast_object_list(box, self.last, self.group)
+        return box[0]
+
+    def all_names(self, names: list[str]) -> list[str]:
+        return list(dict.fromkeys(sum(from_all_ranks(names, self.group), [])))
+
+    def start_clocks(self, make: Callable[[], Any]) -> list[Any]:
+        self.clocks.update((stage, make()) for stage in self.here)
+        return [*self.clocks.values()]
+
+    def micro_batch_of_pass(self, newest: int) -> int | None:
+        return self.running.micro_batch if self.running.is_inside else None
+
+
+def divide(model: nn.Module, facts: dict[str, Any], rank: int) -> Division:
+    """Divides `model` into the stages of `facts`, in place; `rank` is this one's in the pipeline.
+
+    Raises:
+        InputError: it cannot be divided.
+    """
+    return Division(model, bounds_between(facts["blocks"]), facts["stages"][rank])
+
+
+def shapes_of(args: Any) -> Shapes:
+    """Returns the shapes of the tensors of a batch that has rows; hidden states follow from them.
+
+    Vectors are left out, such as the first tokens of packed documents.
+    """
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    return tuple(tuple(tensor.shape) for tensor in tensors if tensor.dim() > 1)

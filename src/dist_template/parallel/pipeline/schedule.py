@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,51 +13,9 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.utils.checkpoint import GraphExecGroup
 
 from ...compat.torch import FrugalStage
+from .costs import Schedule
 
-Schedule = Literal[
-    "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-]
 SCHEDULES: dict[str, type[Any]] = {name: get_schedule_class(name) for name in get_args(Schedule)}
-V_SHAPED = {"ZBVZeroBubble", "DualPipeV"}
-ONE_STAGE = {"GPipe", "1F1B"}
-SPLIT_BACKWARD = {"InterleavedZeroBubble", *V_SHAPED}
-
-
-def stages_per_rank(schedule: str, interleaved: int) -> int:
-    """Returns how many stages each rank has; those of interleaved schedules are configured."""
-    return 1 if schedule in ONE_STAGE else 2 if schedule in V_SHAPED else interleaved
-
-
-def stages_of_rank(schedule: str, rank: int, size: int, per_rank: int) -> list[int]:
-    """Returns the numbers of a rank's stages, in order."""
-    if schedule in V_SHAPED:
-        return [rank, 2 * size - 1 - rank]
-    return [rank + size * i for i in range(per_rank)]
-
-
-def bubble(
-    schedule: str, stages_of_pipeline: int, stages_per_rank: int, micro_batches: int
-) -> float:
-    """Returns the time in which a rank waits, in parts of the time in which it computes.
-
-    A rank waits for p - 1 passes of one of its stages before it starts or after it ends. In GPipe
-    and the 1F1B schedules (Narayanan et al., arXiv:2104.04473) they are forward and backward
-    passes, 3 units of time each: (p - 1) / (v m). The others compute the gradients of weights
-    meanwhile (Qi et al., arXiv:2401.10241) and wait for 1 unit each: (p - 1) / (3 v m).
-
-    Exact for torch's orders of passes, if a stage's forward pass, its inputs' gradients and its
-    weights' gradients each take the same time, messages take none, and m is p or more
-    (ZBVZeroBubble: 3 p / 2).
-
-    Args:
-        schedule: A key of SCHEDULES.
-        stages_of_pipeline: Of all ranks, p v.
-        stages_per_rank: v.
-        micro_batches: Of an optimizer step, m.
-    """
-    ranks = stages_of_pipeline // stages_per_rank
-    units = 3 if schedule in SPLIT_BACKWARD else 1
-    return (ranks - 1) / (units * stages_per_rank * micro_batches)
 
 
 class Stage(FrugalStage):
@@ -73,9 +31,9 @@ class Stage(FrugalStage):
         is_last = number == pipeline.num_stages - 1
         scalar = torch.empty((), device="meta", requires_grad=True)
         index = torch.empty(1, dtype=torch.int64, device="meta")
-        given = index if number == 0 else pipeline.outline_of(number, key)
-        result = scalar if is_last else pipeline.outline_of(number + 1, key)
-        modules = nn.ModuleList(pipeline.division.parts[number])
+        given = index if number == 0 else pipeline.hidden_of(number, key)
+        result = scalar if is_last else pipeline.hidden_of(number + 1, key)
+        modules = nn.ModuleList(pipeline.division.modules[number])
         super().__init__(
             modules, number, pipeline.num_stages, pipeline.device, given, result,
             group=pipeline.messages,

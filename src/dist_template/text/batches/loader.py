@@ -1,5 +1,4 @@
-"""The training loader: reads the micro-batches of an optimizer step together, and counts their
-labels.
+"""The training loader: reads the micro-batches of an optimizer step together, and counts their labels.
 
 Every strategy averages gradients over ranks and micro-batches. A sum of losses divided by the mean
 number of counted labels per rank and micro-batch therefore becomes the mean over all counted labels
@@ -28,7 +27,7 @@ COUNTED = "counted"  # key in the first batch of an optimizer step: its Counted
 
 
 class Counted(NamedTuple):
-    """How many labels count on this rank."""
+    """Numbers of labels on this rank that contribute to the loss."""
 
     step: int  # in the optimizer step
     following: int | None  # in the step after it; None: this is the last step
@@ -36,8 +35,7 @@ class Counted(NamedTuple):
 
 
 class StepLoader(DataLoader):
-    """Starts reading when the first batch is requested: Lightning makes the iterator before it
-    loads the checkpoint.
+    """Starts reading when the first batch is requested: Lightning makes the iterator before it loads the checkpoint.
 
     Args:
         dataset: Returns batches by `__getitems__`.
@@ -47,9 +45,7 @@ class StepLoader(DataLoader):
         options: Of DataLoader; a batch of the data set is not collated.
     """
 
-    def __init__(
-        self, dataset: Any, accumulation: int, transform: Transform = dict, **options: Any
-    ) -> None:
+    def __init__(self, dataset: Any, accumulation: int, transform: Transform = dict, **options: Any) -> None:
         super().__init__(dataset, collate_fn=dict, **options)
         self.accumulation = accumulation
         self.transform = transform
@@ -116,9 +112,7 @@ class TokensPerMicroBatch:
             coming[1].wait()
 
 
-def _sum_over_ranks(
-    least: int, device: torch.device, counted: int
-) -> tuple[Tensor, dist.Work | None]:
+def _sum_over_ranks(least: int, device: torch.device, counted: int) -> tuple[Tensor, dist.Work | None]:
     """Starts the sum, alone at least `least`; Lightning's `reduce` waits at a barrier (2.6.6)."""
     several = dist.is_initialized()
     total = torch.full((), float(counted if several else max(counted, least)), device=device)

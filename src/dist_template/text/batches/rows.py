@@ -1,5 +1,4 @@
-"""Reads rows of a token cache as batches, with the boundaries of documents, by which kernels.py
-separates them.
+"""Reads rows of a token cache as batches, with the boundaries of documents, by which kernels.py separates them.
 
 Plain text fills rows completely (PackedRows). Documents that are not cut, such as conversations,
 are packed into rows (WholeRows): a document of n tokens takes n - 1 positions, each with the next
@@ -55,9 +54,8 @@ class Rows(Dataset):
     def __getitems__(self, rows: list[int]) -> dict[str, Any]:
         """Returns the batch of these rows, and their numbers; DataLoader calls it once a batch.
 
-        Positions (B, T) count from each document's start. Boundaries (documents + 1,) are the
-        documents' starts among the B x T tokens, and B x T. With `cross_document_attention` a row
-        is one document, without boundaries.
+        Positions (B, T) count from each document's start. Boundaries (documents + 1,) are the documents' starts among
+        the B x T tokens, and B x T. With `cross_document_attention` a row is one document, without boundaries.
         """
         inputs, labels, bounds = self.read(rows)
         if self.cross_document_attention:
@@ -140,7 +138,7 @@ class PackedRows(Rows):
 
 
 class Packing(NamedTuple):
-    """Which documents are in which row."""
+    """Assignment of documents to rows."""
 
     documents: np.ndarray  # numbers of documents, row by row
     rows: np.ndarray  # (rows + 1,) starts of the rows in `documents`, and its length
@@ -226,9 +224,7 @@ class WholeRows(Rows):
     Only a document that is longer than a row is cut, to its beginning.
     """
 
-    def __init__(
-        self, corpus: Corpus, split: str, seq_len: int, cross_document_attention: bool = False
-    ) -> None:
+    def __init__(self, corpus: Corpus, split: str, seq_len: int, cross_document_attention: bool = False) -> None:
         end = corpus.manifest["eos_token_id"]
         super().__init__(corpus.tokens(split), seq_len, end, cross_document_attention)
         self.packing = packing_of(corpus, split, seq_len)
@@ -274,8 +270,7 @@ class WholeRows(Rows):
 def second_start(counted: np.ndarray) -> int:
     """Returns where the rejected sequence starts among a pair's tokens, after the chosen one.
 
-    Each starts with tokens of the prompt, which do not count, and ends with tokens of an answer,
-    which do."""
+    Each starts with tokens of the prompt, which do not count, and ends with tokens of an answer, which do."""
     first = counted.argmax()
     return int(first + (~counted[first:]).argmax())
 
@@ -287,9 +282,7 @@ class PairRows(WholeRows):
     starts, its rejected one starts, and both end; and `SCORES` (P, 2) of `scores` (documents, 2).
     """
 
-    def __init__(
-        self, corpus: Corpus, split: str, seq_len: int, scores: np.ndarray | None = None
-    ) -> None:
+    def __init__(self, corpus: Corpus, split: str, seq_len: int, scores: np.ndarray | None = None) -> None:
         super().__init__(corpus, split, seq_len)
         self.scores = scores  # bits of float32, which no precision plugin casts
 
@@ -319,11 +312,8 @@ class PairRows(WholeRows):
         return sequences
 
 
-def last_answers(
-    corpus: Corpus, split: str, seq_len: int, number: int
-) -> list[tuple[list[int], list[int]]]:
-    """Returns the tokens of conversations up to the last answer, and the answer; the chosen one of
-    a pair.
+def last_answers(corpus: Corpus, split: str, seq_len: int, number: int) -> list[tuple[list[int], list[int]]]:
+    """Returns the tokens of conversations up to the last answer, and the answer; the chosen one of a pair.
 
     Conversations that fill a sequence are skipped. Plain text has none, and where all tokens are
     trained on, no answer is known.

@@ -34,9 +34,8 @@ ROWS = 64  # of the train split, spread evenly over it
 # compared to find text of train in validation: 0.3 s
 TRAIN_TOKENS, VALIDATION_TOKENS = 2**22, 2**20
 FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, irregular bits (Knuth's multiplicative hashing)
-# Bytes of text that two documents share only if one was copied from the other: 50 tokens of about 4
-# bytes, the length of a duplicate in "Deduplicating Training Data Makes Language Models Better"
-# (arXiv:2107.06499).
+# Bytes of text that two documents share only if one was copied from the other: 50 tokens of about 4 bytes, the length
+# of a duplicate in "Deduplicating Training Data Makes Language Models Better" (arXiv:2107.06499).
 DUPLICATE_BYTES = 200
 # One window in 2**SAMPLED_BITS is compared, chosen by its content: the same in both splits.
 SAMPLED_BITS = 4
@@ -135,11 +134,10 @@ def similar(documents: list[np.ndarray]) -> int:
 def data_statistics(data: Any) -> dict[str, float | None]:
     """Returns statistics of some rows; {} if a customised data module yields another batch format.
 
-    counted_share is the share of the labels that count, unshifted_share the share of these that
-    equal their input token, as next-token labels rarely do. duplicate_share is the share of
-    validation whose next `DUPLICATE_BYTES` bytes are in train too: documents that differ slightly,
-    since exact duplicates are in one split. It is too low where a split is longer than what is read
-    of it; duplicate_examined_share is the share of train that is read.
+    counted_share is the share of the labels that count, unshifted_share the share of these that equal their input
+    token, as next-token labels rarely do. duplicate_share is the share of validation whose next `DUPLICATE_BYTES` bytes
+    are in train too: documents that differ slightly, since exact duplicates are in one split. It is too low where a
+    split is longer than what is read of it; duplicate_examined_share is the share of train that is read.
     """
     from ..batches.rows import NOT_COUNTED  # imports torch
 

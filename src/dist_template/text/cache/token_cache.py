@@ -8,9 +8,8 @@
         manifest.json                       recipe, fingerprints of files read, counts, checksums
 
 A hash of its text assigns a document to a split: the splits do not depend on the order of files,
-and exact duplicates are in one split. `tokenizers` encodes on all cores by its own threads, in
-bounded memory. A cache is written into a temporary folder, which is renamed when it is complete;
-an older cache stays until then.
+and exact duplicates are in one split. `tokenizers` encodes on all cores by its own threads, in bounded memory. A cache
+is written into a temporary folder, which is renamed when it is complete; an older cache stays until then.
 """
 
 from __future__ import annotations
@@ -151,9 +150,7 @@ class Corpus:
         return "\n".join(line.format(name, **held) for name, held in known)
 
 
-def open_cache(
-    recipe: Recipe, cache_dir: str, check_source: bool = True, every_byte: bool = False
-) -> Corpus:
+def open_cache(recipe: Recipe, cache_dir: str, check_source: bool = True, every_byte: bool = False) -> Corpus:
     """Returns the prepared cache; `every_byte` verifies the checksums of large files too.
 
     Raises:
@@ -246,8 +243,7 @@ def build_cache(recipe: Recipe, cache_dir: str, report: Callable[[str], None]) -
     """Tokenizes into a new cache, which replaces an older one of the same recipe.
 
     Raises:
-        InputError: another process is building it, the disk is full, or the source is unreadable or
-            empty.
+        InputError: another process is building it, the disk is full, or the source is unreadable or empty.
     """
     folder = recipe.folder(cache_dir)
     temporary, older = (folder.with_name(folder.name + ending) for ending in (".tmp", ".old"))
@@ -300,10 +296,7 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
     tokenizer.save_pretrained(folder / "tokenizer")
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
     sources, whole = recipe.source.parts(), recipe.source.whole
-    writers = {
-        split: _SplitWriter(folder / split, len(tokenizer), dtype, sources, whole)
-        for split in SPLITS
-    }
+    writers = {split: _SplitWriter(folder / split, len(tokenizer), dtype, sources, whole) for split in SPLITS}
     started = reported = time.monotonic()
     for part, source in sources.items():
         for documents in batches_of(source):
@@ -329,9 +322,7 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
         "files": files,
     }
     if "" not in sources:  # a mixture: one source after another
-        manifest["parts"] = {
-            part: {split: writers[split].parts[part] for split in SPLITS} for part in sources
-        }
+        manifest["parts"] = {part: {split: writers[split].parts[part] for split in SPLITS} for part in sources}
     if (num_bytes := splits["validation"]["bytes"]) and not whole:
         # where only some labels count, a loss per byte has no meaning
         counts = writers["train"].counts + 1  # of a model of token frequencies alone
@@ -344,9 +335,7 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
 class _SplitWriter:
     """Writes one split's files, `path` with a suffix for each kind, and counts what is in them."""
 
-    def __init__(
-        self, path: Path, vocab_size: int, dtype: np.dtype, parts: Iterable[str], whole: bool
-    ) -> None:
+    def __init__(self, path: Path, vocab_size: int, dtype: np.dtype, parts: Iterable[str], whole: bool) -> None:
         self.parts = {part: dict.fromkeys(COUNTS, 0) for part in parts}
         self.counts = np.zeros(vocab_size, dtype=np.int64)  # of each token
         self._path, self._dtype = path, dtype

@@ -31,7 +31,6 @@ ALL_LINEAR = "all-linear"
 INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer; plans have .* there
 CONV1D = "Conv1D"  # GPT-2's linear layer: its weight is (in, out) (transformers.pytorch_utils)
 PACKED = "packed_colwise"  # FSDP2 cannot shard its interleaved rows once more
-EXPERT_PLAN = {"gate_up_proj": PACKED, "down_proj": "rowwise"}  # which `_rewrite_plans` understands
 # Modules that read a layer's weight without calling it bypass its adapter: Mamba's mixers, which
 # have a parameter D, and AltUp of Gemma 3n.
 ONLY_READ = {"D": ["out_proj", "dt_proj"], "correction_coefs": ["correction_coefs"]}
@@ -44,18 +43,16 @@ class AdapterConfig:
     """LoRA adapters; everything else in the model is frozen.
 
     Args:
-        targets: Names of the linear layers and stacked expert parameters that get an adapter, such
-            as [q_proj, v_proj]; a longer name (layers.0.self_attn.q_proj) selects one layer.
-            all-linear: all of them but the output layer, routers, and layers whose weight a kernel
-            reads (out_proj of Mamba).
+        targets: Names of the linear layers and stacked expert parameters that get an adapter, such as [q_proj, v_proj];
+            a longer name (layers.0.self_attn.q_proj) selects one layer. all-linear: all of them but the output layer,
+            routers, and layers whose weight a kernel reads (out_proj of Mamba).
         rank: Width of the adapters.
         alpha: Scale of the update: alpha / rank, or with rslora alpha / sqrt(rank).
         dropout: Dropout probability of an adapter's input. 0: off, as it must be for experts.
         rslora: Scale by the square root of the rank, which keeps large ranks stable.
         dora: Learn the length of each output row besides its direction (DoRA); not under tensor
             parallelism and not for experts.
-        trainable: Names of modules that are trained in full besides, such as [embed_tokens,
-            lm_head, norm].
+        trainable: Names of modules that are trained in full besides, such as [embed_tokens, lm_head, norm].
         quantize: nf4 stores the frozen linear layers, but for the output layer and stacked experts,
             in 4 bits with double quantization (QLoRA); not under tensor parallelism. null: off.
     """
@@ -77,10 +74,7 @@ def add_adapters(model: Any, config: AdapterConfig) -> PreTrainedModel:
     from peft import LoraConfig
 
     if not hasattr(model, "add_adapter"):
-        raise InputError(
-            f"model.adapter needs a model of transformers, not {type(model).__name__}: set it to"
-            " null"
-        )
+        raise InputError(f"model.adapter needs a model of transformers, not {type(model).__name__}: set it to null")
     check_least("model.adapter", rank=(config.rank, 1), dropout=(config.dropout, 0.0))
     known = {name for name, module in model.named_modules() if [*module.parameters()]}
     trained: list[nn.Module] = []
@@ -106,21 +100,6 @@ def add_adapters(model: Any, config: AdapterConfig) -> PreTrainedModel:
         module.requires_grad_(True)
     _rewrite_plans(model)
     return model
-
-
-def refuse_tensor_parallel(model: PreTrainedModel) -> None:
-    """Raises InputError if adapters of experts would be sharded otherwise than their matrices."""
-    for name, module in model.named_modules():
-        if inner := wrappers_of_parameters(module):
-            base, plan = INDEX.sub(".*", name) + ".base_layer" * len(inner), {}
-            for rule, style in model.tp_plan.items():
-                if rule.rpartition(".")[0] == base:
-                    plan[rule.rpartition(".")[2]] = style
-            if plan and plan != EXPERT_PLAN:
-                raise InputError(
-                    f"adapters of {name} are not sharded by its tensor-parallel plan"
-                    f" ({', '.join(plan.values())}): name linear layers as model.adapter.targets"
-                )
 
 
 def _targets(model: PreTrainedModel, config: AdapterConfig) -> tuple[list[str], list[str]]:

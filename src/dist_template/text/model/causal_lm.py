@@ -39,8 +39,7 @@ def causal_lm_config(
     attention: Attention | None,
     data: Any,
 ) -> PreTrainedConfig:
-    """Returns the transformers configuration; also called before any process starts, to find errors
-    early.
+    """Returns the transformers configuration; also called before any process starts, to find errors early.
 
     Args:
         architecture: `model_type` and fields of its configuration, unless `pretrained` is set.
@@ -87,8 +86,7 @@ def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int)
             )  # fmt: skip
         except (OSError, ValueError, SafetensorError) as error:
             raise _cannot_load(pretrained, error) from error
-        # Published embeddings are often padded beyond their tokenizer: only a larger vocabulary
-        # needs new rows.
+        # Published embeddings are often padded beyond their tokenizer: only a larger vocabulary needs new rows.
         if model.get_input_embeddings().num_embeddings < vocab_size:
             model.resize_token_embeddings(vocab_size)
     else:

@@ -3,9 +3,8 @@
 Logits and their gradients take 12 bytes per token and vocabulary entry: 51 GB for 32,768 tokens and
 a vocabulary of 131,072. Here the backbone runs first, and then the output layer on one chunk at a
 time: logits, loss and gradients. Only the gradients are stored. The backward pass multiplies them
-by the gradient of the sum, one number, so nothing is computed twice (the idea of Liger,
-arXiv:2410.10989, in plain torch). The weight's gradient is accumulated in float32; results differ
-by rounding.
+by the gradient of the sum, one number, so nothing is computed twice (the idea of Liger, arXiv:2410.10989, in plain
+torch). The weight's gradient is accumulated in float32; results differ by rounding.
 
 `torch.nn.functional.linear_cross_entropy` (torch 2.13) also computes in chunks, but it returns
 cross entropy alone: no accuracy, no customised `loss` or `sums`.
@@ -38,10 +37,7 @@ def check_kernel(kernel: Kernel, device: torch.device) -> None:
     if kernel == "torch":
         return
     if not find_spec("liger_kernel"):
-        raise InputError(
-            "model.loss_kernel liger needs a package: pip install 'dist-template[liger]',"
-            " or set torch"
-        )
+        raise InputError("model.loss_kernel liger needs a package: pip install 'dist-template[liger]', or set torch")
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":  # Triton's, for tests
         raise InputError("model.loss_kernel liger needs a GPU: set torch, whose chunks need none")
 
@@ -50,10 +46,9 @@ def check_kernel(kernel: Kernel, device: torch.device) -> None:
 def without_head(model: Any) -> Generator[Callable[[Tensor], Tensor]]:
     """Inside, a forward pass of `model` returns the output layer's input, (B, T, D).
 
-    The layer's hooks run, so FSDP2 and ZeRO see a normal forward pass. The layer computes one
-    token, and a hook returns its input in place of the logits. Yields a function that returns the
-    result of the forward pass, its argument; it raises InputError if the logits were changed after
-    the layer, because the loss would not contain the change."""
+    The layer's hooks run, so FSDP2 and ZeRO see a normal forward pass. The layer computes one token, and a hook returns
+    its input in place of the logits. Yields a function that returns the result of the forward pass, its argument; it
+    raises InputError if the logits were changed after the layer, because the loss would not contain the change."""
     given: list[Tensor] = []
 
     def shorten(head: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
@@ -86,32 +81,25 @@ def without_head(model: Any) -> Generator[Callable[[Tensor], Tensor]]:
 class ChunkedLoss(nn.Module):
     """Runs the output layer and `sums` on one chunk of tokens at a time.
 
-    A module without parameters, because ZeRO-3 gathers the "external parameters" of a module around
-    its forward and backward pass. It must be in the LightningModule before DeepSpeed's engine is
-    created.
+    A module without parameters, because ZeRO-3 gathers the "external parameters" of a module around its forward and
+    backward pass. It must be in the LightningModule before DeepSpeed's engine is created.
 
     Args:
         model: A model with an output layer (`get_output_embeddings`) or without.
-        sums: Maps logits (1, N, V) and labels (1, N) to sums () by name. The first is minimized;
-            the others are metrics without a gradient. Only the output layer's input and weights get
-            a gradient from the first.
+        sums: Maps logits (1, N, V) and labels (1, N) to sums () by name. The first is minimized; the others are metrics
+            without a gradient. Only the output layer's input and weights get a gradient from the first.
         size: N. None: all tokens are computed at once.
-        kernel: liger computes cross entropy and accuracy itself, in chunks of its choice, and does
-            not call `sums`.
+        kernel: liger computes cross entropy and accuracy itself, in chunks of its choice, and does not call `sums`.
 
     Raises:
         InputError: kernel is liger, and the model has no output layer."""
 
-    def __init__(
-        self, model: nn.Module, sums: Sums, size: int | None, kernel: Kernel = "torch"
-    ) -> None:
+    def __init__(self, model: nn.Module, sums: Sums, size: int | None, kernel: Kernel = "torch") -> None:
         super().__init__()
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         if kernel == "liger" and not hasattr(head, "weight"):
             name = type(model).__name__
-            raise InputError(
-                f"model.loss_kernel liger needs an output layer, {name} has none: set torch"
-            )
+            raise InputError(f"model.loss_kernel liger needs an output layer, {name} has none: set torch")
         # as a submodule its weights would get a second name in checkpoints
         self._unregistered = (head,)
         self.sums, self.size, self.kernel = sums, size, kernel
@@ -201,6 +189,5 @@ class _GradientsAtOnce(torch.autograd.Function):
         (of_hidden, of_weights), ctx.gradients = ctx.gradients, None
         pairs = zip(of_weights, ctx.dtypes, strict=True)
         of_weights = [gradient.mul_(upstream[0]).to(dtype) for gradient, dtype in pairs]
-        # In float32: rounded to bfloat16, the number would scale all gradients below by up to 0.4 %
-        # too much.
+        # In float32: rounded to bfloat16, the number would scale all gradients below by up to 0.4 % too much.
         return None, None, (of_hidden.float() * upstream[0]).to(of_hidden.dtype), *of_weights

@@ -1,9 +1,8 @@
 """QLoRA: frozen linear layers in 4 bits (NF4 with double quantization, arXiv:2305.14314).
 
-bitsandbytes' own layer keeps the scales in a Python object beside the weight, which is lost on the
-meta device, in a broadcast and in a shard. Here packed weights and scales are tensors of the
-module, bytes that every strategy broadcasts and shards like any frozen parameter; rank 0 quantizes,
-and bitsandbytes multiplies."""
+bitsandbytes' own layer keeps the scales in a Python object beside the weight, which is lost on the meta device, in a
+broadcast and in a shard. Here packed weights and scales are tensors of the module, bytes that every strategy broadcasts
+and shards like any frozen parameter; rank 0 quantizes, and bitsandbytes multiplies."""
 
 from __future__ import annotations
 
@@ -96,9 +95,7 @@ def dequantize(model: nn.Module) -> None:
     replace_layers(model, lambda layer: isinstance(layer, Linear4bit), Linear4bit.dequantized)
 
 
-def replace_layers(
-    model: nn.Module, chosen: Callable[[nn.Module], bool], make: Callable[[Any], nn.Module]
-) -> None:
+def replace_layers(model: nn.Module, chosen: Callable[[nn.Module], bool], make: Callable[[Any], nn.Module]) -> None:
     """Replaces each layer of `model` for which `chosen(layer)` by `make(layer)`."""
     for parent in [*model.modules()]:
         for name, child in [*parent.named_children()]:

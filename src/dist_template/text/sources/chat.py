@@ -1,4 +1,4 @@
-"""Chat and Preferences: conversations, whose assistant turns are trained on, and pairs of answers.
+"""Chat and Preferences: conversations, with a loss on assistant turns alone; pairs of answers.
 
     data:
       source:
@@ -68,8 +68,7 @@ class Chat(Source):
             assistant turn. all: every token.
         template: A .jinja file of a chat template with `{% generation %}` around the assistant's
             turns. null: the tokenizer's, in trl's form for the family if it has none of these tags.
-        follow_links: Read links that a pattern matches and that lead out of the pattern's folder.
-            false: refuse them.
+        follow_links: Read links that a pattern matches and that lead out of the pattern's folder. false: refuse them.
     """
 
     whole = True
@@ -88,8 +87,7 @@ class Chat(Source):
     def __post_init__(self) -> None:
         if bool(self.paths) == bool(self.name):
             raise InputError(
-                f"data.source {type(self).__name__} needs either paths, of files, or name, of a"
-                " data set of the hub"
+                f"data.source {type(self).__name__} needs either paths, of files, or name, of a data set of the hub"
             )
 
     def documents(self) -> Iterator[tuple[str, str]]:
@@ -152,9 +150,7 @@ class Chat(Source):
         tokenizer.chat_template = tokenizer.chat_template or template.text
         return tokenizer
 
-    def encode(
-        self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents
-    ) -> list[Encoded]:
+    def encode(self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents) -> list[Encoded]:
         template = training_template(tokenizer, self.template, self.train_on)
         return encode(tokenizer, template, self.train_on, documents)
 
@@ -253,9 +249,7 @@ class Preferences(Chat):
             return tokenizer.encode(prompt)
         return super().encode_prompt(tokenizer, prompt)
 
-    def encode(
-        self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents
-    ) -> list[Encoded]:
+    def encode(self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents) -> list[Encoded]:
         """Returns the tokens of both sequences of each pair, and which are an answer's.
 
         The answers start where one of them differs from the prompt alone. That may be before the

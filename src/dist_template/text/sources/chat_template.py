@@ -1,9 +1,8 @@
 """Encodes conversations by a chat template that marks what the assistant says.
 
-transformers reads the marks from `{% generation %}` tags. Most published templates have none, and
-their mask is silently empty (5.23). trl has templates with tags for the families that it knows;
-docs/finetune.md has what they render differently. For others, a turn is what follows the prompt
-that a server would have rendered before it.
+transformers reads the marks from `{% generation %}` tags. Most published templates have none, and their mask is
+silently empty (5.23). trl has templates with tags for the families that it knows; docs/finetune.md has what they render
+differently. For others, a turn is what follows the prompt that a server would have rendered before it.
 """
 
 from __future__ import annotations
@@ -70,9 +69,7 @@ def training_template(tokenizer: Tokenizer, file: str | None, train_on: str) -> 
     return Template(tagged or text, f"{name}, in trl's form,")
 
 
-def encode(
-    tokenizer: Tokenizer, template: Template, train_on: str, documents: Documents
-) -> list[Encoded]:
+def encode(tokenizer: Tokenizer, template: Template, train_on: str, documents: Documents) -> list[Encoded]:
     """Returns the tokens of conversations, which are JSON, and which of them count.
 
     Raises:
@@ -126,9 +123,7 @@ def _in_answers(render: Render, messages: list[dict[str, str]], offsets: np.ndar
         end = answer.rpartition(said)[2] if said else answer
         is_asked = turn.startswith(prompt) and text.startswith(turn) and said in answer
         if not (is_asked and end.strip()):
-            raise InputError(
-                f"message {number + 1} does not continue a server's prompt, or has no end: {HELP}"
-            )
+            raise InputError(f"message {number + 1} does not continue a server's prompt, or has no end: {HELP}")
         counted |= (len(prompt) <= starts) & (starts < ends) & (ends <= len(turn))
     return counted
 

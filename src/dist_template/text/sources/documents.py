@@ -1,13 +1,11 @@
-"""Sources of documents. A new source is one class in the project's `data.py`, and three lines of
-YAML.
+"""Sources of documents. A new source is one class in the project's `data.py`, and three lines of YAML.
 
     data:
       source:
         class_path: Jsonl
         init_args: {paths: [corpus/*.jsonl]}
 
-A source's attributes are its constructor's arguments. They name its cache: other arguments get
-another cache.
+A source's attributes are its constructor's arguments. They name its cache: other arguments get another cache.
 """
 
 from __future__ import annotations
@@ -45,9 +43,9 @@ class Encoded(NamedTuple):
 class Source(Choice, ABC):
     """Base class of a source: it yields the same documents in the same order each time.
 
-    `whole`: its documents are not cut. Their starts and the labels that count are in the cache too,
-    and a row holds documents that fit into it together (rows.py). `pairs`: each of them is two
-    sequences, which do not attend to each other (Preferences).
+    `whole`: documents are stored unsplit, with start offsets and loss masks, and a row holds
+    documents that fit into it together (rows.py). `pairs`: each document is two sequences, which do
+    not attend to each other (Preferences).
     """
 
     whole = False
@@ -69,9 +67,7 @@ class Source(Choice, ABC):
         """Returns the tokenizer that encodes and is saved with the tokens."""
         return tokenizer
 
-    def encode(
-        self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents
-    ) -> list[Encoded]:
+    def encode(self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents) -> list[Encoded]:
         """Returns the tokens of each document; EOS ends each."""
         texts = [text for _, text in documents]
         end = tokenizer.eos_token_id
@@ -115,8 +111,7 @@ class FileSource(Source):
 
     Args:
         paths: Files or glob patterns, `**` for any depth: `[corpus/**/*.txt]`.
-        follow_links: Read links that a pattern matches and that lead out of the pattern's folder.
-            false: refuse them.
+        follow_links: Read links that a pattern matches and that lead out of the pattern's folder. false: refuse them.
     """
 
     paths: list[str]
@@ -133,8 +128,7 @@ class TextFiles(FileSource):
     """Plain text or source code in UTF-8.
 
     Args:
-        separator: What ends a document inside a file, such as "\\n\\n". null: each file is one
-            document.
+        separator: What ends a document inside a file, such as "\\n\\n". null: each file is one document.
     """
 
     separator: str | None = None
@@ -185,8 +179,7 @@ class HubDataset(Source):
         split: The split to read; train, validation and test splits are made from it.
         field: The column that holds the text.
         streaming: true reads over the network while tokenizing; false downloads the split first.
-        revision: The commit or tag to read, so that the data cannot change underneath. null: the
-            newest.
+        revision: The commit or tag to read, so that the data cannot change underneath. null: the newest.
         max_documents: Stop after this number. null: read all.
     """
 
@@ -232,9 +225,7 @@ def texts_of(source: Source) -> Iterator[tuple[str, str]]:
             found = True
             yield name, text.encode(errors="replace").decode()
     if not found:
-        raise InputError(
-            f"data.source {type(source).__name__} has no text in it: point it at other files"
-        )
+        raise InputError(f"data.source {type(source).__name__} has no text in it: point it at other files")
 
 
 def batches_of(source: Source) -> Iterator[Documents]:

@@ -1,11 +1,10 @@
 """Mixture: several sources in one corpus, with weights that may change during training.
 
 The cache holds the documents of one source after another, and so are rows numbered: weights do not
-change it. Which row is at a position of the stream of samples follows in closed form. Until
-position t, a source with share s(u) of the samples at u has given round(integral of s to t) rows.
-Within a block of positions, it is random which source is next; a source's own rows are shuffled
-anew for each of its epochs. `interleave_datasets` of `datasets` draws each document at random: it
-has no row of a position without reading all before, which a resume on other ranks needs.
+change it. Which row is at a position of the stream of samples follows in closed form. Until position t, a source with
+share s(u) of the samples at u has given round(integral of s to t) rows. Within a block of positions, it is random which
+source is next; a source's own rows are shuffled anew for each of its epochs. `interleave_datasets` of `datasets` draws
+each document at random: it has no row of a position without reading all before, which a resume on other ranks needs.
 
     position    0 1 2 3 4 5 6 7 | 8 …          blocks of `BLOCK` samples
     rows of     w w c w w w c w | …            web (weight 3) and code (weight 1)
@@ -120,9 +119,7 @@ class MixtureOrder:
         seed: Seed of the shuffles.
     """
 
-    def __init__(
-        self, sizes: dict[str, int], changes: list[tuple[int, Weights]], seed: int
-    ) -> None:
+    def __init__(self, sizes: dict[str, int], changes: list[tuple[int, Weights]], seed: int) -> None:
         self.sizes = sizes
         self.changes = changes
         self.seed = seed

@@ -1,8 +1,7 @@
 """Finds files by glob patterns and reads records: JSON files, Parquet tables, hub data sets.
 
-A reader yields pairs of a name, `file:number`, and a record. JSON is read without `datasets`: that
-package is an extra, and its reader gives all records of a file the same keys, which would change
-the tokens of conversations.
+A reader yields pairs of a name, `file:number`, and a record. JSON is read without `datasets`: that package is an extra,
+and its reader gives all records of a file the same keys, which would change the tokens of conversations.
 """
 
 from __future__ import annotations
@@ -112,9 +111,7 @@ def json_records(path: Path) -> Iterator[Record]:
                     yield f"{path}:{number}", json.loads(line)
     except ValueError as error:
         kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
-        raise InputError(
-            f"{path} of data.source, line {number}, is not {kind}: {first_line(error)}"
-        ) from error
+        raise InputError(f"{path} of data.source, line {number}, is not {kind}: {first_line(error)}") from error
     except Exception as error:  # each decompressor has errors of its own
         raise unreadable(path, error) from error
 
@@ -148,9 +145,7 @@ def parquet_records(path: Path, fields: Collection[str]) -> Iterator[Record]:
         raise unreadable(path, error) from error
 
 
-def hub_records(
-    name: str, config: str | None, max_records: int | None, **options: Any
-) -> Iterator[Record]:
+def hub_records(name: str, config: str | None, max_records: int | None, **options: Any) -> Iterator[Record]:
     """Yields the records of a data set of the hub; `options` go to `load_dataset`."""
     require("datasets", f"data.source, to read {name},")
     import datasets  # 1.5 s: only for this source

@@ -1,5 +1,4 @@
-"""TextStream: a train split that is read and tokenized while training, for corpora too large to
-prepare.
+"""TextStream: a train split that is read and tokenized while training, for corpora too large to prepare.
 
     datasets -> interleaved by weight -> one rank's documents -> tokens -> blocks of rows -> batches
 
@@ -34,9 +33,8 @@ MOST_EMPTY = 10_000  # documents in a row that are empty or held out, before it 
 
 @dataclass
 class TextStream:
-    """Data sets that are streamed, packed into rows. `data.source` remains for all else: a smaller
-    corpus that gives the tokenizer and the validation and test splits, whose documents the stream
-    skips.
+    """Data sets that are streamed, packed into rows. `data.source` remains for all else: a smaller corpus that gives
+    the tokenizer and the validation and test splits, whose documents the stream skips.
 
     Args:
         datasets: Data sets of the hub, or folders in its format. Each starts again at its end.
@@ -127,8 +125,9 @@ class StreamedRows(IterableDataset):
             start = {"texts": texts.state_dict(), "rest": [], "block": 0, "read": 0, "sizes": sizes}
         if start.get("sizes", sizes) != sizes:
             raise InputError(
-                "with data.stream a run resumes with the data.micro_batch_size, data.seq_len and"
-                f" data.stream.shuffle_rows of before, {start['sizes']}: now they are {sizes}"
+                "a streamed run must resume with the same data.micro_batch_size,"
+                " data.stream.shuffle_rows and data.seq_len: they were"
+                f" {start['sizes']}, and are {sizes} now"
             )
         texts.load_state_dict(start["texts"])
         documents, first = iter(texts), start["read"] * micro
@@ -145,9 +144,7 @@ class StreamedRows(IterableDataset):
                     )
                 found += new
             tokens, rest = np.split(np.concatenate(found), [num_tokens])
-            rows = PackedRows(
-                tokens, data.seq_len, data.eos_token_id, data.cross_document_attention
-            )
+            rows = PackedRows(tokens, data.seq_len, data.eos_token_id, data.cross_document_attention)
             rng = np.random.default_rng((data.seed, data.rank, start["block"]))
             order = rng.permutation(num_rows).tolist()
             for at in range(first, num_rows, micro):

@@ -51,9 +51,7 @@ class Diagnosis(Callback):
             self._history = read_run(self.folder, limit=MAX_ENTRIES)
             self._last = time.monotonic()
 
-    def on_log_step(
-        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
-    ) -> None:
+    def on_log_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]) -> None:
         if self._history is None:
             return
         self._add(trainer, metrics)
@@ -73,9 +71,7 @@ class Diagnosis(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._diagnose(trainer)
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         is_decided = isinstance(exception, InputError | Ended)
         # hooks.py prints all findings of a crash.
         self._diagnose(trainer, prints=is_decided or not isinstance(exception, Exception))

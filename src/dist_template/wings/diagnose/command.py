@@ -70,7 +70,7 @@ def _as_text(history: History, findings: list[Finding], full: bool) -> str:
 
 
 def _steps(history: History) -> tuple[int, int]:
-    """Returns the first and last step with a metric; (0, 0) if there is none."""
+    """Returns the first and last step with a metric; (0, 0) without metrics."""
     steps: list[int] = []
     for name in history.metrics.names:
         steps += history.metrics[name].steps[[0, -1]].tolist()

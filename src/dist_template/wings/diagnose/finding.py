@@ -162,9 +162,7 @@ def as_text(findings: Sequence[Finding], num: int | None = None) -> str:
 
 def _wrapped(text: str, start: str) -> list[str]:
     indent = " " * len(start)
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=start, subsequent_indent=indent, break_long_words=False
-    )
+    return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=indent, break_long_words=False)
 
 
 def _as_yaml(value: object) -> str:

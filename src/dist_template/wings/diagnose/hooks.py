@@ -1,4 +1,4 @@
-"""What diagnosis and report add to a run: see dist_template.hooks."""
+"""Hooks of diagnosis and report in a run: see dist_template.hooks."""
 
 from __future__ import annotations
 

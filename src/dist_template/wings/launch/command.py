@@ -112,9 +112,7 @@ def require_end(job: Job) -> None:
     if is_active:
         what = f"`{program('launch')} stop {job.run}` ends it; or set another {Variable.RUN_ID}"
         what += " or run.name"
-        raise InputError(
-            f"{job.run} is running, as `launch --on {record['on']}` has started it: {what}"
-        )
+        raise InputError(f"{job.run} is running, as `launch --on {record['on']}` has started it: {what}")
 
 
 def write(job: Job, on: str, files: dict[str, str]) -> Path:

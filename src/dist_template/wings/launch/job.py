@@ -19,7 +19,7 @@ PORTS = range(20_000, 30_000)  # below those that Linux assigns to clients
 
 @dataclass(frozen=True)
 class Job:
-    """What a target renders and starts: `verb` of `package` with `flags`, on nodes of equal size.
+    """Job that a target renders and starts: `verb` of `package` with `flags`, on equal nodes.
 
     Args:
         run: The run's folder.
@@ -110,9 +110,7 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
     else:
         nodes = site.nodes or len(slots) or trainer["num_nodes"]
         if on_hosts and slots and nodes > len(slots):
-            raise InputError(
-                f"cluster.nodes is {nodes}, and {len(slots)} hosts are named; name all"
-            )
+            raise InputError(f"cluster.nodes is {nodes}, and {len(slots)} hosts are named; name all")
         sizes = [slots[host] for host in hosts[:nodes]]
         if len(set(sizes)) > 1:
             raise InputError(f"the hosts have {sizes} slots; include as many of each")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from functools import cache
+from itertools import chain
 from typing import Any
 
+from ...cli.limits import proven, training
 from ...cli.limits.machine import Machine as Described
 from ...cli.limits.machine import Setup
 from ...errors import InputError, reason
-from ...observe.history.run import History
-from .candidates import Candidate, candidates
+from ...parallel.candidates import Candidate, candidates
 from .estimate import RECOMPUTED, Machine, Planned
 from .trace import Traced
 
@@ -26,11 +27,14 @@ class Planner:
         self._trainer, self._described = trainer, described
         self.traced = Traced(module, data, described.accelerator != "cpu")
         self._config = module.build_config(self.traced.data)
+        self._stage_facts = cache(self._stage_facts_of)
         self.failed: dict[str, list[str]] = {}  # why a trace fails -> the strategies without it
 
+    def _stage_facts_of(self, candidate: Candidate, world_size: int) -> dict[str, Any]:
+        return candidate.sharding.stage_facts(self.traced.model, world_size)
+
     def options(self, machine: Machine) -> list[Planned]:
-        """Returns the best micro-batch, checkpointing and schedule of each strategy, the best
-        first.
+        """Returns the best micro-batch, checkpointing and schedule of each strategy, the best first.
 
         Raises:
             InputError: `fit` accepts no strategy, or no model of one can be traced.
@@ -44,16 +48,14 @@ class Planner:
             raise InputError(f"plan cannot trace this model: {next(iter(self.failed))}")
         shown: dict[str, Planned] = {}
         for option in sorted(found, key=lambda option: option.order):
-            shown.setdefault(option.candidate.sizes, option)
+            shown.setdefault(option.candidate.name, option)
         return [*shown.values()]
 
     def fits(self, machine: Machine) -> bool:
         accepted = self._accepted(machine)
         return any(o.fits for each in accepted for o in self.ranked(each, machine, [1], ["full"]))
 
-    def ranked(
-        self, candidate: Candidate, machine: Machine, sizes: list[int], modes: list[str]
-    ) -> list[Planned]:
+    def ranked(self, candidate: Candidate, machine: Machine, sizes: list[int], modes: list[str]) -> list[Planned]:
         """Returns the estimates for micro-batches of `sizes` sequences and for `modes` of
         checkpointing, the best first; without a mode whose trace fails, as `failed` explains."""
         found: list[Planned] = []
@@ -62,9 +64,9 @@ class Planner:
                 every = [self.option(candidate, machine, size, mode) for size in sizes]
                 found += sorted(every, key=lambda option: option.order)
             except Exception as error:  # of the model's own code, whose shapes are a rank's
-                names, name = self.failed.setdefault(reason(error), []), candidate.sizes
+                names, name = self.failed.setdefault(reason(error), []), candidate.name
                 name += f" with checkpointing {mode}" * (mode != modes[0])
-                names += [name] * (name not in names and candidate.sizes not in names)
+                names += [name] * (name not in names and candidate.name not in names)
         return sorted(found, key=lambda option: option.order)
 
     def _accepted(self, machine: Machine) -> dict[Candidate, int]:
@@ -75,31 +77,45 @@ class Planner:
         """
         nodes, devices, batch = machine.nodes, machine.devices, self.data.global_batch_size
         described = replace(self._described, devices=devices, num_nodes=nodes)
-        setup = Setup(described, self._trainer, self._module, self.data, self._config, trains=True)
         refused, accepted = [], {}
         for candidate in candidates(nodes, devices):
-            rows, left = divmod(batch * candidate.tp * candidate.pp, nodes * devices)
-            if why := candidate.refusal(setup, self.traced):
+            if why := self._refusal(candidate, described):
                 refused.append(why)
-            elif rows >= candidate.pp and not left:
+                continue
+            rows, left = divmod(batch, candidate.sharding.data_parallel(nodes * devices))
+            if not left and self.option(candidate, machine, 1, "none").is_allowed:
                 accepted[candidate] = rows
         if not accepted:
             which = f"data.global_batch_size {batch} is not a multiple of {nodes} x {devices}"
             raise InputError([*refused, f"{which} devices: edit it"][0])
         return accepted
 
+    def _refusal(self, candidate: Candidate, described: Described) -> str:
+        """Returns why `fit` would refuse a strategy with any micro-batches; "" if it would not."""
+        trainer = {**self._trainer, "strategy": candidate.sharding}
+        setup = Setup(described, trainer, self._module, self.data, self._config, trains=False)
+        try:
+            self._stage_facts(candidate, described.world_size)
+        except InputError as error:  # too few blocks
+            return str(error)
+        checks = (training.architecture, training.precision, training.strategy, training.blocks)
+        found = chain.from_iterable(check(setup) for check in checks)
+        return next(chain(found, proven.refused(replace(setup, trains=True))), "")
+
     def option(self, candidate: Candidate, machine: Machine, rows: int, mode: str) -> Planned:
         """Returns the estimate with micro-batches of `rows` sequences."""
-        data = self.data
-        sizes = {"seq_len": data.seq_len, "global_batch_size": data.global_batch_size}
-        config = {
-            "trainer": {"strategy": candidate.spec, "precision": self._described.precision},
-            "data": sizes | {"micro_batch_size": rows},
-            "model": {"blocks": {"checkpointing": mode}, "loss_chunk": self._module.loss_chunk},
-        }
-        ranks, device = machine.nodes * machine.devices, self._described.accelerator
-        facts = self.traced.facts | {"machine": {"world_size": ranks, "device": device}}
-        if candidate.pp > 1:
-            facts["pipeline"] = self.traced.pipeline(candidate.pp, candidate.schedule or "1F1B")
-        history = History(Path(), config=config, facts=facts)
-        return Planned(history, self.traced, machine, candidate)
+        world = machine.nodes * machine.devices
+        facts = replace(
+            self.traced.facts,
+            world_size=world,
+            precision=self._described.precision,
+            checkpointing=mode,
+            micro_batch_size=rows,
+            seq_len=self.data.seq_len,
+            global_batch_size=self.data.global_batch_size,
+            loss_chunk=self._module.loss_chunk,
+            on_host=self._described.accelerator == "cpu",
+            pipeline=self._stage_facts(candidate, world),
+            traced=lambda run: self.traced.activations(rows, *run, mode),
+        )
+        return Planned(candidate, machine, facts, self.traced.flops_per_token)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ...parallel.facts import STATE
 from ...project import program
 from ...table import Table
-from .estimate import RECOMPUTED, STATE, Machine, Planned
+from .estimate import RECOMPUTED, Machine, Planned
 from .planner import Planner
 
 GB, BEST = 1e9, 3  # strategies whose flags are shown
@@ -29,33 +30,36 @@ def show(planner: Planner, machines: list[Machine]) -> None:
         print(f"\nNot planned, as the trace of a block fails: {', '.join(names)} ({why})")
     fitting = [option for option in options if option.fits]
     for option in fitting[:BEST]:
-        flags = f"{option.candidate.flags} --data.micro_batch_size {option.micro_batch_size}"
-        flags += f" --model.blocks.checkpointing {option.checkpointing}"
+        flags = f"{option.candidate.flags} --data.micro_batch_size {option.facts.micro_batch_size}"
+        flags += f" --model.blocks.checkpointing {option.facts.checkpointing}"
         print(f"\n{_where(option)}: {program('fit')} --config … {flags}")
     if not fitting:
         print("\nNothing fits: more devices, more memory or a shorter data.seq_len are needed.")
     best = (fitting or options)[0]
-    candidate, machine, rows = best.candidate, best.machine, best.micro_batch_size
+    candidate, machine, rows = best.candidate, best.machine, best.facts.micro_batch_size
     modes = [o for mode in RECOMPUTED for o in planner.ranked(candidate, machine, [rows], [mode])]
     parts = [mode.parts() | {"total": mode.total()} for mode in modes]
     lines = [[name, *(f"{each[name] / GB:.2f}" for each in parts)] for name in parts[0]]
-    head = [f"GB of {_where(best)}", *(f"checkpointing {mode.checkpointing}" for mode in modes)]
+    head = [
+        f"GB of {_where(best)}",
+        *(f"checkpointing {mode.facts.checkpointing}" for mode in modes),
+    ]
     print("\n" + Table("", head, lines).as_text())
 
 
 def _where(option: Planned) -> str:
-    return f"{option.candidate.name} on {option.machine.nodes} x {option.machine.devices}"
+    return f"{option.candidate} on {option.machine.nodes} x {option.machine.devices}"
 
 
 def _cells(option: Planned) -> list[str]:
     parts, machine, total = option.parts(), option.machine, option.total()
-    state, sent = sum(parts[name] for name in STATE), sum(size for size, *_ in option.sent())
+    state, sent = sum(parts[name] for name in STATE), option.sent()
     sizes = [state, parts["activations"], total - state - parts["activations"], total]
     return [
         f"{machine.nodes} x {machine.devices}",
-        option.candidate.name,
-        str(option.micro_batch_size),
-        option.checkpointing,
+        str(option.candidate),
+        str(option.facts.micro_batch_size),
+        option.facts.checkpointing,
         *(f"{size / GB:.1f}" for size in sizes),
         "yes" if option.fits else "no",
         f"{sent / GB:.1f}",

@@ -1,16 +1,16 @@
 """A model without memory: its sizes, and the bytes of its activations.
 
-The full model is on the meta device. Of it a model with one block of each kind is traced forward
-and backward, then one with two of a kind: the difference is a block. Gradients of parameters are
-not computed: what is counted is activations, their gradients, and the 16-bit copies of weights that
-autocast keeps.
+The full model is on the meta device. Of it a model with one block of each kind is traced forward and backward, then one
+with two of a kind: the difference is a block. Gradients of parameters are not computed: what is counted is activations,
+their gradients, and the 16-bit copies of weights that autocast keeps.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,7 @@ from ...compat.transformers import cast_experts
 from ...errors import InputError
 from ...model.flops import Size, find_experts, text_config
 from ...parallel.blocks import BlockConfig, find_blocks, wrap_blocks
-from ...parallel.pipeline.partition import facts_of
+from ...parallel.facts import Facts
 from ...text.model.head import without_head
 from ...text.model.kernels import BOUNDS
 from ...text.model.quantize import quantize
@@ -60,48 +60,18 @@ class Traced:
         if adapter and adapter.quantize:
             quantize(packed)
         self.size = Size.of(packed)
-        self.facts = self._facts()
+        self.facts = replace(
+            measured(self.model),
+            parameters=self.size.total,
+            trainable=self.size.trainable,
+            in_4_bits=self.size.in_4_bits,
+            embedding=self.size.embedding,
+        )
         self._peaks = cache(self._trace)
-        self.pipeline = cache(partial(facts_of, self.model))
+        self.flops_per_token = self.size.flops_per_token(self._seq_len) or 0.0
         cast_experts()
 
-    def _facts(self) -> dict[str, Any]:
-        """Returns what facts.json has of a run, and sizes that only a model shows."""
-        size, model, moe = self.size, self.model, find_experts(self.model)
-        experts = {id(p) for each in moe for p in each.parameters()}
-        dense = [(name, p) for name, p in model.named_parameters() if id(p) not in experts]
-        largest = max(self._blocks, key=lambda block: sum(p.numel() for p in block.parameters()))
-        of_block = [(p.numel(), id(p) in experts) for p in largest.parameters()]
-        reduced = 0  # widths that tensor parallelism all-reduces, in forward or backward
-        for name, module in model.named_modules():
-            if style := self._style(name):
-                width = "out_features" if style == "rowwise" else "in_features"
-                reduced += getattr(module, width, getattr(module, "embedding_dim", 0))
-        parameters = {name: getattr(size, name) for name in COUNTED} | {
-            "experts": sum(p.numel() for each in moe for p in each.parameters()),
-            "tp_replicates": sum(p.numel() for name, p in dense if not self._style(name)),
-            "block": sum(number for number, _ in of_block),
-            "block_experts": sum(number for number, is_expert in of_block if is_expert),
-        }
-        of_model = {
-            "layers": len(self._blocks),
-            "width": text_config(model).hidden_size,
-            "vocab_size": model.get_output_embeddings().weight.shape[0],
-            "moe_layers": len(moe),
-            "experts_per_token": size.experts_per_token or 0,
-            "flops_per_token": size.flops_per_token(self._seq_len) or 0,
-            "tp_widths": reduced,
-        }
-        return {"parameters": parameters, "model": of_model}
-
-    def _style(self, name: str) -> str:
-        """Returns the tensor-parallel style of a parameter or its module; `*` is a layer there."""
-        pattern, plan = re.sub(r"\.\d+(?=\.|$)", ".*", name), self.model.tp_plan
-        return plan.get(pattern) or plan.get(pattern.rpartition(".")[0], "")
-
-    def activations(
-        self, rows: int, half: bool, casts: bool, tp: int, mode: str
-    ) -> tuple[float, float]:
+    def activations(self, rows: int, half: bool, casts: bool, tp: int, mode: str) -> tuple[float, float]:
         """Returns the bytes of `rows` sequences that forward keeps, and the most in backward, with
         weights of 16 bits (`half`) or cast, on `tp` tensor-parallel ranks, checkpointed by `mode`.
         """
@@ -120,9 +90,7 @@ class Traced:
                 total = total + len(others) * (longer - base)
         return total
 
-    def _trace(
-        self, numbers: tuple[int, ...], rows: int, half: bool, casts: bool, tp: int, mode: Any
-    ) -> Tensor:
+    def _trace(self, numbers: tuple[int, ...], rows: int, half: bool, casts: bool, tp: int, mode: Any) -> Tensor:
         """Returns (2,): the bytes at the end of forward, and the peak of backward."""
         short, leaf = self._short(numbers, tp), []
         wrap_blocks(short, BlockConfig(mode))
@@ -159,16 +127,13 @@ class Traced:
         made = copy.deepcopy(self.model)
         setattr(parent, name, every)
         for key, parameter in made.get_submodule(path).named_parameters() if tp > 1 else ():
-            style = self._style(f"{path}.{key}")
+            style = style_of(self.model, f"{path}.{key}")
             rowwise = style == "rowwise" and parameter.ndim > 1  # its bias is of full length
             if rowwise or style in ("colwise", "packed_colwise"):
                 dimension = -1 if rowwise else max(-2, -parameter.ndim)
                 size = parameter.shape[dimension] // tp
                 parameter.data = parameter.data.narrow(dimension, 0, size)
         return made
-
-
-COUNTED = ("total", "trainable", "in_4_bits", "embedding")  # of Size
 
 
 def _vocab_size(module: Any, data: Any) -> int:
@@ -180,3 +145,53 @@ def _vocab_size(module: Any, data: Any) -> int:
     if not given and not getattr(module, "pretrained", None):
         raise InputError("plan needs the vocabulary's size: set model.architecture.vocab_size")
     return given or 1
+
+
+def measured(model: Any) -> Facts:
+    """Returns the sizes of a model of transformers on which memory and messages depend."""
+    size, config, moe, blocks = (
+        Size.of(model),
+        text_config(model),
+        find_experts(model),
+        find_blocks(model),
+    )
+    experts = {id(p) for each in moe for p in each.parameters()}
+    parameters = [(name, p) for name, p in model.named_parameters() if id(p) not in experts]
+    largest = max(blocks, key=lambda block: sum(p.numel() for p in block.parameters()))
+    reduced = []  # widths that tensor parallelism all-reduces, in forward or backward
+    for name, module in model.named_modules():
+        style = style_of(model, name)
+        width = "out_features" if style == "rowwise" else "in_features"
+        number = getattr(module, width, getattr(module, "embedding_dim", 0))
+        if style and number:
+            reduced.append(number)
+    heads = getattr(config, "num_attention_heads", None) or 1
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Facts(
+        world_size=1,
+        parameters=size.total,
+        trainable=size.trainable,
+        in_4_bits=size.in_4_bits,
+        embedding=size.embedding,
+        experts=sum(p.numel() for each in moe for p in each.parameters()),
+        tp_replicates=sum(p.numel() for name, p in parameters if not style_of(model, name)),
+        block=sum(p.numel() for p in largest.parameters()),
+        block_experts=sum(p.numel() for p in largest.parameters() if id(p) in experts),
+        layers=len(blocks),
+        width=config.hidden_size,
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+        moe_layers=len(moe),
+        experts_per_token=size.experts_per_token or 0,
+        tp_widths=sum(reduced),
+        tp_calls=len(reduced),
+        heads=(heads, key_heads, head_dim),
+        is_tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+        tensors=len(list(model.parameters())),
+    )
+
+
+def style_of(model: Any, name: str) -> str:
+    """Returns the tensor-parallel style of a parameter or its module; `*` is a layer there."""
+    pattern, plan = re.sub(r"\.\d+(?=\.|$)", ".*", name), model.tp_plan
+    return plan.get(pattern) or plan.get(pattern.rpartition(".")[0], "")

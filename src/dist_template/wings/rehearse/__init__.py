@@ -4,7 +4,6 @@ In the order of a rehearsal:
 
 command.py            the verb: makes the configuration small, runs the checks, prints the report
 shrink_config.py      makes a production configuration small: generated text, few steps
-shrink_strategy.py    makes its mesh small: each size above 1 becomes 2
 shrink_model.py       makes its model small: few narrow layers of the same structure
 source_order.py       reads the user's data source twice, with different hash seeds
 runs.py               the trainings; each runs once, when a check first needs it

@@ -134,10 +134,10 @@ def make_small(
 
     os.environ.pop(Variable.RUN_ID, None)
     cli = Resolved(project, [*flags, *sizes.as_flags(options)], run=False)
-    strategy, config = cli.config_init.trainer.strategy, model_config(cli)
+    config = model_config(cli)
     how = (options.steps, options.processes, options.keep_data)
-    small = shrink(cli.resolved, config, strategy, folder, *how)
-    return cli, config, Runs(small, strategy, folder, project, prelude, options.timeout)
+    small = shrink(cli.resolved, config, folder, *how)
+    return cli, config, Runs(small, folder, project, prelude, options.timeout)
 
 
 def model_config(cli: CLI) -> PretrainedConfig | None:

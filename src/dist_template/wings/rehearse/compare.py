@@ -199,9 +199,7 @@ def _with_kind(record: RunRecord, name: str) -> str:
     return f"buffer {name}" if record.is_buffer(name) else name
 
 
-def _lost(
-    uninterrupted: RunRecord, resumed: RunRecord, step: int, kind: str, prefix: str = ""
-) -> str:
+def _lost(uninterrupted: RunRecord, resumed: RunRecord, step: int, kind: str, prefix: str = "") -> str:
     """Names state that changed during training and differs after the resume, or returns ""."""
     lost: dict[str, tuple[str, str | None]] = {}  # name: value, value after the resume
     starts = _states(uninterrupted, resumed, 0, kind)
@@ -225,7 +223,7 @@ def _lost(
 
 
 def relative_difference(expected: Curve, got: Curve) -> tuple[float, dict[int, float]]:
-    """Returns the largest relative difference, and that of each step of `got`.
+    """Returns (largest relative difference, relative difference by step of `got`).
 
     It is infinite for a step that `expected` lacks, and for NaN.
     """
@@ -244,9 +242,7 @@ def first_difference(expected: Tensors, got: Tensors, tolerance: float = 0.0) ->
     return ""
 
 
-def differences(
-    expected: Tensors, got: Tensors, tolerance: float, floor: float = 0.0
-) -> dict[str, str]:
+def differences(expected: Tensors, got: Tensors, tolerance: float, floor: float = 0.0) -> dict[str, str]:
     """Returns {name: how it differs}; `tolerance` is relative to a tensor's largest value, or to
     `floor` if that is larger."""
     found: dict[str, str] = {}
@@ -278,7 +274,7 @@ def gradients(expected: RunRecord, got: RunRecord) -> dict[str, str]:
 
 
 def samples(expected: RunRecord, got: RunRecord) -> str:
-    """Describes the first step at which `got` lacks samples of `expected`; "" if there is none."""
+    """Describes the first step at which `got` lacks samples of `expected`, or ""."""
     want, have = expected.rows(), got.rows()
     known = {row for rows in want.values() for row, _ in rows}
     for step in sorted(have):

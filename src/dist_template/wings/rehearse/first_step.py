@@ -26,12 +26,13 @@ from torch import Tensor, nn
 
 from ...compat.deepspeed import gradient_of
 from ...compat.lightning import accumulates
-from ...parallel import pipeline_of
-from ...parallel.pipeline.division import Elsewhere, Position
+from ...compat.randomness import turn_dropout_off
+from ...parallel import run_strategy
+from ...parallel.pipeline.division import RemoteModule
+from ...parallel.run_strategy import Layers
 from ...weights import from_all_ranks
 from . import code_locations
 from .forward_hooks import ForwardCall, ForwardHooks, full
-from .randomness import turn_dropout_off
 from .record import ForwardPass
 from .recorder import fingerprint, labels_in, samples_in
 
@@ -92,14 +93,14 @@ class FirstStep(Callback):
                     setattr(owner, name, self._measured(getattr(owner, name), label))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        pipeline = pipeline_of(trainer.strategy)
-        self._group = pipeline and pipeline.group
-        self._hooks = _StepHooks(pl_module, pipeline and pipeline.position)
+        layers = run_strategy(trainer.strategy).layers
+        self._group = layers.group
+        self._hooks = _StepHooks(pl_module, layers)
         self._call = ForwardCall(pl_module)
 
         places: dict[str, str] = {}
         for name, module in pl_module.named_modules():
-            if not isinstance(module, Elsewhere):
+            if not isinstance(module, RemoteModule):
                 places[name] = code_locations.of_module(module)
         for name in METHODS:
             if hasattr(pl_module, name):
@@ -146,8 +147,10 @@ class FirstStep(Callback):
 
     def _gradient_norm(self) -> float:
         """Returns the norm of all gradients over all ranks. Collective if they are sharded."""
-        if pipeline := pipeline_of(self._trainer.strategy):
-            return pipeline.norm([*self._module.parameters()]).item()
+        layers = run_strategy(self._trainer.strategy).layers
+        if layers.group is not None:
+            norm = layers.norm([*self._module.parameters()])
+            return 0.0 if norm is None else norm.item()
         total = 0.0
         for parameter in self._module.parameters():
             gradient = _full_gradient(parameter) if parameter.requires_grad else None
@@ -206,10 +209,10 @@ class FirstStep(Callback):
 class _StepHooks(ForwardHooks):
     """Keeps the tensors of each micro-batch, and which modules advance the random generators."""
 
-    def __init__(self, root: nn.Module, position: Position | None) -> None:
+    def __init__(self, root: nn.Module, layers: Layers) -> None:
         self.passes: list[ForwardPass] = []
         self.draws: dict[str, str] = {}
-        self._position = position
+        self._layers = layers
         super().__init__(root)
 
     def start_micro_batch(self, batch: object, changed: str) -> None:
@@ -220,11 +223,11 @@ class _StepHooks(ForwardHooks):
         self._state = _random_state()
 
     def _record(self, key: str, tensor: Tensor) -> None:
-        if self._position is not None:  # all micro-batches run after the last one's start
-            if not self._position.is_inside:
-                return
-            self.tensors = self.passes[self._position.micro_batch]["tensors"]
-        super()._record(key, tensor)
+        # In a pipeline all micro-batches run after the last one's start.
+        number = self._layers.micro_batch_of_pass(len(self.passes) - 1)
+        if number is not None:
+            self.tensors = self.passes[number]["tensors"]
+            super()._record(key, tensor)
 
     def note(self, what: str) -> None:
         self.draws.setdefault(self.running[-1] if self.running else "training_step", what)
@@ -256,6 +259,6 @@ def _untied(module: nn.Module) -> str:
 
 
 def _full_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Returns the unsharded gradient, or None if there is none. Collective."""
+    """Returns the unsharded gradient; None for a parameter without one. Collective."""
     gradient = gradient_of(parameter)
     return None if gradient is None else full(gradient)

@@ -22,10 +22,10 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ...compat.randomness import watch_seeding
 from ...text.datamodule import PackedText
 from . import code_locations
 from .forward_hooks import EXPERTS, ForwardCall, ForwardHooks, main_output
-from .randomness import watch_seeding
 
 NOT_COUNTED = -100
 MAX_MASKED_SHARE = 0.8
@@ -123,9 +123,7 @@ def _document_starts(batch: Mapping[str, Tensor]) -> Tensor:
     return positions == 0
 
 
-def _forward(
-    module: nn.Module, call: ForwardCall, changed: Mapping[Tensor, Tensor] | None = None
-) -> dict[str, Tensor]:
+def _forward(module: nn.Module, call: ForwardCall, changed: Mapping[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
     hooks = ForwardHooks(module)
     call.repeat(module, changed)
     hooks.remove()

@@ -76,7 +76,7 @@ class RunRecord:
 
     @property
     def error(self) -> str:
-        """The error of `failed_rank`, with the rank; "" if there is none."""
+        """The error of `failed_rank`, with the rank; "" if no rank failed."""
         rank, answer = self.failed_rank, self.answers[self.failed_rank]
         if answer == "done":
             return ""

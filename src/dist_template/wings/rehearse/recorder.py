@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from ...layout import local_shard, shard_place
 from ...model.any_module import metrics_of, results_of
+from ...parallel import run_strategy
 from ...weights import gather
 
 NO_STATE = set(vars(L.LightningModule())) | set(vars(Callback()))
@@ -54,8 +55,8 @@ class Recorder(Callback):
         self._file = (folder / f"rank{rank}.jsonl").open("a", encoding="utf-8", buffering=1)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", {"rank": 0})
-        self._write("run", folder=str(self.run), dp_rank=sampler["rank"])
+        rank = run_strategy(trainer.strategy).data_rank.rank
+        self._write("run", folder=str(self.run), dp_rank=rank)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._save_weights("start", pl_module)
@@ -68,17 +69,13 @@ class Recorder(Callback):
         state = fingerprint(torch.get_rng_state())
         self._write("rows", step=trainer.global_step + 1, rows=rows, random=state)
 
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if not self._has_gradients:
             self._has_gradients = True
             gradients = ((name, each.grad) for name, each in pl_module.named_parameters())
             self._write("gradients", tensors=replica_hashes(gradients))
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
         if trainer.global_step != self._recorded_step:
             self._write_step(trainer, pl_module, metrics_of(pl_module).latest)
 
@@ -94,9 +91,7 @@ class Recorder(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._save_weights("end", pl_module)
 
-    def _write_step(
-        self, trainer: L.Trainer, module: L.LightningModule, metrics: Mapping[str, float]
-    ) -> None:
+    def _write_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: Mapping[str, float]) -> None:
         self._recorded_step = trainer.global_step
         buffers = dict(module.named_buffers())
         rates: list[float] = []  # of the next step
@@ -134,7 +129,7 @@ def samples_in(batch: Any) -> Tensor:
 
 def labels_in(batch: object) -> Tensor | tuple:
     """Returns the tensor whose rows are the samples' labels: `labels`, or the second of a tuple; an
-    empty tuple if there is none, or if ranks share sequences and have parts of the labels."""
+    empty tuple if the batch has no labels, or if ranks share sequences and have parts of them."""
     found = None
     if isinstance(batch, Mapping) and "whole_input_ids" not in batch:
         found = batch.get("labels")
@@ -149,9 +144,8 @@ def labels_in(batch: object) -> Tensor | tuple:
 def replica_hashes(tensors: Iterable[tuple[str, Tensor | None]]) -> dict[str, tuple[str, str]]:
     """Returns {name: (shard, hash)} of this rank's tensors.
 
-    Ranks with the same shard of a tensor must have the same hash. `shard` is "" for an unsharded
-    tensor, and its coordinate for a sharded one. ZeRO-3's partitions are skipped: no two ranks hold
-    the same.
+    Ranks with the same shard of a tensor must have the same hash. `shard` is "" for an unsharded tensor, and its
+    coordinate for a sharded one. ZeRO-3's partitions are skipped: no two ranks hold the same.
     """
     found: dict[str, tuple[str, str]] = {}
     for name, tensor in tensors:

@@ -25,12 +25,12 @@ import yaml
 from lightning.pytorch import Callback
 
 from ...checkpoint.manifest import SavedCheckpoint
+from ...parallel import sharding_of
 from ...project import Project
 from .first_step import FirstStep
 from .interventions import KillAt, LeakageTest, RaggedLabels, StepProbe
 from .record import RunRecord
 from .shrink_config import Config, Small, checkpoint_step
-from .shrink_strategy import halve
 from .workers import Workers
 
 HASH_SEED = "1"  # one that a process draws for itself is this once in 2**32
@@ -52,7 +52,6 @@ class Runs:
     """Runs trainings on demand and keeps their records."""
 
     small: Small
-    strategy_object: object  # the chosen strategy, which computes mesh sizes
     folder: Path  # each training gets a folder in it
     project: Project
     prelude: Callable[[], None] | None = None  # called in each process before anything else
@@ -120,7 +119,10 @@ class Runs:
         saved = SavedCheckpoint.all_in(self.strategy.run / "checkpoints")
         checkpoint = next(each.path for each in saved if each.step == self.kept_step)
         small = self.small
-        spec, num, data_parallel = halve(small.strategy, self.strategy_object, small.processes)
+        spec, half = small.strategy, sharding_of(small.strategy).halved(small.processes)
+        num, data_parallel = half.processes, half.data_parallel
+        if isinstance(spec, dict):
+            spec = spec | {"init_args": half.arguments}
         config = small.variant(num, spec, data_parallel)
         return self._run("fewer", num, config, checkpoint=str(checkpoint))
 

@@ -1,6 +1,6 @@
 """Shrinks a production configuration to a few CPU processes, without changing what is checked.
 
-Kept: the user's module and data module, all callbacks, the strategy with its plans, clipping,
+Unchanged: the user's module and data module, all callbacks, the strategy with its plans, clipping,
 schedule, activation checkpointing, accumulation. Reduced: mesh, batch, model. Replaced: the
 text is generated (unless --keep_data), precision is fp32 to make results comparable, no loggers.
 """
@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...parallel import data_parallel_size
+from ...parallel import sharding_of
 from ...text.model.causal_lm import EXTRA
 from .shrink_model import dropouts, shrink_architecture
-from .shrink_strategy import num_stages, shrink_strategy, with_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -90,7 +89,6 @@ class Small:
 def shrink(
     given: Config,
     model_config: PretrainedConfig | None,
-    strategy: object,
     folder: Path,
     steps: int = 6,
     processes: int | None = None,
@@ -98,17 +96,20 @@ def shrink(
 ) -> Small:
     """Returns the small configuration of `given`, the production one with every key resolved.
 
-    `strategy` is the instantiated strategy or its name, `folder` the destination of text and runs.
-    `keep_data` keeps the configured source and tokenizer. Raises InputError if the strategy does
-    not work on `processes`; None: the fewest that it needs.
+    `folder` is the destination of text and runs. `keep_data` keeps the configured source and tokenizer. Raises
+    InputError if the strategy does not work on `processes`; None: the fewest that it needs.
     """
     config = copy.deepcopy(given)
-    notes: list[str] = []
-    spec, num = shrink_strategy(config["trainer"]["strategy"], strategy, processes, notes)
-    if hasattr(strategy, "sizes"):
-        strategy = with_sizes(strategy, spec["init_args"])
-    stages = num_stages(spec["init_args"]) if hasattr(strategy, "sizes") else 1
-    small = Small(config, num, data_parallel_size(strategy, num), steps, stages, notes=notes)
+    spec = config["trainer"]["strategy"]
+    shrunk = sharding_of(spec).shrunk(processes)
+    num, notes = shrunk.processes, shrunk.notes
+    small = Small(config, num, shrunk.data_parallel, steps, shrunk.stages, notes=notes)
+    if isinstance(spec, dict):
+        spec["init_args"] = shrunk.arguments
+        if "process_group_backend" in shrunk.arguments:
+            shrunk.arguments["process_group_backend"] = None  # the default of a CPU
+    elif spec == "auto":
+        spec = "ddp"
     config["run"] |= {"root": str(folder / "runs"), "name": "rehearsal", "report": False}
     config["trainer"] |= {
         "accelerator": "cpu", "devices": num, "num_nodes": 1, "precision": "32-true",

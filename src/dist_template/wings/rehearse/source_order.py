@@ -42,9 +42,7 @@ def check(source: Source) -> Result:
         if pair[0] != pair[1]:
             one, other = (Path(document).name for document, _ in pair)
             what = f"document {number} is {one} in one process and {other} in another"
-            code = (
-                f"{name}.documents iterates over ({code_locations.of_function(source.documents)})"
-            )
+            code = f"{name}.documents iterates over ({code_locations.of_function(source.documents)})"
             cause = f"{what} (PYTHONHASHSEED {' and '.join(SEEDS)}): sort what {code}"
             got, verdict = "another order", "FAIL"
             break

@@ -4,10 +4,9 @@
         record = workers.run(["fit", "--config=…"], folder, callbacks=[KillAt(5)])
         record.check().loss         # {step: loss}
 
-Each command gets new processes, so that no process group, cache or random state remains from the
-previous one. They are forked from a process that has imported torch, Lightning, transformers
-and DeepSpeed (multiprocessing's "forkserver"): a start takes 0.1 s instead of 6 s. On macOS, where
-such a fork is unsafe, each process imports for itself.
+Each command gets new processes, so that no process group, cache or random state remains from the previous one. They are
+forked from a process that has imported torch, Lightning, transformers and DeepSpeed (multiprocessing's "forkserver"): a
+start takes 0.1 s instead of 6 s. On macOS, where such a fork is unsafe, each process imports for itself.
 
 The ranks have torchrun's environment variables, so that Lightning starts no processes.
 """
@@ -109,8 +108,7 @@ class Workers:
             argv: A verb and its flags. Verbs other than TRAINING_VERBS run on one process.
             record: A new folder for the record and the ranks' logs.
             timeout_s: Seconds after which the ranks log their stacks and are killed. None: never.
-            idle_s: Seconds without progress (`WATCHDOG.beat`) after which each rank reports its
-                position. 0: off.
+            idle_s: Seconds without progress (`WATCHDOG.beat`) after which each rank reports its position. 0: off.
             callbacks: Appended to the trainer's callbacks; they must pickle.
             prelude: Called in each worker before the command; tests inject faults with it.
             run_id: Name of the run folder. None: `record`'s name.

@@ -6,7 +6,6 @@ import contextlib
 import json
 import sys
 
-from ...errors import InputError
 from ...project import Project
 from .. import sizes
 
@@ -23,18 +22,13 @@ def main(argv: list[str], project: Project) -> None:
 
         from ...cli.fit import parse
         from ...cli.limits.machine import Machine, Setup
-        from ...cli.limits.zero import settings_of
-        from ...parallel.zero import ZeroStrategy
+        from ...parallel.zero import complete_config
 
         cli = parse([argv[0], *flags, *sizes.as_flags(given)], project)
         trainer = vars(cli.config_init.trainer)
-        strategy = trainer["strategy"]
-        if not isinstance(strategy, ZeroStrategy):
-            add = "add a file such as --config configs/strategy/zero2.yaml"
-            raise InputError(f"trainer.strategy {strategy!r} does not use DeepSpeed; {add}")
         machine = Machine.described(trainer, default=max(1, torch.accelerator.device_count()))
         if hasattr(cli.datamodule, "check"):
             cli.datamodule.check(machine.world_size)
         setup = Setup(machine, trainer, cli.model, cli.datamodule, model_config=None, trains=True)
-        config = strategy.complete_config(settings_of(setup))
+        config = complete_config(trainer["strategy"], setup)
     print(json.dumps(config, indent=2))

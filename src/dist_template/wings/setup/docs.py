@@ -21,28 +21,39 @@ def main(argv: list[str], project: Project) -> None:
     parser.add_argument("page", nargs="?", help="a name of the list, or its end: zero")
     name = re.sub(r"^docs/|\.md$", "", parser.parse_args(argv[1:]).page or "")
     folder, readme = folder_of_pages(), project.folder.parent / "README.md"
-    text = readme.read_text("utf-8") if readme.is_file() else ""
-    address = (re.search(r"\[Documentation\]\((\S+?)index\.md\)", text) or ["", "not recorded"])[1]
+    address = "not recorded"
+    if readme.is_file():
+        link = re.search(r"\[Documentation\]\((\S+?)index\.md\)", readme.read_text("utf-8"))
+        if link:
+            address = link[1]
     if folder is None:
         raise InputError(f"no page is installed here; the project's README.md has: {address}")
-    files = {file.relative_to(folder).with_suffix(""): file for file in folder.rglob("*.md")}
-    pages = {page.as_posix(): file.read_text("utf-8") for page, file in sorted(files.items())}
-    shown = [text for page, text in pages.items() if f"/{page}".endswith(f"/{name}")]
+    shown, lines, names = "", [], []
+    for file in sorted(folder.rglob("*.md")):
+        page, text = file.relative_to(folder).with_suffix("").as_posix(), file.read_text("utf-8")
+        if f"/{page}".endswith(f"/{name}"):
+            shown = shown or text
+        lines.append(f"{page:<26} {text.splitlines()[0].lstrip('# ')}")
+        names.append(file.stem)
     if not name:
-        lines = [f"{page:<26} {text.splitlines()[0].lstrip('# ')}" for page, text in pages.items()]
         end = f"\n`{program('docs')} PAGE` shows one.\nFolder: {folder}\nAddress: {address}\n"
-        shown = ["\n".join([*lines, end])]
+        shown = "\n".join([*lines, end])
     if not shown:
-        near = get_close_matches(name, [page.rpartition("/")[2] for page in pages], 3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        near = " or ".join(get_close_matches(name, names, 3))
+        hint = f"; did you mean {near}?" if near else ""
         raise InputError(f"there is no page {name!r}: `{program('docs')}` lists all{hint}")
     with suppress(BrokenPipeError):  # of `docs | head`
-        pydoc.pager(shown[0])
+        pydoc.pager(shown)
 
 
 def folder_of_pages() -> Path | None:
     """Returns the folder of the installed version's pages, or None where there are none."""
     package = Path(__file__).parents[2]
     bases = (package.parent, sysconfig.get_path("data"), site.getuserbase())
-    places = [package.parents[1] / "docs", *(Path(b) / "share/doc/dist-template" for b in bases)]
-    return next((place for place in places if (place / "index.md").is_file()), None)
+    places = [package.parents[1] / "docs"]
+    for base in bases:
+        places.append(Path(base) / "share/doc/dist-template")
+    for place in places:
+        if (place / "index.md").is_file():
+            return place
+    return None

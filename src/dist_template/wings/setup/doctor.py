@@ -92,7 +92,7 @@ def read(flags: list[str], project: Project) -> Where:
 
 
 def check_versions(where: Where) -> Findings:
-    """What a bug report needs first, in two lines."""
+    """Reports versions, machine and strategy: two lines that a bug report needs first."""
     names = ("dist-template", "torch", "lightning", "transformers", "deepspeed")
     versions = [f"{name} {packages().get(name, 'missing')}" for name in names]
     yield OK, f"{', '.join(versions)}, Python {platform.python_version()}", ""

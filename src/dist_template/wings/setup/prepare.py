@@ -17,8 +17,7 @@ def main(argv: list[str], project: Project) -> None:
     Prints the first documents as the model reads them, with marks around what is trained on.
 
     Raises:
-        InputError: the data is missing, empty or unreadable, the disk is full, or another `prepare`
-            runs.
+        InputError: the data is missing, empty or unreadable, the disk is full, or another `prepare` runs.
     """
     check(argv)
     from ...cli.fit import parse  # imports torch

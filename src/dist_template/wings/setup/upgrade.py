@@ -86,7 +86,7 @@ def _check_trust(root: Path, address: str, is_given: bool) -> None:
     configuration, which no commit contains.
 
     Raises:
-        InputError: they may not, or nobody can be asked.
+        InputError: they may not, or there is no terminal to ask on.
     """
     print(f"the template is {address}", flush=True)
     if is_given or _git(root, "config", "--local", TRUSTED, check=False) == address:
@@ -159,14 +159,10 @@ def _commit(root: Path, record: Record, version: Version, out: Path, *parent: st
     return _git(root, "commit-tree", tree, *parent, "-m", f"Upgrade to {name} of the template")
 
 
-def _git(
-    where: Path, *arguments: str, check: bool = True, env: Mapping[str, str] | None = None
-) -> str:
+def _git(where: Path, *arguments: str, check: bool = True, env: Mapping[str, str] | None = None) -> str:
     """Returns what git prints in the folder `where`, or "" if it fails without `check`."""
     command = ["git", "-C", str(where), *arguments]
-    done = subprocess.run(
-        command, env={**os.environ, **(env or {})}, capture_output=True, text=True
-    )
+    done = subprocess.run(command, env={**os.environ, **(env or {})}, capture_output=True, text=True)
     if check and done.returncode:
         raise InputError(f"`git {' '.join(arguments[:-1])}` fails: {' '.join(done.stderr.split())}")
     return "" if done.returncode else done.stdout.strip()

@@ -59,9 +59,7 @@ def main(argv: list[str], project: Project) -> None:
 
     sweep = Sweep(*_checked(given, flags, project))
     command = [sys.executable, "-m", project.package, *argv, "--workers=1"]
-    others = [
-        subprocess.Popen(command, preexec_fn=end_with_parent) for _ in range(1, given.workers)
-    ]
+    others = [subprocess.Popen(command, preexec_fn=end_with_parent) for _ in range(1, given.workers)]
     for number in sweep.claim(given.trials):
         run(sweep, number, project)
     for other in others:
@@ -147,9 +145,7 @@ def _page(sweep: Sweep, study: Study, history: History, **texts: str) -> str:
         rows.append([str(trial.number), *values, trial.user_attrs.get("end", state)])
     figures = {}
     for name, figure in _figures(study, given["metric"]).items():
-        figures[name] = Markup(
-            figure.to_html(full_html=False, include_plotlyjs=False, config=IN_PAGE)
-        )
+        figures[name] = Markup(figure.to_html(full_html=False, include_plotlyjs=False, config=IN_PAGE))
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     return environment.get_template("page.html").render(
         title=str(sweep.folder), css=Markup((FOLDER / "page.css").read_text("utf-8")),

@@ -74,9 +74,7 @@ class Sweep:
             pruner = pruners.MedianPruner(n_warmup_steps=first)
         elif kind == "hyperband":
             pruner = pruners.HyperbandPruner(first)
-        return optuna.load_study(
-            storage=self._storage, study_name="", sampler=sampler, pruner=pruner
-        )
+        return optuna.load_study(storage=self._storage, study_name="", sampler=sampler, pruner=pruner)
 
     def trial(self, number: int) -> optuna.Trial:
         """Returns an unfinished trial to add to, in any process."""
@@ -193,9 +191,7 @@ def start(argv: list[str], folder: Path) -> int:
     variables = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
     variables[Variable.RUN_ID] = folder.name
     with (folder / "output.txt").open("a") as output:
-        process = subprocess.Popen(
-            argv, env=variables, stdout=output, stderr=output, preexec_fn=end_with_parent
-        )
+        process = subprocess.Popen(argv, env=variables, stdout=output, stderr=output, preexec_fn=end_with_parent)
     for each in STOP:
         signal.signal(each, lambda number, frame: process.send_signal(number))
     return process.wait()

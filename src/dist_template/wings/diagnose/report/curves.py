@@ -82,7 +82,7 @@ class Figure:
 
 
 def figures(histories: list[History], names: list[str]) -> tuple[list[Figure], list[Figure]]:
-    """Returns the panels that have data, and those of all other metrics."""
+    """Returns (panels that have data, one panel for each other metric)."""
     logged = sorted(set().union(*(history.metrics.names for history in histories)))
     panels, drawn = list(PANELS), set(NOT_DRAWN)
     for panel in PANELS:
@@ -172,9 +172,7 @@ def _figure(panel: Panel, histories: list[History], names: list[str]) -> Figure 
     return Figure(panel, data, x, y, layout)
 
 
-def _buttons(
-    data: list[dict[str, object]], tokens: list[np.ndarray], is_log: bool
-) -> dict[str, object]:
+def _buttons(data: list[dict[str, object]], tokens: list[np.ndarray], is_log: bool) -> dict[str, object]:
     """Returns the buttons above a plot: what the x axis shows, and the scale of the y axis."""
     scales = [{"yaxis.type": "log"}, {"yaxis.type": "linear"}]
     first, second = scales[::-1] if is_log else scales

@@ -34,9 +34,7 @@ LAYOUT = {
 AXIS = {"gridcolor": LINE, "zerolinecolor": LINE, "automargin": True}
 
 
-def write(
-    folders: list[Path], output: Path, plotly: str | None = None
-) -> tuple[list[History], list[list[Finding]]]:
+def write(folders: list[Path], output: Path, plotly: str | None = None) -> tuple[list[History], list[list[Finding]]]:
     """Writes a report on the runs in `folders`, and returns the histories and findings.
 
     Args:
@@ -169,9 +167,7 @@ def markdown(context: dict[str, object]) -> str:
     """Returns the content of report.md: without curves and folded texts."""
     from jinja2 import Environment, FileSystemLoader
 
-    environment = Environment(
-        loader=FileSystemLoader(FOLDER), finalize=_inline, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = Environment(loader=FileSystemLoader(FOLDER), finalize=_inline, trim_blocks=True, lstrip_blocks=True)
     environment.filters["block"] = _block
     return environment.get_template("page.md").render(context)
 

@@ -1,4 +1,4 @@
-"""The final figures of a run, those of several side by side, and the command that resumes a run."""
+"""Final figures of one run or of several side by side, and the command that resumes a run."""
 
 from __future__ import annotations
 
@@ -106,9 +106,7 @@ FIGURES: tuple[tuple[str, Form, Value], ...] = (
     ("duration", clock, _duration),
     ("attempts", "{:.0f}".format, attempts),
 )
-IN_FIGURES = re.compile(
-    "(train|eval|test)/(loss|tokens|perplexity|bits_per_byte|grad_norm|learning_rate)"
-)
+IN_FIGURES = re.compile("(train|eval|test)/(loss|tokens|perplexity|bits_per_byte|grad_norm|learning_rate)")
 
 
 def figures(history: History) -> list[tuple[str, str]]:

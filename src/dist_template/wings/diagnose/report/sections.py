@@ -70,7 +70,7 @@ def status(history: History) -> str:
 
 
 def what(history: History) -> str:
-    """Returns what was trained, on what and when, as far as it is known."""
+    """Describes the run: model, size, strategy, devices, precision, start; skips the unknown."""
     total, ranks = history.fact("parameters.total"), history.fact("machine.world_size")
     known = [history.fact("model.model_type") or history.key("model.architecture.model_type")]
     if total:
@@ -149,7 +149,7 @@ def _differing(head: str, trees: Iterable[Mapping[str, object]], names: list[str
 
 
 def newest_evaluation(run: Path) -> dict[str, Any]:
-    """Returns what the verb evaluate has written last; {} if there is none."""
+    """Reads the newest result of the verb evaluate; {} without one."""
     files = sorted((run / "evaluation").glob("*.json"), key=lambda path: path.stat().st_mtime)
     return read_mapping(files[-1], "evaluate again, or remove it") if files else {}
 
@@ -211,9 +211,7 @@ def _goodput(histories: list[History], names: list[str]) -> Parts:
 def _configuration(history: History) -> Parts:
     parts: Parts = []
     if history.defaults:
-        rows = [
-            [key, shown(value), shown(default)] for key, value, default in from_defaults(history)
-        ]
+        rows = [[key, shown(value), shown(default)] for key, value, default in from_defaults(history)]
         note = "" if rows else "Every key has its default."
         head = ["key", "this run", "default"]
         parts.append(Table("What differs from the defaults", head, rows, note))

@@ -62,9 +62,7 @@ def out_of_memory(history: History) -> Iterator[Finding]:
     title, evidence = "out of memory", f"{evidence}. {used_by}"
     steps, ranks = (step, step), [crash["rank"] for crash in crashes]
     explains = ("memory_nearly_full", "crashed")
-    yield Finding(
-        "out_of_memory", "error", "certain", title, evidence, causes, steps, ranks, explains
-    )
+    yield Finding("out_of_memory", "error", "certain", title, evidence, causes, steps, ranks, explains)
 
 
 def crashed(history: History) -> Iterator[Finding]:
@@ -101,15 +99,13 @@ def loss_not_finite(history: History) -> Iterator[Finding]:
     if incidents and math.isfinite(incidents[0]["loss"]):
         parts.append(f"the loss was {incidents[0]['loss']:.4g} and the gradient was not finite")
     if origin:
-        parts.append(f"the first non-finite {origin['what']} is that of {origin['module']}")
+        parts.append(f"first non-finite {origin['what']}: {origin['module']}")
     is_error = not incidents or len(incidents) > 3 or incidents[-1]["decision"] == "stop"
     level: Level = "error" if is_error else "warning"
     title, evidence = "the loss or the gradient is not finite", "; ".join(parts) + "."
     causes = _why_not_finite(history, steps[0], origin, ranks, incidents)
     span, explains = (steps[0], steps[-1]), ("loss_diverges", "loss_spikes", "early_loss_jump")
-    yield Finding(
-        "loss_not_finite", level, "certain", title, evidence, causes, span, ranks, explains
-    )
+    yield Finding("loss_not_finite", level, "certain", title, evidence, causes, span, ranks, explains)
 
 
 def _why_not_finite(

@@ -52,8 +52,7 @@ def experts_unused(history: History) -> Iterator[Finding]:
     level: Level = "error" if last >= COLLAPSED * total else "warning"
     confidence = "certain" if robust.median(unused.values) > UNUSED * total else "likely"
     evidence = (
-        f"{last:.0f} of at most {total} experts got no token at the last log steps, up to step"
-        f" {unused.steps[-1]}."
+        f"{last:.0f} of at most {total} experts got no token at the last log steps, up to step {unused.steps[-1]}."
     )
     title, explains = "experts get no tokens", ("experts_overloaded",)
     causes, steps = _balancing(history), robust.span(unused)

@@ -22,7 +22,7 @@ SPIKE_SIGMAS, SPIKE_SHARE = 6.0, 0.15  # above the running median: in noise, and
 WIDTH = 9  # log steps of a running median
 ISOLATED = 0.7  # of the spikes' log steps have no spike next to them
 NO_DECREASE = 0.03  # of the first loss: any sensible learning rate decreases it by more
-UNTRAINED = 0.8  # of ln(vocabulary): a higher loss is that of an untrained model
+UNTRAINED = 0.8  # of ln(vocabulary): an untrained model has a higher loss
 MIN_NORMS = 10  # log steps with a gradient norm
 NORM_SPIKE, NORM_LIMIT = 30.0, 100.0  # times the running median; absolute: 0.1 to 10 is usual
 
@@ -74,9 +74,7 @@ def early_loss_jump(history: History) -> Iterator[Finding]:
     causes = expected.instability_causes(history, stable_until)[:2]
     title, steps = "the loss jumped in the first steps", robust.span(early[: top + 1])
     explains = ("loss_spikes",)
-    yield Finding(
-        "early_loss_jump", "warning", "likely", title, evidence, causes, steps, (), explains
-    )
+    yield Finding("early_loss_jump", "warning", "likely", title, evidence, causes, steps, (), explains)
 
 
 def loss_spikes(history: History) -> Iterator[Finding]:
@@ -114,10 +112,7 @@ def loss_not_decreasing(history: History) -> Iterator[Finding]:
     is_untrained = first > UNTRAINED * uniform if uniform else not history.key("model.pretrained")
     if not is_untrained or abs(first - last) > NO_DECREASE * first:
         return
-    evidence = (
-        f"train/loss was {first:.4g} at step {loss.steps[0]} and is {last:.4g} at step"
-        f" {loss.steps[-1]}"
-    )
+    evidence = f"train/loss was {first:.4g} at step {loss.steps[0]} and is {last:.4g} at step {loss.steps[-1]}"
     evidence += f"; ln(vocabulary) is {uniform:.4g}." if uniform else "."
     confidence = "certain" if first - last < NO_DECREASE / 3 * first else "likely"
     causes, steps = list(_why_not_decreasing(history)), robust.span(loss)
@@ -147,9 +142,7 @@ def _why_not_decreasing(history: History) -> Iterator[Cause]:
             " weights.",
             expected.lower_rate(history),
         )
-    yield Cause(
-        "The labels do not match the inputs: inspect a batch (shift, tokenizer, shuffled labels)."
-    )
+    yield Cause("The labels do not match the inputs: inspect a batch (shift, tokenizer, shuffled labels).")
 
 
 def gradient_zero(history: History) -> Iterator[Finding]:
@@ -161,9 +154,7 @@ def gradient_zero(history: History) -> Iterator[Finding]:
     last = f"the last {robust.window(norm)} log steps, up to step {norm.steps[-1]}"
     evidence, title = f"train/grad_norm is 0 at {last}.", "the gradient is zero"
     steps, explains = robust.span(norm), ("loss_not_decreasing",)
-    yield Finding(
-        "gradient_zero", "error", "certain", title, evidence, [cause], steps, (), explains
-    )
+    yield Finding("gradient_zero", "error", "certain", title, evidence, [cause], steps, (), explains)
 
 
 def gradient_explodes(history: History) -> Iterator[Finding]:

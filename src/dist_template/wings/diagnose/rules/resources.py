@@ -10,7 +10,8 @@ from operator import truediv
 import numpy as np
 
 from ....observe.history.run import History
-from ....parallel.pipeline.balance import balanced
+from ....parallel.axes import PipelineAxis
+from ....parallel.pipeline.costs import balanced
 from .. import expected, robust
 from ..finding import Cause, Change, Finding
 from ..memory import STRATEGY
@@ -82,9 +83,7 @@ def slow_rank(history: History) -> Iterator[Finding]:
     confidence = "certain" if same >= ALWAYS_SAME_RANK and times > 1.5 else "likely"
     title, steps = f"all ranks wait for rank {rank}{host}", robust.span(when_slowest)
     explains = ("waits_for_data",)
-    yield Finding(
-        "slow_rank", "warning", confidence, title, evidence, causes, steps, [rank], explains
-    )
+    yield Finding("slow_rank", "warning", confidence, title, evidence, causes, steps, [rank], explains)
 
 
 def fp32_on_gpu(history: History) -> Iterator[Finding]:
@@ -134,9 +133,7 @@ def memory_grows(history: History) -> Iterator[Finding]:
         f"memory/allocated_gib went from {first:.2f} to {last:.2f} between steps {begin} and {end},"
         f" {1024 * rate:.3g} MiB per step{full}."
     )
-    cause = Cause(
-        "A tensor of every step is kept: a list of losses, or a sum of losses without .detach()."
-    )
+    cause = Cause("A tensor of every step is kept: a list of losses, or a sum of losses without .detach().")
     title = "memory grows from step to step"
     yield Finding("memory_grows", "warning", "likely", title, evidence, [cause], (begin, end))
 
@@ -159,7 +156,8 @@ def pipeline_waits(history: History) -> Iterator[Finding]:
         sentence = "Two stages on each device, and gradients of weights computed in the gaps."
         change = Change(f"{STRATEGY}pp_schedule", schedule, "ZBVZeroBubble")
         causes.append(Cause(sentence, [change]))
-    causes.append(Cause("The global batch is small for so many stages: a lower pp_size."))
+    sentence = f"The global batch is small for so many stages: a lower {PipelineAxis.key}."
+    causes.append(Cause(sentence))
     evidence = (
         f"{bubble / (1 + bubble):.0%} of a step: {num} micro-batches through {len(stages)} devices"
         f" by {schedule}, if all stages take the same time."
@@ -174,7 +172,7 @@ def uneven_stages(history: History) -> Iterator[Finding]:
     if len(series) < 2 or min(map(len, series)) < MIN_POINTS:
         return
     times = [robust.median(each.values) for each in series]
-    of_devices = [sum(times[n] for n in own) for own in stages]
+    of_devices = [sum(times[n] for n in numbers) for numbers in stages]
     rank = int(np.argmax(of_devices))
     ratio = of_devices[rank] / np.mean(of_devices)
     if ratio < UNEVEN:

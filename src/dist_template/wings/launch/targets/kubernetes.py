@@ -1,8 +1,7 @@
 """Kubernetes: a pod per node, as a Job, a JobSet, Kubeflow's TrainJob or KubeRay's RayJob.
 
-kubernetes.template has the manifests, in YAML. In each pod launch/torchrun.sh starts the processes;
-the first pod hosts their rendezvous. The failure policy is docs/recovery/exit_codes.md in
-Kubernetes' terms.
+kubernetes.template has the manifests, in YAML. In each pod launch/torchrun.sh starts the processes; the first pod hosts
+their rendezvous. The failure policy is docs/recovery/exit_codes.md in Kubernetes' terms.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class Kubernetes(Target):
         """Returns the manifests.
 
         Raises:
-            InputError: the image, the volume or the queue is not given, or a secret is, by its
-                value.
+            InputError: the image, the volume or the queue is not given, or a secret is, by its value.
         """
         _check(job)
         _check_secrets(job)

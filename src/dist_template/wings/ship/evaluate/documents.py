@@ -99,9 +99,7 @@ class DocumentScores(Callback):
     on_validation_batch_end = on_test_batch_end
 
 
-def _by_document(
-    model: OnnxModel, input_ids: Tensor, position_ids: Tensor, **_: object
-) -> SimpleNamespace:
+def _by_document(model: OnnxModel, input_ids: Tensor, position_ids: Tensor, **_: object) -> SimpleNamespace:
     """Runs a graph on packed rows: each document alone, because the graph knows no boundaries."""
     rows = []
     for tokens, positions in zip(input_ids, position_ids, strict=True):

@@ -64,9 +64,7 @@ def read(path: str | None) -> dict[str, Any]:
     return KEYS | given
 
 
-def values_of(
-    number: int, loaded: Trained, keys: dict[str, Any], samples: list[dict[str, Any]]
-) -> list[Value]:
+def values_of(number: int, loaded: Trained, keys: dict[str, Any], samples: list[dict[str, Any]]) -> list[Value]:
     """Returns the values of tasks and of the user's metric for model `number`."""
     found = []
     if metric := keys["metric"]:

@@ -83,9 +83,7 @@ def chosen_format(module: Any, settings: Any) -> str:
     if settings.adapter == "merged" and not has_adapter:
         raise InputError("--adapter merged: model.adapter is null, so omit --adapter")
     if settings.dtype not in DTYPES[to].split():
-        raise InputError(
-            f"--dtype {settings.dtype} is not possible with --to {to}: give {DTYPES[to]}"
-        )
+        raise InputError(f"--dtype {settings.dtype} is not possible with --to {to}: give {DTYPES[to]}")
     for package in PACKAGES if to == "onnx" else ():
         require(package, "--to onnx")
     return to

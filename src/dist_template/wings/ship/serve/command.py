@@ -29,8 +29,7 @@ def main(argv: list[str], project: Project) -> None:
     """Serves until SIGTERM or Ctrl-C.
 
     Raises:
-        InputError: there is no model, it differs from what was trained, the port is in use, or the
-            extra is missing.
+        InputError: there is no model, it differs from what was trained, the port is in use, or the extra is missing.
     """
     given = flags(argv[1:])
     for package in NEEDED:
@@ -68,9 +67,7 @@ def on_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
 
 def flags(argv: list[str]) -> argparse.Namespace:
     """Returns the parsed flags of the verb."""
-    parser = Flags(
-        "serve", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = Flags("serve", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add, count = parser.add_argument, in_range(int, 1)
     add("model", help="a run's folder, a checkpoint, or an exported folder")
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all")

@@ -93,11 +93,7 @@ def checked(
         prompt: str = body.get("prompt", "")
         if path == CHAT:
             turns, tools = OneModel.plain_messages(body["messages"]), body.get("tools")
-            prompt = str(
-                tokenizer.apply_chat_template(
-                    turns, tools=tools, add_generation_prompt=True, tokenize=False
-                )
-            )
+            prompt = str(tokenizer.apply_chat_template(turns, tools=tools, add_generation_prompt=True, tokenize=False))
         # Tokens of a megabyte take seconds and a gigabyte, and delay other clients.
         size, length = len(prompt.encode(errors="replace")), given.context + 1
         has = f"more than {given.context} in its {size} bytes"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dist_template.wings.rehearse import randomness
+from dist_template.compat import randomness
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 once, to rehearse it. Verified on torch 2.9 to 2.13, numpy 2 and Python 3.11 to 3.14.
 
 No library has a switch or a hook for them. The names are public: where one is gone, its function
-raises AttributeError, as tests/wings/rehearse/test_randomness.py shows.
+raises AttributeError, as tests/compat/test_randomness.py shows.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ def turn_dropout_off(note: Callable[[], object]) -> None:
     """
     functional = torch.nn.functional
 
-    def identity(
-        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Tensor:
+    def identity(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if training and p:
             note()
         return input

@@ -1,0 +1,120 @@
+"""A strategy's answers on a rank of a training, whatever its class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .protocol import DataRank
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+class Layers:
+    """The model's layers on this rank: all of them. A pipeline has another class.
+
+    Attributes:
+        group: The ranks that have the other layers.
+        batch_group: The ranks that have the same layers. None: all.
+        facts: What facts.json has of the stages.
+    """
+
+    group: dist.ProcessGroup | None = None
+    batch_group: dist.ProcessGroup | None = None
+    facts: Mapping[str, Any] = {}
+
+    def __str__(self) -> str:
+        """Describes them in a message, with a comma at the end."""
+        return ""
+
+    def norm(self, parameters: list[nn.Parameter]) -> Tensor | None:
+        """Returns () the joint 2-norm of the gradients of all ranks; None if there are none here,
+        because the engine keeps and clips them. Collective."""
+        from ..layout import joint_norm
+
+        return joint_norm(parameters)
+
+    def from_last(self, compute: Callable[[], T]) -> T:
+        """Returns on every rank what the ranks that have the model's output compute. Collective."""
+        return compute()
+
+    def forward_only(self, step: Callable[..., T], args: tuple[Any, ...]) -> T | None:
+        """Runs a step on all layers; None on ranks that do not have its result. Collective."""
+        return step(*args)
+
+    def all_names(self, names: list[str]) -> list[str]:
+        """Returns the names that any rank has, in one order on every rank. Collective."""
+        return names
+
+    def start_clocks(self, make: Callable[[], Any]) -> list[Any]:
+        """Times the passes of each stage of this rank by a clock that `make` returns."""
+        return []
+
+    def micro_batch_of_pass(self, newest: int) -> int | None:
+        """Returns the number of the micro-batch that runs, of which Lightning has handed over
+        `newest` + 1; None in a module of another rank's layers."""
+        return newest
+
+
+class RunDefaults:
+    """The answers of DDP, one device and other strategies of Lightning's.
+
+    Attributes:
+        layers: The model's layers on this rank.
+        replica_tolerance: How much replicas may differ on a GPU by rounding alone, relative to their norm.
+        has_replicas: Whether tensors of the same place on two ranks are comparable.
+        frees_gradients: Whether gradients are gone once they are reduced.
+    """
+
+    layers = Layers()
+    replica_tolerance = 0.0
+    has_replicas = True
+    frees_gradients = False
+
+    @property
+    def lightning(self) -> Any:
+        """Lightning's strategy."""
+        return self
+
+    @property
+    def data_rank(self) -> DataRank:
+        given = getattr(self.lightning, "distributed_sampler_kwargs", None) or {}
+        return DataRank(given.get("rank", 0), given.get("num_replicas", 1))
+
+    @property
+    def random_rank(self) -> int:
+        """The number of this rank's random stream; ranks that repeat computations share one."""
+        return self.data_rank.rank
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """Gives `model`, whose weights are on rank 0 only, its weights on this rank."""
+        from ..checkpoint import scatter
+
+        scatter.broadcast_weights(model, self.lightning.root_device)
+        return model
+
+    def sum_of_batches(self, sums: Tensor) -> Tensor:
+        """Returns sums over all ranks that read different batches. Collective."""
+        return self.lightning.reduce(sums, self.layers.batch_group, reduce_op="sum")
+
+
+class PlainStrategy(RunDefaults):
+    """A strategy of Lightning's own."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        # Lightning's FSDP has flat shards
+        self.has_replicas = "FSDPStrategy" not in [kind.__name__ for kind in type(strategy).__mro__]
+
+    @property
+    def lightning(self) -> Any:
+        return self._strategy
+
+
+def run_strategy(strategy: Any) -> RunDefaults:
+    """Returns the answers of `trainer.strategy`."""
+    return strategy if isinstance(strategy, RunDefaults) else PlainStrategy(strategy)

@@ -1,0 +1,82 @@
+"""An axis that the library does not know is one class, and a file of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dist_template.cli.limits import Machine
+from dist_template.parallel import mesh_sharding, sharding_of
+from dist_template.parallel.facts import Configured, Facts, Sent
+from tests.support.limits import violations_of
+from tests.support.runs import Workers, logged
+
+
+class MirrorAxis(mesh_sharding.Axis):
+    """Ranks that repeat each other's work, and compare a checksum of their gradients."""
+
+    name = "mirror"
+    draws_own = False
+    is_proven = False
+
+    def buffers(self, facts: Facts) -> dict[str, float]:
+        return {"checksums": 8.0 * facts.layers}
+
+    def refusals(self, setup: Configured) -> Iterator[str]:
+        if self.size > 2:
+            yield f"mirror_size {self.size}: two mirrors are enough"
+
+    def traffic(self, facts: Facts) -> Iterator[Sent]:
+        yield Sent("all_reduce", facts.layers, 8, self.size, 1, self.size)
+
+
+YAML = """
+trainer:
+  strategy:
+    class_path: MeshStrategy
+    init_args: {fsdp_size: auto}
+    dict_kwargs: {mirror_size: 2}
+"""
+MIRRORED = {"class_path": "MeshStrategy", "dict_kwargs": {"mirror_size": 4}}
+FACTS = Facts(world_size=4, parameters=10**6, trainable=10**6, layers=8, global_batch_size=8)
+
+
+def add_mirrors() -> None:
+    """In each worker."""
+    mesh_sharding.AXES.append(MirrorAxis)
+
+
+@pytest.fixture
+def mirrors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dist_template.parallel.mesh_sharding.AXES", [*mesh_sharding.AXES, MirrorAxis])
+
+
+@pytest.mark.usefixtures("mirrors")
+def test_a_new_axis_has_sizes_refusals_memory_messages_and_a_small_form() -> None:
+    sharding = sharding_of(MIRRORED)
+    assert sharding.sizes(8) == {"pp": 1, "dp_replicate": 1, "fsdp": 2, "tp": 1, "mirror": 4, "ep": 1, "cp": 1}
+    assert sharding.data_parallel(8) == 2 and sharding.axes(8) == ["fsdp"]
+    assert violations_of(MIRRORED, Machine("cuda", 8)) == ["mirror_size 4: two mirrors are enough"]
+    assert any("mirror_size 4 does not make 6" in each for each in violations_of(MIRRORED, Machine("cuda", 6)))
+    memory, alone = sharding.memory(FACTS), sharding_of("ddp").memory(FACTS)
+    assert memory["weights"] == alone["weights"] and memory["checksums"] == 64
+    assert [one for one in sharding.traffic(FACTS) if one.size == 8] == [Sent("all_reduce", 8, 8, 4, 1, 4)]
+    small = sharding.shrunk(None)
+    assert (small.arguments["mirror_size"], small.processes, small.data_parallel) == (2, 4, 2)
+    half = sharding_of({**MIRRORED, "dict_kwargs": {"mirror_size": 2, "fsdp_size": 1}}).halved(2)
+    assert (half.arguments["mirror_size"], half.processes) == (1, 1)
+
+
+@pytest.mark.slow
+def test_a_new_axis_trains(flags: list[str], tmp_path: Path) -> None:
+    """Two mirrors compute what one process computes."""
+    (tmp_path / "mirror.yaml").write_text(YAML, encoding="utf-8")
+    losses = []
+    for num, more in ((1, []), (2, [f"--config={tmp_path / 'mirror.yaml'}", "--trainer.devices=2"])):
+        argv = ["fit", *flags, *more, "--trainer.max_steps=4", "--trainer.val_check_interval=4"]
+        with Workers(num) as workers:
+            record = workers.run(argv, tmp_path / f"record{num}", prelude=add_mirrors).check()
+        losses.append(logged(record.run, "train/loss"))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -1,0 +1,34 @@
+"""`docs` lists and finds the installed pages."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from dist_template.wings.setup import docs
+from tests.support.line import OURS, main
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_pages_are_listed_found_by_the_end_of_their_name_and_read_from_a_wheels_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["docs"]) == 0
+    listed = "\n" + capsys.readouterr().out
+    assert all(f"\n{page.relative_to(DOCS).with_suffix('')} " in listed for page in DOCS.rglob("*.md"))
+    for name in ("strategies/zero", "zero", "docs/strategies/zero.md"):
+        assert main(["docs", name]) == 0
+        assert capsys.readouterr().out.startswith((DOCS / "strategies" / "zero.md").read_text())
+    assert main(["docs", "zer"]) == 2 and "did you mean zero?" in capsys.readouterr().err
+    monkeypatch.setattr(docs, "__file__", str(tmp_path / "lib" / "dist_template" / "wings" / "setup" / "docs.py"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(docs.InputError, match="no page is installed here; .* README.md has"):
+        docs.main(["docs"], OURS)
+    place = tmp_path / "share" / "doc" / "dist-template"
+    place.mkdir(parents=True)
+    (place / "index.md").write_text("# What it is\n")
+    docs.main(["docs"], OURS)
+    assert capsys.readouterr().out.startswith(f"{'index':<26} What it is\n\n")
