@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from dist_template.cli.limits import Machine
-from dist_template.parallel import sharding_of
+from dist_template.parallel import mesh_sharding, sharding_of
 from dist_template.parallel.facts import Configured, Facts, Sent
-from dist_template.parallel.mesh_sharding import AXES, Axis
 from tests.support.limits import violations_of
 from tests.support.runs import Workers, logged
 
 
-class MirrorAxis(Axis):
+class MirrorAxis(mesh_sharding.Axis):
     """Ranks that repeat each other's work, and compare a checksum of their gradients."""
 
     name = "mirror"
@@ -46,12 +45,12 @@ FACTS = Facts(world_size=4, parameters=10**6, trainable=10**6, layers=8, global_
 
 def add_mirrors() -> None:
     """In each worker."""
-    AXES.append(MirrorAxis)
+    mesh_sharding.AXES.append(MirrorAxis)
 
 
 @pytest.fixture
 def mirrors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dist_template.parallel.mesh_sharding.AXES", [*AXES, MirrorAxis])
+    monkeypatch.setattr("dist_template.parallel.mesh_sharding.AXES", [*mesh_sharding.AXES, MirrorAxis])
 
 
 @pytest.mark.usefixtures("mirrors")
