@@ -129,13 +129,13 @@ def test_a_changed_file_of_git_changes_the_digest(tmp_path: Path, monkeypatch: p
     for command in (["init", "-q"], ["add", "a.py"], ["commit", "-qm", "x"]):
         subprocess.run([*git, *command], check=True)
     (tmp_path / "log.txt").write_text("untracked, and written by one rank alone")
-    clean = comparable()
+    clean: Any = comparable()
     assert len(clean["git_commit"]) == 40 and clean["git_diff"] is None
     (tmp_path / "a.py").write_text("2")
     once = comparable()["git_diff"]
     (tmp_path / "a.py").write_text("3")
     assert once and comparable()["git_diff"] not in (None, once)
-    assert "a.py" in environment()["git_changes"]
+    assert "a.py" in str(environment()["git_changes"])
 
 
 def other_on_rank_1(folder: Path) -> None:

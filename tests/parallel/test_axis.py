@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ def mirrors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("mirrors")
 def test_a_new_axis_has_sizes_refusals_memory_messages_and_a_small_form() -> None:
-    sharding = sharding_of(MIRRORED)
+    sharding: Any = sharding_of(MIRRORED)
     assert sharding.sizes(8) == {"pp": 1, "dp_replicate": 1, "fsdp": 2, "tp": 1, "mirror": 4, "ep": 1, "cp": 1}
     assert sharding.data_parallel(8) == 2 and sharding.axes(8) == ["fsdp"]
     assert violations_of(MIRRORED, Machine("cuda", 8)) == ["mirror_size 4: two mirrors are enough"]
