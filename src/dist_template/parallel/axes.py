@@ -85,10 +85,9 @@ class PipelineAxis(Axis):
             return
         share = bubble(name, stages, stages // size, fits)
         yield (
-            f"an optimizer step has {num} micro-batches (global_batch_size / micro_batch_size /"
-            f" data-parallel ranks), and {name} needs {needs} (with {fits}, a rank"
-            f" waits {share:.0%} of the time in which it computes): edit data.micro_batch_size,"
-            f" data.global_batch_size or {ARGS}.pp_schedule"
+            f"an optimizer step has {num} micro-batches (global_batch_size / micro_batch_size / data-parallel ranks),"
+            f" and {name} needs {needs} (with {fits}, a rank waits {share:.0%} of the time in which it computes): edit"
+            f" data.micro_batch_size, data.global_batch_size or {ARGS}.pp_schedule"
         )
 
     def trial(self, model: Any) -> None:
@@ -377,9 +376,8 @@ def without_plan(setup: Configured, kind: str, size: int, what: str) -> Iterator
     key, config = f"{ARGS}.{kind}_size", setup.model_config
     if config is None:
         yield (
-            f"{kind}_size {size} needs a model of transformers, which has a plan for {what}"
-            f" parallelism: set {key} to 1, or return the model's configuration from build_config"
-            " in module.py"
+            f"{kind}_size {size} needs a model of transformers, which has a plan for {what} parallelism: set {key} to"
+            " 1, or return the model's configuration from build_config in module.py"
         )
     elif config is not NOT_READ_YET:
         yield (

@@ -137,10 +137,7 @@ class _AllToAll(torch.autograd.Function):
 
 @contextmanager
 def masks_of_all(
-    model: nn.Module,
-    positions: Tensor,
-    find: Callable[[Tensor], Tensor | None] | None,
-    is_shard: bool = True,
+    model: nn.Module, positions: Tensor, find: Callable[[Tensor], Tensor | None] | None, is_shard: bool = True
 ) -> Generator[None]:
     """Inside, transformers makes attention masks of all tokens, not of the rank's, from their
     `positions` (B, T), which `find` maps to the numbers of their documents.

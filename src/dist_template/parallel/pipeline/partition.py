@@ -104,11 +104,7 @@ def bounds_between(counts: list[int]) -> list[tuple[int, int]]:
 
 
 def facts_of(
-    model: nn.Module,
-    size: int,
-    schedule: str = "1F1B",
-    interleaved: int = 2,
-    layers: Layers = "cost",
+    model: nn.Module, size: int, schedule: str = "1F1B", interleaved: int = 2, layers: Layers = "cost"
 ) -> dict[str, Any]:
     """Returns what facts.json has of `model`, with all of its modules, on `size` ranks.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -60,13 +59,7 @@ class Traced:
         if adapter and adapter.quantize:
             quantize(packed)
         self.size = Size.of(packed)
-        self.facts = replace(
-            measured(self.model),
-            parameters=self.size.total,
-            trainable=self.size.trainable,
-            in_4_bits=self.size.in_4_bits,
-            embedding=self.size.embedding,
-        )
+        self.facts = measured(self.model, self.size)
         self._peaks = cache(self._trace)
         self.flops_per_token = self.size.flops_per_token(self._seq_len) or 0.0
         cast_experts()
@@ -147,17 +140,18 @@ def _vocab_size(module: Any, data: Any) -> int:
     return given or 1
 
 
-def measured(model: Any) -> Facts:
-    """Returns the sizes of a model of transformers on which memory and messages depend."""
-    size, config, moe, blocks = (
-        Size.of(model),
-        text_config(model),
-        find_experts(model),
-        find_blocks(model),
-    )
-    experts = {id(p) for each in moe for p in each.parameters()}
-    parameters = [(name, p) for name, p in model.named_parameters() if id(p) not in experts]
-    largest = max(blocks, key=lambda block: sum(p.numel() for p in block.parameters()))
+def measured(model: Any, size: Size) -> Facts:
+    """Returns the figures of a model of transformers on which memory and messages depend."""
+    config, moe, blocks = text_config(model), find_experts(model), find_blocks(model)
+    experts = {id(p): p.numel() for p in nn.ModuleList(moe).parameters()}
+    block = block_experts = replicated = 0
+    for each in blocks:
+        numbers = {id(p): p.numel() for p in each.parameters()}
+        if sum(numbers.values()) > block:
+            block, block_experts = sum(numbers.values()), sum(numbers[key] for key in numbers.keys() & experts.keys())
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in experts and not style_of(model, name):
+            replicated += parameter.numel()
     reduced = []  # widths that tensor parallelism all-reduces, in forward or backward
     for name, module in model.named_modules():
         style = style_of(model, name)
@@ -174,10 +168,10 @@ def measured(model: Any) -> Facts:
         trainable=size.trainable,
         in_4_bits=size.in_4_bits,
         embedding=size.embedding,
-        experts=sum(p.numel() for each in moe for p in each.parameters()),
-        tp_replicates=sum(p.numel() for name, p in parameters if not style_of(model, name)),
-        block=sum(p.numel() for p in largest.parameters()),
-        block_experts=sum(p.numel() for p in largest.parameters() if id(p) in experts),
+        experts=sum(experts.values()),
+        tp_replicates=replicated,
+        block=block,
+        block_experts=block_experts,
         layers=len(blocks),
         width=config.hidden_size,
         vocab_size=model.get_output_embeddings().weight.shape[0],
