@@ -152,7 +152,7 @@ def resolve(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     return config
 
 
-def _agree(config: dict[str, Any], key: str, value: Any, place: str) -> list[str]:
+def _agree(config: dict[str, Any], key: str, value: object, place: str) -> list[str]:
     """Sets the dotted `key` to `value`, that of `place`. Returns a conflict with the file."""
     *sections, name = key.split(".")
     for section in sections:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .. import weights
 from ..checkpoint import formats
@@ -58,19 +59,20 @@ class ZeroPrecision(EnginePrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module  # DeepSpeed casts parameters, and keeps buffers in fp32
 
-    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+    def backward(self, tensor: Tensor, model: L.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Backpropagates by the engine, and finishes a micro-batch that no optimizer step follows.
 
         The engine must see every micro-batch; the module's hooks of a step run once per step."""
         kwargs["scale_wrt_gas"] = False  # Lightning has divided the loss already
-        engine, is_last = model.trainer.model, not accumulates(model.trainer)
+        engine: Any = model.trainer.model
+        is_last = not accumulates(model.trainer)
         engine.set_gradient_accumulation_boundary(is_last)
         super().backward(tensor, model, *args, **kwargs)
         if not is_last:
             engine.step()
 
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
-        engine = model.trainer.model
+    def optimizer_step(self, optimizer: Any, model: L.LightningModule, closure: Any, **kwargs: Any) -> Any:
+        engine: Any = model.trainer.model
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
         if getattr(engine.optimizer, "cpu_offload", False) and engine.optimizer.overflow:
             # DeepSpeed 0.19.8 clears them only without offload; in bf16 the next step adds them.
@@ -278,10 +280,13 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
         """False: the module's `optimizer_step` would run in every micro-batch (ZeroPrecision)."""
         return False
 
-    def block_backward_sync(self) -> Any:
-        return nullcontext()  # stages 2 and 3 reduce gradients in every micro-batch
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        yield  # stages 2 and 3 reduce gradients in every micro-batch
 
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], object], model: Any = None, **kwargs: Any
+    ) -> object:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         track: Any = getattr(self.lightning_module, "track", None)
         if callable(track):
@@ -291,14 +296,14 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
-    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         self.format.save(checkpoint, Path(weights.broadcast(str(filepath))))
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         return formats.load(self.format, Path(checkpoint_path), weights_only)
 
 
-def complete_config(strategy: Any, setup: Configured) -> dict[str, Any]:
+def complete_config(strategy: object, setup: Configured) -> dict[str, Any]:
     """Returns the configuration that DeepSpeed would get in the training of `setup`.
 
     Raises:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import nn
 
 from ...errors import InputError
 from ..blocks import find_blocks
-from .costs import Layers, balanced, bubble, stages_of_rank, stages_per_rank
+from .costs import Layers, StageFacts, balanced, bubble, stages_of_rank, stages_per_rank
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def bounds_between(counts: list[int]) -> list[tuple[int, int]]:
 
 def facts_of(
     model: nn.Module, size: int, schedule: str = "1F1B", interleaved: int = 2, layers: Layers = "cost"
-) -> dict[str, Any]:
+) -> StageFacts:
     """Returns what facts.json has of `model`, with all of its modules, on `size` ranks.
 
     Raises:

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -34,13 +35,24 @@ from ...compat.torch import reduce_pipeline_gradients, tree_leaves, tree_map
 from ...errors import InputError
 from ...layout import layout, local_shard, total_norm
 from ...weights import from_all_ranks
-from ..run_strategy import Layers, T
-from .costs import ONE_STAGE
+from ..run_strategy import C, Clock, Layers, T
+from ..shard import MeshOfRanks
+from .costs import ONE_STAGE, StageFacts
 from .division import Division, StageEnd
 from .partition import bounds_between
-from .schedule import SCHEDULES, Stage, own_error, unreduced, with_losses
+from .schedule import SCHEDULES, PipelineSchedule, Stage, own_error, unreduced, with_losses
 
-Shapes = tuple[Any, ...]
+Args = tuple[object, ...]  # of a step
+Shapes = tuple[object, ...]
+
+
+class PipelineRanks(MeshOfRanks, Protocol):
+    """What a pipeline reads of a MeshStrategy."""
+
+    stages: DeviceMesh
+
+    @property
+    def lightning_module(self) -> Any: ...
 
 
 class Pipeline(Layers):
@@ -53,7 +65,7 @@ class Pipeline(Layers):
         facts: What facts.json has of the stages.
     """
 
-    def __init__(self, model: nn.Module, division: Division, strategy: Any, facts: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, division: Division, strategy: PipelineRanks, facts: StageFacts) -> None:
         self.model, self.division, self.running = model, division, division.stage
         self.module: Any = strategy.lightning_module
         self.device, self.facts = strategy.root_device, facts
@@ -74,11 +86,11 @@ class Pipeline(Layers):
         for pair in strategy.stages.mesh[[0, -1]].T.tolist() if self.last != self.rank_of[0] else ():
             group = dist.new_group(pair)  # of all ranks, in one order
             self._ends = group if dist.get_rank() in pair else self._ends
-        self._queue: list[tuple[Any, ...]] = []  # arguments of `training_step`, by micro-batch
-        self._schedules: dict[Any, tuple[Any, list[Stage]]] = {}
-        self._hidden: dict[Any, tuple[Any, torch.dtype]] = {}  # shape and type that a stage gets
+        self._queue: list[Args] = []  # arguments of `training_step`, by micro-batch
+        self._schedules: dict[Shapes, tuple[PipelineSchedule, list[Stage]]] = {}
+        self._hidden: dict[tuple[int, Shapes], tuple[torch.Size, torch.dtype]] = {}  # shape and type that a stage gets
         self._sending: list[tuple[dist.Work, Tensor]] = []
-        self.clocks: dict[int, Any] = {}  # by stage: what times its passes, if anything does
+        self.clocks: dict[int, Clock] = {}  # by stage: what times its passes, if anything does
         if generation := getattr(model, "generation_config", None):
             generation.use_cache = False  # a rank has the cache of its own blocks alone
         division.gate(model)
@@ -90,7 +102,7 @@ class Pipeline(Layers):
 
     # ---- a training step -------------------------------------------------------------------------
 
-    def training_step(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Tensor:
+    def training_step(self, step: Callable[..., Any], args: Args) -> Tensor:
         """Returns () the sum of the losses of all micro-batches on the last one, 0 on the others.
 
         Args:
@@ -113,6 +125,7 @@ class Pipeline(Layers):
                     output = step(*queue[number])
                 return (output["loss"] if isinstance(output, dict) else output) / num
             except StageEnd:
+                assert self.running.sent is not None
                 return with_losses(self.running.sent, self.module, queue[number][0], num)
             finally:
                 balancer.counts_now = False
@@ -135,7 +148,7 @@ class Pipeline(Layers):
         dist.broadcast(total, self.last, self.group)
         return total.requires_grad_()
 
-    def _schedule_of(self, step: Callable[..., Any], queue: list[tuple[Any, ...]]) -> tuple[Any, list[Stage]]:
+    def _schedule_of(self, step: Callable[..., object], queue: list[Args]) -> tuple[PipelineSchedule, list[Stage]]:
         """Returns torch's schedule and this rank's stages, made once for a number of micro-batches and their shapes."""
         first = shapes_of(queue[0])
         for args in queue:
@@ -184,7 +197,7 @@ class Pipeline(Layers):
 
     # ---- forward passes alone --------------------------------------------------------------------
 
-    def evaluate(self, step: Callable[..., Any], *args: Any) -> Any:
+    def evaluate(self, step: Callable[..., object], *args: object) -> object:
         """Runs a validation or test step; on the last stage alone if the module's sums are there.
 
         Otherwise every rank runs the whole step, on the output of the last stage.
@@ -193,12 +206,10 @@ class Pipeline(Layers):
             return self.forward_only(step, args)
         return step(*args)
 
-    def forward_only(self, step: Callable[..., T], args: tuple[Any, ...]) -> T | None:
+    def forward_only(self, step: Callable[..., T], args: Args) -> T | None:
         return self._run_stages(step, args, shapes_of(args))
 
-    def _run_stages(
-        self, step: Callable[..., T], args: tuple[Any, ...], key: Shapes, runs_last: bool = True
-    ) -> T | None:
+    def _run_stages(self, step: Callable[..., T], args: Args, key: Shapes, runs_last: bool = True) -> T | None:
         """Runs `step` stage by stage; returns its result on the last stage, None elsewhere."""
         for stage in self.here:
             received = self._receive(stage, key)
@@ -211,7 +222,7 @@ class Pipeline(Layers):
                 self._send(stage, key)
         return None
 
-    def _run_all_stages(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_all_stages(self, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Outside of a step, a call of the model runs all stages and returns the last one's output on every rank."""
         if self.running.is_active:
             return forward(*args, **kwargs)
@@ -286,15 +297,16 @@ class Pipeline(Layers):
     def all_names(self, names: list[str]) -> list[str]:
         return list(dict.fromkeys(sum(from_all_ranks(names, self.group), [])))
 
-    def start_clocks(self, make: Callable[[], Any]) -> list[Any]:
-        self.clocks.update((stage, make()) for stage in self.here)
-        return [*self.clocks.values()]
+    def start_clocks(self, make: Callable[[], C]) -> list[C]:
+        clocks = [make() for _ in self.here]
+        self.clocks.update(zip(self.here, clocks, strict=True))
+        return clocks
 
     def micro_batch_of_pass(self, newest: int) -> int | None:
         return self.running.micro_batch if self.running.is_inside else None
 
 
-def divide(model: nn.Module, facts: dict[str, Any], rank: int) -> Division:
+def divide(model: nn.Module, facts: StageFacts, rank: int) -> Division:
     """Divides `model` into the stages of `facts`, in place; `rank` is this one's in the pipeline.
 
     Raises:
@@ -303,7 +315,7 @@ def divide(model: nn.Module, facts: dict[str, Any], rank: int) -> Division:
     return Division(model, bounds_between(facts["blocks"]), facts["stages"][rank])
 
 
-def shapes_of(args: Any) -> Shapes:
+def shapes_of(args: object) -> Shapes:
     """Returns the shapes of the tensors of a batch that has rows; hidden states follow from them.
 
     Vectors are left out, such as the first tokens of packed documents.

@@ -11,7 +11,7 @@ import copy
 import re
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from ...parallel.facts import Facts
 from ...text.model.head import without_head
 from ...text.model.kernels import BOUNDS
 from ...text.model.quantize import quantize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Traced:
@@ -44,14 +47,14 @@ class Traced:
         self.data.vocab_size = _vocab_size(module, data)
         adapter = getattr(module, "adapter", None)
         with torch.device("meta"):
-            self.model: Any = module.build_network(self.data, quantized=False)
+            self.model: PreTrainedModel = module.build_network(self.data, quantized=False)
         self._blocks = find_blocks(self.model)
         if not self._blocks or not hasattr(self.model, "tp_plan"):
             raise InputError(
                 f"plan traces language models of transformers, and {type(self.model).__name__} is"
                 " none: return one from build_model in module.py"
             )
-        self._kinds: dict[Any, list[int]] = {}  # blocks with parameters of the same shapes
+        self._kinds: dict[tuple[object, ...], list[int]] = {}  # blocks with parameters of the same shapes
         for number, block in enumerate(self._blocks):
             shapes = tuple((name, p.shape) for name, p in block.named_parameters())
             self._kinds.setdefault(shapes, []).append(number)
@@ -110,7 +113,7 @@ class Traced:
         del self._module.model
         return torch.tensor([kept, counter.peak], dtype=torch.float64)
 
-    def _short(self, numbers: tuple[int, ...], tp: int) -> Any:
+    def _short(self, numbers: tuple[int, ...], tp: int) -> PreTrainedModel:
         """Returns a copy with only these blocks, as one of `tp` tensor-parallel ranks has them."""
         lists = [(n, m) for n, m in self.model.named_modules() if isinstance(m, nn.ModuleList)]
         path, every = next((n, m) for n, m in lists if m[0] is self._blocks[0])
@@ -129,7 +132,7 @@ class Traced:
         return made
 
 
-def _vocab_size(module: Any, data: Any) -> int:
+def _vocab_size(module: object, data: Any) -> int:
     """Returns the vocabulary of the prepared data, of model.architecture or the tokenizer's."""
     if getattr(data, "is_prepared", False):
         return data.vocab_size
@@ -140,7 +143,7 @@ def _vocab_size(module: Any, data: Any) -> int:
     return given or 1
 
 
-def measured(model: Any, size: Size) -> Facts:
+def measured(model: PreTrainedModel, size: Size) -> Facts:
     """Returns the figures of a model of transformers on which memory and messages depend."""
     config, moe, blocks = text_config(model), find_experts(model), find_blocks(model)
     experts = {id(p): p.numel() for p in nn.ModuleList(moe).parameters()}
@@ -185,7 +188,7 @@ def measured(model: Any, size: Size) -> Facts:
     )
 
 
-def style_of(model: Any, name: str) -> str:
+def style_of(model: PreTrainedModel, name: str) -> str:
     """Returns the tensor-parallel style of a parameter or its module; `*` is a layer there."""
     pattern, plan = re.sub(r"\.\d+(?=\.|$)", ".*", name), model.tp_plan
     return plan.get(pattern) or plan.get(pattern.rpartition(".")[0], "")
