@@ -127,7 +127,7 @@ GUARDS = {
         "model/test_balance.py::test_the_bias_moves_against_the_load_and_not_in_a_skipped_step",
     ),
     "an export has the trained model's logits": Guard(
-        "wings/ship/export/trained.py",
+        "checkpoint/formats.py",
         'module.load_state_dict(read_full(path, module, False)["state_dict"], strict=True)',
         "pass",
         "checkpoint/test_export.py::test_the_exported_folder_gives_the_trained_modules_logits",

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from importlib.util import find_spec
 
-__all__ = ["Ended", "Exit", "InputError", "another_rank_is_gone", "reason", "require", "shortened"]
+__all__ = ["Ended", "Exit", "InputError", "another_rank_is_gone", "first_line", "reason", "require", "shortened"]
 
 
 class Exit(IntEnum):

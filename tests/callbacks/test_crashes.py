@@ -259,7 +259,8 @@ def test_the_first_remedy_for_a_real_out_of_memory_works(flags: list[str], tmp_p
     assert "Used by: " in ended.stderr and "Traceback" not in ended.stderr
     (finding,) = [each for each in engine.diagnose(read_run(only_run(tmp_path))) if each.rule == "out_of_memory"]
     (change,) = finding.causes[0].changes
-    assert change.key == "data.micro_batch_size" and 64 % change.to == 0
+    to: Any = change.to
+    assert change.key == "data.micro_batch_size" and 64 % to == 0
     helped = train("--run.name=helped", f"--{change.key}={change.to}")
     assert helped.returncode == Exit.DONE, f"with {change}: {helped.stderr}"
 

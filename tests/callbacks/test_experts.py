@@ -37,12 +37,12 @@ class Bench:
         blocks.wrap_blocks(model, blocks.BlockConfig(**block_options))
         self.module: Any = model
         model.metrics, model.balancer = MetricBuffer(), Balancer(model, balance)
-        self.trainer = SimpleNamespace(
+        self.trainer: Any = SimpleNamespace(
             log_every_n_steps=3, global_step=0, estimated_stepping_batches=100,
             fit_loop=SimpleNamespace(_should_accumulate=lambda: False),
         )  # fmt: skip
         self.callback = experts.Experts()
-        self.callback.on_fit_start(self.trainer, model)  # ty: ignore[invalid-argument-type]
+        self.callback.on_fit_start(self.trainer, model)
 
     def step(self) -> Any:
         trainer, callback = self.trainer, self.callback
@@ -50,7 +50,7 @@ class Bench:
         ids = torch.randint(0, 50, (2, 32))
         loss = self.module(input_ids=ids, use_cache=False).logits.sum()
         loss = sum((weight * value for _, weight, value in self.module.balancer.losses({"input_ids": ids})), start=loss)
-        callback.on_before_backward(trainer, self.module, loss)  # ty: ignore[invalid-argument-type]
+        callback.on_before_backward(trainer, self.module, loss)
         loss.backward()
         trainer.global_step += 1
         callback.on_train_batch_end(trainer, self.module, None, {}, trainer.global_step)

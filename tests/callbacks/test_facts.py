@@ -50,9 +50,9 @@ def test_a_resumed_run_keeps_earlier_facts(flags: list[str], tmp_path: Path) -> 
 
 
 def test_unknown_facts_of_a_custom_model_are_null(tmp_path: Path) -> None:
-    module = nn.Linear(2, 2)
+    module: Any = nn.Linear(2, 2)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    trainer = SimpleNamespace(
+    trainer: Any = SimpleNamespace(
         is_global_zero=True, datamodule=object(), strategy=strategy, world_size=1, precision="32-true",
         gradient_clip_val=None, estimated_stepping_batches=float("inf"),
     )  # fmt: skip

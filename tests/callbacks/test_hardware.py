@@ -97,7 +97,9 @@ def test_ranks_are_reduced_without_unknown_values() -> None:
     metrics: dict[str, float] = {}
     buffer = MetricBuffer()
     buffer.of_ranks = of_ranks
-    hardware.Hardware().on_log_step(None, SimpleNamespace(metrics=buffer), metrics)
+    nothing: Any = None
+    module: Any = SimpleNamespace(metrics=buffer)
+    hardware.Hardware().on_log_step(nothing, module, metrics)
     assert metrics == {"memory/peak_share": 0.9, "gpu/temperature_c": 70.0}
 
 

@@ -239,7 +239,8 @@ def test_the_thread_uses_its_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     options: list[StagingOptions] = []
     monkeypatch.setattr(commit, "DefaultStager", options.append)
     for device in (torch.device("cuda", 3), torch.device("cpu")):
-        saver = commit.BackgroundSaver(SimpleNamespace(root_device=device))
+        strategy: Any = SimpleNamespace(root_device=device)
+        saver = commit.BackgroundSaver(strategy)
         thread = saver._thread.submit(threading.current_thread).result()
         assert chosen == ([(thread, device)] if device.type == "cuda" else [])
         chosen.clear()

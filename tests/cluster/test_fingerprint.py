@@ -22,10 +22,10 @@ from dist_template.cluster import rendezvous
 from dist_template.cluster.environment import comparable, environment, packages
 from dist_template.cluster.hang import rank_ranges
 from dist_template.errors import Exit
+from dist_template.wings import values
 from tests.support.library import Rendezvous, SameEnvironment
 from tests.support.library import environment as machine
 from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, Workers, run
-from tests.support.wings import free_port
 
 OWN: dict[str, Any] = {
     "python": "3.11.7",
@@ -108,7 +108,7 @@ def test_a_rank_that_never_comes_is_named(here: int, missing: int, monkeypatch: 
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     started = time.monotonic()
     with pytest.raises(Ended, match=rf"rank {missing} of 2 did not connect within 0.5 s") as ended:
-        rendezvous.connect(strategy(here, free_port()), 0.5, lambda met: SameEnvironment().compare(met, OWN))
+        rendezvous.connect(strategy(here, values.free_port()), 0.5, lambda met: SameEnvironment().compare(met, OWN))
     assert ended.value.code == Exit.HUNG and time.monotonic() - started < 60
 
 
@@ -129,13 +129,13 @@ def test_a_changed_file_of_git_changes_the_digest(tmp_path: Path, monkeypatch: p
     for command in (["init", "-q"], ["add", "a.py"], ["commit", "-qm", "x"]):
         subprocess.run([*git, *command], check=True)
     (tmp_path / "log.txt").write_text("untracked, and written by one rank alone")
-    clean = comparable()
+    clean: Any = comparable()
     assert len(clean["git_commit"]) == 40 and clean["git_diff"] is None
     (tmp_path / "a.py").write_text("2")
     once = comparable()["git_diff"]
     (tmp_path / "a.py").write_text("3")
     assert once and comparable()["git_diff"] not in (None, once)
-    assert "a.py" in environment()["git_changes"]
+    assert "a.py" in str(environment()["git_changes"])
 
 
 def other_on_rank_1(folder: Path) -> None:
@@ -187,7 +187,7 @@ def test_the_comparison_takes_less_than_a_second(two: list[str], tmp_path: Path)
 @pytest.mark.slow
 def test_two_processes_that_differ_both_exit_with_78(two: list[str], tmp_path: Path) -> None:
     """Started manually, each process with its own command."""
-    port = free_port()
+    port = values.free_port()
     env = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_RUN}
     env |= {"OMP_NUM_THREADS": "1", "DIST_RUN_ID": "by-hand", "WORLD_SIZE": "2"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2"}
@@ -223,8 +223,8 @@ def test_ranks_meet_at_a_port_that_no_other_process_is_given(monkeypatch: pytest
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         given = taken.getsockname()[1]
-        assert given not in machine.PORTS  # what the kernel gives to a connection
-        monkeypatch.setattr(machine, "PORTS", range(given, given + 1))
+        assert given not in values.PORTS  # what the kernel gives to a connection
+        monkeypatch.setattr(values, "PORTS", range(given, given + 1))
         with pytest.raises(OSError, match=f"all ports from {given} to {given} are taken"):
-            free_port()
-    assert free_port() == given
+            values.free_port()
+    assert values.free_port() == given

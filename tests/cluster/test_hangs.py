@@ -222,7 +222,7 @@ class GroupTimeouts(Callback):
 
 
 def no_limits_for_groups() -> None:
-    Watchdog._limit_groups = lambda *args: None  # ty: ignore[invalid-assignment]
+    Watchdog._limit_groups = lambda *args: None
 
 
 OWN_LIMIT = "--trainer.strategy.init_args.timeout=00:03:20"

@@ -55,7 +55,7 @@ def held_by(folder: Path, **holder: Any) -> Path:
 
 def neighbour(process: subprocess.Popen) -> dict[str, Any]:
     since = psutil.Process(process.pid).create_time()
-    return run_lock.this_process() | {"pid": process.pid, "since": since, "parent": os.getpid()}
+    return dict(run_lock.this_process()) | {"pid": process.pid, "since": since, "parent": os.getpid()}
 
 
 def test_a_second_process_is_refused_while_the_first_lives(
@@ -83,7 +83,7 @@ def test_a_process_whose_launcher_is_gone_is_waited_for(
 
 
 def test_a_process_number_that_means_another_process_by_now_holds_nothing(lock: RunLock, tmp_path: Path) -> None:
-    held_by(tmp_path, **run_lock.this_process() | {"pid": os.getppid(), "since": 1.0})
+    held_by(tmp_path, **dict(run_lock.this_process()) | {"pid": os.getppid(), "since": 1.0})
     assert lock.take(tmp_path) is None
 
 
@@ -125,7 +125,7 @@ def test_a_file_that_was_not_written_to_its_end_is_taken_over(lock: RunLock, tmp
 
 
 def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
-    held_by(tmp_path, **run_lock.this_process() | {"pid": os.getppid(), "since": 1.0})
+    held_by(tmp_path, **dict(run_lock.this_process()) | {"pid": os.getppid(), "since": 1.0})
     code = "import sys, pathlib; from {0}.cluster.run_lock import RUN_LOCK; print(RUN_LOCK.take(pathlib.Path({1!r})));"
     code = code.format("dist_template", str(tmp_path)) + "sys.stdout.flush(); input()"
     command = [sys.executable, "-c", code]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -59,7 +60,7 @@ class Started(SingleDeviceStrategy):
 def test_the_function_is_called_before_the_strategys_start() -> None:
     calls: list[str] = []
     strategy: Strategy = Started(calls)
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    off: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", max_steps=1, limit_val_batches=0, **off)
     before_setup_environment(trainer.strategy, lambda: calls.append("function"))
     trainer.fit(BoringModel())

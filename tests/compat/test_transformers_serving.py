@@ -15,7 +15,7 @@ from dist_template.compat import transformers_serving as serving
 
 
 @pytest.mark.parametrize("handler", [chat_completion.ChatCompletionHandler, completion.CompletionHandler])
-def test_handlers_use_nothing_of_a_model_manager_that_ours_lacks(handler: type[utils.BaseHandler]) -> None:
+def test_handlers_use_nothing_of_a_model_manager_that_ours_lacks(handler: Any) -> None:
     source = inspect.getsource(utils.BaseHandler) + inspect.getsource(handler)
     used = set(re.findall(r"self\.model_manager\.(\w+)", source))
     model: Any = torch.nn.Identity()

@@ -21,7 +21,7 @@ from tests.support.library import optim, total_norm
 
 def learning_rates(num_steps: int, **options: object) -> list[float]:
     """The learning rate that each of `num_steps` optimizer steps uses."""
-    config = OptimConfig(learning_rate=1.0, **options)  # ty: ignore[invalid-argument-type]
+    config = OptimConfig(learning_rate=1.0, **options)
     optimizer = optim.build_optimizer(nn.Linear(2, 2), config)
     scheduler = optim.build_schedule(optimizer, config, num_steps)["scheduler"]
     rates = []

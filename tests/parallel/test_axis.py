@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dist_template.cli.limits import Machine
-from dist_template.parallel import sharding_of
+from dist_template.parallel import mesh_sharding, sharding_of
 from dist_template.parallel.facts import Configured, Facts, Sent
-from dist_template.parallel.mesh_sharding import AXES, Axis
 from tests.support.limits import violations_of
 from tests.support.runs import Workers, logged
 
 
-class MirrorAxis(Axis):
+class MirrorAxis(mesh_sharding.Axis):
     """Ranks that repeat each other's work, and compare a checksum of their gradients."""
 
     name = "mirror"
@@ -46,17 +46,17 @@ FACTS = Facts(world_size=4, parameters=10**6, trainable=10**6, layers=8, global_
 
 def add_mirrors() -> None:
     """In each worker."""
-    AXES.append(MirrorAxis)
+    mesh_sharding.AXES.append(MirrorAxis)
 
 
 @pytest.fixture
 def mirrors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dist_template.parallel.mesh_sharding.AXES", [*AXES, MirrorAxis])
+    monkeypatch.setattr("dist_template.parallel.mesh_sharding.AXES", [*mesh_sharding.AXES, MirrorAxis])
 
 
 @pytest.mark.usefixtures("mirrors")
 def test_a_new_axis_has_sizes_refusals_memory_messages_and_a_small_form() -> None:
-    sharding = sharding_of(MIRRORED)
+    sharding: Any = sharding_of(MIRRORED)
     assert sharding.sizes(8) == {"pp": 1, "dp_replicate": 1, "fsdp": 2, "tp": 1, "mirror": 4, "ep": 1, "cp": 1}
     assert sharding.data_parallel(8) == 2 and sharding.axes(8) == ["fsdp"]
     assert violations_of(MIRRORED, Machine("cuda", 8)) == ["mirror_size 4: two mirrors are enough"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dist_template.parallel.pipeline.costs import ONE_STAGE, V_SHAPED, bubble
+from dist_template.parallel.pipeline import costs
 from tests.support.library import SCHEDULES, stages_of_rank
 
 Pass = tuple[int, str, int]
@@ -21,7 +21,7 @@ def orders(name: str, ranks: int, per_rank: int, micro_batches: int) -> list[lis
         SimpleNamespace(stage_index=i, num_stages=num, group_size=ranks, group_rank=0, is_first=i == 0, is_last=False,
                         submod=None) for i in stages_of_rank(name, 0, ranks, per_rank)
     ]  # fmt: skip
-    given: Any = stages[0] if name in ONE_STAGE else stages
+    given: Any = stages[0] if name in costs.ONE_STAGE else stages
     schedule = SCHEDULES[name](given, micro_batches, lambda loss, _: loss, scale_grads=False)
     ranks_passes: list[list[Pass]] = []
     for actions in schedule.pipeline_order.values():
@@ -65,15 +65,15 @@ def waiting(name: str, ranks: int, per_rank: int, micro_batches: int) -> float:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_bubble_is_what_a_schedule_waits(name: str) -> None:
-    per_rank = (1,) if name in ONE_STAGE else (2,) if name in V_SHAPED else (2, 3)
+    per_rank = (1,) if name in costs.ONE_STAGE else (2,) if name in costs.V_SHAPED else (2, 3)
     for num in per_rank:
         for ranks in (2, 4, 8):
             for micro_batches in (2 * ranks, 3 * ranks, 8 * ranks):
                 counted = waiting(name, ranks, num, micro_batches)
-                assert counted == pytest.approx(bubble(name, ranks * num, num, micro_batches)), (ranks, num)
+                assert counted == pytest.approx(costs.bubble(name, ranks * num, num, micro_batches)), (ranks, num)
 
 
 def test_a_bubble_in_numbers() -> None:
-    assert bubble("1F1B", 4, 1, 8) == 3 / 8
-    assert bubble("Interleaved1F1B", 8, 2, 8) == 3 / 16
-    assert bubble("DualPipeV", 8, 2, 8) == 1 / 16
+    assert costs.bubble("1F1B", 4, 1, 8) == 3 / 8
+    assert costs.bubble("Interleaved1F1B", 8, 2, 8) == 3 / 16
+    assert costs.bubble("DualPipeV", 8, 2, 8) == 1 / 16

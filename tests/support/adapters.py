@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.support.library import training_module
+from dist_template.text import module as text_module
 from tests.support.parity import mask_labels
 
 # Both stacked expert parameters; peft takes gate_proj and up_proj together for the first.
@@ -31,7 +31,7 @@ def flags(targets: str, *more: str) -> list[str]:
 def with_random_b() -> None:
     """In each worker: B is not zero, or the gradient of A would be zero in the first step."""
     mask_labels()
-    add = training_module.add_adapters
+    add = text_module.add_adapters
 
     def add_and_fill(*args: Any) -> nn.Module:
         model = add(*args)
@@ -40,7 +40,7 @@ def with_random_b() -> None:
                 nn.init.normal_(parameter, std=0.1)
         return model
 
-    vars(training_module)["add_adapters"] = add_and_fill
+    vars(text_module)["add_adapters"] = add_and_fill
 
 
 class LocalBytes(Callback):

@@ -212,7 +212,7 @@ def offered(package: Path) -> set[str]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             targets = node.targets if isinstance(node, ast.Assign) else []
             if any(getattr(target, "id", "") in ("__all__", "PLACES") for target in targets):
-                texts = [each.value for each in _names_in(node.value)]  # ty: ignore[unresolved-attribute]
+                texts = [each.value for each in _names_in(node.value)]  # ty: ignore[missing-attribute]
                 found |= {f"{name}.{text}".lstrip(".") for text in texts}
     return found
 

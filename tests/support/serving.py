@@ -107,7 +107,8 @@ def made(folder: Path, **limits: Any) -> Any:
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     given = argparse.Namespace(**{"name": "tiny", "context": 4096, "log_prompts": True} | LIMITS | limits)
-    return serving.App(model, AutoTokenizer.from_pretrained(folder), "", given)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    return serving.App(model, tokenizer, "", given)
 
 
 async def ask(

@@ -169,7 +169,8 @@ def test_every_key_that_a_page_names_exists(page: Path, keys: set[str]) -> None:
     groups = "|".join(sorted({key.split(".")[0] for key in keys if "." in key}))
     key = rf"(?:{groups})\.(?!(?:py|txt|jsonl|json|onnx)\b)[a-z_]+(?:\.[a-z_]+)*"
     flags = [flag for code in blocks(page, "bash") for flag in re.findall(rf"--({key})", code)]
-    named = re.findall(rf"`(?:--)?({key})\+?(?: [^`]*)?`", FENCE.sub("", text_of(page)))
+    prose = FENCE.sub("", text_of(page)).partition("## For wings and packages")[0]  # which lists modules
+    named = re.findall(rf"`(?:--)?({key})\+?(?: [^`]*)?`", prose)
     for found in {*flags, *named}:
         of_strategy = found.removeprefix("trainer.strategy.").removeprefix("init_args.") in STRATEGY
         of_adapter = found.removeprefix("model.adapter.") in ADAPTER

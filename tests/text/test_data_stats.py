@@ -51,7 +51,7 @@ def test_no_more_of_a_large_cache_is_read_than_documented(monkeypatch: pytest.Mo
 
 def test_the_statistics_are_of_the_rows_that_training_reads(data: DataModule, monkeypatch: Any) -> None:
     data.prepare(report=quiet)
-    facts = data_statistics(data)
+    facts: Any = data_statistics(data)
     assert facts["counted_share"] == 1.0 and facts["unshifted_share"] < 0.1 and facts["distinct_tokens"] > 10
     assert facts["duplicate_share"] > 0.2  # the texts repeat the same sentences
     read = PackedRows.__getitems__

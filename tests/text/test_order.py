@@ -59,7 +59,8 @@ class Run:
         counter = global_order.ConsumedSamples.attach(trainer, attempt.global_batch, attempt.micro * attempt.ranks)
         loop.batch_progress = progress  # Lightning restores its counters after `setup`
         counter.load(state)
-        counter.on_train_start(trainer, None)
+        module: Any = None
+        counter.on_train_start(trainer, module)
         self.start = counter.value(trainer)
         counter.jump(attempt.jumps, trainer)
         wanted = self.start + attempt.steps * attempt.global_batch

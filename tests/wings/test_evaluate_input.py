@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -17,9 +18,10 @@ from dist_template.wings.ship.evaluate.evaluation import figures_of
 
 def test_a_run_on_preferences_is_refused() -> None:
     data = SimpleNamespace(documents=None, source=SimpleNamespace(pairs=True))
-    module = SimpleNamespace(sums=None)
+    module: Any = SimpleNamespace(sums=None)
+    trainer: Any = SimpleNamespace(datamodule=data)
     with pytest.raises(InputError, match=r"preferences cannot be evaluated or promoted yet: `export` and `serve`"):
-        DocumentScores("").setup(SimpleNamespace(datamodule=data), module, "test")
+        DocumentScores("").setup(trainer, module, "test")
 
 
 def test_bits_per_byte_are_those_of_text_alone() -> None:

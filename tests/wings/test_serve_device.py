@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ def test_parameters_are_bf16_where_the_gpu_computes_in_it(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: supports)
     monkeypatch.setattr(nn.Module, "to", lambda self, device: self)
-    model = nn.Linear(2, 2)
+    model: Any = nn.Linear(2, 2)
     model.register_buffer("frequencies", torch.ones(2))
     assert on_device(model, device) is model
     assert model.weight.dtype == dtype and model.get_buffer("frequencies").dtype == torch.float32

@@ -108,7 +108,8 @@ def test_frozen_parameters_come_before_the_learning_rate() -> None:
     columns = constant | {"train/learning_rate": lambda done: rate(done) * 1e-6}
     low = finding("loss_not_decreasing", columns=columns, config={"model.optim.learning_rate": 6e-10})
     (change,) = low.causes[0].changes
-    assert change.key == "model.optim.learning_rate" and change.to > 1e-5
+    to: Any = change.to
+    assert change.key == "model.optim.learning_rate" and to > 1e-5
 
 
 def test_the_module_that_is_first_not_finite_comes_first_in_a_stable_training() -> None:

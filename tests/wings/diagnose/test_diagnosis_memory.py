@@ -263,7 +263,8 @@ def test_micro_batches_in_flight_match_torchs_orders(schedule: str) -> None:
         own = [stages_of_rank(schedule, rank, ranks, v) for rank in range(ranks)]
         history.facts["pipeline"] = facts | {"stages": own}
         made, last = Estimate(history), next(n for n, each in enumerate(own) if ranks * v - 1 in each)
-        found = made.sharding.stages(made.facts)
+        sharding: Any = made.sharding
+        found = sharding.stages(made.facts)
         assert (found.kept, found.kept_at_end) == pytest.approx((max(most.values()), most[last]))
         owner = {stage: rank for rank, each in enumerate(own) for stage in each}
         assert found.crossings == sum(owner[n] != owner[n + 1] for n in range(len(owner) - 1))

@@ -81,7 +81,8 @@ def test_compare_prints_what_differs_and_draws_the_curves_over_each_other(
     assert (tmp_path / "x/report.html").exists() and (tmp_path / "x/report.md").exists()
 
     shown_figures, _ = curves.figures([read_run(folder) for folder in runs], ["r0", "r1", "r2"])
-    colours = [trace["line"]["color"] for trace in shown_figures[0].data]
+    traces: Any = shown_figures[0].data
+    colours = [trace["line"]["color"] for trace in traces]
     assert shown_figures[0].panel.title == "Loss" and colours == [*curves.COLOURS[:3]]
 
 

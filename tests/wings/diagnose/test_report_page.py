@@ -9,6 +9,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ def test_the_load_of_experts_is_drawn_layer_by_layer(tmp_path: Path) -> None:
     loads = {f"moe/layer_{n:02d}/load_max_over_mean": [4.0 - n / 10, 1.1, 1.1] for n in range(9)}
     shown, more = curves.figures([read_run(write_run(tmp_path / "a" / "1", falling(3) | loads))], ["a/1"])
     (drawn,) = (figure for figure in shown if figure.panel.title == "Expert load by layer")
-    lines = drawn.data
+    lines: Any = drawn.data
     assert [line["name"] for line in lines] == [f"layer_{n:02d}" for n in range(9)]
     assert len({(line["line"]["color"], line["line"]["dash"]) for line in lines}) == 9
     assert {line["line"]["color"] for line in lines} <= {*curves.COLOURS} and drawn.layout["showlegend"]
@@ -133,7 +134,7 @@ def test_few_points_are_marked_and_a_metric_without_values_has_no_plot(tmp_path:
     shown, more = curves.figures([read_run(write_run(tmp_path / "a" / "1", metrics))], ["a/1"])
     titles = [figure.panel.title for figure in (*shown, *more)]
     assert titles == ["Loss", "Learning rate", "Gradient norm", "Throughput"]
-    assert all("markers" in trace["mode"] for figure in shown for trace in figure.data)
+    assert all("markers" in str(trace["mode"]) for figure in shown for trace in figure.data)
 
 
 def test_non_finite_values_are_gaps_and_counted_in_a_sentence(tmp_path: Path) -> None:

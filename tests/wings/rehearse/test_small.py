@@ -126,7 +126,8 @@ def test_a_small_pipeline_has_a_block_and_a_micro_batch_for_each_stage(
     assert small.config["model"]["architecture"]["num_hidden_layers"] == blocks
     assert small.config["data"]["global_batch_size"] == 2 * blocks
     assert (small.processes, small.data_parallel) == (2, 1)
-    options = small.strategy["init_args"]
+    strategy: Any = small.strategy
+    options = strategy["init_args"]
     assert {name: options[name] for name in kept} == kept and options["pp_schedule"] == keys["pp_schedule"]
     half = sharding_of(small.strategy).halved(2)
     assert (half.arguments["pp_size"], half.processes, half.data_parallel) == (1, 1, 1)

@@ -105,8 +105,10 @@ def stages_of(facts: StageFacts, parameters: int, micro_batches: int) -> Stages:
         most = at_end = p + 1 / 2
         if schedule == "ZBVZeroBubble":
             most = (3 * p - 1) / 2
-    sizes = [sum(facts["parameters"][number] for number in own) for own in stages]
-    blocks = [sum(facts["blocks"][number] for number in own) for own in stages]
+    sizes, blocks = [], []  # of each rank
+    for own in stages:
+        sizes.append(sum(map(facts["parameters"].__getitem__, own)))
+        blocks.append(sum(map(facts["blocks"].__getitem__, own)))
     return Stages(
         largest=max(sizes) / parameters,
         mean=sum(sizes) / parameters / p,

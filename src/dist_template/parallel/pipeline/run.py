@@ -33,7 +33,7 @@ from ...compat import wrap_method
 from ...compat.lightning import accumulates
 from ...compat.torch import reduce_pipeline_gradients, tree_leaves, tree_map
 from ...errors import InputError
-from ...layout import layout, local_shard, total_norm
+from ...layout import joint_norm, layout, local_shard
 from ...weights import from_all_ranks
 from ..run_strategy import C, Clock, Layers, T
 from ..shard import MeshOfRanks
@@ -56,14 +56,7 @@ class PipelineRanks(MeshOfRanks, Protocol):
 
 
 class Pipeline(Layers):
-    """This rank's part of a pipeline.
-
-    Args:
-        model: Divided, sharded, on its device.
-        division: Its stages.
-        strategy: Has the mesh and the module.
-        facts: What facts.json has of the stages.
-    """
+    """This rank's part of a pipeline; `model` is divided, sharded, and on its device."""
 
     def __init__(self, model: nn.Module, division: Division, strategy: PipelineRanks, facts: StageFacts) -> None:
         self.model, self.division, self.running = model, division, division.stage
@@ -83,9 +76,11 @@ class Pipeline(Layers):
             self.rank_of |= dict.fromkeys(stages, rank)
         self.last = self.rank_of[self.num_stages - 1]
         self._ends = None  # this rank's pair of a first and a last stage
-        for pair in strategy.stages.mesh[[0, -1]].T.tolist() if self.last != self.rank_of[0] else ():
-            group = dist.new_group(pair)  # of all ranks, in one order
-            self._ends = group if dist.get_rank() in pair else self._ends
+        if self.last != self.rank_of[0]:
+            for pair in strategy.stages.mesh[[0, -1]].T.tolist():
+                group = dist.new_group(pair)  # of all ranks, in one order
+                if dist.get_rank() in pair:
+                    self._ends = group
         self._queue: list[Args] = []  # arguments of `training_step`, by micro-batch
         self._schedules: dict[Shapes, tuple[PipelineSchedule, list[Stage]]] = {}
         self._hidden: dict[tuple[int, Shapes], tuple[torch.Size, torch.dtype]] = {}  # shape and type that a stage gets
@@ -123,7 +118,9 @@ class Pipeline(Layers):
             try:
                 with self._stage(stage.stage_index, received):
                     output = step(*queue[number])
-                return (output["loss"] if isinstance(output, dict) else output) / num
+                if isinstance(output, dict):
+                    output = output["loss"]
+                return output / num
             except StageEnd:
                 assert self.running.sent is not None
                 return with_losses(self.running.sent, self.module, queue[number][0], num)
@@ -160,18 +157,16 @@ class Pipeline(Layers):
         if key in self._schedules:
             return self._schedules[key]
         # A forward pass sends each stage's output with its shape, which torch needs.
-        generators = [self.device] if self.device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(generators):
+        with torch.no_grad(), torch.random.fork_rng([self.device] * (self.device.type == "cuda")):
             self._run_stages(step, queue[0], first, runs_last=False)
         stages = [Stage(self, number, first) for number in self.here]
-        given: Any = stages[0] if self.schedule in ONE_STAGE else stages
+        options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
         try:
-            kind = SCHEDULES[self.schedule]
-            schedule = kind(given, len(queue), lambda loss, _: loss, scale_grads=False)
+            made = SCHEDULES[self.schedule](stages[0] if self.schedule in ONE_STAGE else stages, len(queue), **options)
         except ValueError as error:
             raise InputError(f"pp_schedule {self.schedule}: {error}") from error
-        self._schedules[key] = schedule, stages
-        return schedule, stages
+        self._schedules[key] = made, stages
+        return made, stages
 
     def _sum_shared(self) -> None:
         """Sums the gradients of the copies of a tied parameter."""
@@ -187,11 +182,11 @@ class Pipeline(Layers):
 
     def norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """Returns () the 2-norm of the gradients of all stages, a tied parameter's once."""
-        counted = {id(p) for p in self.division.shared} if self.has_last else set()
-        gradients = [p.grad for p in parameters if p.grad is not None and id(p) not in counted]
-        square = torch.zeros((), device=self.device)
-        if gradients:
-            square = total_norm(gradients).float().square()
+        if self.has_last:
+            counted = set(map(id, self.division.shared))
+            parameters = [p for p in parameters if id(p) not in counted]
+        norm = joint_norm(parameters)
+        square = torch.zeros((), device=self.device) if norm is None else norm.float().square()
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
@@ -234,14 +229,12 @@ class Pipeline(Layers):
             if stage < self.num_stages - 1:
                 self._send(stage, key)
         # The other ranks' outputs have tensors of other shapes.
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        shapes = self.from_last(lambda: [(t.shape, t.dtype) for t in tensors])
-        if not self.has_last:
-            tensors = [torch.empty(s, dtype=d, device=self.device) for s, d in shapes]
-        tensors = [tensor.contiguous() for tensor in tensors]
-        for tensor in tensors:
-            dist.broadcast(tensor, self.last, self.group)
-        received = iter(tensors)
+        tensors = [leaf.contiguous() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        sent = []
+        for place, (shape, dtype) in enumerate(self.from_last(lambda: [(t.shape, t.dtype) for t in tensors])):
+            sent.append(tensors[place] if self.has_last else torch.empty(shape, dtype=dtype, device=self.device))
+            dist.broadcast(sent[-1], self.last, self.group)
+        received = iter(sent)
         return tree_map(lambda leaf: next(received) if isinstance(leaf, Tensor) else leaf, output)
 
     @contextmanager

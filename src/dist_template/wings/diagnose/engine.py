@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import EntryPoint
 
-from ...errors import reason
+from ...errors import first_line
 from ...observe.history.run import History
 from ...plugins import registered
 from .finding import LEVELS, Finding
@@ -49,7 +49,7 @@ def diagnose(history: History) -> list[Finding]:
         try:
             found += rule(history)
         except Exception as error:  # a rule may fail in any way
-            raised = f"It raised {type(error).__name__}: {reason(error)}."
+            raised = f"It raised {type(error).__name__}: {first_line(error)}."
             found.append(Finding(name, "info", "certain", f"the rule {name} failed", raised))
     explained: dict[str, int] = {}  # rule -> most severe level of what explains it
     for each in found:

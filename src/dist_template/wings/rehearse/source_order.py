@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import reason
+from ...errors import first_line
 from . import code_locations
 from .report import NOT_POSSIBLE, Result, Verdict
 from .workers import hashing_with
@@ -33,7 +33,7 @@ def check(source: Source) -> Result:
             with hashing_with(seed), ProcessPoolExecutor(1, mp_context=context) as pool:
                 readings.append(pool.submit(_hashes, source).result())
     except Exception as error:  # of pickling, of the source, or because the process died
-        why = f"{name} fails in another process: {type(error).__name__}: {reason(error)}"
+        why = f"{name} fails in another process: {type(error).__name__}: {first_line(error)}"
         return Result(NAME, EXPECTED, NOT_POSSIBLE, "limit", why)
     got, cause = f"{len(readings[0])} documents, read twice", ""
     verdict: Verdict = "pass"

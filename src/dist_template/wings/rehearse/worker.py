@@ -34,7 +34,7 @@ from ...cli.verbs import verbs  # noqa: E402
 from ...cluster.messages import MESSAGES  # noqa: E402
 from ...cluster.signals import listen  # noqa: E402
 from ...cluster.watchdog import WATCHDOG  # noqa: E402
-from ...errors import InputError, reason  # noqa: E402
+from ...errors import InputError, first_line, reason  # noqa: E402
 from . import code_locations  # noqa: E402
 from .record import Job, RunRecord  # noqa: E402
 from .recorder import Recorder  # noqa: E402
@@ -135,7 +135,7 @@ def _attempt(job: Job, rank: int) -> str:
             return f"refused: {reason(error)}"
         line = code_locations.of_stack(traceback.walk_tb(error.__traceback__))
         where = f" ({line})" if line else ""
-        return f"{type(error).__name__}: {reason(error)}{where}"
+        return f"{type(error).__name__}: {first_line(error)}{where}"
     finally:
         WATCHDOG.stop()
         MESSAGES.flush()

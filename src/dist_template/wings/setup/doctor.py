@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from packaging.utils import canonicalize_name
 
 from ...cluster.environment import comparable, driver, packages
 from ...errors import Exit
@@ -103,6 +102,8 @@ def check_versions(where: Where) -> Findings:
 
 def check_packages(where: Where) -> Findings:
     """The installed versions equal constraints.txt; any build of torch is accepted."""
+    from packaging.utils import canonicalize_name
+
     lock = where.project / LOCK
     if not lock.exists():
         yield WARNING, f"there is no {lock}", "run it in a checkout of the project"
@@ -123,6 +124,7 @@ def check_packages(where: Where) -> Findings:
 def check_blocked(where: Where) -> Findings:
     """No version is installed that requirements/blocked.txt names: malicious or withdrawn ones."""
     from packaging.specifiers import SpecifierSet
+    from packaging.utils import canonicalize_name
 
     path, installed = where.project / BLOCKED, packages()
     text = path.read_text(encoding="utf-8") if path.exists() else ""

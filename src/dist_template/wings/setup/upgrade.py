@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import url2pathname
 
-from ...errors import InputError, reason, require
+from ...errors import InputError, first_line, require
 from ...project import Flags, Project
 
 RECORD = ".cruft.json"  # in cruft's format; the template's hook post_gen_project.py writes it
@@ -69,7 +69,7 @@ def read_record(root: Path) -> Record:
             raise ValueError("it has no template or no answers")
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         what = f"{root / RECORD}, the record of the template's version and the answers,"
-        raise InputError(f"{what} cannot be read: {reason(error)}") from error
+        raise InputError(f"{what} cannot be read: {first_line(error)}") from error
     if not _git(root, "ls-tree", "--name-only", "HEAD", RECORD, check=False):
         how = "run `git init`, `git add --all` and `git commit` there"
         raise InputError(f"{root} is not committed to git, which merges the upgrade: {how}")

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TypedDict
 
-from ....errors import InputError, reason
+from ....errors import InputError, first_line
 from ....plugins import registered
 from ..job import Job
 
@@ -77,7 +77,7 @@ def ask(*words: str) -> str:
         what = f"there is no {words[0]} on this machine"
         raise InputError(f"{what}; start it where {words[0]} is, or give --dry-run") from error
     if done.returncode:
-        raise InputError(f"{words[0]} fails: {reason(done.stderr)}")
+        raise InputError(f"{words[0]} fails: {first_line(done.stderr)}")
     return done.stdout.rstrip()
 
 

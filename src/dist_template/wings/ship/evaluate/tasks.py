@@ -11,7 +11,7 @@ from jsonargparse.typing import PositiveInt
 
 from ....cli.config_file import read as read_keys
 from ....cli.parser import one_sentence
-from ....errors import InputError, reason, require
+from ....errors import InputError, first_line, require
 from ..export.trained import Trained
 
 KEYS = {"tasks": [], "task_folder": None, "chat_template": False, "limit": None}
@@ -59,7 +59,7 @@ def read(path: str | None) -> dict[str, Any]:
             inspect.signature(given["metric"]).bind("samples", "model", "tokenizer")
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             cure = "give module:function, a function of (samples, model, tokenizer)"
-            why = f"metric {name!r} cannot be used ({reason(error)}); {cure}"
+            why = f"metric {name!r} cannot be used ({first_line(error)}); {cure}"
             raise InputError(f"--config {path}: {why}") from error
     return KEYS | given
 
@@ -88,7 +88,7 @@ def values_of(number: int, loaded: Trained, keys: dict[str, Any], samples: list[
         )  # fmt: skip
     except (KeyError, ValueError, OSError) as error:
         what = f"lm-eval cannot run tasks {tasks} of task_folder {folder!r}"
-        raise InputError(f"{what}: {reason(error)}") from error
+        raise InputError(f"{what}: {first_line(error)}") from error
     for task, metrics in results["higher_is_better"].items():
         for metric, is_higher in metrics.items():
             for each in results["samples"][task]:
