@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from dist_template.model.flops import Size
 from dist_template.parallel.facts import Sent
 from dist_template.parallel.mesh_sharding import Mesh
 from dist_template.parallel.plain import Plain
@@ -73,7 +74,7 @@ def traffic(name: str, model: nn.Module, at: Setting) -> Iterator[Sent]:
     if isinstance(given, dict):
         sharding = Mesh.of({"reduce_each_micro_batch": at.reduces_each, **given})
     facts = replace(
-        measured(model),
+        measured(model, Size.of(model)),
         world_size=at.ranks,
         precision="bf16-mixed" if at.half else "32-true",
         seq_len=at.tokens * (at.shared if name == "cp" else 1),

@@ -56,10 +56,7 @@ CLOSURES = {"cli.fit": 17_884, "strategies": 7_378}
 # the files that are not rewritten yet.
 DENSITY, DENSITY_OF_A_FILE = 5.5, 10.0
 DENSE = {
-    "callbacks.incidents", "cli.limits.machine", "parallel.candidates", "parallel.pipeline.costs",
-    "parallel.pipeline.run",
-    "parallel.pipeline.partition", "plugins", "table", "text.model.adapters", "wings.diagnose.remedies",
-    "wings.plan.command", "wings.plan.tables", "wings.plan.trace",
+    "callbacks.incidents", "cli.limits.machine", "plugins", "table", "text.model.adapters",
 }  # fmt: skip
 ANY = 0.112  # share of annotations outside compat; the aim is 0.1
 

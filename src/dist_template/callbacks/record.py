@@ -88,7 +88,7 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
         "balance": balance,
         "data": _data(data),
         "machine": _machine(trainer, hosts),
-        "pipeline": run_strategy(trainer.strategy).layers.facts,
+        "pipeline": run_strategy(trainer.strategy).layers.facts or {},
         "training": _training(trainer, module) | {"flops_per_token": flops},
     }
     folder.mkdir(parents=True, exist_ok=True)

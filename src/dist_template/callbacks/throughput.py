@@ -49,7 +49,7 @@ class Throughput(Callback):
         self._forward = ForwardClock(device)
         layers = run_strategy(trainer.strategy).layers
         self._clocks = layers.start_clocks(lambda: ForwardClock(device))
-        self._stages = layers.facts.get("stages", [])
+        self._stages = layers.facts["stages"] if layers.facts else []
         self._seq_len = getattr(data_of(trainer), "seq_len", None)
         if self._seq_len:
             size = size_of(pl_module)

@@ -13,7 +13,7 @@ shard.py                      shards a model over its mesh
 tensor_trial.py               finds what a tensor-parallel plan forgets
 sequence.py                   sequence parallelism, in MeshStrategy
 pipeline/                     its pipeline: division of a model, schedules
-zero.py, zero_step.py         ZeroStrategy; deepspeed_config.py completes its DeepSpeed JSON
+zero.py                       ZeroStrategy; deepspeed_config.py completes its DeepSpeed JSON
 ddp.py                        defaults for Lightning's DDPStrategy
 blocks.py, half.py            activation checkpointing, torch.compile; parameters in half precision
 """

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..errors import InputError
 from .facts import ARGS, NOT_READ_YET, Configured, Facts, Sent
 from .mesh_sharding import AXES, Axis, Mesh, MeshSizes, Size
 from .pipeline.costs import bubble, stages_per_rank
 from .plain import selective_refusal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 QUERIES = ("q_proj", "q_b_proj", "qkv_proj", "query_key_value")  # whose columns are heads
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
@@ -85,13 +88,12 @@ class PipelineAxis(Axis):
             return
         share = bubble(name, stages, stages // size, fits)
         yield (
-            f"an optimizer step has {num} micro-batches (global_batch_size / micro_batch_size /"
-            f" data-parallel ranks), and {name} needs {needs} (with {fits}, a rank"
-            f" waits {share:.0%} of the time in which it computes): edit data.micro_batch_size,"
-            f" data.global_batch_size or {ARGS}.pp_schedule"
+            f"an optimizer step has {num} micro-batches (global_batch_size / micro_batch_size / data-parallel ranks),"
+            f" and {name} needs {needs} (with {fits}, a rank waits {share:.0%} of the time in which it computes): edit"
+            f" data.micro_batch_size, data.global_batch_size or {ARGS}.pp_schedule"
         )
 
-    def trial(self, model: Any) -> None:
+    def trial(self, model: PreTrainedModel) -> None:
         from .pipeline.division import try_stages
 
         try_stages(model, self.mesh.facts_of(model, self.size))
@@ -219,7 +221,7 @@ class TensorAxis(Axis):
                     f" {ARGS}.tp_size {size} to 1"
                 )
 
-    def trial(self, model: Any) -> None:
+    def trial(self, model: PreTrainedModel) -> None:
         from .shard import complete_plan, refuse_adapters
 
         refuse_adapters(model)
@@ -327,7 +329,7 @@ class SequenceAxis(Axis):
         if heads % size:
             yield f"cp_size {size} does not divide {whose} {heads} attention heads: edit {key}"
 
-    def trial(self, model: Any) -> None:
+    def trial(self, model: PreTrainedModel) -> None:
         from .sequence import try_shard
 
         try_shard(model, self.size)
@@ -345,7 +347,7 @@ class SequenceAxis(Axis):
 AXES += [PipelineAxis, ReplicaAxis, ShardAxis, TensorAxis, ExpertAxis, SequenceAxis]
 
 
-def experts_of(config: Any) -> tuple[str, int]:
+def experts_of(config: object) -> tuple[str, int]:
     """Returns the field with the number of experts, and the number; 0 if there are none."""
     for name in EXPERTS:
         if isinstance(number := getattr(config, name, None), int):
@@ -377,9 +379,8 @@ def without_plan(setup: Configured, kind: str, size: int, what: str) -> Iterator
     key, config = f"{ARGS}.{kind}_size", setup.model_config
     if config is None:
         yield (
-            f"{kind}_size {size} needs a model of transformers, which has a plan for {what}"
-            f" parallelism: set {key} to 1, or return the model's configuration from build_config"
-            " in module.py"
+            f"{kind}_size {size} needs a model of transformers, which has a plan for {what} parallelism: set {key} to"
+            " 1, or return the model's configuration from build_config in module.py"
         )
     elif config is not NOT_READ_YET:
         yield (

@@ -6,23 +6,19 @@ gather a block's parameters, stay outside of them; the hooks of tensor and exper
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..compat.torch import EXPENSIVE, compile_checkpointed_hooks
 from ..compat.transformers import names_of_blocks
 from ..errors import InputError
 
-Function = Callable[..., Any]
+Function = Callable[..., object]
 OF_EXPERTS = ("aten._grouped_mm.default", "aten.bmm.default")
 
 
@@ -91,7 +87,7 @@ def _checkpointed(block: nn.Module, forward: Function, selective: bool) -> Funct
         options["context_fn"] = contexts
 
     @functools.wraps(forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> object:
         if not (block.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, **options, **kwargs)
@@ -99,7 +95,7 @@ def _checkpointed(block: nn.Module, forward: Function, selective: bool) -> Funct
     return wrapped
 
 
-def _keep_products(kept: set[Any], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keep_products(kept: Set[object], context: object, operation: object, *_: object, **__: object) -> CheckpointPolicy:
     """Saves results that are expensive to recompute; norms, activations and rotations are cheap."""
     return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -108,7 +104,7 @@ def _compiled(forward: Function) -> Function:
     fast = torch.compile(forward)
 
     @functools.wraps(forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> object:
         # In generation shapes change with each token, and each would be compiled.
         generates = kwargs.get("past_key_values") is not None
         return forward(*args, **kwargs) if generates else fast(*args, **kwargs)

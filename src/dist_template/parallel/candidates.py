@@ -10,31 +10,23 @@ from .mesh_sharding import Mesh
 from .plain import Plain
 from .zero_sharding import Zero
 
-SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
-OFFLOADED = (
-    (2, {"offload_optimizer": True}),
-    (3, {"offload_optimizer": True, "offload_parameters": True}),
-)
-ZERO = ((1, {}), (2, {}), (3, {}), *OFFLOADED)
+SCHEDULES = ("", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")  # "": the file's, 1F1B
+OFFLOAD = {"offload_optimizer": True}
+ZERO: tuple[tuple[str, dict[str, Any]], ...] = (  # file, and options unlike the file's
+    ("zero2", {"stage": 1}), ("zero2", {}), ("zero3", {}), ("zero2", OFFLOAD),
+    ("zero3", OFFLOAD | {"offload_parameters": True}),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A strategy that may be trained with.
+    """A strategy that may be trained with."""
 
-    Args:
-        name: Of the sizes above one.
-        file: In configs/strategy.
-        options: Arguments unlike the file's.
-        sharding: Its answers.
-        schedule: Of a pipeline, if it is not the file's; the rest of the name.
-    """
-
-    name: str
-    file: str
-    options: dict[str, Any]
+    name: str  # of the sizes above one
+    file: str  # in configs/strategy
+    options: dict[str, Any]  # arguments unlike the file's
     sharding: Plain
-    schedule: str = ""
+    schedule: str = ""  # of a pipeline, if it is not the file's
 
     def __str__(self) -> str:
         return f"{self.name}, {self.schedule}" if self.schedule else self.name
@@ -51,45 +43,57 @@ def candidates(nodes: int, devices: int) -> Iterator[Candidate]:
     """Yields all strategies of `nodes` x `devices` ranks; parallel sizes are powers of two."""
     world, offload = nodes * devices, {"cpu_offload": True}
     yield Candidate("ddp" if world > 1 else "one device", "ddp", {}, Plain())
-    for stage, options in ZERO if world > 1 else OFFLOADED:  # one process has nothing to shard
-        name = f"zero{stage}, offload" if options else f"zero{stage}"
-        given = {"stage": 1} if stage == 1 else options
-        file = "zero3" if stage == 3 else "zero2"
-        yield Candidate(name, file, given, Zero.of({"stage": stage, **options}))
+    for file, options in ZERO:
+        sharding = Zero.of({"stage": 2 if file == "zero2" else 3, **options})
+        if sharding.offload_optimizer:
+            yield Candidate(f"{file}, offload", file, options, sharding)
+        elif world > 1:  # one process has nothing to shard
+            yield Candidate(f"zero{sharding.stage}", file, options, sharding)
     yield Candidate("fsdp2, offload", "fsdp2", offload, Mesh.of(offload))
-    for replicas in sorted({1, nodes}) if world > 1 else ():
+    for replicas in sorted({1, nodes}):
         for tp in _powers(devices):
             for ep in _powers(world // replicas):
-                if ep % tp == 0 or ep == 1:
+                if world > 1 and (ep % tp == 0 or ep == 1):
                     yield _of_mesh(1, replicas, world // replicas // tp, tp, ep)
     for pp in _powers(nodes if nodes > 1 else devices)[1:]:
         for replicas in sorted({1, max(1, nodes // pp)}):
             for ep in _powers(world // pp // replicas):
                 for schedule in SCHEDULES:
-                    fsdp = world // pp // replicas
-                    yield _of_mesh(pp, replicas, fsdp, 1, ep, schedule)
+                    yield _of_mesh(pp, replicas, world // pp // replicas, 1, ep, schedule)
 
 
-def _of_mesh(pp: int, replicas: int, fsdp: int, tp: int, ep: int, schedule: str = SCHEDULES[0]) -> Candidate:
-    sizes: dict[str, Any] = {"dp_replicate_size": replicas, "tp_size": tp, "ep_size": ep}
-    sizes |= {"pp_size": pp} if pp > 1 else {}
-    options = {key: size for key, size in sizes.items() if size > 1}
-    kinds = {"pp": pp, "fsdp2": fsdp, "tp": tp, "ep": ep}
-    if replicas > 1:
-        kinds = {"pp": pp, f"hsdp {replicas} x": fsdp, "tp": tp, "ep": ep}
-    name = " x ".join(f"{kind} {size}" for kind, size in kinds.items() if size > 1 or "hsdp" in kind)
+def _of_mesh(pp: int, replicas: int, fsdp: int, tp: int, ep: int, schedule: str = "") -> Candidate:
+    names = []
+    for kind, size in (("pp", pp), ("fsdp2", fsdp), ("tp", tp), ("ep", ep)):
+        if kind == "fsdp2" and replicas > 1:
+            names.append(f"hsdp {replicas} x {fsdp}")
+        elif size > 1:
+            names.append(f"{kind} {size}")
+    file = "fsdp2"
     if pp > 1:
-        sizes["pp_schedule"] = schedule
-        file = "pp_ep" if ep > 1 else "pp_fsdp2" if fsdp > 1 else "pp"
+        file = "pp_fsdp2" if fsdp > 1 else "pp"
+        if ep > 1:
+            file = "pp_ep"
     elif replicas > 1:
         file = "hsdp"
-    else:
-        file = "tp" if fsdp == 1 else "fsdp2_tp" if tp > 1 else "fsdp2_ep" if ep > 1 else "fsdp2"
-    other = ""
-    if schedule != SCHEDULES[0]:  # of configs/strategy/pp*.yaml
-        other = options["pp_schedule"] = schedule
-    return Candidate(name, file, options, Mesh.of(sizes | {"fsdp_size": fsdp}), other)
+    elif fsdp == 1:
+        file = "tp"
+    elif tp > 1:
+        file = "fsdp2_tp"
+    elif ep > 1:
+        file = "fsdp2_ep"
+    sizes: dict[str, Any] = {"dp_replicate_size": replicas, "tp_size": tp, "ep_size": ep}
+    if pp > 1:
+        sizes |= {"pp_size": pp}
+    options = {key: size for key, size in sizes.items() if size > 1}
+    if schedule:
+        options["pp_schedule"] = schedule
+    return Candidate(" x ".join(names), file, options, Mesh.of(sizes | options | {"fsdp_size": fsdp}), schedule)
 
 
 def _powers(limit: int) -> list[int]:
-    return [2**n for n in range(limit.bit_length()) if limit % 2**n == 0]
+    found, power = [], 1
+    while limit % power == 0:
+        found.append(power)
+        power *= 2
+    return found

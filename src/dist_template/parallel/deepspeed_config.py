@@ -23,18 +23,15 @@ KEY = "trainer.strategy.init_args.config"
 
 # The keys that DeepSpeed 0.19 reads; it ignores any other key silently.
 KNOWN_KEYS = frozenset(
-    """activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger
-    communication_data_type compile compression_training csv_monitor curriculum_learning
-    data_efficiency data_types dataloader_drop_last datastates_ckpt disable_allgather
-    disable_python_gc dump_state eigenvalue elasticity expert_parallel flops_profiler fp16
-    gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor
-    graph_harvesting hybrid_engine log_level managed_gradient_accumulation memory_breakdown nebula
-    optimizer pipeline prescale_gradients progressive_layer_drop quantize_training scheduler
-    seq_parallel_communication_data_type sparse_attention sparse_gradients steps_per_print
-    tensor_parallel tensorboard timers torch_autocast train_batch_size
-    train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size
-    wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer
-    zero_force_ds_cpu_optimizer zero_optimization""".split()
+    """activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type
+    compile compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last
+    datastates_ckpt disable_allgather disable_python_gc dump_state eigenvalue elasticity expert_parallel flops_profiler
+    fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor graph_harvesting
+    hybrid_engine log_level managed_gradient_accumulation memory_breakdown nebula optimizer pipeline prescale_gradients
+    progressive_layer_drop quantize_training scheduler seq_parallel_communication_data_type sparse_attention
+    sparse_gradients steps_per_print tensor_parallel tensorboard timers torch_autocast train_batch_size
+    train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb
+    weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization""".split()
 )
 HALF_SECTION = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
 DEEPSPEED_AUTO = {"data_types.keep_in_fp32_modules"}  # DeepSpeed gives "auto" a meaning here
@@ -42,49 +39,27 @@ DEEPSPEED_AUTO = {"data_types.keep_in_fp32_modules"}  # DeepSpeed gives "auto" a
 
 @dataclass(frozen=True)
 class Settings:
-    """Values that trainer, data and model set.
+    """Values that trainer, data and model set."""
 
-    Args:
-        accelerator: Lightning's name: cpu, cuda …
-        precision: Lightning's name.
-        micro_batch_size: Sequences per process per forward pass.
-        global_batch_size: Sequences per optimizer step.
-        accumulation: Micro-batches per optimizer step.
-        gradient_clip_val: Largest gradient norm; 0: off.
-        hidden_size: Returns the model's width; only called if an "auto" depends on it.
-    """
-
-    accelerator: str
-    precision: str
-    micro_batch_size: int
+    accelerator: str  # Lightning's name: cpu, cuda …
+    precision: str  # Lightning's name
+    micro_batch_size: int  # sequences per process per forward pass
     global_batch_size: int
     accumulation: int
-    gradient_clip_val: float
-    hidden_size: Callable[[], int]
+    gradient_clip_val: float  # 0: off
+    hidden_size: Callable[[], int]  # only called if an "auto" depends on it
 
 
 def settings_of(setup: Configured) -> Settings:
     """Returns what a DeepSpeed JSON takes from the other keys."""
-    accumulation = setup.trainer.get("accumulate_grad_batches") or 1
+    accumulation, processes = setup.trainer.get("accumulate_grad_batches") or 1, setup.machine.world_size
+    micro = getattr(setup.data, "micro_batch_size", 1)
+    if hasattr(setup.data, "global_batch_size"):
+        accumulation = max(1, setup.data.global_batch_size // (micro * processes))
     return Settings(
-        accelerator=setup.machine.accelerator,
-        precision=setup.machine.precision,
-        gradient_clip_val=setup.trainer.get("gradient_clip_val") or 0.0,
-        hidden_size=lambda: hidden_size(setup.module),
-        **batch_sizes(setup.data, setup.machine.world_size, accumulation),
-    )
-
-
-def batch_sizes(data: Any, processes: int, accumulation: int) -> dict[str, int]:
-    """Returns the batch sizes of Settings; `accumulation` is for data without a global batch."""
-    micro = getattr(data, "micro_batch_size", 1)
-    if hasattr(data, "global_batch_size"):
-        accumulation = max(1, data.global_batch_size // (micro * processes))
-    return {
-        "micro_batch_size": micro,
-        "global_batch_size": micro * processes * accumulation,
-        "accumulation": accumulation,
-    }
+        setup.machine.accelerator, setup.machine.precision, micro, micro * processes * accumulation, accumulation,
+        setup.trainer.get("gradient_clip_val") or 0.0, hidden_size=lambda: hidden_size(setup.module),
+    )  # fmt: skip
 
 
 def hidden_size(module: Any) -> int:
@@ -102,10 +77,8 @@ def hidden_size(module: Any) -> int:
             config = AutoConfig.for_model(**module.architecture)
         return config.get_text_config().hidden_size
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        raise InputError(
-            f"a bucket size or threshold is auto, which depends on the model's hidden_size, and "
-            f"{type(module).__name__} has none ({reason(error)}): write a number"
-        ) from error
+        which = "a bucket size or threshold is auto, which depends on the model's hidden_size"
+        raise InputError(f"{which}, and {type(module).__name__} has none ({reason(error)}): write a number") from error
 
 
 def read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +97,11 @@ def read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
             raise InputError(f"{KEY}: {str(config)!r} is not JSON: {reason(error)}") from error
     if not isinstance(config, Mapping):
         raise InputError(f"{KEY} is {json.dumps(config)[:40]}; DeepSpeed wants an object, {{…}}")
-    refuse([_unknown(key) for key in config if key not in KNOWN_KEYS])
+    unknown = []
+    for key in config.keys() - KNOWN_KEYS:
+        near = ", ".join(difflib.get_close_matches(key, KNOWN_KEYS, n=2))
+        unknown.append(f"DeepSpeed has no key {key!r}" + (f"; similar keys: {near}" if near else ""))
+    refuse(sorted(unknown))
     config = copy.deepcopy(dict(config))
     if "bfloat16" in config:
         config["bf16"] = config.pop("bfloat16")
@@ -140,11 +117,6 @@ def refuse(conflicts: list[str]) -> None:
     if conflicts:
         lines = "".join(f"\n  {each}" for each in conflicts)
         raise InputError(f"{KEY} has {len(conflicts)} conflicts:{lines}")
-
-
-def _unknown(key: str) -> str:
-    near = difflib.get_close_matches(key, KNOWN_KEYS, n=2)
-    return f"DeepSpeed has no key {key!r}" + (f"; similar keys: {', '.join(near)}" if near else "")
 
 
 def resolve(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
@@ -180,7 +152,7 @@ def resolve(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     return config
 
 
-def _agree(config: dict[str, Any], key: str, value: Any, place: str) -> list[str]:
+def _agree(config: dict[str, Any], key: str, value: object, place: str) -> list[str]:
     """Sets the dotted `key` to `value`, that of `place`. Returns a conflict with the file."""
     *sections, name = key.split(".")
     for section in sections:

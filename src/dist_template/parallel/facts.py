@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+from .pipeline.costs import StageFacts
+
+if TYPE_CHECKING:
+    import lightning as L
 
 ARGS = "trainer.strategy.init_args"
 NOT_READ_YET: Final = object()  # the model's configuration needs the vocabulary of the data
@@ -32,23 +37,24 @@ class Configured:
 
     machine: Hardware
     trainer: Mapping[str, Any]
-    module: Any
+    module: L.LightningModule
     data: Any
-    model_config: Any
+    model_config: Any  # transformers' configuration
     trains: bool
     saves_asynchronously: bool = False
 
-    def setting(self, path: str) -> Any:
+    def setting(self, path: str) -> object:
         """Returns `model.<path>`; None if the module has no such setting."""
-        value = self.module
+        value: object = self.module
         for name in path.split("."):
             value = getattr(value, name, None)
         return value
 
     @property
-    def optimizer(self) -> Mapping[str, Any]:
+    def optimizer(self) -> Mapping[str, str]:
         """--optimizer: class_path and init_args; {} for the default."""
-        return self.setting("optim.optimizer") or {}
+        given = self.setting("optim.optimizer")
+        return given if isinstance(given, Mapping) else {}
 
     @property
     def text_config(self) -> Any:
@@ -82,7 +88,7 @@ class Facts:
         tensors: Number of parameter tensors.
         loss_chunk: Tokens whose logits exist at a time. None: all.
         on_host: Devices are CPUs, so that offloading frees nothing.
-        pipeline: What facts.json has of the stages; {} without a pipeline.
+        pipeline: Its stages. None: a rank has all layers.
         traced: Measures on the meta device what blocks keep for backward, and the most that exists
             in backward, in bytes. None: `Plain.activations` counts tensors.
     """
@@ -113,7 +119,7 @@ class Facts:
     global_batch_size: int = 0
     loss_chunk: int | None = None
     on_host: bool = False
-    pipeline: Mapping[str, Any] = field(default_factory=dict)
+    pipeline: StageFacts | None = None
     traced: Callable[[BlockRun], tuple[float, float]] | None = None
 
     @property
@@ -179,7 +185,7 @@ class Saving(NamedTuple):
     """
 
     sentence: str
-    changes: dict[str, tuple[Any, Any]]
+    changes: Mapping[str, tuple[object, object]]
     is_on_host: bool = False
 
 

@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from .. import weights
 from ..checkpoint import formats, scatter, sharded
@@ -40,7 +41,7 @@ from .mesh_sharding import AXES, Mesh, Size
 from .pipeline.costs import Layers, Schedule
 from .pipeline.run import Pipeline, divide
 from .protocol import DataRank
-from .run_strategy import RunDefaults
+from .run_strategy import RunDefaults, T
 from .sequence import shard_batch
 from .shard import shard_by_blocks, shard_by_plan, shard_module, try_rank
 
@@ -166,7 +167,7 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
             number = number * self.mesh_sizes[name] + self.axes[name]
         return number
 
-    def shard_batch(self, batch: Any) -> Any:
+    def shard_batch(self, batch: T) -> T:
         """Returns the rank's part of the sequences of a batch; without cp, the batch."""
         return batch if self.mesh_sizes.cp == 1 else shard_batch(batch, self.sequence_group)
 
@@ -209,7 +210,7 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
             shard_by_blocks(model, self)
         device = torch.device("cpu") if self.sharding.cpu_offload else self.root_device
         scatter.materialize(model, full, device)
-        if division is not None:
+        if facts and division is not None:
             self.layers = self.pipeline = Pipeline(model, division, self, facts)
         return model
 
@@ -249,17 +250,17 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
                 else:
                     unit.set_requires_gradient_sync(reduces, recurse=False)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: object, **kwargs: object) -> Any:
         step = super().training_step
         if self.pipeline is None:
             return step(*args, **kwargs)
         return self.pipeline.training_step(step, (*args, *kwargs.values()))
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def validation_step(self, *args: object, **kwargs: object) -> Any:
         step = super().validation_step
         return self.pipeline.evaluate(step, *args) if self.pipeline else step(*args, **kwargs)
 
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+    def test_step(self, *args: object, **kwargs: object) -> Any:
         step = super().test_step
         return self.pipeline.evaluate(step, *args) if self.pipeline else step(*args, **kwargs)
 
@@ -273,16 +274,16 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
-    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         self.format.save(checkpoint, Path(weights.broadcast(str(filepath))))
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         return formats.load(self.format, Path(checkpoint_path), weights_only)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
         return get_model_state_dict(self.model)
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.model is not None
         return sharded.optimizer_state(self.model, optimizer)

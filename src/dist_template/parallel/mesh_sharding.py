@@ -12,12 +12,16 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from math import prod
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..errors import InputError
 from .facts import ARGS, STATE, BlockRun, Configured, Facts, Saving, Sent, Small
 from .pipeline import costs
 from .plain import SLOWER, Plain
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 Size = int | Literal["auto"]
 NUM_PROCESSES = (1, 2, 4)  # of a rehearsal
@@ -77,7 +81,7 @@ class Axis:
     def refusals(self, setup: Configured) -> Iterator[str]:
         return iter(())
 
-    def trial(self, model: Any) -> None:
+    def trial(self, model: PreTrainedModel) -> None:
         """Runs a rank's part of `model` on the meta device; raises what a training would."""
 
     def traffic(self, facts: Facts) -> Iterator[Sent]:
@@ -116,8 +120,8 @@ class Mesh(Plain):
     pp_schedule: costs.Schedule = "1F1B"
     pp_stages_per_rank: int = 2
     pp_layers: costs.Layers = "cost"
-    tp_plan: Mapping[str, str] | None = None
-    ep_plan: Mapping[str, str] | None = None
+    tp_plan: dict[str, str] | None = None
+    ep_plan: dict[str, str] | None = None
     cpu_offload: bool = False
     reduce_each_micro_batch: bool = True
 
@@ -214,21 +218,23 @@ class Mesh(Plain):
                 " configs/strategy/ddp.yaml, or another optimizer"
             )
 
-    def trials(self, setup: Configured) -> Iterator[tuple[str, Callable[[Any], None]]]:
+    def trials(self, setup: Configured) -> Iterator[tuple[str, Callable[[PreTrainedModel], None]]]:
         for axis in self.active(setup.machine.world_size):
             if axis.has_trial:
                 yield f"{axis.key} {axis.size}", axis.trial
 
-    def rules(self, model: Any, sizes: MeshSizes) -> dict[str, str]:
+    def rules(self, model: PreTrainedModel, sizes: MeshSizes) -> dict[str, str]:
         """Returns the plans of `model`, built, with the user's changes."""
-        rules = model.tp_plan | (self.tp_plan or {})
-        return rules | model.ep_plan | (self.ep_plan or {}) if sizes.ep > 1 else rules
+        rules = {**model.tp_plan, **(self.tp_plan or {})}
+        if sizes.ep > 1:
+            rules |= {**model.ep_plan, **(self.ep_plan or {})}
+        return rules
 
-    def stage_facts(self, model: Any, world_size: int) -> dict[str, Any]:
+    def stage_facts(self, model: nn.Module, world_size: int) -> costs.StageFacts | None:
         pp = self.sizes(world_size).pp
-        return self.facts_of(model, pp) if pp > 1 else {}
+        return self.facts_of(model, pp) if pp > 1 else None
 
-    def facts_of(self, model: Any, pp: int) -> dict[str, Any]:
+    def facts_of(self, model: nn.Module, pp: int) -> costs.StageFacts:
         from .pipeline.partition import facts_of
 
         return facts_of(model, pp, self.pp_schedule, self.pp_stages_per_rank, self.pp_layers)
@@ -240,7 +246,7 @@ class Mesh(Plain):
 
     def stages(self, facts: Facts) -> costs.Stages:
         """Returns the stages that a run recorded, or `plan` made; those of one stage if none."""
-        if not facts.pipeline.get("stages") or self.sizes(facts.world_size).pp == 1:
+        if not facts.pipeline or self.sizes(facts.world_size).pp == 1:
             return costs.Stages(blocks=facts.layers)
         return costs.stages_of(facts.pipeline, facts.parameters, self.accumulation(facts))
 
@@ -321,7 +327,7 @@ class Mesh(Plain):
 
     def slowdown(self, facts: Facts) -> float:
         stages, pp = self.stages(facts), self.sizes(facts.world_size).pp
-        waits = facts.pipeline.get("bubble", 0.0) / self.accumulation(facts)
+        waits = facts.pipeline["bubble"] / self.accumulation(facts) if facts.pipeline else 0.0
         return (1 + waits) * stages.blocks * pp / facts.layers
 
     def on_host(self, facts: Facts) -> tuple[float, float]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from .. import weights
@@ -23,7 +23,7 @@ from .blocks import BlockConfig, wrap_blocks
 from .run_strategy import run_strategy
 
 
-def place(build: Callable[[], nn.Module], strategy: Any, blocks: BlockConfig) -> nn.Module:
+def place(build: Callable[[], nn.Module], strategy: Strategy, blocks: BlockConfig) -> nn.Module:
     """Returns this rank's part of the model that `build` makes.
 
     Raises:

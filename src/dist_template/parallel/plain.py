@@ -10,10 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import InputError
 from .facts import ARGS, BlockRun, Configured, Facts, Saving, Sent, Small
+from .pipeline.costs import StageFacts
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 LOGIT_BYTES = 12  # per logit in backward: log-probability, its gradient and the logit's, in fp32
 BYTES_IN_4_BITS = 1 / 2 + 1 / 64  # packed, and a scale of 64 weights in 8 bits
@@ -100,7 +105,7 @@ class Plain:
             why = "because it pickles the module"
             yield f"trainer.strategy {self.name!r} is not supported, {why}: set ddp"
 
-    def trials(self, setup: Configured) -> Iterator[tuple[str, Callable[[Any], None]]]:
+    def trials(self, setup: Configured) -> Iterator[tuple[str, Callable[[PreTrainedModel], None]]]:
         return iter(())
 
     def shrunk(self, processes: int | None) -> Small:
@@ -217,13 +222,13 @@ class Plain:
         """Whether `fit` accepts the checkpointing and the number of micro-batches."""
         return True
 
-    def stage_facts(self, model: Any, world_size: int) -> dict[str, Any]:
-        """Returns what facts.json would have of the stages of `model`; {} without a pipeline.
+    def stage_facts(self, model: nn.Module, world_size: int) -> StageFacts | None:
+        """Returns what facts.json would have of the stages of `model`; None without a pipeline.
 
         Raises:
             InputError: the model cannot be divided.
         """
-        return {}
+        return None
 
     def slowdown(self, facts: Facts) -> float:
         """Returns the time of a step over that of a rank that computes its even part without a pause."""

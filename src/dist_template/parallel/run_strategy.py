@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from .pipeline.costs import StageFacts
 from .protocol import DataRank
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from lightning.pytorch.strategies import Strategy
     from torch import Tensor, nn
 
 T = TypeVar("T")
+C = TypeVar("C", bound="Clock")
+
+
+class Clock(Protocol):
+    """Times passes of a stage."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
 
 
 class Layers:
@@ -25,7 +35,7 @@ class Layers:
 
     group: dist.ProcessGroup | None = None
     batch_group: dist.ProcessGroup | None = None
-    facts: Mapping[str, Any] = {}
+    facts: StageFacts | None = None
 
     def __str__(self) -> str:
         """Describes them in a message, with a comma at the end."""
@@ -42,7 +52,7 @@ class Layers:
         """Returns on every rank what the ranks that have the model's output compute. Collective."""
         return compute()
 
-    def forward_only(self, step: Callable[..., T], args: tuple[Any, ...]) -> T | None:
+    def forward_only(self, step: Callable[..., T], args: tuple[object, ...]) -> T | None:
         """Runs a step on all layers; None on ranks that do not have its result. Collective."""
         return step(*args)
 
@@ -50,7 +60,7 @@ class Layers:
         """Returns the names that any rank has, in one order on every rank. Collective."""
         return names
 
-    def start_clocks(self, make: Callable[[], Any]) -> list[Any]:
+    def start_clocks(self, make: Callable[[], C]) -> list[C]:
         """Times the passes of each stage of this rank by a clock that `make` returns."""
         return []
 
@@ -105,7 +115,7 @@ class RunDefaults:
 class PlainStrategy(RunDefaults):
     """A strategy of Lightning's own."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         # Lightning's FSDP has flat shards
         self.has_replicas = "FSDPStrategy" not in [kind.__name__ for kind in type(strategy).__mro__]
@@ -115,6 +125,6 @@ class PlainStrategy(RunDefaults):
         return self._strategy
 
 
-def run_strategy(strategy: Any) -> RunDefaults:
+def run_strategy(strategy: Strategy | RunDefaults) -> RunDefaults:
     """Returns the answers of `trainer.strategy`."""
     return strategy if isinstance(strategy, RunDefaults) else PlainStrategy(strategy)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from math import gcd
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +25,16 @@ from ..errors import InputError, reason
 
 WHOLE = "whole_position_ids"  # key of a sharded batch: (B, T) the positions of all tokens
 IS_SHARD = "is_sequence_shard"  # keyword argument of a model's forward pass, for its attention
+
+
+class Group:
+    """The number of ranks that share sequences, in place of their process group."""
+
+    def __init__(self, num: int) -> None:
+        self._num = num
+
+    def size(self) -> int:
+        return self._num
 
 
 def shard_batch(batch: Any, group: dist.ProcessGroup) -> Any:
@@ -49,7 +58,7 @@ def shard_batch(batch: Any, group: dist.ProcessGroup) -> Any:
     return sharded
 
 
-def share_attention(model: nn.Module, group: Any) -> None:
+def share_attention(model: nn.Module, group: dist.ProcessGroup | Group) -> None:
     """Makes the model's attention kernel combine the tokens of all ranks of `group`.
 
     The kernel is replaced in transformers' registry for the process; a forward pass without
@@ -65,7 +74,9 @@ def share_attention(model: nn.Module, group: Any) -> None:
     kernel = compat.attention_of(model) or ""
     attend = ALL_ATTENTION_FUNCTIONS[kernel]
 
-    def attend_to_all(module: Any, queries: Tensor, keys: Tensor, values: Tensor, *mask: Any, **options: Any) -> Any:
+    def attend_to_all(
+        module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, *mask: Any, **options: Any
+    ) -> tuple[Any, ...]:
         """Maps (B, H, T / n, W) queries, keys and values to (B, T / n, H, W)."""
         if not options.pop(IS_SHARD, False):
             if queries.is_meta:
@@ -103,7 +114,7 @@ def try_shard(model: nn.Module, num: int) -> None:
 
     kernel = compat.attention_of(model) or ""
     attend: Any = ALL_ATTENTION_FUNCTIONS.get(kernel)
-    share_attention(model, SimpleNamespace(size=lambda: num))
+    share_attention(model, Group(num))
     positions = torch.empty(1, num * compat.TOKENS, dtype=torch.long, device="meta")
     try:
         with masks_of_all(model, positions, None), ranges() as lengths:
@@ -131,16 +142,13 @@ class _AllToAll(torch.autograd.Function):
         return torch.cat(received.unbind(), dim=join)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return _AllToAll.apply(*gradients, *ctx.reverse), None, None, None
 
 
 @contextmanager
 def masks_of_all(
-    model: nn.Module,
-    positions: Tensor,
-    find: Callable[[Tensor], Tensor | None] | None,
-    is_shard: bool = True,
+    model: nn.Module, positions: Tensor, find: Callable[[Tensor], Tensor | None] | None, is_shard: bool = True
 ) -> Generator[None]:
     """Inside, transformers makes attention masks of all tokens, not of the rank's, from their
     `positions` (B, T), which `find` maps to the numbers of their documents.
@@ -156,7 +164,7 @@ def masks_of_all(
     documents = find(positions) if find else None  # one in each row
     make_mask, num_tokens = masks[kernel], positions.shape[1]
 
-    def make(mask_function: Any, **options: Any) -> Any:
+    def make(mask_function: Callable[..., Tensor], **options: Any) -> object:
         if is_shard:
             options |= {"q_length": num_tokens, "kv_length": num_tokens}
         if documents is not None and options["kv_length"] == num_tokens:

@@ -6,12 +6,15 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import lightning as L
 import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -27,14 +30,38 @@ from ..compat import transformers as compat
 from ..errors import InputError, reason
 from ..layout import refuse_scalars
 from .blocks import find_blocks
+from .mesh_sharding import Mesh, MeshSizes
 from .sequence import share_attention, try_shard
 from .tensor_trial import missing_rules, pattern_of
 
 EXPERT_PLAN = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}  # adapters follow it
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class MeshOfRanks(Protocol):
+    """What the functions below read of a MeshStrategy."""
+
+    sharding: Mesh
+    mesh_sizes: MeshSizes
+    expert_mesh: DeviceMesh
+    sequence_group: dist.ProcessGroup
+    fsdp_plan: dict[str, str] | None
+    precision_plugin: Precision
+
+    @property
+    def device_mesh(self) -> DeviceMesh: ...
+    @property
+    def root_device(self) -> torch.device: ...
+    @property
+    def shards(self) -> bool: ...
+
+
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def shard_module(module: L.LightningModule, strategy: Any) -> None:
+def shard_module(module: L.LightningModule, strategy: MeshOfRanks) -> None:
     """Shards the layers that a plain LightningModule has made, with rank 0's weights.
 
     The module itself is the outermost FSDP unit, which its steps gather.
@@ -51,7 +78,7 @@ def shard_module(module: L.LightningModule, strategy: Any) -> None:
             register_fsdp_forward_method(module, step)
 
 
-def refuse_adapters(model: Any) -> None:
+def refuse_adapters(model: PreTrainedModel) -> None:
     """Raises InputError if adapters of experts would be sharded otherwise than their matrices."""
     for name, module in model.named_modules():
         if inner := compat.wrappers_of_parameters(module):
@@ -65,7 +92,7 @@ def refuse_adapters(model: Any) -> None:
                 )
 
 
-def complete_plan(model: Any, rules: dict[str, str], size: int) -> None:
+def complete_plan(model: PreTrainedModel, rules: dict[str, str], size: int) -> None:
     """Adds to `model`'s tensor-parallel plan the rules of the gradients that it forgets.
 
     Args:
@@ -76,14 +103,13 @@ def complete_plan(model: Any, rules: dict[str, str], size: int) -> None:
     Raises:
         InputError: a rank's forward pass fails, or no rule makes its gradients complete.
     """
-    run = partial(compat.run_on_meta, model)
     with _refusing(model):
         _check_ties(model, rules)
-        missing = missing_rules(model, rules, size, run)
+        missing = missing_rules(model, rules, size, partial(compat.run_on_meta, model))
     model.tp_plan = model.tp_plan | missing  # the dict itself is the class's
 
 
-def _check_ties(model: Any, plan: dict[str, str]) -> None:
+def _check_ties(model: nn.Module, plan: dict[str, str]) -> None:
     """Raises ValueError if the plan shards one owner of a tied parameter and not the others."""
     names = {module: name for name, module in model.named_modules()}
     for owners in weights.find_ties(model):
@@ -95,7 +121,7 @@ def _check_ties(model: Any, plan: dict[str, str]) -> None:
             )
 
 
-def try_rank(model: Any, strategy: Any) -> None:
+def try_rank(model: Any, strategy: MeshOfRanks) -> None:
     """Completes the plan of `model`, on the meta device, and refuses what would be wrong on a rank.
 
     Raises:
@@ -109,7 +135,7 @@ def try_rank(model: Any, strategy: Any) -> None:
             try_shard(model, sizes.cp)
 
 
-def shard_by_plan(model: Any, strategy: Any) -> None:
+def shard_by_plan(model: Any, strategy: MeshOfRanks) -> None:
     """Shards `model`, which has plans of transformers, in place.
 
     Raises:
@@ -149,7 +175,7 @@ def shard_by_plan(model: Any, strategy: Any) -> None:
     weights.tie(ties)
 
 
-def shard_by_blocks(model: nn.Module, strategy: Any) -> None:
+def shard_by_blocks(model: nn.Module, strategy: MeshOfRanks) -> None:
     """Shards each block of `model`, and then the rest of it, in place.
 
     Raises:
@@ -176,13 +202,13 @@ def shard_by_blocks(model: nn.Module, strategy: Any) -> None:
         fully_shard(model, **options)
 
 
-def _offload_policy(strategy: Any) -> OffloadPolicy:
+def _offload_policy(strategy: MeshOfRanks) -> OffloadPolicy:
     if not strategy.sharding.cpu_offload:
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=strategy.root_device.type == "cuda")
 
 
-def _is_mixed(strategy: Any) -> bool:
+def _is_mixed(strategy: MeshOfRanks) -> bool:
     """Returns whether weights are gathered in bfloat16, and stored and reduced in float32."""
     return strategy.precision_plugin.precision == "bf16-mixed"
 

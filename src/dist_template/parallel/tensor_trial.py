@@ -17,16 +17,21 @@ import re
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import Node
 
 from ..compat.parallel_styles import STYLE
 from ..compat.torch import tree_leaves, tree_map
 from ..compat.transformers import needs_values
 from ..errors import reason
 
+T = TypeVar("T")
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 PARTIAL, COMPLETE = "partial", "complete"
 COLWISE = {"colwise", "packed_colwise"}
 # Style: the gradients inside of a module and of its input. None: that of the output.
@@ -44,7 +49,7 @@ REPLICATED = GRADIENTS.keys() - COLWISE - {"mla_kv_a_proj"}  # all ranks need th
 NO_RULE = {"", "local_params", "replicate", "all_reduce", "moe_tp_experts", "moe_identity_expert"}
 
 
-def missing_rules(model: nn.Module, plan: dict[str, str], size: int, run: Callable[[], Any]) -> dict[str, str]:
+def missing_rules(model: nn.Module, plan: dict[str, str], size: int, run: Callable[[], object]) -> dict[str, str]:
     """Returns the rules that `plan` lacks: names of modules whose parameters have partial
     gradients, and the style that sums these.
 
@@ -88,7 +93,7 @@ def pattern_of(name: str) -> str:
 class _Trial:
     def __init__(self, model: nn.Module, plan: dict[str, str], size: int) -> None:
         self.model, self.plan, self.size = model, plan, size
-        self._borders: dict[Any, tuple[str, str, bool]] = {}  # by node: name, style, is an output
+        self._borders: dict[Node | None, tuple[str, str, bool]] = {}  # by node: name, style, is an output
 
     def style(self, name: str) -> str:
         """Returns the style of a module or parameter; `*` in the plan is a layer's number."""
@@ -105,21 +110,20 @@ class _Trial:
                         stack.callback(setattr, module, own, getattr(module, own))
                         setattr(module, own, shard)
                 if style in GRADIENTS:
-                    enter, leave = (partial(each, name, style) for each in (self._enter, self._leave))
-                    hook = module.register_forward_pre_hook(enter, with_kwargs=True)
-                    stack.callback(hook.remove)
+                    enter, leave = partial(self._enter, name, style), partial(self._leave, name, style)
+                    stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
                     stack.callback(module.register_forward_hook(leave).remove)
             yield
 
     def _shards(self, name: str, module: nn.Module) -> dict[str, nn.Parameter]:
         """Returns the rank's shards of a module's own parameters, such as its heads' sinks."""
-        return {
-            own: nn.Parameter(each.detach().chunk(self.size, max(-2, -each.dim()))[0])
-            for own, each in module.named_parameters(recurse=False)
-            if self.style(f"{name}.{own}") in COLWISE
-        }
+        shards = {}
+        for own, each in module.named_parameters(recurse=False):
+            if self.style(f"{name}.{own}") in COLWISE:
+                shards[own] = nn.Parameter(each.detach().chunk(self.size, max(-2, -each.dim()))[0])
+        return shards
 
-    def _enter(self, name: str, style: str, module: Any, args: Any, kwargs: Any) -> Any:
+    def _enter(self, name: str, style: str, module: nn.Linear, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         args, kwargs = self._bordered((args, kwargs), name, style, False)
         if style == "rowwise":
             width, given = module.in_features, args[0].shape[-1]
@@ -128,13 +132,13 @@ class _Trial:
             args = (torch.cat([args[0]] * self.size, -1)[..., :width], *args[1:])
         return args, kwargs
 
-    def _leave(self, name: str, style: str, module: Any, args: Any, output: Any) -> Any:
+    def _leave(self, name: str, style: str, module: nn.Module, args: Args, output: Any) -> object:
         if style in COLWISE:
             output = output.chunk(self.size, -1)[0]
         return self._bordered(output, name, style, True)
 
-    def _bordered(self, tree: Any, *border: Any) -> Any:
-        def bordered(leaf: Any) -> Any:
+    def _bordered(self, tree: T, *border: Any) -> T:
+        def bordered(leaf: object) -> object:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf = _Collective.apply(leaf)
                 self._borders[leaf.grad_fn] = border
@@ -142,7 +146,7 @@ class _Trial:
 
         return tree_map(bordered, tree)
 
-    def gradients(self, output: Any) -> dict[int, set[str]]:
+    def gradients(self, output: object) -> dict[int, set[str]]:
         """Returns, by id of a parameter, the kinds of gradients that it gets from `output`."""
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         todo = [(each.grad_fn, COMPLETE) for each in tensors if each.grad_fn is not None]
@@ -186,9 +190,9 @@ class _Collective(torch.autograd.Function):
     """Returns its input as a collective does: autograd refuses to change it in place."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, tensor: Tensor) -> Tensor:
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> Tensor:
         return gradients[0]

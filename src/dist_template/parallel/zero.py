@@ -6,10 +6,11 @@ a module clip gradients before they are reduced; this file changes that."""
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
-from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,20 +20,20 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .. import weights
 from ..checkpoint import formats
 from ..checkpoint.frozen import KEY, REFERENCE
 from ..checkpoint.zero import ZeroFormat
 from ..compat import deepspeed as compat
-from ..compat.lightning import set_deepspeed_config, start_deepspeed
+from ..compat.lightning import EnginePrecision, accumulates, set_deepspeed_config, start_deepspeed
 from ..errors import InputError, require
 from ..layout import refuse_scalars
 from . import deepspeed_config as config_file
-from .facts import Configured
+from .facts import Configured, Hardware
 from .run_strategy import RunDefaults
 from .zero_sharding import Zero
-from .zero_step import ZeroPrecision
 
 for expected in (
     ".*DeepSpeed handles gradient clipping internally.*",  # module.py leaves clipping to it
@@ -45,6 +46,60 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before jsonargparse imports DeepSpeed
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ZeroPrecision(EnginePrecision):
+    """Lets DeepSpeed cast parameters, clip, and average over an accumulation."""
+
+    def __init__(self, precision: Any, autocast: bool) -> None:
+        super().__init__(precision)
+        if autocast:
+            self.use_dtype(torch.float32)  # autocast casts in each operation
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module  # DeepSpeed casts parameters, and keeps buffers in fp32
+
+    def backward(self, tensor: Tensor, model: L.LightningModule, *args: Any, **kwargs: Any) -> None:
+        """Backpropagates by the engine, and finishes a micro-batch that no optimizer step follows.
+
+        The engine must see every micro-batch; the module's hooks of a step run once per step."""
+        kwargs["scale_wrt_gas"] = False  # Lightning has divided the loss already
+        engine: Any = model.trainer.model
+        is_last = not accumulates(model.trainer)
+        engine.set_gradient_accumulation_boundary(is_last)
+        super().backward(tensor, model, *args, **kwargs)
+        if not is_last:
+            engine.step()
+
+    def optimizer_step(self, optimizer: Any, model: L.LightningModule, closure: Any, **kwargs: Any) -> Any:
+        engine: Any = model.trainer.model
+        result = super().optimizer_step(optimizer, model, closure, **kwargs)
+        if getattr(engine.optimizer, "cpu_offload", False) and engine.optimizer.overflow:
+            # DeepSpeed 0.19.8 clears them only without offload; in bf16 the next step adds them.
+            engine.optimizer.averaged_gradients = dict.fromkeys(engine.optimizer.averaged_gradients)
+        return result
+
+    def skip_step(self, model: L.LightningModule, anomalous: Tensor) -> None:
+        """Skips the engine's next step where `anomalous` () is true; equal on all ranks.
+
+        The step is handled like an overflow in fp16: gradients are cleared, weights and moments
+        stay. `anomalous` is read on the host; DeepSpeed reads the gradients' norm there in every step anyway."""
+        engine: Any = model.trainer.model
+        optimizer = engine.optimizer
+        skips = bool(anomalous)
+        if not compat.can_veto_steps(optimizer) and skips:  # a norm that is NaN makes it skip the step
+            for gradients in optimizer.fp32_groups_gradients_flat:
+                gradients.fill_(math.nan)
+        optimizer.vetoed = skips
+
+    @staticmethod
+    def outcome(model: L.LightningModule) -> tuple[bool, float]:
+        """Returns whether the newest step's gradients were non-finite, and their norm, or -1."""
+        engine: Any = model.trainer.model
+        skipped, vetoed = engine.optimizer.overflow, engine.optimizer.vetoed
+        if getattr(engine.optimizer, "found_overflow", skipped and not vetoed):
+            return True, math.inf
+        return False, -1.0 if skipped else float(engine.get_global_grad_norm())
 
 
 class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
@@ -112,10 +167,8 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
         """Refuses an argument that differs from the DeepSpeed file."""
         in_file = getattr(self.sharding, name)
         if given not in (None, in_file):
-            raise InputError(
-                f"trainer.strategy.init_args.{name} is {given}, and config, the DeepSpeed file,"
-                f" says {in_file}: remove one of the two"
-            )
+            which = f"trainer.strategy.init_args.{name} is {given}"
+            raise InputError(f"{which}, and config, the DeepSpeed file, says {in_file}: remove one of the two")
 
     # ---- the configuration -----------------------------------------------------------------------
 
@@ -124,29 +177,17 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
         config = config_file.resolve(self.sharding.given, settings)
         if config.get("fp16", {}).get("enabled"):
             names = "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"
-            own = {name: getattr(self, name) for name in names.split()}
-            config["fp16"] = own | config["fp16"]
+            config["fp16"] = {name: getattr(self, name) for name in names.split()} | config["fp16"]
         return config
-
-    def _complete_config(self) -> None:
-        """Sets the configuration before Lightning would complete it from the arguments."""
-        set_deepspeed_config(self, self._config_of_trainer)
 
     def _config_of_trainer(self) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
         trainer: Any = module.trainer
-        accumulation = trainer.accumulate_grad_batches
-        sizes = config_file.batch_sizes(trainer.datamodule, self.world_size, accumulation)
-        return self.complete_config(
-            config_file.Settings(
-                accelerator=self.root_device.type,
-                precision=self.precision_plugin.precision,
-                gradient_clip_val=trainer.gradient_clip_val or 0.0,
-                hidden_size=lambda: config_file.hidden_size(module),
-                **sizes,
-            )
-        )
+        machine = Hardware(self.root_device.type, self.world_size, precision=self.precision_plugin.precision)
+        keys = {key: getattr(trainer, key) for key in ("accumulate_grad_batches", "gradient_clip_val")}
+        setup = Configured(machine, keys, module, trainer.datamodule, model_config=None, trains=True)
+        return self.complete_config(config_file.settings_of(setup))
 
     # ---- the machine -----------------------------------------------------------------------------
 
@@ -184,7 +225,7 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
     # ---- the model -------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer) -> None:
-        self._complete_config()
+        set_deepspeed_config(self, self._config_of_trainer)  # before Lightning completes it from the arguments
         if self.zero_stage_3:  # DeepSpeed does not move back what teardown moved to the host
             assert self.lightning_module is not None
             for tensor in (*self.lightning_module.parameters(), *self.lightning_module.buffers()):
@@ -207,7 +248,7 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
         refuse_scalars(model, "DeepSpeed")
         if any(getattr(self.lightning_module, key, None) for key in (KEY, REFERENCE)):
             self.exclude_frozen_parameters = True
-        self._complete_config()
+        set_deepspeed_config(self, self._config_of_trainer)
         assert isinstance(self.config, dict)
         swapper = None  # for NVMe, one for all parameters
         half = next((d for s, d in HALF.items() if self.config.get(s, {}).get("enabled")), None)
@@ -239,10 +280,13 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
         """False: the module's `optimizer_step` would run in every micro-batch (ZeroPrecision)."""
         return False
 
-    def block_backward_sync(self) -> Any:
-        return nullcontext()  # stages 2 and 3 reduce gradients in every micro-batch
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        yield  # stages 2 and 3 reduce gradients in every micro-batch
 
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], object], model: Any = None, **kwargs: Any
+    ) -> object:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         track: Any = getattr(self.lightning_module, "track", None)
         if callable(track):
@@ -252,24 +296,22 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
-    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         self.format.save(checkpoint, Path(weights.broadcast(str(filepath))))
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         return formats.load(self.format, Path(checkpoint_path), weights_only)
 
 
-def complete_config(strategy: Any, setup: Configured) -> dict[str, Any]:
+def complete_config(strategy: object, setup: Configured) -> dict[str, Any]:
     """Returns the configuration that DeepSpeed would get in the training of `setup`.
 
     Raises:
         InputError: the strategy is not ZeroStrategy, or its file conflicts with other keys.
     """
     if not isinstance(strategy, ZeroStrategy):
-        raise InputError(
-            f"trainer.strategy {strategy!r} does not use DeepSpeed; add a file such as"
-            " --config configs/strategy/zero2.yaml"
-        )
+        add = "add a file such as --config configs/strategy/zero2.yaml"
+        raise InputError(f"trainer.strategy {strategy!r} does not use DeepSpeed; {add}")
     return strategy.complete_config(config_file.settings_of(setup))
 
 

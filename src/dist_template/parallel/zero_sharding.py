@@ -101,9 +101,8 @@ class Zero(Plain):
         writer = (self.given.get("checkpoint") or {}).get("writer") or {}
         if writer.get("decoupled") or self.given.get("datastates_ckpt", False) is not False:
             yield (
-                f"{ARGS}.config makes DeepSpeed write checkpoints after the save has returned, but"
-                " they are hashed then: remove checkpoint.writer.decoupled and datastates_ckpt from"
-                " the DeepSpeed file"
+                f"{ARGS}.config makes DeepSpeed write checkpoints after the save has returned, but they are hashed"
+                " then: remove checkpoint.writer.decoupled and datastates_ckpt from the DeepSpeed file"
             )
         nvme = [section for section in SECTIONS if self._device(section) == "nvme"]
         if nvme and setup.saves_asynchronously:
@@ -135,10 +134,9 @@ class Zero(Plain):
         allowed = module.startswith("torch.optim") and name in ELEMENTWISE
         if not allowed and not self.given.get("zero_allow_untested_optimizer"):
             yield (
-                f"--optimizer {name}: ZeRO flattens parameters, which only element-wise optimizers"
-                f" allow: set one of {', '.join(ELEMENTWISE)}, a file such as"
-                " configs/strategy/fsdp2.yaml, or zero_allow_untested_optimizer true in a DeepSpeed"
-                " file if it is one of those"
+                f"--optimizer {name}: ZeRO flattens parameters, which only element-wise optimizers allow: set one of"
+                f" {', '.join(ELEMENTWISE)}, a file such as configs/strategy/fsdp2.yaml, or"
+                " zero_allow_untested_optimizer true in a DeepSpeed file if it is one of those"
             )
 
     # ---- memory: DeepSpeed 0.19 keeps an fp32 copy of the weights at every stage and precision ---

@@ -7,12 +7,23 @@ The schedules are torch's. Formulas are for its orders of passes; tests compare 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypedDict
 
 Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 Layers = Literal["cost", "even"] | list[int]
+
+
+class StageFacts(TypedDict):
+    """What facts.json has of a pipeline."""
+
+    schedule: str
+    stages: list[list[int]]  # numbers of each rank's stages
+    blocks: list[int]  # of each stage
+    parameters: list[int]  # of each stage
+    bubble: float  # idle time over compute time of a step with one micro-batch
+
+
 V_SHAPED = {"ZBVZeroBubble", "DualPipeV"}
 ONE_STAGE = {"GPipe", "1F1B"}
 SPLIT_BACKWARD = {"InterleavedZeroBubble", *V_SHAPED}
@@ -74,7 +85,7 @@ class Stages(NamedTuple):
     crossings: int = 0
 
 
-def stages_of(facts: Mapping[str, Any], parameters: int, micro_batches: int) -> Stages:
+def stages_of(facts: StageFacts, parameters: int, micro_batches: int) -> Stages:
     """Returns the stages that facts.json describes as `pipeline`, of a model of `parameters`.
 
     A rank keeps what runs before its first backward pass (Narayanan et al., arXiv:2104.04473,
@@ -94,8 +105,10 @@ def stages_of(facts: Mapping[str, Any], parameters: int, micro_batches: int) -> 
         most = at_end = p + 1 / 2
         if schedule == "ZBVZeroBubble":
             most = (3 * p - 1) / 2
-    sizes = [sum(facts["parameters"][number] for number in own) for own in stages]
-    blocks = [sum(facts["blocks"][number] for number in own) for own in stages]
+    sizes, blocks = [], []  # of each rank
+    for own in stages:
+        sizes.append(sum(map(facts["parameters"].__getitem__, own)))
+        blocks.append(sum(map(facts["blocks"].__getitem__, own)))
     return Stages(
         largest=max(sizes) / parameters,
         mean=sum(sizes) / parameters / p,

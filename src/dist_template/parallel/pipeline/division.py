@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ...compat import wrap_method
 from ...compat.transformers import needs_values, run_on_meta
 from ...errors import InputError, reason
+from .costs import StageFacts
 from .partition import ModelParts, bounds_between
 
 PLAIN = (bool, int, float, str, type(None))
@@ -76,7 +77,7 @@ class StagePass:
         finally:
             self.is_active, self.received = False, None
 
-    def end(self, *_: Any) -> None:
+    def end(self, *_: object) -> None:
         """Hook at the end of the model."""
         if self.is_active and self.ends_step and not self.is_last:
             raise StageEnd
@@ -90,7 +91,7 @@ class RemoteModule(nn.Module):
         plain = {name: value for name, value in vars(of).items() if isinstance(value, PLAIN)}
         vars(self).update(plain, training=of.training, of=type(of).__name__)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> NoReturn:
         raise InputError("a module of another pipeline stage was called outside of a forward pass")
 
     def __getattr__(self, name: str) -> Any:
@@ -109,7 +110,7 @@ class BlockProxy:
     def __init__(self, block: nn.Module, number: int, stage: StagePass) -> None:
         self._block, self._number, self._stage = block, number, stage
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         stage, number = self._stage, self._number
         hidden = args[0] if args else next(iter(kwargs.values()))
         if stage.start <= number < stage.stop:
@@ -141,7 +142,7 @@ class Blocks(nn.ModuleList):
         super().__init__(blocks)
         self._stage = stage
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._visible())
 
     def __getitem__(self, idx: Any) -> Any:
@@ -212,11 +213,11 @@ class Division:
             wrap_method(module, "forward", self._gate(module, is_before))
         model.register_forward_hook(self.stage.end)
 
-    def _gate(self, module: nn.Module, is_before: bool) -> Callable[..., Any]:
+    def _gate(self, module: nn.Module, is_before: bool) -> Callable[..., object]:
         """Returns a forward that passes over `module` in stages to which it does not belong."""
         stage, name = self.stage, getattr(module, "of", type(module).__name__)
 
-        def forward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def forward(run: Callable[..., object], *args: object, **kwargs: object) -> object:
             if not stage.is_active:
                 return run(*args, **kwargs)
             if stage.is_past_embedding == is_before:
@@ -239,7 +240,7 @@ class Division:
         return [getattr(owner, name) for owner, name in self._shared]
 
 
-def try_stages(model: nn.Module, facts: dict[str, Any]) -> None:
+def try_stages(model: nn.Module, facts: StageFacts) -> None:
     """Runs the first two stages and the last one; `model` is on the meta device, and not changed.
 
     Args:

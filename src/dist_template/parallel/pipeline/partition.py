@@ -4,30 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import nn
 
 from ...errors import InputError
 from ..blocks import find_blocks
-from .costs import Layers, balanced, bubble, stages_of_rank, stages_per_rank
+from .costs import Layers, StageFacts, balanced, bubble, stages_of_rank, stages_per_rank
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A model as a sequence.
+    """A model as a sequence."""
 
-    Args:
-        owner: Module that has the list of blocks.
-        name: Of the list there.
-        before: Outermost other modules with parameters that are defined before the blocks.
-        after: Those that are defined after them.
-    """
-
-    owner: nn.Module
-    name: str
-    before: list[nn.Module]
-    after: list[nn.Module]
+    owner: nn.Module  # that has the list of blocks
+    name: str  # of the list there
+    before: list[nn.Module]  # outermost other modules with parameters that are defined before the blocks
+    after: list[nn.Module]  # and after them
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -40,16 +33,16 @@ class ModelParts:
         Raises:
             InputError: it is no sequence of blocks.
         """
-        blocks, owners = find_blocks(model), list[nn.Module]()
+        blocks, found = find_blocks(model), nn.ModuleList()
         for module in model.modules():
             if blocks and isinstance(module, nn.ModuleList) and [*module] == blocks:
-                owners = [m for m in model.modules() if m is not module and module in m.modules()]
-                break
-        else:
+                found = module
+        if not len(found):
             _refuse(model, "its blocks are not the items of one nn.ModuleList")
+        owners = [module for module in model.modules() if module is not found and found in module.modules()]
         before: list[nn.Module] = []
         after: list[nn.Module] = []
-        for owner, on_path in zip(owners, [*owners[1:], module], strict=True):
+        for owner, on_path in zip(owners, [*owners[1:], found], strict=True):
             for name, _ in owner.named_parameters(recurse=False):
                 why = f"{name} is a parameter of {type(owner).__name__}: give it a module"
                 _refuse(model, why)
@@ -59,7 +52,7 @@ class ModelParts:
                     side = after
                 elif next(child.parameters(), None) is not None:
                     side.append(child)
-        name = next(n for n, child in owners[-1].named_children() if child is module)
+        name = next(n for n, child in owners[-1].named_children() if child is found)
         return cls(owners[-1], name, before, after)
 
 
@@ -93,7 +86,7 @@ def blocks_of_stages(model: nn.Module, num_stages: int, layers: Layers) -> list[
         each, more = divmod(num, num_stages)
         return [each + (number < more) for number in range(num_stages)]
     config = getattr(model, "config", None)
-    last = sum(_cost(module, config) for module in parts.after)
+    last = _cost(nn.ModuleList(parts.after), config)
     return balanced([_cost(block, config) for block in parts.blocks], last, num_stages)
 
 
@@ -104,12 +97,8 @@ def bounds_between(counts: list[int]) -> list[tuple[int, int]]:
 
 
 def facts_of(
-    model: nn.Module,
-    size: int,
-    schedule: str = "1F1B",
-    interleaved: int = 2,
-    layers: Layers = "cost",
-) -> dict[str, Any]:
+    model: nn.Module, size: int, schedule: str = "1F1B", interleaved: int = 2, layers: Layers = "cost"
+) -> StageFacts:
     """Returns what facts.json has of `model`, with all of its modules, on `size` ranks.
 
     Raises:
@@ -117,13 +106,15 @@ def facts_of(
     """
     per_rank = stages_per_rank(schedule, interleaved)
     counts, parts = blocks_of_stages(model, size * per_rank, layers), ModelParts.of(model)
-    stages = [[*parts.blocks[start:stop]] for start, stop in bounds_between(counts)]
-    stages[0], stages[-1] = stages[0] + parts.before, stages[-1] + parts.after
+    parameters, last = [], len(counts) - 1
+    for stage, (start, stop) in enumerate(bounds_between(counts)):
+        modules = [*parts.blocks[start:stop], *parts.before * (stage == 0), *parts.after * (stage == last)]
+        parameters.append(sum(p.numel() for p in nn.ModuleList(modules).parameters()))
     return {
         "schedule": schedule,
         "stages": [stages_of_rank(schedule, rank, size, per_rank) for rank in range(size)],
         "blocks": counts,
-        "parameters": [sum(p.numel() for p in nn.ModuleList(s).parameters()) for s in stages],
+        "parameters": parameters,
         "bubble": bubble(schedule, size * per_rank, per_rank, 1),  # divided by the micro-batches
     }
 

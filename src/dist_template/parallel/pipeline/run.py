@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -32,28 +33,32 @@ from ...compat import wrap_method
 from ...compat.lightning import accumulates
 from ...compat.torch import reduce_pipeline_gradients, tree_leaves, tree_map
 from ...errors import InputError
-from ...layout import layout, local_shard, total_norm
+from ...layout import joint_norm, layout, local_shard
 from ...weights import from_all_ranks
-from ..run_strategy import Layers, T
-from .costs import ONE_STAGE
+from ..run_strategy import C, Clock, Layers, T
+from ..shard import MeshOfRanks
+from .costs import ONE_STAGE, StageFacts
 from .division import Division, StageEnd
 from .partition import bounds_between
-from .schedule import SCHEDULES, Stage, own_error, unreduced, with_losses
+from .schedule import SCHEDULES, PipelineSchedule, Stage, own_error, unreduced, with_losses
 
-Shapes = tuple[Any, ...]
+Args = tuple[object, ...]  # of a step
+Shapes = tuple[object, ...]
+
+
+class PipelineRanks(MeshOfRanks, Protocol):
+    """What a pipeline reads of a MeshStrategy."""
+
+    stages: DeviceMesh
+
+    @property
+    def lightning_module(self) -> Any: ...
 
 
 class Pipeline(Layers):
-    """This rank's part of a pipeline.
+    """This rank's part of a pipeline; `model` is divided, sharded, and on its device."""
 
-    Args:
-        model: Divided, sharded, on its device.
-        division: Its stages.
-        strategy: Has the mesh and the module.
-        facts: What facts.json has of the stages.
-    """
-
-    def __init__(self, model: nn.Module, division: Division, strategy: Any, facts: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, division: Division, strategy: PipelineRanks, facts: StageFacts) -> None:
         self.model, self.division, self.running = model, division, division.stage
         self.module: Any = strategy.lightning_module
         self.device, self.facts = strategy.root_device, facts
@@ -71,14 +76,16 @@ class Pipeline(Layers):
             self.rank_of |= dict.fromkeys(stages, rank)
         self.last = self.rank_of[self.num_stages - 1]
         self._ends = None  # this rank's pair of a first and a last stage
-        for pair in strategy.stages.mesh[[0, -1]].T.tolist() if self.last != self.rank_of[0] else ():
-            group = dist.new_group(pair)  # of all ranks, in one order
-            self._ends = group if dist.get_rank() in pair else self._ends
-        self._queue: list[tuple[Any, ...]] = []  # arguments of `training_step`, by micro-batch
-        self._schedules: dict[Any, tuple[Any, list[Stage]]] = {}
-        self._hidden: dict[Any, tuple[Any, torch.dtype]] = {}  # shape and type that a stage gets
+        if self.last != self.rank_of[0]:
+            for pair in strategy.stages.mesh[[0, -1]].T.tolist():
+                group = dist.new_group(pair)  # of all ranks, in one order
+                if dist.get_rank() in pair:
+                    self._ends = group
+        self._queue: list[Args] = []  # arguments of `training_step`, by micro-batch
+        self._schedules: dict[Shapes, tuple[PipelineSchedule, list[Stage]]] = {}
+        self._hidden: dict[tuple[int, Shapes], tuple[torch.Size, torch.dtype]] = {}  # shape and type that a stage gets
         self._sending: list[tuple[dist.Work, Tensor]] = []
-        self.clocks: dict[int, Any] = {}  # by stage: what times its passes, if anything does
+        self.clocks: dict[int, Clock] = {}  # by stage: what times its passes, if anything does
         if generation := getattr(model, "generation_config", None):
             generation.use_cache = False  # a rank has the cache of its own blocks alone
         division.gate(model)
@@ -90,7 +97,7 @@ class Pipeline(Layers):
 
     # ---- a training step -------------------------------------------------------------------------
 
-    def training_step(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Tensor:
+    def training_step(self, step: Callable[..., Any], args: Args) -> Tensor:
         """Returns () the sum of the losses of all micro-batches on the last one, 0 on the others.
 
         Args:
@@ -111,8 +118,11 @@ class Pipeline(Layers):
             try:
                 with self._stage(stage.stage_index, received):
                     output = step(*queue[number])
-                return (output["loss"] if isinstance(output, dict) else output) / num
+                if isinstance(output, dict):
+                    output = output["loss"]
+                return output / num
             except StageEnd:
+                assert self.running.sent is not None
                 return with_losses(self.running.sent, self.module, queue[number][0], num)
             finally:
                 balancer.counts_now = False
@@ -135,7 +145,7 @@ class Pipeline(Layers):
         dist.broadcast(total, self.last, self.group)
         return total.requires_grad_()
 
-    def _schedule_of(self, step: Callable[..., Any], queue: list[tuple[Any, ...]]) -> tuple[Any, list[Stage]]:
+    def _schedule_of(self, step: Callable[..., object], queue: list[Args]) -> tuple[PipelineSchedule, list[Stage]]:
         """Returns torch's schedule and this rank's stages, made once for a number of micro-batches and their shapes."""
         first = shapes_of(queue[0])
         for args in queue:
@@ -147,18 +157,16 @@ class Pipeline(Layers):
         if key in self._schedules:
             return self._schedules[key]
         # A forward pass sends each stage's output with its shape, which torch needs.
-        generators = [self.device] if self.device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(generators):
+        with torch.no_grad(), torch.random.fork_rng([self.device] * (self.device.type == "cuda")):
             self._run_stages(step, queue[0], first, runs_last=False)
         stages = [Stage(self, number, first) for number in self.here]
-        given: Any = stages[0] if self.schedule in ONE_STAGE else stages
+        options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
         try:
-            kind = SCHEDULES[self.schedule]
-            schedule = kind(given, len(queue), lambda loss, _: loss, scale_grads=False)
+            made = SCHEDULES[self.schedule](stages[0] if self.schedule in ONE_STAGE else stages, len(queue), **options)
         except ValueError as error:
             raise InputError(f"pp_schedule {self.schedule}: {error}") from error
-        self._schedules[key] = schedule, stages
-        return schedule, stages
+        self._schedules[key] = made, stages
+        return made, stages
 
     def _sum_shared(self) -> None:
         """Sums the gradients of the copies of a tied parameter."""
@@ -174,17 +182,17 @@ class Pipeline(Layers):
 
     def norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """Returns () the 2-norm of the gradients of all stages, a tied parameter's once."""
-        counted = {id(p) for p in self.division.shared} if self.has_last else set()
-        gradients = [p.grad for p in parameters if p.grad is not None and id(p) not in counted]
-        square = torch.zeros((), device=self.device)
-        if gradients:
-            square = total_norm(gradients).float().square()
+        if self.has_last:
+            counted = set(map(id, self.division.shared))
+            parameters = [p for p in parameters if id(p) not in counted]
+        norm = joint_norm(parameters)
+        square = torch.zeros((), device=self.device) if norm is None else norm.float().square()
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
     # ---- forward passes alone --------------------------------------------------------------------
 
-    def evaluate(self, step: Callable[..., Any], *args: Any) -> Any:
+    def evaluate(self, step: Callable[..., object], *args: object) -> object:
         """Runs a validation or test step; on the last stage alone if the module's sums are there.
 
         Otherwise every rank runs the whole step, on the output of the last stage.
@@ -193,12 +201,10 @@ class Pipeline(Layers):
             return self.forward_only(step, args)
         return step(*args)
 
-    def forward_only(self, step: Callable[..., T], args: tuple[Any, ...]) -> T | None:
+    def forward_only(self, step: Callable[..., T], args: Args) -> T | None:
         return self._run_stages(step, args, shapes_of(args))
 
-    def _run_stages(
-        self, step: Callable[..., T], args: tuple[Any, ...], key: Shapes, runs_last: bool = True
-    ) -> T | None:
+    def _run_stages(self, step: Callable[..., T], args: Args, key: Shapes, runs_last: bool = True) -> T | None:
         """Runs `step` stage by stage; returns its result on the last stage, None elsewhere."""
         for stage in self.here:
             received = self._receive(stage, key)
@@ -211,7 +217,7 @@ class Pipeline(Layers):
                 self._send(stage, key)
         return None
 
-    def _run_all_stages(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_all_stages(self, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Outside of a step, a call of the model runs all stages and returns the last one's output on every rank."""
         if self.running.is_active:
             return forward(*args, **kwargs)
@@ -223,14 +229,12 @@ class Pipeline(Layers):
             if stage < self.num_stages - 1:
                 self._send(stage, key)
         # The other ranks' outputs have tensors of other shapes.
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        shapes = self.from_last(lambda: [(t.shape, t.dtype) for t in tensors])
-        if not self.has_last:
-            tensors = [torch.empty(s, dtype=d, device=self.device) for s, d in shapes]
-        tensors = [tensor.contiguous() for tensor in tensors]
-        for tensor in tensors:
-            dist.broadcast(tensor, self.last, self.group)
-        received = iter(tensors)
+        tensors = [leaf.contiguous() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        sent = []
+        for place, (shape, dtype) in enumerate(self.from_last(lambda: [(t.shape, t.dtype) for t in tensors])):
+            sent.append(tensors[place] if self.has_last else torch.empty(shape, dtype=dtype, device=self.device))
+            dist.broadcast(sent[-1], self.last, self.group)
+        received = iter(sent)
         return tree_map(lambda leaf: next(received) if isinstance(leaf, Tensor) else leaf, output)
 
     @contextmanager
@@ -286,15 +290,16 @@ class Pipeline(Layers):
     def all_names(self, names: list[str]) -> list[str]:
         return list(dict.fromkeys(sum(from_all_ranks(names, self.group), [])))
 
-    def start_clocks(self, make: Callable[[], Any]) -> list[Any]:
-        self.clocks.update((stage, make()) for stage in self.here)
-        return [*self.clocks.values()]
+    def start_clocks(self, make: Callable[[], C]) -> list[C]:
+        clocks = [make() for _ in self.here]
+        self.clocks.update(zip(self.here, clocks, strict=True))
+        return clocks
 
     def micro_batch_of_pass(self, newest: int) -> int | None:
         return self.running.micro_batch if self.running.is_inside else None
 
 
-def divide(model: nn.Module, facts: dict[str, Any], rank: int) -> Division:
+def divide(model: nn.Module, facts: StageFacts, rank: int) -> Division:
     """Divides `model` into the stages of `facts`, in place; `rank` is this one's in the pipeline.
 
     Raises:
@@ -303,7 +308,7 @@ def divide(model: nn.Module, facts: dict[str, Any], rank: int) -> Division:
     return Division(model, bounds_between(facts["blocks"]), facts["stages"][rank])
 
 
-def shapes_of(args: Any) -> Shapes:
+def shapes_of(args: object) -> Shapes:
     """Returns the shapes of the tensors of a batch that has rows; hidden states follow from them.
 
     Vectors are left out, such as the first tokens of packed documents.

@@ -8,13 +8,19 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    get_schedule_class,
+)
 from torch.utils.checkpoint import GraphExecGroup
 
 from ...compat.torch import FrugalStage
 from .costs import Schedule
 
+PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 SCHEDULES: dict[str, type[Any]] = {name: get_schedule_class(name) for name in get_args(Schedule)}
 
 
@@ -27,7 +33,7 @@ class Stage(FrugalStage):
 
     run: Callable[[Stage, int, Tensor | None], Tensor]
 
-    def __init__(self, pipeline: Any, number: int, key: Any) -> None:
+    def __init__(self, pipeline: Any, number: int, key: tuple[object, ...]) -> None:
         is_last = number == pipeline.num_stages - 1
         scalar = torch.empty((), device="meta", requires_grad=True)
         index = torch.empty(1, dtype=torch.int64, device="meta")
@@ -48,21 +54,21 @@ class Stage(FrugalStage):
         if clock:
             clock.stop()
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: object, **kwargs: object) -> object:
         self._number = fwd_chunk_id
         with self._timed():
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         with self._timed():
-            return super().backward_one_chunk(*args, **kwargs)
+            super().backward_one_chunk(*args, **kwargs)
 
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         # Checkpointing recomputes a block once here, and not for each group of its weights.
         with self._timed(), GraphExecGroup():
-            return super().backward_weight_one_chunk(*args, **kwargs)
+            super().backward_weight_one_chunk(*args, **kwargs)
 
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_maybe_with_nosync(self, *args: Tensor, **_: object) -> Tensor:
         return self.run(self, self._number, None if self.is_first else args[0])
 
 
@@ -73,19 +79,18 @@ class _AddedLoss(torch.autograd.Function):
     view of it: after a split backward pass torch (2.13) detaches a stage's output in place."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, loss: Tensor | None) -> Tensor:
-        shared: Any = hidden.new_empty(0)
-        return shared.set_(hidden)
+    def forward(ctx: FunctionCtx, hidden: Tensor, loss: Tensor | None) -> Tensor:
+        return hidden.new_empty(0).set_(hidden)  # ty: ignore[invalid-argument-type]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
         is_needed = ctx.needs_input_grad[1]
         return gradients[0], torch.ones((), device=gradients[0].device) if is_needed else None
 
 
-def with_losses(hidden: Any, module: Any, batch: Any, num: int) -> Tensor:
+def with_losses(hidden: Tensor, module: Any, batch: object, num: int) -> Tensor:
     """Adds the loss terms of this stage's routers, which the last stage does not see."""
-    loss: Any = None
+    loss: Tensor | None = None
     for name, weight, value in module.balancer.losses(batch):
         module.track(name, value)
         loss = weight * value if loss is None else loss + weight * value

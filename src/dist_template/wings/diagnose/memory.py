@@ -73,7 +73,7 @@ class Estimate:
             global_batch_size=self._key("data.global_batch_size", 0),
             loss_chunk=self._key("model.loss_chunk"),
             on_host=self._history.fact("machine.device", "cpu") == "cpu",
-            pipeline=self._history.fact("pipeline") or {},
+            pipeline=self._history.fact("pipeline") or None,
         )
 
 

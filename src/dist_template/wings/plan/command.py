@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -24,15 +25,16 @@ def main(argv: list[str], project: Project) -> None:
         InputError: a flag cannot be read, or the configuration cannot be planned.
     """
     own, flags = _parser().parse_known_args(argv[1:])
-    nodes, devices = (_counts(name, getattr(own, name)) for name in ("nodes", "devices"))
-    memory = [f"--cluster.device_memory={own.memory}"] if own.memory else []
+    nodes, devices = _counts("nodes", own.nodes), _counts("devices", own.devices)
+    if own.memory:
+        flags.append(f"--cluster.device_memory={own.memory}")
     from ...cli.fit import parse
     from ...cli.limits.machine import Machine as Described
     from .estimate import Machine
     from .planner import Planner
     from .tables import show
 
-    cli = parse([argv[0], *flags, *memory], project)
+    cli = parse([argv[0], *flags], project)
     trainer, site = {**cli.config_init.trainer}, cli.config_init.cluster
     described = Described.described(trainer, default=1)
     nodes = nodes or [site.nodes or described.num_nodes]
@@ -41,8 +43,12 @@ def main(argv: list[str], project: Project) -> None:
         raise InputError("plan needs the memory of a device: give it, as --memory 80GB")
     if not str(devices[0]).isdigit():
         raise InputError(f"trainer.devices is {devices[0]}: give a node's devices, as --devices 8")
-    speeds = [*_speeds(own, described.precision), *(rate * 1e9 for rate in own.bandwidth)]
-    machines = [Machine(n, int(d), site.memory_bytes, *speeds) for n in nodes for d in devices]
+    flops, highest = _speeds(own, described.precision)
+    within, between = own.bandwidth
+    machines = []
+    for num, each in itertools.product(nodes, devices):
+        memory = site.memory_bytes
+        machines.append(Machine(num, int(each), memory, flops, highest, within * 1e9, between * 1e9))
 
     def planner(size: int = 0) -> Planner:
         module, data = cli.model, copy.copy(cli.datamodule)
@@ -81,8 +87,9 @@ def _counts(name: str, text: str | None) -> list[int]:
     """Returns the numbers that --nodes or --devices asks for; [] if it is not given."""
     if text is None:
         return []
-    found = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", text)
-    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    low = high = 0
+    if found := re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", text):
+        low, high = int(found[1]), int(found[2] or found[1])
     if not 0 < low <= high:
         raise InputError(f"--{name} is {text!r}: give 1 to 99,999, or a range such as 1:16")
     return sorted({low, high, *(2**n for n in range(high.bit_length()) if low < 2**n < high)})
@@ -109,5 +116,8 @@ def _largest(fits: Callable[[int], bool], step: int) -> int:
         low, high = high, 2 * high
     while high <= 1024 and high - low > max(1, low // 16):
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle)
+        if fits(middle * step):
+            low = middle
+        else:
+            high = middle
     return low * step

@@ -19,13 +19,15 @@ times assume the speeds of --tflops and --bandwidth."""
 
 def show(planner: Planner, machines: list[Machine]) -> None:
     """Prints all strategies on one machine, or the best on each of several, and their flags."""
-    shown = [planner.options(machine) for machine in machines]
-    options = shown[0] if len(shown) == 1 else [each[0] for each in shown]
+    options = planner.options(machines[0])
+    if len(machines) > 1:
+        options = [planner.options(machine)[0] for machine in machines]
     size, data = planner.traced.size, planner.data
-    total, trained = (f"{number / 1e6:,.1f} M" for number in (size.total, size.trainable))
-    title = f"{total} parameters, {trained} of them trained, a step of"
-    title += f" {data.global_batch_size} sequences of {data.seq_len} tokens\n"
-    print(Table(title, HEAD, [_cells(option) for option in options], NOTE).as_text())
+    title = (
+        f"{size.total / 1e6:,.1f} M parameters, {size.trainable / 1e6:,.1f} M of them trained, a step of"
+        f" {data.global_batch_size} sequences of {data.seq_len} tokens\n"
+    )
+    print(Table(title, HEAD, list(map(_row, options)), NOTE).as_text())
     for why, names in planner.failed.items():
         print(f"\nNot planned, as the trace of a block fails: {', '.join(names)} ({why})")
     fitting = [option for option in options if option.fits]
@@ -35,33 +37,32 @@ def show(planner: Planner, machines: list[Machine]) -> None:
         print(f"\n{_where(option)}: {program('fit')} --config … {flags}")
     if not fitting:
         print("\nNothing fits: more devices, more memory or a shorter data.seq_len are needed.")
-    best = (fitting or options)[0]
-    candidate, machine, rows = best.candidate, best.machine, best.facts.micro_batch_size
-    modes = [o for mode in RECOMPUTED for o in planner.ranked(candidate, machine, [rows], [mode])]
-    parts = [mode.parts() | {"total": mode.total()} for mode in modes]
-    lines = [[name, *(f"{each[name] / GB:.2f}" for each in parts)] for name in parts[0]]
-    head = [
-        f"GB of {_where(best)}",
-        *(f"checkpointing {mode.facts.checkpointing}" for mode in modes),
-    ]
-    print("\n" + Table("", head, lines).as_text())
+    _show_memory(planner, (fitting or options)[0])
+
+
+def _show_memory(planner: Planner, best: Planned) -> None:
+    """Prints the parts of a strategy's memory by checkpointing."""
+    head, lines = [f"GB of {_where(best)}"], dict[str, list[str]]()
+    for mode in RECOMPUTED:
+        for option in planner.ranked(best.candidate, best.machine, [best.facts.micro_batch_size], [mode]):
+            head.append(f"checkpointing {mode}")
+            for name, size in (option.parts() | {"total": option.total()}).items():
+                lines.setdefault(name, [name]).append(f"{size / GB:.2f}")
+    print("\n" + Table("", head, list(lines.values())).as_text())
 
 
 def _where(option: Planned) -> str:
     return f"{option.candidate} on {option.machine.nodes} x {option.machine.devices}"
 
 
-def _cells(option: Planned) -> list[str]:
+def _row(option: Planned) -> list[str]:
     parts, machine, total = option.parts(), option.machine, option.total()
-    state, sent = sum(parts[name] for name in STATE), option.sent()
-    sizes = [state, parts["activations"], total - state - parts["activations"], total]
-    return [
-        f"{machine.nodes} x {machine.devices}",
-        str(option.candidate),
-        str(option.facts.micro_batch_size),
-        option.facts.checkpointing,
-        *(f"{size / GB:.1f}" for size in sizes),
-        "yes" if option.fits else "no",
-        f"{sent / GB:.1f}",
-        *(f"{value:.2f}" if value else "?" for value in (option.seconds(), option.mfu())),
-    ]
+    state = sum(map(parts.__getitem__, STATE))
+    row = [f"{machine.nodes} x {machine.devices}", str(option.candidate)]
+    row += [str(option.facts.micro_batch_size), option.facts.checkpointing]
+    for size in (state, parts["activations"], total - state - parts["activations"], total):
+        row.append(f"{size / GB:.1f}")
+    row += ["yes" if option.fits else "no", f"{option.sent() / GB:.1f}"]
+    for value in (option.seconds(), option.mfu()):
+        row.append(f"{value:.2f}" if value else "?")
+    return row

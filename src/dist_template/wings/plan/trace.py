@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,9 @@ from ...parallel.facts import Facts
 from ...text.model.head import without_head
 from ...text.model.kernels import BOUNDS
 from ...text.model.quantize import quantize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Traced:
@@ -45,14 +47,14 @@ class Traced:
         self.data.vocab_size = _vocab_size(module, data)
         adapter = getattr(module, "adapter", None)
         with torch.device("meta"):
-            self.model: Any = module.build_network(self.data, quantized=False)
+            self.model: PreTrainedModel = module.build_network(self.data, quantized=False)
         self._blocks = find_blocks(self.model)
         if not self._blocks or not hasattr(self.model, "tp_plan"):
             raise InputError(
                 f"plan traces language models of transformers, and {type(self.model).__name__} is"
                 " none: return one from build_model in module.py"
             )
-        self._kinds: dict[Any, list[int]] = {}  # blocks with parameters of the same shapes
+        self._kinds: dict[tuple[object, ...], list[int]] = {}  # blocks with parameters of the same shapes
         for number, block in enumerate(self._blocks):
             shapes = tuple((name, p.shape) for name, p in block.named_parameters())
             self._kinds.setdefault(shapes, []).append(number)
@@ -60,13 +62,7 @@ class Traced:
         if adapter and adapter.quantize:
             quantize(packed)
         self.size = Size.of(packed)
-        self.facts = replace(
-            measured(self.model),
-            parameters=self.size.total,
-            trainable=self.size.trainable,
-            in_4_bits=self.size.in_4_bits,
-            embedding=self.size.embedding,
-        )
+        self.facts = measured(self.model, self.size)
         self._peaks = cache(self._trace)
         self.flops_per_token = self.size.flops_per_token(self._seq_len) or 0.0
         cast_experts()
@@ -117,7 +113,7 @@ class Traced:
         del self._module.model
         return torch.tensor([kept, counter.peak], dtype=torch.float64)
 
-    def _short(self, numbers: tuple[int, ...], tp: int) -> Any:
+    def _short(self, numbers: tuple[int, ...], tp: int) -> PreTrainedModel:
         """Returns a copy with only these blocks, as one of `tp` tensor-parallel ranks has them."""
         lists = [(n, m) for n, m in self.model.named_modules() if isinstance(m, nn.ModuleList)]
         path, every = next((n, m) for n, m in lists if m[0] is self._blocks[0])
@@ -136,7 +132,7 @@ class Traced:
         return made
 
 
-def _vocab_size(module: Any, data: Any) -> int:
+def _vocab_size(module: object, data: Any) -> int:
     """Returns the vocabulary of the prepared data, of model.architecture or the tokenizer's."""
     if getattr(data, "is_prepared", False):
         return data.vocab_size
@@ -147,17 +143,18 @@ def _vocab_size(module: Any, data: Any) -> int:
     return given or 1
 
 
-def measured(model: Any) -> Facts:
-    """Returns the sizes of a model of transformers on which memory and messages depend."""
-    size, config, moe, blocks = (
-        Size.of(model),
-        text_config(model),
-        find_experts(model),
-        find_blocks(model),
-    )
-    experts = {id(p) for each in moe for p in each.parameters()}
-    parameters = [(name, p) for name, p in model.named_parameters() if id(p) not in experts]
-    largest = max(blocks, key=lambda block: sum(p.numel() for p in block.parameters()))
+def measured(model: PreTrainedModel, size: Size) -> Facts:
+    """Returns the figures of a model of transformers on which memory and messages depend."""
+    config, moe, blocks = text_config(model), find_experts(model), find_blocks(model)
+    experts = {id(p): p.numel() for p in nn.ModuleList(moe).parameters()}
+    block = block_experts = replicated = 0
+    for each in blocks:
+        numbers = {id(p): p.numel() for p in each.parameters()}
+        if sum(numbers.values()) > block:
+            block, block_experts = sum(numbers.values()), sum(numbers[key] for key in numbers.keys() & experts.keys())
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in experts and not style_of(model, name):
+            replicated += parameter.numel()
     reduced = []  # widths that tensor parallelism all-reduces, in forward or backward
     for name, module in model.named_modules():
         style = style_of(model, name)
@@ -174,10 +171,10 @@ def measured(model: Any) -> Facts:
         trainable=size.trainable,
         in_4_bits=size.in_4_bits,
         embedding=size.embedding,
-        experts=sum(p.numel() for each in moe for p in each.parameters()),
-        tp_replicates=sum(p.numel() for name, p in parameters if not style_of(model, name)),
-        block=sum(p.numel() for p in largest.parameters()),
-        block_experts=sum(p.numel() for p in largest.parameters() if id(p) in experts),
+        experts=sum(experts.values()),
+        tp_replicates=replicated,
+        block=block,
+        block_experts=block_experts,
         layers=len(blocks),
         width=config.hidden_size,
         vocab_size=model.get_output_embeddings().weight.shape[0],
@@ -191,7 +188,7 @@ def measured(model: Any) -> Facts:
     )
 
 
-def style_of(model: Any, name: str) -> str:
+def style_of(model: PreTrainedModel, name: str) -> str:
     """Returns the tensor-parallel style of a parameter or its module; `*` is a layer there."""
     pattern, plan = re.sub(r"\.\d+(?=\.|$)", ".*", name), model.tp_plan
     return plan.get(pattern) or plan.get(pattern.rpartition(".")[0], "")
