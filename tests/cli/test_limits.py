@@ -143,10 +143,6 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
         {**mesh(dp_replicate_size=2, tp_size=2), "data": DataModule(global_batch_size=6, micro_batch_size=1)},
         "global_batch_size 6 is not a multiple of micro_batch_size 1 x data_parallel 4",
     ),
-    "every 0th block": (
-        {"module": LanguageModule(blocks=BlockConfig(checkpoint_every=0))},
-        "checkpoint_every 0: set 1",
-    ),
     "a learning rate below zero": (
         {"module": LanguageModule(optim=OptimConfig(learning_rate=-1.0))},
         "model.optim: Invalid learning rate: -1.0",

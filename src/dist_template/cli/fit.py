@@ -37,7 +37,7 @@ from ..observe.loggers.wandb import WandB  # noqa: F401
 from ..parallel.mesh import MeshStrategy  # noqa: F401
 from ..parallel.zero import ZeroStrategy  # noqa: F401
 from ..project import Project
-from . import config_file, limits, ranges
+from . import limits, ranges
 from .defaults import TRAINER_DEFAULTS, always_on, hide_expected
 from .parser import OPTIMIZATION, ConfigFile, Parser, add_optimization, as_launched, inherit_rates
 from .run import (
@@ -81,7 +81,6 @@ class CLI(OpenCLI):
 
     def __init__(self, project: Project, args: list[str], run: bool, verb: str | None = None) -> None:
         MESSAGES.listen()
-        config_file.refuse_variables()
         subprocess_launcher.install()
         self._root = project.folder.parent
         self._verb = args[0] if run else None
@@ -205,7 +204,6 @@ class CLI(OpenCLI):
 
     def _check_limits(self, *model_config: Any) -> None:
         """Refuses what cannot work; called again when the model's configuration is known."""
-        best = self._setting("best_checkpoint")
         violations = limits.violations(
             self._machine,
             self._trainer_arguments,
@@ -214,7 +212,6 @@ class CLI(OpenCLI):
             *model_config,
             trains=self.subcommand == "fit",
             saves_asynchronously=self._setting("last_checkpoint").asynchronous,
-            monitor=best.monitor if best.keep else None,
         )
         if violations:
             raise InputError(violations[0])

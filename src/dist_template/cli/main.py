@@ -115,10 +115,8 @@ def _start(argv: list[str], project: Project) -> None:
     if verb in TRAINING:
         MESSAGES.listen()
         WATCHDOG.start(START_TIMEOUT_S)  # an import from a file server may hang
-    from . import config_file
+        from . import config_file
 
-    config_file.check_inline(argv)
-    if verb in TRAINING:
         config_file.check(argv)
     with nullcontext() if known[verb].point.module in sys.modules else without_collections():
         function = known[verb].load()

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..compat.lightning_cli import formatter_of, keys_of, takes_null
 from ..errors import InputError, is_first_on_node, reason, shortened
-from ..project import Choice, program, program_name
+from ..project import Choice, program
 from . import config_file
 
 __all__ = ["one_sentence"]
@@ -223,10 +223,9 @@ class ConfigFile(ActionConfigFile):
         if strategy and (not isinstance(strategy, dict) or "class_path" in strategy):
             cfg["trainer.strategy"] = None
         known = {action.dest for action in keys_of(parser)}  # a run's own config.yaml has fit's
-        skipped = content.keys() & (config_file.OF_SOME_VERBS - known)
-        for key in skipped:
-            del content[key]
-        if config_file.rename_old_classes(content, program_name()) or skipped:
+        if skipped := content.keys() & (config_file.OF_SOME_VERBS - known):
+            for key in skipped:
+                del content[key]
             values = yaml.safe_dump(content)
         super().__call__(parser, cfg, values, option_string)
 

@@ -9,8 +9,8 @@ name of a key. Checks that need the built model (its blocks, several optimizers)
 
     machine.py    what is known before the start
     proven.py     models that did not train right in `python -m benchmarks zoo`
-    options.py    keys and callbacks that are replaced, monitored metrics, unread keys
-    training.py   strategies, precision, batches, schedule, sizes, the module's own check
+    options.py    keys and callbacks that are replaced, unread keys
+    training.py   strategies, precision, batches, schedule, the module's own check
     trial.py      a rank's forward pass without memory
 """
 
@@ -34,14 +34,11 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     options.batch_norm,
     training.precision,
     training.strategy,
-    training.blocks,
     training.batches,
     training.optimization,
     training.plateau,
-    options.monitors,
     options.ignored,
     training.of_module,
-    training.architecture,
 )
 
 
@@ -53,7 +50,6 @@ def violations(
     model_config: Any | None = NOT_READ_YET,
     trains: bool = True,
     saves_asynchronously: bool = False,
-    monitor: str | None = None,
 ) -> list[str]:
     """Returns a sentence for each thing that cannot work; starts nothing.
 
@@ -65,8 +61,7 @@ def violations(
         model_config: transformers' configuration; None for another kind of model. Default: unknown.
         trains: Whether the verb is `fit`; evaluation has no accumulation and no schedule.
         saves_asynchronously: last_checkpoint.asynchronous.
-        monitor: best_checkpoint.monitor; None if no best checkpoint is kept.
     """
-    setup = Setup(machine, trainer, module, data, model_config, trains, saves_asynchronously, monitor)
+    setup = Setup(machine, trainer, module, data, model_config, trains, saves_asynchronously)
     found = [sentence for topic in TOPICS for sentence in topic(setup)]
     return found or [*trial.trial(setup)] or [*proven.refused(setup)]

@@ -69,8 +69,6 @@ def _precision(trainer: Mapping[str, Any]) -> str:
 class Setup(Configured):
     """The arguments of `limits.violations`."""
 
-    monitor: str | None = None
-
     @property
     def optim(self) -> OptimConfig | None:
         """model.optim; None for a module with another optimizer."""

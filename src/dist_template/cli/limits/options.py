@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Iterator
-from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import (
@@ -18,7 +14,6 @@ from lightning.pytorch.callbacks import (
 )
 
 from ...model.any_module import owns_order
-from ...project import is_users
 from ..defaults import TRAINER_DEFAULTS
 from .machine import Setup
 
@@ -49,8 +44,6 @@ REFUSED_CALLBACKS = {
     " --data.micro_batch_size by the verb `compare`",
     GradientAccumulationScheduler: "accumulation is derived: edit data.global_batch_size",
 }
-
-MEASURED = ("eval/loss", "eval/perplexity", "eval/token_accuracy", "eval/bits_per_byte")
 
 
 def replaced_keys(setup: Setup) -> Iterator[str]:
@@ -105,28 +98,6 @@ def batch_norm(setup: Setup) -> Iterator[str]:
             f"trainer.sync_batchnorm true is not supported under {setup.sharding.name}: use"
             " configs/strategy/ddp.yaml, or remove the key"
         )
-
-
-def monitors(setup: Setup) -> Iterator[str]:
-    """Refuses a monitored metric that is a likely typo of a known one; other names are allowed."""
-    if not setup.trains:
-        return
-    monitored = {"best_checkpoint.monitor": setup.monitor}
-    monitored["model.optim.plateau_metric"] = getattr(setup.optim, "plateau_metric", None)
-    callbacks = setup.trainer.get("callbacks") or []
-    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
-        key = f"trainer.callbacks, {type(callback).__name__}.monitor,"
-        monitored[key] = getattr(callback, "monitor", None)
-    words_of_users = set[str]()
-    for kind in type(setup.module).__mro__:
-        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-        if file and is_users(file):
-            words_of_users |= set(re.findall(r"\w+", Path(file).read_text(encoding="utf-8")))
-    for key, metric in monitored.items():
-        near = get_close_matches(str(metric), MEASURED, 1, cutoff=0.8)
-        if not near or metric in MEASURED or str(metric).rpartition("/")[2] in words_of_users:
-            continue  # a metric of the user's own module may resemble one of these
-        yield f"{key} is {metric!r}, which no validation measures; did you mean {near[0]}?"
 
 
 def ignored(setup: Setup) -> Iterator[str]:

@@ -8,11 +8,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from ...errors import InputError, reason
-from ...model.any_module import has_validation, typed_attribute
+from ...model.any_module import has_validation
 from ...model.optim import build_optimizer, build_schedule
-from ...parallel.axes import experts_of
-from ...parallel.blocks import BlockConfig
-from ...parallel.facts import NOT_READ_YET
 from .machine import Setup
 
 NOT_OFFERED = {
@@ -30,15 +27,6 @@ def precision(setup: Setup) -> Iterator[str]:
     given = setup.machine.precision
     if given == "16-mixed" and setup.machine.accelerator == "cpu":
         yield "trainer.precision '16-mixed' does not exist on a CPU: set bf16-mixed or 32-true"
-
-
-def blocks(setup: Setup) -> Iterator[str]:
-    config = typed_attribute(setup.module, "blocks", BlockConfig)
-    if config is None:
-        return
-    if config.checkpoint_every < 1:
-        every = config.checkpoint_every
-        yield f"model.blocks.checkpoint_every {every}: set 1 for every block, n for every n-th"
 
 
 def batches(setup: Setup) -> Iterator[str]:
@@ -109,22 +97,3 @@ def of_module(setup: Setup) -> Iterator[str]:
     check = getattr(setup.module, "refusals", None)
     if callable(check):
         yield from check(setup)
-
-
-def architecture(setup: Setup) -> Iterator[str]:
-    """Sizes that transformers accepts, but with which forward fails or nothing is trained."""
-    if setup.model_config in (NOT_READ_YET, None):
-        return
-    config, edit = setup.model_config.get_text_config(), "edit model.architecture"
-    layers = getattr(config, "num_hidden_layers", 1)
-    heads = getattr(config, "num_attention_heads", None)
-    groups = getattr(config, "num_key_value_heads", None)
-    if isinstance(layers, int) and layers < 1:
-        yield f"the model's num_hidden_layers is {layers}: give 1 or more; {edit}"
-    if isinstance(heads, int) and isinstance(groups, int) and not hasattr(config, "kv_lora_rank"):
-        if heads % max(groups, 1):
-            which = f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}"
-            yield f"the model's {which}; {edit}"
-    (_, number), chosen = experts_of(config), getattr(config, "num_experts_per_tok", None)
-    if isinstance(chosen, int) and chosen > number > 0:
-        yield f"the model's num_experts_per_tok {chosen} is more than its {number} experts; {edit}"

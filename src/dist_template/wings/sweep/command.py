@@ -94,7 +94,7 @@ def _checked(given: Namespace, flags: list[str], project: Project) -> tuple[Path
         cli = parse(["sweep", *flags, *values], project)
         config, trainer = cli.config_init, vars(cli.config_init.trainer)
         best, machine = config.best_checkpoint, Machine.of(trainer)
-        if found := violations(machine, trainer, cli.model, cli.datamodule, monitor=best.monitor):
+        if found := violations(machine, trainer, cli.model, cli.datamodule):
             raise InputError(f"{' '.join(values)}: {found[0]}")
         if given.workers > 1 and machine.accelerator == "cuda":
             raise InputError("--workers would share the first GPU: start sweep once for each GPU")

@@ -74,7 +74,7 @@ def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path
     run = newest(path) if is_folder_of_run else run_of(path)
     if run is None:
         raise InputError(f"{key} {name!r} is not in a run's folder, with its {CONFIG}")
-    keys = read(str(run / CONFIG), package=project.package)
+    keys = read(str(run / CONFIG))
     for key in OF_FIT:
         keys.pop(key, None)
     flags = ["--config", yaml.safe_dump(keys)]
