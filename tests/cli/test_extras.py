@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.extras import without_extras
 from tests.support.runs import CONFIGS, run, run_in_subprocess
 
-EXTRAS = (
-    "bitsandbytes", "datasets", "deepspeed", "fastapi", "openai", "peft", "plotly", "prometheus_client",
-    "optuna", "tensorboard", "uvicorn", "wandb",
-)  # fmt: skip
 LIBRARY = "'dist-template["
 NEED = {
     "deepspeed": ("fit", [f"--config={CONFIGS}/strategy/zero2.yaml"], f"pip install --no-build-isolation {LIBRARY}"),
@@ -26,8 +23,7 @@ NEED = {
 @pytest.mark.slow
 def test_a_training_needs_none_of_them(flags: list[str], tmp_path: Path) -> None:
     """In a Python in which these packages cannot be imported; DDP, with the default loggers and the report."""
-    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({EXTRAS})\n")
-    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    path = os.pathsep.join([without_extras(tmp_path), os.environ["PYTHONPATH"]])
     short = ["--trainer.strategy=ddp", "--trainer.max_steps=2", "--model.optim.warmup=0", "--run.report=true"]
     done = run_in_subprocess("fit", *flags, *short, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,16 @@
+"""A Python in which the packages of the extras cannot be imported: the core's dependencies alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+EXTRAS = (
+    "bitsandbytes", "datasets", "deepspeed", "fastapi", "openai", "peft", "plotly", "prometheus_client",
+    "optuna", "tensorboard", "uvicorn", "wandb",
+)  # fmt: skip
+
+
+def without_extras(folder: Path) -> str:
+    """Writes into `folder` what hides the packages, and returns it as an entry of PYTHONPATH."""
+    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({EXTRAS})\n")
+    return str(folder)
