@@ -18,6 +18,18 @@ WEIGHT = 0.02  # standard deviation of an initial weight: transformers' usual in
 HOPELESS = 100  # times the usual rate: no warm-up makes such a rate stable
 
 
+def last_step(history: History) -> int:
+    """Returns the last optimizer step that the run has recorded."""
+    ends = [0]
+    for name in history.metrics.names:
+        ends.append(int(history.metrics[name].steps[-1]))
+    for line in history.attempts()[-1:]:
+        ends.append(int(line["step"]))
+    for crash in history.crashes:
+        ends.append(int(crash.get("step") or 0))
+    return max(ends)
+
+
 def max_steps(history: History) -> float:
     """Returns the optimizer steps of the full training; inf without a limit."""
     steps = history.fact("training.max_steps") or history.key("trainer.max_steps")
