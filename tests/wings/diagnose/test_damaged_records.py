@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from dist_template import InputError
-from dist_template.wings.diagnose import read_run
-from dist_template.wings.diagnose.report.tables import status, tables
+from dist_template.wings.diagnose import expected, read_run
+from dist_template.wings.diagnose.report.tables import tables
 from dist_template.wings.launch import command as launch
 from dist_template.wings.setup.upgrade import read_record
 from tests.support.library import run_lock
@@ -72,9 +72,9 @@ def damaged(record: dict[str, Any]) -> st.SearchStrategy[bytes]:
 
 
 def readers(folder: Path) -> Iterator[Callable[[], Any]]:
-    yield lambda: (lambda history: (status(history), tables([history], [""]), tables([history] * 2, ["", ""])))(
-        read_run(folder)
-    )
+    yield lambda: (
+        lambda history: (expected.progress(history), tables([history], [""]), tables([history] * 2, ["", ""]))
+    )(read_run(folder))
     yield lambda: launch._read(folder / "launch")
     yield lambda: Registry(folder).roll_back()
     yield lambda: read_record(folder)

@@ -12,9 +12,6 @@ from ...parallel.facts import ARGS, Facts
 from ...parallel.plain import FILES, Plain
 from ...records import GIB
 
-STRATEGY = f"{ARGS}."
-Changes = dict[str, Any]  # key of the configuration: its value
-
 
 class Estimate:
     """The memory of a rank, by the configuration and facts.json.
@@ -24,7 +21,7 @@ class Estimate:
         changes: Keys whose values differ from the run's configuration.
     """
 
-    def __init__(self, history: History, changes: Changes | None = None) -> None:
+    def __init__(self, history: History, changes: dict[str, Any] | None = None) -> None:
         self._history, self._changes = history, changes or {}
         self.sharding, self.facts = self._sharding(), self._facts()
 
@@ -48,11 +45,10 @@ class Estimate:
         strategy = FILES.get(self._changes.get("config", "")) or self._key("trainer.strategy")
         if not isinstance(strategy, dict):
             return sharding_of(strategy or "auto")
-        arguments: Any = strategy.get("init_args")
-        given: dict[str, Any] = dict(arguments or {})
+        given = dict(strategy.get("init_args") or {})
         for key, value in self._changes.items():
-            if key.startswith(STRATEGY):
-                given[key.removeprefix(STRATEGY)] = value
+            if key.startswith(f"{ARGS}."):
+                given[key.removeprefix(f"{ARGS}.")] = value
         return sharding_of({**strategy, "init_args": given})
 
     def _facts(self) -> Facts:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from ....errors import require
 from ....observe.history.run import History, read_run
-from ....records import flatten, write_atomically
+from ....records import write_atomically
 from ..engine import diagnose
+from ..expected import progress
 from ..finding import Finding, counted
 from .curves import Trace, figures
-from .tables import status, tables
+from .tables import tables
 
 HTML = "report.html"
 FOLDER = Path(__file__).parent
@@ -94,8 +95,7 @@ def page(histories: list[History], findings: list[list[Finding]], link: str = ""
     names = names_of(histories)
     runs = []
     for history, name, found in zip(histories, names, findings, strict=True):
-        text = {"name": name, "what": _what(history), "status": status(history), "counted": counted(found)}
-        runs.append({**text, "findings": found, "crashed": bool(history.crashes)})
+        runs.append({"name": name, "progress": progress(history), "counted": counted(found), "findings": found})
     environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True)
     return environment.get_template("page.html").render(
         title=names[0] if len(runs) == 1 else f"{len(runs)} runs compared",
@@ -107,21 +107,6 @@ def page(histories: list[History], findings: list[list[Finding]], link: str = ""
         drawn=_drawn,
         tables=tables(histories, names),
     )
-
-
-def _what(history: History) -> str:
-    """Describes the run: model, size, strategy, devices, precision, start; skips the unknown."""
-    total, ranks = history.fact("parameters.total"), history.fact("machine.world_size")
-    strategy = history.fact("training.strategy") or flatten(history.config).get("trainer.strategy")
-    known = [
-        history.fact("model.model_type") or history.key("model.architecture.model_type"),
-        f"{total:,} parameters" if total else None,
-        strategy,
-        f"{ranks} × {history.fact('machine.device')}" if ranks else None,
-        history.fact("training.precision"),
-        history.environment.get("time"),
-    ]
-    return ", ".join(map(str, filter(None, known)))
 
 
 def _drawn(traces: list[Trace], number: int) -> str:

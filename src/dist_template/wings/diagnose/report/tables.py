@@ -24,6 +24,10 @@ ENVIRONMENT = (
 )  # fmt: skip
 OF_AN_ATTEMPT = ("command", "job_started", "job_ends")  # differ between any two attempts
 AT_TOKENS = ("train/loss", "eval/loss", "eval/bits_per_byte", "eval/token_accuracy")
+FACTS = {
+    "parameters": "parameters.total", "strategy": "training.strategy", "processes": "machine.world_size",
+    "device": "machine.device", "precision": "training.precision",
+}  # fmt: skip
 SPEEDS = {"tokens/s": ("perf/tokens_per_s", "{:,.0f}"), "MFU": ("perf/mfu", "{:.1%}")}
 
 
@@ -40,25 +44,12 @@ def tables(histories: list[History], names: list[str]) -> list[Table]:
     return [table for table in made if table.rows]
 
 
-def status(history: History) -> str:
-    """Returns how the run ended or where it is, as the rest of a sentence."""
-    done, last = last_step(history), history.key("trainer.max_steps", -1)
-    of = ""
-    if isinstance(last, int) and last > 0:
-        of = f" of {last:,}"
-        if done >= last:
-            return f"finished all {done:,} steps"
-    causes = [crash for crash in history.crashes if crash.get("kind") != "peer"]
-    crashes = causes or history.crashes  # a peer fails because another rank has failed
-    if crashes and (crashes[-1].get("step") or 0) >= done:
-        error, rank = crashes[-1].get("error", "no error"), crashes[-1].get("rank", "?")
-        return f"crashed at step {done:,}{of}: {error} on rank {rank}"
-    return f"is at step {done:,}{of}"
-
-
 def _results(history: History) -> dict[str, object]:
-    """Returns the last losses and figures of speed, memory and time, as far as they are known."""
+    """Returns what was trained, the last losses and figures of speed, memory and time, as far as they are known."""
     found: dict[str, object] = {"optimizer steps": f"{last_step(history):,}"}
+    for name, fact in FACTS.items():
+        if known := history.fact(fact):
+            found[name] = known
     for name in history.metrics.names:
         if name.startswith(("train/", "eval/", "test/")):
             found[name] = f"{history.metrics[name].last:.5g}"
