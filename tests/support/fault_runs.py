@@ -278,7 +278,6 @@ def noise(seed: int) -> str:
 
 TEXTS: dict[str, tuple[int, Callable[[int], str]]] = {  # number of documents, and each one's text
     "text": (300, sentences),
-    "few": (10, sentences),
     "damaged": (300, lambda number: noise(number) if number % 40 == 7 else sentences(number)),
 }
 
@@ -352,8 +351,6 @@ FAULTS = [
     Training("masked_labels", [], "labels_masked", says="mask covers", plant=mask_all_labels),
     Training("mostly_masked_labels", [], "labels_masked", says="mask covers", plant=mask_most_labels),
     Training("damaged_documents", [QWEN3, EACH_STEP, *FOUR], "loss_spikes", says="samples", text="damaged"),
-    Training("overfitting", [QWEN3, f"{RATE}=0.01", "--trainer.max_steps=150", "--data.validation_share=0.4"],
-             "overfits", "trainer.max_steps", text="few"),
     # speed and memory
     Training("slow_rank", DDP, "slow_rank", says="The machine on ", ranks=2,
              plant=partial(compute_slowly, 0.03, 1)),

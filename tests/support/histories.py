@@ -163,10 +163,6 @@ def _metric(name: str, column: Column, **more: Any) -> dict[str, Any]:
     return {"columns": {name: column}, **more}
 
 
-def _validation(slope: float) -> dict[str, Any]:
-    return _metric("eval/loss", lambda done: EVAL["eval/loss"](done) + slope * np.maximum(done - 0.4, 0))
-
-
 _CPU = {"machine.device": "cpu", "machine.supports_bf16": False}
 _OFTEN = {"last_checkpoint.every_n_steps": 10}
 _FP32 = {"trainer.precision": "32-true"}
@@ -190,7 +186,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         _loss(lambda done: noisy(np.full_like(done, 3.0), 0.002)),  # fine-tuning: the first loss is low
     ),
     "labels_masked": (_metric("data/counted_share", flat(0.0)), _metric("data/counted_share", flat(0.2))),
-    "overfits": (_validation(1.0), _validation(0.03)),
     "experts_unused": (
         _metric("moe/unused_experts", flat(0.6 * LAYERS * EXPERTS)),
         _metric("moe/unused_experts", flat(3.0)),

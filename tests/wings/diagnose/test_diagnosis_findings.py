@@ -53,12 +53,6 @@ def test_findings_are_sorted_and_consequences_are_dropped() -> None:
     assert [each.weight for each in findings] == [(0, 0), (1, 0), (1, 1)]
 
 
-def test_the_validation_before_training_is_not_proposed_as_the_last_step() -> None:
-    """Pretrained weights may be best before training on too little text; no checkpoint is kept of that step."""
-    columns = {"eval/loss": lambda done: 2.0 + done}
-    assert proposed("trainer.max_steps", "overfits", columns=columns) == 1000
-
-
 # ---- proposed values -------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from ...model.any_module import metrics_of, results_of
 from ...observe.history.run import History, read_run
 from ...project import program
 from .engine import diagnose
-from .finding import Finding, Identity
+from .finding import Finding
 
 FILE = "findings.jsonl"
 MAX_ENTRIES = 2000  # of a metric: the rules take 20 ms for as many
@@ -38,7 +38,7 @@ class Diagnosis(Callback):
         self.enabled = enabled
         self.folder = Path(folder)
         self._history: History | None = None
-        self._reported: set[Identity] = set()
+        self._reported: set[tuple[str, str, str]] = set()  # rule, level and ranks of each finding
         self._open: list[Finding] = []
         self._last = 0.0  # time of the last diagnosis
 
@@ -85,9 +85,10 @@ class Diagnosis(Callback):
         if console:  # the most severe finding is the first
             console.worst = self._open[0].title if self._open and self._open[0].level != "info" else ""
         for finding in self._open:
-            if finding.identity in self._reported:
+            identity = (finding.rule, finding.level, str(finding.ranks))
+            if identity in self._reported:
                 continue
-            self._reported.add(finding.identity)
+            self._reported.add(identity)
             if finding.level != "info":
                 lines.append(f"diagnosis: {finding.line}")
             for logger in trainer.loggers:

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from ..values import shown
 
 Level = Literal["info", "warning", "error"]
-Identity = tuple[str, str, tuple[int, ...]]  # rule, level, ranks
 Confidence = Literal["certain", "likely"]
 
 LEVELS = ("error", "warning", "info")
@@ -85,11 +84,6 @@ class Finding:
     steps: tuple[int, int] | None = None
     ranks: Sequence[int] = ()
     explains: Sequence[str] = field(default=(), compare=False)
-
-    @property
-    def identity(self) -> Identity:
-        """Equal for the same problem at a later step."""
-        return self.rule, self.level, tuple(self.ranks)
 
     @property
     def weight(self) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from ...observe.history.run import History
 from ...parallel.facts import Saving
 from ...records import GIB
 from .finding import Cause, Change
-from .memory import Estimate
+from .memory import figures_of, parts_of
 
 SPARE = 0.05  # of the device: left free for the allocator and collectives
 UNDERCOUNTED = 1.6  # real activations over the estimate, at most (test_diagnosis_memory.py)
@@ -25,7 +25,7 @@ class MemoryUse:
     """The memory of a rank in bytes, by part."""
 
     history: History
-    parts: dict[str, float]  # in use, the largest first
+    parts: dict[str, float]  # in use
     needed: dict[str, float]  # by a complete step: measured or estimated, whichever is more
     limit: float  # of the device, or of the process; 0: not known
     is_first: bool = False  # no step had been completed, so that `needed` is partly estimated
@@ -42,7 +42,7 @@ class MemoryUse:
 
     def frees(self, changes: dict[str, Any]) -> float:
         """Returns the bytes that the run needs less with these values of keys."""
-        now, then = Estimate(self.history).parts(), Estimate(self.history, changes).parts()
+        now, then = parts_of(self.history), parts_of(self.history, changes)
         freed = 0.0
         for part in now | then:
             before, after = now.get(part, 0.0), then.get(part, 0.0)
@@ -59,13 +59,13 @@ def memory_use(history: History, memory: dict[str, Any], phase: str = "", is_fir
     `memory` is what callbacks/crash.py recorded, `phase` in which the rank ran out of memory. `is_first`: no optimizer
     step had been completed, which creates AdamW's state.
     """
-    estimate = Estimate(history)
-    estimated, parts = estimate.parts(), estimate.state()
+    sharding, run = figures_of(history)
+    estimated, parts = parts_of(history), sharding.state(run)
     measured = {name: GIB * (memory.get(f"{name}_gib") or 0.0) for name in MEASURED}
     used, limit = measured["used"], measured["total"]
     if not used:
-        return MemoryUse(history, _sorted(estimated), estimated, limit)
-    if is_first and not estimate.sharding.creates_state_at_start:
+        return MemoryUse(history, estimated, estimated, limit)
+    if is_first and not sharding.creates_state_at_start:
         parts["optimizer state"] = 0.0
         if phase == "forward":
             parts["gradients"] = 0.0
@@ -75,16 +75,11 @@ def memory_use(history: History, memory: dict[str, Any], phase: str = "", is_fir
     step = rest + measured["asked"]
     if is_first:
         step = max(step, UNDERCOUNTED * per_token)
-    needed = parts | estimate.state()
+    needed = parts | sharding.state(run)
     for part in PER_TOKEN:
         share = estimated[part] / per_token
         parts[part], needed[part] = rest * share, step * share
-    return MemoryUse(history, _sorted(parts), needed, limit, is_first)
-
-
-def _sorted(parts: dict[str, float]) -> dict[str, float]:
-    """Returns the parts that are not empty, the largest first."""
-    return {name: parts[name] for name in sorted(parts, key=lambda name: -parts[name]) if parts[name] > 0}
+    return MemoryUse(history, parts, needed, limit, is_first)
 
 
 def remedies(use: MemoryUse) -> list[Cause]:
@@ -107,8 +102,7 @@ def remedies(use: MemoryUse) -> list[Cause]:
 
 
 def _savings(use: MemoryUse) -> Iterator[Saving]:
-    estimate = Estimate(use.history)
-    run, sharding = estimate.facts, estimate.sharding
+    sharding, run = figures_of(use.history)
     if not run.loss_chunk or run.loss_chunk > LOSS_CHUNK:
         sentence = "Logits for some tokens at a time: same loss curve, same speed."
         yield Saving(sentence, {"model.loss_chunk": (run.loss_chunk, LOSS_CHUNK)})
@@ -121,11 +115,12 @@ def _savings(use: MemoryUse) -> Iterator[Saving]:
         sentence = f"Smaller micro-batches, {more}: same global batch, same loss curve, a step takes somewhat longer."
         yield Saving(sentence, {"data.micro_batch_size": (size, to)})
     savings = list(sharding.savings(run))
-    yield from (saving for saving in savings if not saving.is_on_host)
+    yield from filter(lambda saving: not saving.is_on_host, savings)
     if use.history.fact("machine.supports_bf16") and not run.is_half:
         sentence = "Matrix products in bf16: faster; see docs/strategies/numerics.md."
         yield Saving(sentence, {"trainer.precision": (run.precision, "bf16-mixed")})
     if run.checkpointing != "full" and run.layers > 1:  # `full` works with every strategy
         sentence = "Activation checkpointing: backward recomputes each block, about a third more compute, same loss."
         yield Saving(sentence, {"model.blocks.checkpointing": (run.checkpointing, "full")})
-    yield from (saving for saving in savings if saving.is_on_host and not run.on_host)
+    if not run.on_host:
+        yield from filter(lambda saving: saving.is_on_host, savings)

@@ -14,7 +14,9 @@ NUM_BINS = 30  # medians that represent a curve: enough for its shape, with 435 
 
 
 def median(values: np.ndarray) -> float:
-    return float(np.median(values)) if len(values) else float("nan")
+    if not len(values):
+        return float("nan")
+    return float(np.median(values))
 
 
 def noise(values: np.ndarray) -> float:

@@ -20,7 +20,8 @@ from .tables import tables
 
 HTML = "report.html"
 FOLDER = Path(__file__).parent
-AXIS = {"gridcolor": "rgba(128,128,128,0.25)", "automargin": True}
+LINE = "rgba(128,128,128,0.25)"
+AXIS = {"gridcolor": LINE, "zerolinecolor": LINE, "automargin": True}
 SCALE = {"label": "log", "method": "relayout", "args": [{"yaxis.type": "log"}], "args2": [{"yaxis.type": "linear"}]}
 LAYOUT = {
     "font": {"size": 12, "color": "#7d868f"},  # can be read on the light page and the dark one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from datetime import timedelta
 from itertools import chain
 
@@ -16,13 +16,13 @@ from ..expected import last_step
 
 NOT_SET = "–"  # the run has no such figure, or its configuration no such key
 NUM_INCIDENTS = 20
-PATHS = ("run", "ckpt_path", "config", "data.cache_dir")  # keys of paths, which change no result
+PATHS = ("run.", "ckpt_path.", "config.", "data.cache_dir.")  # keys of paths, which change no result
 # Keys of environment.json that are shown even if all runs have the same value.
 ENVIRONMENT = (
     "time", "host", "platform", "cpu_count", "gpus", "driver", "cuda", "nccl", "python",
     "git_commit", "packages.torch", "packages.lightning", "packages.transformers", "packages.deepspeed",
 )  # fmt: skip
-OF_AN_ATTEMPT = ("command", "job_started", "job_ends")  # differ between any two attempts
+OF_AN_ATTEMPT = ("command.", "job_started.", "job_ends.")  # differ between any two attempts
 AT_TOKENS = ("train/loss", "eval/loss", "eval/bits_per_byte", "eval/token_accuracy")
 FACTS = {
     "parameters": "parameters.total", "strategy": "training.strategy", "processes": "machine.world_size",
@@ -33,13 +33,14 @@ SPEEDS = {"tokens/s": ("perf/tokens_per_s", "{:,.0f}"), "MFU": ("perf/mfu", "{:.
 
 def tables(histories: list[History], names: list[str]) -> list[Table]:
     """Returns the tables that have rows."""
+    environments = [flatten(history.environment) for history in histories]
     made = [
         Table("Results", ["", *names], _rows([_results(history) for history in histories])),
         _at_equal_tokens(histories, names),
         Table("Where the time went", ["", *names], _rows([_goodput(history) for history in histories])),
         _settings(histories, names),
         _events(histories, names),
-        _environment(histories, names),
+        Table("Environment", ["", *names], _differing(environments, OF_AN_ATTEMPT, ENVIRONMENT)),
     ]
     return [table for table in made if table.rows]
 
@@ -106,11 +107,7 @@ def _settings(histories: list[History], names: list[str]) -> Table:
     if len(histories) == 1:
         trees.append(flatten(histories[0].defaults))
         head = [*names, "default"]
-    rows = []
-    for row in _differing(trees):
-        if row[0] not in PATHS and not row[0].startswith(tuple(f"{path}." for path in PATHS)):
-            rows.append(row)
-    return Table("Settings that differ", ["key", *head], rows)
+    return Table("Settings that differ", ["key", *head], _differing(trees, PATHS))
 
 
 def _events(histories: list[History], names: list[str]) -> Table:
@@ -130,25 +127,15 @@ def _events(histories: list[History], names: list[str]) -> Table:
     return Table("Crashes and incidents", ["run", "step", "kind", "what"], rows)
 
 
-def _environment(histories: list[History], names: list[str]) -> Table:
-    trees = []
-    for history in histories:
-        flat = flatten(history.environment)
-        for key in OF_AN_ATTEMPT:
-            flat.pop(key, None)
-        trees.append(flat)
-    return Table("Environment", ["", *names], _differing(trees, ENVIRONMENT))
-
-
-def _differing(trees: list[Mapping[str, object]], always: Collection[str] = ()) -> list[list[str]]:
-    """Returns rows for the keys whose values differ, and for those in `always`."""
-    chosen: list[dict[str, object]] = [{} for _ in trees]
-    for key in dict.fromkeys(chain(*trees)):
-        values = [tree.get(key, NOT_SET) for tree in trees]
-        if key in always or any(value != values[0] for value in values):
-            for column, value in zip(chosen, values, strict=True):
-                column[key] = value
-    return _rows(chosen)
+def _differing(
+    trees: list[dict[str, object]], skipped: tuple[str, ...], always: Collection[str] = ()
+) -> list[list[str]]:
+    """Returns rows for the keys whose values differ, and for those in `always`, without those below `skipped`."""
+    rows = []
+    for row in _rows(trees):
+        if not f"{row[0]}.".startswith(skipped) and (row[0] in always or len(set(row[1:])) > 1):
+            rows.append(row)
+    return rows
 
 
 def _rows(columns: list[dict[str, object]]) -> list[list[str]]:

@@ -53,7 +53,7 @@ def out_of_memory(history: History) -> Iterator[Finding]:
         use = memory_use(history, memory, worst["phase"], is_first=worst["step"] == worst["first_step"])
         causes = remedies(use)
         parts = []
-        for name, size in use.parts.items():
+        for name, size in sorted(use.parts.items(), key=lambda part: -part[1]):
             if size > use.total / 100:
                 parts.append(f"{name} {as_size(size)}")
         used_by = f"Used by: {', '.join(parts)}."
@@ -69,11 +69,10 @@ def crashed(history: History) -> Iterator[Finding]:
         by_error.setdefault(f"{crash['error']}: {crash['message']}", []).append(crash)
     for crashes in by_error.values():
         first, ranks = crashes[0], [crash["rank"] for crash in crashes]
-        line = f" {first['own_lines'][-1]}." if first["own_lines"] else ""
         who = f"Rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}"
         tracebacks = f"The tracebacks are in {history.folder / 'crash'}."
-        evidence, step = f"{sentence(first)}.{line} {who}. {tracebacks}", first["step"] + 1
-        title, steps = f"training crashed: {first['error']}", (step, step)
+        evidence = ". ".join([sentence(first), *first["own_lines"][-1:], who, tracebacks])
+        title, steps = f"training crashed: {first['error']}", (first["step"] + 1, first["step"] + 1)
         yield Finding("crashed", "error", "certain", title, evidence, (), steps, ranks)
 
 

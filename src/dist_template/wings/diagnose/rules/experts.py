@@ -26,15 +26,15 @@ def _balancing(history: History) -> list[Cause]:
         now = history.key(key) or 0.0
         # Scores are between 0 and 1: a bias must be able to move by 1 during the run.
         least = robust.rounded(min(max(USUAL_SPEED, 1 / steps), 1 / MIN_STEPS))
-        problem = "Its biases move too slowly" if now else "Its biases are not updated"
+        weak, missing = "Its biases move too slowly", "Its biases are not updated"
     else:
         key, now = "model.balance.aux_loss_coef", history.fact("balance.aux_loss_coef") or 0.0
         # With the usual coefficient a small model takes 1,000 steps; a shorter run needs more.
         least = robust.rounded(min(max(USUAL_COEF, 10 / steps), 10 * USUAL_COEF))
-        problem = "The load-balancing loss is too weak" if now else "No loss balances the load"
-    to = least if now < least else robust.rounded(2 * now)
+        weak, missing = "The load-balancing loss is too weak", "No loss balances the load"
+    change = Change(key, now, max(least, robust.rounded(2 * now)))
     return [
-        Cause(f"The router has collapsed. {problem}.", [Change(key, now, to)]),
+        Cause(f"The router has collapsed. {weak if now else missing}.", [change]),
         Cause("The learning rate is too high for the router.", expected.lower_rate(history)),
     ]
 

@@ -22,6 +22,7 @@ SPIKE_SIGMAS, SPIKE_SHARE = 6.0, 0.15  # above the running median: in noise, and
 WIDTH = 9  # log steps of a running median
 ISOLATED = 0.7  # of the spikes' log steps have no spike next to them
 NO_DECREASE = 0.03  # of the first loss: any sensible learning rate decreases it by more
+FEW_LABELS = 0.05  # share of the labels; instruction data with long prompts have a tenth and more
 UNTRAINED = 0.8  # of ln(vocabulary): an untrained model has a higher loss
 
 
@@ -67,8 +68,7 @@ def early_loss_jump(history: History) -> Iterator[Finding]:
     stable_until = float(early.steps[int(np.argmin(values[: top + 1]))])
     causes = expected.instability_causes(history, stable_until)[:2]
     title, steps = "the loss jumped in the first steps", robust.span(early[: top + 1])
-    explains = ("loss_spikes",)
-    yield Finding("early_loss_jump", "warning", "likely", title, evidence, causes, steps, (), explains)
+    yield Finding("early_loss_jump", "warning", "likely", title, evidence, causes, steps, (), ("loss_spikes",))
 
 
 def loss_spikes(history: History) -> Iterator[Finding]:
@@ -100,16 +100,17 @@ def loss_not_decreasing(history: History) -> Iterator[Finding]:
     if len(loss) < MIN_POINTS or len(expected.settled(history, "train/loss")) < 3:
         return
     first, last = float(loss.values[0]), robust.tail(loss)
-    uniform = math.log(vocab_size) if vocab_size else None
-    is_untrained = first > UNTRAINED * uniform if uniform else not history.key("model.pretrained")
-    if not is_untrained or abs(first - last) > NO_DECREASE * first:
+    uniform = math.log(vocab_size or 1)
+    is_trained = first < UNTRAINED * uniform or history.key("model.pretrained")
+    if is_trained or abs(first - last) > NO_DECREASE * first:
         return
     evidence = f"train/loss was {first:.4g} at step {loss.steps[0]} and is {last:.4g} at step {loss.steps[-1]}"
-    evidence += f"; ln(vocabulary) is {uniform:.4g}." if uniform else "."
+    if uniform:
+        evidence += f"; ln(vocabulary) is {uniform:.4g}"
     confidence = "certain" if first - last < NO_DECREASE / 3 * first else "likely"
     causes, steps = list(_why_not_decreasing(history)), robust.span(loss)
     title = "the loss does not decrease"
-    yield Finding("loss_not_decreasing", "error", confidence, title, evidence, causes, steps)
+    yield Finding("loss_not_decreasing", "error", confidence, title, f"{evidence}.", causes, steps)
 
 
 def _why_not_decreasing(history: History) -> Iterator[Cause]:
@@ -136,3 +137,24 @@ def _why_not_decreasing(history: History) -> Iterator[Cause]:
         sentence = f"The learning rate is too high: {compared}; the first steps destroyed the initial weights."
         yield Cause(sentence, expected.lower_rate(history))
     yield Cause("The labels do not match the inputs: inspect a batch (shift, tokenizer, shuffled labels).")
+
+
+def labels_masked(history: History) -> Iterator[Finding]:
+    counted = expected.metric(history, "data/counted_share")
+    loss = expected.metric(history, "train/loss")
+    share = robust.median(counted.values)  # NaN without values
+    if len(loss) >= 3 and not robust.median(abs(loss.values)):
+        share = 0.0  # a loss of exactly 0 is a sum over no labels
+    if not share < FEW_LABELS:
+        return
+    longer = []
+    if length := history.key("data.seq_len"):
+        longer.append(Change("data.seq_len", length, 2 * length))
+    causes = [
+        Cause("The mask covers the answers too: data.py sets labels to -100 where it should not."),
+        Cause("The markers of the chat template were not found: all text is masked as the prompt."),
+        Cause("seq_len truncates the answers.", longer),
+    ]
+    evidence, explains = f"{share:.2%} of the labels are not -100.", ("loss_not_decreasing",)
+    level, title = ("warning", "few labels count") if share else ("error", "no label counts")
+    yield Finding("labels_masked", level, "certain", title, evidence, causes, explains=explains)

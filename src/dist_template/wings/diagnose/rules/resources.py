@@ -87,8 +87,7 @@ def slow_rank(history: History) -> Iterator[Finding]:
     evidence += f" {counts.max()} of {len(which)} log steps."
     confidence = "certain" if same >= ALWAYS_SAME_RANK and times > 1.5 else "likely"
     title, steps = f"all ranks wait for rank {rank}{host}", robust.span(when_slowest)
-    explains = ("waits_for_data",)
-    yield Finding("slow_rank", "warning", confidence, title, evidence, causes, steps, [rank], explains)
+    yield Finding("slow_rank", "warning", confidence, title, evidence, causes, steps, [rank], ("waits_for_data",))
 
 
 def fp32_on_gpu(history: History) -> Iterator[Finding]:
