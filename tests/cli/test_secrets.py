@@ -95,7 +95,7 @@ def test_a_run_writes_down_no_secret(
     flags = [flag for flag in flags if flag != "--run.report=false"]
     assert run("fit", *flags, *secret, "--trainer.max_steps=1") == 0
     written = [path for path in only_run(tmp_path).rglob("*") if path.is_file()]
-    assert {"config.yaml", "environment.json", "report.html", "report.md"} <= {path.name for path in written}
+    assert {"config.yaml", "environment.json", "report.html"} <= {path.name for path in written}
     assert any("tfevents" in path.name for path in written)
     assert [path for path in written if b"s3cr3t" in path.read_bytes()] == []
     shown = capfd.readouterr()

@@ -29,7 +29,6 @@ SECTIONS = ("model", "data", "trainer", "numerics", "last_checkpoint", "preempti
 RULES = Path(diagnosis.__file__).parent
 FILES = [*RULES.glob("*.py"), *RULES.glob("rules/*.py")]
 METRICS = sorted({name for path in FILES for name in re.findall(r'"(\w+/\w+)"', path.read_text("utf-8"))})
-STAGES = ["pipeline/stage1_s", "pipeline/stage2_s"]
 
 
 def recorded(name: str) -> History:
@@ -47,7 +46,7 @@ def record(run: Path, root: Path) -> None:
     history = read_run(run)
     start = history.environment["job_started"]
     lines = read_lines(run / FILE)
-    metrics = [name for name in [*METRICS, *STAGES] if any(name in line for line in lines)]
+    metrics = [name for name in METRICS if any(name in line for line in lines)]
     data = {
         "config": {section: history.config[section] for section in SECTIONS},
         "facts": history.facts,

@@ -262,7 +262,7 @@ def test_the_diagnosis_page_names_every_rule() -> None:
 def test_rules_read_metrics_that_are_documented() -> None:
     """A renamed metric would silence its rules."""
     documented = re.findall(r"^\| `(\w+/\w+)`", text_of(DOCS / "metrics.md"), re.MULTILINE)
-    assert len(METRICS) > 15 and set(METRICS) <= set(documented)
+    assert len(METRICS) > 10 and set(METRICS) <= set(documented)
 
 
 def test_the_site_builds(tmp_path: Path) -> None:

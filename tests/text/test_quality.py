@@ -12,8 +12,6 @@ from trainer_dev.data import DataModule
 
 from dist_template.text import Bytes, Chat, Jsonl, Pretrained
 from dist_template.text.cache.quality import measure, quality_of, similar
-from dist_template.wings.diagnose import History
-from dist_template.wings.diagnose.report.sections import of_one
 from tests.support import chats
 from tests.support.chats import TURNS, messages
 from tests.support.library import Corpus, quality
@@ -100,12 +98,3 @@ def test_the_masked_share_of_conversations_is_that_of_their_labels(tmp_path: Pat
     assert found["longest_tokens"] == np.diff(data.corpus.starts("train")).max()
     assert found["masked_share"] == pytest.approx(1 - data.corpus.counted("train").mean())
     assert 0.5 < found["masked_share"] < 1
-
-
-def test_the_report_shows_what_prepare_measured() -> None:
-    known = {"duplicate_share": 0.125, "masked_share": None}
-    (section,) = of_one(History(Path("runs/a/b"), facts={"data": {"quality": known}}))
-    assert section.title == "Data" and [vars(part)["rows"] for part in section.parts] == [
-        [["duplicate share", "12.5%"]]
-    ]
-    assert of_one(History(Path("runs/a/b"), facts={"data": {"quality": None}})) == []

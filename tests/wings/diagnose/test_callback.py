@@ -79,20 +79,20 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.slow
 def test_a_folder_that_cannot_be_read_does_not_end_training(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refresh, calls = diagnosis.History.refresh, list[Any]()
 
     def stutter(history: Any) -> None:
         calls.append(history)
-        if len(calls) > 1:  # the first reads what earlier attempts wrote
+        if len(calls) == 2:  # the first reads what earlier attempts wrote
             raise OSError("Stale file handle")
         refresh(history)
 
     monkeypatch.setattr(diagnosis.History, "refresh", stutter)
     assert run("fit", *flags, *LOW, "--trainer.max_steps=60") == 0
     out = capsys.readouterr().out
-    assert "cannot be read: Stale file handle" in out and "the loss does not decrease" in out
+    assert "Stale file handle; training continues" in out and "the loss does not decrease" in out
 
 
 def test_a_line_of_findings_is_complete(tmp_path: Path) -> None:

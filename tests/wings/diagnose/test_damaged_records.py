@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from dist_template import InputError
-from dist_template.wings.diagnose import read_run
-from dist_template.wings.diagnose.report import results
-from dist_template.wings.diagnose.report.sections import newest_evaluation
+from dist_template.wings.diagnose import expected, read_run
+from dist_template.wings.diagnose.report.tables import tables
 from dist_template.wings.launch import command as launch
 from dist_template.wings.setup.upgrade import read_record
 from tests.support.library import run_lock
@@ -30,7 +29,6 @@ GOOD = {
     "goodput.jsonl": {"attempt": 1.0, "time": 2.0, "from_step": 0, "step": 4, "productive": 1.0},
     "incidents.jsonl": {"step": 3, "kind": "spike", "action": "skip"},
     "crash/rank0.json": {"time": 3.0, "step": 2, "kind": "error", "message": "x"},
-    "evaluation/test.json": {"comparisons": []},
     "launch/launch.json": {"on": "slurm", "id": "5", "hosts": [], "ssh": ""},
     "lock.json": {"host": "a", "machine": "b", "pid": 1, "since": 2.0, "parent": 3, "launch": ""},
     ".cruft.json": {"template": "x", "commit": "y", "context": {"cookiecutter": {"a": "b"}}},
@@ -74,8 +72,9 @@ def damaged(record: dict[str, Any]) -> st.SearchStrategy[bytes]:
 
 
 def readers(folder: Path) -> Iterator[Callable[[], Any]]:
-    yield lambda: (lambda history: (results.steps(history), results.attempts(history)))(read_run(folder))
-    yield lambda: newest_evaluation(folder)
+    yield lambda: (
+        lambda history: (expected.progress(history), tables([history], [""]), tables([history] * 2, ["", ""]))
+    )(read_run(folder))
     yield lambda: launch._read(folder / "launch")
     yield lambda: Registry(folder).roll_back()
     yield lambda: read_record(folder)

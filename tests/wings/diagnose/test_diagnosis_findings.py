@@ -46,17 +46,11 @@ def test_a_rule_that_raises_becomes_a_finding(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_findings_are_sorted_and_consequences_are_dropped() -> None:
-    columns: dict[str, Any] = {"data/counted_share": flat(0.0), "train/grad_norm": flat(0.0)}
-    columns |= {"memory/peak_share": flat(0.97), "perf/data_wait_share": flat(0.2)}
-    findings = engine.diagnose(a_run(columns=columns))
-    assert [each.rule for each in findings] == ["labels_masked", "memory_nearly_full", "waits_for_data"]
+    columns: dict[str, Any] = {"data/counted_share": flat(0.0), "train/loss": flat(10.8)}
+    columns["perf/data_wait_share"] = flat(0.2)
+    findings = engine.diagnose(a_run(columns=columns, config={"trainer.precision": "32-true"}))
+    assert [each.rule for each in findings] == ["labels_masked", "fp32_on_gpu", "waits_for_data"]
     assert [each.weight for each in findings] == [(0, 0), (1, 0), (1, 1)]
-
-
-def test_the_validation_before_training_is_not_proposed_as_the_last_step() -> None:
-    """Pretrained weights may be best before training on too little text; no checkpoint is kept of that step."""
-    columns = {"eval/loss": lambda done: 2.0 + done}
-    assert proposed("trainer.max_steps", "overfits", columns=columns) == 1000
 
 
 # ---- proposed values -------------------------------------------------------------------------------------------------
@@ -80,25 +74,6 @@ def test_the_proposed_interval_leaves_five_percent_for_checkpoints() -> None:
 def test_the_slow_rank_is_reported_with_its_host() -> None:
     found = finding("slow_rank", **CASES["slow_rank"][0])
     assert found.ranks == [5] and "node2" in found.title
-
-
-def test_the_remedies_of_a_pipeline_are_computed_from_the_run() -> None:
-    waits = CASES["pipeline_waits"][0]
-    assert proposed("data.micro_batch_size", "pipeline_waits", **waits) == 2  # 32 micro-batches: 18 %
-    assert proposed("trainer.strategy.init_args.pp_schedule", "pipeline_waits", **waits) == "ZBVZeroBubble"
-    uneven = CASES["uneven_stages"][0]
-    # 0.1 s a block of the first stage, 0.067 s of the others, and 0.117 s the output layer
-    layers = proposed("trainer.strategy.init_args.pp_layers", "uneven_stages", **uneven)
-    assert layers == [3, 3, 4, 2]
-    assert "stage 1" in finding("uneven_stages", **uneven).title
-
-
-def test_slurms_limit_counts_and_the_proposed_limit_is_long_enough() -> None:
-    slurm = finding("time_limit_too_short", upto=0.3, environment={"job_ends": 3000.0})
-    assert "around step 5880" in slurm.evidence  # 0.5 s a step, from second 60 on
-    short = {"upto": 0.3, "config": {"preemption.max_time": "00:01:00:00"}}
-    longer = proposed("preemption.max_time", "time_limit_too_short", **short)
-    assert not engine.diagnose(a_run(upto=0.3, config={"preemption.max_time": longer}))
 
 
 def test_frozen_parameters_come_before_the_learning_rate() -> None:
@@ -128,22 +103,8 @@ def test_the_module_that_is_first_not_finite_comes_first_in_a_stable_training() 
 def test_text_fits_a_screen_and_has_flags_to_type() -> None:
     columns = {name: column for case in CASES.values() for name, column in case[0].get("columns", {}).items()}
     findings = engine.diagnose(a_run(columns=columns, config={"trainer.precision": "32-true"}))
-    assert len(findings) > 6
-    text = as_text(findings, num=4)
-    assert len(text.splitlines()) < 60 and max(map(len, text.splitlines())) <= 130
+    assert len(findings) > 4
+    text = as_text(findings)
+    assert max(map(len, text.splitlines())) <= 130
     assert text.startswith(findings[0].level.upper()) and "--" in text
     assert all(each.title in text for each in findings)
-    assert len(as_text(findings)) > len(text)
-
-
-@pytest.mark.parametrize("last", [9.0, 16.0])
-def test_a_validation_that_is_worse_than_before_training_shows_overfitting(last: float) -> None:
-    """A short training has only two validations: before it, and at its end."""
-    run = a_run(100, 1, columns={"eval/loss": None})
-    run.metrics.add({"step": 0, "time": 0.0, "eval/loss": 10.8})
-    run.metrics.add({"step": 100, "time": 100.0, "eval/loss": last})
-    found = {each.rule: each for each in engine.diagnose(run)}
-    assert ("overfits" in found) == (last > 10.8)
-    if last > 10.8:
-        assert "eval/loss was 10.8 at step 0 and is 16 at step 100" in found["overfits"].evidence
-        assert all(change.key != "trainer.max_steps" for cause in found["overfits"].causes for change in cause.changes)

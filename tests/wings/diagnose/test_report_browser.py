@@ -31,14 +31,13 @@ def opened(page: Path, profile: Path, *flags: str) -> tuple[str, list[str]]:
 
 
 def drawn(document: str) -> list[int]:
-    """Of each plot that is not folded away: how many lines or points it shows."""
-    plots = re.findall(r'<div class="plot[^>]*>(.*?)</figure>', document.split("<details><summary>")[0], re.DOTALL)
+    """Of each plot: how many lines or points it shows."""
+    plots = re.findall(r'<div class="plot[^>]*>(.*?)</figure>', document, re.DOTALL)
     return [len(re.findall(r'class="(?:js-line|point)" [^>]*d="M', plot)) for plot in plots]
 
 
 def test_every_plot_of_three_steps_shows_its_points(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a" / "<b>1", falling(3) | {"eval/loss": [5.0]}, host=HOSTILE)
-    (folder / "samples.txt").write_text(f"--- step 3\n{HOSTILE}\n", encoding="utf-8")
     pages.write([folder], folder)
     document, console = opened(folder / "report.html", tmp_path / "profile")
     assert console == []
@@ -59,17 +58,9 @@ def test_a_long_run_and_one_with_gaps_at_a_phones_width(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_moved_page_finds_plotly_or_reports_that_it_is_missing(tmp_path: Path) -> None:
+def test_a_moved_root_has_its_plotly(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "runs" / "a" / "1", falling(3), {"run": {"name": "a", "root": "runs"}})
     pages.write([folder], folder)
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
-    (library,) = (tmp_path / "elsewhere").glob("*.js")
     page = tmp_path / "elsewhere" / "a" / "1" / "report.html"
-    together, alone = tmp_path / "together", tmp_path / "alone"
-    for copied, to in ((page, together), (library, together), (page, alone)):
-        to.mkdir(exist_ok=True)
-        shutil.copy(copied, to)
-    shown = [opened(each, tmp_path / "profile")[0] for each in (page, together / page.name, alone / page.name)]
-    assert [drawn(document) for document in shown] == [[4, 4, 4, 4], [4, 4, 4, 4], [0, 0, 0, 0]]
-    missing = [re.search(r'<p id="missing"( hidden="")?', document) for document in shown]
-    assert [bool(found and found[1]) for found in missing] == [True, True, False], "its absence is reported"
+    assert drawn(opened(page, tmp_path / "profile")[0]) == [4, 4, 4, 4]

@@ -1,25 +1,20 @@
-"""The report of one run: readable offline, escaped, no empty plots, for three steps as for a hundred thousand."""
+"""The report of one run: readable offline, escaped, without empty plots."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from dist_template.observe.history.metrics import Series
 from dist_template.observe.history.run import PlotlyJs
-from dist_template.wings.diagnose import read_run
+from dist_template.wings.diagnose import History, read_run
 from dist_template.wings.diagnose.report import curves, page
-from dist_template.wings.diagnose.report.results import resume
-from dist_template.wings.diagnose.report.sections import from_defaults
+from dist_template.wings.diagnose.report.tables import tables
 from tests.support.plotted import plotted
 from tests.support.runs import PROJECT, only_run, run
 from tests.support.written import HOSTILE, falling, write_run
@@ -87,24 +82,12 @@ def test_an_inline_page_needs_no_other_file(tmp_path: Path) -> None:
     assert not [tag for tag, _ in made.elements if tag in ("link", "iframe", "object", "base", "form")]
 
 
-def test_the_load_of_experts_is_drawn_layer_by_layer(tmp_path: Path) -> None:
-    loads = {f"moe/layer_{n:02d}/load_max_over_mean": [4.0 - n / 10, 1.1, 1.1] for n in range(9)}
-    shown, more = curves.figures([read_run(write_run(tmp_path / "a" / "1", falling(3) | loads))], ["a/1"])
-    (drawn,) = (figure for figure in shown if figure.panel.title == "Expert load by layer")
-    lines: Any = drawn.data
-    assert [line["name"] for line in lines] == [f"layer_{n:02d}" for n in range(9)]
-    assert len({(line["line"]["color"], line["line"]["dash"]) for line in lines}) == 9
-    assert {line["line"]["color"] for line in lines} <= {*curves.COLOURS} and drawn.layout["showlegend"]
-    assert not [figure for figure in more if "layer" in figure.panel.title], "not once more, one by one"
-
-
 def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
     config = {"run": {"name": "a"}, "data": {"prompts": [HOSTILE]}, "model": {HOSTILE: HOSTILE}}
     metrics = falling(5) | {f"train/{HOSTILE}": [1.0, 2.0]}
     folder = write_run(
         tmp_path / "a" / "<b>1", metrics, config, {"data": {}}, host=HOSTILE, packages={HOSTILE: HOSTILE}
     )
-    (folder / "samples.txt").write_text(f"--- step 5\n{HOSTILE}\n```\n", encoding="utf-8")
     (folder / "incidents.jsonl").write_text(json.dumps({"step": 3, "kind": HOSTILE}) + "\n", encoding="utf-8")
     (folder / "crash").mkdir()
     crash = {"time": 1.0, "step": 5, "rank": 0, "host": HOSTILE, "error": HOSTILE, "message": HOSTILE}
@@ -112,62 +95,34 @@ def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
     made = report(folder)
     assert not [text for text in made.scripts if HOSTILE in text] and "img" not in [tag for tag, _ in made.elements]
     assert not [a for _, a in made.elements if any(name.startswith("on") for name in a)]
-    assert made.text.count(HOSTILE) >= 8, "and all of it can be read"
+    assert made.text.count(HOSTILE) >= 6, "and all of it can be read"
     plotted = [trace["name"] for plot in made.figures for trace in plot["data"]]
     assert not [name for name in plotted if "<" in name], "plotly takes names for HTML"
-    markdown = (folder / "report.md").read_text(encoding="utf-8")
-    assert f"````text\n{HOSTILE}\n```\n````" in markdown, "a fence in a sample does not end its block"
-    assert "<b>" not in markdown and "<script>" not in re.sub("(`{3,})text\n.*?\n\\1", "", markdown, flags=re.DOTALL)
 
 
 def test_attributes_and_data_are_escaped(tmp_path: Path) -> None:
-    history = read_run(write_run(tmp_path / "a" / "1", falling(3) | {"x/</script><b>": [1.0]}))
-    made = Elements(page.page(page.context([history], ["<i>"], [[]], link='"><b>')))
+    history = read_run(write_run(tmp_path / "a" / "<i>", falling(3) | {"train/</script><b>": [1.0]}))
+    made = Elements(page.page([history], [[]], link='"><b>'))
     assert libraries(made) == ['"><b>']
     assert "i" not in [tag for tag, _ in made.elements]
-    assert "x/</script><b>" in made.text and len(made.figures) == 5
+    assert "train/</script><b>" in made.text and len(made.figures) == 5
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_few_points_are_marked_and_a_metric_without_values_has_no_plot(tmp_path: Path, steps: int) -> None:
     metrics = falling(steps) | {"perf/mfu": [math.nan] * steps}
-    shown, more = curves.figures([read_run(write_run(tmp_path / "a" / "1", metrics))], ["a/1"])
-    titles = [figure.panel.title for figure in (*shown, *more)]
-    assert titles == ["Loss", "Learning rate", "Gradient norm", "Throughput"]
-    assert all("markers" in str(trace["mode"]) for figure in shown for trace in figure.data)
+    shown = curves.figures([read_run(write_run(tmp_path / "a" / "1", metrics))], ["a/1"])
+    assert [title.split()[0] for title in shown] == ["Loss,", "Gradient", "Learning", "Tokens"]
+    assert all("markers" in str(trace["mode"]) for traces in shown.values() for trace in traces)
 
 
-def test_non_finite_values_are_gaps_and_counted_in_a_sentence(tmp_path: Path) -> None:
+def test_non_finite_values_are_gaps(tmp_path: Path) -> None:
     metrics = falling(30)
     metrics["train/loss"][9], metrics["train/loss"][20] = math.nan, math.inf
     folder = write_run(tmp_path / "a" / "1", metrics)
     made = report(folder)
     (loss,) = made.figures[0]["data"]
     assert [i for i, value in enumerate(loss["y"]) if value is None] == [9, 20]
-    sentence = "train/loss: 2 of 30 values are not finite, the first at step 10."
-    assert sentence in made.text and sentence in (folder / "report.md").read_text(encoding="utf-8")
-
-
-def test_thinning_keeps_every_spike_and_every_gap() -> None:
-    """Against the definition, part by part."""
-    values = np.random.default_rng(0).normal(size=10_007)
-    values[5_000], values[7_000], values[2_000:2_100] = 99.0, -99.0, math.nan
-    steps = np.arange(len(values))
-    thinned = curves.thin(Series(steps, values, steps.astype(float)))
-    assert len(thinned) <= 2 * curves.BUCKETS and (np.diff(thinned.steps) > 0).all()
-    assert np.array_equal(thinned.values, values[thinned.steps], equal_nan=True)
-    for part in np.array_split(steps, curves.BUCKETS):
-        kept = thinned.values[np.isin(thinned.steps, part)]
-        finite = values[part][np.isfinite(values[part])]
-        ends = [finite.min(), finite.max()] if len(finite) else []
-        assert kept[np.isfinite(kept)].tolist() in (ends, ends[::-1]) and len(kept) > 0
-    assert len(curves.thin(Series(steps[:400], values[:400], values[:400]))) == 400
-
-
-def test_a_hundred_thousand_steps_stay_a_small_file(tmp_path: Path) -> None:
-    made = report(write_run(tmp_path / "a" / "1", falling(100_000)))
-    assert (tmp_path / "a/1/report.html").stat().st_size < 1e6
-    assert max(len(trace["x"]) for plot in made.figures for trace in plot["data"]) <= 2 * curves.BUCKETS
 
 
 def test_the_configuration_is_compared_with_the_defaults(tmp_path: Path) -> None:
@@ -182,32 +137,22 @@ def test_the_configuration_is_compared_with_the_defaults(tmp_path: Path) -> None
     config["samples"]["folder"] = str(folder)  # as a run writes it, with the folder filled in
     config["trainer"] |= {"max_steps": 7, "precision": "bf16"}
     config["trainer"]["strategy"] = {"class_path": "pkg.parallel.ZeroStrategy", "init_args": {"stage": 2}}
-    assert from_defaults(read_run(write_run(folder, falling(3), config, defaults))) == [
-        ("trainer.max_steps", 7, -1),
-        ("trainer.precision", "bf16", None),
-        ("trainer.strategy", "ZeroStrategy", "auto"),
-        ("trainer.strategy.stage", 2, "–"),
+    assert settings(read_run(write_run(folder, falling(3), config, defaults))) == [
+        ["trainer.max_steps", "7", "-1"],
+        ["trainer.precision", "bf16", "null"],
+        ["trainer.strategy", "ZeroStrategy", "auto"],
+        ["trainer.strategy.stage", "2", "–"],
     ]
 
 
-def test_the_command_resumes_in_the_runs_own_folder(tmp_path: Path) -> None:
-    config = {"run": {"name": "a"}, "trainer": {"max_steps": 10}}
-    history = read_run(write_run(tmp_path / "a" / "id 1", falling(10), config))
-    assert resume(history)[1] == "python -m trainer fit --trainer.max_steps=10", "there is no checkpoint to resume from"
-    checkpoint = history.folder / "checkpoints" / "step00000010.ckpt"
-    checkpoint.mkdir(parents=True)
-    from tests.support.library import manifest
-
-    full = {"format": manifest.FORMAT, "step": 10, "world_size": 1, "strategy": "ddp", "time": 1.0, "files": {}}
-    (checkpoint / "manifest.json").write_text(manifest.rendered(full), encoding="utf-8")
-    assert resume(history)[1] == "DIST_RUN_ID='id 1' python -m trainer fit --trainer.max_steps 20"
-    history.config["trainer"]["max_steps"] = 11
-    assert resume(history)[1] == "DIST_RUN_ID='id 1' python -m trainer fit --trainer.max_steps=10"
+def settings(history: History) -> list[list[str]]:
+    (found,) = [table.rows for table in tables([history], ["a"]) if table.title == "Settings that differ"]
+    return found
 
 
 def test_sections_without_content_are_omitted(tmp_path: Path) -> None:
     made = report(write_run(tmp_path / "a" / "1", {}, command=["python", "-c", "worker"]))
-    assert "Continue" not in made.text and "No metric was written." in made.text and made.figures == []
+    assert "Crashes" not in made.text and "No metric was written." in made.text and made.figures == []
 
 
 def test_the_tools_start_without_torch(tmp_path: Path) -> None:
@@ -229,13 +174,10 @@ def test_fit_ends_with_a_report(flags: list[str], tmp_path: Path, capfd: pytest.
     assert run("fit", *flags, "--run.report=true", "--trainer.max_steps=3") == 0
     folder = only_run(tmp_path)
     made = Elements((folder / "report.html").read_text(encoding="utf-8"))
-    assert "finished all 3 steps" in made.text and "Step 3" in made.text, "with its sample"
+    assert "step 3 of 3" in made.text
     assert [len(trace["x"]) for trace in made.figures[0]["data"]] == [3, 2]
     assert made.figures[0]["data"][1]["x"] == [0, 3], "validation before training, and the last one"
-    assert ("data.seq_len", 32, 256) in from_defaults(read_run(folder))
-    assert "samples.folder" not in [key for key, *_ in from_defaults(read_run(folder))]
-    markdown = (folder / "report.md").read_text(encoding="utf-8")
-    assert "| data.seq_len | 32 | 256 |" in markdown and "samples.folder" not in markdown
+    assert ["data.seq_len", "32", "256"] in settings(read_run(folder)) and "samples.folder" not in made.text
     assert f"report            {folder}/report.html" in capfd.readouterr().out
 
 
@@ -253,5 +195,5 @@ def test_a_crash_leaves_a_report_and_no_report_hides_an_error(
     assert ("at_run_end of diagnose failed: ZeroDivisionError" in shown) == broken
     if not broken:
         made = Elements((folder / "report.html").read_text(encoding="utf-8"))
-        assert "The run crashed at step 4 of 20: RuntimeError on rank 0." in made.text
+        assert "step 4 of 20" in made.text and "training crashed: RuntimeError" in made.text
         assert made.figures[0]["data"][0]["x"] == [1, 2, 3], "what was logged last is in it"

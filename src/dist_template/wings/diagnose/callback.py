@@ -9,7 +9,6 @@ from pathlib import Path
 
 import lightning as L
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_only
 
 from ...callbacks.console import console_of, only_shows
 from ...errors import Ended, InputError
@@ -17,11 +16,10 @@ from ...model.any_module import metrics_of, results_of
 from ...observe.history.run import History, read_run
 from ...project import program
 from .engine import diagnose
-from .finding import Finding, Identity
+from .finding import Finding
 
 FILE = "findings.jsonl"
 MAX_ENTRIES = 2000  # of a metric: the rules take 20 ms for as many
-MIN_INTERVAL_S = 1.0  # after validations that follow each other quickly
 
 
 class Diagnosis(Callback):
@@ -40,7 +38,7 @@ class Diagnosis(Callback):
         self.enabled = enabled
         self.folder = Path(folder)
         self._history: History | None = None
-        self._reported: set[Identity] = set()
+        self._reported: set[tuple[str, str, str]] = set()  # rule, level and ranks of each finding
         self._open: list[Finding] = []
         self._last = 0.0  # time of the last diagnosis
 
@@ -52,20 +50,16 @@ class Diagnosis(Callback):
             self._last = time.monotonic()
 
     def on_log_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]) -> None:
-        if self._history is None:
-            return
         self._add(trainer, metrics)
         if time.monotonic() - self._last >= self.every_s:
             self._diagnose(trainer)
         counts = Counter(finding.level for finding in self._open)
-        for level in ("error", "warning"):
+        for level in ("error", "warning") if self._history else ():
             metrics_of(module).put(f"health/{level}s", counts[level])
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._history is None or trainer.sanity_checking:
-            return
-        self._add(trainer, results_of(trainer, pl_module))
-        if time.monotonic() - self._last >= min(self.every_s, MIN_INTERVAL_S):
+        if self._history is not None and not trainer.sanity_checking:
+            self._add(trainer, results_of(trainer, pl_module))
             self._diagnose(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -80,45 +74,37 @@ class Diagnosis(Callback):
         if self._history is not None:
             self._history.metrics.add({"step": trainer.global_step, "time": time.time(), **metrics})
 
-    @rank_zero_only
-    @only_shows
+    @only_shows  # nor does a full disk or an unreliable file server end training
     def _diagnose(self, trainer: L.Trainer, prints: bool = True) -> None:
         if self._history is None:
             return
         self._last = time.monotonic()
-        try:
-            self._history.refresh()
-        except OSError as error:  # an unreliable file server must not end training
-            print(f"diagnosis: {self.folder} cannot be read: {error}", flush=True)
+        self._history.refresh()
         self._open = diagnose(self._history)
-        new = [finding for finding in self._open if finding.identity not in self._reported]
-        lines = []
-        for finding in new:
+        console, lines = console_of(trainer), []
+        if console:  # the most severe finding is the first
+            console.worst = self._open[0].title if self._open and self._open[0].level != "info" else ""
+        for finding in self._open:
+            identity = (finding.rule, finding.level, str(finding.ranks))
+            if identity in self._reported:
+                continue
+            self._reported.add(identity)
             if finding.level != "info":
                 lines.append(f"diagnosis: {finding.line}")
-            self._reported.add(finding.identity)
-            self._write(finding, trainer.global_step)
             for logger in trainer.loggers:
                 alert = getattr(logger, "alert", None)  # W&B's logger has it
                 if finding.level == "error" and alert:
                     alert(finding.title, finding.evidence, "ERROR")
-        console = console_of(trainer)
-        if console:
-            console.worst = ""
-            if self._open and self._open[0].level != "info":  # the most severe is the first
-                console.worst = self._open[0].title
+            self._write(finding, trainer.global_step)
         if prints and lines:
-            lines.append(f"  more: {program('diagnose')} {self.folder}")
-            text = "\n".join(lines)
+            text = "\n".join([*lines, f"  more: {program('diagnose')} {self.folder}"])
             if console:
                 console.write(text)
             else:
                 print(text, flush=True)
 
+    @only_shows
     def _write(self, finding: Finding, step: int) -> None:
         line = {"time": round(time.time(), 3), "step": step, **finding.as_dict()}
-        try:
-            with (self.folder / FILE).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:  # on a full disk the checkpoint callback decides
-            print(f"diagnosis: {self.folder / FILE} cannot be written: {error}", flush=True)
+        with (self.folder / FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache, partial
-from importlib.metadata import EntryPoint
+from functools import cache
 
 from ...errors import first_line
 from ...observe.history.run import History
@@ -30,12 +29,8 @@ def registered_rules() -> dict[str, Rule]:
     """Returns the rules of other packages; each is imported when it is called."""
     rules: dict[str, Rule] = {}
     for name, point in registered(GROUP, taken=RULES).items():
-        rules[name] = partial(_call, point)
+        rules[name] = lambda history, point=point: point.load()(history)
     return rules
-
-
-def _call(point: EntryPoint, history: History) -> Iterable[Finding]:
-    return point.load()(history)
 
 
 def diagnose(history: History) -> list[Finding]:
@@ -71,8 +66,7 @@ def applicable(finding: Finding, history: History) -> Finding:
         changes = []
         for change in cause.changes:
             section, _, name = change.key.partition(".")
-            known = history.config.get(section, {})
-            if section not in ("model", "data") or name.partition(".")[0] in known:
+            if section not in ("model", "data") or name.partition(".")[0] in history.config.get(section, {}):
                 changes.append(change)
         causes.append(replace(cause, changes=changes))
     return replace(finding, causes=causes)

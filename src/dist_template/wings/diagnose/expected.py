@@ -18,6 +18,24 @@ WEIGHT = 0.02  # standard deviation of an initial weight: transformers' usual in
 HOPELESS = 100  # times the usual rate: no warm-up makes such a rate stable
 
 
+def last_step(history: History) -> int:
+    """Returns the last optimizer step that the run has recorded."""
+    ends = [0]
+    for name in history.metrics.names:
+        ends.append(int(history.metrics[name].steps[-1]))
+    for line in history.attempts()[-1:]:
+        ends.append(int(line["step"]))
+    for crash in history.crashes:
+        ends.append(int(crash.get("step") or 0))
+    return max(ends)
+
+
+def progress(history: History) -> str:
+    """Returns "step 20 of 100"."""
+    end = history.fact("training.max_steps") or history.key("trainer.max_steps") or 0
+    return f"step {last_step(history)}" + f" of {end}" * (end > 0)
+
+
 def max_steps(history: History) -> float:
     """Returns the optimizer steps of the full training; inf without a limit."""
     steps = history.fact("training.max_steps") or history.key("trainer.max_steps")
@@ -36,17 +54,13 @@ def steady(history: History, name: str) -> Series:
 
 def settled(history: History, name: str) -> Series:
     """Returns a metric without the start of training."""
-    return robust.later(metric(history, name), settled_after(history))
+    series = metric(history, name)
+    return series[series.steps > settled_after(history)]
 
 
 def step_s(history: History) -> float:
     """Returns the median seconds of an optimizer step; NaN if none was recorded."""
     return robust.median(metric(history, "perf/step_s").values)
-
-
-def wait_s(history: History) -> float:
-    """Returns the median seconds in which rank 0 waits for its next batch, per step."""
-    return robust.median(steady(history, "perf/data_wait_share").values * step_s(history))
 
 
 def warmup_steps(history: History) -> float:
@@ -59,9 +73,6 @@ def warmup_steps(history: History) -> float:
 def settled_after(history: History) -> float:
     """Returns the step after which metrics are judged; earlier in a short training."""
     return warmup_steps(history) + min(SETTLED_STEPS, max_steps(history) / 5)
-
-
-# ---- learning rate -------------------------------------------------------------------------------
 
 
 def usual_rate(history: History) -> float:
@@ -77,13 +88,15 @@ def usual_rate(history: History) -> float:
     return rate
 
 
-def peak_rate(history: History) -> float | None:
-    """Returns the configured peak learning rate, or the highest one recorded."""
-    rate = history.key("model.optim.learning_rate")
-    recorded = metric(history, "train/learning_rate")
-    if rate:
-        return float(rate)
-    return float(recorded.values.max()) if len(recorded) else None
+def peak_rate(history: History) -> float:
+    """Returns the configured peak learning rate, or else the highest one recorded; 0 if neither is known."""
+    recorded = metric(history, "train/learning_rate").values
+    return float(history.key("model.optim.learning_rate") or recorded.max(initial=0.0))
+
+
+def rate_is_high(history: History) -> bool:
+    """Returns whether one step moves a weight by its size, or the rate is 10 times the usual."""
+    return peak_rate(history) > min(WEIGHT, 10 * usual_rate(history))
 
 
 def lower_rate(history: History, stable_until: float = math.inf) -> list[Change]:
@@ -98,64 +111,29 @@ def lower_rate(history: History, stable_until: float = math.inf) -> list[Change]
     rates = metric(history, "train/learning_rate")
     if not now:
         return []
-    to = now / 3
-    if now > 3 * usual:
-        to = usual
+    to = usual if now > 3 * usual else now / 3
     if stable_until < warmup_steps(history) and len(rates):
         index = max(0, int(np.searchsorted(rates.steps, stable_until, side="right")) - 1)
         to = min(to, float(rates.values[index]) / 2)
     return [Change("model.optim.learning_rate", now, robust.rounded(to))]
 
 
-def higher_rate(history: History) -> list[Change]:
-    now, to = peak_rate(history), robust.rounded(usual_rate(history))
-    return [Change("model.optim.learning_rate", now, to)] if now and now < to else []
-
-
-def rate_is_high(history: History) -> bool:
-    """Returns whether one step moves a weight by its size, or the rate is 10 times the usual."""
-    now = peak_rate(history)
-    return bool(now and now > min(WEIGHT, 10 * usual_rate(history)))
-
-
-def largest_move(history: History) -> float:
-    """Returns the sum of all rates: AdamW moves a weight by at most the rate in each step."""
-    rates = metric(history, "train/learning_rate")
-    return float((rates.values * np.diff(rates.steps, prepend=0)).sum())
-
-
-def rate_is_low(history: History) -> bool:
-    """Returns whether all steps together cannot have moved a weight by a tenth of its size."""
-    return len(history.metrics["train/learning_rate"]) > 0 and largest_move(history) < WEIGHT / 10
-
-
-def longer_warmup(history: History) -> list[Change]:
-    """Proposes at least 2 / (1 - beta2) steps, for AdamW's second moment (arXiv:1910.04209)."""
-    betas, now = history.key("model.optim.betas") or (0.9, 0.95), warmup_steps(history)
-    steps = max(2 / (1 - min(betas[1], 0.9999)), 2 * now)
-    to = round(min(steps, WARMUP_SHARE * max_steps(history)))
-    if to <= now:
-        return []
-    return [Change("model.optim.warmup", history.key("model.optim.warmup", 0), to, note="steps")]
-
-
 def instability_causes(history: History, stable_until: float = math.inf) -> list[Cause]:
     """Returns the causes of steps that are too large, the likeliest for these settings first."""
     now, usual = peak_rate(history), usual_rate(history)
-    compared = f": {now:.2g}, where {usual:.1g} is usual" if now and now > 2 * usual else ""
-    rate = Cause(f"The learning rate is too high{compared}.", lower_rate(history, stable_until))
-    warmup = Cause("The warm-up is too short.", longer_warmup(history))
-    causes = [rate]
-    if warmup.changes and stable_until <= settled_after(history) + 2 * SETTLED_STEPS:
-        no_warmup, hopeless = warmup_steps(history) < 2, now and now > HOPELESS * usual
-        causes = [rate, warmup]
-        if no_warmup and not hopeless:
-            causes.reverse()
+    compared = f": {now:.2g}, where {usual:.1g} is usual" if now > 2 * usual else ""
+    causes = [Cause(f"The learning rate is too high{compared}.", lower_rate(history, stable_until))]
+    # AdamW's second moment needs 2 / (1 - beta2) steps (arXiv:1910.04209).
+    betas, warmup = history.key("model.optim.betas") or (0.9, 0.95), warmup_steps(history)
+    longer = max(2 / (1 - min(betas[1], 0.9999)), 2 * warmup)
+    longer = round(min(longer, WARMUP_SHARE * max_steps(history)))
+    if longer > warmup and stable_until <= settled_after(history) + 2 * SETTLED_STEPS:
+        change = Change("model.optim.warmup", history.key("model.optim.warmup", 0), longer, "steps")
+        is_first = warmup < 2 and now <= HOPELESS * usual
+        causes.insert(0 if is_first else 1, Cause("The warm-up is too short.", [change]))
     if not history.key("trainer.gradient_clip_val", 1.0):
         clip = Change("trainer.gradient_clip_val", None, 1.0)
         causes.append(Cause("Gradients are not clipped.", [clip]))
-    if str(history.key("trainer.precision", "")).startswith("16"):
-        causes.append(Cause("The range of fp16 is too small.", [bf16(history)]))
     skip = Change("numerics.on_spike", "off", "skip")
     damaged = "The samples of that step are damaged: inspect them, or skip such steps."
     return [*causes, Cause(damaged, [skip])]

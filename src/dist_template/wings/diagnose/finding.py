@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import textwrap
 from collections import Counter
@@ -10,15 +9,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from ..values import shown
+
 Level = Literal["info", "warning", "error"]
-Identity = tuple[str, str, tuple[int, ...]]  # rule, level, ranks
 Confidence = Literal["certain", "likely"]
 
 LEVELS = ("error", "warning", "info")
 CONFIDENCE = ("certain", "likely")
 WIDTH = 110  # characters of a line
-NUM_IN_FULL = 4  # findings that are printed with their causes: as many as fit on a screen
-NUM_CAUSES = 3  # causes that are printed per finding
 
 
 @dataclass(frozen=True)
@@ -29,28 +27,24 @@ class Change:
         key: As on the command line, without dashes; "config" adds a file.
         now: The value in this run. None: not set, or not known.
         to: The proposed value, computed from this run.
-        saves_gib: Device memory that the change frees.
         note: A remark of a few words.
     """
 
     key: str
     now: object
     to: object
-    saves_gib: float | None = None
     note: str = ""
 
     @property
     def flag(self) -> str:
         """The flag to type."""
-        return f"--{self.key} {shlex.quote(_as_yaml(self.to))}"
+        return f"--{self.key} {shlex.quote(shown(self.to))}"
 
     @property
     def remark(self) -> str:
         parts = []
         if self.now is not None:
-            parts.append(f"now {_as_yaml(self.now)}")
-        if self.saves_gib is not None:
-            parts.append(f"frees {self.saves_gib:.1f} GiB")
+            parts.append(f"now {shown(self.now)}")
         if self.note:
             parts.append(self.note)
         return ", ".join(parts)
@@ -92,11 +86,6 @@ class Finding:
     explains: Sequence[str] = field(default=(), compare=False)
 
     @property
-    def identity(self) -> Identity:
-        """Equal for the same problem at a later step."""
-        return self.rule, self.level, tuple(self.ranks)
-
-    @property
     def weight(self) -> tuple[int, int]:
         """Sort key: the most severe finding has the lowest weight."""
         return LEVELS.index(self.level), CONFIDENCE.index(self.confidence)
@@ -131,42 +120,27 @@ class Finding:
 
 
 def counted(findings: Sequence[Finding]) -> str:
-    """Returns "1 error, 2 warnings, 3 infos"."""
-    counts = Counter(finding.level for finding in findings)
+    """Returns "1 error, 2 warnings"."""
     parts = []
-    for level in LEVELS:
-        if counts[level]:
-            parts.append(f"{counts[level]} {level}{'s' * (counts[level] > 1)}")
+    for level, number in Counter(finding.level for finding in findings).items():
+        parts.append(f"{number} {level}{'s' * (number > 1)}")
     return ", ".join(parts)
 
 
-def as_text(findings: Sequence[Finding], num: int | None = None) -> str:
-    """Formats the first `num` findings in full, each with its likeliest causes, and lists the
-    titles of the others. None: all findings with all causes.
-    """
+def as_text(findings: Sequence[Finding]) -> str:
+    """Formats findings with all their causes."""
     parts = []
-    for finding in findings[:num]:
+    for finding in findings:
         lines = [f"{finding.level.upper():<8} {finding.title} ({finding.where})"]
         lines += _wrapped(finding.evidence, " " * 9)
-        causes = finding.causes if num is None else finding.causes[:NUM_CAUSES]
-        for number, cause in enumerate(causes, start=1):
+        for number, cause in enumerate(finding.causes, start=1):
             lines += _wrapped(cause.sentence, f"      {number}. ")
             for change in cause.changes:
                 lines.append(f"            {change.flag:<44}  {change.remark}".rstrip())
         parts.append("\n".join(lines))
-    if num is not None and len(findings) > num:
-        rest = [f"   {finding.level}: {finding.title}" for finding in findings[num:]]
-        parts.append("\n".join(["And:", *rest]))
     return "\n\n".join(parts)
 
 
 def _wrapped(text: str, start: str) -> list[str]:
     indent = " " * len(start)
     return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=indent, break_long_words=False)
-
-
-def _as_yaml(value: object) -> str:
-    """Formats a value as YAML on one line."""
-    if isinstance(value, str):
-        return value
-    return f"{value:.3g}" if isinstance(value, float) else json.dumps(value)

@@ -9,15 +9,17 @@ from ...errors import InputError
 from ...observe.crash import record_of
 from ...observe.history.run import CONFIG, History, read_run
 
-OF_MEMORY = ("out_of_memory", "memory_grows", "memory_nearly_full")
+OF_MEMORY = ("out_of_memory", "memory_grows")
 NUM_FINDINGS = 3  # that are printed at the end of a run
 
 
 def on_crash(error: Exception) -> str | None:
     """Returns the findings about memory, if memory ran out; others do not explain a crash."""
     path = record_of(error)
-    record = json.loads(path.read_text(encoding="utf-8")) if path else {}
-    if path is None or record["kind"] != "out_of_memory":
+    if path is None:
+        return None
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if record["kind"] != "out_of_memory":
         return None
     from .engine import diagnose
     from .finding import as_text
@@ -27,8 +29,7 @@ def on_crash(error: Exception) -> str | None:
         history = read_run(folder)
     except InputError:  # it crashed before anything else was written
         history = History(folder, crashes=[record])
-    findings = [each for each in diagnose(history) if each.rule in OF_MEMORY]
-    return as_text(findings) if findings else None
+    return as_text([each for each in diagnose(history) if each.rule in OF_MEMORY]) or None
 
 
 def at_run_end(run: Path, error: BaseException | None) -> None:

@@ -12,69 +12,56 @@ from ...parallel.facts import ARGS, Facts
 from ...parallel.plain import FILES, Plain
 from ...records import GIB
 
-STRATEGY = f"{ARGS}."
-Changes = dict[str, Any]  # key of the configuration: its value
 
-
-class Estimate:
-    """The memory of a rank, by the configuration and facts.json.
+def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple[Plain, Facts]:
+    """Returns the strategy of a run and the figures that its memory is computed from.
 
     Args:
         history: Of the run. The fact parameters.total is required.
         changes: Keys whose values differ from the run's configuration.
     """
+    changed = changes or {}
 
-    def __init__(self, history: History, changes: Changes | None = None) -> None:
-        self._history, self._changes = history, changes or {}
-        self.sharding, self.facts = self._sharding(), self._facts()
+    def key(path: str, default: object = None) -> Any:
+        return changed.get(path, history.key(path, default))
 
-    def parts(self) -> dict[str, float]:
-        """Returns all parts; in backward, the gradients of one block's activations are added."""
-        parts = self.sharding.memory(self.facts)
-        parts["activations"] += parts.pop("backward")
-        return parts
+    def fact(path: str) -> int:
+        return history.fact(path) or 0
 
-    def state(self) -> dict[str, float]:
-        """Returns weights, gradients, optimizer state and their buffers."""
-        return self.sharding.state(self.facts)
+    strategy = FILES.get(changed.get("config", "")) or key("trainer.strategy")
+    if isinstance(strategy, dict):
+        given = dict(strategy.get("init_args") or {})
+        for path, value in changed.items():
+            if path.startswith(f"{ARGS}."):
+                given[path.removeprefix(f"{ARGS}.")] = value
+        strategy = {**strategy, "init_args": given}
+    total = fact("parameters.total")
+    return sharding_of(strategy or "auto"), Facts(
+        world_size=fact("machine.world_size") or 1,
+        parameters=total,
+        trainable=fact("parameters.trainable") or total,
+        in_4_bits=fact("parameters.in_4_bits"),
+        embedding=fact("parameters.embedding"),
+        layers=max(fact("model.layers"), 1),
+        width=fact("model.width"),
+        vocab_size=fact("model.vocab_size"),
+        precision=str(key("trainer.precision") or "32-true"),
+        checkpointing=key("model.blocks.checkpointing", "none"),
+        micro_batch_size=key("data.micro_batch_size", 1),
+        seq_len=key("data.seq_len", 0),
+        global_batch_size=key("data.global_batch_size", 0),
+        loss_chunk=key("model.loss_chunk"),
+        on_host=history.fact("machine.device", "cpu") == "cpu",
+        pipeline=history.fact("pipeline") or None,
+    )
 
-    def _key(self, path: str, default: Any = None) -> Any:
-        return self._changes.get(path, self._history.key(path, default))
 
-    def _fact(self, path: str) -> int:
-        return self._history.fact(path) or 0
-
-    def _sharding(self) -> Plain:
-        strategy = FILES.get(self._changes.get("config", "")) or self._key("trainer.strategy")
-        if not isinstance(strategy, dict):
-            return sharding_of(strategy or "auto")
-        arguments: Any = strategy.get("init_args")
-        given: dict[str, Any] = dict(arguments or {})
-        for key, value in self._changes.items():
-            if key.startswith(STRATEGY):
-                given[key.removeprefix(STRATEGY)] = value
-        return sharding_of({**strategy, "init_args": given})
-
-    def _facts(self) -> Facts:
-        total = self._fact("parameters.total")
-        return Facts(
-            world_size=self._fact("machine.world_size") or 1,
-            parameters=total,
-            trainable=self._fact("parameters.trainable") or total,
-            in_4_bits=self._fact("parameters.in_4_bits"),
-            embedding=self._fact("parameters.embedding"),
-            layers=max(self._fact("model.layers"), 1),
-            width=self._fact("model.width"),
-            vocab_size=self._fact("model.vocab_size"),
-            precision=str(self._key("trainer.precision") or "32-true"),
-            checkpointing=self._key("model.blocks.checkpointing", "none"),
-            micro_batch_size=self._key("data.micro_batch_size", 1),
-            seq_len=self._key("data.seq_len", 0),
-            global_batch_size=self._key("data.global_batch_size", 0),
-            loss_chunk=self._key("model.loss_chunk"),
-            on_host=self._history.fact("machine.device", "cpu") == "cpu",
-            pipeline=self._history.fact("pipeline") or None,
-        )
+def parts_of(history: History, changes: dict[str, Any] | None = None) -> dict[str, float]:
+    """Returns the estimated bytes of each part; in backward, the gradients of one block's activations are added."""
+    sharding, facts = figures_of(history, changes)
+    parts = sharding.memory(facts)
+    parts["activations"] += parts.pop("backward")
+    return parts
 
 
 def as_size(size: float) -> str:

@@ -5,18 +5,18 @@ All functions take finite values. A `Series` has N entries, ordered by optimizer
 
 from __future__ import annotations
 
-from statistics import NormalDist
-
 import numpy as np
 
 from ...observe.history.metrics import Series
 
-MAD_TO_SIGMA = 1 / NormalDist().inv_cdf(0.75)  # of a normal distribution
+MAD_TO_SIGMA = 1.4826  # of a normal distribution
 NUM_BINS = 30  # medians that represent a curve: enough for its shape, with 435 pairs for a trend
 
 
 def median(values: np.ndarray) -> float:
-    return float(np.median(values)) if len(values) else float("nan")
+    if not len(values):
+        return float("nan")
+    return float(np.median(values))
 
 
 def noise(values: np.ndarray) -> float:
@@ -27,17 +27,13 @@ def noise(values: np.ndarray) -> float:
     return MAD_TO_SIGMA * median(np.abs(steps - median(steps))) / 2**0.5
 
 
-def window(series: Series) -> int:
-    """Returns how many entries `head` and `tail` take: a tenth, at least 3 and at most 50."""
-    return min(max(3, len(series) // 10), 50)
-
-
 def head(series: Series) -> float:
-    return median(series.values[: window(series)])
+    """Returns the median of the first tenth, of at least 3 and at most 50 entries."""
+    return median(series.values[: min(max(3, len(series) // 10), 50)])
 
 
 def tail(series: Series) -> float:
-    return median(series.values[-window(series) :])
+    return head(series[::-1])
 
 
 def running_median(values: np.ndarray, width: int) -> np.ndarray:
@@ -51,15 +47,11 @@ def span(series: Series) -> tuple[int, int]:
     return int(series.steps[0]), int(series.steps[-1])
 
 
-def later(series: Series, step: float) -> Series:
-    return series[series.steps > step]
-
-
-def binned(series: Series, num: int = NUM_BINS) -> Series:
-    """Returns the medians of at most `num` equal parts."""
-    if len(series) <= num:
+def binned(series: Series) -> Series:
+    """Returns the medians of at most `NUM_BINS` equal parts."""
+    if len(series) <= NUM_BINS:
         return series
-    parts = np.array_split(np.arange(len(series)), num)
+    parts = np.array_split(np.arange(len(series)), NUM_BINS)
     columns = (series.steps, series.values, series.times)
     return Series(*(np.array([median(column[part]) for part in parts]) for column in columns))
 
@@ -71,6 +63,6 @@ def rising_share(series: Series) -> float:
     return float(np.mean(np.sign(values[second] - values[first]) + 1) / 2) if len(first) else 0.5
 
 
-def rounded(value: float, digits: int = 1) -> float:
-    """Rounds to `digits` significant digits."""
-    return float(f"{value:.{digits - 1}e}")
+def rounded(value: float) -> float:
+    """Rounds to one significant digit."""
+    return float(f"{value:.0e}")

@@ -8,8 +8,8 @@ from typing import Any
 
 from ...parallel.candidates import Candidate
 from ...parallel.facts import STATE, Facts
-from ..diagnose.rules.resources import FULL
 
+FULL = 0.95  # of the device memory: the rest is needed for fragmentation and a longer batch
 FRAGMENTATION = 0.1  # of activations, logits and buffers
 CONTEXT = 1.5e9  # bytes of CUDA's context, kernels, cuBLAS and NCCL
 RECOMPUTED = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # operations of a step

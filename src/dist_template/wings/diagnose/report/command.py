@@ -1,4 +1,4 @@
-"""`report`: writes a page about runs: findings, curves, configuration, samples."""
+"""`report`: writes a page about runs: findings, curves, results, settings."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from pathlib import Path
 
 from ....errors import InputError
 from ....project import Flags, Project
-from ....table import Table
-from .page import HTML, MARKDOWN, names_of, write
-from .sections import of_several
+from .page import HTML, names_of, write
+from .tables import tables
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Writes report.html and report.md about the runs in `argv`, for `report` or `compare`.
+    """Writes report.html about the runs in `argv`, for `report` or `compare`.
 
     Raises:
         InputError: one is not a run folder, the page cannot be written, or `compare` has one run.
@@ -38,14 +37,11 @@ def main(argv: list[str], project: Project) -> None:
         why = f"{output}: {error}; give --output"
         raise InputError(f"the report cannot be written into {why}") from error
     if verb == "compare":
-        for section in of_several(histories, names_of(histories)):
-            tables = [part.as_text() for part in section.parts if isinstance(part, Table)]
-            print(f"\n{section.title}\n" + "\n\n".join(tables))
-        print(f"\ncurves are in {output / HTML}")
-        return
+        for table in tables(histories, names_of(histories)):
+            print(f"\n{table.as_text()}")
     for folder, found in zip(runs, findings, strict=True):
         print(f"{folder}: {found[0].line if found else 'no findings'}")
-    print(f"written to {output / HTML} and {MARKDOWN}")
+    print(f"written to {output / HTML}")
 
 
 def compare(argv: list[str], project: Project) -> None:

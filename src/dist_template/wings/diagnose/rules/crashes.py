@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -22,7 +21,7 @@ SAME_CRASH_S = 60.0  # one rank's crash breaks the collectives of the others at 
 LOSS_ROSE = 1.2  # times the lowest loss so far: training went wrong before the loss was non-finite
 
 
-def _last_crashes(history: History) -> list[dict[str, Any]]:
+def _last_crashes(history: History, kind: str) -> list[dict[str, Any]]:
     """Returns the crash records of the last attempt, by rank; [] if a later attempt has started."""
     if not history.crashes:
         return []
@@ -30,63 +29,58 @@ def _last_crashes(history: History) -> list[dict[str, Any]]:
     started = history.environment.get("time")
     if started and datetime.strptime(started, "%Y-%m-%dT%H:%M:%S%z").timestamp() > last:
         return []
-    crashes = [crash for crash in history.crashes if crash["time"] > last - SAME_CRASH_S]
+    crashes = [crash for crash in history.crashes if crash["time"] > last - SAME_CRASH_S and crash["kind"] == kind]
     return sorted(crashes, key=lambda crash: crash["rank"])
 
 
 def out_of_memory(history: History) -> Iterator[Finding]:
     """Reports what used the memory of the rank that had the most in use, and what frees some."""
-    crashes = [crash for crash in _last_crashes(history) if crash["kind"] == "out_of_memory"]
+    crashes = _last_crashes(history, "out_of_memory")
     if not crashes:
         return
     worst = max(crashes, key=lambda crash: crash["memory"].get("used_gib", 0.0))
-    step, causes = worst["step"] + 1, []
-    used_by = "The size of the model is not known: it was not built yet."
-    if history.fact("parameters.total"):
-        is_first = worst["step"] == worst["first_step"]
-        use = memory_use(history, worst["memory"], worst["phase"], is_first)
-        causes = remedies(use)
-        parts = []
-        for name, size in use.parts.items():
-            if size > use.total / 100:
-                parts.append(f"{name} {as_size(size)}")
-        used_by = f"Used by: {', '.join(parts)}."
+    memory, step, causes = worst["memory"], worst["step"] + 1, []
     evidence = f"In {worst['place']}"
     if worst["module"]:
         evidence += f", in {worst['module']}"
-    if requested := worst["memory"].get("asked_gib"):
+    if requested := memory.get("asked_gib"):
         evidence += f": {as_size(GIB * requested)} more were requested"
-    if total := worst["memory"].get("total_gib"):
-        used = worst["memory"].get("used_gib") or 0.0
+    if total := memory.get("total_gib"):
+        used = memory.get("used_gib") or 0.0
         evidence += f"; {as_size(GIB * used)} of {as_size(GIB * total)} were in use"
-    title, evidence = "out of memory", f"{evidence}. {used_by}"
-    steps, ranks = (step, step), [crash["rank"] for crash in crashes]
-    explains = ("memory_nearly_full", "crashed")
-    yield Finding("out_of_memory", "error", "certain", title, evidence, causes, steps, ranks, explains)
+    used_by = "The size of the model is not known: it was not built yet."
+    if history.fact("parameters.total"):
+        use = memory_use(history, memory, worst["phase"], is_first=worst["step"] == worst["first_step"])
+        causes = remedies(use)
+        parts = []
+        for name, size in sorted(use.parts.items(), key=lambda part: -part[1]):
+            if size > use.total / 100:
+                parts.append(f"{name} {as_size(size)}")
+        used_by = f"Used by: {', '.join(parts)}."
+    evidence, ranks = f"{evidence}. {used_by}", [crash["rank"] for crash in crashes]
+    explains = ("crashed",)
+    yield Finding("out_of_memory", "error", "certain", "out of memory", evidence, causes, (step, step), ranks, explains)
 
 
 def crashed(history: History) -> Iterator[Finding]:
     """Reports each distinct exception once, with the ranks that raised it."""
     by_error: dict[str, list[dict[str, Any]]] = {}
-    for crash in _last_crashes(history):
-        if crash["kind"] == "other":
-            by_error.setdefault(f"{crash['error']}: {crash['message']}", []).append(crash)
+    for crash in _last_crashes(history, "other"):
+        by_error.setdefault(f"{crash['error']}: {crash['message']}", []).append(crash)
     for crashes in by_error.values():
         first, ranks = crashes[0], [crash["rank"] for crash in crashes]
-        line = f" {first['own_lines'][-1]}." if first["own_lines"] else ""
         who = f"Rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}"
         tracebacks = f"The tracebacks are in {history.folder / 'crash'}."
-        evidence, step = f"{sentence(first)}.{line} {who}. {tracebacks}", first["step"] + 1
-        title, steps = f"training crashed: {first['error']}", (step, step)
+        evidence = ". ".join([sentence(first), *first["own_lines"][-1:], who, tracebacks])
+        title, steps = f"training crashed: {first['error']}", (first["step"] + 1, first["step"] + 1)
         yield Finding("crashed", "error", "certain", title, evidence, (), steps, ranks)
 
 
 def loss_not_finite(history: History) -> Iterator[Finding]:
     """Uses the incidents that the numerics guard recorded, or else the logged loss."""
     loss = history.metrics["train/loss"]
-    lost = loss[~np.isfinite(loss.values)]
     incidents = [each for each in history.incidents if each.get("kind") == "non_finite"]
-    steps = [each["step"] for each in incidents] or lost.steps.tolist()
+    steps = [each["step"] for each in incidents] or loss[~np.isfinite(loss.values)].steps.tolist()
     if not steps:
         return
     suspects: set[int] = set()
@@ -94,18 +88,15 @@ def loss_not_finite(history: History) -> Iterator[Finding]:
     for each in incidents:
         suspects.update(each.get("suspects", ()))
         origin = origin or each.get("first_bad")
-    ranks = sorted(suspects)
-    parts = [f"{len(steps)} step{'s' * (len(steps) > 1)}, the first one {steps[0]}"]
-    if incidents and math.isfinite(incidents[0]["loss"]):
-        parts.append(f"the loss was {incidents[0]['loss']:.4g} and the gradient was not finite")
+    evidence = f"{len(steps)} step{'s' * (len(steps) > 1)}, the first one {steps[0]}"
     if origin:
-        parts.append(f"first non-finite {origin['what']}: {origin['module']}")
+        evidence += f"; first non-finite {origin['what']}: {origin['module']}"
     is_error = not incidents or len(incidents) > 3 or incidents[-1]["decision"] == "stop"
     level: Level = "error" if is_error else "warning"
-    title, evidence = "the loss or the gradient is not finite", "; ".join(parts) + "."
+    title, ranks = "the loss or the gradient is not finite", sorted(suspects)
     causes = _why_not_finite(history, steps[0], origin, ranks, incidents)
     span, explains = (steps[0], steps[-1]), ("loss_diverges", "loss_spikes", "early_loss_jump")
-    yield Finding("loss_not_finite", level, "certain", title, evidence, causes, span, ranks, explains)
+    yield Finding("loss_not_finite", level, "certain", title, f"{evidence}.", causes, span, ranks, explains)
 
 
 def _why_not_finite(
@@ -130,8 +121,6 @@ def _why_not_finite(
     if len(incidents) > 1 and len(ranks) == 1:
         hardware = f"Always rank {ranks[0]}, with different samples: its hardware may be defective."
         causes.insert(0, Cause(hardware))
-    rows = ranks and "ranks" in incidents[0] and incidents[0]["ranks"][ranks[0]].get("rows")
-    which = f"; rank {ranks[0]} had rows {rows}" if rows else ""
     skip = Change("numerics.on_non_finite", history.key("numerics.on_non_finite"), "skip")
-    damaged = f"The samples of that step are damaged{which}: inspect them, or skip such steps."
+    damaged = "The samples of that step are damaged: inspect their rows (incidents.jsonl), or skip such steps."
     return [*causes, Cause(damaged, [skip])]

@@ -26,17 +26,15 @@ def _balancing(history: History) -> list[Cause]:
         now = history.key(key) or 0.0
         # Scores are between 0 and 1: a bias must be able to move by 1 during the run.
         least = robust.rounded(min(max(USUAL_SPEED, 1 / steps), 1 / MIN_STEPS))
-        problem = "Its biases move too slowly" if now else "Its biases are not updated"
+        weak, missing = "Its biases move too slowly", "Its biases are not updated"
     else:
         key, now = "model.balance.aux_loss_coef", history.fact("balance.aux_loss_coef") or 0.0
         # With the usual coefficient a small model takes 1,000 steps; a shorter run needs more.
         least = robust.rounded(min(max(USUAL_COEF, 10 / steps), 10 * USUAL_COEF))
-        problem = "The load-balancing loss is too weak" if now else "No loss balances the load"
-    to = least
-    if now >= least:
-        to = robust.rounded(2 * now)
+        weak, missing = "The load-balancing loss is too weak", "No loss balances the load"
+    change = Change(key, now, max(least, robust.rounded(2 * now)))
     return [
-        Cause(f"The router has collapsed. {problem}.", [Change(key, now, to)]),
+        Cause(f"The router has collapsed. {weak if now else missing}.", [change]),
         Cause("The learning rate is too high for the router.", expected.lower_rate(history)),
     ]
 
@@ -51,9 +49,7 @@ def experts_unused(history: History) -> Iterator[Finding]:
         return
     level: Level = "error" if last >= COLLAPSED * total else "warning"
     confidence = "certain" if robust.median(unused.values) > UNUSED * total else "likely"
-    evidence = (
-        f"{last:.0f} of at most {total} experts got no token at the last log steps, up to step {unused.steps[-1]}."
-    )
+    evidence = f"{last:.0f} of at most {total} experts got no token at the last log steps."
     title, explains = "experts get no tokens", ("experts_overloaded",)
     causes, steps = _balancing(history), robust.span(unused)
     yield Finding("experts_unused", level, confidence, title, evidence, causes, steps, (), explains)
@@ -71,11 +67,7 @@ def experts_overloaded(history: History) -> Iterator[Finding]:
     falls = robust.rising_share(expected.metric(history, "moe/expert_load_max_over_mean")) < FALLING
     if last < math.sqrt(highest) or (falls and load.steps[-1] < expected.max_steps(history)):
         return
-    evidence = (
-        f"The busiest expert gets {last:.1f} times the mean load at the last log steps, up to step"
-        f" {load.steps[-1]}; the highest possible value is {highest:.3g} (experts / experts per"
-        " token)."
-    )
-    title, causes = "one expert gets most of the tokens", _balancing(history)
-    steps = robust.span(load)
-    yield Finding("experts_overloaded", "warning", "likely", title, evidence, causes, steps)
+    evidence = f"The busiest expert gets {last:.1f} times the mean load at the last log steps; at most"
+    evidence += f" {highest:.3g} times are possible (experts / experts per token)."
+    title, steps = "one expert gets most of the tokens", robust.span(load)
+    yield Finding("experts_overloaded", "warning", "likely", title, evidence, _balancing(history), steps)

@@ -1,4 +1,4 @@
-"""Rules about the training loss and the gradient norm."""
+"""Rules about the training loss."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ SPIKE_SIGMAS, SPIKE_SHARE = 6.0, 0.15  # above the running median: in noise, and
 WIDTH = 9  # log steps of a running median
 ISOLATED = 0.7  # of the spikes' log steps have no spike next to them
 NO_DECREASE = 0.03  # of the first loss: any sensible learning rate decreases it by more
+FEW_LABELS = 0.05  # share of the labels; instruction data with long prompts have a tenth and more
 UNTRAINED = 0.8  # of ln(vocabulary): an untrained model has a higher loss
-MIN_NORMS = 10  # log steps with a gradient norm
-NORM_SPIKE, NORM_LIMIT = 30.0, 100.0  # times the running median; absolute: 0.1 to 10 is usual
 
 
 def loss_diverges(history: History) -> Iterator[Finding]:
@@ -42,10 +41,8 @@ def loss_diverges(history: History) -> Iterator[Finding]:
         return
     is_lost = end > first or rise > 0.5 * max(first - lowest, 0.0)
     level, confidence = "error" if is_lost else "warning", "certain" if end > first else "likely"
-    evidence = (
-        f"train/loss was {lowest:.4g} around step {step} and is {end:.4g} at step {loss.steps[-1]}"
-        f" (first value: {first:.4g})."
-    )
+    evidence = f"train/loss was {lowest:.4g} around step {step} and is {end:.4g} at step {loss.steps[-1]}"
+    evidence += f" (first value: {first:.4g})."
     causes, steps = expected.instability_causes(history, step), (step, int(loss.steps[-1]))
     explains = ("loss_spikes", "early_loss_jump", "loss_not_decreasing", "experts_unused")
     title = "the loss diverges"
@@ -66,15 +63,12 @@ def early_loss_jump(history: History) -> Iterator[Finding]:
     limit = max(SPIKE_SIGMAS * robust.noise(loss.values), JUMP * lowest[top])
     if values[top] - lowest[top] <= limit or stays[top] < JUMP_STAYS * lowest[top]:
         return
-    evidence = (
-        f"train/loss was {lowest[top]:.4g}, then {values[top]:.4g} at step {early.steps[top]},"
-        f" and is {robust.tail(loss):.4g} at step {loss.steps[-1]}."
-    )
+    evidence = f"train/loss was {lowest[top]:.4g}, then {values[top]:.4g} at step {early.steps[top]}"
+    evidence += f", and is {robust.tail(loss):.4g} at step {loss.steps[-1]}."
     stable_until = float(early.steps[int(np.argmin(values[: top + 1]))])
     causes = expected.instability_causes(history, stable_until)[:2]
     title, steps = "the loss jumped in the first steps", robust.span(early[: top + 1])
-    explains = ("loss_spikes",)
-    yield Finding("early_loss_jump", "warning", "likely", title, evidence, causes, steps, (), explains)
+    yield Finding("early_loss_jump", "warning", "likely", title, evidence, causes, steps, (), ("loss_spikes",))
 
 
 def loss_spikes(history: History) -> Iterator[Finding]:
@@ -94,10 +88,8 @@ def loss_spikes(history: History) -> Iterator[Finding]:
     # The loss recovers at the next log step: the weights were not damaged, so the samples were.
     if num_spikes > ISOLATED * found.sum() and not expected.rate_is_high(history):
         causes = [causes[-1], *causes[:-1]]
-    evidence = (
-        f"{num_spikes} spikes; the highest is {spikes.values[worst]:.4g} at step"
-        f" {spikes.steps[worst]}, where {usual[found][worst]:.4g} was usual."
-    )
+    evidence = f"{num_spikes} spikes; the highest is {spikes.values[worst]:.4g} at step {spikes.steps[worst]}"
+    evidence += f", where {usual[found][worst]:.4g} was usual."
     title, steps = "the loss has spikes", robust.span(spikes)
     yield Finding("loss_spikes", "warning", "likely", title, evidence, causes, steps)
 
@@ -108,78 +100,61 @@ def loss_not_decreasing(history: History) -> Iterator[Finding]:
     if len(loss) < MIN_POINTS or len(expected.settled(history, "train/loss")) < 3:
         return
     first, last = float(loss.values[0]), robust.tail(loss)
-    uniform = math.log(vocab_size) if vocab_size else None
-    is_untrained = first > UNTRAINED * uniform if uniform else not history.key("model.pretrained")
-    if not is_untrained or abs(first - last) > NO_DECREASE * first:
+    uniform = math.log(vocab_size or 1)
+    is_trained = first < UNTRAINED * uniform or history.key("model.pretrained")
+    if is_trained or abs(first - last) > NO_DECREASE * first:
         return
     evidence = f"train/loss was {first:.4g} at step {loss.steps[0]} and is {last:.4g} at step {loss.steps[-1]}"
-    evidence += f"; ln(vocabulary) is {uniform:.4g}." if uniform else "."
+    if uniform:
+        evidence += f"; ln(vocabulary) is {uniform:.4g}"
     confidence = "certain" if first - last < NO_DECREASE / 3 * first else "likely"
     causes, steps = list(_why_not_decreasing(history)), robust.span(loss)
     title = "the loss does not decrease"
-    yield Finding("loss_not_decreasing", "error", confidence, title, evidence, causes, steps)
+    yield Finding("loss_not_decreasing", "error", confidence, title, f"{evidence}.", causes, steps)
 
 
 def _why_not_decreasing(history: History) -> Iterator[Cause]:
     """Yields what is known from the facts first, then what the metrics suggest."""
     total = history.fact("parameters.total", 0)
     trainable = history.fact("parameters.trainable", 0)
+    norms, rates = expected.metric(history, "train/grad_norm"), expected.metric(history, "train/learning_rate")
+    now, usual = expected.peak_rate(history), robust.rounded(expected.usual_rate(history))
+    # AdamW moves a weight by at most the learning rate in each step.
+    moved = float((rates.values * np.diff(rates.steps, prepend=0)).sum())
     if total and trainable < total / 2:
         yield Cause(
             f"{1 - trainable / total:.1%} of the parameters are frozen ({trainable:,} of {total:,}"
             " are trained): look for requires_grad_(False) in module.py."
         )
-    if expected.rate_is_low(history):
-        yield Cause(
-            f"The learning rate is too low: all steps together can move a weight by at most"
-            f" {expected.largest_move(history):.1g}; initial weights are around {expected.WEIGHT}.",
-            expected.higher_rate(history),
-        )
+    if len(norms) and not robust.tail(norms):
+        yield Cause("The gradient is 0: look for .detach() and no_grad in module.py.")
+    elif len(rates) and moved < expected.WEIGHT / 10:
+        sentence = f"The learning rate is too low: all steps together can move a weight by at most {moved:.1g}"
+        higher = [Change("model.optim.learning_rate", now, usual)] if 0 < now < usual else []
+        yield Cause(f"{sentence}; initial weights are around {expected.WEIGHT}.", higher)
     elif expected.rate_is_high(history):
-        yield Cause(
-            f"The learning rate is too high: {expected.peak_rate(history):.2g}, where"
-            f" {expected.usual_rate(history):.1g} is usual; the first steps destroyed the initial"
-            " weights.",
-            expected.lower_rate(history),
-        )
+        compared = f"{now:.2g}, where {usual:.1g} is usual"
+        sentence = f"The learning rate is too high: {compared}; the first steps destroyed the initial weights."
+        yield Cause(sentence, expected.lower_rate(history))
     yield Cause("The labels do not match the inputs: inspect a batch (shift, tokenizer, shuffled labels).")
 
 
-def gradient_zero(history: History) -> Iterator[Finding]:
-    norm = expected.metric(history, "train/grad_norm")
-    if len(norm) < 3 or robust.tail(norm) > 0:
+def labels_masked(history: History) -> Iterator[Finding]:
+    counted = expected.metric(history, "data/counted_share")
+    loss = expected.metric(history, "train/loss")
+    share = robust.median(counted.values)  # NaN without values
+    if len(loss) >= 3 and not robust.median(abs(loss.values)):
+        share = 0.0  # a loss of exactly 0 is a sum over no labels
+    if not share < FEW_LABELS:
         return
-    where = "look for .detach() and no_grad in module.py."
-    cause = Cause(f"The loss does not depend on the parameters: {where}")
-    last = f"the last {robust.window(norm)} log steps, up to step {norm.steps[-1]}"
-    evidence, title = f"train/grad_norm is 0 at {last}.", "the gradient is zero"
-    steps, explains = robust.span(norm), ("loss_not_decreasing",)
-    yield Finding("gradient_zero", "error", "certain", title, evidence, [cause], steps, (), explains)
-
-
-def gradient_explodes(history: History) -> Iterator[Finding]:
-    """Reports single gradient norms that are far above the usual ones."""
-    norm = expected.settled(history, "train/grad_norm")
-    if len(norm) < MIN_NORMS:
-        return
-    limit = np.minimum(NORM_SPIKE * robust.running_median(norm.values, WIDTH), NORM_LIMIT)
-    high = norm[norm.values > limit]
-    if not len(high):
-        return
-    top, usual = int(np.argmax(high.values)), robust.median(norm.values)
-    causes = []
-    if expected.rate_is_high(history):
-        causes.append(Cause("The learning rate is too high.", expected.lower_rate(history)))
-    if not (now := history.key("trainer.gradient_clip_val")):
-        clip = Change("trainer.gradient_clip_val", now, min(robust.rounded(2 * usual), 1.0))
-        causes.append(Cause("Gradients are not clipped.", [clip]))
-    causes += [
-        Cause("The weights are too large: check the initialization, scales and missing norms."),
-        Cause("Single samples are damaged: inspect the samples of that step."),
+    longer = []
+    if length := history.key("data.seq_len"):
+        longer.append(Change("data.seq_len", length, 2 * length))
+    causes = [
+        Cause("The mask covers the answers too: data.py sets labels to -100 where it should not."),
+        Cause("The markers of the chat template were not found: all text is masked as the prompt."),
+        Cause("seq_len truncates the answers.", longer),
     ]
-    evidence = (
-        f"train/grad_norm was {high.values[top]:.3g} at step {high.steps[top]}, where {usual:.3g}"
-        f" is usual; {len(high)} log step{'s' * (len(high) > 1)} in total."
-    )
-    title, steps = "gradients explode", robust.span(high)
-    yield Finding("gradient_explodes", "warning", "likely", title, evidence, causes, steps)
+    evidence, explains = f"{share:.2%} of the labels are not -100.", ("loss_not_decreasing",)
+    level, title = ("warning", "few labels count") if share else ("error", "no label counts")
+    yield Finding("labels_masked", level, "certain", title, evidence, causes, explains=explains)

@@ -1,40 +1,50 @@
-"""Rules about time and memory: data loading, slow ranks, pipelines, precision, device memory."""
+"""Rules about time and memory: data loading, slow ranks, precision, leaks, checkpoints, validations."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
-from itertools import chain, repeat
-from operator import truediv
 
 import numpy as np
 
 from ....observe.history.run import History
-from ....parallel.axes import PipelineAxis
-from ....parallel.pipeline.costs import balanced
 from .. import expected, robust
 from ..finding import Cause, Change, Finding
-from ..memory import STRATEGY
 
 MIN_POINTS = 4  # log steps after the first
 WAITS, WAITS_LONG = 0.1, 0.3  # share of a step that is spent waiting for the next batch
 MIN_WAIT_S = 0.015  # per step; shorter waits are the training loop itself
 SLOW_RANK = 1.25  # times the median rank; equal machines differ by some hundredths
 SAME_RANK, ALWAYS_SAME_RANK = 0.7, 0.9  # share of the log steps in which one rank is slowest
-FULL = 0.95  # of the device memory: the rest is needed for fragmentation and a longer batch
 GROWTH = 0.1  # of the memory allocated at the start
 MIN_MEMORY_POINTS = 20
-BUBBLE = 0.25  # of the time in which a device computes: 20 % of a step
-UNEVEN = 1.2  # times the mean device's time: a step takes so much longer
 STEADY = 0.9  # share of pairs of medians in which the later one is higher
+CHECKPOINTS, VALIDATIONS = 0.1, 0.2  # largest share of the time
+SHORT_RUN_S = 60.0  # a shorter run may spend twice the share
+TARGET = 0.05  # share of the time at the proposed interval
+MIN_NUMBER = 3  # checkpoints or validations, before their cost is judged
+
+
+def memory_grows(history: History) -> Iterator[Finding]:
+    used = expected.settled(history, "memory/allocated_gib")
+    if len(used) < MIN_MEMORY_POINTS:
+        return
+    first, last = robust.head(used), robust.tail(used)
+    if last < (1 + GROWTH) * first or robust.rising_share(used) < STEADY:
+        return
+    third = len(used) // 3
+    if last - robust.median(used.values[third:-third]) < (last - first) / 4:
+        return  # a leak grows as much in the second half; allocators grow at the start
+    begin, end = robust.span(used)
+    evidence = f"memory/allocated_gib went from {first:.2f} to {last:.2f} between steps {begin} and {end}."
+    cause = Cause("A tensor of every step is kept: a list of losses, or a sum of losses without .detach().")
+    title = "memory grows from step to step"
+    yield Finding("memory_grows", "warning", "likely", title, evidence, [cause], (begin, end))
 
 
 def waits_for_data(history: History) -> Iterator[Finding]:
     waits = expected.steady(history, "perf/data_wait_share")
-    if len(waits) < MIN_POINTS:
-        return
     share = robust.median(waits.values)
-    if share < WAITS or expected.wait_s(history) < MIN_WAIT_S:
+    if len(waits) < MIN_POINTS or share < WAITS or share * expected.step_s(history) < MIN_WAIT_S:
         return
     workers, ranks = history.key("data.num_workers", 0), history.fact("machine.world_size") or 1
     hosts = len(set(history.fact("machine.hosts") or [None]))
@@ -47,10 +57,7 @@ def waits_for_data(history: History) -> Iterator[Finding]:
         Cause("Reading a batch takes longer than a step: use worker processes.", change),
         Cause(f"data.cache_dir ({cache}) is on a slow disk: copy it to a local disk.", [move]),
     ]
-    evidence = (
-        f"{share:.0%} of each step is spent waiting for the next batch (median of"
-        f" perf/data_wait_share); without it training would be {1 / (1 - share):.1f} times as fast."
-    )
+    evidence = f"{share:.0%} of each step is spent waiting for the next batch (median of perf/data_wait_share)."
     confidence, title = "certain" if share >= WAITS_LONG else "likely", "training waits for data"
     steps = robust.span(waits)
     yield Finding("waits_for_data", "warning", confidence, title, evidence, causes, steps)
@@ -76,14 +83,11 @@ def slow_rank(history: History) -> Iterator[Finding]:
     ]
     if robust.tail(expected.metric(history, "gpu/throttled")) > 0:  # NaN without GPUs
         causes.insert(0, Cause("Its GPU is throttled: cooling or power (gpu/temperature_c)."))
-    evidence = (
-        f"Rank {rank}{host} takes {times:.2f} times the median rank's own time, and was the"
-        f" slowest at {counts.max()} of {len(which)} log steps."
-    )
+    evidence = f"Rank {rank}{host} takes {times:.2f} times the median rank's own time, and was the slowest at"
+    evidence += f" {counts.max()} of {len(which)} log steps."
     confidence = "certain" if same >= ALWAYS_SAME_RANK and times > 1.5 else "likely"
     title, steps = f"all ranks wait for rank {rank}{host}", robust.span(when_slowest)
-    explains = ("waits_for_data",)
-    yield Finding("slow_rank", "warning", confidence, title, evidence, causes, steps, [rank], explains)
+    yield Finding("slow_rank", "warning", confidence, title, evidence, causes, steps, [rank], ("waits_for_data",))
 
 
 def fp32_on_gpu(history: History) -> Iterator[Finding]:
@@ -92,106 +96,41 @@ def fp32_on_gpu(history: History) -> Iterator[Finding]:
         return
     device = history.fact("machine.device")
     evidence = f"trainer.precision is {precision} on {device}: several times slower than bf16."
-    cause = Cause("No precision is set.", [Change("trainer.precision", precision, "bf16-mixed")])
+    cause = Cause("No precision is set.", [expected.bf16(history)])
     title = "training runs in fp32 on a GPU that supports bf16"
     yield Finding("fp32_on_gpu", "warning", "certain", title, evidence, [cause])
 
 
-def memory_nearly_full(history: History) -> Iterator[Finding]:
-    share = expected.metric(history, "memory/peak_share")
-    if not len(share) or share.last <= FULL:
-        return
-    causes, size = [], history.key("data.micro_batch_size") or 1
-    if size > 1:
-        to = max(each for each in range(1, size) if size % each == 0)
-        smaller = "The micro-batch is too large; a smaller one keeps the global batch."
-        causes.append(Cause(smaller, [Change("data.micro_batch_size", size, to)]))
-    if history.key("model.blocks.checkpointing", "none") == "none":
-        change = Change("model.blocks.checkpointing", "none", "selective")
-        causes.append(Cause("All activations are kept for backward.", [change]))
-    evidence = f"memory/peak_share is {share.last:.1%} at step {share.steps[-1]}."
-    title, steps = "memory is nearly full", robust.span(share)
-    yield Finding("memory_nearly_full", "warning", "certain", title, evidence, causes, steps)
+def checkpoint_overhead_high(history: History) -> Iterator[Finding]:
+    key = "last_checkpoint.every_n_steps"
+    num = expected.last_step(history) // (history.key(key) or 1)
+    yield from _overhead(history, "checkpoint", num, CHECKPOINTS, key)
 
 
-def memory_grows(history: History) -> Iterator[Finding]:
-    used = expected.settled(history, "memory/allocated_gib")
-    if len(used) < MIN_MEMORY_POINTS:
-        return
-    first, last = robust.head(used), robust.tail(used)
-    if last < (1 + GROWTH) * first or robust.rising_share(used) < STEADY:
-        return
-    third = len(used) // 3
-    if last - robust.median(used.values[third:-third]) < (last - first) / 4:
-        return  # a leak grows as much in the second half; allocators grow at the start
-    begin, end = robust.span(used)
-    rate = (last - first) / (end - begin)
-    share = expected.metric(history, "memory/peak_share")
-    total = last / share.last if len(share) and share.last > 0 else None
-    full = f"; full at step {int(end + (total - last) / rate):,}" if total else ""
-    evidence = (
-        f"memory/allocated_gib went from {first:.2f} to {last:.2f} between steps {begin} and {end},"
-        f" {1024 * rate:.3g} MiB per step{full}."
-    )
-    cause = Cause("A tensor of every step is kept: a list of losses, or a sum of losses without .detach().")
-    title = "memory grows from step to step"
-    yield Finding("memory_grows", "warning", "likely", title, evidence, [cause], (begin, end))
+def validation_overhead_high(history: History) -> Iterator[Finding]:
+    num = int((history.metrics["eval/loss"].steps > 0).sum())  # the first one counts as start-up
+    yield from _overhead(history, "validation", num, VALIDATIONS, "trainer.val_check_interval")
 
 
-def pipeline_waits(history: History) -> Iterator[Finding]:
-    """Reports the bubble: a device waits while the pipeline fills and empties."""
-    num, stages = history.fact("data.accumulation"), history.fact("pipeline.stages")
-    bubble = history.fact("pipeline.bubble", 0.0) / (num or 1)
-    if not num or bubble <= BUBBLE:
+def _overhead(history: History, kind: str, num: int, limit: float, key: str) -> Iterator[Finding]:
+    every, step_s = history.key(key), expected.step_s(history)
+    spent_s, total_s = history.goodput.get(kind, 0.0), sum(history.goodput.values())
+    total_s -= history.goodput.get("start", 0.0) + history.goodput.get("restart", 0.0)
+    if total_s <= SHORT_RUN_S:
+        limit *= 2
+    if num < MIN_NUMBER or not isinstance(every, int) or not step_s > 0 or spent_s <= limit * total_s:
         return
-    causes, size = [], history.key("data.micro_batch_size") or 1
-    if size > 1:
-        to = size - 1
-        while to > 1 and (size % to or bubble * to / size > BUBBLE):
-            to -= 1
-        change = Change("data.micro_batch_size", size, to)
-        causes.append(Cause("More, smaller micro-batches: same global batch.", [change]))
-    schedule, blocks = history.fact("pipeline.schedule"), history.fact("pipeline.blocks")
-    if schedule in ("GPipe", "1F1B") and sum(blocks) >= 2 * len(stages):
-        sentence = "Two stages on each device, and gradients of weights computed in the gaps."
-        change = Change(f"{STRATEGY}pp_schedule", schedule, "ZBVZeroBubble")
-        causes.append(Cause(sentence, [change]))
-    sentence = f"The global batch is small for so many stages: a lower {PipelineAxis.key}."
-    causes.append(Cause(sentence))
-    evidence = (
-        f"{bubble / (1 + bubble):.0%} of a step: {num} micro-batches through {len(stages)} devices"
-        f" by {schedule}, if all stages take the same time."
-    )
-    title = "the stages of the pipeline wait for each other"
-    yield Finding("pipeline_waits", "warning", "certain", title, evidence, causes)
-
-
-def uneven_stages(history: History) -> Iterator[Finding]:
-    stages, blocks = history.fact("pipeline.stages") or [], history.fact("pipeline.blocks") or []
-    series = [expected.steady(history, f"pipeline/stage{n + 1}_s") for n in range(len(blocks))]
-    if len(series) < 2 or min(map(len, series)) < MIN_POINTS:
+    each_s = spent_s / num
+    to = int(robust.rounded(min(each_s / (TARGET * step_s), expected.max_steps(history) / 4)))
+    if to <= every:
         return
-    times = [robust.median(each.values) for each in series]
-    of_devices = [sum(times[n] for n in numbers) for numbers in stages]
-    rank = int(np.argmax(of_devices))
-    ratio = of_devices[rank] / np.mean(of_devices)
-    if ratio < UNEVEN:
-        return
-    each = list(map(truediv, times, blocks))
-    each[-1] = min(each[-1], statistics.median(each[:-1]))  # the rest is the output layer's
-    costs, head = [*chain.from_iterable(map(repeat, each, blocks))], times[-1]
-    layers = balanced(costs, head - each[-1] * blocks[-1], len(blocks))
-    numbers = " and ".join(map(str, np.add(stages[rank], 1)))
-    causes = [Cause(f"The machine of stage {numbers} is slow: compare gpu/ and host/.")]
-    if layers != blocks:
-        sentence = "The stages have unequal work: these numbers of blocks make it even."
-        causes.insert(0, Cause(sentence, [Change(f"{STRATEGY}pp_layers", blocks, layers)]))
-    seconds = ", ".join(map("{:.3g}".format, times))
-    evidence = (
-        f"Forward and backward of a step take {seconds} s in the stages, of {blocks} blocks; the"
-        f" slowest device takes {ratio:.2f} times the mean."
-    )
-    confidence, steps = "certain" if ratio > 1.5 else "likely", robust.span(series[0])
-    title, slow = f"the pipeline waits for stage {numbers}", ("slow_rank",)
-    rule = "uneven_stages"
-    yield Finding(rule, "warning", confidence, title, evidence, causes, steps, explains=slow)
+    causes = [Cause("The interval is too short.", [Change(key, every, to)])]
+    if kind == "checkpoint" and not history.key("last_checkpoint.asynchronous"):
+        change = Change("last_checkpoint.asynchronous", False, True)
+        causes.append(Cause("Training waits until each checkpoint is written.", [change]))
+    evidence = f"{spent_s / total_s:.0%} of {total_s:.0f} s: {num} {kind}s of {each_s:.2g} s, one every"
+    evidence += f" {every} steps of {step_s:.3g} s."
+    rule, title = f"{kind}_overhead_high", f"{kind}s take too much time"
+    explains = ("waits_for_data",)  # the data loader's restart after each is counted as waiting
+    confidence = "certain" if total_s > SHORT_RUN_S else "likely"
+    yield Finding(rule, "warning", confidence, title, evidence, causes, explains=explains)

@@ -1,0 +1,146 @@
+"""The tables of a report, with a column for each run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import timedelta
+from itertools import chain
+
+import numpy as np
+
+from ....observe.history.run import History
+from ....records import flatten
+from ....table import Table
+from ...values import shown
+from ..expected import last_step
+
+NOT_SET = "–"  # the run has no such figure, or its configuration no such key
+NUM_INCIDENTS = 20
+PATHS = ("run.", "ckpt_path.", "config.", "data.cache_dir.")  # keys of paths, which change no result
+# Keys of environment.json that are shown even if all runs have the same value.
+ENVIRONMENT = (
+    "time", "host", "platform", "cpu_count", "gpus", "driver", "cuda", "nccl", "python",
+    "git_commit", "packages.torch", "packages.lightning", "packages.transformers", "packages.deepspeed",
+)  # fmt: skip
+OF_AN_ATTEMPT = ("command.", "job_started.", "job_ends.")  # differ between any two attempts
+AT_TOKENS = ("train/loss", "eval/loss", "eval/bits_per_byte", "eval/token_accuracy")
+FACTS = {
+    "parameters": "parameters.total", "strategy": "training.strategy", "processes": "machine.world_size",
+    "device": "machine.device", "precision": "training.precision",
+}  # fmt: skip
+SPEEDS = {"tokens/s": ("perf/tokens_per_s", "{:,.0f}"), "MFU": ("perf/mfu", "{:.1%}")}
+
+
+def tables(histories: list[History], names: list[str]) -> list[Table]:
+    """Returns the tables that have rows."""
+    environments = [flatten(history.environment) for history in histories]
+    made = [
+        Table("Results", ["", *names], _rows([_results(history) for history in histories])),
+        _at_equal_tokens(histories, names),
+        Table("Where the time went", ["", *names], _rows([_goodput(history) for history in histories])),
+        _settings(histories, names),
+        _events(histories, names),
+        Table("Environment", ["", *names], _differing(environments, OF_AN_ATTEMPT, ENVIRONMENT)),
+    ]
+    return [table for table in made if table.rows]
+
+
+def _results(history: History) -> dict[str, object]:
+    """Returns what was trained, the last losses and figures of speed, memory and time, as far as they are known."""
+    found: dict[str, object] = {"optimizer steps": f"{last_step(history):,}"}
+    for name, fact in FACTS.items():
+        if known := history.fact(fact):
+            found[name] = known
+    for name in history.metrics.names:
+        if name.startswith(("train/", "eval/", "test/")):
+            found[name] = f"{history.metrics[name].last:.5g}"
+    if len(losses := history.metrics["eval/loss"].finite()):
+        found["eval/loss, lowest"] = f"{losses.values.min():.5g}"
+    for name, (metric, form) in SPEEDS.items():
+        values = history.metrics[metric].finite().values
+        if len(values):  # the first one includes the warm-up
+            found[name] = form.format(np.median(values[min(1, len(values) - 1) :]))
+    if len(memory := history.metrics["memory/reserved_gib"].finite()):
+        found["memory, most"] = f"{memory.values.max():.1f} GiB"
+    if history.goodput:
+        found["goodput"] = f"{history.productive_share:.0%}"
+        found["duration"] = _duration(sum(history.goodput.values()))
+    return found
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _at_equal_tokens(histories: list[History], names: list[str]) -> Table:
+    """Compares the losses at the number of tokens that the shortest run has seen."""
+    ends = []
+    for history in histories:
+        known = history.metrics["train/tokens"].finite()
+        ends.append(known.last if len(known) else 0.0)
+    least = min(ends)
+    columns: list[dict[str, object]] = []
+    for history in histories if len(histories) > 1 and least else ():
+        known = history.metrics["train/tokens"].finite()
+        columns.append({})
+        for name in AT_TOKENS:
+            series = history.metrics[name]
+            tokens = np.interp(series.steps, [0, *known.steps], [0.0, *known.values])
+            reached = series[tokens <= least * (1 + 1e-9)]
+            if len(reached):
+                columns[-1][name] = f"{reached.last:.5g}"
+    return Table(f"At {least:,.0f} tokens, the length of the shortest run", ["", *names], _rows(columns))
+
+
+def _goodput(history: History) -> dict[str, object]:
+    """Returns seconds and shares of each kind of time, over all attempts."""
+    found: dict[str, object] = {}
+    for kind, seconds in history.goodput.items():
+        if seconds:
+            found[kind.replace("_", " ")] = f"{seconds / sum(history.goodput.values()):.1%}, {_duration(seconds)}"
+    return found
+
+
+def _settings(histories: list[History], names: list[str]) -> Table:
+    """Lists the keys of the configuration that differ between the runs, or from the defaults of one run."""
+    trees, head = [history.portable_config() for history in histories], names
+    if len(histories) == 1:
+        trees.append(flatten(histories[0].defaults))
+        head = [*names, "default"]
+    return Table("Settings that differ", ["key", *head], _differing(trees, PATHS))
+
+
+def _events(histories: list[History], names: list[str]) -> Table:
+    """Lists the crashes, and the newest anomalous steps that the numerics guard recorded."""
+    rows = []
+    for history, name in zip(histories, names, strict=True):
+        for crash in history.crashes:
+            what = f"{crash.get('error', '')}: {str(crash.get('message', ''))[:1000]}"
+            who = f"rank {crash.get('rank', '?')} on {crash.get('host', '?')}"
+            rows.append([name, str(crash.get("step", "")), f"crash of {who}", what])
+        for incident in history.incidents[-NUM_INCIDENTS:]:
+            what = []
+            for key in ("decision", "loss", "limit", "gradient_norm", "suspects"):
+                if incident.get(key) is not None:
+                    what.append(f"{key} {shown(incident[key])}")
+            rows.append([name, str(incident.get("step", "")), str(incident.get("kind", "")), ", ".join(what)])
+    return Table("Crashes and incidents", ["run", "step", "kind", "what"], rows)
+
+
+def _differing(
+    trees: list[dict[str, object]], skipped: tuple[str, ...], always: Collection[str] = ()
+) -> list[list[str]]:
+    """Returns rows for the keys whose values differ, and for those in `always`, without those below `skipped`."""
+    rows = []
+    for row in _rows(trees):
+        if not f"{row[0]}.".startswith(skipped) and (row[0] in always or len(set(row[1:])) > 1):
+            rows.append(row)
+    return rows
+
+
+def _rows(columns: list[dict[str, object]]) -> list[list[str]]:
+    """Returns a row for each name in any column."""
+    rows = []
+    for name in dict.fromkeys(chain(*columns)):
+        rows.append([name, *(shown(column.get(name, NOT_SET)) for column in columns)])
+    return rows
