@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from dist_template import InputError
 from dist_template.callbacks import LastCheckpoint, SampleOrder
 from dist_template.callbacks.sample_order import even_batch_size
+from tests.support.runs import Workers
 from tests.support.streams import STREAMS
-from tests.support.wings import RunRecord, Workers
+from tests.support.wings import RunRecord
 
 NUM = 22
 

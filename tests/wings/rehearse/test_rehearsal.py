@@ -41,7 +41,7 @@ def test_the_default_project_passes_under_ddp(tmp_path: Path, capsys: pytest.Cap
     assert "all checks hold" in printed
     found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
     assert found["ok"]
-    assert [check["verdict"] for check in found["checks"]] == ["pass"] * 19
+    assert [check["verdict"] for check in found["checks"]] == ["pass"] * 15
     assert found["checks"][0]["got"] == "64 ranks"
 
 
@@ -169,7 +169,7 @@ def test_the_report_is_a_line_per_check_and_json(tmp_path: Path, capsys: pytest.
 
 
 def test_a_cause_that_several_checks_find_is_printed_once(capsys: pytest.CaptureFixture) -> None:
-    report = Report("rehearsal of nothing")
+    report = Report("rehearsal of nothing", {})
     report.add(Result("loss curve", "1e-5", "0.5", "FAIL", "from step 3 on", cause="the output of model.gate"))
     report.add(Result("gradient norm", "1e-4", "0.7", "FAIL", "from step 1 on", cause="the output of model.gate"))
     printed = capsys.readouterr().out

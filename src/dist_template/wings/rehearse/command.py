@@ -38,12 +38,11 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
         SystemExit: with 1, if a check fails.
     """
     options, flags = rehearse_flags().parse_known_args(argv[1:])
-    from . import source_order
     from .checks import CHECKS
     from .report import Report
     from .runs import RunFailed
 
-    names = [REAL_SIZES, source_order.NAME, *(check.name for check in CHECKS)]
+    names = [REAL_SIZES, *(check.name for check in CHECKS)]
     if not any(options.only in name for name in names):
         raise InputError(f"--only {options.only!r} matches no check of: {', '.join(names)}")
     folder = Path(options.output or f"runs/rehearsals/{time.strftime('%Y%m%d-%H%M%S')}")
@@ -57,9 +56,6 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     title = f"rehearsal of {' '.join(flags)} on {small.processes} processes"
     report = Report(title, {"processes": small.processes, "notes": small.notes})
     report.add(_check_real_sizes(cli, config))
-    source = getattr(cli.datamodule, "source", None)
-    if options.keep_data and source is not None and options.only in source_order.NAME:
-        report.add(source_order.check(source))
     checks = [check for check in CHECKS if options.only in check.name]
     try:
         if checks:
@@ -135,9 +131,9 @@ def make_small(
     os.environ.pop(Variable.RUN_ID, None)
     cli = Resolved(project, [*flags, *sizes.as_flags(options)], run=False)
     config = model_config(cli)
-    how = (options.steps, options.processes, options.keep_data)
+    how = (options.steps, options.processes, options.keep_data, options.timeout)
     small = shrink(cli.resolved, config, folder, *how)
-    return cli, config, Runs(small, folder, project, prelude, options.timeout)
+    return cli, config, Runs(small, folder, project, prelude)
 
 
 def model_config(cli: CLI) -> PretrainedConfig | None:

@@ -1,9 +1,9 @@
 """Compares two trainings, and names the first difference and the code to inspect.
 
 `trace` compares two trainings that start equal, in the order of execution: starting weights,
-samples, labels, buffers, forward passes, hooks that scale gradients, gradients, learning rates.
-`trace_resumed` compares an uninterrupted training with a resumed one: samples, random state,
-weights and buffers, optimizer, Python attributes, learning rates. Below them is what they compare.
+samples, forward passes, gradients, learning rates. `trace_resumed` compares an uninterrupted
+training with a resumed one: samples, random state, weights and buffers, optimizer, Python
+attributes, learning rates. Below them is what they compare.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from .record import ForwardPass, RunRecord
 
 FORWARD = GRADIENT = 1e-4  # relative to a tensor's largest value; another order of sums gives 1e-6
 NOISE = 1e-3  # relative to the largest gradient: smaller ones are rounding errors of a true zero
-FACTOR = 1e-3  # tolerated relative difference of the factor by which a hook scales the gradients
-LOSS = "check the loss and its division"
 NOT_SAVED = "make it a buffer, or save it in on_save_checkpoint"
 Curve = Mapping[int, float]  # {step: value}
 Tensors = Mapping[str, Tensor]
@@ -31,30 +29,13 @@ def trace(expected: RunRecord, got: RunRecord) -> str:
         return f"the starting weights differ first in {name}"
     if text := samples(expected, got):
         return f"{text}; the order comes from {got.places.get('order', 'the loader')}"
-    if text := labels(expected, got):
-        return f"{text}: inspect what makes them (transform, {got.places.get('transform', '?')})"
     differing = replicas(got)
     if differing and differing[0] == 0:
         return disagreement(got, differing)
-    for _, each in (*expected.forward_passes(), *got.forward_passes()):
-        if name := each["changed"]:
-            why = "between the micro-batches of a step: inspect hooks that run for each of them"
-            return f"{name} changes {why} (on_train_batch_start, on_train_batch_end)"
-    if text := forward_pass(expected, got):
-        return text
-    if text := _other_factor(expected, got, with_clipping=False):
-        return text
-    changed = first_difference(expected.tensors("buffers"), got.tensors("buffers"), FORWARD)
-    if text := _first_gradient(expected, got):
-        if not (changed and LOSS in text):
-            return text
-    elif text := _other_factor(expected, got, with_clipping=True):
+    if text := forward_pass(expected, got) or _first_gradient(expected, got):
         return text
     if differing:
         return disagreement(got, differing)
-    if changed:
-        why = f"it depends on the rank's own data ({got.owner(changed)})"
-        return f"buffer {changed} differs after the first step: {why}"
     rates = expected.after(1, "rates", 0)
     for rank in range(got.size):
         if (other_rates := got.after(1, "rates", rank)) != rates:
@@ -62,73 +43,54 @@ def trace(expected: RunRecord, got: RunRecord) -> str:
             return f"learning rates differ after the first step: {what}"
     return (
         "outputs, gradients and learning rate of the first step agree, the update differs: inspect"
-        f" {got.places.get('optimizer', '?')}"
+        f" {got.places.get('optimizer', '?')}{_hooks(got)}"
     )
+
+
+def _hooks(record: RunRecord) -> str:
+    hooks = record.places.get("hooks")
+    return f" and hooks that change gradients ({hooks})" if hooks else ""
 
 
 def disagreement(record: RunRecord, found: tuple[int, str, int, int]) -> str:
     """Explains a tensor that differs between ranks that replicate it, as `replicas` returns it."""
     step, name, rank, other = found
-    owner = record.owner(name)
     when = f"after step {step}" if step else "before the first step"
-    what = f"{name} on rank {rank} differs from rank {other}'s {when}"
-    if record.is_buffer(name):
-        return (
-            f"buffer {what}: each rank computes it from its own data: all-reduce it, or compute it"
-            f" from data that all ranks have ({owner})"
-        )
+    what = f"{name} ({record.owner(name)}) on rank {rank} differs from rank {other}'s {when}"
     if not step:
-        return f"{what}: it differs from what rank 0 built ({owner})"
+        return f"{what}: it differs from what rank 0 built"
+    if name not in record.tensors("gradients"):
+        return f"{what}: each rank computes it from its own data: all-reduce it, or use data that all ranks have"
     if step == 1 and replicas(record, "gradients"):
-        return f"{what}: its gradient is not reduced over these ranks ({owner})"
-    why = "something other than the optimizer changes it"
-    return f"{what} though its gradients agree: {why} ({owner})"
-
-
-def _other_factor(expected: RunRecord, got: RunRecord, with_clipping: bool) -> str:
-    """Describes the first hook with another factor than expected; "" without one.
-
-    Clipping depends on the norm: where gradients differ, its factor differs as a consequence.
-    """
-    factors = expected.tensors("factors")
-    for hook, (factor, location) in got.tensors("factors").items():
-        want, _ = factors.get(hook, (1.0, ""))
-        if abs(factor - want) > FACTOR * want and (with_clipping or "clipping" not in hook):
-            where = f" ({location})" if location else ""
-            what = f"multiplies the gradients, which agree after backward, by {factor:.4g}"
-            return f"{hook}{where} {what} instead of {want:.4g}"
-    return ""
+        return f"{what}: its gradient is not reduced over these ranks"
+    return f"{what} though its gradients agree: something other than the optimizer changes it"
 
 
 def _first_gradient(expected: RunRecord, got: RunRecord) -> str:
     """Describes the first gradient in backward order that differs; "" if all agree."""
     differing, want = gradients(expected, got), expected.tensors("gradients")
-    total = len(want)
     if not differing:
         return ""
-    if len(differing) == total:
+    if len(differing) == len(want):
         have = got.tensors("gradients")
-        norms = {name: tensor.double().norm().item() for name, tensor in want.items()}
-        factors: list[float] = []
-        for name in want.keys() & have.keys():
-            if norms[name] > NOISE * max(norms.values()):
-                factors.append(have[name].double().norm().item() / norms[name])
-        is_common = factors and max(factors) - min(factors) < 1e-3 * max(factors)
-        how = f"are {factors[0]:.4g} times as large" if is_common else "differ"
+        largest = max(want, key=lambda name: _largest(want[name]))
+        factor = have[largest].norm().item() / want[largest].norm().item() if largest in have else 0
+        how = "differ"
+        if not gradients(expected, got, factor):
+            how = f"are {factor:.4g} times as large"
         return (
-            f"outputs agree and all gradients {how}: {LOSS} by"
+            f"outputs agree and all gradients {how}: check the loss and its division by"
             " batch['tokens_per_micro_batch'], the counted tokens of the global batch"
-            f" (training_step, {got.places.get('training_step', 'module.py')})"
+            f" (training_step, {got.places.get('training_step', 'module.py')}){_hooks(got)}"
         )
     _, first_pass = expected.forward_passes()[0]
     order = {name: number for number, name in enumerate(first_pass["tensors"])}
     # The module that comes last in forward is the first in backward.
     name = max(differing, key=lambda each: order.get(each.rpartition(".")[0], -1))
-    how = f"{name} ({differing[name]}; {got.owner(name)})"
-    if len(differing) == 1:
-        return f"the first gradients differ in 1 of {total} parameters: {how}"
-    several = f"{len(differing)} of {total} parameters"
-    return f"the first gradients differ in {several}; backward first reaches {how}"
+    return (
+        f"the first gradients differ in {len(differing)} of {len(want)} parameters; backward first reaches"
+        f" {name} ({differing[name]}; {got.owner(name)})"
+    )
 
 
 # ---- after a resume ----------------------------------------------------------------------------
@@ -138,34 +100,25 @@ def trace_resumed(uninterrupted: RunRecord, resumed: RunRecord) -> str:
     """Describes which state of the uninterrupted training the resumed one lacks."""
     first, places = min(resumed.loss, default=0), resumed.places
     before = first - 1  # the step of the checkpoint
-    same_ranks = uninterrupted.size == resumed.size
+    ranks = range(uninterrupted.size if uninterrupted.size == resumed.size else 0)
     if text := samples(uninterrupted, resumed):
         data, order = places.get("datamodule", "?"), places.get("order", "?")
         lost = "do not continue after the checkpoint's last sample"
         return f"{text}: the data ({data}; order: {order}) {lost}"
-    for name, what in uninterrupted.tensors("draws").items() if same_ranks else ():
-        for rank in range(uninterrupted.size):
-            if resumed.random(rank).get(first) != uninterrupted.random(rank).get(first):
-                where = f"{what} in {name} ({uninterrupted.places.get(name, '?')})"
-                state = f"rank {rank} resumes step {first} with another random state"
-                return f"{state}, used by {where}"
-    for want, have in _states(uninterrupted, resumed, before, "tensors"):
-        for name, value in have.items():
-            is_comparable = same_ranks or want.get(name, "?")[0] == value[0] == ""
-            if name in want and want[name] != value and is_comparable:
-                text = f"is not restored as it was after step {before}"
-                return f"{_with_kind(resumed, name)} {text} ({resumed.owner(name)})"
-    if same_ranks and (text := _lost(uninterrupted, resumed, before, "optimizer")):
-        optimizer = places.get("optimizer", "?")
-        return f"the optimizer ({optimizer}) does not restore its state of {text}"
+    for rank in ranks if uninterrupted.draws else ():
+        if resumed.random(rank).get(first) != uninterrupted.random(rank).get(first):
+            return f"rank {rank} resumes step {first} with another random state, as of dropout"
+    if text := _lost(uninterrupted, resumed, before, "tensors"):
+        return f"{text} is not restored as it was after step {before}"
+    if ranks and (text := _lost(uninterrupted, resumed, before, "optimizer")):
+        return f"the optimizer ({places.get('optimizer', '?')}) does not restore its state of {text}"
     if text := _lost(uninterrupted, resumed, before, "python"):
         return f"no checkpoint holds {text}: {NOT_SAVED}"
     for step in range(before, max(resumed.loss)):
         expected, got = uninterrupted.after(step, "rates", 0), resumed.after(step, "rates", 0)
         if expected != got and len(expected) == len(got):
             rates = f"{got[0]:.4g} instead of {expected[0]:.4g}"
-            why = "the schedule's state is not restored"
-            return f"the learning rate of step {step + 1} is {rates}: {why}"
+            return f"the learning rate of step {step + 1} is {rates}: the schedule's state is not restored"
     return (
         "samples, random state, weights, optimizer, Python attributes and learning rate are"
         " restored: the state that is not restored is in none of them"
@@ -175,47 +128,34 @@ def trace_resumed(uninterrupted: RunRecord, resumed: RunRecord) -> str:
 def lost_at_the_end(uninterrupted: RunRecord, resumed: RunRecord) -> str:
     """Describes a tensor, such as an average, that differs after a resume with equal losses."""
     last = max(uninterrupted.loss, default=0)
-    for want, have in _states(uninterrupted, resumed, last, "tensors"):
-        for name, value in want.items():
-            if value != have.get(name):
-                why = "it is not persistent"
-                if name in uninterrupted.end:
-                    why = "it changes after the checkpoint is written, as in on_train_batch_end:"
-                    why += " change it in optimizer_step"
-                what = f"{_with_kind(resumed, name)} ends with another value after a resume"
-                return f"{what}: {why} ({resumed.owner(name)})"
+    if text := _lost(uninterrupted, resumed, last, "tensors"):
+        why = "it is not persistent, or changes after the checkpoint is written (in on_train_batch_end)"
+        return f"{text} ends with another value after a resume: {why}"
     if text := _lost(uninterrupted, resumed, last, "python", "tensor"):
         return f"no checkpoint holds {text}: {NOT_SAVED}"
     return ""
 
 
-def _states(one: RunRecord, other: RunRecord, step: int, kind: str) -> list[tuple[dict, dict]]:
-    """Pairs each rank's records of two runs; if world sizes differ, the merged records."""
-    ranks = range(one.size) if one.size == other.size else [None]
-    return [(one.after(step, kind, rank), other.after(step, kind, rank)) for rank in ranks]
-
-
-def _with_kind(record: RunRecord, name: str) -> str:
-    return f"buffer {name}" if record.is_buffer(name) else name
-
-
 def _lost(uninterrupted: RunRecord, resumed: RunRecord, step: int, kind: str, prefix: str = "") -> str:
     """Names state that changed during training and differs after the resume, or returns ""."""
-    lost: dict[str, tuple[str, str | None]] = {}  # name: value, value after the resume
-    starts = _states(uninterrupted, resumed, 0, kind)
-    states = _states(uninterrupted, resumed, step, kind)
-    for (want, have), (start, _) in zip(states, starts, strict=True):
+    lost: dict[str, tuple[str, str]] = {}  # name: value, value after the resume
+    for rank in range(min(uninterrupted.size, resumed.size)):
+        start = uninterrupted.after(0, kind, rank)
+        want, have = uninterrupted.after(step, kind, rank), resumed.after(step, kind, rank)
         for name, value in want.items():
-            if value.startswith(prefix) and value not in (have.get(name), start.get(name)):
-                lost.setdefault(name, (value, have.get(name)))
+            other = have.get(name, "nothing")
+            if kind == "tensors" and (name not in have or value[0] != other[0]):
+                continue  # another rank's, or a shard of another size
+            is_meant = not prefix or value.startswith(prefix)
+            if is_meant and value not in (other, start.get(name)):
+                lost.setdefault(name, (value, other))
     if not lost:
         return ""
     text, (value, other) = next(iter(lost.items()))
-    owner = resumed.owner(text)
-    if len(value) < 12:  # a number, not a hash
+    if len(value) < 12 and kind != "tensors":  # a number, not a hash
         text += f" ({other} instead of {value})"
-    if kind == "python" and owner != "?":
-        text += f" of {owner}"
+    if (owner := resumed.owner(text)) != "?":
+        text += f" ({owner})"
     return text if len(lost) == 1 else f"{text} and {len(lost) - 1} more"
 
 
@@ -265,9 +205,10 @@ def _largest(tensor: Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
-def gradients(expected: RunRecord, got: RunRecord) -> dict[str, str]:
-    """Returns {parameter: how it differs} of the gradients of the first step."""
+def gradients(expected: RunRecord, got: RunRecord, factor: float = 1.0) -> dict[str, str]:
+    """Returns {parameter: how it differs} of the gradients of the first step, `expected`'s times `factor`."""
     want, have = expected.tensors("gradients"), got.tensors("gradients")
+    want = {name: tensor * factor for name, tensor in want.items()}
     floor = NOISE * max(map(_largest, want.values()), default=0.0)
     common = {name: have[name] for name in want if name in have}
     return differences(want, common, GRADIENT, floor)
@@ -280,25 +221,11 @@ def samples(expected: RunRecord, got: RunRecord) -> str:
     for step in sorted(have):
         trained = Counter(row for row, _ in have[step])
         belong = Counter(row for row, _ in want.get(step, []))
-        missing = (belong - trained).total()
-        if missing:
+        if missing := (belong - trained).total():
             text = f"step {step} lacks {missing} of the {belong.total()} samples that belong to it"
             if not known.issuperset(trained):
-                place = got.places.get("transform", "?")
-                text += f", and has tokens of no known sample (transform, {place})"
+                text += f", and has tokens of no known sample (transform, {got.places.get('transform', '?')})"
             return text
-    return ""
-
-
-def labels(expected: RunRecord, got: RunRecord) -> str:
-    """Describes a sample of the first step whose labels differ from `expected`'s, or ""."""
-    known: dict[str, str] = {}
-    for _, each in expected.forward_passes():
-        known |= zip(each["rows"], each["labels"], strict=False)
-    for rank, each in got.forward_passes():
-        for row, label in zip(each["rows"], each["labels"], strict=False):
-            if known.setdefault(row, label) != label:
-                return f"a sample of rank {rank} has other labels in step 1"
     return ""
 
 

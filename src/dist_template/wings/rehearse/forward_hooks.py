@@ -1,10 +1,12 @@
-"""Records inputs and outputs of every module in a forward pass."""
+"""Records inputs and outputs of every module in a forward pass, and finds the code of modules."""
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -20,15 +22,13 @@ class ForwardHooks:
 
     tensors    {"the input of NAME": first tensor argument, "NAME": first output tensor},
                unsharded, on the host, in execution order
-    running    names of the modules whose forward is running, the innermost last
     """
 
     def __init__(self, root: nn.Module) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self.running: list[str] = []
         self._handles: list[RemovableHandle] = []
         for name, module in root.named_modules():
-            enter, leave = partial(self._enter, name), partial(self._leave, name)
+            enter, leave = partial(self._enter, INPUT + name), partial(self._leave, name)
             self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             self._handles.append(module.register_forward_hook(leave))
 
@@ -36,27 +36,18 @@ class ForwardHooks:
         for handle in self._handles:
             handle.remove()
 
-    def on_boundary(self) -> None:
-        """Called after code of the module `running[-1]`; for subclasses."""
+    def _enter(self, key: str, module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        self._record(key, next(tensors, None))
 
-    def _enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
-        self.on_boundary()
-        self.running.append(name)
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor):
-                self._record(INPUT + name, value)
-                break
+    def _leave(self, key: str, module: nn.Module, args: tuple, output: object) -> None:
+        if isinstance(output, tuple) and output:
+            output = output[0]
+        self._record(key, getattr(output, "logits", output))
 
-    def _leave(self, name: str, module: nn.Module, args: tuple, output: object) -> None:
-        self.on_boundary()
-        while self.running and self.running.pop() != name:
-            continue  # activation recomputation may stop in the middle of a module
-        if isinstance(tensor := main_output(output), Tensor):
-            self._record(name, tensor)
-
-    def _record(self, key: str, tensor: Tensor) -> None:
+    def _record(self, key: str, tensor: object) -> None:
         """Keeps the first value: recomputation of activations runs a module again."""
-        if tensor.is_floating_point() and key not in self.tensors:
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and key not in self.tensors:
             self.tensors[key] = full(tensor)
 
 
@@ -81,17 +72,28 @@ class ForwardCall:
         return module(*args, **kwargs)
 
 
-def main_output(output: object) -> object:
-    """Returns the first of several outputs, and `logits` of a transformers model's."""
-    if isinstance(output, tuple) and output:
-        output = output[0]
-    return getattr(output, "logits", output)
-
-
 def full(tensor: Tensor) -> Tensor:
     """Returns the unsharded tensor on the host. Collective for a DTensor."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
+
+
+# ---- code ------------------------------------------------------------------------------------
+
+
+def location(code: object) -> str:
+    """Returns file:line of a function, method or class; "" for None and for code in C."""
+    code = inspect.unwrap(getattr(code, "__func__", code))  # ty: ignore[invalid-argument-type]
+    try:
+        return f"{short(inspect.getsourcefile(code) or '')}:{inspect.getsourcelines(code)[1]}"
+    except (OSError, TypeError):
+        return ""
+
+
+def short(file: str) -> str:
+    """Returns the path below the working directory, or its last three parts if it is outside."""
+    relative = os.path.relpath(file)
+    return relative if not relative.startswith("..") else "/".join(Path(file).parts[-3:])
 
 
 def with_location(key: str, places: Mapping[str, str]) -> str:

@@ -3,10 +3,10 @@
 Writes lines of JSON into `rank<N>.jsonl`, each with an `event`:
 
     run         folder, dp_rank (data-parallel rank)
-    rows        step, rows (a hash of each sequence), random (of the random state before them)
+    rows        step, micro_batch, rows (a hash of each sequence), random (of the random state before them)
     gradients   tensors (see `replica_hashes`): gradients of the first step, before clipping
-    step        step, metrics (that the module logged), tensors (see `replica_hashes`), buffers
-                (their names), optimizer, rates, python; also before the first step
+    step        step, metrics (that the module logged), tensors (see `replica_hashes`), optimizer,
+                rates, python; also before the first step
     eval        step, stage (sanity, validate, test), metrics
 
 Rank 0 also saves the unsharded weights as `start.pt` and `end.pt`.
@@ -66,7 +66,7 @@ class Recorder(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         rows = [*map(fingerprint, samples_in(batch))]
-        state = fingerprint(torch.get_rng_state())
+        state = _digest((torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())))
         self._write("rows", step=trainer.global_step + 1, micro_batch=batch_idx, rows=rows, random=state)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
@@ -93,7 +93,6 @@ class Recorder(Callback):
 
     def _write_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: Mapping[str, float]) -> None:
         self._recorded_step = trainer.global_step
-        buffers = dict(module.named_buffers())
         rates: list[float] = []  # of the next step
         for optimizer in trainer.optimizers:
             rates += [float(group["lr"]) for group in optimizer.param_groups]
@@ -101,8 +100,7 @@ class Recorder(Callback):
             "step",
             step=trainer.global_step,
             metrics=metrics,
-            tensors=replica_hashes([*module.named_parameters(), *buffers.items()]),
-            buffers=[*buffers],
+            tensors=replica_hashes([*module.named_parameters(), *module.named_buffers()]),
             optimizer=optimizer_state(trainer, module),
             rates=rates,
             python=python_state(trainer, module),
@@ -116,26 +114,12 @@ class Recorder(Callback):
         self._file.write(json.dumps({"event": event, **values}) + "\n")
 
 
-# ---- batches ---------------------------------------------------------------------------------
-
-
 def samples_in(batch: Any) -> Tensor:
     """Returns the tensor whose rows are the samples: of text its tokens, else the first tensor."""
     if isinstance(batch, Mapping):
         first = next(iter(batch.values()))
         return samples_in(batch.get("whole_input_ids", batch.get("input_ids", first)))
     return samples_in(batch[0]) if isinstance(batch, list | tuple) else batch
-
-
-def labels_in(batch: object) -> Tensor | tuple:
-    """Returns the tensor whose rows are the samples' labels: `labels`, or the second of a tuple; an
-    empty tuple if the batch has no labels, or if ranks share sequences and have parts of them."""
-    found = None
-    if isinstance(batch, Mapping) and "whole_input_ids" not in batch:
-        found = batch.get("labels")
-    elif isinstance(batch, list | tuple) and len(batch) > 1:
-        found = batch[1]
-    return found if isinstance(found, Tensor) and found.ndim else ()
 
 
 # ---- state -----------------------------------------------------------------------------------
@@ -164,12 +148,12 @@ def optimizer_state(trainer: L.Trainer, module: nn.Module) -> dict[str, str]:
             for index, parameter in enumerate(group["params"]):
                 name = names.get(id(parameter), f"parameter {index}")
                 for field, value in state.get(parameter, {}).items():
-                    found[f"{name}: {field}"] = _hash(value) or ""
+                    found[f"{name}: {field}"] = _text(value)
     return found
 
 
 def python_state(trainer: L.Trainer, module: nn.Module) -> dict[str, str]:
-    """Returns {"NAME.attribute": hash} of plain values, tensors, generators and their containers.
+    """Returns {"NAME.attribute": text or hash} of plain values, tensors and their containers.
 
     These are attributes of the module, all its submodules and the user's callbacks, without
     parameters and buffers (checkpoints have them) and without Lightning's attributes.
@@ -182,36 +166,25 @@ def python_state(trainer: L.Trainer, module: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, owner in owners:
         for key, value in vars(owner).items():
-            hashed = _hash(value) if key not in NO_STATE else None
-            if hashed is not None:
-                found[f"{name}.{key}".lstrip(".")] = hashed
+            if key not in NO_STATE and (text := _text(value)):
+                found[f"{name}.{key}".lstrip(".")] = text
     return found
 
 
-def _hash(value: object) -> str | None:
-    """Returns a hash, which starts with "tensor" if the value holds one; None for other objects."""
-    if isinstance(value, Tensor):
-        return None if value.is_meta else f"tensor {fingerprint(value)}"
-    if isinstance(value, torch.Generator):
-        return f"generator {fingerprint(value.get_state())}"
-    if isinstance(value, random.Random):
-        return f"generator {_digest(value.getstate())}"
-    if isinstance(value, np.random.Generator):
-        return f"generator {_digest(value.bit_generator.state)}"
-    if isinstance(value, np.ndarray):
-        return f"array {_digest(value.tobytes())}"
+def _text(value: object) -> str:
+    """Returns the text or hash of a plain value, tensor or container, "tensor …" if it holds one; "" for others."""
     if isinstance(value, nn.Module):  # in a container or a callback; checkpoints have the module's
         value = value.state_dict()
+    if isinstance(value, Tensor):
+        return "" if value.is_meta else f"tensor {fingerprint(value)}"
     if isinstance(value, Mapping):
         value = [*value.items()]
-    if isinstance(value, list | tuple | deque):
-        parts = [_hash(item) for item in value] if len(value) <= MAX_ITEMS else [None]
-        if None in parts:
-            return None
-        kind = "tensor" if any(part and part.startswith("tensor") for part in parts) else "items"
-        return f"{kind} {_digest(parts)}"
+    if isinstance(value, list | tuple | deque) and len(value) <= MAX_ITEMS:
+        parts = [*map(_text, value)]
+        kind = "tensor " * any(part.startswith("tensor") for part in parts)
+        return kind + _digest(parts) if all(parts) else ""
     is_plain = isinstance(value, bool | int | float | str | None | np.generic)
-    return repr(value) if is_plain else None
+    return repr(value) if is_plain else ""
 
 
 def fingerprint(tensor: Tensor) -> str:

@@ -1,9 +1,7 @@
 """The trainings of a rehearsal. Each runs once, when a check first needs it.
 
     one            one process, with gradient accumulation
-    other_hash     the same as one, in a process with another PYTHONHASHSEED
     big            one process, each global batch as one micro-batch
-    ddp            two processes, DDP
     strategy       the chosen strategy
     uninterrupted  the chosen strategy, with dropout if the model has any
     killed         the same, killed
@@ -16,9 +14,8 @@ ranks. Each training has a folder with its `config.yaml`, with which `fit` repea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import yaml
@@ -28,12 +25,10 @@ from ...checkpoint.manifest import SavedCheckpoint
 from ...parallel import sharding_of
 from ...project import Project
 from .first_step import FirstStep
-from .interventions import KillAt, LeakageTest, RaggedLabels, StepProbe
+from .interventions import KillAt, LeakageTest, RaggedLabels
 from .record import RunRecord
 from .shrink_config import Config, Small, checkpoint_step
-from .workers import Workers
-
-HASH_SEED = "1"  # one that a process draws for itself is this once in 2**32
+from .workers import run_ranks
 
 
 class RunFailed(Exception):
@@ -55,7 +50,6 @@ class Runs:
     folder: Path  # each training gets a folder in it
     project: Project
     prelude: Callable[[], None] | None = None  # called in each process before anything else
-    idle_s: float = 60.0  # seconds without progress after which a training counts as hung
     known: dict[str, RunRecord] = field(default_factory=dict)  # trainings that have run
     hung: str = ""  # name of the training that hung
     failed: set[str] = field(default_factory=set)  # trainings that a check has reported
@@ -70,29 +64,11 @@ class Runs:
 
     @property
     def one(self) -> RunRecord:
-        folder = self.folder / "one"
-        return self._run("one", 1, self._single(), [LeakageTest(folder), StepProbe(folder)])
-
-    @property
-    def other_hash(self) -> RunRecord:
-        return self._run("other_hash", 1, self._single(), hash_seed=HASH_SEED)
-
-    def _single(self) -> Config:
-        """Returns the training of one process, whose loss has all logits at once, for its probe."""
-        config = self.small.variant(1, "auto")
-        if config["model"].get("loss_chunk"):
-            config["model"]["loss_chunk"] = None
-        return config
+        return self._run("one", 1, self.small.variant(1, "auto"), LeakageTest(self.folder / "one"))
 
     @property
     def big(self) -> RunRecord:
         return self._run("big", 1, self.small.variant(1, "auto", is_big=True))
-
-    @property
-    def ddp(self) -> RunRecord:
-        if str(self.small.strategy).startswith("ddp") and self.small.processes == 2:
-            return self.strategy  # ddp, or ddp_find_unused_parameters_true
-        return self._run("ddp", 2, self.small.variant(2, "ddp"))
 
     @property
     def strategy(self) -> RunRecord:
@@ -100,14 +76,15 @@ class Runs:
 
     @property
     def uninterrupted(self) -> RunRecord:
-        if not (self.small.dropouts or self.strategy.tensors("draws")):
-            return self.strategy
-        return self._run_with_dropout("uninterrupted")
+        trained = self.strategy
+        if self.small.dropouts or trained.tensors("dropout") or trained.draws:
+            return self._run_with_dropout("uninterrupted")
+        return trained
 
     @property
     def killed(self) -> RunRecord:
         before_next_checkpoint = 2 * self.kept_step - 1
-        return self._run_with_dropout("killed", [KillAt(before_next_checkpoint)])
+        return self._run_with_dropout("killed", KillAt(before_next_checkpoint))
 
     @property
     def resumed(self) -> RunRecord:
@@ -118,13 +95,12 @@ class Runs:
     def fewer(self) -> RunRecord:
         saved = SavedCheckpoint.all_in(self.strategy.run / "checkpoints")
         checkpoint = next(each.path for each in saved if each.step == self.kept_step)
-        small = self.small
-        spec, half = small.strategy, sharding_of(small.strategy).halved(small.processes)
-        num, data_parallel = half.processes, half.data_parallel
+        spec = self.small.strategy
+        half = sharding_of(spec).halved(self.small.processes)
         if isinstance(spec, dict):
             spec = spec | {"init_args": half.arguments}
-        config = small.variant(num, spec, data_parallel)
-        return self._run("fewer", num, config, checkpoint=str(checkpoint))
+        config = self.small.variant(half.processes, spec, half.data_parallel)
+        return self._run("fewer", half.processes, config, checkpoint=str(checkpoint))
 
     def export(self) -> Path:
         """Exports the trained model and returns its folder; raises RunFailed."""
@@ -137,27 +113,17 @@ class Runs:
 
     def _tool(self, verb: str, *flags: str) -> None:
         """Runs a verb other than training on one process."""
-        with Workers(1, self.project) as workers:
-            argv = [verb, *flags]
-            record = workers.run(argv, self.folder / verb, prelude=self.prelude, timeout_s=None)
+        argv, folder = [verb, *flags], self.folder / verb
+        record = run_ranks(1, self.project, argv, folder, prelude=self.prelude, timeout_s=None)
         if not record.ok:
             raise RunFailed(verb, record)
 
-    def _run_with_dropout(
-        self, name: str, callbacks: Sequence[Callback] = (), checkpoint: str | None = None
-    ) -> RunRecord:
+    def _run_with_dropout(self, name: str, *callbacks: Callback, checkpoint: str = "") -> RunRecord:
         config = self.small.with_dropout()
-        return self._run(name, self.small.processes, config, callbacks, checkpoint, True)
+        return self._run(name, self.small.processes, config, *callbacks, checkpoint=checkpoint, has_dropout=True)
 
     def _run(
-        self,
-        name: str,
-        num: int,
-        config: Config,
-        callbacks: Sequence[Callback] = (),
-        checkpoint: str | None = None,
-        has_dropout: bool = False,
-        hash_seed: str | None = None,
+        self, name: str, num: int, config: Config, *more: Callback, checkpoint: str = "", has_dropout: bool = False
     ) -> RunRecord:
         if name not in self.known:
             # `last` is searched among the runs of one name.
@@ -165,10 +131,10 @@ class Runs:
             argv = ["fit", f"--config={self._write(name, config)}"]
             argv += [f"--ckpt_path={checkpoint}"] if checkpoint else []
             folder = self.folder / name
-            callbacks = [RaggedLabels(), *callbacks, FirstStep(folder, not has_dropout)]
-            with Workers(num, self.project, hash_seed) as workers:
-                run = partial(workers.run, callbacks=callbacks, prelude=self.prelude)
-                self.known[name] = run(argv, folder, timeout_s=None, idle_s=self.idle_s)
+            callbacks = [RaggedLabels(), *more, FirstStep(folder, not has_dropout)]
+            self.known[name] = run_ranks(
+                num, self.project, argv, folder, callbacks=callbacks, prelude=self.prelude, timeout_s=None
+            )
         record = self.known[name]
         if not (record.was_killed if name == "killed" else record.ok):
             self.hung = name if record.hung else self.hung

@@ -52,22 +52,12 @@ class Small:
         """Whether the datamodule derives the accumulation; a plain one leaves it to the Trainer."""
         return "micro_batch_size" in self.config["data"]
 
-    def variant(
-        self,
-        processes: int,
-        strategy: StrategySpec,
-        data_parallel: int | None = None,
-        is_big: bool = False,
-    ) -> Config:
-        """Returns the same training under another strategy, with the same global batch.
-
-        `data_parallel` ranks, None: all, have different batches. `is_big`: the global batch is one
-        micro-batch.
-        """
+    def variant(self, processes: int, strategy: StrategySpec, data_parallel: int = 1, is_big: bool = False) -> Config:
+        """Returns the same training under another strategy; with `is_big`, the global batch is one micro-batch."""
         config = copy.deepcopy(self.config)
         data, trainer = config["data"], config["trainer"]
         batches = self.accumulation * self.data_parallel
-        per_rank = 1 if is_big else batches // (data_parallel or processes)
+        per_rank = 1 if is_big else batches // data_parallel
         trainer |= {"devices": processes, "strategy": strategy}
         trainer["limit_val_batches"] = per_rank  # the same rows
         if self.is_text:
@@ -93,11 +83,13 @@ def shrink(
     steps: int = 6,
     processes: int | None = None,
     keep_data: bool = False,
+    timeout_s: float = 60.0,
 ) -> Small:
     """Returns the small configuration of `given`, the production one with every key resolved.
 
-    `folder` is the destination of text and runs. `keep_data` keeps the configured source and tokenizer. Raises
-    InputError if the strategy does not work on `processes`; None: the fewest that it needs.
+    `folder` is the destination of text and runs. `keep_data` keeps the configured source and tokenizer. After
+    `timeout_s` seconds without progress, a training has hung. Raises InputError if the strategy does not work on
+    `processes`; None: the fewest that it needs.
     """
     config = copy.deepcopy(given)
     spec = config["trainer"]["strategy"]
@@ -124,7 +116,7 @@ def shrink(
         config["trainer"]["accumulate_grad_batches"] = small.accumulation
         notes.append("data has no micro_batch_size: its samples and batches stay as they are")
     _shrink_model(small, model_config, given)
-    _shrink_callbacks(config, steps)
+    _shrink_callbacks(config, steps, timeout_s)
     return small
 
 
@@ -196,9 +188,9 @@ def _shrink_model(small: Small, model_config: PretrainedConfig | None, given: Co
     model |= {key: smaller[key] for key in smaller if key in model}
 
 
-def _shrink_callbacks(config: Config, steps: int) -> None:
+def _shrink_callbacks(config: Config, steps: int, timeout_s: float) -> None:
     if "watchdog" in config:
-        config["watchdog"] |= {"timeout_s": 0, "start_timeout_s": 0}  # worker.py detects hangs
+        config["watchdog"] |= {"timeout_s": timeout_s, "start_timeout_s": timeout_s}
     if "replicas" in config:
         config["replicas"]["ignore"] = ["*"]  # a check compares them, and names the cause
     for key in ("last_checkpoint", "best_checkpoint"):
