@@ -1,4 +1,5 @@
-"""Replaces torch's functions that drop out, in a process that trains once, to rehearse it. Verified on torch 2.9 to 2.13.
+"""Replaces torch's functions that drop out, in a process that trains once, to rehearse it. Verified on torch 2.9 to
+2.13.
 
 torch has no switch or hook for them. The names are public: where one is gone, `turn_dropout_off`
 raises AttributeError, as tests/compat/test_randomness.py shows.

@@ -2,14 +2,15 @@
 
 `trace` compares two trainings that start equal, in the order of execution: starting weights,
 samples, forward passes, gradients, learning rates. `trace_resumed` compares an uninterrupted
-training with a resumed one: samples, random state, weights and buffers, optimizer, Python
-attributes, learning rates. Below them is what they compare.
+training with a resumed one: samples, random state, weights and buffers, Python attributes,
+learning rates. Below them is what they compare.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from .record import ForwardPass, RunRecord
 FORWARD = GRADIENT = 1e-4  # relative to a tensor's largest value; another order of sums gives 1e-6
 NOISE = 1e-3  # relative to the largest gradient: smaller ones are rounding errors of a true zero
 NOT_SAVED = "make it a buffer, or save it in on_save_checkpoint"
-Curve = Mapping[int, float]  # {step: value}
+K = TypeVar("K")
 Tensors = Mapping[str, Tensor]
 
 
@@ -36,11 +37,9 @@ def trace(expected: RunRecord, got: RunRecord) -> str:
         return text
     if differing:
         return disagreement(got, differing)
-    rates = expected.after(1, "rates", 0)
-    for rank in range(got.size):
-        if (other_rates := got.after(1, "rates", rank)) != rates:
-            what = f"{rates}, {other_rates} on rank {rank}"
-            return f"learning rates differ after the first step: {what}"
+    rates = expected.after(1, "rates", 0), got.after(1, "rates", 0)
+    if rates[0] != rates[1]:
+        return f"learning rates differ after the first step: {rates[1]} instead of {rates[0]}"
     return (
         "outputs, gradients and learning rate of the first step agree, the update differs: inspect"
         f" {got.places.get('optimizer', '?')}{_hooks(got)}"
@@ -59,11 +58,9 @@ def disagreement(record: RunRecord, found: tuple[int, str, int, int]) -> str:
     what = f"{name} ({record.owner(name)}) on rank {rank} differs from rank {other}'s {when}"
     if not step:
         return f"{what}: it differs from what rank 0 built"
-    if name not in record.tensors("gradients"):
-        return f"{what}: each rank computes it from its own data: all-reduce it, or use data that all ranks have"
-    if step == 1 and replicas(record, "gradients"):
-        return f"{what}: its gradient is not reduced over these ranks"
-    return f"{what} though its gradients agree: something other than the optimizer changes it"
+    if name in record.tensors("gradients"):
+        return f"{what}: its gradient is not reduced over these ranks, or something other than the optimizer changes it"
+    return f"{what}: each rank computes it from its own data: all-reduce it, or use data that all ranks have"
 
 
 def _first_gradient(expected: RunRecord, got: RunRecord) -> str:
@@ -100,18 +97,15 @@ def trace_resumed(uninterrupted: RunRecord, resumed: RunRecord) -> str:
     """Describes which state of the uninterrupted training the resumed one lacks."""
     first, places = min(resumed.loss, default=0), resumed.places
     before = first - 1  # the step of the checkpoint
-    ranks = range(uninterrupted.size if uninterrupted.size == resumed.size else 0)
     if text := samples(uninterrupted, resumed):
         data, order = places.get("datamodule", "?"), places.get("order", "?")
         lost = "do not continue after the checkpoint's last sample"
         return f"{text}: the data ({data}; order: {order}) {lost}"
-    for rank in ranks if uninterrupted.draws else ():
+    for rank in range(resumed.size if uninterrupted.draws else 0):
         if resumed.random(rank).get(first) != uninterrupted.random(rank).get(first):
             return f"rank {rank} resumes step {first} with another random state, as of dropout"
     if text := _lost(uninterrupted, resumed, before, "tensors"):
         return f"{text} is not restored as it was after step {before}"
-    if ranks and (text := _lost(uninterrupted, resumed, before, "optimizer")):
-        return f"the optimizer ({places.get('optimizer', '?')}) does not restore its state of {text}"
     if text := _lost(uninterrupted, resumed, before, "python"):
         return f"no checkpoint holds {text}: {NOT_SAVED}"
     for step in range(before, max(resumed.loss)):
@@ -120,8 +114,8 @@ def trace_resumed(uninterrupted: RunRecord, resumed: RunRecord) -> str:
             rates = f"{got[0]:.4g} instead of {expected[0]:.4g}"
             return f"the learning rate of step {step + 1} is {rates}: the schedule's state is not restored"
     return (
-        "samples, random state, weights, optimizer, Python attributes and learning rate are"
-        " restored: the state that is not restored is in none of them"
+        "samples, random state, weights, Python attributes and learning rate are restored: inspect"
+        f" the optimizer's state ({places.get('optimizer', '?')})"
     )
 
 
@@ -138,40 +132,35 @@ def lost_at_the_end(uninterrupted: RunRecord, resumed: RunRecord) -> str:
 
 def _lost(uninterrupted: RunRecord, resumed: RunRecord, step: int, kind: str, prefix: str = "") -> str:
     """Names state that changed during training and differs after the resume, or returns ""."""
-    lost: dict[str, tuple[str, str]] = {}  # name: value, value after the resume
-    for rank in range(min(uninterrupted.size, resumed.size)):
+    lost: dict[str, str] = {}  # name: how it differs
+    for rank in range(resumed.size):
         start = uninterrupted.after(0, kind, rank)
         want, have = uninterrupted.after(step, kind, rank), resumed.after(step, kind, rank)
         for name, value in want.items():
             other = have.get(name, "nothing")
-            if kind == "tensors" and (name not in have or value[0] != other[0]):
-                continue  # another rank's, or a shard of another size
             is_meant = not prefix or value.startswith(prefix)
             if is_meant and value not in (other, start.get(name)):
-                lost.setdefault(name, (value, other))
+                lost.setdefault(name, f"{other} instead of {value}" if kind == "python" else "another hash")
     if not lost:
         return ""
-    text, (value, other) = next(iter(lost.items()))
-    if len(value) < 12 and kind != "tensors":  # a number, not a hash
-        text += f" ({other} instead of {value})"
-    if (owner := resumed.owner(text)) != "?":
-        text += f" ({owner})"
-    return text if len(lost) == 1 else f"{text} and {len(lost) - 1} more"
+    name = next(iter(lost))
+    more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return f"{name} ({lost[name]}; {resumed.owner(name)}){more}"
 
 
 # ---- what is compared ---------------------------------------------------------------------------
 
 
-def relative_difference(expected: Curve, got: Curve) -> tuple[float, dict[int, float]]:
-    """Returns (largest relative difference, relative difference by step of `got`).
+def relative_difference(expected: Mapping[K, float], got: Mapping[K, float]) -> tuple[float, dict[K, float]]:
+    """Returns (largest relative difference, relative difference of each step or metric of `got`).
 
-    It is infinite for a step that `expected` lacks, and for NaN.
+    It is infinite for one that `expected` lacks, and for NaN.
     """
-    each: dict[int, float] = {}
-    for step, value in got.items():
-        want = expected.get(step, float("nan"))
+    each: dict[K, float] = {}
+    for key, value in got.items():
+        want = expected.get(key, float("nan"))
         difference = 0.0 if want == value else abs(value - want) / max(abs(want), 1e-12)
-        each[step] = difference if difference == difference else float("inf")
+        each[key] = difference if difference == difference else float("inf")
     return max(each.values(), default=float("inf")), each
 
 
@@ -217,27 +206,22 @@ def gradients(expected: RunRecord, got: RunRecord, factor: float = 1.0) -> dict[
 def samples(expected: RunRecord, got: RunRecord) -> str:
     """Describes the first step at which `got` lacks samples of `expected`, or ""."""
     want, have = expected.rows(), got.rows()
-    known = {row for rows in want.values() for row, _ in rows}
     for step in sorted(have):
         trained = Counter(row for row, _ in have[step])
         belong = Counter(row for row, _ in want.get(step, []))
         if missing := (belong - trained).total():
+            place = got.places.get("transform", "?")
             text = f"step {step} lacks {missing} of the {belong.total()} samples that belong to it"
-            if not known.issuperset(trained):
-                text += f", and has tokens of no known sample (transform, {got.places.get('transform', '?')})"
-            return text
+            return f"{text}, or their tokens differ (transform, {place})"
     return ""
 
 
-def replicas(record: RunRecord, kind: str = "step") -> tuple[int, str, int, int] | None:
-    """Returns (step, tensor, rank, other rank) of the first tensor whose replicas differ, or None.
-
-    `kind` is step (parameters and buffers after each step) or gradients (of the first step).
-    """
+def replicas(record: RunRecord) -> tuple[int, str, int, int] | None:
+    """Returns (step, tensor, rank, other rank) of the first parameter or buffer whose replicas differ, or None."""
     steps: dict[int, dict[str, dict[int, tuple[str, str]]]] = {}  # {step: {tensor: {rank: …}}}
     for rank in range(record.size):
-        for event in record.events(kind, rank):
-            tensors = steps.setdefault(event.get("step", 1), {})
+        for event in record.events("step", rank):
+            tensors = steps.setdefault(event["step"], {})
             for name, shard_and_hash in event["tensors"].items():
                 tensors.setdefault(name, {})[rank] = shard_and_hash
     for step in sorted(steps):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -18,7 +19,7 @@ from ...parallel.pipeline.division import RemoteModule
 from ...parallel.run_strategy import Layers
 from ...project import is_users
 from ...weights import from_all_ranks
-from .forward_hooks import ForwardCall, ForwardHooks, full, location
+from .forward_hooks import ForwardHooks, full, location
 from .record import ForwardPass
 from .recorder import fingerprint, samples_in
 
@@ -27,7 +28,7 @@ GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gr
 
 
 class FirstStep(Callback):
-    """Records forward passes and gradients of the first step, and the trained model's logits.
+    """Records forward passes and gradients of the first step.
 
     forward<rank>.pt   a `ForwardPass` for each micro-batch
     places.pt          {module: class and file:line}; also of METHODS, transform, datamodule,
@@ -35,7 +36,6 @@ class FirstStep(Callback):
     gradients.pt       {parameter: unsharded gradient} after the first backward, before clipping
     dropout.pt         {"dropout": True} if dropout was turned off in a forward pass
     missing.pt         {parameter that never gets a gradient: whether its module's forward ran}
-    logits.pt          (batch, logits) of the trained module
 
     Rank 0 writes all but the first, in a pipeline with the entries of all stages.
     `dropout_is_off` replaces dropout by the identity, because random masks differ between ranks.
@@ -45,7 +45,6 @@ class FirstStep(Callback):
         self.folder = folder
         self.dropout_is_off = dropout_is_off
         self._hooks: _StepHooks | None = None  # until the first step has ended
-        self._batch: object = None
         self._missing: dict[str, bool] = {}
         self._dropout: dict[str, bool] = {}
 
@@ -59,7 +58,6 @@ class FirstStep(Callback):
         layers = run_strategy(trainer.strategy).layers
         self._group = layers.group
         self._hooks = _StepHooks(pl_module, layers)
-        self._call = ForwardCall(pl_module)
 
         places: dict[str, str] = {}
         for name, module in pl_module.named_modules():
@@ -83,13 +81,9 @@ class FirstStep(Callback):
         places["hooks"] = "; ".join(hooks)
         self._save("places", places)
 
-    # ---- the first step ----------------------------------------------------------------------
-
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
-        if self._batch is None:
-            self._batch = batch
         if self._hooks:
             self._hooks.tensors = {}
             rows = [*map(fingerprint, samples_in(batch))]
@@ -115,24 +109,14 @@ class FirstStep(Callback):
             torch.save(self._hooks.passes, self.folder / f"forward{trainer.global_rank}.pt")
             self._hooks = None
 
-    # ---- the trained module ------------------------------------------------------------------
-
-    @torch.no_grad()
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._save("dropout", self._dropout)
         self._save("missing", self._missing)
-        pl_module.eval()
-        logits = self._call.repeat(pl_module)
-        pl_module.train()
-        if isinstance(logits, Tensor):  # other outputs of `forward` are not compared
-            self._save("logits", (self._batch, full(logits)))
 
-    def _save(self, name: str, value: object) -> None:
-        if self._group and isinstance(value, dict):
-            merged: dict[str, object] = {}
+    def _save(self, name: str, value: dict[str, Any]) -> None:
+        if self._group:
             for stage in reversed(from_all_ranks(value, self._group)):
-                merged |= stage
-            value = merged
+                value = value | stage
         if self._trainer.is_global_zero:
             torch.save(value, self.folder / f"{name}.pt")
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
@@ -49,27 +48,6 @@ class ForwardHooks:
         """Keeps the first value: recomputation of activations runs a module again."""
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and key not in self.tensors:
             self.tensors[key] = full(tensor)
-
-
-class ForwardCall:
-    """Records the arguments of the module's first forward call, to repeat the call later."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.arguments: tuple[tuple, dict[str, object]] | None = None
-        self._handle = module.register_forward_pre_hook(self._record, with_kwargs=True)
-
-    def _record(self, module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
-        if inspect.ismethod(module.forward):  # DDP calls forward as a wrapper of training_step
-            self.arguments = (args, kwargs)
-            self._handle.remove()
-
-    def repeat(self, module: nn.Module, changed: Mapping[Tensor, Tensor] | None = None) -> object:
-        """Repeats the call with `changed` tensors replaced; returns None if there was no call."""
-        if self.arguments is None:
-            return None
-        by_id = {id(tensor): new for tensor, new in (changed or {}).items()}
-        args, kwargs = apply_to_collection(self.arguments, Tensor, lambda t: by_id.get(id(t), t))
-        return module(*args, **kwargs)
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -12,15 +12,17 @@ import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch import Callback
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...text.datamodule import PackedText
-from .forward_hooks import EXPERTS, ForwardCall, ForwardHooks
+from .forward_hooks import EXPERTS, ForwardHooks
 
 NOT_COUNTED = -100
 MAX_MASKED_SHARE = 0.8
@@ -77,20 +79,29 @@ class LeakageTest(Callback):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._batches: list[tuple[dict[str, Tensor], ForwardCall]] = []
+        self._batch: Any = None
+        self._arguments: tuple = ()  # of the first forward
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step == 0 and isinstance(batch, dict) and "input_ids" in batch:
-            self._batches.append((batch, ForwardCall(pl_module)))
+        if self._batch is None:
+            self._batch = batch
+
+            def keep(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
+                self._arguments = (args, kwargs)
+                hook.remove()
+
+            hook = pl_module.register_forward_pre_hook(keep, with_kwargs=True)
 
     @torch.no_grad()
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not self._batches:
+        if not self._arguments or not isinstance(self._batch, dict) or "input_ids" not in self._batch:
             return
-        batch, call = max(self._batches, key=lambda each: int(_document_starts(each[0]).sum()))
-        tokens, starts = batch["input_ids"], _document_starts(batch)
+        tokens = self._batch["input_ids"]
+        starts = self._batch.get("position_ids", torch.ones_like(tokens)) == 0  # of documents
+        if starts.shape != tokens.shape:
+            starts = torch.zeros_like(tokens, dtype=torch.bool)
         ends = tokens[:, :-1][starts[:, 1:]].tolist()  # they stay
         others = sorted({*tokens.flatten().tolist()} - {*ends})
         following = dict(zip(others, others[1:] + others[:1], strict=True))
@@ -99,7 +110,8 @@ class LeakageTest(Callback):
             changed = tokens.clone()
             changed[is_changed] = changed[is_changed].apply_(lambda token: following.get(token, token))
             hooks = ForwardHooks(pl_module)
-            call.repeat(pl_module, {tokens: changed})
+            args, kwargs = apply_to_collection(self._arguments, Tensor, lambda t: changed if t is tokens else t)
+            pl_module(*args, **kwargs)
             hooks.remove()
             return hooks.tensors
 
@@ -118,14 +130,6 @@ class LeakageTest(Callback):
                 found["documents"] = _first_change(expected, outputs(earlier), ~earlier)
         pl_module.train()
         torch.save(found, self.folder / "leakage.pt")
-
-
-def _document_starts(batch: Mapping[str, Tensor]) -> Tensor:
-    """Returns (B, T): whether a document starts at a token; False without position_ids."""
-    tokens, positions = batch["input_ids"], batch.get("position_ids")
-    if positions is None or positions.shape != tokens.shape:
-        return torch.zeros_like(tokens, dtype=torch.bool)
-    return positions == 0
 
 
 def _first_change(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], is_compared: Tensor) -> str:

@@ -45,20 +45,20 @@ class RunRecord:
     def failed_rank(self) -> int:
         """The rank whose failure caused the others; 0 if none failed."""
         failed = [rank for rank, answer in sorted(self.answers.items()) if answer != "done"]
+        causes: list[int] = []
         for rank in failed:
             answer = self.answers[rank]
-            is_stopped = answer.startswith("stopped:") or "gloo" in answer
-            if not (is_stopped or another_rank_is_gone(answer)):
-                return rank
-        return (failed or [0])[0]
+            if not (answer.startswith("stopped:") or "gloo" in answer or another_rank_is_gone(answer)):
+                causes.append(rank)
+        return [*causes, *failed, 0][0]
 
     @property
     def error(self) -> str:
         """The error of `failed_rank`, with the rank, or the watchdog's sentence; "" if no rank failed."""
         rank, answer = self.failed_rank, self.answers[self.failed_rank]
         if self.hung:
-            logs = "\n".join(map(self.log, self.answers))
-            return [answer.removeprefix("hung: "), *re.findall("^no progress for [^;\n]+: .*", logs, re.MULTILINE)][-1]
+            said = re.findall("^no progress for [^;\n]+: .*", "\n".join(map(self.log, self.answers)), re.MULTILINE)
+            return [answer.removeprefix("hung: "), *said][-1]
         if answer.startswith("killed:"):
             answer += f"; the last line of its log: {self.last_line(rank)}"
         return "" if answer == "done" else f"rank {rank}: {answer}"

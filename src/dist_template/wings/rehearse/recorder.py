@@ -4,9 +4,8 @@ Writes lines of JSON into `rank<N>.jsonl`, each with an `event`:
 
     run         folder, dp_rank (data-parallel rank)
     rows        step, micro_batch, rows (a hash of each sequence), random (of the random state before them)
-    gradients   tensors (see `replica_hashes`): gradients of the first step, before clipping
-    step        step, metrics (that the module logged), tensors (see `replica_hashes`), optimizer,
-                rates, python; also before the first step
+    step        step, metrics (that the module logged), tensors (see `replica_hashes`), rates, python;
+                also before the first step
     eval        step, stage (sanity, validate, test), metrics
 
 Rank 0 also saves the unsharded weights as `start.pt` and `end.pt`.
@@ -17,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ...layout import local_shard, shard_place
 from ...model.any_module import metrics_of, results_of
@@ -38,7 +35,6 @@ NO_STATE = set(vars(L.LightningModule())) | set(vars(Callback()))
 NO_STATE |= {"eval_metrics", "metrics", "metric_buffer", "prepare_data_per_node"}
 NO_STATE |= {"allow_zero_length_dataloader_with_multiple_devices"}
 NO_STATE |= {"_external_params"}  # ZeRO-3 notes what else a module reads
-MAX_ITEMS = 1000  # a larger container is data, not state
 
 
 class Recorder(Callback):
@@ -51,7 +47,6 @@ class Recorder(Callback):
         self.folder = folder
         self.run = run
         self._recorded_step = -1
-        self._has_gradients = False
         self._file = (folder / f"rank{rank}.jsonl").open("a", encoding="utf-8", buffering=1)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -68,12 +63,6 @@ class Recorder(Callback):
         rows = [*map(fingerprint, samples_in(batch))]
         state = _digest((torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())))
         self._write("rows", step=trainer.global_step + 1, micro_batch=batch_idx, rows=rows, random=state)
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        if not self._has_gradients:
-            self._has_gradients = True
-            gradients = ((name, each.grad) for name, each in pl_module.named_parameters())
-            self._write("gradients", tensors=replica_hashes(gradients))
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
         if trainer.global_step != self._recorded_step:
@@ -101,7 +90,6 @@ class Recorder(Callback):
             step=trainer.global_step,
             metrics=metrics,
             tensors=replica_hashes([*module.named_parameters(), *module.named_buffers()]),
-            optimizer=optimizer_state(trainer, module),
             rates=rates,
             python=python_state(trainer, module),
         )
@@ -138,26 +126,9 @@ def replica_hashes(tensors: Iterable[tuple[str, Tensor | None]]) -> dict[str, tu
     return found
 
 
-def optimizer_state(trainer: L.Trainer, module: nn.Module) -> dict[str, str]:
-    """Returns {"parameter: field": hash of this rank's shard} of every optimizer."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    found: dict[str, str] = {}
-    for optimizer in trainer.optimizers:
-        state = getattr(optimizer, "state", {})
-        for group in optimizer.param_groups:
-            for index, parameter in enumerate(group["params"]):
-                name = names.get(id(parameter), f"parameter {index}")
-                for field, value in state.get(parameter, {}).items():
-                    found[f"{name}: {field}"] = _text(value)
-    return found
-
-
 def python_state(trainer: L.Trainer, module: nn.Module) -> dict[str, str]:
-    """Returns {"NAME.attribute": text or hash} of plain values, tensors and their containers.
-
-    These are attributes of the module, all its submodules and the user's callbacks, without
-    parameters and buffers (checkpoints have them) and without Lightning's attributes.
-    """
+    """Returns {"NAME.attribute": text or hash} of numbers and tensors that the module, its submodules and the user's
+    callbacks have as attributes, without parameters, buffers and Lightning's attributes."""
     owners: list[tuple[str, object]] = [*module.named_modules()]
     library = __name__.split(".")[0]
     for callback in trainer.callbacks:  # ty: ignore[missing-attribute]
@@ -166,25 +137,10 @@ def python_state(trainer: L.Trainer, module: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, owner in owners:
         for key, value in vars(owner).items():
-            if key not in NO_STATE and (text := _text(value)):
+            if key not in NO_STATE and isinstance(value, int | float | Tensor):
+                text = f"tensor {fingerprint(value)}" if isinstance(value, Tensor) else repr(value)
                 found[f"{name}.{key}".lstrip(".")] = text
     return found
-
-
-def _text(value: object) -> str:
-    """Returns the text or hash of a plain value, tensor or container, "tensor …" if it holds one; "" for others."""
-    if isinstance(value, nn.Module):  # in a container or a callback; checkpoints have the module's
-        value = value.state_dict()
-    if isinstance(value, Tensor):
-        return "" if value.is_meta else f"tensor {fingerprint(value)}"
-    if isinstance(value, Mapping):
-        value = [*value.items()]
-    if isinstance(value, list | tuple | deque) and len(value) <= MAX_ITEMS:
-        parts = [*map(_text, value)]
-        kind = "tensor " * any(part.startswith("tensor") for part in parts)
-        return kind + _digest(parts) if all(parts) else ""
-    is_plain = isinstance(value, bool | int | float | str | None | np.generic)
-    return repr(value) if is_plain else ""
 
 
 def fingerprint(tensor: Tensor) -> str:

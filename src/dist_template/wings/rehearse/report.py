@@ -11,9 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-# limit: the strategy or model does not support the check; not run: its training failed before.
-# Neither counts as a failure.
-Verdict = Literal["pass", "FAIL", "limit", "not run"]
+Verdict = Literal["pass", "FAIL", "limit"]  # limit: the strategy or model does not support the check; no failure
 WIDTHS = (7, 36, 6, 0)  # verdict, check, seconds, what was found
 NOT_POSSIBLE = "not possible here"
 
@@ -64,13 +62,13 @@ class Report:
     def add(self, result: Result) -> None:
         cells = result.verdict, result.check, f"{result.time_s:.1f} s", f"{result.got} ({result.expected})"
         print("  ".join(map(str.ljust, cells, WIDTHS)).rstrip(), flush=True)
-        earlier = {each.cause: each.check for each in reversed(self.results)}
         sentence = result.sentence
-        if result.cause and result.cause in earlier:
-            sentence = sentence.replace(result.cause, f"the cause given for {earlier[result.cause]!r}")
-        self.results.append(result)
+        for earlier in self.results:
+            if result.cause and earlier.cause == result.cause:
+                sentence = f"{result.where}: see {earlier.check!r}"
         if sentence:
             print(textwrap.fill(sentence, 118, initial_indent="    -> ", subsequent_indent="       "), flush=True)
+        self.results.append(result)
 
     @property
     def ok(self) -> bool:
@@ -81,7 +79,6 @@ class Report:
         count = Counter(result.verdict for result in self.results)
         summary = "all checks hold" if self.ok else f"{count['FAIL']} of {len(self.results)} checks FAILED"
         summary += f", {count['limit']} not possible here" if count["limit"] else ""
-        summary += f", {count['not run']} not run" if count["not run"] else ""
         seconds = time.perf_counter() - self._started
         print(f"\n{summary}; {seconds:.0f} s; logs and configurations are in {folder}")
         found = {**self.facts, "ok": self.ok, "checks": [asdict(result) for result in self.results]}

@@ -6,7 +6,6 @@
     uninterrupted  the chosen strategy, with dropout if the model has any
     killed         the same, killed
     resumed        the same, resumed from the last checkpoint of killed
-    fewer          the chosen strategy on half of the processes, from a checkpoint of `strategy`
 
 Dropout is off except in uninterrupted, killed and resumed, because random masks differ between
 ranks. Each training has a folder with its `config.yaml`, with which `fit` repeats it.
@@ -21,25 +20,21 @@ from pathlib import Path
 import yaml
 from lightning.pytorch import Callback
 
-from ...checkpoint.manifest import SavedCheckpoint
-from ...parallel import sharding_of
 from ...project import Project
 from .first_step import FirstStep
 from .interventions import KillAt, LeakageTest, RaggedLabels
 from .record import RunRecord
-from .shrink_config import Config, Small, checkpoint_step
+from .shrink_config import SAVED_STEP, Config, Small
 from .workers import run_ranks
 
 
 class RunFailed(Exception):
-    """The training `name` did not end as expected; `is_known`: an earlier check reported it."""
+    """The training or tool `name` did not end as expected."""
 
-    def __init__(self, name: str, record: RunRecord, is_known: bool = False) -> None:
+    def __init__(self, name: str, record: RunRecord) -> None:
         log = record.log_path(record.failed_rank)
         super().__init__(f"run {name!r}, {record.error}; see {log}")
-        self.name = name
         self.refusal = record.refusal
-        self.is_known = is_known
 
 
 @dataclass(eq=False)
@@ -51,12 +46,9 @@ class Runs:
     project: Project
     prelude: Callable[[], None] | None = None  # called in each process before anything else
     known: dict[str, RunRecord] = field(default_factory=dict)  # trainings that have run
-    hung: str = ""  # name of the training that hung
-    failed: set[str] = field(default_factory=set)  # trainings that a check has reported
 
     def __post_init__(self) -> None:
         self.folder = self.folder.absolute()
-        self.kept_step = checkpoint_step(self.small.steps)
 
     def prepare(self) -> None:
         """Tokenizes the text; raises RunFailed."""
@@ -64,11 +56,11 @@ class Runs:
 
     @property
     def one(self) -> RunRecord:
-        return self._run("one", 1, self.small.variant(1, "auto"), LeakageTest(self.folder / "one"))
+        return self._run("one", 1, self.small.on_one_process(), LeakageTest(self.folder / "one"))
 
     @property
     def big(self) -> RunRecord:
-        return self._run("big", 1, self.small.variant(1, "auto", is_big=True))
+        return self._run("big", 1, self.small.on_one_process(is_big=True))
 
     @property
     def strategy(self) -> RunRecord:
@@ -83,7 +75,7 @@ class Runs:
 
     @property
     def killed(self) -> RunRecord:
-        before_next_checkpoint = 2 * self.kept_step - 1
+        before_next_checkpoint = 2 * SAVED_STEP - 1
         return self._run_with_dropout("killed", KillAt(before_next_checkpoint))
 
     @property
@@ -91,32 +83,22 @@ class Runs:
         assert self.killed.was_killed
         return self._run_with_dropout("resumed", checkpoint="last")
 
-    @property
-    def fewer(self) -> RunRecord:
-        saved = SavedCheckpoint.all_in(self.strategy.run / "checkpoints")
-        checkpoint = next(each.path for each in saved if each.step == self.kept_step)
-        spec = self.small.strategy
-        half = sharding_of(spec).halved(self.small.processes)
-        if isinstance(spec, dict):
-            spec = spec | {"init_args": half.arguments}
-        config = self.small.variant(half.processes, spec, half.data_parallel)
-        return self._run("fewer", half.processes, config, checkpoint=str(checkpoint))
-
-    def export(self) -> Path:
-        """Exports the trained model and returns its folder; raises RunFailed."""
-        trained, output = self.strategy, self.folder / "exported"
-        flags = [f"--config={trained.folder / 'config.yaml'}", f"--output={output}"]
+    def export(self) -> str:
+        """Exports the trained model; returns how it differs from the trained one; raises RunFailed."""
+        trained = self.strategy
+        flags = [f"--config={trained.folder / 'config.yaml'}", f"--checkpoint={trained.run / 'checkpoints'}"]
         if self.small.config["model"].get("adapter"):
             flags.append("--adapter=merged")
-        self._tool("export", *flags, f"--checkpoint={trained.run / 'checkpoints'}")
-        return output
+        record = self._tool("export", *flags, f"--output={self.folder / 'exported'}")
+        return record.last_line(0).rpartition("float32, ")[2]
 
-    def _tool(self, verb: str, *flags: str) -> None:
+    def _tool(self, verb: str, *flags: str) -> RunRecord:
         """Runs a verb other than training on one process."""
         argv, folder = [verb, *flags], self.folder / verb
         record = run_ranks(1, self.project, argv, folder, prelude=self.prelude, timeout_s=None)
         if not record.ok:
             raise RunFailed(verb, record)
+        return record
 
     def _run_with_dropout(self, name: str, *callbacks: Callback, checkpoint: str = "") -> RunRecord:
         config = self.small.with_dropout()
@@ -137,10 +119,7 @@ class Runs:
             )
         record = self.known[name]
         if not (record.was_killed if name == "killed" else record.ok):
-            self.hung = name if record.hung else self.hung
-            is_known = name in self.failed
-            self.failed.add(name)
-            raise RunFailed(name, record, is_known)
+            raise RunFailed(name, record)
         return record
 
     def _write(self, name: str, config: Config) -> Path:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 SEQ_LEN, MICRO_BATCH_SIZE, ACCUMULATION = 32, 2, 2
+STEPS, SAVED_STEP = 6, 2  # optimizer steps of a training, and of its first checkpoint
+HANG_S = 60.0  # without progress
 DROPOUT = 0.1  # for kill and resume, so that a lost random state has an effect
 WORDS = "rank step batch shard expert token gradient loss mesh layer weight seed node norm".split()
 Config = dict[str, Any]  # keys and values as in YAML
@@ -34,7 +36,6 @@ class Small:
     config: Config  # each training changes some of it
     processes: int  # ranks of the chosen strategy
     data_parallel: int  # data-parallel ranks among them
-    steps: int  # optimizer steps of an uninterrupted training
     stages: int = 1  # of the pipeline; a micro-batch and a block for each
     dropouts: list[str] = field(default_factory=list)  # probabilities in model.architecture
     notes: list[str] = field(default_factory=list)  # differences from production, a sentence each
@@ -52,18 +53,17 @@ class Small:
         """Whether the datamodule derives the accumulation; a plain one leaves it to the Trainer."""
         return "micro_batch_size" in self.config["data"]
 
-    def variant(self, processes: int, strategy: StrategySpec, data_parallel: int = 1, is_big: bool = False) -> Config:
-        """Returns the same training under another strategy; with `is_big`, the global batch is one micro-batch."""
+    def on_one_process(self, is_big: bool = False) -> Config:
+        """Returns the same training on one process; with `is_big`, the global batch is one micro-batch."""
         config = copy.deepcopy(self.config)
         data, trainer = config["data"], config["trainer"]
         batches = self.accumulation * self.data_parallel
-        per_rank = 1 if is_big else batches // data_parallel
-        trainer |= {"devices": processes, "strategy": strategy}
-        trainer["limit_val_batches"] = per_rank  # the same rows
+        per_step = 1 if is_big else batches
+        trainer |= {"devices": 1, "strategy": "auto", "limit_val_batches": per_step}  # the same rows
         if self.is_text:
             data["micro_batch_size"] = data["global_batch_size"] if is_big else MICRO_BATCH_SIZE
         else:
-            trainer["accumulate_grad_batches"] = per_rank
+            trainer["accumulate_grad_batches"] = per_step
             if is_big:
                 data["batch_size"] *= batches
         return config
@@ -80,22 +80,19 @@ def shrink(
     given: Config,
     model_config: PretrainedConfig | None,
     folder: Path,
-    steps: int = 6,
     processes: int | None = None,
     keep_data: bool = False,
-    timeout_s: float = 60.0,
 ) -> Small:
     """Returns the small configuration of `given`, the production one with every key resolved.
 
-    `folder` is the destination of text and runs. `keep_data` keeps the configured source and tokenizer. After
-    `timeout_s` seconds without progress, a training has hung. Raises InputError if the strategy does not work on
-    `processes`; None: the fewest that it needs.
+    `folder` is the destination of text and runs. `keep_data` keeps the configured source and tokenizer. Raises
+    InputError if the strategy does not work on `processes`; None: the fewest that it needs.
     """
     config = copy.deepcopy(given)
     spec = config["trainer"]["strategy"]
     shrunk = sharding_of(spec).shrunk(processes)
     num, notes = shrunk.processes, shrunk.notes
-    small = Small(config, num, shrunk.data_parallel, steps, shrunk.stages, notes=notes)
+    small = Small(config, num, shrunk.data_parallel, shrunk.stages, notes=notes)
     if isinstance(spec, dict):
         spec["init_args"] = shrunk.arguments
         if "process_group_backend" in shrunk.arguments:
@@ -105,9 +102,9 @@ def shrink(
     config["run"] |= {"root": str(folder / "runs"), "name": "rehearsal", "report": False}
     config["trainer"] |= {
         "accelerator": "cpu", "devices": num, "num_nodes": 1, "precision": "32-true",
-        "strategy": spec, "max_steps": steps, "max_epochs": None, "max_time": None,
+        "strategy": spec, "max_steps": STEPS, "max_epochs": None, "max_time": None,
         "min_steps": None, "min_epochs": None, "limit_train_batches": None,
-        "val_check_interval": max(1, steps // 2), "limit_val_batches": small.accumulation,
+        "val_check_interval": STEPS // 2, "limit_val_batches": small.accumulation,
         "num_sanity_val_steps": 0, "logger": False, "log_every_n_steps": 1, "profiler": None,
     }  # fmt: skip
     if small.is_text:
@@ -116,7 +113,17 @@ def shrink(
         config["trainer"]["accumulate_grad_batches"] = small.accumulation
         notes.append("data has no micro_batch_size: its samples and batches stay as they are")
     _shrink_model(small, model_config, given)
-    _shrink_callbacks(config, steps, timeout_s)
+    if "watchdog" in config:
+        config["watchdog"] |= {"timeout_s": HANG_S, "start_timeout_s": HANG_S}
+    if "replicas" in config:
+        config["replicas"]["ignore"] = ["*"]  # a check compares them, and names the cause
+    for key in ("last_checkpoint", "best_checkpoint"):
+        if "dirpath" in config.get(key, {}):
+            config[key]["dirpath"] = "{run}/checkpoints"
+    if "every_n_steps" in config.get("last_checkpoint", {}):
+        # Synchronous: it must be complete when the kill follows a few steps later.
+        every = {"every_n_steps": SAVED_STEP, "keep": STEPS, "asynchronous": False}
+        config["last_checkpoint"] |= every
     return small
 
 
@@ -132,7 +139,7 @@ def _shrink_data(small: Small, folder: Path, keep_data: bool) -> None:
     }
     if not keep_data:
         texts = folder.absolute() / "texts"
-        write_texts(texts, size=3 * small.steps * global_batch_size * SEQ_LEN)
+        write_texts(texts, size=3 * STEPS * global_batch_size * SEQ_LEN)
         source = {"paths": [f"{texts}/*.txt"], "separator": "\n"}
         values["source"] = {"class_path": "TextFiles", "init_args": source}
         values |= {"tokenizer": {"class_path": "Bytes"}, "cache_dir": str(folder / "cache")}
@@ -186,22 +193,3 @@ def _shrink_model(small: Small, model_config: PretrainedConfig | None, given: Co
         model["loss_chunk"] = data["seq_len"]  # still computes it in chunks
     smaller = {"loss_kernel": "torch", "sample_tokens": 4}  # Liger's kernels need a GPU
     model |= {key: smaller[key] for key in smaller if key in model}
-
-
-def _shrink_callbacks(config: Config, steps: int, timeout_s: float) -> None:
-    if "watchdog" in config:
-        config["watchdog"] |= {"timeout_s": timeout_s, "start_timeout_s": timeout_s}
-    if "replicas" in config:
-        config["replicas"]["ignore"] = ["*"]  # a check compares them, and names the cause
-    for key in ("last_checkpoint", "best_checkpoint"):
-        if "dirpath" in config.get(key, {}):
-            config[key]["dirpath"] = "{run}/checkpoints"
-    if "every_n_steps" in config.get("last_checkpoint", {}):
-        # Synchronous: it must be complete when the kill follows a few steps later.
-        every = {"every_n_steps": checkpoint_step(steps), "keep": steps, "asynchronous": False}
-        config["last_checkpoint"] |= every
-
-
-def checkpoint_step(steps: int) -> int:
-    """Returns the step of the first checkpoint; the kill follows some steps later."""
-    return max(1, steps * 3 // 8)
