@@ -21,7 +21,7 @@ from torch import Tensor
 from .cli.fit import parse
 from .cli.limits import Machine, violations
 from .project import Project
-from .wings.rehearse.checks import run_checks
+from .wings.rehearse.checks import CHECKS, run_checks
 from .wings.rehearse.command import make_small, rehearse_flags
 from .wings.rehearse.runs import Runs
 
@@ -89,7 +89,7 @@ def rehearse(project: Project, *flags: str, folder: Path, only: str = "") -> dic
     """Runs the checks of the verb `rehearse` with `only` in their name; returns those that failed,
     with the cause. Raises InputError if the configuration cannot be read or made small."""
     runs, failed = _small(project, flags, folder), {}
-    for result in run_checks(runs, only):
+    for result in run_checks(runs, [check for check in CHECKS if only in check.name]):
         if result.verdict == "FAIL":
             failed[result.check] = f"{result.got}: {result.sentence}"
     return failed

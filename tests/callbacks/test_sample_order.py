@@ -175,7 +175,7 @@ def test_ranks_with_samples_of_their_own_or_constant_ones_train(tmp_path: Path, 
 def test_an_evaluation_counts_each_row_once_also_where_ranks_do_not_divide_them(tmp_path: Path, rows: int) -> None:
     """33 rows would be 5 batches of 4 on one rank and 4 on the other: they are read by threes."""
     one, two = (fit_streams(tmp_path, n, "--data.kind=constant", f"--data.num_held_out={rows}") for n in (1, 2))
-    assert two.check().eval("sanity")[0] == pytest.approx(one.check().eval("sanity")[0], rel=1e-6)
+    assert two.check().eval("sanity_check")[0] == pytest.approx(one.check().eval("sanity_check")[0], rel=1e-6)
 
 
 @pytest.mark.slow

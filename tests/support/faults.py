@@ -96,16 +96,6 @@ def future_leaks() -> None:
     LanguageModule.forward = forward
 
 
-def logits_scaled() -> None:
-    """By a number that no weight holds: an exported model does not know it."""
-    forward = LanguageModule.forward
-
-    def scaled(self: Any, batch: dict[str, Tensor]) -> Tensor:
-        return forward(self, batch) * 1.5
-
-    LanguageModule.forward = scaled
-
-
 def mlp_of_rank() -> None:
     """The second block's MLP computes something else on rank 1."""
 

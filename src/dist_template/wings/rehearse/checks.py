@@ -6,9 +6,8 @@ A check compares trainings (runs.py); if they differ, it names the first differe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, TypeVar
 
 from . import compare
 from .forward_hooks import with_location
@@ -18,63 +17,48 @@ from .runs import RunFailed, Runs
 from .shrink_config import SAVED_STEP
 
 LOSS, GRAD_NORM, EVALUATION = 1e-5, 1e-4, 1e-4  # relative differences, in fp32
-A_RUN_FAILED = "a training failed"
 K = TypeVar("K")
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One line of the report. `compare` returns what was found; raises NotEqual or RunFailed."""
 
     name: str
     expected: str
     compare: Callable[[Runs], str]
 
-    def run(self, runs: Runs) -> Result:
-        """Runs the trainings that no earlier check has run, compares, and returns the result."""
-        started = time.perf_counter()
+
+def run_checks(runs: Runs, checks: Iterable[Check]) -> Iterator[Result]:
+    """Runs the trainings that each check needs and no earlier one has run; stops when one of them fails."""
+    for check in checks:
+        started, failure = time.perf_counter(), None
         verdict: Verdict = "pass"
         where = cause = ""
         try:
-            got = self.compare(runs)
+            got = check.compare(runs)
         except NotEqual as found:
             got, where, cause, verdict = found.got, found.where, found.cause, found.verdict
-        except RunFailed as failure:
-            got, cause, verdict = A_RUN_FAILED, f"{failure}; the checks that follow are not run", "FAIL"
-        seconds = time.perf_counter() - started
-        return Result(self.name, self.expected, got, verdict, where, seconds, cause)
-
-
-def run_checks(runs: Runs, only: str = "") -> Iterator[Result]:
-    """Yields the results of the checks with `only` in their name, until a training fails."""
-    for check in CHECKS:
-        if only in check.name:
-            yield (result := check.run(runs))
-            if result.got == A_RUN_FAILED:
-                return
+        except RunFailed as error:
+            got, cause, verdict = "a training failed", f"{error}; the checks that follow are not run", "FAIL"
+            failure = error
+        yield Result(check.name, check.expected, got, verdict, where, time.perf_counter() - started, cause)
+        if failure:
+            return
 
 
 # ---- one process: what its step reads and trains -----------------------------------------------
 
 
-def no_other_document(runs: Runs) -> str:
-    why = "no row of the first batch has two documents, or data.cross_document_attention is true"
-    return _no_leakage(runs, "documents", why, "passes the document boundaries")
-
-
-def no_later_token(runs: Runs) -> str:
-    why = "forward does not return one row of logits for each token"
-    return _no_leakage(runs, "future", why, "shows a token what comes after it")
-
-
-def _no_leakage(runs: Runs, name: str, why_not: str, what: str) -> str:
-    key, places = runs.one.tensors("leakage").get(name), runs.one.places
-    if key is None:
-        raise NotOffered(why_not)
-    if key:
-        forward = f"forward ({places.get('forward', '?')}) {what}"
-        raise NotEqual("outputs change", f"the first change is in {with_location(key, places)}; {forward}")
-    return "no output changes"
+def no_leakage(runs: Runs) -> str:
+    found, places = runs.one.tensors("leakage"), runs.one.places
+    for what, key in found.items():
+        if key:
+            seen = {"documents": "another document", "future": "a later token"}[what]
+            forward = f"forward ({places.get('forward', '?')}) shows a token {seen}"
+            raise NotEqual("outputs change", f"the first change is in {with_location(key, places)}; {forward}")
+    if not found:
+        raise NotOffered("forward does not return one row of logits for each token")
+    return f"{' and '.join(found)}: no output changes"
 
 
 def every_gradient(runs: Runs) -> str:
@@ -83,9 +67,8 @@ def every_gradient(runs: Runs) -> str:
     unreached = [name for name, has_run in missing.items() if has_run]
     if unreached:
         what = f"{unreached[0]} gets no gradient though the forward of its module runs"
-        why = "its output is detached, or the loss does not use it"
-        cause = f"{what} ({one.owner(unreached[0])}): {why}; {frozen}"
-        raise NotEqual(f"{len(unreached)} parameters get none", cause)
+        why = f"({one.owner(unreached[0])}): its output is detached, or the loss does not use it"
+        raise NotEqual(f"{len(unreached)} parameters get none", f"{what} {why}; {frozen}")
     if missing:
         why = f"their modules are never called, first {next(iter(missing))}"
         raise NotOffered(why, f"{len(missing)} get none")
@@ -109,18 +92,9 @@ def starting_weights(runs: Runs) -> str:
 
 
 def each_sample_once(runs: Runs) -> str:
-    trained = runs.strategy
-    order = f"; the order comes from {trained.places.get('order', 'the loader')}"
-    seen: dict[str, str] = {}
-    for step, rows in sorted(trained.rows().items()):
-        for row, rank in rows:
-            where = f"step {step} of rank {rank}"
-            if row in seen and runs.small.is_text:  # the generated text has no row twice
-                raise NotEqual("a sample twice", f"{where} repeats a sample of {seen[row]}{order}")
-            seen[row] = where
-    if where := compare.samples(runs.one, trained):
-        raise NotEqual("other samples than one process", where + order)
-    return f"{len(seen)} samples, {'none twice' if runs.small.is_text else 'in the same order'}"
+    if where := compare.samples(runs.one, runs.strategy):
+        raise NotEqual("other samples than one process", where)
+    return f"{sum(map(len, runs.strategy.rows().values()))} samples"
 
 
 def accumulation(runs: Runs) -> str:
@@ -129,14 +103,6 @@ def accumulation(runs: Runs) -> str:
     got = _same_curve(runs.big, runs.one, "loss", LOSS)
     _same_curve(runs.big, runs.one, "grad_norm", GRAD_NORM)
     return got
-
-
-def loss_curve(runs: Runs) -> str:
-    return _same_curve(runs.one, runs.strategy, "loss", LOSS)
-
-
-def gradient_norm(runs: Runs) -> str:
-    return _same_curve(runs.one, runs.strategy, "grad_norm", GRAD_NORM)
 
 
 def _same_curve(expected: RunRecord, got: RunRecord, series: str, tolerance: float) -> str:
@@ -152,6 +118,14 @@ def _same_curve(expected: RunRecord, got: RunRecord, series: str, tolerance: flo
         raise NotEqual(f"{difference:.1e}", compare.trace(expected, got), where)
     note = ", dropout off" if expected.tensors("dropout") else ""
     return f"{difference:.1e} over {len(each)} steps{note}"
+
+
+def loss_curve(runs: Runs) -> str:
+    return _same_curve(runs.one, runs.strategy, "loss", LOSS)
+
+
+def gradient_norm(runs: Runs) -> str:
+    return _same_curve(runs.one, runs.strategy, "grad_norm", GRAD_NORM)
 
 
 def _first_above(differences: dict[K, float], tolerance: float) -> K:
@@ -231,8 +205,7 @@ def exported(runs: Runs) -> str:
 
 
 CHECKS = (
-    Check("a document sees itself alone", "other documents change nothing", no_other_document),
-    Check("no token sees a later one", "later tokens change nothing", no_later_token),
+    Check("no token sees what it must not", "other documents, later tokens", no_leakage),
     Check("every parameter gets a gradient", "all that are trained", every_gradient),
     Check("starting weights = one process", "bit-identical", starting_weights),
     Check("every rank sees its samples once", "the samples of one process", each_sample_once),

@@ -42,10 +42,10 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     from .report import Report, Result
     from .runs import RunFailed
 
-    names = [REAL_SIZES, *(check.name for check in CHECKS)]
-    chosen = [name for name in names if options.only in name]
-    if not chosen:
-        raise InputError(f"--only {options.only!r} matches no check of: {', '.join(names)}")
+    checks = [check for check in CHECKS if options.only in check.name]
+    if not checks and options.only not in REAL_SIZES:
+        names = ", ".join(check.name for check in CHECKS)
+        raise InputError(f"--only {options.only!r} matches no check of: {REAL_SIZES}, {names}")
     folder = Path(options.output or f"runs/rehearsals/{time.strftime('%Y%m%d-%H%M%S')}")
     if any(folder.glob("*")):
         raise InputError(f"--output {str(folder)!r} is not empty; give another folder")
@@ -55,7 +55,7 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     for note in small.notes:
         print(f"note: {note}")
     title = f"rehearsal of {' '.join(flags)} on {small.processes} processes"
-    report = Report(title, {"processes": small.processes, "notes": small.notes})
+    report = Report(title)
     trainer, machine = vars(settings.trainer), None
     try:
         machine = Machine.described(trainer)
@@ -69,11 +69,11 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
         got, verdict = f"{machine.world_size} ranks", "FAIL" if cause else "pass"
         report.add(Result(REAL_SIZES, "no violation", got, verdict, cause=cause))
     try:
-        if chosen != [REAL_SIZES]:
+        if checks:
             runs.prepare()
     except RunFailed as failure:
         raise InputError(failure.refusal or str(failure)) from failure
-    for result in run_checks(runs, options.only):
+    for result in run_checks(runs, checks):
         report.add(result)
     report.end(folder)
     if not report.ok:
@@ -124,7 +124,7 @@ def make_small(
     cli = Resolved(project, [*flags, *sizes.as_flags(options)], run=False)
     config = model_config(cli)
     small = shrink(cli.resolved, config, folder, options.processes, options.keep_data)
-    return cli, config, Runs(small, folder, project, prelude)
+    return cli, config, Runs(small, folder.absolute(), project, prelude)
 
 
 def model_config(cli: CLI) -> PretrainedConfig | None:

@@ -1,7 +1,7 @@
 """Compares two trainings, and names the first difference and the code to inspect.
 
 `trace` compares two trainings that start equal, in the order of execution: starting weights,
-samples, forward passes, gradients, learning rates. `trace_resumed` compares an uninterrupted
+samples, forward passes, gradients. `trace_resumed` compares an uninterrupted
 training with a resumed one: samples, random state, weights and buffers, Python attributes,
 learning rates. Below them is what they compare.
 """
@@ -29,7 +29,7 @@ def trace(expected: RunRecord, got: RunRecord) -> str:
     if name := first_difference(expected.start, got.start):
         return f"the starting weights differ first in {name}"
     if text := samples(expected, got):
-        return f"{text}; the order comes from {got.places.get('order', 'the loader')}"
+        return text
     differing = replicas(got)
     if differing and differing[0] == 0:
         return disagreement(got, differing)
@@ -37,13 +37,8 @@ def trace(expected: RunRecord, got: RunRecord) -> str:
         return text
     if differing:
         return disagreement(got, differing)
-    rates = expected.after(1, "rates", 0), got.after(1, "rates", 0)
-    if rates[0] != rates[1]:
-        return f"learning rates differ after the first step: {rates[1]} instead of {rates[0]}"
-    return (
-        "outputs, gradients and learning rate of the first step agree, the update differs: inspect"
-        f" {got.places.get('optimizer', '?')}{_hooks(got)}"
-    )
+    update = f"the learning rate, {got.places.get('optimizer', '?')}{_hooks(got)}"
+    return f"outputs and gradients of the first step agree, the update differs: inspect {update}"
 
 
 def _hooks(record: RunRecord) -> str:
@@ -98,9 +93,7 @@ def trace_resumed(uninterrupted: RunRecord, resumed: RunRecord) -> str:
     first, places = min(resumed.loss, default=0), resumed.places
     before = first - 1  # the step of the checkpoint
     if text := samples(uninterrupted, resumed):
-        data, order = places.get("datamodule", "?"), places.get("order", "?")
-        lost = "do not continue after the checkpoint's last sample"
-        return f"{text}: the data ({data}; order: {order}) {lost}"
+        return f"{text}: the data do not continue after the checkpoint's last sample"
     for rank in range(resumed.size if uninterrupted.draws else 0):
         if resumed.random(rank).get(first) != uninterrupted.random(rank).get(first):
             return f"rank {rank} resumes step {first} with another random state, as of dropout"
@@ -111,8 +104,8 @@ def trace_resumed(uninterrupted: RunRecord, resumed: RunRecord) -> str:
     for step in range(before, max(resumed.loss)):
         expected, got = uninterrupted.after(step, "rates", 0), resumed.after(step, "rates", 0)
         if expected != got and len(expected) == len(got):
-            rates = f"{got[0]:.4g} instead of {expected[0]:.4g}"
-            return f"the learning rate of step {step + 1} is {rates}: the schedule's state is not restored"
+            what = f"the learning rate of step {step + 1} is {got[0]:.4g} instead of {expected[0]:.4g}"
+            return f"{what}: the schedule's state is not restored"
     return (
         "samples, random state, weights, Python attributes and learning rate are restored: inspect"
         f" the optimizer's state ({places.get('optimizer', '?')})"
@@ -131,8 +124,7 @@ def lost_at_the_end(uninterrupted: RunRecord, resumed: RunRecord) -> str:
 
 
 def _lost(uninterrupted: RunRecord, resumed: RunRecord, step: int, kind: str, prefix: str = "") -> str:
-    """Names state that changed during training and differs after the resume, or returns ""."""
-    lost: dict[str, str] = {}  # name: how it differs
+    """Names the first state that changed during training and differs after the resume, or returns ""."""
     for rank in range(resumed.size):
         start = uninterrupted.after(0, kind, rank)
         want, have = uninterrupted.after(step, kind, rank), resumed.after(step, kind, rank)
@@ -140,12 +132,9 @@ def _lost(uninterrupted: RunRecord, resumed: RunRecord, step: int, kind: str, pr
             other = have.get(name, "nothing")
             is_meant = not prefix or value.startswith(prefix)
             if is_meant and value not in (other, start.get(name)):
-                lost.setdefault(name, f"{other} instead of {value}" if kind == "python" else "another hash")
-    if not lost:
-        return ""
-    name = next(iter(lost))
-    more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-    return f"{name} ({lost[name]}; {resumed.owner(name)}){more}"
+                how = f"{other} instead of {value}; " if kind == "python" else ""
+                return f"{name} ({how}{resumed.owner(name)})"
+    return ""
 
 
 # ---- what is compared ---------------------------------------------------------------------------
@@ -184,9 +173,6 @@ def differences(expected: Tensors, got: Tensors, tolerance: float, floor: float 
             difference = _largest(got[name].double() - tensor.double())
             if not difference <= tolerance * max(_largest(tensor), floor):
                 found[name] = f"max |difference| {difference:.1e}"
-    for name in got:
-        if name not in expected:
-            found[name] = "unexpected"
     return found
 
 
@@ -210,9 +196,9 @@ def samples(expected: RunRecord, got: RunRecord) -> str:
         trained = Counter(row for row, _ in have[step])
         belong = Counter(row for row, _ in want.get(step, []))
         if missing := (belong - trained).total():
-            place = got.places.get("transform", "?")
             text = f"step {step} lacks {missing} of the {belong.total()} samples that belong to it"
-            return f"{text}, or their tokens differ (transform, {place})"
+            order, transform = (got.places.get(name, "?") for name in ("order", "transform"))
+            return f"{text}, or their tokens differ (order: {order}; transform, {transform})"
     return ""
 
 

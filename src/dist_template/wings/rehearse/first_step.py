@@ -9,14 +9,13 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...compat.deepspeed import gradient_of
 from ...compat.lightning import accumulates
 from ...compat.randomness import turn_dropout_off
 from ...parallel import run_strategy
 from ...parallel.pipeline.division import RemoteModule
-from ...parallel.run_strategy import Layers
 from ...project import is_users
 from ...weights import from_all_ranks
 from .forward_hooks import ForwardHooks, full, location
@@ -31,8 +30,8 @@ class FirstStep(Callback):
     """Records forward passes and gradients of the first step.
 
     forward<rank>.pt   a `ForwardPass` for each micro-batch
-    places.pt          {module: class and file:line}; also of METHODS, transform, datamodule,
-                       optimizer, order; "hooks" are the user's GRADIENT_HOOKS
+    places.pt          {module: class and file:line}; also of METHODS, transform, optimizer and
+                       order; "hooks" are the user's GRADIENT_HOOKS
     gradients.pt       {parameter: unsharded gradient} after the first backward, before clipping
     dropout.pt         {"dropout": True} if dropout was turned off in a forward pass
     missing.pt         {parameter that never gets a gradient: whether its module's forward ran}
@@ -44,33 +43,35 @@ class FirstStep(Callback):
     def __init__(self, folder: Path, dropout_is_off: bool = False) -> None:
         self.folder = folder
         self.dropout_is_off = dropout_is_off
-        self._hooks: _StepHooks | None = None  # until the first step has ended
+        self._hooks: ForwardHooks | None = None  # until the first step has ended
+        self._passes: list[ForwardPass] = []
         self._missing: dict[str, bool] = {}
         self._dropout: dict[str, bool] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer, self._module = trainer, pl_module
-
         if self.dropout_is_off:
             turn_dropout_off(lambda: self._dropout.update(dropout=True))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         layers = run_strategy(trainer.strategy).layers
         self._group = layers.group
-        self._hooks = _StepHooks(pl_module, layers)
 
+        def tensors() -> dict[str, Tensor] | None:
+            # In a pipeline all micro-batches run after the last one's start.
+            number = layers.micro_batch_of_pass(len(self._passes) - 1)
+            return None if number is None else self._passes[number]["tensors"]
+
+        self._hooks = ForwardHooks(pl_module, tensors)
         places: dict[str, str] = {}
         for name, module in pl_module.named_modules():
-            kind = type(module)
             if not isinstance(module, RemoteModule):
-                is_torchs = kind.__module__.startswith("torch.")
-                places[name] = kind.__name__ if is_torchs else f"{kind.__name__}, {location(module.forward)}"
+                places[name] = f"{type(module).__name__}, {location(module.forward)}"
         for name in METHODS:
             places[name] = location(getattr(pl_module, name))
-        data = trainer.datamodule  # ty: ignore[missing-attribute]
-        places["transform"] = location(getattr(data, "transform", None))
+        places["transform"] = location(getattr(trainer.datamodule, "transform", None))  # ty: ignore[missing-attribute]
         order = getattr(trainer.train_dataloader, "batch_sampler", None)
-        for name, part in (("datamodule", data), ("optimizer", trainer.optimizers[0]), ("order", order)):
+        for name, part in (("optimizer", trainer.optimizers[0]), ("order", order)):
             places[name] = f"{type(part).__name__}, {location(type(part))}"
         hooks: list[str] = []
         for owner in [*trainer.callbacks, pl_module]:  # ty: ignore[missing-attribute]
@@ -85,9 +86,7 @@ class FirstStep(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         if self._hooks:
-            self._hooks.tensors = {}
-            rows = [*map(fingerprint, samples_in(batch))]
-            self._hooks.passes.append({"rows": rows, "tensors": self._hooks.tensors})
+            self._passes.append({"rows": [*map(fingerprint, samples_in(batch))], "tensors": {}})
 
     def on_before_optimizer_step(self, *_: object, **__: object) -> None:
         gradients: dict[str, Tensor] = {}
@@ -97,7 +96,7 @@ class FirstStep(Callback):
                 if gradient is not None:
                     gradients[name] = full(gradient)
                 else:
-                    self._missing[name] = any(owner in each["tensors"] for each in self._hooks.passes)
+                    self._missing[name] = any(owner in each["tensors"] for each in self._passes)
             if parameter.grad is not None:
                 self._missing.pop(name, None)
         if self._hooks:
@@ -106,7 +105,7 @@ class FirstStep(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         if self._hooks and trainer.global_step and not accumulates(trainer):
             self._hooks.remove()
-            torch.save(self._hooks.passes, self.folder / f"forward{trainer.global_rank}.pt")
+            torch.save(self._passes, self.folder / f"forward{trainer.global_rank}.pt")
             self._hooks = None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -119,19 +118,3 @@ class FirstStep(Callback):
                 value = value | stage
         if self._trainer.is_global_zero:
             torch.save(value, self.folder / f"{name}.pt")
-
-
-class _StepHooks(ForwardHooks):
-    """Keeps the tensors of each micro-batch."""
-
-    def __init__(self, root: nn.Module, layers: Layers) -> None:
-        self.passes: list[ForwardPass] = []
-        self._layers = layers
-        super().__init__(root)
-
-    def _record(self, key: str, tensor: object) -> None:
-        # In a pipeline all micro-batches run after the last one's start.
-        number = self._layers.micro_batch_of_pass(len(self.passes) - 1)
-        if number is not None:
-            self.tensors = self.passes[number]["tensors"]
-            super()._record(key, tensor)

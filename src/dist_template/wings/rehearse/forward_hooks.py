@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +21,12 @@ class ForwardHooks:
 
     tensors    {"the input of NAME": first tensor argument, "NAME": first output tensor},
                unsharded, on the host, in execution order
+    choose     returns the dictionary that a pass writes; None: skip it. Default: `tensors`
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, choose: Callable[[], dict[str, Tensor] | None] | None = None) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._choose = choose or (lambda: self.tensors)
         self._handles: list[RemovableHandle] = []
         for name, module in root.named_modules():
             enter, leave = partial(self._enter, INPUT + name), partial(self._leave, name)
@@ -46,8 +48,10 @@ class ForwardHooks:
 
     def _record(self, key: str, tensor: object) -> None:
         """Keeps the first value: recomputation of activations runs a module again."""
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and key not in self.tensors:
-            self.tensors[key] = full(tensor)
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            tensors = self._choose()
+            if tensors is not None and key not in tensors:
+                tensors[key] = full(tensor)
 
 
 def full(tensor: Tensor) -> Tensor:

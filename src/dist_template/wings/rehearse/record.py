@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ...errors import Exit, another_rank_is_gone
-from ...project import is_users
 
 Event = dict[str, Any]  # a line of JSON, see recorder.py
 
@@ -66,43 +65,40 @@ class RunRecord:
     @property
     def hung(self) -> bool:
         """Whether the ranks stopped making progress."""
-        return any(answer.startswith(("hung:", f"killed: exit code {Exit.HUNG:d}")) for answer in self.answers.values())
+        answers = " ".join(self.answers.values())
+        return "hung:" in answers or f"killed: exit code {Exit.HUNG:d}" in answers
 
     @property
     def was_killed(self) -> bool:
-        return all(answer.startswith("killed: exit code -9") for answer in self.answers.values())
+        return set(self.answers.values()) == {"killed: exit code -9"}
 
     @property
     def refusal(self) -> str:
         """The message if the command was refused as bad input, otherwise ""."""
-        kind, _, message = self.answers[self.failed_rank].partition("refused: ")
-        return message if not kind else ""
+        answer = self.answers[self.failed_rank]
+        return answer.removeprefix("refused: ") if answer.startswith("refused: ") else ""
 
     def check(self) -> RunRecord:
         """Returns this record; raises RuntimeError with the end of a log if the command failed."""
         if self.ok:
             return self
         rank = self.failed_rank
-        end = f"--- the end of {self.log_path(rank)}\n{self.log(rank)[-4000:]}"
+        end = f"--- the end of {self.folder}/rank{rank}.log\n{self.log(rank)[-4000:]}"
         raise RuntimeError(f"{self.error}\n{end}")
-
-    def log_path(self, rank: int = 0) -> Path:
-        return self.folder / f"rank{rank}.log"
 
     def log(self, rank: int = 0) -> str:
         """Returns the rank's output; "" if it could not start."""
-        path = self.log_path(rank)
+        path = self.folder / f"rank{rank}.log"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def last_line(self, rank: int) -> str:
-        """Returns the last line that the rank printed; for a crash in C, where it happened."""
-        lines = ["it printed nothing", *filter(None, map(str.strip, self.log(rank).splitlines()))]
-        for number, line in enumerate(lines):
+        """Returns the last line that the rank printed; for a crash in C, which."""
+        last = "it printed nothing"
+        for line in filter(None, map(str.strip, self.log(rank).splitlines())):
+            last = line
             if line.startswith("Fatal Python error"):
-                stack = [each for each in lines[number:] if each.startswith('File "')]
-                stack.sort(key=lambda each: not is_users(each.split('"')[1]))
-                return f"{line}, {(stack or ['outside of Python'])[0]}"
-        return lines[-1]
+                return f"{line}, with its stack"
+        return last
 
     # ---- each step, on each rank -----------------------------------------------------------
 
@@ -138,7 +134,7 @@ class RunRecord:
         return self.metric("train/grad_norm")
 
     def eval(self, stage: str = "validate") -> dict[int, dict[str, float]]:
-        """Returns {optimizer step: metrics} of validations, or of the stage `sanity` or `test`."""
+        """Returns {optimizer step: metrics} of validations, or of the stage `sanity_check` or `test`."""
         return {e["step"]: e["metrics"] for e in self.events("eval") if e["stage"] == stage}
 
     def rows(self) -> dict[int, list[tuple[str, int]]]:
@@ -150,7 +146,9 @@ class RunRecord:
             dp_rank = started[-1]["dp_rank"] if started else rank
             if first.setdefault(dp_rank, rank) == rank:
                 for event in self.events("rows", rank):
-                    rows.setdefault(event["step"], []).extend((row, rank) for row in event["rows"])
+                    found = rows.setdefault(event["step"], [])
+                    for row in event["rows"]:
+                        found.append((row, rank))
         return rows
 
     def random(self, rank: int = 0) -> dict[int, str]:

@@ -6,7 +6,7 @@ Writes lines of JSON into `rank<N>.jsonl`, each with an `event`:
     rows        step, micro_batch, rows (a hash of each sequence), random (of the random state before them)
     step        step, metrics (that the module logged), tensors (see `replica_hashes`), rates, python;
                 also before the first step
-    eval        step, stage (sanity, validate, test), metrics
+    eval        step, stage (sanity_check, validate, test), metrics
 
 Rank 0 also saves the unsharded weights as `start.pt` and `end.pt`.
 """
@@ -14,6 +14,7 @@ Rank 0 also saves the unsharded weights as `start.pt` and `end.pt`.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 from collections.abc import Iterable, Mapping
@@ -32,9 +33,7 @@ from ...parallel import run_strategy
 from ...weights import gather
 
 NO_STATE = set(vars(L.LightningModule())) | set(vars(Callback()))
-NO_STATE |= {"eval_metrics", "metrics", "metric_buffer", "prepare_data_per_node"}
-NO_STATE |= {"allow_zero_length_dataloader_with_multiple_devices"}
-NO_STATE |= {"_external_params"}  # ZeRO-3 notes what else a module reads
+NO_STATE |= {"prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices"}
 
 
 class Recorder(Callback):
@@ -69,11 +68,8 @@ class Recorder(Callback):
             self._write_step(trainer, pl_module, metrics_of(pl_module).latest)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        stage = "sanity" if trainer.sanity_checking else "validate"
-        if trainer.testing:
-            stage = "test"
         metrics = results_of(trainer, pl_module)
-        self._write("eval", step=trainer.global_step, stage=stage, metrics=metrics)
+        self._write("eval", step=trainer.global_step, stage=trainer.state.stage, metrics=metrics)
 
     on_test_end = on_validation_end
 
@@ -82,15 +78,13 @@ class Recorder(Callback):
 
     def _write_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: Mapping[str, float]) -> None:
         self._recorded_step = trainer.global_step
-        rates: list[float] = []  # of the next step
-        for optimizer in trainer.optimizers:
-            rates += [float(group["lr"]) for group in optimizer.param_groups]
+        groups = itertools.chain(*(optimizer.param_groups for optimizer in trainer.optimizers))
         self._write(
             "step",
             step=trainer.global_step,
             metrics=metrics,
             tensors=replica_hashes([*module.named_parameters(), *module.named_buffers()]),
-            rates=rates,
+            rates=[float(group["lr"]) for group in groups],  # of the next step
             python=python_state(trainer, module),
         )
 
@@ -137,9 +131,11 @@ def python_state(trainer: L.Trainer, module: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, owner in owners:
         for key, value in vars(owner).items():
-            if key not in NO_STATE and isinstance(value, int | float | Tensor):
-                text = f"tensor {fingerprint(value)}" if isinstance(value, Tensor) else repr(value)
-                found[f"{name}.{key}".lstrip(".")] = text
+            where = f"{name}.{key}".lstrip(".")
+            if isinstance(value, Tensor) and not value.is_meta:
+                found[where] = f"tensor {fingerprint(value)}"
+            elif isinstance(value, int | float) and key not in NO_STATE:
+                found[where] = repr(value)
     return found
 
 

@@ -6,7 +6,6 @@ import json
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -51,10 +50,10 @@ class Result:
 
 
 class Report:
-    """Prints results as they come; `facts` are further entries of the JSON."""
+    """Prints results as they come."""
 
-    def __init__(self, title: str, facts: Mapping[str, object]) -> None:
-        self.facts = {"title": title, **facts}
+    def __init__(self, title: str) -> None:
+        self.title = title
         self.results: list[Result] = []
         self._started = time.perf_counter()
         print(f"{title}\n", flush=True)
@@ -81,6 +80,6 @@ class Report:
         summary += f", {count['limit']} not possible here" if count["limit"] else ""
         seconds = time.perf_counter() - self._started
         print(f"\n{summary}; {seconds:.0f} s; logs and configurations are in {folder}")
-        found = {**self.facts, "ok": self.ok, "checks": [asdict(result) for result in self.results]}
+        found = {"title": self.title, "ok": self.ok, "checks": [asdict(result) for result in self.results]}
         folder.mkdir(parents=True, exist_ok=True)  # checks without a training have not made it
         (folder / "rehearsal.json").write_text(json.dumps(found, indent=2) + "\n", "utf-8")

@@ -3,7 +3,7 @@
     one            one process, with gradient accumulation
     big            one process, each global batch as one micro-batch
     strategy       the chosen strategy
-    uninterrupted  the chosen strategy, with dropout if the model has any
+    uninterrupted  the chosen strategy, with the model's dropout; `strategy` if it has none
     killed         the same, killed
     resumed        the same, resumed from the last checkpoint of killed
 
@@ -32,8 +32,7 @@ class RunFailed(Exception):
     """The training or tool `name` did not end as expected."""
 
     def __init__(self, name: str, record: RunRecord) -> None:
-        log = record.log_path(record.failed_rank)
-        super().__init__(f"run {name!r}, {record.error}; see {log}")
+        super().__init__(f"run {name!r}, {record.error}; see {record.folder}/rank{record.failed_rank}.log")
         self.refusal = record.refusal
 
 
@@ -47,41 +46,38 @@ class Runs:
     prelude: Callable[[], None] | None = None  # called in each process before anything else
     known: dict[str, RunRecord] = field(default_factory=dict)  # trainings that have run
 
-    def __post_init__(self) -> None:
-        self.folder = self.folder.absolute()
-
     def prepare(self) -> None:
         """Tokenizes the text; raises RunFailed."""
         self._tool("prepare", f"--config={self._write('prepare', self.small.config)}")
 
     @property
     def one(self) -> RunRecord:
-        return self._run("one", 1, self.small.on_one_process(), LeakageTest(self.folder / "one"))
+        return self._run("one", self.small.on_one_process(), LeakageTest(self.folder / "one"))
 
     @property
     def big(self) -> RunRecord:
-        return self._run("big", 1, self.small.on_one_process(is_big=True))
+        return self._run("big", self.small.on_one_process(is_big=True))
 
     @property
     def strategy(self) -> RunRecord:
-        return self._run("strategy", self.small.processes, self.small.config)
+        return self._run("strategy", self.small.config)
 
     @property
     def uninterrupted(self) -> RunRecord:
         trained = self.strategy
-        if self.small.dropouts or trained.tensors("dropout") or trained.draws:
-            return self._run_with_dropout("uninterrupted")
+        if trained.tensors("dropout") or trained.draws:
+            return self._run("uninterrupted", self.small.config, has_dropout=True)
         return trained
 
     @property
     def killed(self) -> RunRecord:
         before_next_checkpoint = 2 * SAVED_STEP - 1
-        return self._run_with_dropout("killed", KillAt(before_next_checkpoint))
+        return self._run("killed", self.small.config, KillAt(before_next_checkpoint), has_dropout=True)
 
     @property
     def resumed(self) -> RunRecord:
         assert self.killed.was_killed
-        return self._run_with_dropout("resumed", checkpoint="last")
+        return self._run("resumed", self.small.config, checkpoint="last", has_dropout=True)
 
     def export(self) -> str:
         """Exports the trained model; returns how it differs from the trained one; raises RunFailed."""
@@ -100,19 +96,15 @@ class Runs:
             raise RunFailed(verb, record)
         return record
 
-    def _run_with_dropout(self, name: str, *callbacks: Callback, checkpoint: str = "") -> RunRecord:
-        config = self.small.with_dropout()
-        return self._run(name, self.small.processes, config, *callbacks, checkpoint=checkpoint, has_dropout=True)
-
     def _run(
-        self, name: str, num: int, config: Config, *more: Callback, checkpoint: str = "", has_dropout: bool = False
+        self, name: str, config: Config, *more: Callback, checkpoint: str = "", has_dropout: bool = False
     ) -> RunRecord:
         if name not in self.known:
             # `last` is searched among the runs of one name.
-            config["run"]["name"] = "killed" if checkpoint == "last" else name
-            argv = ["fit", f"--config={self._write(name, config)}"]
+            run = config["run"] | {"name": "killed" if checkpoint == "last" else name}
+            argv = ["fit", f"--config={self._write(name, config | {'run': run})}"]
             argv += [f"--ckpt_path={checkpoint}"] if checkpoint else []
-            folder = self.folder / name
+            folder, num = self.folder / name, config["trainer"]["devices"]
             callbacks = [RaggedLabels(), *more, FirstStep(folder, not has_dropout)]
             self.known[name] = run_ranks(
                 num, self.project, argv, folder, callbacks=callbacks, prelude=self.prelude, timeout_s=None

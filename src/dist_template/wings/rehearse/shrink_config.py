@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import copy
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...parallel import sharding_of
 from ...text.model.causal_lm import EXTRA
-from .shrink_model import dropouts, shrink_architecture
+from .shrink_model import shrink_architecture
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-SEQ_LEN, MICRO_BATCH_SIZE, ACCUMULATION = 32, 2, 2
+SEQ_LEN, MICRO_BATCH_SIZE = 32, 2
 STEPS, SAVED_STEP = 6, 2  # optimizer steps of a training, and of its first checkpoint
 HANG_S = 60.0  # without progress
-DROPOUT = 0.1  # for kill and resume, so that a lost random state has an effect
 WORDS = "rank step batch shard expert token gradient loss mesh layer weight seed node norm".split()
 Config = dict[str, Any]  # keys and values as in YAML
-StrategySpec = str | Config  # the entry trainer.strategy
 
 
 @dataclass
@@ -36,17 +34,8 @@ class Small:
     config: Config  # each training changes some of it
     processes: int  # ranks of the chosen strategy
     data_parallel: int  # data-parallel ranks among them
-    stages: int = 1  # of the pipeline; a micro-batch and a block for each
-    dropouts: list[str] = field(default_factory=list)  # probabilities in model.architecture
-    notes: list[str] = field(default_factory=list)  # differences from production, a sentence each
-
-    @property
-    def strategy(self) -> StrategySpec:
-        return self.config["trainer"]["strategy"]
-
-    @property
-    def accumulation(self) -> int:
-        return max(ACCUMULATION, self.stages)
+    accumulation: int  # micro-batches of a step, and blocks of the model: one for each stage of a pipeline
+    notes: list[str]  # differences from production, a sentence each
 
     @property
     def is_text(self) -> bool:
@@ -68,13 +57,6 @@ class Small:
                 data["batch_size"] *= batches
         return config
 
-    def with_dropout(self) -> Config:
-        """Returns the training with dropout, if the architecture has fields for it."""
-        config = copy.deepcopy(self.config)
-        if self.dropouts:
-            config["model"]["architecture"] |= dict.fromkeys(self.dropouts, DROPOUT)
-        return config
-
 
 def shrink(
     given: Config,
@@ -92,7 +74,7 @@ def shrink(
     spec = config["trainer"]["strategy"]
     shrunk = sharding_of(spec).shrunk(processes)
     num, notes = shrunk.processes, shrunk.notes
-    small = Small(config, num, shrunk.data_parallel, shrunk.stages, notes=notes)
+    small = Small(config, num, shrunk.data_parallel, max(2, shrunk.stages), notes)
     if isinstance(spec, dict):
         spec["init_args"] = shrunk.arguments
         if "process_group_backend" in shrunk.arguments:
@@ -174,17 +156,10 @@ def _shrink_model(small: Small, model_config: PretrainedConfig | None, given: Co
         architecture = model.get("architecture") or {}
         extra = {EXTRA: architecture[EXTRA]} if EXTRA in architecture else {}
         seq_len = data.get("seq_len", SEQ_LEN)
-        small.dropouts = dropouts(model_config)
-        model["architecture"] = shrink_architecture(model_config, seq_len, small.stages) | extra
-        model["architecture"] |= dict.fromkeys(small.dropouts, 0.0)
-        if any(getattr(model_config, name) for name in small.dropouts):
-            notes.append("dropout is off except for resume: masks differ between ranks")
+        model["architecture"] = shrink_architecture(model_config, seq_len, small.accumulation) | extra
     if isinstance(model.get("optim"), dict):
         warmup = model["optim"].get("warmup", 0)
         model["optim"] |= {"learning_rate": 3e-3, "warmup": 2 if warmup >= 1 else warmup}
-    if (adapter := model.get("adapter") or {}).get("dropout"):
-        adapter["dropout"] = 0.0
-        notes.append("model.adapter.dropout is off: masks differ between ranks")
     if model.get("blocks", {}).get("compile"):
         model["blocks"]["compile"] = False
         notes.append("model.blocks.compile is off: it takes minutes on a CPU")

@@ -33,7 +33,6 @@ SIZES = {  # field: maximum; fields that a configuration lacks are skipped
 }  # fmt: skip
 OF_INDICES = ("layers", "idxs")  # names of lists that have the numbers of some layers
 NOT_KEPT = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
-DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "dropout_rate")
 
 
 def shrink_architecture(config: PretrainedConfig, seq_len: int, min_layers: int = 2) -> Fields:
@@ -63,15 +62,6 @@ def shrink_architecture(config: PretrainedConfig, seq_len: int, min_layers: int 
     if "pad_token_id" in known:
         fields["pad_token_id"] = None  # it may exceed the small vocabulary; rows have no padding
     return fields
-
-
-def dropouts(config: PretrainedConfig) -> list[str]:
-    """Returns the fields of `config` that are dropout probabilities."""
-    found: list[str] = []
-    for name in (field.name for field in dataclasses.fields(config)):
-        if name.endswith(DROPOUTS) and isinstance(getattr(config, name), int | float):
-            found.append(name)
-    return found
 
 
 def _size(config: PretrainedConfig, name: str) -> int:

@@ -40,22 +40,12 @@ from .record import RunRecord  # noqa: E402
 from .recorder import Recorder  # noqa: E402
 from .workers import TRAINING_VERBS  # noqa: E402
 
-# Modules that most trainings import lazily.
-for _slow in (
-    "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # imports torch's compiler: two seconds
-    "torch.distributed.fsdp",
-    "torch.profiler",
-    "torch.utils.tensorboard",
-    "transformers.distributed",
-    "transformers.generation.utils",
-    "transformers.models.deepseek_v3.modeling_deepseek_v3",
-    "transformers.models.llama.modeling_llama",
-    "transformers.optimization",
-    "dist_template.text.datamodule",
-    "dist_template.text.module",
-    *(callback.module for callback in always_on().values()),
-):
+# Modules that most trainings import lazily. Muon imports torch's compiler: two seconds.
+SLOW = """deepspeed deepspeed.runtime.zero.muon.muon_optimizer torch.distributed.fsdp torch.profiler
+    torch.utils.tensorboard transformers.distributed transformers.generation.utils transformers.optimization
+    transformers.models.deepseek_v3.modeling_deepseek_v3 transformers.models.llama.modeling_llama
+    dist_template.text.datamodule dist_template.text.module"""
+for _slow in (*SLOW.split(), *(callback.module for callback in always_on().values())):
     with warnings.catch_warnings(), contextlib.suppress(ImportError):  # deepspeed is an extra
         warnings.simplefilter("ignore")
         importlib.import_module(_slow)

@@ -5,9 +5,7 @@
 
 Each command gets new processes, so that no process group, cache or random state remains from the previous one. They are
 forked from a process that has imported torch, Lightning, transformers and DeepSpeed (multiprocessing's "forkserver"): a
-start takes 0.1 s instead of 6 s. On macOS, where such a fork is unsafe, each process imports for itself.
-
-The ranks have torchrun's environment variables, so that Lightning starts no processes.
+start takes 0.1 s instead of 6 s. They have torchrun's environment variables, so that Lightning starts no processes.
 """
 
 from __future__ import annotations
@@ -59,12 +57,10 @@ def run_ranks(
     prelude: Callable[[], None] | None = None,
     run_id: str | None = None,
 ) -> RunRecord:
-    """Runs one command on `num` ranks of one thread and waits for it; the record has a rank's error.
+    """Runs a verb and its flags on `num` ranks of one thread and waits for it; the record has a rank's error.
 
     Args:
-        num: With 1, there is no process group.
-        project: The project whose command it is.
-        argv: A verb and its flags. Verbs other than TRAINING_VERBS run on one process.
+        num: With 1, there is no process group. Verbs other than TRAINING_VERBS run on one process.
         record: A new folder for the record and the ranks' logs.
         timeout_s: Seconds after which the ranks are killed. None: never.
         callbacks: Appended to the trainer's callbacks; they must pickle.
