@@ -457,11 +457,12 @@ def average_in_a_buffer() -> None:
 class Average(Callback):
     """The same in a callback that has no state_dict."""
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.norm = pl_module.model.model.norm.weight.detach().clone()
+    def __init__(self) -> None:
+        self.shadow: dict[str, torch.Tensor] = {}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        self.norm.lerp_(pl_module.model.model.norm.weight.detach(), 0.1)
+        for name, parameter in pl_module.named_parameters():
+            self.shadow.setdefault(name, parameter.detach().clone()).lerp_(parameter.detach(), 0.1)
 
 
 def average_in_a_callback() -> None:

@@ -126,7 +126,7 @@ PLANTS = [
     Plant(faults.schedule_starts_anew, ("the learning rate of step", "schedule"), **RESUMED),
     Plant(faults.data_start_anew, ("step 3 lacks", "GlobalOrder"), **RESUMED),
     Plant(faults.average_in_a_buffer, ("average", "persistent"), **RESUMED),
-    Plant(faults.average_in_a_callback, ("no checkpoint holds Average.norm",), **RESUMED),
+    Plant(faults.average_in_a_callback, ("no checkpoint holds Average.shadow",), **RESUMED),
 ]
 QUICK = {"gradients_divided_before_the_step", "counter_in_python"}
 IN_NIGHTLY = {  # the same causes as others, under further strategies or in other places

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from . import compare
 from .forward_hooks import with_location
@@ -17,7 +17,6 @@ from .runs import RunFailed, Runs
 from .shrink_config import SAVED_STEP
 
 LOSS, GRAD_NORM, EVALUATION = 1e-5, 1e-4, 1e-4  # relative differences, in fp32
-K = TypeVar("K")
 
 
 class Check(NamedTuple):
@@ -128,7 +127,7 @@ def gradient_norm(runs: Runs) -> str:
     return _same_curve(runs.one, runs.strategy, "grad_norm", GRAD_NORM)
 
 
-def _first_above(differences: dict[K, float], tolerance: float) -> K:
+def _first_above(differences: dict[compare.K, float], tolerance: float) -> compare.K:
     return next(key for key, value in differences.items() if value > tolerance)
 
 

@@ -104,9 +104,6 @@ def samples_in(batch: Any) -> Tensor:
     return samples_in(batch[0]) if isinstance(batch, list | tuple) else batch
 
 
-# ---- state -----------------------------------------------------------------------------------
-
-
 def replica_hashes(tensors: Iterable[tuple[str, Tensor | None]]) -> dict[str, tuple[str, str]]:
     """Returns {name: (shard, hash)} of this rank's tensors.
 
@@ -121,8 +118,8 @@ def replica_hashes(tensors: Iterable[tuple[str, Tensor | None]]) -> dict[str, tu
 
 
 def python_state(trainer: L.Trainer, module: nn.Module) -> dict[str, str]:
-    """Returns {"NAME.attribute": text or hash} of numbers and tensors that the module, its submodules and the user's
-    callbacks have as attributes, without parameters, buffers and Lightning's attributes."""
+    """Returns {"NAME.attribute": text or hash} of numbers, tensors and dictionaries of them that the module, its
+    submodules and the user's callbacks have as attributes, without parameters, buffers and Lightning's attributes."""
     owners: list[tuple[str, object]] = [*module.named_modules()]
     library = __name__.split(".")[0]
     for callback in trainer.callbacks:  # ty: ignore[missing-attribute]
@@ -130,12 +127,15 @@ def python_state(trainer: L.Trainer, module: nn.Module) -> dict[str, str]:
             owners.append((type(callback).__name__, callback))
     found: dict[str, str] = {}
     for name, owner in owners:
-        for key, value in vars(owner).items():
-            where = f"{name}.{key}".lstrip(".")
-            if isinstance(value, Tensor) and not value.is_meta:
-                found[where] = f"tensor {fingerprint(value)}"
-            elif isinstance(value, int | float) and key not in NO_STATE:
-                found[where] = repr(value)
+        for key in sorted(vars(owner).keys() - NO_STATE):
+            value = vars(owner)[key]
+            value = value.state_dict() if isinstance(value, nn.Module) else value
+            for part, item in value.items() if isinstance(value, dict) else [("", value)]:
+                where = f"{name}.{key}.{part}".strip(".")
+                if isinstance(item, Tensor) and not item.is_meta:
+                    found[where] = f"tensor {fingerprint(item)}"
+                elif isinstance(item, int | float):
+                    found[where] = repr(item)
     return found
 
 

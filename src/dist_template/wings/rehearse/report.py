@@ -12,7 +12,6 @@ from typing import Literal
 
 Verdict = Literal["pass", "FAIL", "limit"]  # limit: the strategy or model does not support the check; no failure
 WIDTHS = (7, 36, 6, 0)  # verdict, check, seconds, what was found
-NOT_POSSIBLE = "not possible here"
 
 
 @dataclass(eq=False)
@@ -28,7 +27,7 @@ class NotEqual(Exception):
 class NotOffered(NotEqual):
     """The strategy or the model does not support what the check needs."""
 
-    def __init__(self, why: str, got: str = NOT_POSSIBLE) -> None:
+    def __init__(self, why: str, got: str = "not possible here") -> None:
         super().__init__(got, cause="", where=why, verdict="limit")
 
 
