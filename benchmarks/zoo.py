@@ -34,7 +34,7 @@ from dist_template.wings.rehearse.first_step import FirstStep
 from dist_template.wings.rehearse.interventions import LeakageTest, RaggedLabels
 from dist_template.wings.rehearse.record import RunRecord
 from dist_template.wings.rehearse.shrink_config import write_texts
-from dist_template.wings.rehearse.workers import Workers
+from dist_template.wings.rehearse.workers import run_ranks
 
 from . import ROOT, zoo_page
 from .record import Figure, Options, Result
@@ -43,6 +43,7 @@ from .zoo_models import SEQ_LEN, configured, parts, plans, variants
 from .zoo_table import table, text, without_table
 
 NAME = "zoo"
+PROJECT = Project("trainer_dev")
 LOSS, NORM = 1e-6, 1e-5  # relative
 STEPS, CLIP = 6, 0.3
 SINGLE = ", single rows"
@@ -60,8 +61,7 @@ class Zoo:
         self.folder = folder
         self.file = folder / "verdicts.jsonl"
         write_texts(folder / "texts", 16_000)
-        with Workers(1, Project("trainer_dev")) as workers:
-            workers.run(["prepare", *self.flags()], folder / "prepare", timeout_s=None).check()
+        run_ranks(1, PROJECT, ["prepare", *self.flags()], folder / "prepare", timeout_s=None).check()
         self.known = {(each["type"], each["variant"], each["arm"]): each for each in self._read()}
 
     def _read(self) -> list[dict[str, Any]]:
@@ -154,9 +154,9 @@ class Zoo:
         argv = ["fit", f"--config={config}", *self.flags(), *flags, *chosen.flags, *more, f"--run.root={folder}/runs"]
         argv += [f"--trainer.devices={chosen.ranks}", f"--data.micro_batch_size={max(1, rows)}"]
         recorders = [FirstStep(folder, True)] if is_traced else []
-        with Workers(chosen.ranks, Project("trainer_dev")) as workers:
-            callbacks = [RaggedLabels(), *recorders, *([LeakageTest(folder)] if arm == "one" else [])]
-            return workers.run(argv, folder, callbacks=callbacks, prelude=without_table, timeout_s=300.0, run_id=name)
+        callbacks = [RaggedLabels(), *recorders, *([LeakageTest(folder)] if arm == "one" else [])]
+        options = {"callbacks": callbacks, "prelude": without_table, "run_id": name}
+        return run_ranks(chosen.ranks, PROJECT, argv, folder, **options)
 
     def flags(self) -> list[str]:
         return [

@@ -7,6 +7,7 @@ Types whose defaults are not complete, or whose sizes have names of their own, h
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 
 from dist_template.text.model.causal_lm import causal_lm, causal_lm_config
-from dist_template.wings.rehearse.shrink_model import dropouts, shrink_architecture
+from dist_template.wings.rehearse.shrink_model import shrink_architecture
 
 SEQ_LEN, NUM_BLOCKS = 32, 5  # five blocks on two stages of one or two parts are uneven
+DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "dropout_rate")
 VOCABULARY = SimpleNamespace(vocab_size=257, eos_token_id=256, seq_len=SEQ_LEN)  # of the tokenizer Bytes: a prime
 MOST_PARAMETERS = 3_000_000
 ODD = {"hidden_size": 48, "intermediate_size": 74, "moe_intermediate_size": 22, "num_attention_heads": 6}
@@ -105,7 +107,9 @@ def _plain(kind: str) -> dict[str, Any]:
     else:
         base = shrink_architecture(CONFIG_MAPPING[kind](), SEQ_LEN, NUM_BLOCKS)
     config_class: Any = CONFIG_MAPPING[kind]
-    base |= dict.fromkeys(dropouts(config_class()), 0.0)  # random masks differ between ranks
+    fields = [field.name for field in dataclasses.fields(config_class) if field.name.endswith(DROPOUTS)]
+    default = config_class()
+    base |= {name: 0.0 for name in fields if isinstance(getattr(default, name), int | float)}  # masks differ by rank
     alias = config_class.attribute_map
     groups = {"num_key_value_heads": 2} if base.get("num_key_value_heads", 1) != 1 else {}
     if base.get("is_decoder") is False:

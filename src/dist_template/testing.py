@@ -1,9 +1,8 @@
-"""Functions for a project's tests: build its module, check its configurations, rehearse them.
+"""Functions for a project's tests: build its module, check its configurations, rehearse them. Public interface.
 
-    PROJECT = this_project(__file__) module, data = build(PROJECT, "--config=configs/quickstart.yaml",
-    "--data.seq_len=64") loss = module.training_step(batches(data, 1)[0], 0)
-
-Public interface: every function here takes a `Project` and the flags of `fit`.
+PROJECT = this_project(__file__)
+module, data = build(PROJECT, "--config=configs/quickstart.yaml", "--data.seq_len=64")
+loss = module.training_step(batches(data, 1)[0], 0)
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 from .cli.fit import parse
 from .cli.limits import Machine, violations
 from .project import Project
-from .wings.rehearse.checks import CHECKS
+from .wings.rehearse.checks import CHECKS, run_checks
 from .wings.rehearse.command import make_small, rehearse_flags
 from .wings.rehearse.runs import Runs
 
@@ -39,14 +38,8 @@ def this_project(file: str) -> Project:
 
 
 def check_config(project: Project, *flags: str, gpus: int = 8) -> list[str]:
-    """Returns a sentence for each thing in a configuration that cannot work on its machine.
-
-    The machine has the configuration's devices and nodes; where it says auto, one node with `gpus`.
-
-    Raises:
-        InputError: a file, key or value is wrong.
-        SystemExit: the parser refused a value; it has printed why.
-    """
+    """Returns a sentence for each thing in a configuration that cannot work on its machine: the configured devices and
+    nodes; where it says auto, one node with `gpus`. Raises InputError or SystemExit if a file or value is wrong."""
     cli = parse(["fit", *flags], project)
     trainer = vars(cli.config_init.trainer)
     machine = Machine.described(trainer, default=gpus)
@@ -86,31 +79,25 @@ def batches(data: Any, num: int, after: int = 0) -> list[dict[str, Tensor]]:
     return found
 
 
-def first_steps(project: Project, *flags: str, folder: Path, steps: int = 6) -> dict[int, float]:
-    """Trains a configuration made small for `steps` steps on one process; returns {step: loss}.
-
-    Raises:
-        InputError: it cannot be read or made small.
-        RunFailed: training failed.
-    """
-    return _small(project, flags, folder, steps).one.loss
+def first_steps(project: Project, *flags: str, folder: Path) -> dict[int, float]:
+    """Trains six steps of a configuration made small, on one process; returns {step: loss}. Raises InputError if it
+    cannot be read or made small, and RunFailed if training fails."""
+    return _small(project, flags, folder).one.loss
 
 
 def rehearse(project: Project, *flags: str, folder: Path, only: str = "") -> dict[str, str]:
     """Runs the checks of the verb `rehearse` with `only` in their name; returns those that failed,
     with the cause. Raises InputError if the configuration cannot be read or made small."""
-    runs, failed = _small(project, flags, folder, 6), {}
-    for check in CHECKS:
-        if only in check.name:
-            result = check.run(runs)
-            if result.verdict in ("FAIL", "not run"):
-                failed[check.name] = f"{result.got} {result.where} {result.cause}".strip()
+    runs, failed = _small(project, flags, folder), {}
+    for result in run_checks(runs, [check for check in CHECKS if only in check.name]):
+        if result.verdict == "FAIL":
+            failed[result.check] = f"{result.got}: {result.sentence}"
     return failed
 
 
-def _small(project: Project, flags: tuple[str, ...], folder: Path, steps: int) -> Runs:
+def _small(project: Project, flags: tuple[str, ...], folder: Path) -> Runs:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    options, rest = rehearse_flags().parse_known_args([*flags, f"--steps={steps}"])
+    options, rest = rehearse_flags().parse_known_args(flags)
     _, _, runs = make_small(options, rest, folder, project)
     runs.prepare()
     return runs

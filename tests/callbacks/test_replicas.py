@@ -18,9 +18,10 @@ from dist_template.layout import local_shard
 from tests.support.classifier import PlainClassifier
 from tests.support.library import manifest
 from tests.support.numerics import Train, report_exit_codes
+from tests.support.runs import Workers
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
-from tests.support.wings import RunRecord, Workers
+from tests.support.wings import RunRecord
 
 NORM = "model.layers.1.post_attention_layernorm.weight"  # of the network; every strategy but FSDP2 has replicas of it
 EVERY = "--last_checkpoint.every_n_steps=4"

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from dist_template import InputError
 from dist_template.callbacks import LastCheckpoint, SampleOrder
 from dist_template.callbacks.sample_order import even_batch_size
+from tests.support.runs import Workers
 from tests.support.streams import STREAMS
-from tests.support.wings import RunRecord, Workers
+from tests.support.wings import RunRecord
 
 NUM = 22
 
@@ -174,7 +175,7 @@ def test_ranks_with_samples_of_their_own_or_constant_ones_train(tmp_path: Path, 
 def test_an_evaluation_counts_each_row_once_also_where_ranks_do_not_divide_them(tmp_path: Path, rows: int) -> None:
     """33 rows would be 5 batches of 4 on one rank and 4 on the other: they are read by threes."""
     one, two = (fit_streams(tmp_path, n, "--data.kind=constant", f"--data.num_held_out={rows}") for n in (1, 2))
-    assert two.check().eval("sanity")[0] == pytest.approx(one.check().eval("sanity")[0], rel=1e-6)
+    assert two.check().eval("sanity_check")[0] == pytest.approx(one.check().eval("sanity_check")[0], rel=1e-6)
 
 
 @pytest.mark.slow

@@ -1,10 +1,7 @@
-"""Dropout that is turned off, and observed seeding; each test restores what the functions replace."""
+"""Dropout that is turned off; each test restores what the function replaces."""
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,9 +14,6 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
     functional = torch.nn.functional
     for name in (*randomness.DROPOUTS, "scaled_dot_product_attention"):
         monkeypatch.setattr(functional, name, getattr(functional, name))
-    for _, module, *names in randomness.GENERATORS:
-        for name in names:
-            monkeypatch.setattr(module, name, getattr(module, name))
 
 
 def test_dropout_is_the_identity_and_noted_where_it_would_have_an_effect() -> None:
@@ -34,26 +28,6 @@ def test_dropout_is_the_identity_and_noted_where_it_would_have_an_effect() -> No
     nn.Dropout(0.5).eval()(ones)
     nn.functional.dropout(ones, 0.0)
     assert len(noted) == 5
-
-
-def test_seeding_is_reported_and_so_is_a_state_that_is_set_back() -> None:
-    seen: list[str] = []
-    randomness.watch_seeding(lambda name: seen.append(f"seeds {name}"), lambda name: seen.append(f"restores {name}"))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
-    assert seen == [
-        "seeds torch.manual_seed",
-        "restores torch.manual_seed",
-        "seeds random.seed",
-        "seeds numpy.random.seed",
-    ]
-    drawn = torch.rand(1)
-    torch.manual_seed(7)
-    first = torch.rand(1)
-    torch.manual_seed(7)
-    assert torch.equal(first, torch.rand(1)) and not torch.equal(first, drawn), "it still seeds"
 
 
 def test_a_function_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ from dist_template.cli import main as command_line
 from dist_template.wings.diagnose import Cause, Change, Finding, History
 from tests.support.classifier import CLASSIFIER, PLAIN
 from tests.support.library import manifest
-from tests.support.runs import logged
+from tests.support.runs import Workers, logged
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
-from tests.support.wings import KillAt, RunRecord, Workers, engine
+from tests.support.wings import KillAt, RunRecord, engine
 
 MODULES = {"TrainingModule": CLASSIFIER, "plain": PLAIN}
 STEPS, EVERY, KILLED = 10, 2, 7

@@ -8,9 +8,9 @@ import pytest
 
 from dist_template import Project
 from tests.support.manual import BUILT, MANUAL
-from tests.support.runs import logged
+from tests.support.runs import Workers, logged
 from tests.support.strategies import flags_of
-from tests.support.wings import RunRecord, Workers
+from tests.support.wings import RunRecord
 
 PROJECTS = {"two optimizers": MANUAL, "TrainingModule": BUILT}
 

@@ -13,10 +13,9 @@ from dist_template import InputError
 from dist_template.model.metrics import FOLD
 from tests.support.library import MetricBuffer
 from tests.support.operations import Ops
-from tests.support.runs import logged
+from tests.support.runs import Workers, logged
 from tests.support.strategies import flags_of
 from tests.support.teacher import WEIGHING
-from tests.support.wings import Workers
 
 CPU = torch.device("cpu")
 NAMES = [f"m{i}" for i in range(10)]

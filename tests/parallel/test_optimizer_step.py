@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from dist_template import Project
-from tests.support.runs import logged
+from tests.support.runs import Workers, logged
 from tests.support.strategies import flags_of
 from tests.support.teacher import HOOKS, STUDENT, STUDENT_WITH_OWN_ORDER
 from tests.support.tiers import tiers
-from tests.support.wings import Workers
 
 STEPS = 8
 ZERO = ("zero1", "zero2", "zero3")

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ import lightning as L
 import pytest
 from lightning.pytorch import Callback
 
-from dist_template.wings.rehearse import workers
+from dist_template.project import Project
+from dist_template.wings.rehearse.record import RunRecord
+from dist_template.wings.rehearse.workers import run_ranks
 from tests import PROJECT
 from tests.support.library import manifest, read_metrics
 from tests.support.line import OURS, PACKAGE, command, main  # noqa: F401
@@ -77,11 +79,21 @@ def run(verb: str, *flags: str) -> int:
     return main([verb, *flags])
 
 
-class Workers(workers.Workers):
-    """`num` CPU processes that run the linked project's commands."""
+class Workers:
+    """`num` CPU processes that run a project's commands, one after the other."""
 
-    def __init__(self, num: int) -> None:
-        super().__init__(num, OURS)
+    def __init__(self, num: int, project: Project = OURS) -> None:
+        self.num = num
+        self.project = project
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """`run_ranks` leaves no process."""
+
+    def run(self, argv: Sequence[str], record: Path, **options: Any) -> RunRecord:
+        return run_ranks(self.num, self.project, argv, record, **options)
 
 
 def run_in_subprocess(verb: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ from dist_template.wings.rehearse.interventions import KillAt
 from dist_template.wings.rehearse.record import RunRecord
 from dist_template.wings.rehearse.report import Result
 from dist_template.wings.rehearse.runs import Runs
-from dist_template.wings.rehearse.workers import Workers, clean_processes
+from dist_template.wings.rehearse.workers import clean_processes
 from dist_template.wings.ship.export.gate import Gate
 from dist_template.wings.ship.export.trained import Trained, load_trained
 from dist_template.wings.ship.promote import Registry

@@ -170,6 +170,6 @@ def test_fit_calls_a_class_of_the_users_own_unproven_and_rehearse_names_its_faul
         record = workers.run(["fit", *fit], tmp_path / "fit", prelude=planted_model.register).check()
     assert "note: not proven here: a model of type 'planted'" in record.log(0)
     with pytest.raises(SystemExit) as ended:
-        main(["rehearse", *flags, "--steps=6", f"--output={tmp_path}/out"], OURS, prelude=planted_model.register)
+        main(["rehearse", *flags, f"--output={tmp_path}/out"], OURS, prelude=planted_model.register)
     printed = " ".join(capsys.readouterr().out.split())
     assert ended.value.code == 1 and "layers.0.mlp.down_proj" in printed, printed

@@ -10,7 +10,7 @@ transformers_serving.py  the handlers of OpenAI's API behind `transformers serve
 transformers.py          attention masks, grouped products, sharding by a model's plans
 transformers_serving.py  the handlers of OpenAI's API behind `transformers serve`
 parallel_styles.py       transformers' tensor and expert parallelism: two fixes
-randomness.py            dropout that is off, and observed seeding
+randomness.py            dropout that is off
 
 tests/compat/test_names.py fails when a new version has another name or signature.
 """

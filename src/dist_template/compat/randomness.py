@@ -1,30 +1,21 @@
-"""Replaces torch's, numpy's and Python's functions that drop out or seed, in a process that trains
-once, to rehearse it. Verified on torch 2.9 to 2.13, numpy 2 and Python 3.11 to 3.14.
+"""Replaces torch's functions that drop out, in a process that trains once, to rehearse it. Verified on torch 2.9 to
+2.13.
 
-No library has a switch or a hook for them. The names are public: where one is gone, its function
+torch has no switch or hook for them. The names are public: where one is gone, `turn_dropout_off`
 raises AttributeError, as tests/compat/test_randomness.py shows.
 """
 
 from __future__ import annotations
 
-import functools
-import random
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
 DROPOUTS += ("alpha_dropout", "feature_alpha_dropout")
-GENERATORS: tuple[tuple[str, ModuleType, str, str], ...] = (  # label, module, seeds, restores
-    ("torch.manual_seed", torch, "manual_seed", "set_rng_state"),
-    ("torch.manual_seed", torch.random, "manual_seed", "set_rng_state"),
-    ("random.seed", random, "seed", "setstate"),
-    ("numpy.random.seed", np.random, "seed", "set_state"),
-)
 
 
 def turn_dropout_off(note: Callable[[], object]) -> None:
@@ -57,23 +48,6 @@ def turn_dropout_off(note: Callable[[], object]) -> None:
     for name in DROPOUTS:
         _replace(functional, name, identity)
     _replace(functional, "scaled_dot_product_attention", without_dropout)
-
-
-def watch_seeding(seeds: Callable[[str], None], restores: Callable[[str], None]) -> None:
-    """Calls `seeds`, with the seeding function's name, before each use of it, and `restores` before
-    the state of the same generator is set, as at the end of `torch.random.fork_rng`."""
-    for label, module, seed, restore in GENERATORS:
-        for name, watch in ((seed, seeds), (restore, restores)):
-            _replace(module, name, _watched(getattr(module, name), functools.partial(watch, label)))
-
-
-def _watched(function: Callable, before: Callable[[], None]) -> Callable:
-    @functools.wraps(function)
-    def called(*args: object, **kwargs: object) -> object:
-        before()
-        return function(*args, **kwargs)
-
-    return called
 
 
 def _replace(module: ModuleType, name: str, function: Callable) -> None:

@@ -6,7 +6,6 @@ import json
 import re
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from lightning.pytorch import Callback
 
 from dist_template import InputError
-from dist_template.wings.rehearse.checks import Check
+from dist_template.wings.rehearse.checks import Check, run_checks
 from dist_template.wings.rehearse.compare import gradients, relative_difference
 from dist_template.wings.rehearse.report import Report
 from dist_template.wings.rehearse.runs import RunFailed
@@ -41,7 +40,7 @@ def test_the_default_project_passes_under_ddp(tmp_path: Path, capsys: pytest.Cap
     assert "all checks hold" in printed
     found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
     assert found["ok"]
-    assert [check["verdict"] for check in found["checks"]] == ["pass"] * 19
+    assert [check["verdict"] for check in found["checks"]] == ["pass"] * 13
     assert found["checks"][0]["got"] == "64 ranks"
 
 
@@ -70,7 +69,7 @@ def test_a_fine_tuning_with_adapters_passes(
     code = rehearse(*files, *adapter, "--nodes=8", "--devices=8", f"--output={tmp_path / 'out'}")
     printed = capsys.readouterr().out
     assert code == 0, printed
-    assert "weights equal, logits within" in printed
+    assert "largest difference to the trained model's logits" in printed
 
 
 @pytest.mark.slow
@@ -104,7 +103,7 @@ def test_sizes_that_do_not_fit_are_reported_without_a_training(tmp_path: Path, c
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--steps=3"], "--steps: '3' is not allowed, give a whole number from 6"),
+        (["--processes=0"], "--processes: '0' is not allowed, give a whole number from 1"),
         (["--only=nothing"], "--only 'nothing' matches no check"),
         (["--processes=3", "--trainer.strategy=MeshStrategy", "--trainer.strategy.fsdp_size=4"], "does not make 3"),
     ],
@@ -146,18 +145,17 @@ def test_the_rank_that_failed_is_named_and_not_the_one_that_waited(two: list[str
 
 
 @pytest.mark.slow
-def test_a_hang_ends_with_the_stacks_in_the_logs(two: list[str], tmp_path: Path) -> None:
+def test_a_hang_ends_with_the_time_limit(two: list[str], tmp_path: Path) -> None:
     with Workers(2) as workers:
         record = workers.run(two, tmp_path / "hung", callbacks=[HangOnRankOne()], timeout_s=18)
     assert record.hung and record.error == "no end after 18 s"
-    assert "in on_train_start" in record.log(1)
 
 
 # ---- report --------------------------------------------------------------------------------------------------------
 
 
 def test_the_report_is_a_line_per_check_and_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    report = Report("rehearsal of nothing", {"processes": 2})
+    report = Report("rehearsal of nothing")
     report.add(Result("loss curve", "within 1e-05", "1.0e-07", "pass", time_s=1.5))
     report.add(Result("gradient norm", "within 1e-04", "0.5", "FAIL", "from step 3 on: layer & more", 2.0))
     report.add(Result("resume on fewer", "within 1e-05", "not possible", "limit", "the format refuses"))
@@ -174,24 +172,20 @@ def test_a_cause_that_several_checks_find_is_printed_once(capsys: pytest.Capture
     report.add(Result("gradient norm", "1e-4", "0.7", "FAIL", "from step 1 on", cause="the output of model.gate"))
     printed = capsys.readouterr().out
     assert printed.count("model.gate") == 1
-    assert "from step 1 on: the cause given for 'loss curve'" in printed
+    assert "from step 1 on: see 'loss curve'" in printed
 
 
-def test_a_check_whose_training_has_failed_or_hung_is_not_run(tmp_path: Path) -> None:
+def test_after_a_training_has_failed_no_other_check_runs(tmp_path: Path) -> None:
     (tmp_path / "rank1.log").write_text("reading shard 7\n", encoding="utf-8")
     record = RunRecord(tmp_path, {0: "RuntimeError: Connection closed by peer", 1: "killed: exit code -9"})
 
     def compare(runs: Any) -> str:
-        raise RunFailed("strategy", record, is_known=runs.is_known)
+        raise RunFailed("strategy", record)
 
-    check = Check("loss curve", "1e-5", compare)
-    first, second, third = (
-        check.run(cast(Runs, SimpleNamespace(hung=hung, is_known=is_known)))
-        for hung, is_known in (("", False), ("", True), ("strategy", False))
-    )
-    assert first.verdict == "FAIL"
-    assert "rank 1: killed: exit code -9; the last line of its log: reading shard 7" in first.cause
-    assert (second.verdict, second.cause) == (third.verdict, third.cause) == ("not run", "")
+    both = [Check("loss curve", "1e-5", compare), Check("norms", "1e-5", compare)]
+    (failed,) = run_checks(cast(Runs, None), both)
+    assert failed.verdict == "FAIL"
+    assert "rank 1: killed: exit code -9; the last line of its log: reading shard 7" in failed.cause
 
 
 def test_a_gradient_that_is_only_noise_is_not_compared_with_itself(tmp_path: Path) -> None:

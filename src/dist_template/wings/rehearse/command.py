@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from ...cli.fit import CLI
-    from .report import Result
     from .runs import Runs
 
 REAL_SIZES = "the real sizes fit together"
-MIN_STEPS = 6  # the kill needs steps before and after it
 
 
 def main(argv: list[str], project: Project, prelude: Callable[[], None] | None = None) -> None:
@@ -38,56 +36,52 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
         SystemExit: with 1, if a check fails.
     """
     options, flags = rehearse_flags().parse_known_args(argv[1:])
-    from . import source_order
-    from .checks import CHECKS
-    from .report import Report
+    from ...cli.limits import Machine, violations
+    from ...model.proof import axes_of, remember
+    from .checks import CHECKS, run_checks
+    from .report import Report, Result
     from .runs import RunFailed
 
-    names = [REAL_SIZES, source_order.NAME, *(check.name for check in CHECKS)]
-    if not any(options.only in name for name in names):
-        raise InputError(f"--only {options.only!r} matches no check of: {', '.join(names)}")
+    checks = [check for check in CHECKS if options.only in check.name]
+    if not checks and options.only not in REAL_SIZES:
+        names = ", ".join(check.name for check in CHECKS)
+        raise InputError(f"--only {options.only!r} matches no check of: {REAL_SIZES}, {names}")
     folder = Path(options.output or f"runs/rehearsals/{time.strftime('%Y%m%d-%H%M%S')}")
     if any(folder.glob("*")):
         raise InputError(f"--output {str(folder)!r} is not empty; give another folder")
-    cli, config, runs = make_small(options, flags, folder, project, prelude)
-    small = runs.small
+    cli, model_config, runs = make_small(options, flags, folder, project, prelude)
+    small, settings = runs.small, cli.config_init
 
     for note in small.notes:
         print(f"note: {note}")
     title = f"rehearsal of {' '.join(flags)} on {small.processes} processes"
-    report = Report(title, {"processes": small.processes, "notes": small.notes})
-    report.add(_check_real_sizes(cli, config))
-    source = getattr(cli.datamodule, "source", None)
-    if options.keep_data and source is not None and options.only in source_order.NAME:
-        report.add(source_order.check(source))
-    checks = [check for check in CHECKS if options.only in check.name]
+    report = Report(title)
+    trainer, machine = vars(settings.trainer), None
+    try:
+        machine = Machine.described(trainer)
+    except InputError as error:
+        where = f"{error}; or give --devices, and --nodes, of the machine that has it"
+        report.add(Result(REAL_SIZES, "no violation", "not checked", "limit", where))
+    else:
+        saves = settings.last_checkpoint.asynchronous
+        setup = (machine, trainer, cli.model, cli.datamodule, model_config)
+        cause = "; ".join(violations(*setup, saves_asynchronously=saves))
+        got, verdict = f"{machine.world_size} ranks", "FAIL" if cause else "pass"
+        report.add(Result(REAL_SIZES, "no violation", got, verdict, cause=cause))
     try:
         if checks:
             runs.prepare()
     except RunFailed as failure:
         raise InputError(failure.refusal or str(failure)) from failure
-    for check in checks:
-        report.add(check.run(runs))
+    for result in run_checks(runs, checks):
+        report.add(result)
     report.end(folder)
     if not report.ok:
         sys.exit(Exit.FAILED)
-    if not options.only:
-        _remember(cli, config, project)
-
-
-def _remember(cli: CLI, model_config: PretrainedConfig | None, project: Project) -> None:
-    """Notes in the project that the model is proven under the strategy, so that `fit` is silent."""
-    from ...cli.limits import Machine
-    from ...model.proof import axes_of, remember
-
-    try:
-        trainer = vars(cli.config_init.trainer)
-        world_size = Machine.described(trainer).world_size
-        axes = axes_of(trainer["strategy"], world_size, cli.model)
-    except InputError:
-        return  # the check of the real sizes has reported it
-    if file := remember(model_config, axes, project.folder.parent):
-        print(f"{file} has it")
+    if machine and not options.only:  # the model is proven under the strategy: `fit` is silent
+        axes = axes_of(trainer["strategy"], machine.world_size, cli.model)
+        if file := remember(model_config, axes, project.folder.parent):
+            print(f"{file} has it")
 
 
 def rehearse_flags() -> argparse.ArgumentParser:
@@ -96,16 +90,10 @@ def rehearse_flags() -> argparse.ArgumentParser:
     parser = sizes.parser("rehearse", str(__doc__), exit_codes)
     processes = "CPU processes (default: the minimum for the strategy)"
     parser.add_argument("--processes", type=in_range(int, 1, 1024), help=processes)
-    steps = f"optimizer steps of each training, {MIN_STEPS} or more (default: {MIN_STEPS})"
-    parser.add_argument("--steps", type=in_range(int, MIN_STEPS), default=MIN_STEPS, help=steps)
-    output = "folder for the report and all runs (default: runs/rehearsals/<time>)"
-    parser.add_argument("--output", help=output)
+    parser.add_argument("--output", help="folder for the report and all runs (default: runs/rehearsals/<time>)")
     keep = "read data.source with data.tokenizer instead of generated text"
     parser.add_argument("--keep_data", action="store_true", help=keep)
-    only = "run only the checks with this in their name (default: all)"
-    parser.add_argument("--only", default="", help=only)
-    idle = "seconds without progress after which a training counts as hung (default: 60)"
-    parser.add_argument("--timeout", type=in_range(float, 0.001), default=60, help=idle)
+    parser.add_argument("--only", default="", help="run only the checks with this in their name (default: all)")
     return parser
 
 
@@ -135,9 +123,8 @@ def make_small(
     os.environ.pop(Variable.RUN_ID, None)
     cli = Resolved(project, [*flags, *sizes.as_flags(options)], run=False)
     config = model_config(cli)
-    how = (options.steps, options.processes, options.keep_data)
-    small = shrink(cli.resolved, config, folder, *how)
-    return cli, config, Runs(small, folder, project, prelude, options.timeout)
+    small = shrink(cli.resolved, config, folder, options.processes, options.keep_data)
+    return cli, config, Runs(small, folder.absolute(), project, prelude)
 
 
 def model_config(cli: CLI) -> PretrainedConfig | None:
@@ -148,24 +135,3 @@ def model_config(cli: CLI) -> PretrainedConfig | None:
     tokenizer = getattr(data, "tokenizer", None)
     vocab_size = getattr(tokenizer, "vocab_size", 2**15)  # unknown before `prepare`
     return build(SimpleNamespace(vocab_size=vocab_size, eos_token_id=0, seq_len=data.seq_len))
-
-
-def _check_real_sizes(cli: CLI, model_config: PretrainedConfig | None) -> Result:
-    """Checks which settings cannot work together on the real machine."""
-    from ...cli.limits import Machine, violations
-    from .report import Result
-
-    started = time.perf_counter()
-    trainer, expected = vars(cli.config_init.trainer), "no violation"
-    try:
-        machine = Machine.described(trainer)
-    except InputError as error:
-        where = f"{error}; or give --devices, and --nodes, of the machine that has it"
-        return Result(REAL_SIZES, expected, "not checked", "limit", where)
-    asynchronous = cli.config_init.last_checkpoint.asynchronous
-    setup = (machine, trainer, cli.model, cli.datamodule, model_config)
-    cause = "; ".join(violations(*setup, saves_asynchronously=asynchronous))
-    seconds = time.perf_counter() - started
-    if cause:
-        return Result(REAL_SIZES, expected, "as listed below", "FAIL", "", seconds, cause)
-    return Result(REAL_SIZES, expected, f"{machine.world_size} ranks", "pass", "", seconds)

@@ -1,15 +1,16 @@
 """Compares two trainings, and names the first difference and the code to inspect.
 
 `trace` compares two trainings that start equal, in the order of execution: starting weights,
-samples, labels, buffers, forward passes, hooks that scale gradients, gradients, learning rates.
-`trace_resumed` compares an uninterrupted training with a resumed one: samples, random state,
-weights and buffers, optimizer, Python attributes, learning rates. Below them is what they compare.
+samples, forward passes, gradients. `trace_resumed` compares an uninterrupted
+training with a resumed one: samples, random state, weights and buffers, Python attributes,
+learning rates. Below them is what they compare.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -18,10 +19,8 @@ from .record import ForwardPass, RunRecord
 
 FORWARD = GRADIENT = 1e-4  # relative to a tensor's largest value; another order of sums gives 1e-6
 NOISE = 1e-3  # relative to the largest gradient: smaller ones are rounding errors of a true zero
-FACTOR = 1e-3  # tolerated relative difference of the factor by which a hook scales the gradients
-LOSS = "check the loss and its division"
 NOT_SAVED = "make it a buffer, or save it in on_save_checkpoint"
-Curve = Mapping[int, float]  # {step: value}
+K = TypeVar("K")
 Tensors = Mapping[str, Tensor]
 
 
@@ -30,105 +29,60 @@ def trace(expected: RunRecord, got: RunRecord) -> str:
     if name := first_difference(expected.start, got.start):
         return f"the starting weights differ first in {name}"
     if text := samples(expected, got):
-        return f"{text}; the order comes from {got.places.get('order', 'the loader')}"
-    if text := labels(expected, got):
-        return f"{text}: inspect what makes them (transform, {got.places.get('transform', '?')})"
+        return text
     differing = replicas(got)
     if differing and differing[0] == 0:
         return disagreement(got, differing)
-    for _, each in (*expected.forward_passes(), *got.forward_passes()):
-        if name := each["changed"]:
-            why = "between the micro-batches of a step: inspect hooks that run for each of them"
-            return f"{name} changes {why} (on_train_batch_start, on_train_batch_end)"
-    if text := forward_pass(expected, got):
-        return text
-    if text := _other_factor(expected, got, with_clipping=False):
-        return text
-    changed = first_difference(expected.tensors("buffers"), got.tensors("buffers"), FORWARD)
-    if text := _first_gradient(expected, got):
-        if not (changed and LOSS in text):
-            return text
-    elif text := _other_factor(expected, got, with_clipping=True):
+    if text := forward_pass(expected, got) or _first_gradient(expected, got):
         return text
     if differing:
         return disagreement(got, differing)
-    if changed:
-        why = f"it depends on the rank's own data ({got.owner(changed)})"
-        return f"buffer {changed} differs after the first step: {why}"
-    rates = expected.after(1, "rates", 0)
-    for rank in range(got.size):
-        if (other_rates := got.after(1, "rates", rank)) != rates:
-            what = f"{rates}, {other_rates} on rank {rank}"
-            return f"learning rates differ after the first step: {what}"
-    return (
-        "outputs, gradients and learning rate of the first step agree, the update differs: inspect"
-        f" {got.places.get('optimizer', '?')}"
-    )
+    update = f"the learning rate, {got.places.get('optimizer', '?')}{_hooks(got)}"
+    return f"outputs and gradients of the first step agree, the update differs: inspect {update}"
+
+
+def _hooks(record: RunRecord) -> str:
+    hooks = record.places.get("hooks")
+    return f" and hooks that change gradients ({hooks})" if hooks else ""
 
 
 def disagreement(record: RunRecord, found: tuple[int, str, int, int]) -> str:
     """Explains a tensor that differs between ranks that replicate it, as `replicas` returns it."""
     step, name, rank, other = found
-    owner = record.owner(name)
     when = f"after step {step}" if step else "before the first step"
-    what = f"{name} on rank {rank} differs from rank {other}'s {when}"
-    if record.is_buffer(name):
-        return (
-            f"buffer {what}: each rank computes it from its own data: all-reduce it, or compute it"
-            f" from data that all ranks have ({owner})"
-        )
+    what = f"{name} ({record.owner(name)}) on rank {rank} differs from rank {other}'s {when}"
     if not step:
-        return f"{what}: it differs from what rank 0 built ({owner})"
-    if step == 1 and replicas(record, "gradients"):
-        return f"{what}: its gradient is not reduced over these ranks ({owner})"
-    why = "something other than the optimizer changes it"
-    return f"{what} though its gradients agree: {why} ({owner})"
-
-
-def _other_factor(expected: RunRecord, got: RunRecord, with_clipping: bool) -> str:
-    """Describes the first hook with another factor than expected; "" without one.
-
-    Clipping depends on the norm: where gradients differ, its factor differs as a consequence.
-    """
-    factors = expected.tensors("factors")
-    for hook, (factor, location) in got.tensors("factors").items():
-        want, _ = factors.get(hook, (1.0, ""))
-        if abs(factor - want) > FACTOR * want and (with_clipping or "clipping" not in hook):
-            where = f" ({location})" if location else ""
-            what = f"multiplies the gradients, which agree after backward, by {factor:.4g}"
-            return f"{hook}{where} {what} instead of {want:.4g}"
-    return ""
+        return f"{what}: it differs from what rank 0 built"
+    if name in record.tensors("gradients"):
+        return f"{what}: its gradient is not reduced over these ranks, or something other than the optimizer changes it"
+    return f"{what}: each rank computes it from its own data: all-reduce it, or use data that all ranks have"
 
 
 def _first_gradient(expected: RunRecord, got: RunRecord) -> str:
     """Describes the first gradient in backward order that differs; "" if all agree."""
     differing, want = gradients(expected, got), expected.tensors("gradients")
-    total = len(want)
     if not differing:
         return ""
-    if len(differing) == total:
+    if len(differing) == len(want):
         have = got.tensors("gradients")
-        norms = {name: tensor.double().norm().item() for name, tensor in want.items()}
-        factors: list[float] = []
-        for name in want.keys() & have.keys():
-            if norms[name] > NOISE * max(norms.values()):
-                factors.append(have[name].double().norm().item() / norms[name])
-        is_common = factors and max(factors) - min(factors) < 1e-3 * max(factors)
-        how = f"are {factors[0]:.4g} times as large" if is_common else "differ"
+        largest = max(want, key=lambda name: _largest(want[name]))
+        factor = have[largest].norm().item() / want[largest].norm().item() if largest in have else 0
+        how = "differ"
+        if not gradients(expected, got, factor):
+            how = f"are {factor:.4g} times as large"
         return (
-            f"outputs agree and all gradients {how}: {LOSS} by"
+            f"outputs agree and all gradients {how}: check the loss and its division by"
             " batch['tokens_per_micro_batch'], the counted tokens of the global batch"
-            f" (training_step, {got.places.get('training_step', 'module.py')})"
+            f" (training_step, {got.places.get('training_step', 'module.py')}){_hooks(got)}"
         )
     _, first_pass = expected.forward_passes()[0]
     order = {name: number for number, name in enumerate(first_pass["tensors"])}
     # The module that comes last in forward is the first in backward.
     name = max(differing, key=lambda each: order.get(each.rpartition(".")[0], -1))
-    how = f"{name} ({differing[name]}; {got.owner(name)})"
-    if len(differing) == 1:
-        return f"the first gradients differ in 1 of {total} parameters: {how}"
-    several = f"{len(differing)} of {total} parameters"
-    return f"the first gradients differ in {several}; backward first reaches {how}"
+    return (
+        f"the first gradients differ in {len(differing)} of {len(want)} parameters; backward first reaches"
+        f" {name} ({differing[name]}; {got.owner(name)})"
+    )
 
 
 # ---- after a resume ----------------------------------------------------------------------------
@@ -138,100 +92,64 @@ def trace_resumed(uninterrupted: RunRecord, resumed: RunRecord) -> str:
     """Describes which state of the uninterrupted training the resumed one lacks."""
     first, places = min(resumed.loss, default=0), resumed.places
     before = first - 1  # the step of the checkpoint
-    same_ranks = uninterrupted.size == resumed.size
     if text := samples(uninterrupted, resumed):
-        data, order = places.get("datamodule", "?"), places.get("order", "?")
-        lost = "do not continue after the checkpoint's last sample"
-        return f"{text}: the data ({data}; order: {order}) {lost}"
-    for name, what in uninterrupted.tensors("draws").items() if same_ranks else ():
-        for rank in range(uninterrupted.size):
-            if resumed.random(rank).get(first) != uninterrupted.random(rank).get(first):
-                where = f"{what} in {name} ({uninterrupted.places.get(name, '?')})"
-                state = f"rank {rank} resumes step {first} with another random state"
-                return f"{state}, used by {where}"
-    for want, have in _states(uninterrupted, resumed, before, "tensors"):
-        for name, value in have.items():
-            is_comparable = same_ranks or want.get(name, "?")[0] == value[0] == ""
-            if name in want and want[name] != value and is_comparable:
-                text = f"is not restored as it was after step {before}"
-                return f"{_with_kind(resumed, name)} {text} ({resumed.owner(name)})"
-    if same_ranks and (text := _lost(uninterrupted, resumed, before, "optimizer")):
-        optimizer = places.get("optimizer", "?")
-        return f"the optimizer ({optimizer}) does not restore its state of {text}"
+        return f"{text}: the data do not continue after the checkpoint's last sample"
+    for rank in range(resumed.size if uninterrupted.draws else 0):
+        if resumed.random(rank).get(first) != uninterrupted.random(rank).get(first):
+            return f"rank {rank} resumes step {first} with another random state, as of dropout"
+    if text := _lost(uninterrupted, resumed, before, "tensors"):
+        return f"{text} is not restored as it was after step {before}"
     if text := _lost(uninterrupted, resumed, before, "python"):
         return f"no checkpoint holds {text}: {NOT_SAVED}"
     for step in range(before, max(resumed.loss)):
         expected, got = uninterrupted.after(step, "rates", 0), resumed.after(step, "rates", 0)
         if expected != got and len(expected) == len(got):
-            rates = f"{got[0]:.4g} instead of {expected[0]:.4g}"
-            why = "the schedule's state is not restored"
-            return f"the learning rate of step {step + 1} is {rates}: {why}"
+            what = f"the learning rate of step {step + 1} is {got[0]:.4g} instead of {expected[0]:.4g}"
+            return f"{what}: the schedule's state is not restored"
     return (
-        "samples, random state, weights, optimizer, Python attributes and learning rate are"
-        " restored: the state that is not restored is in none of them"
+        "samples, random state, weights, Python attributes and learning rate are restored: inspect"
+        f" the optimizer's state ({places.get('optimizer', '?')})"
     )
 
 
 def lost_at_the_end(uninterrupted: RunRecord, resumed: RunRecord) -> str:
     """Describes a tensor, such as an average, that differs after a resume with equal losses."""
     last = max(uninterrupted.loss, default=0)
-    for want, have in _states(uninterrupted, resumed, last, "tensors"):
-        for name, value in want.items():
-            if value != have.get(name):
-                why = "it is not persistent"
-                if name in uninterrupted.end:
-                    why = "it changes after the checkpoint is written, as in on_train_batch_end:"
-                    why += " change it in optimizer_step"
-                what = f"{_with_kind(resumed, name)} ends with another value after a resume"
-                return f"{what}: {why} ({resumed.owner(name)})"
+    if text := _lost(uninterrupted, resumed, last, "tensors"):
+        why = "it is not persistent, or changes after the checkpoint is written (in on_train_batch_end)"
+        return f"{text} ends with another value after a resume: {why}"
     if text := _lost(uninterrupted, resumed, last, "python", "tensor"):
         return f"no checkpoint holds {text}: {NOT_SAVED}"
     return ""
 
 
-def _states(one: RunRecord, other: RunRecord, step: int, kind: str) -> list[tuple[dict, dict]]:
-    """Pairs each rank's records of two runs; if world sizes differ, the merged records."""
-    ranks = range(one.size) if one.size == other.size else [None]
-    return [(one.after(step, kind, rank), other.after(step, kind, rank)) for rank in ranks]
-
-
-def _with_kind(record: RunRecord, name: str) -> str:
-    return f"buffer {name}" if record.is_buffer(name) else name
-
-
 def _lost(uninterrupted: RunRecord, resumed: RunRecord, step: int, kind: str, prefix: str = "") -> str:
-    """Names state that changed during training and differs after the resume, or returns ""."""
-    lost: dict[str, tuple[str, str | None]] = {}  # name: value, value after the resume
-    starts = _states(uninterrupted, resumed, 0, kind)
-    states = _states(uninterrupted, resumed, step, kind)
-    for (want, have), (start, _) in zip(states, starts, strict=True):
+    """Names the first state that changed during training and differs after the resume, or returns ""."""
+    for rank in range(resumed.size):
+        start = uninterrupted.after(0, kind, rank)
+        want, have = uninterrupted.after(step, kind, rank), resumed.after(step, kind, rank)
         for name, value in want.items():
-            if value.startswith(prefix) and value not in (have.get(name), start.get(name)):
-                lost.setdefault(name, (value, have.get(name)))
-    if not lost:
-        return ""
-    text, (value, other) = next(iter(lost.items()))
-    owner = resumed.owner(text)
-    if len(value) < 12:  # a number, not a hash
-        text += f" ({other} instead of {value})"
-    if kind == "python" and owner != "?":
-        text += f" of {owner}"
-    return text if len(lost) == 1 else f"{text} and {len(lost) - 1} more"
+            other = have.get(name, "nothing")
+            is_meant = not prefix or value.startswith(prefix)
+            if is_meant and value not in (other, start.get(name)):
+                how = f"{other} instead of {value}; " if kind == "python" else ""
+                return f"{name} ({how}{resumed.owner(name)})"
+    return ""
 
 
 # ---- what is compared ---------------------------------------------------------------------------
 
 
-def relative_difference(expected: Curve, got: Curve) -> tuple[float, dict[int, float]]:
-    """Returns (largest relative difference, relative difference by step of `got`).
+def relative_difference(expected: Mapping[K, float], got: Mapping[K, float]) -> tuple[float, dict[K, float]]:
+    """Returns (largest relative difference, relative difference of each step or metric of `got`).
 
-    It is infinite for a step that `expected` lacks, and for NaN.
+    It is infinite for one that `expected` lacks, and for NaN.
     """
-    each: dict[int, float] = {}
-    for step, value in got.items():
-        want = expected.get(step, float("nan"))
+    each: dict[K, float] = {}
+    for key, value in got.items():
+        want = expected.get(key, float("nan"))
         difference = 0.0 if want == value else abs(value - want) / max(abs(want), 1e-12)
-        each[step] = difference if difference == difference else float("inf")
+        each[key] = difference if difference == difference else float("inf")
     return max(each.values(), default=float("inf")), each
 
 
@@ -255,9 +173,6 @@ def differences(expected: Tensors, got: Tensors, tolerance: float, floor: float 
             difference = _largest(got[name].double() - tensor.double())
             if not difference <= tolerance * max(_largest(tensor), floor):
                 found[name] = f"max |difference| {difference:.1e}"
-    for name in got:
-        if name not in expected:
-            found[name] = "unexpected"
     return found
 
 
@@ -265,9 +180,10 @@ def _largest(tensor: Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
-def gradients(expected: RunRecord, got: RunRecord) -> dict[str, str]:
-    """Returns {parameter: how it differs} of the gradients of the first step."""
+def gradients(expected: RunRecord, got: RunRecord, factor: float = 1.0) -> dict[str, str]:
+    """Returns {parameter: how it differs} of the gradients of the first step, `expected`'s times `factor`."""
     want, have = expected.tensors("gradients"), got.tensors("gradients")
+    want = {name: tensor * factor for name, tensor in want.items()}
     floor = NOISE * max(map(_largest, want.values()), default=0.0)
     common = {name: have[name] for name in want if name in have}
     return differences(want, common, GRADIENT, floor)
@@ -276,41 +192,22 @@ def gradients(expected: RunRecord, got: RunRecord) -> dict[str, str]:
 def samples(expected: RunRecord, got: RunRecord) -> str:
     """Describes the first step at which `got` lacks samples of `expected`, or ""."""
     want, have = expected.rows(), got.rows()
-    known = {row for rows in want.values() for row, _ in rows}
     for step in sorted(have):
         trained = Counter(row for row, _ in have[step])
         belong = Counter(row for row, _ in want.get(step, []))
-        missing = (belong - trained).total()
-        if missing:
+        if missing := (belong - trained).total():
             text = f"step {step} lacks {missing} of the {belong.total()} samples that belong to it"
-            if not known.issuperset(trained):
-                place = got.places.get("transform", "?")
-                text += f", and has tokens of no known sample (transform, {place})"
-            return text
+            order, transform = (got.places.get(name, "?") for name in ("order", "transform"))
+            return f"{text}, or their tokens differ (order: {order}; transform, {transform})"
     return ""
 
 
-def labels(expected: RunRecord, got: RunRecord) -> str:
-    """Describes a sample of the first step whose labels differ from `expected`'s, or ""."""
-    known: dict[str, str] = {}
-    for _, each in expected.forward_passes():
-        known |= zip(each["rows"], each["labels"], strict=False)
-    for rank, each in got.forward_passes():
-        for row, label in zip(each["rows"], each["labels"], strict=False):
-            if known.setdefault(row, label) != label:
-                return f"a sample of rank {rank} has other labels in step 1"
-    return ""
-
-
-def replicas(record: RunRecord, kind: str = "step") -> tuple[int, str, int, int] | None:
-    """Returns (step, tensor, rank, other rank) of the first tensor whose replicas differ, or None.
-
-    `kind` is step (parameters and buffers after each step) or gradients (of the first step).
-    """
+def replicas(record: RunRecord) -> tuple[int, str, int, int] | None:
+    """Returns (step, tensor, rank, other rank) of the first parameter or buffer whose replicas differ, or None."""
     steps: dict[int, dict[str, dict[int, tuple[str, str]]]] = {}  # {step: {tensor: {rank: …}}}
     for rank in range(record.size):
-        for event in record.events(kind, rank):
-            tensors = steps.setdefault(event.get("step", 1), {})
+        for event in record.events("step", rank):
+            tensors = steps.setdefault(event["step"], {})
             for name, shard_and_hash in event["tensors"].items():
                 tensors.setdefault(name, {})[rank] = shard_and_hash
     for step in sorted(steps):

@@ -1,25 +1,18 @@
-"""A command on N ranks: what each of them gets (`Job`), and reads what they recorded (`RunRecord`).
-
-recorder.py and first_step.py write the files.
-"""
+"""Reads what the ranks of one command recorded. recorder.py and first_step.py write the files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from ...errors import another_rank_is_gone
-from ...project import Project, is_users
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Callback
+from ...errors import Exit, another_rank_is_gone
 
 Event = dict[str, Any]  # a line of JSON, see recorder.py
 
@@ -28,23 +21,7 @@ class ForwardPass(TypedDict):
     """A micro-batch of the first step."""
 
     rows: list[str]  # a hash of each sample
-    labels: list[str]  # a hash of each sample's labels
     tensors: dict[str, Tensor]  # see ForwardHooks
-    changed: str  # a parameter with another value than in the micro-batch before, or ""
-
-
-@dataclass
-class Job:
-    """One rank's work, sent to the worker by pickle; see `Workers.run`."""
-
-    argv: list[str]
-    project: Project
-    record: Path
-    callbacks: Sequence[Callback] = ()
-    prelude: Callable[[], None] | None = None
-    timeout_s: float | None = 300.0
-    idle_s: float = 0.0
-    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,65 +44,61 @@ class RunRecord:
     def failed_rank(self) -> int:
         """The rank whose failure caused the others; 0 if none failed."""
         failed = [rank for rank, answer in sorted(self.answers.items()) if answer != "done"]
+        causes: list[int] = []
         for rank in failed:
             answer = self.answers[rank]
-            is_stopped = answer.startswith("stopped:") or "gloo" in answer
-            if not (is_stopped or another_rank_is_gone(answer)):
-                return rank
-        return (failed or [0])[0]
+            if not (answer.startswith("stopped:") or "gloo" in answer or another_rank_is_gone(answer)):
+                causes.append(rank)
+        return [*causes, *failed, 0][0]
 
     @property
     def error(self) -> str:
-        """The error of `failed_rank`, with the rank; "" if no rank failed."""
+        """The error of `failed_rank`, with the rank, or the watchdog's sentence; "" if no rank failed."""
         rank, answer = self.failed_rank, self.answers[self.failed_rank]
-        if answer == "done":
-            return ""
         if self.hung:
-            return answer.removeprefix("hung: ")
+            said = re.findall("^no progress for [^;\n]+: .*", "\n".join(map(self.log, self.answers)), re.MULTILINE)
+            return [answer.removeprefix("hung: "), *said][-1]
         if answer.startswith("killed:"):
             answer += f"; the last line of its log: {self.last_line(rank)}"
-        return f"rank {rank}: {answer}"
+        return "" if answer == "done" else f"rank {rank}: {answer}"
 
     @property
     def hung(self) -> bool:
         """Whether the ranks stopped making progress."""
-        return self.answers[self.failed_rank].startswith("hung: ")
+        answers = " ".join(self.answers.values())
+        return "hung:" in answers or f"killed: exit code {Exit.HUNG:d}" in answers
 
     @property
     def was_killed(self) -> bool:
-        return all(answer.startswith("killed: exit code -9") for answer in self.answers.values())
+        return set(self.answers.values()) == {"killed: exit code -9"}
 
     @property
     def refusal(self) -> str:
         """The message if the command was refused as bad input, otherwise ""."""
-        kind, _, message = self.answers[self.failed_rank].partition("refused: ")
-        return message if not kind else ""
+        answer = self.answers[self.failed_rank]
+        return answer.removeprefix("refused: ") if answer.startswith("refused: ") else ""
 
     def check(self) -> RunRecord:
         """Returns this record; raises RuntimeError with the end of a log if the command failed."""
         if self.ok:
             return self
         rank = self.failed_rank
-        end = f"--- the end of {self.log_path(rank)}\n{self.log(rank)[-4000:]}"
+        end = f"--- the end of {self.folder}/rank{rank}.log\n{self.log(rank)[-4000:]}"
         raise RuntimeError(f"{self.error}\n{end}")
 
-    def log_path(self, rank: int = 0) -> Path:
-        return self.folder / f"rank{rank}.log"
-
     def log(self, rank: int = 0) -> str:
-        """Returns the rank's output."""
-        return self.log_path(rank).read_text(encoding="utf-8", errors="replace")
+        """Returns the rank's output; "" if it could not start."""
+        path = self.folder / f"rank{rank}.log"
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def last_line(self, rank: int) -> str:
-        """Returns the last line that the rank printed; for a crash in C, where it happened."""
-        lines = [line.strip() for line in self.log(rank).splitlines() if line.strip()]
-        lines = lines or ["it printed nothing"]
-        for number, line in enumerate(lines):
+        """Returns the last line that the rank printed; for a crash in C, which."""
+        last = "it printed nothing"
+        for line in filter(None, map(str.strip, self.log(rank).splitlines())):
+            last = line
             if line.startswith("Fatal Python error"):
-                stack = [each for each in lines[number:] if each.startswith('File "')]
-                stack.sort(key=lambda each: not is_users(each.split('"')[1]))
-                return f"{line}, {(stack or ['outside of Python'])[0]}"
-        return lines[-1]
+                return f"{line}, with its stack"
+        return last
 
     # ---- each step, on each rank -----------------------------------------------------------
 
@@ -161,7 +134,7 @@ class RunRecord:
         return self.metric("train/grad_norm")
 
     def eval(self, stage: str = "validate") -> dict[int, dict[str, float]]:
-        """Returns {optimizer step: metrics} of validations, or of the stage `sanity` or `test`."""
+        """Returns {optimizer step: metrics} of validations, or of the stage `sanity_check` or `test`."""
         return {e["step"]: e["metrics"] for e in self.events("eval") if e["stage"] == stage}
 
     def rows(self) -> dict[int, list[tuple[str, int]]]:
@@ -174,23 +147,21 @@ class RunRecord:
             if first.setdefault(dp_rank, rank) == rank:
                 for event in self.events("rows", rank):
                     found = rows.setdefault(event["step"], [])
-                    found += [(row, rank) for row in event["rows"]]
+                    for row in event["rows"]:
+                        found.append((row, rank))
         return rows
 
-    def random(self, rank: int) -> dict[int, str]:
+    def random(self, rank: int = 0) -> dict[int, str]:
         """Returns {optimizer step: hash of the rank's random state before its last micro-batch}."""
         return {event["step"]: event["random"] for event in self.events("rows", rank)}
 
-    def after(self, step: int, kind: str, rank: int | None) -> Any:
-        """Returns what the rank recorded as `kind` after `step` (see recorder.py), or {}.
+    @property
+    def draws(self) -> bool:
+        """Whether the first step draws random numbers, such as dropout's."""
+        return len({*[*self.random().values()][:2]}) > 1
 
-        Rank None: each entry from the first rank that has it; stages of a pipeline differ.
-        """
-        if rank is None:
-            merged: dict[str, object] = {}
-            for each in reversed(range(self.size)):
-                merged |= self.after(step, kind, each)
-            return merged
+    def after(self, step: int, kind: str, rank: int) -> Any:
+        """Returns what the rank recorded as `kind` after `step` (see recorder.py), or {}."""
         return next((e[kind] for e in self.events("step", rank) if e["step"] == step), {})
 
     # ---- tensors -----------------------------------------------------------------------------
@@ -210,12 +181,12 @@ class RunRecord:
     @cached_property
     def start(self) -> dict[str, Tensor]:
         """Unsharded weights before the first step."""
-        return torch.load(self.folder / "start.pt", weights_only=True)
+        return self.tensors("start")
 
     @cached_property
     def end(self) -> dict[str, Tensor]:
         """Unsharded weights after the last step."""
-        return torch.load(self.folder / "end.pt", weights_only=True)
+        return self.tensors("end")
 
     @cached_property
     def places(self) -> dict[str, str]:
@@ -225,6 +196,3 @@ class RunRecord:
     def owner(self, tensor: str) -> str:
         """Returns class and file:line of the module that owns a parameter or buffer."""
         return self.places.get(tensor.split(" ")[0].rpartition(".")[0], "?")
-
-    def is_buffer(self, tensor: str) -> bool:
-        return any(tensor in event.get("buffers", ()) for rank in self.ranks for event in rank)

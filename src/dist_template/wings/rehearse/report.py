@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-# limit: the strategy or model does not support the check; not run: its training failed before.
-# Neither counts as a failure.
-Verdict = Literal["pass", "FAIL", "limit", "not run"]
+Verdict = Literal["pass", "FAIL", "limit"]  # limit: the strategy or model does not support the check; no failure
 WIDTHS = (7, 36, 6, 0)  # verdict, check, seconds, what was found
-NOT_POSSIBLE = "not possible here"
 
 
 @dataclass(eq=False)
@@ -32,7 +27,7 @@ class NotEqual(Exception):
 class NotOffered(NotEqual):
     """The strategy or the model does not support what the check needs."""
 
-    def __init__(self, why: str, got: str = NOT_POSSIBLE) -> None:
+    def __init__(self, why: str, got: str = "not possible here") -> None:
         super().__init__(got, cause="", where=why, verdict="limit")
 
 
@@ -54,33 +49,24 @@ class Result:
 
 
 class Report:
-    """Prints results as they come.
+    """Prints results as they come."""
 
-    Args:
-        title: What is rehearsed.
-        facts: Further entries of the JSON: sizes, notes.
-    """
-
-    def __init__(self, title: str, facts: Mapping[str, object] | None = None) -> None:
+    def __init__(self, title: str) -> None:
         self.title = title
-        self.facts = facts or {}
         self.results: list[Result] = []
         self._started = time.perf_counter()
         print(f"{title}\n", flush=True)
 
     def add(self, result: Result) -> None:
-        seconds, found = f"{result.time_s:.1f} s", f"{result.got} ({result.expected})"
-        cells = result.verdict, result.check, seconds, found
-        print("  ".join(map(str.ljust, cells, WIDTHS)).rstrip())
+        cells = result.verdict, result.check, f"{result.time_s:.1f} s", f"{result.got} ({result.expected})"
+        print("  ".join(map(str.ljust, cells, WIDTHS)).rstrip(), flush=True)
         sentence = result.sentence
         for earlier in self.results:
             if result.cause and earlier.cause == result.cause:
-                sentence = sentence.replace(result.cause, f"the cause given for {earlier.check!r}")
-                break
+                sentence = f"{result.where}: see {earlier.check!r}"
+        if sentence:
+            print(textwrap.fill(sentence, 118, initial_indent="    -> ", subsequent_indent="       "), flush=True)
         self.results.append(result)
-        for number, line in enumerate(textwrap.wrap(sentence, 111)):
-            print(f"{'       ' if number else '    -> '}{line}")
-        sys.stdout.flush()
 
     @property
     def ok(self) -> bool:
@@ -89,14 +75,10 @@ class Report:
     def end(self, folder: Path) -> None:
         """Prints the summary, and writes rehearsal.json into `folder`."""
         count = Counter(result.verdict for result in self.results)
-        summary = "all checks hold"
-        if not self.ok:
-            summary = f"{count['FAIL']} of {len(self.results)} checks FAILED"
+        summary = "all checks hold" if self.ok else f"{count['FAIL']} of {len(self.results)} checks FAILED"
         summary += f", {count['limit']} not possible here" if count["limit"] else ""
-        summary += f", {count['not run']} not run" if count["not run"] else ""
         seconds = time.perf_counter() - self._started
         print(f"\n{summary}; {seconds:.0f} s; logs and configurations are in {folder}")
-        checks = [asdict(result) for result in self.results]
-        found = {"title": self.title, "ok": self.ok, **self.facts, "checks": checks}
+        found = {"title": self.title, "ok": self.ok, "checks": [asdict(result) for result in self.results]}
         folder.mkdir(parents=True, exist_ok=True)  # checks without a training have not made it
         (folder / "rehearsal.json").write_text(json.dumps(found, indent=2) + "\n", "utf-8")
