@@ -107,7 +107,7 @@ def _compared(given: argparse.Namespace, project: Project) -> Trained:
         name = trained.run.parent.name
         folder = trained.run / "export" / Path(trained.path).stem
         if not folder.exists():
-            command.main(["export", trained.path, f"--output={folder}", "--to=hf"], project)
+            command.main(["export", trained.path, f"--output={folder}", "--adapter=merged"], project)
         served = load_trained(str(folder), project)
         print(f"{folder}: {Gate(trained).check(served, 'float32')}", flush=True)
     if not served.tokenizer or not hasattr(served.model, "generate"):
