@@ -68,7 +68,7 @@ def _wait(server: subprocess.Popen, port: int) -> None:
     end = time.monotonic() + 120
     while time.monotonic() < end and server.poll() is None:
         try:
-            if httpx.get(f"http://127.0.0.1:{port}/ready", timeout=1).status_code == 200:
+            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=1).status_code == 200:
                 return
         except httpx.HTTPError:
             time.sleep(0.2)

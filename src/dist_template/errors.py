@@ -83,8 +83,6 @@ EXTRAS = {
     "cookiecutter": "upgrade",
     "fastapi": "serve",
     "lm_eval": "evaluate",
-    "onnxruntime": "onnx",
-    "onnxscript": "onnx",
     "openai": "serve",
     "optuna": "sweep",
     "pandas": "evaluate",

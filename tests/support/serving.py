@@ -22,7 +22,7 @@ from tests.support.chats import TAGGED, tokenizer
 from tests.support.line import OURS
 from tests.support.wings import clean_processes, free_port
 
-LIMITS = {"max_tokens": 64, "max_requests": 4, "max_body": 20_000, "timeout_s": 20.0, "grace_s": 3.0}
+LIMITS = {"max_tokens": 64, "max_requests": 4, "grace_s": 3.0}
 
 
 def chat_model(folder: Path, positions: int = 512) -> Path:
@@ -57,22 +57,9 @@ class Server:
 
     def _is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/ready", timeout=1).status_code == 200
+            return httpx.get(f"{self.url}/health", timeout=1).status_code == 200
         except httpx.HTTPError:
             return False
-
-    def log(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._log.read_text().splitlines() if line.startswith("{")]
-
-    def logged(self, path: str, seen: int) -> dict[str, Any]:
-        """The first line about `path` after `seen` lines; it is written after the answer has been sent."""
-        end = time.monotonic() + 10
-        while time.monotonic() < end:
-            for line in self.log()[seen:]:
-                if line.get("path") == path:
-                    return line
-            time.sleep(0.02)
-        raise AssertionError(f"no line about {path}: {self._log.read_text()}")
 
     def stop(self, number: int = signal.SIGTERM) -> int | None:
         """Sends a signal; returns the exit code."""
@@ -86,7 +73,6 @@ def _serve(argv: list[str], log: Path, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ |= environment
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    serving.BODY_S = 0.5  # a test waits for its end
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -106,7 +92,7 @@ def made(folder: Path, **limits: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
-    given = argparse.Namespace(**{"name": "tiny", "context": 4096, "log_prompts": True} | LIMITS | limits)
+    given = argparse.Namespace(**{"name": "tiny"} | LIMITS | limits)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     return serving.App(model, tokenizer, "", given)
 

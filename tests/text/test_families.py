@@ -158,7 +158,6 @@ def test_a_family_is_tuned_exported_and_generates_as_trained(
         generated = exported.generate(prompt, use_cache=cache, do_sample=False, max_new_tokens=NEW)
         assert torch.equal(generated, tokens), f"use_cache {cache}"
     app, greedy = made(out), {"temperature": 0, "max_tokens": NEW}
-    app.is_ready = True
     bodies = {"completions": {"prompt": text}, "chat/completions": {"messages": asked[: 1 + family.system]}}
     plain, chat = (json.loads(asyncio.run(ask(app, f"/v1/{at}", bodies[at] | greedy))[1]) for at in bodies)
     assert plain["choices"][0]["text"] == tokenizer.decode(said, skip_special_tokens=True)

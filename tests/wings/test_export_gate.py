@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.zoo_models import variants
 from dist_template import InputError, Project
 from dist_template.wings.ship.export import command
-from dist_template.wings.ship.export.gate import EXACT, PROMPTS, prompts_of
-from dist_template.wings.ship.export.trained import from_folder
+from dist_template.wings.ship.export.gate import PROMPTS, prompts_of
 from tests.support.chats import TAGGED, UNTAGGED
-from tests.support.chats import tokenizer as tokenizer_of
 from tests.support.runs import OURS, disk, newest, only_run, run
-from tests.support.wings import Gate, Trained, load_trained
+from tests.support.wings import Trained, load_trained
 
 
 @pytest.fixture
@@ -78,10 +71,10 @@ def as_bfloat16(folder: Path) -> None:
 
 
 FAULTS = {
-    "transposed weight": (weights(transpose), r"layer that differs is model\.layers\.1\.self_attn\.q_proj \(max"),
+    "transposed weight": (weights(transpose), "its logits differ by up to"),
     "wrong tokenizer": (other_ids, "its tokenizer gives other tokens for '"),
     "wrong chat template": (other_template, "its chat template gives .*, not .*im_end"),
-    "stale sines": (other_rotation, r"layer that differs is model\.rotary_emb \(max"),
+    "stale sines": (other_rotation, "its logits differ by up to"),
     "another type": (as_bfloat16, r"its weights are torch\.bfloat16, and --dtype is float32"),
 }
 
@@ -101,51 +94,9 @@ def test_a_planted_fault_is_named_and_nothing_is_written(
     monkeypatch.setattr(command, "write_pretrained", faulty)
     output = tmp_path / "out"
     with pytest.raises(InputError, match=sentence) as error, command.written_at_once(output) as folder:
-        command.write(trained, "hf", "float32", folder)
+        command.write(trained, False, "float32", folder)
     assert "\n" not in str(error.value).replace("\\n", "")
     assert not list(tmp_path.glob("*out*"))
-
-
-def stale_cache(model: Any) -> None:
-    """Makes the model return its first key-value cache after each token."""
-    first: list[Any] = []
-
-    def stale(model: Any, inputs: Any, output: Any) -> None:
-        if output.past_key_values is not None:
-            first.append(copy.deepcopy(output.past_key_values))
-            output.past_key_values = copy.deepcopy(first[0])
-
-    model.register_forward_hook(stale)
-
-
-@pytest.mark.slow
-def test_the_rounding_of_a_models_own_cache_is_allowed_and_a_wrong_cache_is_not(tmp_path: Path) -> None:
-    """Qwen3.5's linear attention computes a prompt in chunks and later tokens one by one, both in float32."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_of(tmp_path))
-    fields: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": 64, "initializer_range": 0.2}
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**variants("qwen3_5_text")["default"] | fields))
-    data = SimpleNamespace(prompts=[f"{i} cats and {7 * i} dogs, and one more owl" for i in range(PROMPTS)])
-    it = Trained(model.eval(), tokenizer, "", data=data)
-    gate = Gate(it)
-    assert gate.rounding > EXACT * gate.logits.abs().max(), "or this shows nothing"
-    assert "100.0% of the greedy tokens equal" in gate.check(it, "float32")
-    stale_cache(model)  # in both, as of a model type whose cache is wrong
-    with pytest.raises(InputError, match="differ by up to .*, with its cache, and no layer without one"):
-        Gate(it).check(it, "float32")
-
-
-def test_a_stale_key_value_cache_is_told_from_a_wrong_layer(trained: Trained, tmp_path: Path) -> None:
-    gate, folder = Gate(trained), tmp_path / "out"
-    trained.model.save_pretrained(folder)
-    trained.tokenizer.save_pretrained(folder)
-    exported = from_folder(str(folder), "MODEL")
-    assert "100 prompts, 100.0% of the greedy tokens equal" in gate.check(exported, "float32")
-    stale_cache(exported.model)
-    with pytest.raises(InputError, match="differ by up to .*, with its cache, and no layer without one"):
-        gate.check(exported, "float32")
 
 
 def test_a_stale_token_cache_is_refused_before_anything_is_read(flags: list[str], corpus: Path, tmp_path: Path) -> None:
@@ -184,45 +135,19 @@ def test_a_run_is_exported_with_its_own_configuration_and_a_card(trained: Traine
     assert card.data.license == "mit" and card.data.library_name == "transformers"
     table = [line for line in card.text.splitlines() if line.startswith("| ") and line != "| | |"]
     rows = dict(line.strip("| ").split(" | ") for line in table)
-    splits = trained.data.corpus.manifest["splits"]
-    weights = hashlib.sha256((tmp_path / "out/model.safetensors").read_bytes()).hexdigest()
     expected = {
-        "architecture": "LlamaForCausalLM", "parent": "none: trained from scratch", "licence": "mit", "steps": "2",
-        "tokens": str(2 * 8 * 32), "train.sha256": splits["train"]["sha256"], "tokenizer.class": "Bytes",
-        "train.tokens": str(splits["train"]["tokens"]), "model.safetensors": weights,
-        "checkpoint": str(newest(folder)), "standard.loss": "better with 30 samples", "standard.documents": "30",
+        "architecture": "LlamaForCausalLM", "parent": "none: trained from scratch", "licence": "mit",
+        "checkpoint": str(newest(folder)), "standard: loss": "better with 30 samples",
     }  # fmt: skip
     assert {name: rows.get(name) for name in expected} == expected
     assert "private" not in card.text and (tmp_path / "out/model.safetensors").stat().st_mode & 0o044
-    assert float(rows["train/loss"]) > 0 and "100 prompts" in rows["verified"] and "dist-template" in rows["format"]
+    assert "100 prompts" in rows["verified"] and "dist-template" in rows["format"]
 
 
-REFUSED = {
-    "adapters of none": (["--to=peft"], "--to peft writes adapters, and model.adapter is null: give hf or onnx"),
-    "merged with nothing": (["--adapter=merged"], "--adapter merged: model.adapter is null, so omit --adapter"),
-    "no such type": (["--dtype=int8"], "--dtype int8 is not possible with --to hf: give float32 bfloat16 float16"),
-    "no onnx": (["--to=onnx"], r"--to onnx needs the package onnxscript: pip install 'dist-template\[onnx\]'"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_exported_is_refused_before_anything_is_read(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
-    flags, sentence = REFUSED[case]
-    if case == "no onnx":
-        monkeypatch.setitem(sys.modules, "onnxscript", None)
-    monkeypatch.setattr(command, "trained", lambda *_: pytest.fail("the checkpoint was read"))
-    with pytest.raises(InputError, match=sentence) as error:
-        command.main(["export", str(only_run(tmp_path)), f"--output={tmp_path}/out", *flags], OURS)
-    assert "\n" not in str(error.value) and not list(tmp_path.glob("*out*"))
-
-
-@pytest.mark.parametrize("to", ["hf", pytest.param("onnx", marks=pytest.mark.slow)])
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(trained: Trained, tmp_path: Path, to: str) -> None:
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(trained: Trained, tmp_path: Path) -> None:
     with disk(tmp_path / "disk", "64k") as small:
         with pytest.raises(InputError, match="cannot be written: (.*No space left on device|problem writing)") as error:
-            command.main(["export", str(only_run(tmp_path)), f"--output={small}/out", f"--to={to}"], OURS)
+            command.main(["export", str(only_run(tmp_path)), f"--output={small}/out"], OURS)
         assert "\n" not in str(error.value) and not list(small.iterdir())
 
 

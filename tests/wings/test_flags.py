@@ -12,9 +12,8 @@ from tests.support.line import command
 
 TOOLS = Path(dist_template.__file__).parent / "wings"
 BAD = {
-    "serve MODEL": """--max_tokens=0 --max_tokens=-1 --max_tokens=99999999999 --max_requests=0 --max_body=0
-        --max_body=-1 --timeout_s=0 --timeout_s=-1 --timeout_s=nan --timeout_s=inf --grace_s=nan --grace_s=-1
-        --port=99999 --max_tokens=many""",
+    "serve MODEL": """--max_tokens=0 --max_tokens=-1 --max_tokens=99999999999 --max_requests=0
+        --grace_s=nan --grace_s=-1 --grace_s=inf --port=99999 --max_tokens=many""",
     "plan": "--tflops=0 --tflops=nan --tflops=inf --tflops=-1 --nodes=0 --nodes=100000 --devices=1:99999999999",
     "plan --bandwidth 1": "nan inf 0",
     "sweep --space=lr.yaml": "--trials=0 --trials=-1 --workers=0 --prune_after=-1",

@@ -61,7 +61,7 @@ def test_a_run_is_compared_with_its_start_and_then_with_the_latest_version(run: 
     promote.main(["promote", run], PROJECT)
     evaluate, export = verbs.started
     assert given(evaluate, "--baseline") == "start" and "--require=eval/loss better" in evaluate
-    assert given(export, "--to") == "hf"
+    assert "--adapter=merged" in export
     version = json.loads(Path("registry/v1/version.json").read_text())
     assert version["figures"] == {"loss": 1.5} and version["run"] == run and "config.json" in version["sha256"]
 
@@ -94,7 +94,6 @@ def test_what_cannot_be_promoted_is_refused(run: str, verbs: Verbs) -> None:
     refused: dict[str, list[Any]] = {
         "promote needs a run": [],
         "is not a run folder": ["registry"],
-        "--registry is empty": [run, "--registry", ""],
         "registry.*Not a directory|File exists": [run, "--registry", f"{run}/config.yaml"],
     }
     for sentence, flags in refused.items():

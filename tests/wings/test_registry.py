@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dist_template import InputError
-from tests.support.wings import Registry, clean_processes
+from tests.support.wings import Registry
 
 
 def exported(registry: Registry, text: str) -> Path:
@@ -51,9 +50,8 @@ def test_a_roll_back_of_an_empty_registry_is_refused(tmp_path: Path) -> None:
         Registry(tmp_path / "nothing").roll_back()
 
 
-@pytest.mark.parametrize("point", ["_next", "_point_to"])
 def test_a_killed_promotion_leaves_the_latest_version_as_it_was(
-    point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = Registry(tmp_path)
     promoted(registry, "a")
@@ -62,18 +60,10 @@ def test_a_killed_promotion_leaves_the_latest_version_as_it_was(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Registry, point, killed)
+        patch.setattr(Registry, "_point_to", killed)
         with pytest.raises(KeyboardInterrupt):
             promoted(registry, "b")
     assert registry.latest == tmp_path / "v1"
     promoted(registry, "c")
-    assert registry.latest is not None and registry.latest == tmp_path / f"v{2 + (point == '_point_to')}"
+    assert registry.latest is not None and registry.latest == tmp_path / "v3"
     assert (registry.latest / "model.safetensors").read_text() == "c"
-
-
-def test_promotions_at_the_same_time_get_numbers_of_their_own(tmp_path: Path) -> None:
-    with ProcessPoolExecutor(4, clean_processes()) as processes:
-        found = processes.map(promoted, [Registry(tmp_path)] * 8, "01234567")
-    folders = [folder for (folder,) in found]
-    assert {path.name for path in folders} == {f"v{n}" for n in range(1, 9)}
-    assert sorted((path / "model.safetensors").read_text() for path in folders) == [*"01234567"]

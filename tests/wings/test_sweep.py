@@ -81,14 +81,6 @@ def test_trials_are_fits_and_the_best_configuration_trains_again(
         assert not (folder / "worker").exists(), "no process works on it"
     best = min(trials, key=lambda one: one.value)
     assert f"best           trial {best.number}: eval/loss" in printed
-    page = (tmp_path / "runs" / NAME / "sweep.html").read_text()
-    assert page.count("Plotly.newPlot") == 4 and "Values together" in page and "Hyperparameter Importance" in page
-    assert repr(best.params["model.optim.learning_rate"])[:6] in page and "eval/loss" in page
-    in_style = ("--card: #ffffff", 'class="finding good"', 'class="plots"', 'class="figures"', 'class="scroll"')
-    assert all(part in page for part in in_style) and page.count("<figcaption>") == 4, "the report's styles"
-    assert page.count('"paper_bgcolor":"rgba(0,0,0,0)"') == 4 and "dataframe" not in page
-    assert page.count("<tr>") == 4 and page.count(f'<td class="">eval/loss {best.value:.4f}</td>') == 1
-
     file = tmp_path / "runs" / NAME / "best.yaml"
     config = yaml.safe_load(file.read_text())
     assert config["trainer"]["callbacks"] == [] and config["run"]["name"] == "default"
@@ -126,24 +118,16 @@ def test_a_killed_trial_resumes_its_checkpoint_and_values_do_not_depend_on_it(
 
 @pytest.mark.parametrize("cut", [3, 40])
 def test_an_entry_that_a_kill_has_cut_is_done_again(
-    cut: int, here: Trials, flags: list[str], space: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cut: int, here: Trials, flags: list[str], space: str, tmp_path: Path
 ) -> None:
-    """The end of trial 1, cut anywhere; then its values, without which it is another trial."""
+    """The end of trial 1, cut anywhere."""
     argv = ["sweep", *flags, space, f"--name={NAME}", "--sampler=random", "--trainer.max_steps=3"]
     assert run(*argv, "--trials=2") == 0
     before, journal = trials_in(tmp_path), sweep_in(tmp_path).folder / "journal.log"
-    content = journal.read_bytes()
-    journal.write_bytes(content[:-cut])
-    capsys.readouterr()
+    journal.write_bytes(journal.read_bytes()[:-cut])
     assert run(*argv, "--trials=2") == 0
-    assert "its last entry was cut by a kill and is dropped" in capsys.readouterr().out
     assert [(one.params, one.value) for one in trials_in(tmp_path)] == [(one.params, one.value) for one in before]
     assert len(here.started) == 3
-    lines = content.splitlines(keepends=True)
-    values = max(number for number, line in enumerate(lines) if b"model.optim.warmup" in line)
-    journal.write_bytes(b"".join(lines[:values]) + lines[values][:cut])
-    assert run(*argv, "--trials=2") == 0 and len(here.started) == 4
-    assert [one.state.name for one in trials_in(tmp_path)] == ["COMPLETE", "FAIL", "COMPLETE"]
 
 
 def test_a_trial_that_is_always_killed_fails_at_last(

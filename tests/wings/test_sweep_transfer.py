@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist_template import InputError
 from dist_template.wings.sweep import study
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -61,18 +60,3 @@ def at_the_edge(tmp_path: Path) -> Path:
     for rate in (0.001, 0.002, 0.004, 0.008, 0.016):
         sweep.study().tell(plant_one(sweep, rate), rate)
     return sweep.folder
-
-
-@pytest.mark.parametrize("line", [b'{"op_code":4,"wor', b'{"op_code":99}', b'{"op_code":0,"a":"\xff"}', b"null"])
-def test_a_damaged_entry_is_dropped_at_the_end_and_refused_before(line: bytes, tmp_path: Path) -> None:
-    definition = {"mode": "min", "pruner": "none", "prune_after": 0}
-    journal = (folder := tmp_path / "sweep") / "journal.log"
-    folder.mkdir()
-    assert study.Sweep(folder, definition).study().trials == []
-    content = journal.read_bytes()
-    journal.write_bytes(content + line + b"\n")
-    assert study.Sweep(folder, definition).study().trials == [] and line not in journal.read_bytes()
-    journal.write_bytes(line + b"\n" + content)
-    with pytest.raises(InputError, match="journal.log:1 is damaged: .* restore the file, or set another --name"):
-        study.Sweep(folder, definition)
-    assert journal.read_bytes() == line + b"\n" + content

@@ -8,10 +8,12 @@ does not start; `export` does not need it. tests/compat/test_transformers_servin
 
 from __future__ import annotations
 
-import asyncio
+import json
+import sys
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from typing import TYPE_CHECKING, Any
 
+from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from torch import Tensor
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -24,17 +26,21 @@ from transformers.cli.serving.utils import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 FAILED = 'data: {"error"'  # in a handler's stream, if its generation has raised
 
 
 class OneModel:
-    """Replaces the handlers' ModelManager; it has one model and never loads another."""
+    """Replaces the handlers' ModelManager; it has one model and never loads another.
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    An answer has at most `max_tokens` tokens, and with its prompt at most as many as the model has positions.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, max_tokens: int) -> None:
         self.force_model, self._loaded = name, (model, tokenizer)
-        self.thread = InferenceThread()
+        self.thread, self.max_tokens = InferenceThread(), max_tokens
+        self.positions: int = getattr(model.config, "max_position_embeddings", sys.maxsize)
 
     def process_model_name(self, name: str) -> str:
         return name
@@ -45,23 +51,11 @@ class OneModel:
     def get_model_modality(self, *_: object, **__: object) -> Modality:
         return Modality.LLM
 
-    @staticmethod
-    def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Converts OpenAI's messages to those that a chat template reads, as the handler does."""
-        return ChatCompletionHandler.get_processor_inputs_from_messages(messages, Modality.LLM)
-
     async def respond(self, body: dict[str, Any], request_id: str, criterion: Callable[..., Tensor]) -> Response:
-        """Answers a request whose fields were checked.
-
-        `criterion` ends its generation, and has to find the strings of `stop` too. A stream ends
-        with OpenAI's `[DONE]`. It raises RuntimeError where its generation has raised: in the event
-        that transformers sends then, the message's quotes are not escaped.
-        """
+        """Answers a request; `criterion` ends its generation. A stream ends with OpenAI's `[DONE]`."""
         manager: Any = self
         kind = ChatCompletionHandler if "messages" in body else CompletionHandler
-        handler = kind(manager, _Generation(self.thread, criterion))
-        fields = {name: body[name] for name in body if name != "stop"}
-        response = await handler.handle_request(fields, request_id)
+        response = await kind(manager, _Generation(self, criterion)).handle_request(body, request_id)
         if isinstance(response, StreamingResponse):
             response.body_iterator = _finished(response.body_iterator)
         return response
@@ -70,30 +64,37 @@ class OneModel:
 async def _finished(events: AsyncIterable[str | bytes | memoryview]) -> AsyncGenerator[str]:
     async for event in events:
         text = str(event)
-        if FAILED in text:
-            raise RuntimeError(text)
+        if FAILED in text:  # its message's quotes are not escaped
+            why = text.strip().removeprefix(FAILED).strip(': "}')
+            yield f"data: {json.dumps({'error': {'message': why, 'type': 'server_error', 'code': 500}})}\n\n"
+            return
         yield text
     yield "data: [DONE]\n\n"
 
 
 class _Generation(GenerationState, GenerateManager):
-    """Generates for one request, on the thread of all of them, with a stopping criterion."""
+    """Generates for one request, on the thread of all of them, with a stopping criterion and limits."""
 
-    def __init__(self, thread: InferenceThread, criterion: Callable[..., Tensor]) -> None:
+    def __init__(self, served: OneModel, criterion: Callable[..., Tensor]) -> None:
         GenerationState.__init__(self)
-        self._thread, self._criteria = thread, {"stopping_criteria": [criterion]}
+        self._served, self._thread = served, served.thread
+        self._criteria = {"stopping_criteria": [criterion]}
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> _Generation:
         return self
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, *given: Any, **named: Any) -> Any:
-        inputs = {**inputs, **self._criteria}
+        inputs = self._limited(inputs, given[0])
         return super().generate_streaming(model, processor, inputs, *given, **named)
 
     async def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, *given: Any, **named: Any) -> Any:
-        inputs = {**inputs, **self._criteria}
+        inputs = self._limited(inputs, given[0])
         return await super().generate_non_streaming(model, processor, inputs, *given, **named)
 
-    def async_submit(self, fn: Callable, *args: object, **kwargs: object) -> asyncio.Future:
-        # Shielded: the thread sets a result, which a cancelled future refuses with a traceback.
-        return asyncio.shield(super().async_submit(fn, *args, **kwargs))
+    def _limited(self, inputs: Any, config: GenerationConfig) -> dict[str, Any]:
+        """Limits the answer, and returns the inputs of `generate` with the criterion."""
+        length, positions = inputs["input_ids"].shape[-1], self._served.positions
+        if length >= positions:
+            raise HTTPException(400, f"the prompt has {length} tokens, and the model has {positions} positions")
+        config.max_new_tokens = min(config.max_new_tokens, self._served.max_tokens, positions - length)
+        return {**inputs, **self._criteria}

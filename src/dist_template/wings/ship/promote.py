@@ -1,7 +1,5 @@
 """`promote`: evaluates a run, exports its model, and registers the export as a new version.
 
-A registry is a folder of exported models, one for each version:
-
     <registry>/v1/ v2/ …     exported models with version.json; their files never change
     <registry>/v2/withdrawn  exists after a roll-back from v2
     <registry>/latest -> v2  the version that a server loads
@@ -13,15 +11,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from types import ModuleType
 
 from ...errors import InputError, reason
-from ...project import Flags, Project, program
+from ...project import Flags, Project
 from ...records import sha256, write_atomically
 from ..diagnose.command import newest
 from .evaluate import command as evaluate
@@ -29,7 +24,6 @@ from .export import command as export
 
 AGAINST_START = "eval/loss better"
 AGAINST_LATEST = "eval/loss not worse by 0.01"  # nats per token
-FACTS, WITHDRAWN = "version.json", "withdrawn"
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -39,9 +33,18 @@ def main(argv: list[str], project: Project) -> None:
         InputError: the run, the registry or a flag cannot be used.
         Ended: a requirement does not hold, or the export differs from the trained model.
     """
-    given = parser().parse_args(argv[1:])
-    if not given.registry:
-        raise InputError("--registry is empty: give a name, or omit the flag")
+    parser = Flags("promote", description="Evaluates a run, exports its model, and registers it.")
+    parser.add_argument("run", nargs="?", help="a run's folder, runs/<name>/<id>")
+    parser.add_argument("--registry", default="registry", help="folder of the versions")
+    default = "default: the latest version, or the run's weights before training"
+    parser.add_argument("--baseline", help=f"as in evaluate; {default}")
+    default = f"{AGAINST_LATEST!r}; without an earlier version {AGAINST_START!r}"
+    parser.add_argument("--require", action="append", help=f"as in evaluate; default: {default}")
+    parser.add_argument("--split", choices=("validation", "test"), default="test")
+    parser.add_argument("--config", help="of evaluate: YAML with tasks")
+    again = "withdraw the latest version; the one before it is served again"
+    parser.add_argument("--roll_back", action="store_true", help=again)
+    given = parser.parse_args(argv[1:])
     registry = Registry(Path(given.registry))
     if given.roll_back:
         withdrawn, latest = registry.roll_back()
@@ -52,14 +55,14 @@ def main(argv: list[str], project: Project) -> None:
     run, latest = newest(Path(given.run)), registry.latest
     baseline = given.baseline or str(latest or "start")
     required = given.require or [AGAINST_LATEST if latest else AGAINST_START]
-    exported = registry.folder / f".{run.name}.{os.getpid()}"
     flags = [str(run), "--baseline", baseline, "--split", given.split, "--name", "promotion"]
     flags += [f"--require={each}" for each in required]
     flags += ["--config", given.config] if given.config else []
+    exported = registry.folder / f".{run.name}.{os.getpid()}"
     try:
         registry.folder.mkdir(parents=True, exist_ok=True)
-        _run(evaluate, project, ["evaluate", *flags])
-        _run(export, project, ["export", str(run), "--to", given.to, "--output", str(exported)])
+        evaluate.main(["evaluate", *flags], project)
+        export.main(["export", str(run), "--adapter=merged", "--output", str(exported)], project)
         found = json.loads((run / "evaluation" / "promotion.json").read_text(encoding="utf-8"))
         figures = {key: found[key] for key in found if key not in ("best", "worst")}  # texts
         known = {"run": str(run), "baseline": baseline, "required": required, "figures": figures}
@@ -69,27 +72,6 @@ def main(argv: list[str], project: Project) -> None:
     finally:
         shutil.rmtree(exported, ignore_errors=True)
     print(f"{version} is the latest version of {registry.folder}")
-
-
-def _run(verb: ModuleType, project: Project, argv: list[str]) -> None:
-    print(f"{program(argv[0])} {' '.join(argv[1:])}", flush=True)
-    verb.main(argv, project)
-
-
-def parser() -> Flags:
-    made = Flags("promote", description="Evaluates a run, exports its model, and registers it.")
-    made.add_argument("run", nargs="?", help="a run's folder, runs/<name>/<id>")
-    made.add_argument("--registry", default="registry", help="folder of the versions")
-    default = "default: the latest version, or the run's weights before training"
-    made.add_argument("--baseline", help=f"as in evaluate; {default}")
-    default = f"{AGAINST_LATEST!r}; without an earlier version {AGAINST_START!r}"
-    made.add_argument("--require", action="append", help=f"as in evaluate; default: {default}")
-    made.add_argument("--split", choices=("validation", "test"), default="test")
-    made.add_argument("--config", help="of evaluate: YAML with tasks and your own metric")
-    made.add_argument("--to", choices=("hf", "onnx"), default="hf", help="form of the export")
-    again = "withdraw the latest version; the one before it is served again"
-    made.add_argument("--roll_back", action="store_true", help=again)
-    return made
 
 
 class Registry:
@@ -104,33 +86,22 @@ class Registry:
 
     def numbers(self) -> list[int]:
         """Returns the numbers of all versions, sorted."""
-        found = []
-        for path in self.folder.glob("v*/"):
-            if name := re.fullmatch(r"v(\d+)", path.name):
-                found.append(int(name[1]))
-        return sorted(found)
+        return sorted(int(path.name[1:]) for path in self.folder.glob("v*/") if path.name[1:].isdecimal())
 
-    def add(self, exported: Path, facts: Mapping[str, object]) -> Path:
-        """Renames an exported folder on the same disk to the next version, now the latest.
-
-        Returns:
-            The version's folder.
-        """
+    def add(self, exported: Path, facts: dict[str, object]) -> Path:
+        """Renames an exported folder on the same disk to the next version, now the latest; returns it."""
         digests = {}
         for path in sorted(filter(Path.is_file, exported.rglob("*"))):
             digests[str(path.relative_to(exported))] = sha256(path)
         time = datetime.now(UTC).isoformat(timespec="seconds")
         known = {"time": time, **facts, "sha256": digests}
-        write_atomically(exported / FACTS, json.dumps(known, indent=2))
-        folder = self._next(exported)
+        write_atomically(exported / "version.json", json.dumps(known, indent=2))
+        folder = exported.rename(self.folder / f"v{max(self.numbers(), default=0) + 1}")
         self._point_to(folder)
         return folder
 
     def roll_back(self) -> tuple[Path, Path]:
         """Withdraws the latest version; the newest one before it that is not withdrawn replaces it.
-
-        Returns:
-            The folders of the withdrawn and of the new latest version.
 
         Raises:
             InputError: there is no earlier version.
@@ -140,22 +111,11 @@ class Registry:
             raise InputError(f"--registry {str(self.folder)!r} has no version: promote a run first")
         for number in reversed(self.numbers()):
             earlier = self.folder / f"v{number}"
-            if number < int(latest.name[1:]) and not (earlier / WITHDRAWN).exists():
-                (latest / WITHDRAWN).touch()
+            if number < int(latest.name[1:]) and not (earlier / "withdrawn").exists():
+                (latest / "withdrawn").touch()
                 self._point_to(earlier)
                 return latest, earlier
         raise InputError(f"{latest.name} is the first version that is not withdrawn: promote a run")
-
-    def _next(self, exported: Path) -> Path:
-        number = max(self.numbers(), default=0)
-        while True:
-            number += 1
-            folder = self.folder / f"v{number}"
-            try:
-                return exported.rename(folder)
-            except OSError:  # another promotion has taken the number
-                if not folder.exists():
-                    raise
 
     def _point_to(self, folder: Path) -> None:
         link = self.folder / f".latest.{os.getpid()}"

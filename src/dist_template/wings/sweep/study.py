@@ -5,7 +5,6 @@ A callback ends the trials that are worse than others at the same step.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch import Callback
 from optuna import distributions, pruners
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 from ...cluster.launch import Variable
 from ...cluster.run_lock import RunLock
@@ -47,12 +46,13 @@ class Sweep:
         self.folder, journal = folder, folder / "journal.log"
         self._turn = JournalFileOpenLock(str(folder / "next"))
         lock = JournalFileOpenLock(str(journal))
-        if journal.exists():
-            lock.acquire()  # optuna writes under it
-            try:
-                _drop_damaged_entry(journal)
-            finally:
-                lock.release()
+        lock.acquire()  # optuna writes under it
+        try:
+            # It would write behind an entry that a kill has cut, and then refuse the journal.
+            if journal.exists() and not (content := journal.read_bytes()).endswith(b"\n"):
+                os.truncate(journal, content.rfind(b"\n") + 1)
+        finally:
+            lock.release()
         backend = JournalFileBackend(str(journal), lock)
         self._storage = optuna.storages.JournalStorage(backend)
         if definition:
@@ -68,12 +68,12 @@ class Sweep:
 
     def study(self, sampler: optuna.samplers.BaseSampler | None = None) -> optuna.Study:
         """Returns optuna's study; its pruner counts optimizer steps."""
-        kind, first = self.definition["pruner"], max(1, self.definition["prune_after"])
-        pruner: pruners.BasePruner = pruners.NopPruner()
-        if kind == "median":
-            pruner = pruners.MedianPruner(n_warmup_steps=first)
-        elif kind == "hyperband":
-            pruner = pruners.HyperbandPruner(first)
+        first = max(1, self.definition["prune_after"])
+        pruner = {
+            "median": pruners.MedianPruner(n_warmup_steps=first),
+            "hyperband": pruners.HyperbandPruner(first),
+            "none": pruners.NopPruner(),
+        }[self.definition["pruner"]]
         return optuna.load_study(storage=self._storage, study_name="", sampler=sampler, pruner=pruner)
 
     def trial(self, number: int) -> optuna.Trial:
@@ -88,28 +88,21 @@ class Sweep:
     def claim(self, most: int) -> Iterator[int]:
         """Yields unfinished trials that have no process, then new ones up to `most` in all."""
         with (lock := RunLock()):
-            for trial in self.study().trials:
-                number = trial.number
-                if trial.state.is_finished() or lock.take(self.run(number) / "worker") is not None:
+            for number in range(len(self.study().trials)):
+                if self._is_finished(number) or lock.take(self.run(number) / "worker") is not None:
                     continue
-                if self.study().trials[number].state.is_finished():
-                    continue
-                if self._has_values(trial):
+                if not self._is_finished(number):  # another process may have finished it meanwhile
                     yield number
-                else:
-                    self.trial(number).set_user_attr("end", "killed before it had values")
-                    self.study().tell(number, state=TrialState.FAIL)
             while (new := self._new(lock, most)) is not None:
                 yield new
 
-    def _has_values(self, trial: FrozenTrial) -> bool:
-        return trial.params.keys() == self.definition["space"].keys()
+    def _is_finished(self, number: int) -> bool:
+        return self.study().trials[number].state.is_finished()
 
     def _new(self, lock: RunLock, most: int) -> int | None:
         self._turn.acquire()  # one process at a time: a trial's number determines its values
         try:
-            number = len(trials := self.study().trials)
-            if sum(map(self._has_values, trials)) >= most:
+            if (number := len(self.study().trials)) >= most:
                 return None
             lock.take(self.run(number) / "worker")
             space = {key: distribution(entry) for key, entry in self.definition["space"].items()}
@@ -118,24 +111,6 @@ class Sweep:
             return number
         finally:
             self._turn.release()
-
-
-def _drop_damaged_entry(journal: Path) -> None:
-    """Drops a last entry that a kill has cut; raises InputError if an earlier one is damaged.
-
-    optuna writes the next entry behind it, and then refuses the whole journal."""
-    lines = journal.read_bytes().splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        try:  # codes of optuna 5
-            is_entry = json.loads(line)["op_code"] in range(11) and line.endswith(b"\n")
-        except (ValueError, KeyError, TypeError):
-            is_entry = False
-        if not is_entry and number < len(lines):
-            cure = "restore the file, or set another --name"
-            raise InputError(f"{journal}:{number} is damaged: it is no entry; {cure}")
-        if not is_entry:
-            os.truncate(journal, journal.stat().st_size - len(line))
-            print(f"{journal}: its last entry was cut by a kill and is dropped; it is done again")
 
 
 def distribution(entry: dict[str, list[Any]]) -> distributions.BaseDistribution:
@@ -168,8 +143,9 @@ def run(sweep: Sweep, number: int, project: Project) -> None:
         sweep.trial(number).set_user_attr("kills", kills)
         if kills < KILLS:
             raise Ended(stopped, f"trial {number} was stopped; the same command resumes the sweep")
-    has_run = last_write(folder) is not None  # it may have failed before it wrote anything
-    history = read_run(folder) if has_run else History(folder)
+    history = History(folder)
+    if last_write(folder) is not None:  # it may have failed before it wrote anything
+        history = read_run(folder)
     found = history.metrics[given["metric"]].finite()
     pruned = study.trials[number].user_attrs.get("pruned")
     state, value = TrialState.FAIL, None

@@ -8,24 +8,23 @@ import re
 from ....errors import Ended, Exit, InputError, require
 from ....project import Flags, Project
 
-BASELINE = "run, checkpoint, folder, hub name, unigram, start or parent"
+BASELINE = "run, checkpoint, folder, hub name, start or parent"
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Evaluates the runs in `argv` and writes RUN/evaluation/<name>.json and .parquet.
+    """Evaluates the run in `argv` and writes RUN/evaluation/<name>.json and .parquet.
 
     Raises:
         InputError: a model, a requirement or the data cannot be used.
         Ended: a requirement is not met.
     """
     parser = Flags("evaluate")
-    runs = "a run's folder, or a checkpoint in one; several: runs that differ in their seed"
-    parser.add_argument("runs", nargs="+", help=runs)
-    parser.add_argument("--baseline", nargs="+", default=[], help=BASELINE)
+    parser.add_argument("run", help="a run's folder, or a checkpoint in one")
+    parser.add_argument("--baseline", help=BASELINE)
     parser.add_argument("--split", choices=("validation", "test"), default="test")
     requirement = "such as 'eval/loss better' or 'acc not worse by 0.01'; exits with 2 if not met"
     parser.add_argument("--require", action="append", default=[], help=requirement)
-    parser.add_argument("--config", help="YAML with tasks of lm-eval and your own metric")
+    parser.add_argument("--config", help="YAML with tasks of lm-eval")
     parser.add_argument("--name", help="of the files; default: the split and the baseline")
     given = parser.parse_args(argv[1:])
     for package in ("scipy", "pandas"):
@@ -40,9 +39,10 @@ def main(argv: list[str], project: Project) -> None:
         parse(text)
     if given.require and not given.baseline:
         raise InputError(f"--require compares with a --baseline: give one ({BASELINE})")
-    name = given.name or "-against-".join([given.split, *given.baseline[:1]])
-    name = re.sub(r"[^\w.-]+", "_", name).strip("_")
-    comparisons = evaluate(given, name, project)
+    name = given.name or given.split
+    if given.baseline and not given.name:
+        name = f"{given.split}-against-{given.baseline}"
+    comparisons = evaluate(given, re.sub(r"[^\w.-]+", "_", name).strip("_"), project)
     failures = [failure(text, comparisons) for text in given.require]
     if any(failures):
         raise Ended(Exit.BAD_INPUT, "; ".join(filter(None, failures)))

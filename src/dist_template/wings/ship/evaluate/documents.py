@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +17,6 @@ from torch import Tensor
 from ....errors import InputError
 from ....text.batches.rows import NOT_COUNTED
 from ....weights import from_all_ranks
-from ..export.onnx import OnnxModel
 
 
 class DocumentScores(Callback):
@@ -28,11 +24,10 @@ class DocumentScores(Callback):
 
     Args:
         path: The .parquet file to write; its index is the hash of the text.
-        onnx: A folder of `export --to onnx`, whose model replaces the module's.
     """
 
-    def __init__(self, path: str, onnx: str | None = None) -> None:
-        self.path, self.onnx = path, onnx
+    def __init__(self, path: str) -> None:
+        self.path = path
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.data: Any = getattr(trainer, "datamodule", None)
@@ -55,8 +50,6 @@ class DocumentScores(Callback):
         self.rows = copy.copy(loader.dataset)
         self.rows.tokens = np.arange(len(self.rows.tokens))
         self.nats: list[Tensor] = []
-        if self.onnx:
-            self.module.model.forward = partial(_by_document, OnnxModel(Path(self.onnx)))
 
         def record(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
             flat = logits.float().flatten(0, 1)
@@ -97,13 +90,3 @@ class DocumentScores(Callback):
 
     on_validation_start, on_validation_end = on_test_start, on_test_end
     on_validation_batch_end = on_test_batch_end
-
-
-def _by_document(model: OnnxModel, input_ids: Tensor, position_ids: Tensor, **_: object) -> SimpleNamespace:
-    """Runs a graph on packed rows: each document alone, because the graph knows no boundaries."""
-    rows = []
-    for tokens, positions in zip(input_ids, position_ids, strict=True):
-        starts = positions[1:].eq(0).nonzero().flatten() + 1
-        documents = tokens[None].tensor_split(starts.cpu(), dim=1)
-        rows.append(torch.cat([model(document).logits for document in documents], dim=1))
-    return SimpleNamespace(logits=torch.cat(rows))

@@ -1,4 +1,4 @@
-"""Evaluates runs and baselines one after the other, compares them, and writes the results."""
+"""Evaluates a run and a baseline one after the other, compares them, and writes the results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,18 +26,14 @@ from ....text.cache.quality import contaminated_share
 from ....text.cache.token_cache import Corpus
 from ....text.tokenizers import Pretrained
 from ..export import trained
-from ..export.onnx import MANIFEST
 from . import tasks
 from .documents import DocumentScores
-from .paired import LEAST, SCALED, Comparison, Pair, compare, parse
+from .paired import LEAST, Comparison, Pair, compare
 
 if TYPE_CHECKING:
     from pandas import DataFrame
     from transformers import PreTrainedTokenizerFast
 
-UNIGRAM = "unigram"  # the baseline without a model
-TRAIN_TOKENS = 2**24  # that it counts
-MEASURED = ["model", "measure", "lower", "sample", "value"]  # fields of tasks.Value
 SHOWN, CHARACTERS = 3, 300  # documents at each end, and of the text of each
 
 
@@ -48,50 +44,32 @@ def evaluate(given: argparse.Namespace, name: str, project: Project) -> list[Com
         InputError: a name is no model, or there are too few documents.
     """
     keys, split = tasks.read(given.config), given.split
-    models = _models(given, project)
-    first = models[0]
-    known = dict.fromkeys(("loss", "bits_per_byte", getattr(keys["metric"], "__name__", "loss")))
-    for text in given.require:
-        measure, _ = parse(text)
-        if measure not in known and not keys["tasks"]:
-            raise InputError(f"--require: {measure} is not measured; give {', '.join(known)}")
-    flags, *_ = trained.of_run(str(first.run), project, "RUN")
+    run = of_run(given.run, project, "RUN")
+    models = [run]
+    if given.baseline:
+        models.append(baseline_of(given.baseline, run, project))
+    flags, *_ = trained.of_run(str(run.run), project, "RUN")
     data: Any = WithoutTrainer(project, flags, run=False).datamodule
     if not getattr(data, share := f"{split}_share", 1):
         other = "validation" if split == "test" else "test"
         raise InputError(
-            f"data.{share} of {first.name} is 0, so its {split} split is empty: give --split"
+            f"data.{share} of {run.name} is 0, so its {split} split is empty: give --split"
             f" {other}, or train with a data.{share} that holds out {LEAST} documents or more"
         )
-    folder = first.run / "evaluation"
+    folder = run.run / "evaluation"
     work = folder / f".{name}"
     work.mkdir(parents=True, exist_ok=True)
     tables: list[DataFrame] = []
     values: list[tasks.Value] = []
     try:
         for number, model in enumerate(models):
-            if model.name == UNIGRAM:
-                tables.append(score_unigrams(data.corpus, split, tables[0]))
-                continue
             tables.append(score_documents(model, split, project, work, data.text_tokenizer))
             weights = model.folder or model.checkpoint
-            if weights != "start" and (keys["tasks"] or keys["metric"]):
-                loaded, samples = trained.load_trained(weights, project), tables[0]
-                values += tasks.values_of(number, loaded, keys, samples.to_dict("records"))
+            if weights != "start" and keys["tasks"]:
+                values += tasks.values_of(number, trained.load_trained(weights, project), keys)
     finally:
         shutil.rmtree(work)
-    return Results(given, tables, values, data.corpus).write(folder, name)
-
-
-def _models(given: argparse.Namespace, project: Project) -> list[Model]:
-    """Returns the runs and then the baselines."""
-    runs = [of_run(each, project, "RUN") for each in given.runs]
-    if len({run.checkpoint for run in runs}) < len(runs):
-        raise InputError(f"{' '.join(given.runs)}: a run is given twice; give each once")
-    found = [baseline_of(each, runs[0], project) for each in given.baseline]
-    if len(found) > 1 and not {"start", UNIGRAM}.isdisjoint(given.baseline):
-        raise InputError("several baselines are runs that differ in their seed: give one of others")
-    return runs + found
+    return write(folder / name, [model.name for model in models], in_common(tables, split), values, data.corpus, split)
 
 
 class Model(NamedTuple):
@@ -114,7 +92,7 @@ def of_run(name: str, project: Project, flag: str) -> Model:
 
 def baseline_of(name: str, run: Model, project: Project) -> Model:
     """Finds the model of `--baseline`; a folder is evaluated on the data of `run`."""
-    if name in ("start", UNIGRAM):
+    if name == "start":
         return Model(name, run.run)
     folder = run.config()["model"].get("pretrained") if name == "parent" else name
     if not folder:
@@ -135,20 +113,17 @@ def score_documents(
         Ended: it failed; the reason is on the screen.
     """
     config, path, scores = model.config(), work / CONFIG, work / "scores.parquet"
-    trainer, onnx = config["trainer"], None
+    trainer = config["trainer"]
     if model.folder:
         found = Pretrained(model.folder).fit(iter(()))
         if found.backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
             of_folder = {"class_path": "Pretrained", "init_args": {"path": model.folder}}
             config["data"]["tokenizer"] = of_folder
         config["model"]["adapter"] = None
-        if (Path(model.folder) / MANIFEST).is_file():
-            onnx, config["model"]["loss_chunk"] = model.folder, None
-        else:
-            config["model"]["pretrained"] = model.folder
+        config["model"]["pretrained"] = model.folder
         trainer |= {"devices": 1, "num_nodes": 1, "strategy": "auto"}
     kind = f"{DocumentScores.__module__}.{DocumentScores.__name__}"
-    callback = {"class_path": kind, "init_args": {"path": str(scores), "onnx": onnx}}
+    callback = {"class_path": kind, "init_args": {"path": str(scores)}}
     trainer |= {"logger": False, "callbacks": [*(trainer["callbacks"] or []), callback]}
     config |= {"ckpt_path": model.checkpoint, "weights_only": None}
     config["run"] = {"root": str(work), "name": "run", "report": False}
@@ -169,126 +144,90 @@ def run_verb(project: Project, argv: list[str]) -> int:
     return subprocess.call(command, preexec_fn=end_with_parent)
 
 
-def score_unigrams(corpus: Corpus, split: str, table: DataFrame) -> DataFrame:
-    """Returns a model's table with the nats of the train split's frequencies of tokens."""
-    nats = nats_of_unigrams(corpus, split)
-    if corpus.is_whole(split):
-        nats *= corpus.counted(split)
-    return table.assign(nats=np.add.reduceat(nats, np.append(0, table["end"][:-1])))
+def in_common(tables: list[DataFrame], split: str) -> list[DataFrame]:
+    """Returns the rows of the documents that all models have scored, each text once."""
+    tables = [table[(table["tokens"] > 0) & ~table.index.duplicated()] for table in tables]
+    common = tables[0].index[tables[0].index.isin(tables[-1].index)]
+    if len(common) < LEAST:
+        raise InputError(
+            f"the models have {len(common)} documents of the {split} split in common, and"
+            f" {LEAST} are needed: give more, or a larger data.{split}_share"
+        )
+    return [table.loc[common] for table in tables]
 
 
-def nats_of_unigrams(corpus: Corpus, split: str) -> np.ndarray:
-    """Returns (T,) nats of each token of a split; each token of the vocabulary has one more."""
-    train = corpus.tokens("train")[:TRAIN_TOKENS]
-    counts = np.bincount(train, minlength=corpus.manifest["vocab_size"]) + 1
-    return np.log(counts.sum() / counts)[corpus.tokens(split)]
+def write(
+    path: Path, names: list[str], tables: list[DataFrame], values: list[tasks.Value], corpus: Corpus, split: str
+) -> list[Comparison]:
+    """Compares the models and writes `path` with .json and .parquet.
+
+    Of conversations (`is_whole`) only some tokens count, so they are compared by tokens alone."""
+    from pandas import DataFrame, concat
+
+    is_whole, measured = corpus.is_whole(split), DataFrame(values, columns=[*tasks.Value._fields])
+    comparisons = compared(tables, measured, is_whole) if len(tables) > 1 else []
+    models, rows = [], [measured]
+    for number, (name, table) in enumerate(zip(names, tables, strict=True)):
+        of_tasks = measured[measured["model"] == number].groupby("measure")["value"].mean().to_dict()
+        figures, sources = figures_of(table, is_whole) | of_tasks, {}
+        for source, part in table.groupby("source"):
+            if source:
+                sources[str(source)] = figures_of(part, is_whole)
+        models.append({"model": name, "figures": figures, "sources": sources, "is_baseline": number > 0})
+        rows.append(table.assign(model=number, measure="nats", value=table["nats"]).reset_index())
+        print(f"{name}: " + "  ".join(f"{key} {value:.4f}" for key, value in figures.items()))
+    found = {
+        "split": split,
+        "documents": len(tables[0]),
+        "unit": "loss" if is_whole else "bits per byte",
+        "models": models,
+        "contaminated_share": contaminated_share(corpus, split),
+        "comparisons": list(map(asdict, comparisons)),
+    }
+    columns = [*tasks.Value._fields, "hash", "source", "bytes", "tokens"]
+    temporary = path.with_name(f".{path.name}.parquet")
+    concat(rows)[columns].to_parquet(temporary, index=False)
+    temporary.replace(f"{path}.parquet")
+    found |= best_and_worst(tables, is_whole)
+    write_atomically(Path(f"{path}.json"), json.dumps(found, indent=1))
+    print("\n".join(each.sentence for each in comparisons))
+    print(f"written to {path}.json and .parquet")
+    return comparisons
 
 
-class Results:
-    """The documents that all models have scored, each text once, and the values of tasks.
+def compared(tables: list[DataFrame], measured: DataFrame, is_whole: bool) -> list[Comparison]:
+    """Compares by equal tokens, by bytes, which any tokenizers allow, and by tasks."""
+    run, baseline = tables
+    has_same_tokens = run["tokenizer"].iloc[0] == baseline["tokenizer"].iloc[0]
+    if is_whole and not has_same_tokens:
+        raise InputError("tokenizers differ, and of conversations only some tokens count")
+    nats, pairs = [table["nats"].to_numpy() for table in tables], list[Pair]()
+    if has_same_tokens:
+        pairs.append(Pair("loss", *nats, run["tokens"].to_numpy()))
+    if not is_whole:
+        pairs.append(Pair("bits_per_byte", *nats, run["bytes"].to_numpy() * math.log(2)))
+    of_tasks = []
+    for measure, rows in measured.groupby("measure"):
+        by_model = rows.pivot(index="sample", columns="model", values="value").dropna()
+        if len(by_model.columns) == len(tables):
+            lower, ones = bool(rows["lower"].iloc[0]), np.ones(len(by_model))
+            of_tasks.append(Pair(str(measure), *by_model.to_numpy().T, ones, lower))
+    num_tests = 1 + len(of_tasks)  # loss and bits are one test in two units
+    return [compare(pair, num_tests) for pair in [*pairs, *of_tasks]]
 
-    Of conversations (`is_whole`) only some tokens count, so they are compared by tokens alone.
-    """
 
-    def __init__(
-        self, given: argparse.Namespace, tables: list[DataFrame], values: list[tasks.Value],
-        corpus: Corpus,
-    ) -> None:  # fmt: skip
-        from pandas import DataFrame
-
-        self.names, self.num_runs = [*given.runs, *given.baseline], len(given.runs)
-        self.split, self.corpus, self.is_whole = given.split, corpus, corpus.is_whole(given.split)
-        self.measured = DataFrame(values, columns=MEASURED)
-        tables = [table[(table["tokens"] > 0) & ~table.index.duplicated()] for table in tables]
-        common = tables[0].index
-        for table in tables[1:]:
-            common = common[common.isin(table.index)]
-        if len(common) < LEAST:
-            raise InputError(
-                f"the models have {len(common)} documents of the {self.split} split in common, and"
-                f" {LEAST} are needed: give more, or a larger data.{self.split}_share"
-            )
-        self.tables = [table.loc[common] for table in tables]
-
-    def write(self, folder: Path, name: str) -> list[Comparison]:
-        comparisons = []
-        if len(self.tables) > self.num_runs:
-            comparisons = self._compared()
-        unit = "loss" if self.is_whole else "bits per byte"
-        found = {"split": self.split, "documents": len(self.tables[0]), "unit": unit}
-        found["models"] = self._figures_of_models()
-        found["contaminated_share"] = contaminated_share(self.corpus, self.split)
-        found["comparisons"] = list(map(asdict, comparisons))
-        self._write_samples(folder / f"{name}.parquet")
-        found |= self._best_and_worst()
-        write_atomically(folder / f"{name}.json", json.dumps(found, indent=1))
-        print("\n".join(each.sentence for each in comparisons))
-        print(f"written to {folder / name}.json and .parquet")
-        return comparisons
-
-    def _compared(self) -> list[Comparison]:
-        """Compares by bytes, which any tokenizers allow, and by equal tokens; then tasks."""
-        tables, num_runs, first = self.tables, self.num_runs, self.tables[0]
-        has_same_tokens = len({table["tokenizer"].iloc[0] for table in tables}) == 1
-        if self.is_whole and not has_same_tokens:
-            raise InputError("tokenizers differ, and of conversations only some tokens count")
-        bits = np.stack([table["nats"] for table in tables]) / math.log(2)
-        size = first["bytes"].to_numpy()
-        pairs = [Pair("bits_per_byte", bits[:num_runs], bits[num_runs:], size)]
-        for measure, rows in self.measured.groupby("measure"):
-            by_model = rows.pivot(index="sample", columns="model", values="value").dropna()
-            values = by_model.to_numpy().T
-            if len(values) == len(tables):
-                ones, lower = np.ones(values.shape[1]), bool(rows["lower"].iloc[0])
-                pairs.append(Pair(str(measure), values[:num_runs], values[num_runs:], ones, lower))
-        by_bytes, *others = compare(pairs)
-        if not has_same_tokens:
-            return [by_bytes, *others]
-        factor = math.log(2) * size.sum() / first["tokens"].sum()  # one test in two units
-        scaled = {key: getattr(by_bytes, key) * factor for key in SCALED}
-        by_tokens = replace(by_bytes, name="loss", **scaled)
-        by_tokens.decide()
-        return [by_tokens, *others] if self.is_whole else [by_tokens, by_bytes, *others]
-
-    def _figures_of_models(self) -> list[dict[str, Any]]:
-        """Returns, and prints, the figures of each model; for a mixture also by source."""
-        found = []
-        for number, (name, table) in enumerate(zip(self.names, self.tables, strict=True)):
-            values = self.measured[self.measured["model"] == number].groupby("measure")["value"]
-            figures = figures_of(table, self.is_whole) | values.mean().to_dict()
-            sources = {}
-            for source, rows in table.groupby("source"):
-                if source:
-                    sources[str(source)] = figures_of(rows, self.is_whole)
-            known = {"model": name, "figures": figures, "sources": sources}
-            found.append(known | {"is_baseline": number >= self.num_runs})
-            print(f"{name}: " + "  ".join(f"{key} {value:.4f}" for key, value in figures.items()))
-        return found
-
-    def _best_and_worst(self) -> dict[str, Any]:
-        """Returns the documents where the first run is best and worst, against the baseline."""
-        run, last = self.tables[0], self.tables[-1]
-        size, unit = ("tokens", 1.0) if self.is_whole else ("bytes", math.log(2))
-        shown = run[["sample"]].assign(text=run["text"].str[:CHARACTERS])
-        shown["run"] = difference = run["nats"] / run[size] / unit
-        shown["baseline"] = last["nats"] / last[size] / unit
-        if len(self.tables) > self.num_runs:
-            difference = shown["run"] - shown["baseline"]
-        shown = shown.loc[difference.sort_values().index]
-        best, worst = shown[:SHOWN], shown[: -SHOWN - 1 : -1]
-        return {"best": best.to_dict("records"), "worst": worst.to_dict("records")}
-
-    def _write_samples(self, path: Path) -> None:
-        from pandas import concat
-
-        rows = [self.measured]
-        for number, table in enumerate(self.tables):
-            table = table.assign(model=number, measure="nats", value=table["nats"])
-            rows.append(table.reset_index())
-        columns = [*self.measured.columns, "hash", "source", "bytes", "tokens"]
-        temporary = path.with_name(f".{path.name}")
-        concat(rows)[columns].to_parquet(temporary, index=False)
-        temporary.replace(path)
+def best_and_worst(tables: list[DataFrame], is_whole: bool) -> dict[str, Any]:
+    """Returns the documents where the run is best and worst, against the baseline if there is one."""
+    run, last = tables[0], tables[-1]
+    size, unit = ("tokens", 1.0) if is_whole else ("bytes", math.log(2))
+    shown = run[["sample"]].assign(text=run["text"].str[:CHARACTERS])
+    shown["run"] = difference = run["nats"] / run[size] / unit
+    shown["baseline"] = last["nats"] / last[size] / unit
+    if len(tables) > 1:
+        difference = shown["run"] - shown["baseline"]
+    shown = shown.loc[difference.sort_values().index]
+    best, worst = shown[:SHOWN], shown[: -SHOWN - 1 : -1]
+    return {"best": best.to_dict("records"), "worst": worst.to_dict("records")}
 
 
 def figures_of(table: DataFrame, is_whole: bool) -> dict[str, float]:

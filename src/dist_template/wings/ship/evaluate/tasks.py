@@ -1,9 +1,7 @@
-"""Tasks of lm-eval and the user's own metric: a number for each sample, in one process."""
+"""Tasks of lm-eval: a number for each sample, in one process."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from typing import Any, NamedTuple
 
 from jsonargparse import ArgumentError, ArgumentParser
@@ -14,9 +12,9 @@ from ....cli.parser import one_sentence
 from ....errors import InputError, first_line, require
 from ..export.trained import Trained
 
-KEYS = {"tasks": [], "task_folder": None, "chat_template": False, "limit": None}
-KEYS |= {"metric": None, "lower_is_better": False}  # configs/evaluate.yaml describes them
-TYPES = (list[str], str | None, bool, PositiveInt | None, str | None, bool)
+# Keys with type and default; configs/evaluate.yaml describes them.
+KEYS = {"tasks": (list[str], []), "task_folder": (str | None, None)}
+KEYS |= {"chat_template": (bool, False), "limit": (PositiveInt | None, None)}
 
 
 class Value(NamedTuple):
@@ -30,50 +28,28 @@ class Value(NamedTuple):
 
 
 def read(path: str | None) -> dict[str, Any]:
-    """Returns the keys of a configuration; `metric` is the user's function.
+    """Returns the keys of a configuration.
 
     Raises:
-        InputError: a key is unknown, or a package or the function is missing.
+        InputError: a key is unknown or has another type, or lm-eval is missing.
     """
-    if not path:
-        return dict(KEYS)
-    given = read_keys(path)
-    if unknown := sorted(given.keys() - KEYS.keys()):
-        raise InputError(f"--config {path}: {unknown[0]} is not a key: give {', '.join(KEYS)}")
     parser = ArgumentParser(exit_on_error=False)
-    for key, kind in zip(KEYS, TYPES, strict=True):
-        parser.add_argument(f"--{key}", type=kind)
+    for key, (kind, default) in KEYS.items():
+        parser.add_argument(f"--{key}", type=kind, default=default)
     try:
-        parser.parse_object(given)
+        keys = vars(parser.parse_object(read_keys(path) if path else {}))
     except ArgumentError as error:
         why = one_sentence(" ".join(str(error).split()), {*KEYS})
         raise InputError(f"--config {path}: {why}") from error
-    if given.get("tasks"):
-        if not all(map(str.strip, given["tasks"])):
-            raise InputError(f"--config {path}: tasks has an empty name; give names of lm-eval")
+    if not all(map(str.strip, keys["tasks"])):
+        raise InputError(f"--config {path}: tasks has an empty name; give names of lm-eval")
+    if keys["tasks"]:
         require("lm_eval", "tasks")
-    if name := given.get("metric"):
-        module, _, function = name.partition(":")
-        try:
-            given["metric"] = getattr(importlib.import_module(module), function)
-            inspect.signature(given["metric"]).bind("samples", "model", "tokenizer")
-        except (ImportError, AttributeError, TypeError, ValueError) as error:
-            cure = "give module:function, a function of (samples, model, tokenizer)"
-            why = f"metric {name!r} cannot be used ({first_line(error)}); {cure}"
-            raise InputError(f"--config {path}: {why}") from error
-    return KEYS | given
+    return keys
 
 
-def values_of(number: int, loaded: Trained, keys: dict[str, Any], samples: list[dict[str, Any]]) -> list[Value]:
-    """Returns the values of tasks and of the user's metric for model `number`."""
-    found = []
-    if metric := keys["metric"]:
-        name, lower = metric.__name__, keys["lower_is_better"]
-        values = metric(samples[: keys["limit"]], loaded.model, loaded.tokenizer)
-        for sample, value in zip(samples, values, strict=False):
-            found.append(Value(number, name, lower, sample["sample"], float(value)))
-    if not keys["tasks"]:
-        return found
+def values_of(number: int, loaded: Trained, keys: dict[str, Any]) -> list[Value]:
+    """Returns the values of tasks for model `number`."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -89,6 +65,7 @@ def values_of(number: int, loaded: Trained, keys: dict[str, Any], samples: list[
     except (KeyError, ValueError, OSError) as error:
         what = f"lm-eval cannot run tasks {tasks} of task_folder {folder!r}"
         raise InputError(f"{what}: {first_line(error)}") from error
+    found = []
     for task, metrics in results["higher_is_better"].items():
         for metric, is_higher in metrics.items():
             for each in results["samples"][task]:

@@ -1,4 +1,4 @@
-"""`export`: converts a checkpoint to a folder for transformers, peft or onnxruntime.
+"""`export`: converts a checkpoint to a folder for transformers or peft.
 
 One process reads the full checkpoint of any strategy into the model that the configuration builds.
 `save_pretrained` writes the folder, because a model's layout in memory differs from the one on disk
@@ -15,21 +15,18 @@ from typing import Any
 
 import torch
 from lightning.pytorch.cli import LightningArgumentParser
-from torch import nn
+from safetensors.torch import save_model
 
 from ....cli.fit import WithoutTrainer
 from ....cli.run import verified_checkpoint
-from ....errors import InputError, reason, require
+from ....errors import InputError, reason
 from ....project import Project
 from .adapter import merge, write_adapter
 from .card import write_card
 from .gate import Gate
-from .onnx import PACKAGES, write_onnx
 from .trained import Trained, from_folder, of_run, run_of, trained
 
-DTYPES = {"hf": "float32 bfloat16 float16", "onnx": "float32 float16 int8"}
-DTYPES["peft"] = DTYPES["hf"]
-ALL = ["float32", "bfloat16", "float16", "int8"]
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -48,45 +45,26 @@ def main(argv: list[str], project: Project) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         given = f"--output {str(output)!r}"
         raise InputError(f"{given} exists and is not an empty folder; give another")
-    to = chosen_format(cli.model, settings)
     path = verified_checkpoint(settings.checkpoint, "--checkpoint", cli.unfilled)
     found = trained(cli, path, run_of(path))
     with written_at_once(output) as folder:
-        proof = write(found, to, settings.dtype, folder)
-        write_card(folder, found, f"{to}, {settings.dtype}", proof, settings.license)
-    print(f"{path}\n  -> {output}  {to}, {settings.dtype}, {proof}")
+        form, proof = write(found, settings.adapter == "merged", settings.dtype, folder)
+        write_card(folder, found, form, proof, settings.license)
+    print(f"{path}\n  -> {output}  {form}, {proof}")
 
 
 class Export(WithoutTrainer):
-    """Adds six keys to the keys of fit."""
+    """Adds five keys to the keys of fit."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
-        add, to, forms = parser.add_argument, ["auto", *DTYPES], ["peft", "merged"]
-        checkpoint = "Of any strategy; or `last` or `best` of the newest run."
+        add, checkpoint = parser.add_argument, "Of any strategy; or `last` or `best` of the newest run."
         add("--checkpoint", required=True, help=checkpoint)
         add("--output", required=True, help="The folder to write; it must be new or empty.")
-        add("--to", choices=to, default="auto", help="Format. auto: hf, or what --adapter says.")
-        add("--dtype", choices=ALL, default=ALL[0], help="Type of the weights in the folder.")
-        adapter = "model.adapter as peft's folder, or merged."
-        add("--adapter", choices=forms, default="peft", help=adapter)
+        add("--dtype", choices=DTYPES, default=DTYPES[0], help="Type of the weights in the folder.")
+        adapter = "model.adapter as peft's folder, or merged into its base."
+        add("--adapter", choices=["peft", "merged"], default="peft", help=adapter)
         add("--license", default="unknown", help="Licence in the model card, as the hub names it.")
-
-
-def chosen_format(module: Any, settings: Any) -> str:
-    """Returns `--to` or its default; refuses what does not go together, or a missing package."""
-    has_adapter, to = bool(getattr(module, "adapter", None)), settings.to
-    if to == "auto":
-        to = "peft" if has_adapter and settings.adapter == "peft" else "hf"
-    if to == "peft" and not has_adapter:
-        raise InputError("--to peft writes adapters, and model.adapter is null: give hf or onnx")
-    if settings.adapter == "merged" and not has_adapter:
-        raise InputError("--adapter merged: model.adapter is null, so omit --adapter")
-    if settings.dtype not in DTYPES[to].split():
-        raise InputError(f"--dtype {settings.dtype} is not possible with --to {to}: give {DTYPES[to]}")
-    for package in PACKAGES if to == "onnx" else ():
-        require(package, "--to onnx")
-    return to
 
 
 @contextmanager
@@ -114,21 +92,25 @@ def written_at_once(output: Path) -> Generator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write(found: Trained, to: str, dtype: str, folder: Path) -> str:
-    """Writes model and tokenizer into `folder`; returns in words how they were verified."""
+def write(found: Trained, merged: bool, dtype: str, folder: Path) -> tuple[str, str]:
+    """Writes model and tokenizer into `folder`; returns in words its form and how it was verified."""
+    model, has_adapter = found.model, bool(getattr(found.module, "adapter", None))
     if found.tokenizer:
         found.tokenizer.save_pretrained(folder)
-    if not hasattr(found.model, "save_pretrained"):
-        return write_weights(found.model, to, dtype, folder)
+    if not hasattr(model, "save_pretrained"):
+        save_model(model.to(getattr(torch, dtype)), str(folder / "model.safetensors"))
+        why = f"{type(model).__name__} is not from transformers; see build_model in module.py"
+        return f"safetensors, {dtype}", f"model.safetensors only: {why}"
     gate = Gate(found)
-    if to == "peft":
+    if has_adapter and not merged:
         adapted = write_adapter(found.module, found.data, getattr(torch, dtype), folder)
-        return gate.check(Trained(adapted, found.tokenizer, str(folder)), dtype)
-    if getattr(found.module, "adapter", None):
-        merge(found.model)
-    (write_onnx if to == "onnx" else write_pretrained)(found.model, dtype, folder)
+        return f"peft, {dtype}", gate.check(Trained(adapted, found.tokenizer, str(folder)), dtype)
+    if has_adapter:
+        merge(model)
+    write_pretrained(model, dtype, folder)
+    del model
     found.model = found.module.model = None  # one model in memory at a time
-    return gate.check(from_folder(str(folder), "--output"), dtype)
+    return f"hf, {dtype}", gate.check(from_folder(str(folder), "--output"), dtype)
 
 
 def write_pretrained(model: Any, dtype: str, folder: Path) -> None:
@@ -141,14 +123,3 @@ def write_pretrained(model: Any, dtype: str, folder: Path) -> None:
     if dtype != "float32":  # transformers knows which weights must stay in float32
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         model.save_pretrained(folder)
-
-
-def write_weights(model: nn.Module, to: str, dtype: str, folder: Path) -> str:
-    """Writes a model that is not from transformers, as tensors by name."""
-    from safetensors.torch import save_model
-
-    name = type(model).__name__
-    if to != "hf":
-        raise InputError(f"--to {to}: {name} is not from transformers; give hf")
-    save_model(model.to(getattr(torch, dtype)), str(folder / "model.safetensors"))
-    return f"model.safetensors only: {name} is not from transformers; see build_model in module.py"

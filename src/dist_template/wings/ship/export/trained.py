@@ -17,7 +17,6 @@ from ....errors import InputError, reason, require
 from ....observe.history.run import CONFIG
 from ....project import Project
 from ...diagnose.command import newest
-from .onnx import MANIFEST, PACKAGES, OnnxModel
 
 OF_FIT = ("trainer", "ckpt_path", "weights_only")  # keys that one process without a Trainer ignores
 FILES = ("config.json", "adapter_config.json")  # of folders of transformers and peft
@@ -113,19 +112,11 @@ def from_folder(name: str, key: str) -> Trained:
     """Returns the model and tokenizer of a folder of `export` or transformers, or of the hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    is_onnx, needed = (Path(name) / MANIFEST).is_file(), ()
-    if is_onnx:
-        needed = PACKAGES
-    elif (Path(name) / FILES[1]).is_file():
-        needed = ("peft",)
-    for package in needed:
-        require(package, f"{key} {name!r}")
+    if (Path(name) / FILES[1]).is_file():
+        require("peft", f"{key} {name!r}")
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
-        if is_onnx:
-            model = OnnxModel(Path(name))
-        else:
-            model = load(name, dtype="auto", trust_remote_code=False).eval()
+        model = load(name, dtype="auto", trust_remote_code=False).eval()
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, KeyError, SafetensorError and others
         raise InputError(f"{key} {name!r} cannot be loaded: {reason(error)}") from error

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import signal
 import socket
-import sys
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ....cluster.signals import STOP
 from ....errors import InputError, reason, require
@@ -20,9 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..export.trained import Trained
-    from .app import App
 
-NEEDED = ("fastapi", "openai", "prometheus_client", "uvicorn")
+NEEDED = ("fastapi", "openai", "uvicorn")
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -42,16 +40,26 @@ def main(argv: list[str], project: Project) -> None:
         raise InputError(f"{where} cannot be used: {reason(error)}; give another") from error
     served = _compared(given, project)
     import torch
+    import uvicorn
 
     from .app import App
 
     model = on_device(served.model, "cuda" if torch.cuda.is_available() else "cpu")
     model.generation_config.do_sample = True  # as vLLM and OpenAI; not at temperature 0
-    given.context = getattr(model.config, "max_position_embeddings", sys.maxsize)
-    key = os.environ.get(given.api_key_env, "")
+    app = App(model, served.tokenizer, os.environ.get(given.api_key_env, ""), given)
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, *received: Any) -> None:
+            timer = threading.Timer(given.grace_s, app.stopping.set)
+            timer.daemon = True
+            timer.start()
+            super().handle_exit(*received)
+
     for number in STOP:  # uvicorn has handlers of its own, and raises what it received again
         signal.signal(number, signal.SIG_IGN)
-    asyncio.run(_serve(App(model, served.tokenizer, key, given), listening))
+    config = uvicorn.Config(app, lifespan="off", log_level="info", timeout_graceful_shutdown=given.grace_s + 5)
+    print(f"{given.name} is ready at http://{given.host}:{given.port}/v1", flush=True)
+    Server(config).run(sockets=[listening])
 
 
 def on_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
@@ -76,14 +84,10 @@ def flags(argv: list[str]) -> argparse.Namespace:
     add("--max_tokens", type=count, default=1024, help="most tokens of an answer")
     requests = "requests at once; one more is answered with 429"
     add("--max_requests", type=count, default=32, help=requests)
-    add("--max_body", type=count, default=1 << 20, help="most bytes of a request")
-    seconds = "seconds for a request, with its wait for others"
-    add("--timeout_s", type=in_range(float, 0.001, 1e8), default=120.0, help=seconds)
     grace = "seconds for running requests after SIGTERM"
     add("--grace_s", type=in_range(float, 0, 1e8), default=20.0, help=grace)
     variable = "environment variable with the key that requests present"
     add("--api_key_env", default="SERVE_API_KEY", help=variable)
-    add("--log_prompts", action="store_true", help="add prompts to the log")
     return parser.parse_args(argv)
 
 
@@ -103,29 +107,10 @@ def _compared(given: argparse.Namespace, project: Project) -> Trained:
         name = trained.run.parent.name
         folder = trained.run / "export" / Path(trained.path).stem
         if not folder.exists():
-            command.main(["export", trained.path, f"--output={folder}", "--to=hf"], project)
+            command.main(["export", trained.path, f"--output={folder}", "--adapter=merged"], project)
         served = load_trained(str(folder), project)
         print(f"{folder}: {Gate(trained).check(served, 'float32')}", flush=True)
     if not served.tokenizer or not hasattr(served.model, "generate"):
         raise InputError(f"{served.path} has no tokenizer, or a model that is not of transformers")
     given.name = given.name or name
     return served
-
-
-async def _serve(app: App, listening: socket.socket) -> None:
-    """Serves until uvicorn receives SIGTERM or SIGINT; then running requests end."""
-    import uvicorn
-
-    given = app.given
-    config = uvicorn.Config(
-        app, lifespan="off", log_level="warning", access_log=False,
-        timeout_graceful_shutdown=given.grace_s + 5,  # app.drain ends requests before
-    )  # fmt: skip
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
-    await app.warm_up()
-    print(f"{given.name} is ready at http://{given.host}:{given.port}/v1", flush=True)
-    while not server.should_exit and not serving.done():
-        await asyncio.sleep(0.05)
-    app.drain()
-    await serving
