@@ -22,8 +22,6 @@ def check_numbers(data: Any, world_size: int) -> None:
         if not 0 <= value < 1:
             raise InputError(f"data.{name} is {value}: it must be at least 0 and below 1")
     together = data.micro_batch_size * world_size
-    chooses_rows = data.balance or data.rank_speeds or data.repeat_first_batch
-    kind = "pairs of answers" if data.source.pairs else "conversations"
     refused = {
         f"data.validation_share {data.validation_share} and data.test_share {data.test_share} leave"
         " nothing to train on: make their sum less than 1": (data.validation_share + data.test_share >= 1),
@@ -32,11 +30,6 @@ def check_numbers(data: Any, world_size: int) -> None:
         f"global_batch_size {data.global_batch_size} is not a multiple of micro_batch_size"
         f" {data.micro_batch_size} x data_parallel {world_size} = {together}; edit"
         " data.global_batch_size or data.micro_batch_size": data.global_batch_size % together,
-        "data.stream has no rows to choose from: remove data.balance, data.rank_speeds and"
-        " data.repeat_first_batch": data.stream and chooses_rows,
-        "data.stream is read in the training process: remove data.num_workers, which has no effect": data.stream
-        and data.num_workers,
-        f"data.stream has plain text alone: remove it to train on {kind}": (data.stream and data.source.whole),
     }
     for message, is_refused in refused.items():
         if is_refused:

@@ -94,7 +94,7 @@ class Chat(Source):
         readers: dict[str, Iterator[Record]] = {}
         if self.name:
             options = {"split": self.split, "streaming": True, "revision": self.revision}
-            readers[self.name] = hub_records(self.name, self.config, None, **options)
+            readers[self.name] = hub_records(self.name, self.config, **options)
         for path in matching(self.paths, self.follow_links):
             is_table = path.suffix == ".parquet"
             reader = parquet_records(path, self.fields) if is_table else json_records(path)

@@ -180,7 +180,6 @@ class HubDataset(Source):
         field: The column that holds the text.
         streaming: true reads over the network while tokenizing; false downloads the split first.
         revision: The commit or tag to read, so that the data cannot change underneath. null: the newest.
-        max_documents: Stop after this number. null: read all.
     """
 
     name: str
@@ -189,12 +188,10 @@ class HubDataset(Source):
     field: str = "text"
     streaming: bool = True
     revision: str | None = None
-    max_documents: int | None = None
 
     def documents(self) -> Iterator[tuple[str, str]]:
         options = {"split": self.split, "streaming": self.streaming, "revision": self.revision}
-        records = hub_records(self.name, self.config, self.max_documents, **options)
-        return _documents(records, self.field)
+        return _documents(hub_records(self.name, self.config, **options), self.field)
 
 
 def _documents(records: Iterable[Record], field: str) -> Iterator[tuple[str, str]]:

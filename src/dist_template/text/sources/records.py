@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -145,14 +144,14 @@ def parquet_records(path: Path, fields: Collection[str]) -> Iterator[Record]:
         raise unreadable(path, error) from error
 
 
-def hub_records(name: str, config: str | None, max_records: int | None, **options: Any) -> Iterator[Record]:
+def hub_records(name: str, config: str | None, **options: Any) -> Iterator[Record]:
     """Yields the records of a data set of the hub; `options` go to `load_dataset`."""
     require("datasets", f"data.source, to read {name},")
     import datasets  # 1.5 s: only for this source
 
     try:
         records = datasets.load_dataset(name, config, **options)
-        for number, record in enumerate(islice(records, max_records), start=1):
+        for number, record in enumerate(records, start=1):
             yield f"{name}:{number}", record
     except Exception as error:
         raise unreadable(name, error) from error
