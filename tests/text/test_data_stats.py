@@ -9,8 +9,8 @@ import pytest
 import torch
 from trainer_dev.data import DataModule
 
-from dist_template.text.cache.quality import data_statistics, duplicate_share
-from tests.support.library import PackedRows, quality
+from dist_template.text.cache.data_stats import data_statistics, duplicate_share
+from tests.support.library import PackedRows
 from tests.support.runs import quiet
 
 
@@ -31,22 +31,6 @@ def test_a_phrase_of_a_few_tokens_is_no_copy() -> None:
     for start in range(0, 20_000, 100):
         validation[start : start + 40] = train[start : start + 40]
     assert duplicate_share(train, validation, 64) == 0.0
-
-
-def test_no_more_of_a_large_cache_is_read_than_documented(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quality, "TRAIN_TOKENS", 16_000)
-    read: list[int] = []
-    hashes = quality.window_hashes
-
-    def recorded(part: np.ndarray, doublings: int) -> np.ndarray:
-        read.append(len(part))
-        return hashes(part, doublings)
-
-    monkeypatch.setattr(quality, "window_hashes", recorded)
-    train = some_tokens(400_000, 0)
-    share = duplicate_share(train, train[200_000:210_000].copy(), 64)
-    assert share is not None and share < 0.3  # less than there is, as documented
-    assert sum(read) == 16_000 + 10_000
 
 
 def test_the_statistics_are_of_the_rows_that_training_reads(data: DataModule, monkeypatch: Any) -> None:

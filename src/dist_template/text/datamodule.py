@@ -43,7 +43,7 @@ from ..cluster.signals import isolate_worker
 from ..parallel import run_strategy
 from .batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
 from .batches.rows import ROWS, PackedRows, PairRows, Rows, WholeRows, last_answers, packing_of
-from .cache.quality import as_table, data_statistics, quality_of, stored
+from .cache.data_stats import data_statistics
 from .cache.token_cache import (
     SPLITS,
     CacheError,
@@ -152,7 +152,6 @@ class PackedText(L.LightningDataModule):
         self._corpus = check_rows(self, corpus)
         for split in filter(corpus.is_whole, SPLITS):
             report(packing_of(corpus, split, self.seq_len).describe(split))
-        report(as_table(quality_of(corpus), "Quality of the train split").as_text())
         return corpus
 
     def require(self) -> Corpus:
@@ -207,7 +206,7 @@ class PackedText(L.LightningDataModule):
 
     def statistics(self) -> dict[str, Any]:
         """Returns the figures of the data that `facts.json` of a run has."""
-        return data_statistics(self) | {"quality": stored(self.corpus)}
+        return data_statistics(self)
 
     def documents(self, split: str) -> Documents:
         """Reads the texts of a split from the source again."""

@@ -13,7 +13,6 @@ import yaml
 from ....observe.history.run import History
 from ....records import flatten, read_mapping
 from ....table import Table
-from ....text.cache.quality import as_table
 from ...values import shown
 from .curves import COLOURS, Figure, Panel
 from .results import checkpoints, clock, short, side_by_side, steps
@@ -85,13 +84,9 @@ def what(history: History) -> str:
 
 def of_one(history: History) -> list[Section]:
     """Returns the sections of one run that have content."""
-    data: Parts = []
-    if quality := history.fact("data.quality"):
-        data.append(as_table(quality))
     return _with_content({
         "Evaluation": _evaluation(history.folder),
         "Where the time went": _goodput([history], ["time"]),
-        "Data": data,
         "Crashes": _crashes(history.crashes),
         "Incidents": _incidents(history.incidents),
         "Configuration": _configuration(history),

@@ -22,7 +22,7 @@ from ....errors import Ended, Exit, InputError
 from ....observe.history.run import CONFIG
 from ....project import Project
 from ....records import read_mapping, write_atomically
-from ....text.cache.quality import contaminated_share
+from ....text.cache.data_stats import contaminated_share
 from ....text.cache.token_cache import Corpus
 from ....text.tokenizers import Pretrained
 from ..export import trained
