@@ -68,7 +68,6 @@ class Chat(Source):
             assistant turn. all: every token.
         template: A .jinja file of a chat template with `{% generation %}` around the assistant's
             turns. null: the tokenizer's, in trl's form for the family if it has none of these tags.
-        follow_links: Read links that a pattern matches and that lead out of the pattern's folder. false: refuse them.
     """
 
     whole = True
@@ -82,7 +81,6 @@ class Chat(Source):
     revision: str | None = None
     train_on: Literal["assistant", "last", "all"] = "assistant"
     template: str | None = None
-    follow_links: bool = False
 
     def __post_init__(self) -> None:
         if bool(self.paths) == bool(self.name):
@@ -95,7 +93,7 @@ class Chat(Source):
         if self.name:
             options = {"split": self.split, "streaming": True, "revision": self.revision}
             readers[self.name] = hub_records(self.name, self.config, **options)
-        for path in matching(self.paths, self.follow_links):
+        for path in matching(self.paths):
             is_table = path.suffix == ".parquet"
             reader = parquet_records(path, self.fields) if is_table else json_records(path)
             readers[str(path)] = reader
@@ -139,7 +137,7 @@ class Chat(Source):
         return {"messages": messages, "tools": tools} if tools else {"messages": messages}
 
     def files(self) -> list[Path]:
-        files = matching(self.paths, self.follow_links)
+        files = matching(self.paths)
         if self.template and not Path(self.template).is_file():
             raise InputError(f"data.source.template {self.template!r} is no file")
         return [*files, Path(self.template)] if self.template else files

@@ -15,7 +15,7 @@ import platform
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -79,10 +79,7 @@ class Source(Choice, ABC):
 
     def spec(self) -> dict[str, object]:
         """Returns what identifies the corpus, in plain types."""
-        spec = {"class": type(self).__name__, **vars(self)}
-        if spec.get("follow_links") is False:
-            del spec["follow_links"]  # older caches, whose sources had no such key, stay valid
-        return spec
+        return {"class": type(self).__name__, **vars(self)}
 
 
 class StandardLibrary(Source):
@@ -111,16 +108,14 @@ class FileSource(Source):
 
     Args:
         paths: Files or glob patterns, `**` for any depth: `[corpus/**/*.txt]`.
-        follow_links: Read links that a pattern matches and that lead out of the pattern's folder. false: refuse them.
     """
 
     paths: list[str]
-    follow_links: bool = field(default=False, kw_only=True)
 
     def files(self) -> list[Path]:
         if not self.paths:
             raise InputError("data.source.paths is empty: give at least one file or glob pattern")
-        return matching(self.paths, self.follow_links)
+        return matching(self.paths)
 
 
 @dataclass

@@ -9,8 +9,7 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import cache
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,83 +20,25 @@ from ...errors import InputError, first_line, require
 Record = tuple[str, object]  # name and value; the value is a dict unless the file is wrong
 
 
-def matching(patterns: list[str], follow_links: bool) -> list[Path]:
-    """Returns the files that glob patterns match, sorted; each by its name with the fewest folders.
+def matching(patterns: list[str]) -> list[Path]:
+    """Returns the files that glob patterns match, sorted, each once.
 
     Raises:
-        InputError: a pattern matches no file, or, without `follow_links`, a link that leads out of
-            the folder before its first wildcard.
+        InputError: a pattern matches no file.
     """
-    found: set[str] = set()
+    found: dict[str, str] = {}  # by the file itself: links may give it several names
     for pattern in patterns:
-        files = set(filter(os.path.isfile, _expanded(Path(pattern).expanduser(), follow_links)))
-        if not files:
+        files = filter(os.path.isfile, glob.iglob(str(Path(pattern).expanduser()), recursive=True))
+        names = {os.path.realpath(path): path for path in sorted(files, reverse=True)}
+        if not names:
             is_folder = Path(pattern).is_dir()
             hint = f"; a folder is written {pattern.rstrip('/')}/**/*" if is_folder else ""
             raise InputError(
                 f"data.source.paths has {pattern!r}, which matches no file, seen from {Path.cwd()}:"
                 f" give files or glob patterns{hint}"
             )
-        found |= files
-    names: dict[tuple[int, int], str] = {}
-    for path in sorted(found, key=lambda path: (path.count(os.sep), path)):
-        status = os.stat(path)
-        names.setdefault((status.st_dev, status.st_ino), path)
-    return [Path(path) for path in sorted(names.values())]
-
-
-def _expanded(pattern: Path, follow_links: bool) -> Iterator[str]:
-    """Yields what glob.iglob would, but each folder once: glob follows loops 40 levels deep."""
-    num_fixed = len(pattern.parts)
-    while glob.has_magic(str(Path(*pattern.parts[:num_fixed]))):
-        num_fixed -= 1
-    fixed, wildcards = Path(*pattern.parts[:num_fixed]), pattern.parts[num_fixed:]
-    if not wildcards:
-        yield str(pattern)  # the user named this path: it may be a link to anywhere
-        return
-    root = fixed.resolve()
-
-    @cache
-    def check(path: Path) -> None:
-        target = path.resolve()
-        if not follow_links and not target.is_relative_to(root):
-            raise InputError(
-                f"data.source.paths has {str(pattern)!r}, and a link leads from {path} to {target},"
-                f" outside of {fixed}: remove the link, name its target in data.source.paths, or"
-                " set data.source.follow_links to true"
-            )
-
-    paths: list[Path] = [fixed]
-    for part in wildcards if wildcards[-1] != "**" else [*wildcards, "*"]:
-        folders, paths = paths, []
-        for folder in folders:
-            if part == "**":
-                paths += _folders(folder, check)
-            else:
-                paths += map(Path(folder).joinpath, glob.iglob(part, root_dir=folder))
-    for path in paths:
-        check(path.parent)
-        if path.is_symlink():
-            check(path)
-        yield str(path)
-
-
-def _folders(top: Path, check: Callable[[Path], None]) -> Iterator[Path]:
-    """Yields `top` and the folders below it, each once, links last, without hidden ones."""
-    tops, entered = [top], set()
-    while tops:
-        for folder, names, _ in os.walk(tops.pop(0)):
-            real = os.path.realpath(folder)
-            names[:] = sorted(name for name in names if not name.startswith("."))
-            if real in entered:
-                names.clear()
-                continue
-            entered.add(real)
-            yield Path(folder)
-            for path in map(Path(folder).joinpath, names):
-                if path.is_symlink():
-                    check(path)
-                    tops.append(path)
+        found = names | found
+    return [Path(path) for path in sorted(found.values())]
 
 
 def json_records(path: Path) -> Iterator[Record]:
