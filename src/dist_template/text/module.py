@@ -22,7 +22,7 @@ from ..model.training_module import TrainingModule
 from ..parallel import run_strategy
 from .batches.rows import PAIRS
 from .model.adapters import AdapterConfig, add_adapters, proof_axes
-from .model.head import ChunkedLoss, Kernel, check_kernel, without_head
+from .model.head import ChunkedLoss, without_head
 from .model.quantize import quantize
 from .preference_loss import PreferenceConfig, add_reference, has_pairs, pair_sums
 from .refusals import refusals
@@ -37,8 +37,6 @@ class TextModule(TrainingModule):
     Args:
         loss_chunk: Tokens whose logits are in memory at a time. null: the micro-batch's, for a
             model that changes its logits after the output layer.
-        loss_kernel: What computes the loss. liger: Liger's fused kernel, a separate package for GPUs, in chunks that it
-            chooses; it computes cross entropy itself and does not call `loss` and `sums`.
         adapter: Train LoRA adapters and freeze everything else. null: train all weights.
         preference: The loss of pairs, which data.source Preferences yields in place of texts.
         sample_tokens: Tokens that `generate` appends to a prompt.
@@ -51,7 +49,6 @@ class TextModule(TrainingModule):
     def __init__(
         self,
         loss_chunk: int | None = 4096,
-        loss_kernel: Kernel = "torch",
         adapter: AdapterConfig | None = None,
         preference: PreferenceConfig = PreferenceConfig(),  # noqa: B008  (nothing changes it)
         sample_tokens: int = 64,
@@ -60,7 +57,6 @@ class TextModule(TrainingModule):
     ) -> None:
         super().__init__(**options)
         self.loss_chunk = loss_chunk
-        self.loss_kernel: Kernel = loss_kernel
         self.adapter = adapter
         # names and hashes of the weights that are not in checkpoints
         self.frozen_base: dict[str, str] | None = None
@@ -72,14 +68,13 @@ class TextModule(TrainingModule):
     def configure_model(self) -> None:
         if hasattr(self, "model"):
             return
-        check_kernel(self.loss_kernel, self.device)
         super().configure_model()
         if self.adapter is not None:
             self.frozen_base = weights.broadcast(self.frozen_base)  # rank 0 has the weights
             exclude_frozen(self)
         if self.blocks.compile:  # one pass over the logits forward, one backward, not a dozen
             self.sums = torch.compile(self.sums)
-        self.chunked_loss = ChunkedLoss(self.model, self.sums, self.loss_chunk, self.loss_kernel)
+        self.chunked_loss = ChunkedLoss(self.model, self.sums, self.loss_chunk)
         add_reference(self)
 
     def build_network(self, data: Any, quantized: bool = True) -> nn.Module:
