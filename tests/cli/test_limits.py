@@ -255,7 +255,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "16-mixed on a mesh": ([MESH, "--trainer.precision=16-mixed"], "'16-mixed' does not exist"),
     "Adafactor on a mesh": ([MESH, "--optimizer=torch.optim.Adafactor"], "Adafactor: .* fails on sharded matrices"),
     "clipping by value in ZeRO": ([ZERO, "--trainer.gradient_clip_algorithm=value"], "clips by norm only"),
-    "scores": ([ZERO, "--trainer.strategy.stage=3", "--model.preference.precompute=true"], "does not work under ZeRO"),
     "no disk": (
         [ZERO, "--trainer.strategy.stage=3", "--trainer.strategy.offload_parameters=true",
          "--trainer.strategy.offload_params_device=nvme", "--trainer.strategy.nvme_path=/nowhere"],

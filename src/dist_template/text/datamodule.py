@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -124,7 +123,6 @@ class PackedText(L.LightningDataModule):
         self.step_rows: list[list[int]] = []  # this rank's in the optimizer step, per micro-batch
         self.eval_rows: list[int] = []  # this rank's, of the newest evaluated batch
         self.source_name = ""  # of the newest evaluated batch; "": there is one source
-        self.reference_scores: dict[str, np.ndarray] = {}  # by split: preference.precompute
         self._corpus: Corpus | None = None
         self._consumed: ConsumedSamples | None = None
         self._mixing: MixtureOrder | None = None  # the order of a mixture's rows
@@ -219,7 +217,7 @@ class PackedText(L.LightningDataModule):
     def rows_of(self, split: str) -> Rows:
         corpus, attends = self.corpus, self.cross_document_attention
         if corpus.is_pairs:
-            return PairRows(corpus, split, self.seq_len, scores=self.reference_scores.get(split))
+            return PairRows(corpus, split, self.seq_len)
         if corpus.is_whole(split):
             return WholeRows(corpus, split, self.seq_len, attends)
         parts = {name: counts["tokens"] for name, counts in corpus.parts(split).items()}

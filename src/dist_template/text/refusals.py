@@ -39,8 +39,6 @@ def refusals(
             unread, why = {*vars(preference)}, "data.source yields no pairs: set Preferences there"
         elif preference.loss != "simpo":
             unread = {"margin"}
-        elif preference.precompute:
-            unread = {"precompute"}
         yield from without_effect("model.preference", preference, unread, why)
 
 
