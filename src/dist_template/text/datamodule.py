@@ -259,8 +259,7 @@ class PackedText(L.LightningDataModule):
             self.trainer, self.global_batch_size, self.micro_batch_size * self.world_size
         )
         if isinstance(self.source, Mixture):
-            sizes = self.rows_of("train").sizes
-            self._mixing = self.source.order(sizes, self.corpus, self.global_batch_size, self.seed)
+            self._mixing = self.source.order(self.rows_of("train").sizes, self.global_batch_size, self.seed)
             self._consumed.figures = self._mixing.epochs
 
     # ---- batches ---------------------------------------------------------------------------------
