@@ -23,7 +23,7 @@ import numpy as np
 
 from ...errors import InputError
 from ...project import Choice
-from .records import Record, hub_records, json_records, matching, parquet_records
+from .records import Named, hub_records, matching, records_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as Tokenizer
@@ -146,22 +146,16 @@ class Jsonl(FileSource):
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for path in self.files():
-            yield from _documents(json_records(path), self.field)
+            yield from _documents(records_of(path, [self.field]), self.field)
 
 
 @dataclass
-class Parquet(FileSource):
-    """Parquet tables.
+class Parquet(Jsonl):
+    """Parquet tables, of which one column is read.
 
     Args:
-        field: The column that holds the text; the others are not read.
+        field: The column that holds the text.
     """
-
-    field: str = "text"
-
-    def documents(self) -> Iterator[tuple[str, str]]:
-        for path in self.files():
-            yield from _documents(parquet_records(path, [self.field]), self.field)
 
 
 @dataclass
@@ -189,15 +183,13 @@ class HubDataset(Source):
         return _documents(hub_records(self.name, self.config, **options), self.field)
 
 
-def _documents(records: Iterable[Record], field: str) -> Iterator[tuple[str, str]]:
+def _documents(records: Iterable[Named], field: str) -> Iterator[tuple[str, str]]:
     """Yields (name, text) of each record; refuses one that has no text in `field`."""
     for name, record in records:
-        fields = record if isinstance(record, dict) else {}
-        text = fields.get(field)
+        text = record.get(field)
         if not isinstance(text, str):
-            known = f"there is only {', '.join(sorted(fields)) or 'no key'}"
-            found = "it is no text" if field in fields else known
-            raise InputError(f"data.source.field {field!r} names no text in {name}: {found}")
+            keys = ", ".join(sorted(record)) or "no key"
+            raise InputError(f"data.source.field {field!r} names no text in {name}, which has {keys}")
         yield name, text
 
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import fsspec
 
 from ...errors import InputError, first_line, require
 
-Record = tuple[str, object]  # name and value; the value is a dict unless the file is wrong
+Record = dict[str, Any]
+Named = tuple[str, Record]  # name for messages, and the record
 
 
 def matching(patterns: list[str]) -> list[Path]:
@@ -41,51 +43,43 @@ def matching(patterns: list[str]) -> list[Path]:
     return [Path(path) for path in sorted(found.values())]
 
 
-def json_records(path: Path) -> Iterator[Record]:
-    """Yields the records of a file: one JSON object per line, or one JSON array; .gz, .zst too."""
-    number = 1
+def records_of(path: Path, fields: Collection[str]) -> Iterator[Named]:
+    """Yields the records of a file: .parquet, with those columns of `fields` that it has; else JSON."""
+    records, number = _rows(path, fields) if path.suffix == ".parquet" else _json(path), 0
     try:
-        with fsspec.open(str(path), "rb", compression="infer") as file:
-            for number, line in enumerate(_json_lines(file), start=1):
-                if line.strip():
-                    yield f"{path}:{number}", json.loads(line)
-    except ValueError as error:
-        kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
-        raise InputError(f"{path} of data.source, line {number}, is not {kind}: {first_line(error)}") from error
-    except Exception as error:  # each decompressor has errors of its own
-        raise unreadable(path, error) from error
+        for number, record in enumerate(records, start=1):
+            if not isinstance(record, dict):
+                raise wrong(f"{path}:{number}", "is no JSON object")
+            yield f"{path}:{number}", record
+    except InputError:
+        raise
+    except Exception as error:  # each format and each decompressor has errors of its own
+        raise unreadable(path, error, f" after record {number}") from error
 
 
-def _json_lines(file: BinaryIO) -> Iterable[bytes]:
-    """Yields one record per line, also of a file that is one JSON array or one indented object."""
-    first = file.readline()
-    if not (first.startswith(b"[") or first.strip() == b"{"):
-        yield first
-        yield from file
-        return
-    value = json.loads(first + file.read())
-    for record in value if isinstance(value, list) else [value]:
-        yield json.dumps(record).encode()
+def _json(path: Path) -> Iterator[object]:
+    """Yields one JSON object per line, or the elements of one JSON array; .gz, .zst too."""
+    with fsspec.open(str(path), "rb", compression="infer") as file:
+        first = file.readline()
+        if first.lstrip().startswith(b"["):
+            yield from json.loads(first + file.read())
+            return
+        for line in chain([first], file):
+            if line.strip():
+                yield json.loads(line)
 
 
-def parquet_records(path: Path, fields: Collection[str]) -> Iterator[Record]:
-    """Yields the rows of a table, with those columns of `fields` that it has, or with all."""
+def _rows(path: Path, fields: Collection[str]) -> Iterator[object]:
     require("pyarrow", "data.source Parquet")
     from pyarrow import parquet
 
-    number = 0
-    try:
-        table = parquet.ParquetFile(path)
-        columns = [name for name in table.schema_arrow.names if name in fields]
-        for batch in table.iter_batches(columns=columns or None):
-            for record in batch.to_pylist():
-                number += 1
-                yield f"{path}:{number}", record
-    except Exception as error:  # OSError, ArrowInvalid
-        raise unreadable(path, error) from error
+    table = parquet.ParquetFile(path)
+    columns = [name for name in table.schema_arrow.names if name in fields]
+    for batch in table.iter_batches(columns=columns or None):
+        yield from batch.to_pylist()
 
 
-def hub_records(name: str, config: str | None, **options: Any) -> Iterator[Record]:
+def hub_records(name: str, config: str | None, **options: Any) -> Iterator[Named]:
     """Yields the records of a data set of the hub; `options` go to `load_dataset`."""
     require("datasets", f"data.source, to read {name},")
     import datasets  # 1.5 s: only for this source
@@ -98,11 +92,11 @@ def hub_records(name: str, config: str | None, **options: Any) -> Iterator[Recor
         raise unreadable(name, error) from error
 
 
-def unreadable(name: str | Path, error: BaseException) -> InputError:
+def unreadable(name: str | Path, error: BaseException, where: str = "") -> InputError:
     """Returns the error for a file or data set; `datasets` wraps the reason in its own errors."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return wrong(name, f"cannot be read: {first_line(error)}")
+    return wrong(name, f"cannot be read{where}: {first_line(error)}")
 
 
 def wrong(name: str | Path, what: str) -> InputError:
