@@ -140,7 +140,7 @@ class PackedText(L.LightningDataModule):
         """
         recipe = self._recipe
         try:
-            corpus = open_cache(recipe, self.cache_dir, self.check_source, every_byte=True)
+            corpus = open_cache(recipe, self.cache_dir, self.check_source)
             report(f"tokens are ready in {corpus.folder}")
         except CacheError as error:
             folder = recipe.folder(self.cache_dir)
