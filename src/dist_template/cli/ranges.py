@@ -34,7 +34,7 @@ RULES = (  # what is allowed, least, most, keys
         lr_scheduler.base_lr lr_scheduler.factor lr_scheduler.end_factor lr_scheduler.patience
         lr_scheduler.cooldown lr_scheduler.milestones trainer.strategy.prefetch_bucket_size"""),
     ("more than 0", ABOVE_0, FINITE, """trainer.val_check_interval model.optim.learning_rate
-        model.optim.eps model.adapter.alpha model.preference.beta data.rank_speeds
+        model.optim.eps model.adapter.alpha model.preference.beta
         cluster.time_limit trainer.limit_train_batches lr_scheduler.gamma
         lr_scheduler.max_lr lr_scheduler.power lr_scheduler.div_factor
         lr_scheduler.final_div_factor"""),

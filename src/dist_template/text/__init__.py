@@ -3,7 +3,7 @@
     sources/          documents, conversations, pairs; several with weights
     tokenizers.py     text to token ids
     model/            output layer and loss in chunks, kernels, adapters, quantization
-    cache/            tokens on disk, statistics of the data
+    cache/            tokens on disk
     batches/          rows, packing, the loader
     datamodule.py     PackedText: from a source of documents to batches
     module.py, refusals.py, preference_loss.py     TextModule: loss, evaluation, generation; DPO

@@ -42,7 +42,6 @@ from ..cluster.signals import isolate_worker
 from ..parallel import run_strategy
 from .batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
 from .batches.rows import ROWS, PackedRows, PairRows, Rows, WholeRows, last_answers, packing_of
-from .cache.data_stats import data_statistics
 from .cache.token_cache import (
     SPLITS,
     CacheError,
@@ -69,7 +68,6 @@ Batch = dict[str, Any]  # tensors; on the host also the numbers of its rows, and
 # With the source, they decide the samples of a step.
 DECISIVE = (
     "seq_len", "global_batch_size", "seed", "cross_document_attention", "repeat_first_batch",
-    "balance",
 )  # fmt: skip
 
 
@@ -89,10 +87,6 @@ class PackedText(L.LightningDataModule):
         check_source: Refuse a cache whose source files have changed. false uses the cache alone.
         cross_document_attention: Let tokens attend to earlier documents in their row, as some kernels must.
         num_workers: Processes per rank that read rows. 0, faster for text: the training process.
-        balance: Assign the rows of each global batch so that all ranks get equal work: attention's
-            grows with the squares of documents' lengths. The rows of a step do not change.
-        rank_speeds: Relative speed of each data-parallel rank, such as [1, 1, 0.5, 0.5]: a slow one
-            gets fewer rows. null: all are equally fast.
         repeat_first_batch: true trains on one global batch repeatedly, which a model must learn.
         seed: Seed of the order of rows. Splits do not depend on it.
         prompts: What `predict`, and the sample after each validation, continue. [] turns both off.
@@ -112,8 +106,6 @@ class PackedText(L.LightningDataModule):
     repeat_first_batch: bool = False
     seed: int = 0
     prompts: list[str] = field(default_factory=lambda: ["def", "import", "class"])
-    balance: bool = False
-    rank_speeds: list[float] | None = None
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -202,10 +194,6 @@ class PackedText(L.LightningDataModule):
         """Returns the tokens of a prompt; of conversations, with the chat template around it."""
         return self.source.encode_prompt(self.text_tokenizer, prompt)
 
-    def statistics(self) -> dict[str, Any]:
-        """Returns the figures of the data that `facts.json` of a run has."""
-        return data_statistics(self)
-
     def documents(self, split: str) -> Documents:
         """Reads the texts of a split from the source again."""
         return read_documents(self._recipe, self.corpus, split)
@@ -270,8 +258,7 @@ class PackedText(L.LightningDataModule):
             len(rows), self.global_batch_size, self.micro_batch_size,
             self.rank, self.world_size, self.seed, consumed=lambda: self.consumed_samples,
             repeat_first_batch=self.repeat_first_batch, jumps=lambda: self.jumps,
-            costs=rows.work if self.balance else None,
-            speeds=self.rank_speeds, stream=self._mixing,
+            stream=self._mixing,
         )  # fmt: skip
         return self._loader(rows, order, self.accumulation)
 

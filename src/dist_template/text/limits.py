@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..callbacks.equal_work import shared_out
 from ..errors import InputError
 from .batches.rows import packing_of
 from .cache.token_cache import Corpus
@@ -34,16 +33,6 @@ def check_numbers(data: Any, world_size: int) -> None:
     for message, is_refused in refused.items():
         if is_refused:
             raise InputError(message)
-    speeds = data.rank_speeds
-    if speeds and (len(speeds) != world_size or min(speeds) <= 0):
-        raise InputError(
-            f"data.rank_speeds is {speeds}: give one number above 0 for each of the {world_size} data-parallel rank(s)"
-        )
-    if speeds and 0 in (counts := shared_out(together, speeds)):
-        raise InputError(
-            f"data.rank_speeds {speeds} leaves rank {counts.index(0)} without a row of the"
-            f" {together} of a micro-batch over all ranks: edit it or data.micro_batch_size"
-        )
 
 
 def check_rows(data: Any, corpus: Corpus) -> Corpus:

@@ -22,7 +22,6 @@ from ....errors import Ended, Exit, InputError
 from ....observe.history.run import CONFIG
 from ....project import Project
 from ....records import read_mapping, write_atomically
-from ....text.cache.data_stats import contaminated_share
 from ....text.cache.token_cache import Corpus
 from ....text.tokenizers import Pretrained
 from ..export import trained
@@ -217,7 +216,6 @@ class Results:
         unit = "loss" if self.is_whole else "bits per byte"
         found = {"split": self.split, "documents": len(self.tables[0]), "unit": unit}
         found["models"] = self._figures_of_models()
-        found["contaminated_share"] = contaminated_share(self.corpus, self.split)
         found["comparisons"] = list(map(asdict, comparisons))
         self._write_samples(folder / f"{name}.parquet")
         found |= self._best_and_worst()

@@ -61,7 +61,7 @@ def write_card(folder: Path, trained: Trained, form: str, verified: str, license
     evaluation: dict[str, object] = {}
     for path in results:
         result = json.loads(path.read_text("utf-8"))
-        for key in ("split", "documents", "contaminated_share"):
+        for key in ("split", "documents"):
             evaluation[f"{path.stem}.{key}"] = result[key]
         for each in result["comparisons"]:
             evaluation[f"{path.stem}.{each['name']}"] = each["sentence"]
