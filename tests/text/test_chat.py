@@ -232,9 +232,6 @@ def test_a_damaged_file_of_conversations_is_refused(kind: str, tmp_path: Path) -
     path.write_bytes(bytes([content[0] ^ 1, *content[1:]]))
     with pytest.raises(InputError, match=f"train.{kind} has another checksum"):
         data.require()
-    path.write_bytes(content[:-1])
-    with pytest.raises(InputError, match=f"train.{kind} has .* bytes, not"):
-        data.require()
 
 
 def test_another_template_needs_another_cache(tmp_path: Path) -> None:

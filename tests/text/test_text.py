@@ -70,7 +70,6 @@ def test_paths_that_match_nothing_are_named(tmp_path: Path) -> None:
     message = error_of(TextFiles([f"{tmp_path}/there.txt", f"{tmp_path}/*.rst"]))
     assert f"{tmp_path}/*.rst" in message and "there.txt" not in message
     assert f"{tmp_path}/**/*" in error_of(TextFiles([str(tmp_path)]))  # a folder: says how to write it
-    assert "empty" in error_of(TextFiles([]))
 
 
 @pytest.mark.parametrize("content", ["", " \n\n"])
@@ -94,7 +93,7 @@ def test_too_little_text_is_refused_with_the_numbers(tmp_path: Path) -> None:
         test_share=0.0,
         cache_dir=str(tmp_path / "cache"),
     )
-    with pytest.raises(InputError, match="100 tokens in 1 documents, and 2 sequences of data.seq_len 64 need 129"):
+    with pytest.raises(InputError, match="100 tokens in 1 documents, which fill 1 sequences of data.seq_len 64"):
         data.prepare()
     data.seq_len = 49
     data.prepare()

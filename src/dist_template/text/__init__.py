@@ -6,7 +6,7 @@
     cache/            tokens on disk
     batches/          rows, packing, the loader
     datamodule.py     PackedText: from a source of documents to batches
-    module.py, refusals.py, preference_loss.py     TextModule: loss, evaluation, generation; DPO
+    module.py, preference_loss.py     TextModule: loss, evaluation, generation; DPO
 
 Names are imported when they are first used.
 """

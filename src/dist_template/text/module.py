@@ -16,16 +16,18 @@ from torch import Tensor, nn
 
 from .. import weights
 from ..checkpoint.frozen import exclude_frozen, hash_frozen
+from ..cli.limits.options import without_effect
 from ..errors import InputError
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
 from ..parallel import run_strategy
+from ..parallel.facts import NOT_READ_YET
 from .batches.rows import PAIRS
 from .model.adapters import AdapterConfig, add_adapters, proof_axes
+from .model.causal_lm import checked_fields
 from .model.head import ChunkedLoss, without_head
 from .model.quantize import quantize
 from .preference_loss import PreferenceConfig, add_reference, has_pairs, pair_sums
-from .refusals import refusals
 
 if TYPE_CHECKING:
     from ..cli.limits.machine import Setup
@@ -95,7 +97,22 @@ class TextModule(TrainingModule):
 
     def refusals(self, setup: Setup) -> Iterator[str]:
         """Yields a sentence for each setting of this module that cannot work."""
-        yield from refusals(self, setup, self.adapter, self.preference)
+        given = getattr(self, "architecture", None)
+        is_read = setup.model_config is not NOT_READ_YET or getattr(self, "pretrained", None)
+        if isinstance(given, dict) and not is_read:
+            try:  # an unknown key, before the data are tokenized; afterwards `build_config` refuses it
+                checked_fields(given)
+            except InputError as error:
+                yield str(error)
+        if self.adapter is not None and self.adapter.dora and self.adapter.quantize:
+            yield "model.adapter.dora needs unpacked weights: set it to false, or quantize to null"
+        if setup.trains:
+            preference, unread, why = self.preference, set[str](), "data.source yields no pairs: set Preferences there"
+            if not has_pairs(setup.data):
+                unread = {*vars(preference)}
+            elif preference.loss != "simpo":
+                unread, why = {"margin"}, f"model.preference.loss {preference.loss} does not read it"
+            yield from without_effect("model.preference", preference, unread, why)
 
     def fixed_settings(self, data: Any) -> dict[str, object]:
         found = super().fixed_settings(data)

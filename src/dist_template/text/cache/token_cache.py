@@ -74,8 +74,7 @@ class Recipe:
         return Path(cache_dir, f"{type(self.source).__name__}-{digest}")
 
     def files(self) -> list[Path]:
-        template = self.tokenizer.template_files() if self.source.whole else []
-        return [*self.source.files(), *self.tokenizer.files(), *template]
+        return [*self.source.files(), *self.tokenizer.files()]
 
     def split_of(self, text: str) -> str:
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

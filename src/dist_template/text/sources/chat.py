@@ -189,8 +189,7 @@ class Preferences(Chat):
             prompt, end = pair["prompt"], tokenizer.eos_token
             is_text = isinstance(prompt, str)
             if is_text:
-                rendered = [prompt]
-                rendered += (prompt + pair[key].removesuffix(end) + end for key in ANSWERS)
+                rendered = [prompt, *(prompt + pair[key].removesuffix(end) + end for key in ANSWERS)]
             else:
                 rendered = self._rendered(tokenizer, name, pair)
             ids = tokenizer(rendered, add_special_tokens=is_text)["input_ids"]
@@ -208,8 +207,7 @@ class Preferences(Chat):
         render = partial(tokenizer.apply_chat_template, chat_template=template.text, tokenize=False)
         prompt = pair["prompt"]
         try:
-            rendered = [render(prompt, add_generation_prompt=True)]
-            return [*rendered, *(render(prompt + pair[key]) for key in ANSWERS)]
+            return [render(prompt, add_generation_prompt=True), *(render(prompt + pair[key]) for key in ANSWERS)]
         except Exception as error:  # a template raises errors of Jinja and of Python
             raise wrong(name, f"is refused by {template.name}: {first_line(error)}") from error
 

@@ -113,8 +113,6 @@ class FileSource(Source):
     paths: list[str]
 
     def files(self) -> list[Path]:
-        if not self.paths:
-            raise InputError("data.source.paths is empty: give at least one file or glob pattern")
         return matching(self.paths)
 
 
