@@ -232,9 +232,6 @@ def measure(measured: Measured, options: Options, cuda: bool, keep: Callable[[],
             "Trainer": partial(trainer.train, task),
             "Trainer, compiled": partial(trainer.train, fast),
         }
-        if cuda and importlib.util.find_spec("liger_kernel"):
-            by_liger = replace(fast, flags=(*fast.flags, "--model.loss_kernel=liger"))
-            arms["project, Liger's loss"] = partial(project.train, by_liger)
         if importlib.util.find_spec("litgpt") and model.architecture["model_type"] == "llama":
             arms["litgpt's model by hand"] = partial(hand.train, LitTask(**vars(fast)))
         arms = chosen(arms, options.arms, "--arms")

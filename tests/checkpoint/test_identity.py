@@ -143,7 +143,6 @@ PRINTED = {
     "--model.optim.schedule=constant": "model.optim.schedule cosine -> constant",
     "--trainer.gradient_clip_val=0.5": "trainer.gradient_clip_val 1.0 -> 0.5",
     "--trainer.precision=bf16-mixed": "trainer.precision 32-true -> bf16-mixed",
-    "--data.balance=true": "data.balance False -> True",
 }
 
 
@@ -180,30 +179,6 @@ def test_what_changes_the_updates_is_printed(
 
 def newest_settings(folder: Path) -> dict[str, Any]:
     return manifest.read(newest(only_run(folder)))[KEY]
-
-
-def test_a_streams_files_are_compared(flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for name in "abc":
-        lines = [json.dumps({"text": f"{name} {number} " * 9}) for number in range(40)]
-        (tmp_path / "stream").mkdir(exist_ok=True)
-        (tmp_path / "stream" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    value = {"datasets": [{"name": str(tmp_path / "stream")}], "shuffle_rows": 4}
-    stream = [*flags, f"--data.stream={json.dumps({'class_path': 'TextStream', 'init_args': value})}"]
-    assert run("fit", *stream) == 0
-    first = tmp_path / "stream" / "a.jsonl"
-    content = first.read_text()
-    first.rename(tmp_path / "stream" / "d.jsonl")
-    assert "was trained with data.stream 1 data set(s)" in refused(capfd, *stream)
-    (tmp_path / "stream" / "d.jsonl").unlink()
-    assert "was trained with data.stream 1 data set(s)" in refused(capfd, *stream)
-    first.write_text("".join(content.splitlines(keepends=True)[:20]))
-    assert "was trained with data.stream 1 data set(s)" in refused(capfd, *stream)
-    assert "now None" in refused(capfd, *flags)
-    assert run("fit", *stream, *ON, "--last_checkpoint.accept_changes=[data.stream]") == 0
-    first.write_text(content)
-    shutil.move(tmp_path / "stream", tmp_path / "elsewhere")
-    shutil.copytree(tmp_path / "elsewhere", tmp_path / "stream")
-    assert "data.stream" in refused(capfd, *stream), "whose files are the first ones again"
 
 
 def test_preferences_keep_their_loss(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -38,9 +38,7 @@ def test_keys_of_a_loss_that_does_not_read_them_are_refused() -> None:
     def of(**given: Any) -> list[str]:
         return violations_of(data=pairs, module=LanguageModule(preference=PreferenceConfig(**given)))
 
-    assert of(loss="ipo", beta=0.5) == of(loss="simpo", margin=1.0) == of(precompute=True) == []
+    assert of(loss="ipo", beta=0.5) == of(loss="simpo", margin=1.0) == []
     (sentence,) = of(margin=1.0)
     assert sentence.startswith("model.preference.margin is 1.0 and has no effect (model.preference.loss dpo does not")
-    (sentence,) = of(loss="simpo", precompute=True)
-    assert "model.preference.precompute is True and has no effect" in sentence
     assert len(violations_of(module=LanguageModule(preference=PreferenceConfig("ipo", 0.3)))) == 2

@@ -88,10 +88,6 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
     ),
     "a plan that is turned off": ({**mesh(tp_size=2, tp_plan={}), "config": DEEPSEEK}, "no plan for tensor"),
     "tensor parallelism of an own model": ({**mesh(tp_size=2), "config": None}, "build_config in module.py"),
-    "Liger with a sharded output layer": (
-        {**mesh(tp_size=2), "module": LanguageModule(loss_kernel="liger")},
-        r"loss_kernel liger .* \(tp_size 2\) shards it: set torch",
-    ),
     "half precision on a mesh": (
         {**mesh(), "machine": Machine("cuda", 8, precision="16-mixed")},
         "precision '16-mixed' does not exist under MeshStrategy: set 32-true",
@@ -255,7 +251,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "16-mixed on a mesh": ([MESH, "--trainer.precision=16-mixed"], "'16-mixed' does not exist"),
     "Adafactor on a mesh": ([MESH, "--optimizer=torch.optim.Adafactor"], "Adafactor: .* fails on sharded matrices"),
     "clipping by value in ZeRO": ([ZERO, "--trainer.gradient_clip_algorithm=value"], "clips by norm only"),
-    "scores": ([ZERO, "--trainer.strategy.stage=3", "--model.preference.precompute=true"], "does not work under ZeRO"),
     "no disk": (
         [ZERO, "--trainer.strategy.stage=3", "--trainer.strategy.offload_parameters=true",
          "--trainer.strategy.offload_params_device=nvme", "--trainer.strategy.nvme_path=/nowhere"],

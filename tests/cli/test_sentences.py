@@ -128,18 +128,11 @@ def an_empty_file(folder: Path) -> None:
 
 
 def one_of_two(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00002.safetensors"}}))
+    index = {"metadata": {}, "weight_map": {"a": "model-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-PRETRAINED: dict[Callable[[Path], None], str] = {
-    no_file: "has no model.safetensors",
-    half_a_file: "is damaged (Error while deserializing header",
-    an_empty_file: "is damaged (Error while deserializing header",
-    one_of_two: "has no model-00002.safetensors",
-}
-
-
-@pytest.mark.parametrize("made", PRETRAINED)
+@pytest.mark.parametrize("made", [no_file, half_a_file, an_empty_file, one_of_two])
 def test_of_published_weights(
     made: Callable[[Path], None], flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,7 +142,7 @@ def test_of_published_weights(
     made(folder)
     assert run("prepare", *flags) == 0
     error = refused("fit", [*flags, f"--model.pretrained={folder}"], capfd)
-    assert f"model.pretrained '{folder}' {PRETRAINED[made]}" in error
+    assert f"model.pretrained '{folder}' cannot be loaded: " in error
 
 
 # ---- flags of other verbs --------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from dist_template.parallel.pipeline.costs import stages_of_rank
 from dist_template.parallel.pipeline.schedule import SCHEDULES
 from dist_template.parallel.sequence import shard_batch
 from dist_template.text.batches.rows import NOT_COUNTED, PackedRows, Rows
-from dist_template.text.cache import quality
 from dist_template.text.cache.token_cache import Corpus
 from dist_template.text.model.kernels import BOUNDS
 from dist_template.text.model.quantize import quantize

@@ -25,7 +25,7 @@ SKIPPED = {
     "dist_template.egg-info",
 }
 LIBRARY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-KERNELS = {"flash", "liger", "ray"}  # extras for GPUs, and Ray, which constraints.txt does not pin
+KERNELS = {"flash", "ray"}  # extras for GPUs, and Ray, which constraints.txt does not pin
 IMAGES = {".png", ".gif", ".svg"}
 
 

@@ -192,8 +192,8 @@ def test_experts_that_tensor_parallelism_shards_in_another_way_get_no_adapters(k
     refuse_adapters(adapters.add_adapters(built(MODELS["deepseek_v3"]), AdapterConfig()))
 
 
-def test_a_model_without_linear_layers_is_told_what_it_has() -> None:
-    with pytest.raises(InputError, match=r"LlamaForCausalLM has neither linear .*Embedding, Linear, LlamaRMSNorm"):
+def test_a_model_without_linear_layers_is_refused() -> None:
+    with pytest.raises(InputError, match="LlamaForCausalLM has neither linear layers nor"):
         adapters.add_adapters(built(LLAMA.replace("layers: 1", "layers: 0")), AdapterConfig())
 
 

@@ -18,7 +18,7 @@ import pytest
 from trainer_dev.data import DataModule
 
 from dist_template import InputError
-from dist_template.text import ByteBPE, Bytes, Pretrained
+from dist_template.text import ByteBPE, Bytes
 from dist_template.text.cache.token_cache import SPLITS
 from dist_template.text.sources import documents as documents_module
 from tests.support.library import NOT_COUNTED
@@ -243,5 +243,4 @@ def test_the_manifest_says_what_the_cache_was_made_from(data: DataModule, texts:
         "separator": None,
     }
     assert set(manifest["splits"]["train"]) == {"documents", "bytes", "tokens", "sha256"}, "as in version 1.0"
-    assert Pretrained("folder").spec() == {"class": "Pretrained", "path": "folder"}, "older caches stay valid"
     assert [entry["path"] for entry in manifest["files"]] == [str(path) for path in sorted(texts.iterdir())]

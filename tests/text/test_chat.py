@@ -34,7 +34,6 @@ def test_all_shapes_give_the_same_conversation(tmp_path: Path) -> None:
     shapes = {
         "messages": {"messages": messages(*TURNS), "prompt": "another shape's key", "id": 3},
         "conversations": {"conversations": turns},
-        "system": {"system": "Be brief.", "conversations": turns[1:]},
         "prompt": {"prompt": messages(*TURNS[:-1]), "completion": messages(TURNS[-1])},
     }
     for name, record in shapes.items():
@@ -72,14 +71,11 @@ def test_tools_and_their_calls_are_kept(tmp_path: Path) -> None:
 
 BAD = {
     "no assistant": ({"messages": messages(("user", "One?"))}, "no assistant turn"),
-    "alternation": ({"messages": messages(*TURNS[1:3], ("assistant", "x"))}, "assistant after assistant"),
-    "first": ({"messages": messages(*TURNS[2:])}, "assistant after nothing"),
-    "role": ({"messages": messages(("wizard", "x"))}, "role 'wizard': give one of system"),
+    "role": ({"messages": [{"content": "x"}]}, "a turn without a role: give messages"),
     "content": ({"messages": [{"role": "user", "content": 3}]}, "content is no text"),
-    "nothing": ({"messages": []}, "no assistant turn"),
-    "unlike": ({"messages": [["user", "x"]]}, "role None"),
-    "list": ({"messages": [{"role": ["user"], "content": "x"}]}, "role .'user'.: give"),
-    "mixed": ({"prompt": "a", "completion": "b"}, "prompt and completion, and .*bad.jsonl:1 has messages"),
+    "nothing": ({"messages": []}, "has only messages: give messages"),
+    "unlike": ({"messages": [["user", "x"]]}, "a turn without a role"),
+    "no object": ([GOOD], "is no JSON object"),
     "keys": ({"text": "a"}, "only text: give messages"),
     "tools": ({**GOOD, "tools": "{"}, "tools that are not JSON"),
 }
@@ -94,10 +90,7 @@ def test_a_wrong_record_is_one_sentence_with_file_and_line(case: str, tmp_path: 
     assert f"{path}:2" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_an_empty_file_and_a_source_without_files_are_refused(tmp_path: Path) -> None:
-    good, empty = write(tmp_path / "a.jsonl", [GOOD]), write(tmp_path / "b.jsonl", [])
-    with pytest.raises(InputError, match="b.jsonl of data.source is empty"):
-        read(Chat([str(good), str(empty)]))
+def test_a_source_without_files_is_refused() -> None:
     with pytest.raises(InputError, match="either paths, of files, or name"):
         Chat()
 
@@ -210,10 +203,6 @@ def test_rows_hold_whole_conversations_that_do_not_attend_to_each_other(tmp_path
         assert ((labels[start:end] != NOT_COUNTED).numpy() == mask).all()
         assert (labels[start : end - 1][mask[:-1]] == inputs[start + 1 : end][mask[:-1]]).all()
     assert found == len(documents) == 40
-    squares = [
-        (np.diff(bounds[bounds.index(row * 256) : bounds.index((row + 1) * 256) + 1]) ** 2).sum() for row in (0, 1)
-    ]
-    assert np.ptp((rows.work([0, 1]) - 256) / squares) < 1e-12, "attention's work grows with the square"
 
 
 def test_a_conversation_longer_than_a_row_is_cut_or_dropped_and_counted(tmp_path: Path) -> None:
@@ -242,9 +231,6 @@ def test_a_damaged_file_of_conversations_is_refused(kind: str, tmp_path: Path) -
     content = path.read_bytes()
     path.write_bytes(bytes([content[0] ^ 1, *content[1:]]))
     with pytest.raises(InputError, match=f"train.{kind} has another checksum"):
-        data.require()
-    path.write_bytes(content[:-1])
-    with pytest.raises(InputError, match=f"train.{kind} has .* bytes, not"):
         data.require()
 
 

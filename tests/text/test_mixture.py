@@ -96,19 +96,10 @@ def test_new_weights_lose_and_repeat_no_sample(sizes: Any, before: Any, after: A
     assert again.changes == new.changes or before != after
 
 
-def test_weights_of_tokens_and_of_documents() -> None:
+def test_a_step_of_the_schedule_counts_its_samples() -> None:
     source = Mixture({"a": TextFiles(["a"]), "b": TextFiles(["b"])}, {"a": 1, "b": 1}, {50: {"a": 3, "b": 0}})
-
-    class Parts:
-        def parts(self, split: str) -> dict[str, dict[str, int]]:
-            return {"a": {"documents": 10}, "b": {"documents": 1000}}
-
-    corpus: Any = Parts()
-    by_tokens = source.order({"a": 100, "b": 100}, corpus, 8, 0)
-    assert by_tokens.changes == [(0, {"a": 1, "b": 1}), (400, {"a": 3, "b": 0})]
-    source.by = "documents"
-    by_documents = source.order({"a": 100, "b": 100}, corpus, 8, 0).changes[0][1]
-    assert by_documents["a"] == 100 * by_documents["b"], "a document of a has a hundred times the rows of one of b"
+    changes = source.order({"a": 100, "b": 100}, 8, 0).changes
+    assert changes == [(0, {"a": 1, "b": 1}), (400, {"a": 3, "b": 0})]
 
 
 def test_evaluation_reads_each_row_once_in_batches_of_one_source() -> None:

@@ -127,7 +127,7 @@ def test_a_run_is_exported_with_its_own_configuration_and_a_card(trained: Traine
 
     folder = only_run(tmp_path)
     (folder / "evaluation").mkdir()
-    found = {"split": "test", "documents": 30, "contaminated_share": 0.0, "worst": [{"text": "private"}]}
+    found = {"split": "test", "documents": 30, "worst": [{"text": "private"}]}
     found["comparisons"] = [{"name": "loss", "sentence": "better with 30 samples"}]
     (folder / "evaluation/standard.json").write_text(json.dumps(found))
     command.main(["export", str(folder), f"--output={tmp_path}/out", "--license=mit"], OURS)

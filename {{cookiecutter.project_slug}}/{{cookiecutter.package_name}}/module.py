@@ -61,7 +61,7 @@ class LanguageModule(TextModule):
         optim: Optimizer and schedule.
         blocks: Activation checkpointing and compilation, block by block.
         balance: Load balancing of a mixture of experts.
-        options: loss_chunk, loss_kernel, sample_tokens, sample_temperature: see TextModule.
+        options: loss_chunk, sample_tokens, sample_temperature: see TextModule.
     """
 
     def __init__(

@@ -120,7 +120,7 @@ def _data(data: Any) -> dict[str, Any]:
     corpus = getattr(data, "corpus", None)
     for split in ("train", "validation", "test"):
         facts[f"{split}_tokens"] = corpus and corpus.num_tokens(split)
-    return facts | (data.statistics() if hasattr(data, "statistics") else {})
+    return facts
 
 
 def _machine(trainer: L.Trainer, hosts: list[str]) -> dict[str, Any]:

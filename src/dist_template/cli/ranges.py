@@ -19,8 +19,7 @@ ABOVE_0, BELOW_1, FINITE = math.ulp(0.0), math.nextafter(1.0, 0.0), sys.float_in
 RULES = (  # what is allowed, least, most, keys
     ("1 or more", 1, FINITE, """trainer.log_every_n_steps model.loss_chunk
         model.blocks.checkpoint_every data.seq_len data.global_batch_size data.micro_batch_size
-        data.stream.shuffle_rows data.tokenizer.train_mib data.source.max_documents
-        data.stream.datasets.max_documents trainer.strategy.sub_group_size
+        data.tokenizer.train_mib trainer.strategy.sub_group_size
         trainer.check_val_every_n_epoch lr_scheduler.step_size lr_scheduler.T_max
         lr_scheduler.total_iters lr_scheduler.step_size_up lr_scheduler.step_size_down
         trainer.logger.flush_secs cluster.min_nodes cluster.save_s numerics.patience
@@ -35,8 +34,8 @@ RULES = (  # what is allowed, least, most, keys
         lr_scheduler.base_lr lr_scheduler.factor lr_scheduler.end_factor lr_scheduler.patience
         lr_scheduler.cooldown lr_scheduler.milestones trainer.strategy.prefetch_bucket_size"""),
     ("more than 0", ABOVE_0, FINITE, """trainer.val_check_interval model.optim.learning_rate
-        model.optim.eps model.adapter.alpha model.preference.beta data.rank_speeds
-        data.stream.weights cluster.time_limit trainer.limit_train_batches lr_scheduler.gamma
+        model.optim.eps model.adapter.alpha model.preference.beta
+        cluster.time_limit trainer.limit_train_batches lr_scheduler.gamma
         lr_scheduler.max_lr lr_scheduler.power lr_scheduler.div_factor
         lr_scheduler.final_div_factor"""),
     ("-1 or more", -1, FINITE, "trainer.num_sanity_val_steps"),

@@ -194,11 +194,6 @@ class TensorAxis(Axis):
 
     def refusals(self, setup: Configured) -> Iterator[str]:
         size, config = self.size, setup.text_config
-        if setup.setting("loss_kernel") == "liger":
-            yield (
-                "model.loss_kernel liger needs the full output layer, and tensor parallelism"
-                f" (tp_size {size}) shards it: set torch"
-            )
         plan = plan_of(setup, "tp", self.mesh.tp_plan)
         queries = getattr(config, "num_attention_heads", None)
         keys = getattr(config, "num_key_value_heads", None) or queries

@@ -95,9 +95,6 @@ class Zero(Plain):
                 f"{ARGS}.offload_parameters needs ZeRO stage 3, which shards parameters, but the"
                 f" stage is {self.stage}: set stage 3, or offload_parameters false"
             )
-        if self.stage == 3 and setup.setting("preference.precompute"):
-            no = "does not work under ZeRO stage 3: set it to false"
-            yield f"model.preference.precompute {no}"
         writer = (self.given.get("checkpoint") or {}).get("writer") or {}
         if writer.get("decoupled") or self.given.get("datastates_ckpt", False) is not False:
             yield (

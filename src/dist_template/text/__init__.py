@@ -1,12 +1,12 @@
 """Language models: where text comes from, how it becomes batches, and the module that is trained on them.
 
-    sources/          documents, conversations, pairs; several with weights; a stream
+    sources/          documents, conversations, pairs; several with weights
     tokenizers.py     text to token ids
     model/            output layer and loss in chunks, kernels, adapters, quantization
-    cache/            tokens on disk, and the quality of the data
+    cache/            tokens on disk
     batches/          rows, packing, the loader
     datamodule.py     PackedText: from a source of documents to batches
-    module.py, refusals.py, preference_loss.py     TextModule: loss, evaluation, generation; DPO
+    module.py, preference_loss.py     TextModule: loss, evaluation, generation; DPO
 
 Names are imported when they are first used.
 """
@@ -26,7 +26,6 @@ PLACES = {  # public name -> the module of this library that defines it
     "HubDataset": "text.sources.documents",
     "Chat": "text.sources.chat",
     "Mixture": "text.sources.mixture",
-    "TextStream": "text.sources.stream",
     "Preferences": "text.sources.chat",
     "TokenizerSpec": "text.tokenizers",
     "Bytes": "text.tokenizers",

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -40,12 +39,9 @@ from ..callbacks.global_order import (
     stream_position,
 )
 from ..cluster.signals import isolate_worker
-from ..errors import InputError
 from ..parallel import run_strategy
-from ..weights import from_all_ranks
 from .batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
 from .batches.rows import ROWS, PackedRows, PairRows, Rows, WholeRows, last_answers, packing_of
-from .cache.quality import as_table, data_statistics, quality_of, stored
 from .cache.token_cache import (
     SPLITS,
     CacheError,
@@ -60,7 +56,6 @@ from .limits import check_numbers, check_rows
 from .sources import chat  # noqa: F401  (so that YAML knows the names of its sources)
 from .sources.documents import Source, StandardLibrary
 from .sources.mixture import Mixture, MixtureOrder
-from .sources.stream import STATE, State, StreamedRows, TextStream, own_state
 from .tokenizers import ByteBPE, TokenizerSpec
 
 if TYPE_CHECKING:
@@ -70,10 +65,9 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
 Batch = dict[str, Any]  # tensors; on the host also the numbers of its rows, and states
-# With the source and the stream, they decide the samples of a step.
+# With the source, they decide the samples of a step.
 DECISIVE = (
     "seq_len", "global_batch_size", "seed", "cross_document_attention", "repeat_first_batch",
-    "balance",
 )  # fmt: skip
 
 
@@ -93,13 +87,8 @@ class PackedText(L.LightningDataModule):
         check_source: Refuse a cache whose source files have changed. false uses the cache alone.
         cross_document_attention: Let tokens attend to earlier documents in their row, as some kernels must.
         num_workers: Processes per rank that read rows. 0, faster for text: the training process.
-        balance: Assign the rows of each global batch so that all ranks get equal work: attention's
-            grows with the squares of documents' lengths. The rows of a step do not change.
-        rank_speeds: Relative speed of each data-parallel rank, such as [1, 1, 0.5, 0.5]: a slow one
-            gets fewer rows. null: all are equally fast.
         repeat_first_batch: true trains on one global batch repeatedly, which a model must learn.
         seed: Seed of the order of rows. Splits do not depend on it.
-        stream: A train split that is read and tokenized while training: TextStream. null: train on `source`.
         prompts: What `predict`, and the sample after each validation, continue. [] turns both off.
     """
 
@@ -117,9 +106,6 @@ class PackedText(L.LightningDataModule):
     repeat_first_batch: bool = False
     seed: int = 0
     prompts: list[str] = field(default_factory=lambda: ["def", "import", "class"])
-    balance: bool = False
-    rank_speeds: list[float] | None = None
-    stream: TextStream | None = None
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -129,11 +115,9 @@ class PackedText(L.LightningDataModule):
         self.step_rows: list[list[int]] = []  # this rank's in the optimizer step, per micro-batch
         self.eval_rows: list[int] = []  # this rank's, of the newest evaluated batch
         self.source_name = ""  # of the newest evaluated batch; "": there is one source
-        self.reference_scores: dict[str, np.ndarray] = {}  # by split: preference.precompute
         self._corpus: Corpus | None = None
         self._consumed: ConsumedSamples | None = None
         self._mixing: MixtureOrder | None = None  # the order of a mixture's rows
-        self._stream_state: State = {}  # this rank's, after the newest batch
         self._sizes: dict[str, int] = {}  # rows of each source in the split that is evaluated
         self._counted: Counted | None = None  # of the optimizer step that the newest batch starts
         self._tokens, self._tokens_per_micro_batch = TokensPerMicroBatch(), torch.ones(())
@@ -148,7 +132,7 @@ class PackedText(L.LightningDataModule):
         """
         recipe = self._recipe
         try:
-            corpus = open_cache(recipe, self.cache_dir, self.check_source, every_byte=True)
+            corpus = open_cache(recipe, self.cache_dir, self.check_source)
             report(f"tokens are ready in {corpus.folder}")
         except CacheError as error:
             folder = recipe.folder(self.cache_dir)
@@ -158,7 +142,6 @@ class PackedText(L.LightningDataModule):
         self._corpus = check_rows(self, corpus)
         for split in filter(corpus.is_whole, SPLITS):
             report(packing_of(corpus, split, self.seq_len).describe(split))
-        report(as_table(quality_of(corpus), "Quality of the train split").as_text())
         return corpus
 
     def require(self) -> Corpus:
@@ -211,14 +194,6 @@ class PackedText(L.LightningDataModule):
         """Returns the tokens of a prompt; of conversations, with the chat template around it."""
         return self.source.encode_prompt(self.text_tokenizer, prompt)
 
-    def is_trained_on(self, text: str) -> bool:
-        """Returns whether a document is in the train split, and not held out."""
-        return self._recipe.split_of(text) == "train"
-
-    def statistics(self) -> dict[str, Any]:
-        """Returns the figures of the data that `facts.json` of a run has."""
-        return data_statistics(self) | {"quality": stored(self.corpus)}
-
     def documents(self, split: str) -> Documents:
         """Reads the texts of a split from the source again."""
         return read_documents(self._recipe, self.corpus, split)
@@ -230,7 +205,7 @@ class PackedText(L.LightningDataModule):
     def rows_of(self, split: str) -> Rows:
         corpus, attends = self.corpus, self.cross_document_attention
         if corpus.is_pairs:
-            return PairRows(corpus, split, self.seq_len, scores=self.reference_scores.get(split))
+            return PairRows(corpus, split, self.seq_len)
         if corpus.is_whole(split):
             return WholeRows(corpus, split, self.seq_len, attends)
         parts = {name: counts["tokens"] for name, counts in corpus.parts(split).items()}
@@ -252,7 +227,6 @@ class PackedText(L.LightningDataModule):
         return {
             "data.source": self.corpus.content(),
             "data.source.weights": getattr(self.source, "weighting", None),
-            "data.stream": self.stream and self.stream.description(),
             **{f"data.{name}": getattr(self, name) for name in DECISIVE},
         }
 
@@ -273,23 +247,18 @@ class PackedText(L.LightningDataModule):
             self.trainer, self.global_batch_size, self.micro_batch_size * self.world_size
         )
         if isinstance(self.source, Mixture):
-            sizes = self.rows_of("train").sizes
-            self._mixing = self.source.order(sizes, self.corpus, self.global_batch_size, self.seed)
+            self._mixing = self.source.order(self.rows_of("train").sizes, self.global_batch_size, self.seed)
             self._consumed.figures = self._mixing.epochs
 
     # ---- batches ---------------------------------------------------------------------------------
 
     def train_dataloader(self) -> DataLoader:
-        if self.stream:
-            batches = StreamedRows(self, lambda: self._stream_state)
-            return StepLoader(batches, self.accumulation, self.transform, batch_size=None)
         rows = self.rows_of("train")
         order = GlobalOrder(
             len(rows), self.global_batch_size, self.micro_batch_size,
             self.rank, self.world_size, self.seed, consumed=lambda: self.consumed_samples,
             repeat_first_batch=self.repeat_first_batch, jumps=lambda: self.jumps,
-            costs=rows.work if self.balance else None,
-            speeds=self.rank_speeds, stream=self._mixing,
+            stream=self._mixing,
         )  # fmt: skip
         return self._loader(rows, order, self.accumulation)
 
@@ -302,7 +271,6 @@ class PackedText(L.LightningDataModule):
         self.fetched_s = time.perf_counter()
         rows = batch.pop(ROWS, [])
         self._counted = batch.pop(COUNTED, None)  # the batch is only tensors: copied in one loop
-        self._stream_state = batch.pop(STATE, self._stream_state)
         if self.trainer is not None and self.trainer.training:
             self.step_rows = [rows] if self._counted else [*self.step_rows, rows]
         elif rows:
@@ -368,11 +336,6 @@ class PackedText(L.LightningDataModule):
 
     def jump(self, intervals: list[Jump]) -> None:
         """Skips unread intervals of the stream. Call it before the first batch is read."""
-        if self.stream and intervals:
-            raise InputError(
-                "a run with data.stream cannot skip the samples that made it diverge: lower"
-                " model.optim.learning_rate, or prepare the data"
-            )
         if self._consumed and self.trainer:
             self._consumed.jump(intervals, self.trainer)
 
@@ -380,8 +343,6 @@ class PackedText(L.LightningDataModule):
         if not self._consumed or not self.trainer:
             return {}
         state = self._consumed.as_state(self.trainer)
-        if self.stream:
-            state[STATE] = from_all_ranks(self._stream_state)
         if self._mixing:
             state["mixture"] = self._mixing.changes
         return state
@@ -389,10 +350,8 @@ class PackedText(L.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._consumed:
             self._consumed.load(state_dict)
-        if {"data.source", "data.stream", "data.seq_len"}.intersection(self.changed_settings):
-            return  # other rows: a stream starts again, a mixture has the present weights
-        if self.stream and self.trainer and STATE in state_dict:
-            self._stream_state = own_state(state_dict[STATE], self.trainer)
+        if {"data.source", "data.seq_len"}.intersection(self.changed_settings):
+            return  # other rows: a mixture has the present weights
         if self._mixing and "mixture" in state_dict:
             consumed, jumps = state_dict["consumed_samples"], state_dict["jumps"]
             self._mixing.resume(state_dict["mixture"], stream_position(consumed, jumps))

@@ -16,16 +16,18 @@ from torch import Tensor, nn
 
 from .. import weights
 from ..checkpoint.frozen import exclude_frozen, hash_frozen
+from ..cli.limits.options import without_effect
 from ..errors import InputError
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
 from ..parallel import run_strategy
+from ..parallel.facts import NOT_READ_YET
 from .batches.rows import PAIRS
 from .model.adapters import AdapterConfig, add_adapters, proof_axes
-from .model.head import ChunkedLoss, Kernel, check_kernel, without_head
+from .model.causal_lm import checked_fields
+from .model.head import ChunkedLoss, without_head
 from .model.quantize import quantize
 from .preference_loss import PreferenceConfig, add_reference, has_pairs, pair_sums
-from .refusals import refusals
 
 if TYPE_CHECKING:
     from ..cli.limits.machine import Setup
@@ -37,8 +39,6 @@ class TextModule(TrainingModule):
     Args:
         loss_chunk: Tokens whose logits are in memory at a time. null: the micro-batch's, for a
             model that changes its logits after the output layer.
-        loss_kernel: What computes the loss. liger: Liger's fused kernel, a separate package for GPUs, in chunks that it
-            chooses; it computes cross entropy itself and does not call `loss` and `sums`.
         adapter: Train LoRA adapters and freeze everything else. null: train all weights.
         preference: The loss of pairs, which data.source Preferences yields in place of texts.
         sample_tokens: Tokens that `generate` appends to a prompt.
@@ -51,7 +51,6 @@ class TextModule(TrainingModule):
     def __init__(
         self,
         loss_chunk: int | None = 4096,
-        loss_kernel: Kernel = "torch",
         adapter: AdapterConfig | None = None,
         preference: PreferenceConfig = PreferenceConfig(),  # noqa: B008  (nothing changes it)
         sample_tokens: int = 64,
@@ -60,7 +59,6 @@ class TextModule(TrainingModule):
     ) -> None:
         super().__init__(**options)
         self.loss_chunk = loss_chunk
-        self.loss_kernel: Kernel = loss_kernel
         self.adapter = adapter
         # names and hashes of the weights that are not in checkpoints
         self.frozen_base: dict[str, str] | None = None
@@ -72,14 +70,13 @@ class TextModule(TrainingModule):
     def configure_model(self) -> None:
         if hasattr(self, "model"):
             return
-        check_kernel(self.loss_kernel, self.device)
         super().configure_model()
         if self.adapter is not None:
             self.frozen_base = weights.broadcast(self.frozen_base)  # rank 0 has the weights
             exclude_frozen(self)
         if self.blocks.compile:  # one pass over the logits forward, one backward, not a dozen
             self.sums = torch.compile(self.sums)
-        self.chunked_loss = ChunkedLoss(self.model, self.sums, self.loss_chunk, self.loss_kernel)
+        self.chunked_loss = ChunkedLoss(self.model, self.sums, self.loss_chunk)
         add_reference(self)
 
     def build_network(self, data: Any, quantized: bool = True) -> nn.Module:
@@ -100,7 +97,22 @@ class TextModule(TrainingModule):
 
     def refusals(self, setup: Setup) -> Iterator[str]:
         """Yields a sentence for each setting of this module that cannot work."""
-        yield from refusals(self, setup, self.adapter, self.preference)
+        given = getattr(self, "architecture", None)
+        is_read = setup.model_config is not NOT_READ_YET or getattr(self, "pretrained", None)
+        if isinstance(given, dict) and not is_read:
+            try:  # an unknown key, before the data are tokenized; afterwards `build_config` refuses it
+                checked_fields(given)
+            except InputError as error:
+                yield str(error)
+        if self.adapter is not None and self.adapter.dora and self.adapter.quantize:
+            yield "model.adapter.dora needs unpacked weights: set it to false, or quantize to null"
+        if setup.trains:
+            preference, unread, why = self.preference, set[str](), "data.source yields no pairs: set Preferences there"
+            if not has_pairs(setup.data):
+                unread = {*vars(preference)}
+            elif preference.loss != "simpo":
+                unread, why = {"margin"}, f"model.preference.loss {preference.loss} does not read it"
+            yield from without_effect("model.preference", preference, unread, why)
 
     def fixed_settings(self, data: Any) -> dict[str, object]:
         found = super().fixed_settings(data)

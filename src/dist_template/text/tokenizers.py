@@ -37,10 +37,6 @@ class TokenizerSpec(Choice, ABC):
         """Returns the local files that it reads: a change in one makes the cache stale."""
         return []
 
-    def template_files(self) -> list[Path]:
-        """Returns the local files of the chat template, which conversations are encoded by."""
-        return []
-
     def spec(self) -> dict[str, object]:
         """Returns what identifies the tokenizer, in plain types."""
         return {"class": type(self).__name__, **vars(self)}
@@ -108,10 +104,6 @@ class Pretrained(TokenizerSpec):
     special_tokens: list[str] = field(default_factory=list)
     eos_token: str | None = None
 
-    def spec(self) -> dict[str, object]:
-        given = super().spec()  # older caches, whose tokenizers had only a path, stay valid
-        return {k: v for k, v in given.items() if v or k not in ("special_tokens", "eos_token")}
-
     def fit(self, texts: Iterator[str]) -> Fast:
         from transformers import AutoTokenizer
 
@@ -136,12 +128,9 @@ class Pretrained(TokenizerSpec):
 
     def files(self) -> list[Path]:
         found: set[Path] = set()
-        for pattern in ("*token*", "vocab*", "merges*", "*.model"):
+        for pattern in ("*token*", "vocab*", "merges*", "*.model", "chat_template*"):
             found.update(Path(self.path).glob(pattern))
         return sorted(filter(Path.is_file, found))
-
-    def template_files(self) -> list[Path]:
-        return sorted(Path(self.path).glob("chat_template*"))
 
 
 def _wrap(backend: Any, use_regex: bool) -> Fast:

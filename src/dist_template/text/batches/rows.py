@@ -25,10 +25,6 @@ from ..sources.chat_template import last_turn
 
 ROWS = "rows"  # key of a batch: its rows' numbers, a list, which stays on the host
 PAIRS = "pairs"  # key of a batch of pairs: where they are in it (PairRows)
-SCORES = "reference_scores"  # likewise: log-probabilities that were computed before training
-# Length in tokens of a document whose causal attention costs as much as all else: 12 x a width of
-# 1,024. Per layer, attention takes 2 L^2 d operations for L tokens and width d, the rest 24 L d^2.
-ATTENTION_TOKENS = 12_288
 
 
 @dataclass(eq=False)
@@ -67,21 +63,8 @@ class Rows(Dataset):
         batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: bounds}
         return {name: torch.from_numpy(values) for name, values in batch.items()} | {ROWS: rows}
 
-    def work(self, rows: list[int]) -> np.ndarray:
-        """Returns (rows,) the work for each row, in tokens; attention's grows with the square of
-        each document's length."""
-        work = np.full(len(rows), float(self.seq_len))
-        if not self.cross_document_attention:
-            for index, row in enumerate(rows):
-                work[index] += np.square(self.lengths(row), dtype=np.int64).sum() / ATTENTION_TOKENS
-        return work
-
     def read(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns inputs (B, T), labels (B, T) and the boundaries of documents as int32."""
-        raise NotImplementedError
-
-    def lengths(self, row: int) -> np.ndarray:
-        """Returns the lengths of a row's documents; padding is one too."""
         raise NotImplementedError
 
 
@@ -116,10 +99,6 @@ class PackedRows(Rows):
         for label, overlap in zip(labels, overlaps, strict=True):
             label[:overlap] = NOT_COUNTED
         return inputs, labels, self._bounds(inputs)
-
-    def lengths(self, row: int) -> np.ndarray:
-        start, _ = self._place(row)
-        return np.diff(self._bounds(self.tokens[None, start : start + self.seq_len]))
 
     def _bounds(self, inputs: np.ndarray) -> np.ndarray:
         """Returns the boundaries of documents: EOS ends one, and so does a row."""
@@ -251,10 +230,6 @@ class WholeRows(Rows):
                 bounds.append(row_end)
         return inputs, labels, np.array(bounds, dtype=np.int32)
 
-    def lengths(self, row: int) -> np.ndarray:
-        lengths = [size for _, size in self.documents_of(row)]
-        return np.array([*lengths, self.seq_len - sum(lengths)])
-
     def numbers_of(self, row: int) -> np.ndarray:
         """Returns the numbers of a row's documents in their split."""
         return self.packing.documents[self.packing.rows[row] : self.packing.rows[row + 1]]
@@ -279,28 +254,20 @@ class PairRows(WholeRows):
     """Rows of T positions with pairs of a chosen and a rejected sequence, which are never cut.
 
     A batch also has `PAIRS` (P, 3): where among its B x T positions each pair's chosen sequence
-    starts, its rejected one starts, and both end; and `SCORES` (P, 2) of `scores` (documents, 2).
+    starts, its rejected one starts, and both end.
     """
 
-    def __init__(self, corpus: Corpus, split: str, seq_len: int, scores: np.ndarray | None = None) -> None:
-        super().__init__(corpus, split, seq_len)
-        self.scores = scores  # bits of float32, which no precision plugin casts
-
     def __getitems__(self, rows: list[int]) -> dict[str, Any]:
-        batch, pairs, numbers = super().__getitems__(rows), [], []
+        batch, pairs = super().__getitems__(rows), []
         for index, row in enumerate(rows):
             if row < 0:
                 continue
-            numbers.append(self.numbers_of(row))
             at = index * self.seq_len
             sizes = [size for _, size in self.documents_of(row)]
             for chosen, rejected in zip(sizes[::2], sizes[1::2], strict=True):
                 pairs.append((at, at + chosen, at + chosen + rejected))
                 at += chosen + rejected
         batch[PAIRS] = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 3)
-        if self.scores is not None:
-            documents = np.concatenate([np.zeros(0, dtype=np.int64), *numbers])
-            batch[SCORES] = torch.from_numpy(self.scores[documents])
         return batch
 
     def documents_of(self, row: int) -> list[tuple[int, int]]:

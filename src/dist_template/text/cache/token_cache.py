@@ -41,9 +41,9 @@ SPLITS = ("train", "validation", "test")
 CHECKSUMS = {"bin": "sha256", "starts": "starts_sha256", "counted": "counted_sha256"}
 COUNTS = ("documents", "bytes", "tokens")  # of a split in the manifest; bytes of UTF-8 text
 FORMAT = 1  # part of the folder's name: raise it when the layout changes
-# Larger files are checksummed by `prepare` alone, not at each start of each rank.
-FULL_CHECK_BYTES = 2**28
+FULL_CHECK_BYTES = 2**28  # of larger files the sizes are compared, and not the checksums
 REPORT_S = 10  # between two lines of progress
+Added = tuple[str, Encoded]  # a document's text and tokens
 
 
 class CacheError(InputError):
@@ -74,8 +74,7 @@ class Recipe:
         return Path(cache_dir, f"{type(self.source).__name__}-{digest}")
 
     def files(self) -> list[Path]:
-        template = self.tokenizer.template_files() if self.source.whole else []
-        return [*self.source.files(), *self.tokenizer.files(), *template]
+        return [*self.source.files(), *self.tokenizer.files()]
 
     def split_of(self, text: str) -> str:
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -102,7 +101,6 @@ class Corpus:
         return {name: counts[split] for name, counts in parts.items()}
 
     def num_bytes(self, split: str) -> int:
-        """Bytes of UTF-8 text."""
         return self.manifest["splits"][split]["bytes"]
 
     def tokens(self, split: str) -> np.ndarray:
@@ -150,8 +148,8 @@ class Corpus:
         return "\n".join(line.format(name, **held) for name, held in known)
 
 
-def open_cache(recipe: Recipe, cache_dir: str, check_source: bool = True, every_byte: bool = False) -> Corpus:
-    """Returns the prepared cache; `every_byte` verifies the checksums of large files too.
+def open_cache(recipe: Recipe, cache_dir: str, check_source: bool = True) -> Corpus:
+    """Returns the prepared cache.
 
     Raises:
         CacheError: it is missing or damaged, or the files that it was made from have changed.
@@ -160,50 +158,40 @@ def open_cache(recipe: Recipe, cache_dir: str, check_source: bool = True, every_
     files = recipe.files() if check_source else []
     folder = recipe.folder(cache_dir)
     if not folder.is_dir():
-        what = f"there is no token cache {folder} for this configuration"
-        raise CacheError(f"{what}: run `prepare` first")
+        raise CacheError(f"there is no token cache {folder} for this configuration: run `prepare` first")
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        damage = _first_damage(folder, manifest, every_byte)
+        damage = _first_damage(folder, manifest)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         damage = f"{type(error).__name__}: {error}"
     if damage:
         raise CacheError(f"the token cache {folder} is damaged ({damage}): run `prepare` again")
-    change = _first_change(manifest["files"], files) if check_source else None
-    if change:
+    if check_source and (change := _first_change(manifest["files"], files)):
         raise CacheError(f"the token cache {folder} is stale ({change}): run `prepare` again")
     return Corpus(folder, manifest)
 
 
-def _first_damage(folder: Path, manifest: dict[str, Any], every_byte: bool) -> str | None:
+def _first_damage(folder: Path, manifest: dict[str, Any]) -> str | None:
     """Returns what is wrong with the files that the manifest lists."""
-    expected = {}
-    for name, digest in manifest["tokenizer"].items():
-        expected[folder / "tokenizer" / name] = digest
+    expected = {folder / "tokenizer" / name: digest for name, digest in manifest["tokenizer"].items()}
     for split in SPLITS:
         held = manifest["splits"][split]
-        width = np.dtype(manifest["dtype"]).itemsize
-        sizes = {"bin": held["tokens"] * width, "counted": held["tokens"]}
-        sizes["starts"] = (held["documents"] + 1) * 8
+        size, path = held["tokens"] * np.dtype(manifest["dtype"]).itemsize, folder / f"{split}.bin"
+        if path.stat().st_size != size:
+            return f"{path.name} has {path.stat().st_size} bytes, not {size}"
         for kind, key in CHECKSUMS.items():
-            if kind != "bin" and key not in held:
-                continue  # plain text
-            path = folder / f"{split}.{kind}"
-            if path.stat().st_size != sizes[kind]:
-                return f"{path.name} has {path.stat().st_size} bytes, not {sizes[kind]}"
-            expected[path] = held[key]
+            if key in held:  # plain text has only the first
+                expected[folder / f"{split}.{kind}"] = held[key]
     for path, digest in expected.items():
-        if (every_byte or path.stat().st_size <= FULL_CHECK_BYTES) and sha256(path) != digest:
+        if path.stat().st_size <= FULL_CHECK_BYTES and sha256(path) != digest:
             return f"{path.name} has another checksum"
     return None
 
 
 def _first_change(recorded: list[dict[str, Any]], files: list[Path]) -> str | None:
     """Returns the first difference; a file with another time and the same content is unchanged."""
-    before, now = [record["path"] for record in recorded], [*map(str, files)]
-    if before != now:
-        differing = {*before} ^ {*now}
-        return f"{min(differing)} came or went" if differing else "its files are in another order"
+    if differing := {record["path"] for record in recorded} ^ {*map(str, files)}:
+        return f"{min(differing)} came or went"
     for record, path in zip(recorded, files, strict=True):
         held = path.stat()
         touched = held.st_mtime_ns != record["mtime_ns"]
@@ -246,23 +234,18 @@ def build_cache(recipe: Recipe, cache_dir: str, report: Callable[[str], None]) -
         InputError: another process is building it, the disk is full, or the source is unreadable or empty.
     """
     folder = recipe.folder(cache_dir)
-    temporary, older = (folder.with_name(folder.name + ending) for ending in (".tmp", ".old"))
+    temporary = folder.with_name(folder.name + ".tmp")
     with _lock(folder):
         shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
         try:
             temporary.mkdir()
             manifest = _write(recipe, temporary, report)
-            shutil.rmtree(older, ignore_errors=True)
-            if folder.exists():
-                folder.rename(older)  # processes that mapped it keep reading it
+            shutil.rmtree(folder, ignore_errors=True)  # processes that mapped it keep reading it
             temporary.rename(folder)
-            shutil.rmtree(older, ignore_errors=True)
         except Exception as error:
             if is_disk_full(error):
-                raise InputError(
-                    f"the disk of data.cache_dir {cache_dir!r} is full and nothing was kept: free"
-                    " space or name another folder"
-                ) from error
+                what = f"the disk of data.cache_dir {cache_dir!r} is full and nothing was kept"
+                raise InputError(f"{what}: free space or name another folder") from error
             raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -276,11 +259,9 @@ def _lock(folder: Path) -> TextIO:
         lock = folder.with_name(folder.name + ".lock").open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        what = f"another `prepare` is filling {folder} right now: wait until it is done"
-        raise InputError(what) from None
+        raise InputError(f"another `prepare` is filling {folder} right now: wait until it is done") from None
     except OSError as error:
-        what = f"data.cache_dir {str(folder.parent)!r} cannot be written: {error.strerror}"
-        raise InputError(what) from error
+        raise InputError(f"data.cache_dir {str(folder.parent)!r} cannot be written: {error.strerror}") from error
     return lock
 
 
@@ -300,11 +281,12 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
     started = reported = time.monotonic()
     for part, source in sources.items():
         for documents in batches_of(source):
+            added: dict[str, list[Added]] = {split: [] for split in SPLITS}
             encoded = source.encode(recipe.tokenizer, tokenizer, documents)
             for (_, text), document in zip(documents, encoded, strict=True):
-                writers[recipe.split_of(text)].add(part, text, document)
-            for writer in writers.values():
-                writer.write()
+                added[recipe.split_of(text)].append((text, document))
+            for split, writer in writers.items():
+                writer.write(part, added[split])
             now = time.monotonic()
             if now - reported > REPORT_S:
                 reported, tokens = now, sum(writer.counts.sum() for writer in writers.values())
@@ -338,39 +320,32 @@ class _SplitWriter:
     def __init__(self, path: Path, vocab_size: int, dtype: np.dtype, parts: Iterable[str], whole: bool) -> None:
         self.parts = {part: dict.fromkeys(COUNTS, 0) for part in parts}
         self.counts = np.zeros(vocab_size, dtype=np.int64)  # of each token
-        self._path, self._dtype = path, dtype
-        self._added: list[Encoded] = []
-        self._lengths = [np.zeros(1, dtype=np.int64)]  # of whole documents
+        self._path, self._dtype, self._whole = path, dtype, whole
+        self._lengths = [0]  # of whole documents
         self._sha256 = {kind: hashlib.sha256() for kind in (CHECKSUMS if whole else ("bin",))}
+        for kind in self._sha256:
+            path.with_suffix(f".{kind}").touch()  # a split may have no document
 
-    def add(self, part: str, text: str, document: Encoded) -> None:
-        counts = self.parts[part]
-        counts["documents"] += 1
-        counts["bytes"] += len(text.encode())
-        counts["tokens"] += len(document.ids)
-        self._added.append(document)
-
-    def write(self) -> None:
-        """Writes the added documents."""
-        if not self._added:
+    def write(self, part: str, added: list[Added]) -> None:
+        if not added:
             return
-        ids = np.concatenate([document.ids for document in self._added])
+        counts, masks = self.parts[part], []
+        for text, (ids, counted) in added:
+            counts["documents"] += 1
+            counts["bytes"] += len(text.encode())
+            counts["tokens"] += len(ids)
+            masks.append(np.ones(len(ids), dtype=bool) if counted is None else counted)
+        ids = np.concatenate([document.ids for _, document in added])
         self.counts += np.bincount(ids, minlength=len(self.counts))
         self._append("bin", ids.astype(self._dtype))
-        if "counted" in self._sha256:
-            lengths, masks = [], []
-            for ids, counted in self._added:
-                lengths.append(len(ids))
-                masks.append(np.ones(len(ids), dtype=bool) if counted is None else counted)
-            self._lengths.append(np.array(lengths, dtype=np.int64))
+        if self._whole:
+            self._lengths += map(len, masks)
             self._append("counted", np.concatenate(masks))
-        self._added = []
 
     def finish(self) -> dict[str, Any]:
         """Returns the split's entry in the manifest, when its files are on the disk."""
-        for kind in self._sha256:  # a split may have no document
-            self._append(kind, np.zeros(0))
-        self._append("starts", np.cumsum(np.concatenate(self._lengths)))
+        if self._whole:
+            self._append("starts", np.cumsum(self._lengths, dtype=np.int64))
         entry: dict[str, Any] = dict.fromkeys(COUNTS, 0)
         for counts in self.parts.values():
             for key, count in counts.items():
@@ -382,8 +357,7 @@ class _SplitWriter:
         return entry
 
     def _append(self, kind: str, values: np.ndarray) -> None:
-        if kind in self._sha256:
-            data = values.tobytes()
-            self._sha256[kind].update(data)
-            with self._path.with_suffix(f".{kind}").open("ab") as file:
-                file.write(data)
+        data = values.tobytes()
+        self._sha256[kind].update(data)
+        with self._path.with_suffix(f".{kind}").open("ab") as file:
+            file.write(data)

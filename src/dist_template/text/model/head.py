@@ -3,8 +3,8 @@
 Logits and their gradients take 12 bytes per token and vocabulary entry: 51 GB for 32,768 tokens and
 a vocabulary of 131,072. Here the backbone runs first, and then the output layer on one chunk at a
 time: logits, loss and gradients. Only the gradients are stored. The backward pass multiplies them
-by the gradient of the sum, one number, so nothing is computed twice (the idea of Liger, arXiv:2410.10989, in plain
-torch). The weight's gradient is accumulated in float32; results differ by rounding.
+by the gradient of the sum, one number, so nothing is computed twice (the idea of Liger, arXiv:2410.10989).
+The weight's gradient is accumulated in float32; results differ by rounding.
 
 `torch.nn.functional.linear_cross_entropy` (torch 2.13) also computes in chunks, but it returns
 cross entropy alone: no accuracy, no customised `loss` or `sums`.
@@ -13,11 +13,9 @@ Shapes: B sequences, T tokens of a sequence, D width, V vocabulary, N tokens of 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,18 +26,6 @@ from ...errors import InputError
 from ...weights import is_partitioned_by_zero
 
 Sums = Callable[[Tensor, Tensor], dict[str, Tensor]]
-Kernel = Literal["torch", "liger"]
-
-
-def check_kernel(kernel: Kernel, device: torch.device) -> None:
-    """Checks `model.loss_kernel` before a model is built. Raises InputError if Liger is not
-    installed, or has no kernels for `device`."""
-    if kernel == "torch":
-        return
-    if not find_spec("liger_kernel"):
-        raise InputError("model.loss_kernel liger needs a package: pip install 'dist-template[liger]', or set torch")
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":  # Triton's, for tests
-        raise InputError("model.loss_kernel liger needs a GPU: set torch, whose chunks need none")
 
 
 @contextmanager
@@ -62,7 +48,7 @@ def without_head(model: Any) -> Generator[Callable[[Tensor], Tensor]]:
         if len(given) != 1 or state(given[0]) != state(returned):
             raise InputError(
                 f"{type(model).__name__} changes its logits after the output layer, so the loss"
-                " cannot be taken in chunks: set model.loss_chunk null and model.loss_kernel torch"
+                " cannot be taken in chunks: set model.loss_chunk null"
             )
         return returned
 
@@ -88,21 +74,14 @@ class ChunkedLoss(nn.Module):
         model: A model with an output layer (`get_output_embeddings`) or without.
         sums: Maps logits (1, N, V) and labels (1, N) to sums () by name. The first is minimized; the others are metrics
             without a gradient. Only the output layer's input and weights get a gradient from the first.
-        size: N. None: all tokens are computed at once.
-        kernel: liger computes cross entropy and accuracy itself, in chunks of its choice, and does not call `sums`.
+        size: N. None: all tokens are computed at once."""
 
-    Raises:
-        InputError: kernel is liger, and the model has no output layer."""
-
-    def __init__(self, model: nn.Module, sums: Sums, size: int | None, kernel: Kernel = "torch") -> None:
+    def __init__(self, model: nn.Module, sums: Sums, size: int | None) -> None:
         super().__init__()
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-        if kernel == "liger" and not hasattr(head, "weight"):
-            name = type(model).__name__
-            raise InputError(f"model.loss_kernel liger needs an output layer, {name} has none: set torch")
         # as a submodule its weights would get a second name in checkpoints
         self._unregistered = (head,)
-        self.sums, self.size, self.kernel = sums, size, kernel
+        self.sums, self.size = sums, size
         for weight in head.parameters() if head is not None else ():
             if is_partitioned_by_zero(weight):
                 import deepspeed
@@ -110,9 +89,7 @@ class ChunkedLoss(nn.Module):
                 deepspeed.zero.register_external_parameter(self, weight)
 
     def applies_to(self, labels: Tensor) -> bool:
-        """Returns whether the micro-batch exceeds a chunk; Liger's kernel applies to all."""
-        if self.kernel == "liger":
-            return True
+        """Returns whether the micro-batch exceeds a chunk."""
         has_head = self._unregistered[0] is not None
         return has_head and self.size is not None and labels.numel() > self.size
 
@@ -121,16 +98,6 @@ class ChunkedLoss(nn.Module):
         (head,) = self._unregistered
         if isinstance(head, FSDPModule):
             head.unshard()  # no-op if the forward pass kept the weights (transformers' plans do)
-        if self.kernel == "liger":
-            from liger_kernel.transformers import functional  # ty: ignore[import-not-found]
-
-            flat, bias = labels.flatten(), getattr(head, "bias", None)
-            result = functional.liger_fused_linear_cross_entropy(
-                hidden.flatten(0, -2), head.weight, flat, bias, reduction="sum",
-                accum_dtype=torch.float32, return_predicted_tokens=True,
-            )  # fmt: skip
-            correct = (result.predicted_tokens == flat).sum()
-            return {"loss": result.loss, "token_accuracy": correct}
         # of equal size: compiled for one shape
         num = -(-labels.numel() // (self.size or labels.numel()))
         rows = hidden.reshape(1, -1, hidden.shape[-1]).chunk(num, dim=1)

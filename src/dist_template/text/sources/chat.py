@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -24,31 +25,15 @@ from ...errors import InputError, first_line
 from ..tokenizers import TokenizerSpec
 from .chat_template import encode, training_template
 from .documents import Documents, Encoded, Source
-from .records import Record, hub_records, json_records, matching, parquet_records, wrong
+from .records import Record, hub_records, matching, records_of, wrong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as Tokenizer
 
 Message = dict[str, Any]  # role and content, and what else a turn has, such as tool_calls
-SHAPES = {  # the key that a record is recognised by -> the shape's keys
-    "messages": "messages: [{role, content}, …]",
-    "conversations": "conversations: [{from, value}, …]",
-    "prompt": "prompt and completion",
-}
-FIELDS = (*SHAPES, "completion", "system", "tools")
-ROLES = {  # role in the data -> role in the template
-    "system": "system", "developer": "system",
-    "user": "user", "human": "user",
-    "assistant": "assistant", "gpt": "assistant", "model": "assistant",
-    "tool": "tool", "observation": "tool",
-}  # fmt: skip
+SHAPES = "messages: [{role, content}, …]; conversations: [{from, value}, …]; or prompt and completion"
+ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool"}  # in a template
 ANSWERS = ("chosen", "rejected")
-AFTER = {  # role -> the roles that it may follow; None: the conversation's start
-    "system": (None,),
-    "user": (None, "system", "assistant"),
-    "assistant": ("user", "tool"),
-    "tool": ("assistant", "tool"),
-}
 
 
 @dataclass
@@ -56,7 +41,7 @@ class Chat(Source):
     """Conversations; only the assistant's turns contribute to the loss.
 
     A record has `messages` with role and content, `conversations` with from and value, or `prompt`
-    and `completion`; `system` and `tools` may be beside them.
+    and `completion`; `tools`, a list or JSON, may be beside them.
 
     Args:
         paths: Files or glob patterns: jsonl or JSON arrays, also .gz and .zst, or .parquet.
@@ -68,12 +53,10 @@ class Chat(Source):
             assistant turn. all: every token.
         template: A .jinja file of a chat template with `{% generation %}` around the assistant's
             turns. null: the tokenizer's, in trl's form for the family if it has none of these tags.
-        follow_links: Read links that a pattern matches and that lead out of the pattern's folder. false: refuse them.
     """
 
     whole = True
-    shapes = SHAPES
-    fields: ClassVar[tuple[str, ...]] = FIELDS
+    fields: ClassVar[tuple[str, ...]] = ("messages", "conversations", "prompt", "completion", "tools")
 
     paths: list[str] = field(default_factory=list)
     name: str | None = None
@@ -82,7 +65,6 @@ class Chat(Source):
     revision: str | None = None
     train_on: Literal["assistant", "last", "all"] = "assistant"
     template: str | None = None
-    follow_links: bool = False
 
     def __post_init__(self) -> None:
         if bool(self.paths) == bool(self.name):
@@ -91,46 +73,24 @@ class Chat(Source):
             )
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        readers: dict[str, Iterator[Record]] = {}
+        records: Iterator[Record] = iter(())
         if self.name:
             options = {"split": self.split, "streaming": True, "revision": self.revision}
-            readers[self.name] = hub_records(self.name, self.config, None, **options)
-        for path in matching(self.paths, self.follow_links):
-            is_table = path.suffix == ".parquet"
-            reader = parquet_records(path, self.fields) if is_table else json_records(path)
-            readers[str(path)] = reader
-        first_name, first_shape = "", ""
-        for origin, records in readers.items():
-            name = ""
-            for name, record in records:
-                shape = self.shape_of(name, record)
-                first_name, first_shape = first_name or name, first_shape or shape
-                if shape != first_shape:
-                    first = f"{first_name} has {self.shapes[first_shape]}"
-                    what = f"has {self.shapes[shape]}, and {first}: give one shape in one source"
-                    raise wrong(name, what)
-                yield name, json.dumps(self.document_of(name, record, shape), ensure_ascii=False)
-            if not name:
-                raise wrong(origin, "is empty: remove it from the source")
+            records = hub_records(self.name, self.config, **options)
+        for name, record in chain(records, *(records_of(path, self.fields) for path in matching(self.paths))):
+            yield name, json.dumps(self.document_of(name, record), ensure_ascii=False)
 
-    def shape_of(self, name: str, record: object) -> str:
-        """Returns the key of `shapes` that the record has."""
-        fields = record if isinstance(record, dict) else {}
-        known = {key for key, value in fields.items() if value is not None}
-        for shape in SHAPES:
-            if shape in known and (shape != "prompt" or "completion" in known):
-                return shape
-        given = ", ".join(sorted(fields)) or "no key"
-        raise wrong(name, f"has only {given}: give {'; or '.join(SHAPES.values())}")
-
-    def document_of(self, name: str, record: Any, shape: str) -> dict[str, object]:
+    def document_of(self, name: str, record: Record) -> dict[str, object]:
         """Returns a document's content, checked: `messages`, and `tools` if there are some."""
-        messages = messages_of(name, record[shape], "user")
-        if shape == "prompt":
+        if turns := record.get("messages") or record.get("conversations"):
+            messages = messages_of(name, turns, "user")
+        elif record.get("prompt") and record.get("completion"):
+            messages = messages_of(name, record["prompt"], "user")
             messages += messages_of(name, record["completion"], "assistant")
-        if record.get("system") and (not messages or messages[0]["role"] != "system"):
-            messages = messages_of(name, record["system"], "system") + messages
-        check_roles(name, messages)
+        else:
+            raise wrong(name, f"has only {', '.join(sorted(record)) or 'no key'}: give {SHAPES}")
+        if not any(message["role"] == "assistant" for message in messages):
+            raise wrong(name, "has no assistant turn, on which the model is trained: remove it")
         tools = record.get("tools")
         try:
             tools = json.loads(tools) if isinstance(tools, str) and tools else tools
@@ -139,7 +99,7 @@ class Chat(Source):
         return {"messages": messages, "tools": tools} if tools else {"messages": messages}
 
     def files(self) -> list[Path]:
-        files = matching(self.paths, self.follow_links)
+        files = matching(self.paths)
         if self.template and not Path(self.template).is_file():
             raise InputError(f"data.source.template {self.template!r} is no file")
         return [*files, Path(self.template)] if self.template else files
@@ -156,6 +116,8 @@ class Chat(Source):
 
     def encode_prompt(self, tokenizer: Tokenizer, prompt: str) -> list[int]:
         """Returns the tokens of a conversation that starts with `prompt`, up to the answer."""
+        if not tokenizer.chat_template:  # pairs of texts need none
+            return tokenizer.encode(prompt)
         user = [{"role": "user", "content": prompt}]
         rendered: Any = tokenizer.apply_chat_template(user, add_generation_prompt=True)
         return rendered["input_ids"]
@@ -168,29 +130,14 @@ def messages_of(name: str, turns: object, role: str) -> list[Message]:
         others = dict(turn) if isinstance(turn, dict) else {}
         from_, value = others.pop("from", None), others.pop("value", None)
         role, content = others.pop("role", from_), others.pop("content", value)
-        if not isinstance(role, str) or role not in ROLES:
-            raise wrong(name, f"has a turn with role {role!r}: give one of {', '.join(ROLES)}")
+        if not isinstance(role, str):
+            raise wrong(name, f"has a turn without a role: give {SHAPES}")
         if not isinstance(content, str) and not (content is None and others.get("tool_calls")):
             raise wrong(name, f"has a turn of {role!r} whose content is no text")
-        message = {"role": ROLES[role], "content": content or ""}
+        message = {"role": ROLES.get(role, role), "content": content or ""}
         message |= {key: value for key, value in others.items() if value is not None}
         messages.append(message)
     return messages
-
-
-def check_roles(name: str, messages: list[Message]) -> None:
-    before = None
-    for message in messages:
-        role = message["role"]
-        if before not in AFTER[role]:
-            raise wrong(
-                name,
-                f"has {role} after {before or 'nothing'}: after an optional system prompt, user"
-                " and assistant must alternate, with tool results between",
-            )
-        before = role
-    if not any(message["role"] == "assistant" for message in messages):
-        raise wrong(name, "has no assistant turn, on which the model is trained: remove it")
 
 
 class Preferences(Chat):
@@ -202,52 +149,30 @@ class Preferences(Chat):
     """
 
     pairs = True
-    shapes = {
-        "texts": "chosen and rejected as texts",
-        "lists of messages": "chosen and rejected as lists of messages",
-    }
     fields = ("prompt", *ANSWERS)
 
-    def shape_of(self, name: str, record: object) -> str:
-        fields = record if isinstance(record, dict) else {}
-        for key in ANSWERS:
-            if not fields.get(key):
-                raise wrong(name, f"has no {key}: give prompt, chosen and rejected")
-        is_text = isinstance(fields["chosen"], str)
-        if is_text != isinstance(fields["rejected"], str):
-            raise wrong(name, "has a text and a list of messages: give both answers in one form")
-        return "texts" if is_text else "lists of messages"
-
-    def document_of(self, name: str, record: Any, shape: str) -> dict[str, object]:
+    def document_of(self, name: str, record: Record) -> dict[str, object]:
         prompt, chosen, rejected = map(record.get, self.fields)
-        if chosen == rejected:
-            raise wrong(name, "has equal answers, which teach nothing: remove it")
-        if shape == "lists of messages":
+        if not chosen or not rejected or chosen == rejected:
+            raise wrong(name, "needs chosen and rejected, two different answers")
+        if isinstance(chosen, list) and isinstance(rejected, list):
             chosen = messages_of(name, chosen, "assistant")
             rejected = messages_of(name, rejected, "assistant")
             if chosen[0]["role"] == "assistant":  # else they are full conversations
                 prompt = messages_of(name, prompt or [], "user")
                 chosen, rejected = prompt + chosen, prompt + rejected
             start = _num_equal(chosen, rejected)
-            for full in (chosen, rejected):
-                check_roles(name, full)
-                if len(full) == start or full[start]["role"] != "assistant":
-                    what = "has answers that do not start with an assistant's turn: edit them"
-                    raise wrong(name, what)
             prompt, chosen, rejected = chosen[:start], chosen[start:], rejected[start:]
-        if not prompt or isinstance(prompt, str) != (shape == "texts"):
-            raise wrong(name, "has no prompt in the form of its answers: give one")
+            if any([message["role"] for message in answer[:1]] != ["assistant"] for answer in (chosen, rejected)):
+                raise wrong(name, "has answers that do not start with an assistant's turn: edit them")
+        if not prompt or {type(prompt), type(chosen), type(rejected)} not in ({str}, {list}):
+            raise wrong(name, "needs prompt, chosen and rejected in one form: texts, or lists of messages")
         return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
     def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         if self.template and not tokenizer.chat_template:
             tokenizer.chat_template = training_template(tokenizer, self.template, "all").text
         return tokenizer
-
-    def encode_prompt(self, tokenizer: Tokenizer, prompt: str) -> list[int]:
-        if not tokenizer.chat_template:
-            return tokenizer.encode(prompt)
-        return super().encode_prompt(tokenizer, prompt)
 
     def encode(self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents) -> list[Encoded]:
         """Returns the tokens of both sequences of each pair, and which are an answer's.
@@ -264,8 +189,7 @@ class Preferences(Chat):
             prompt, end = pair["prompt"], tokenizer.eos_token
             is_text = isinstance(prompt, str)
             if is_text:
-                rendered = [prompt]
-                rendered += (prompt + pair[key].removesuffix(end) + end for key in ANSWERS)
+                rendered = [prompt, *(prompt + pair[key].removesuffix(end) + end for key in ANSWERS)]
             else:
                 rendered = self._rendered(tokenizer, name, pair)
             ids = tokenizer(rendered, add_special_tokens=is_text)["input_ids"]
@@ -283,8 +207,7 @@ class Preferences(Chat):
         render = partial(tokenizer.apply_chat_template, chat_template=template.text, tokenize=False)
         prompt = pair["prompt"]
         try:
-            rendered = [render(prompt, add_generation_prompt=True)]
-            return [*rendered, *(render(prompt + pair[key]) for key in ANSWERS)]
+            return [render(prompt, add_generation_prompt=True), *(render(prompt + pair[key]) for key in ANSWERS)]
         except Exception as error:  # a template raises errors of Jinja and of Python
             raise wrong(name, f"is refused by {template.name}: {first_line(error)}") from error
 

@@ -15,7 +15,7 @@ import platform
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from ...errors import InputError
 from ...project import Choice
-from .records import Record, hub_records, json_records, matching, parquet_records
+from .records import Named, hub_records, matching, records_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as Tokenizer
@@ -79,10 +79,7 @@ class Source(Choice, ABC):
 
     def spec(self) -> dict[str, object]:
         """Returns what identifies the corpus, in plain types."""
-        spec = {"class": type(self).__name__, **vars(self)}
-        if spec.get("follow_links") is False:
-            del spec["follow_links"]  # older caches, whose sources had no such key, stay valid
-        return spec
+        return {"class": type(self).__name__, **vars(self)}
 
 
 class StandardLibrary(Source):
@@ -111,16 +108,12 @@ class FileSource(Source):
 
     Args:
         paths: Files or glob patterns, `**` for any depth: `[corpus/**/*.txt]`.
-        follow_links: Read links that a pattern matches and that lead out of the pattern's folder. false: refuse them.
     """
 
     paths: list[str]
-    follow_links: bool = field(default=False, kw_only=True)
 
     def files(self) -> list[Path]:
-        if not self.paths:
-            raise InputError("data.source.paths is empty: give at least one file or glob pattern")
-        return matching(self.paths, self.follow_links)
+        return matching(self.paths)
 
 
 @dataclass
@@ -151,22 +144,16 @@ class Jsonl(FileSource):
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for path in self.files():
-            yield from _documents(json_records(path), self.field)
+            yield from _documents(records_of(path, [self.field]), self.field)
 
 
 @dataclass
-class Parquet(FileSource):
-    """Parquet tables.
+class Parquet(Jsonl):
+    """Parquet tables, of which one column is read.
 
     Args:
-        field: The column that holds the text; the others are not read.
+        field: The column that holds the text.
     """
-
-    field: str = "text"
-
-    def documents(self) -> Iterator[tuple[str, str]]:
-        for path in self.files():
-            yield from _documents(parquet_records(path, [self.field]), self.field)
 
 
 @dataclass
@@ -180,7 +167,6 @@ class HubDataset(Source):
         field: The column that holds the text.
         streaming: true reads over the network while tokenizing; false downloads the split first.
         revision: The commit or tag to read, so that the data cannot change underneath. null: the newest.
-        max_documents: Stop after this number. null: read all.
     """
 
     name: str
@@ -189,23 +175,19 @@ class HubDataset(Source):
     field: str = "text"
     streaming: bool = True
     revision: str | None = None
-    max_documents: int | None = None
 
     def documents(self) -> Iterator[tuple[str, str]]:
         options = {"split": self.split, "streaming": self.streaming, "revision": self.revision}
-        records = hub_records(self.name, self.config, self.max_documents, **options)
-        return _documents(records, self.field)
+        return _documents(hub_records(self.name, self.config, **options), self.field)
 
 
-def _documents(records: Iterable[Record], field: str) -> Iterator[tuple[str, str]]:
+def _documents(records: Iterable[Named], field: str) -> Iterator[tuple[str, str]]:
     """Yields (name, text) of each record; refuses one that has no text in `field`."""
     for name, record in records:
-        fields = record if isinstance(record, dict) else {}
-        text = fields.get(field)
+        text = record.get(field)
         if not isinstance(text, str):
-            known = f"there is only {', '.join(sorted(fields)) or 'no key'}"
-            found = "it is no text" if field in fields else known
-            raise InputError(f"data.source.field {field!r} names no text in {name}: {found}")
+            keys = ", ".join(sorted(record)) or "no key"
+            raise InputError(f"data.source.field {field!r} names no text in {name}, which has {keys}")
         yield name, text
 
 

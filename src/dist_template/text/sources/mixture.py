@@ -19,14 +19,13 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import numpy as np
 
 from ...callbacks.global_order import shuffled
 from ...errors import InputError
-from ..cache.token_cache import Corpus
 from .documents import Source
 
 if TYPE_CHECKING:
@@ -44,13 +43,11 @@ class Mixture(Source):
         sources: Sources by name. All are conversations, or none is.
         weights: Weight of each source by name; their sum does not matter.
         schedule: Other weights from an optimizer step on: {step: weights}.
-        by: What weights are shares of: tokens, or documents.
     """
 
     sources: dict[str, Source]
     weights: dict[str, float]
     schedule: dict[int, dict[str, float]] = field(default_factory=dict)
-    by: Literal["tokens", "documents"] = "tokens"
 
     def __post_init__(self) -> None:
         kinds = {(source.whole, source.pairs) for source in self.sources.values()}
@@ -71,7 +68,7 @@ class Mixture(Source):
 
     @property
     def weighting(self) -> list[object]:
-        return [self.weights, self.schedule, self.by]
+        return [self.weights, self.schedule]
 
     def parts(self) -> dict[str, Source]:
         return self.sources
@@ -98,16 +95,10 @@ class Mixture(Source):
         parts = {name: source.spec() for name, source in self.sources.items()}
         return {"class": "Mixture", "sources": parts}
 
-    def order(self, sizes: dict[str, int], corpus: Corpus, batch: int, seed: int) -> MixtureOrder:
+    def order(self, sizes: dict[str, int], batch: int, seed: int) -> MixtureOrder:
         """Returns the order of the train split's rows; an optimizer step takes `batch` of them."""
-        changes = []
-        for step, weights in sorted(({0: self.weights} | self.schedule).items()):
-            per_row = dict(weights)
-            if self.by == "documents":
-                for name, part in corpus.parts("train").items():
-                    per_row[name] *= sizes[name] / part["documents"]
-            changes.append((step * batch, per_row))
-        return MixtureOrder(sizes, changes, seed)
+        schedule = sorted(({0: self.weights} | self.schedule).items())
+        return MixtureOrder(sizes, [(step * batch, weights) for step, weights in schedule], seed)
 
 
 class MixtureOrder:

@@ -39,7 +39,6 @@ class DocumentScores(Callback):
                 "a run on preferences cannot be evaluated or promoted yet: `export` and `serve`"
                 " take it, and `validate` measures the loss of its pairs"
             )
-        self.module.loss_kernel = "torch"  # Liger's gives one sum for all tokens
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         is_validation, sums = trainer.state.fn == "validate", self.module.sums

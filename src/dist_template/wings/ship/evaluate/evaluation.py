@@ -22,7 +22,6 @@ from ....errors import Ended, Exit, InputError
 from ....observe.history.run import CONFIG
 from ....project import Project
 from ....records import read_mapping, write_atomically
-from ....text.cache.quality import contaminated_share
 from ....text.cache.token_cache import Corpus
 from ....text.tokenizers import Pretrained
 from ..export import trained
@@ -181,7 +180,6 @@ def write(
         "documents": len(tables[0]),
         "unit": "loss" if is_whole else "bits per byte",
         "models": models,
-        "contaminated_share": contaminated_share(corpus, split),
         "comparisons": list(map(asdict, comparisons)),
     }
     columns = [*tasks.Value._fields, "hash", "source", "bytes", "tokens"]
