@@ -89,10 +89,10 @@ def test_data_sets_give_documents_by_weight(folders: list[Path]) -> None:
 
 def test_what_a_stream_cannot_do_is_refused(folders: list[Path], tmp_path: Path) -> None:
     data = module_of(folders)
-    data.balance = True
+    data.repeat_first_batch = True
     with pytest.raises(InputError, match="data.stream has no rows to choose from"):
         data.check(world_size=1)
-    data.balance, data.num_workers = False, 2
+    data.repeat_first_batch, data.num_workers = False, 2
     with pytest.raises(InputError, match="remove data.num_workers, which has no effect"):
         data.check(world_size=1)
     data.num_workers, data.source.whole = 0, True
@@ -101,8 +101,6 @@ def test_what_a_stream_cannot_do_is_refused(folders: list[Path], tmp_path: Path)
     data.source.pairs = True
     with pytest.raises(InputError, match="data.stream has plain text alone: remove it to train on pairs"):
         data.check(world_size=1)
-    with pytest.raises(InputError, match="cannot skip the samples"):
-        data.jump([(0, 8)])
     with pytest.raises(InputError, match=r"2 datasets and weights \[1.0\]"):
         TextStream([HubDataset("a"), HubDataset("b")], [1.0])
     with pytest.raises(InputError, match="cannot be read"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
@@ -85,11 +84,7 @@ class Experts(Callback):
         for i, layer in enumerate(self._balancer.layers):
             loads = totals[i * width : i * width + layer.num]
             shares = [load / max(sum(loads), 1.0) for load in loads]
-            entropy = -sum(share * math.log(share) for share in shares if share)
-            prefix = f"moe/{self._names[i]}/load"
-            metrics[f"{prefix}_max_over_mean"] = max(shares) * layer.num
-            metrics[f"{prefix}_min_over_mean"] = min(shares) * layer.num
-            metrics[f"{prefix}_entropy"] = entropy / math.log(max(layer.num, 2))
+            metrics[f"moe/{self._names[i]}/load_max_over_mean"] = max(shares) * layer.num
             worst = max(worst, max(shares) * layer.num)
             unused += loads.count(0.0)
         metrics["moe/expert_load_max_over_mean"] = worst

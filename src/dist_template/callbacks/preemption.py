@@ -47,7 +47,8 @@ class Preemption(Checkpoint):
             sentence = f"preemption.max_time {max_time!r} is not a time; give DD:HH:MM:SS"
             raise InputError(sentence) from error
         self._ends = float("inf") if limit_s is None else job_started() + limit_s
-        self._restart_votes()
+        self._until_vote, self._since_vote = 1, 0  # boundaries
+        self._last_vote = time.monotonic()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         leave_signals_alone(trainer)
@@ -58,7 +59,6 @@ class Preemption(Checkpoint):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stop_request.is_handled = True
-        self._restart_votes()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         if not accumulates(trainer):
@@ -69,18 +69,13 @@ class Preemption(Checkpoint):
             self._at_boundary(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._restart_votes()
+        self._until_vote = 1  # its batches and steps of training differ in length
 
     on_validation_end = on_validation_start
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stop_request.is_handled = False  # the last checkpoint is written
         self._vote.close()
-
-    def _restart_votes(self) -> None:
-        """Votes at the next boundary: steps of training and validation differ in length."""
-        self._until_vote, self._since_vote = 1, 0  # boundaries
-        self._last_vote = time.monotonic()
 
     def _at_boundary(self, trainer: L.Trainer) -> None:
         """Votes about every EVERY_S seconds. Every rank calls it equally often."""
@@ -105,13 +100,12 @@ class Preemption(Checkpoint):
             if trainer.validating and isinstance(each, WeightAveraging):  # it validates averages
                 each.on_validation_epoch_end(trainer, trainer.lightning_module)
         savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, LastCheckpoint)]
-        saved = any(saver.save_now(trainer) for saver in savers)
+        stopped, start = "stopped", "the newest checkpoint"
+        if any(saver.save_now(trainer) for saver in savers):
+            stopped, start = "stopped and saved", "there"
         cause = signal.Signals(reason).name
         if reason == TIME_IS_UP:
             cause = f"preemption.max_time {self.max_time} is up"
-        stopped, start = "stopped", "the newest checkpoint"
-        if saved:
-            stopped, start = "stopped and saved", "there"
         raise Ended(
             Exit.REQUEUE,
             f"{cause}: {stopped} after step {trainer.global_step}. The same command resumes from"
@@ -148,7 +142,7 @@ class Vote:
         Raises:
             RuntimeError: A rank is lost.
         """
-        self._wait()
+        self.close()
         agreed = self._box.numpy().tolist()  # NumPy: a test counts device reads by torch
         self._box = torch.tensor(numbers, dtype=torch.int64)
         if not self._is_alone:
@@ -157,9 +151,6 @@ class Vote:
 
     def close(self) -> None:
         """Waits for the last vote: a process that exits during a collective may be aborted."""
-        self._wait()
-        self._work = self._group = None
-
-    def _wait(self) -> None:
         if self._work is not None:
             self._work.wait()
+            self._work = None

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from itertools import chain
-from typing import NamedTuple
 
 import lightning as L
 import torch
@@ -37,7 +36,6 @@ from ..parallel import run_strategy
 
 STEPS = (1, 2, 10)  # of an attempt: what starts after the first steps is seen before it is saved
 COLUMNS = 64  # of a tensor's 8-byte words, each with a weight
-CHUNK = COLUMNS * 2**18  # elements that are converted at once
 NONE_HELD = torch.iinfo(torch.int64).min
 
 
@@ -45,8 +43,8 @@ class Replicas(Callback):
     """Ends training, with exit code 65, if ranks hold different values of one tensor.
 
     Compared are parameters, and floating-point buffers that a checkpoint has, after the first, second and tenth step of
-    each attempt and before each checkpoint is written; after those steps also the moments of torch's optimizers, which
-    differ although a first rate is 0. BatchNorm's running statistics are not compared: each rank has its own.
+    each attempt and before each checkpoint is written. BatchNorm's running statistics are not compared: each rank has
+    its own.
 
     Args:
         ignore: Tensors that ranks hold differently on purpose: names, or patterns as `teacher.*`.
@@ -68,7 +66,7 @@ class Replicas(Callback):
             return
         if trainer.global_step - self._first_step >= self._pending[0]:
             self._pending.pop(0)
-            self._compare(trainer, pl_module, with_moments=True)
+            self._compare(trainer, pl_module)
 
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
@@ -76,7 +74,7 @@ class Replicas(Callback):
         self._compare(trainer, pl_module)
 
     @torch.no_grad()
-    def _compare(self, trainer: L.Trainer, module: L.LightningModule, with_moments: bool = False) -> None:
+    def _compare(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Compares the checksums of all ranks. Collective.
 
         Raises:
@@ -84,7 +82,7 @@ class Replicas(Callback):
         """
         if weights.is_alone() or not run_strategy(trainer.strategy).has_replicas:
             return
-        held = self._replicas(trainer, module, with_moments)
+        held = self._replicas(module)
         if self._positions is None:
             counts = Counter(chain.from_iterable(weights.from_all_ranks(list(held))))
             several = sorted(digest for digest, count in counts.items() if count > 1)
@@ -106,18 +104,13 @@ class Replicas(Callback):
         if differ:
             self._report(trainer, held, [digests[position] for position in differ])
 
-    def _replicas(
-        self, trainer: L.Trainer, module: L.LightningModule, with_moments: bool
-    ) -> dict[int, tuple[str, Tensor]]:
+    def _replicas(self, module: nn.Module) -> dict[int, tuple[str, Tensor]]:
         """Returns names and tensors by digest; equal digests on two ranks stand for replicas.
 
         The first and the last stage of a pipeline have a tied parameter under the same name.
         """
-        tensors = _compared(module)
-        if with_moments:
-            tensors = chain(tensors, _moments(trainer, module))
         found = {}
-        for name, tensor in tensors:
+        for name, tensor in _compared(module):
             shard = local_shard(tensor)
             # A quantized tensor may be of a class without bits of its own.
             is_special = shard.is_meta or hasattr(shard, "__tensor_flatten__")
@@ -132,24 +125,22 @@ class Replicas(Callback):
 
     def _report(self, trainer: L.Trainer, held: dict[int, tuple[str, Tensor]], digests: list[int]) -> None:
         """Names the first tensor that differs, and the ranks. Collective."""
-        known = [digest for digest in digests if digest in held]
-        ranks = weights.from_all_ranks({digest: _figures_of(*held[digest]) for digest in known})
+        local = {digest: (held[digest][0], *_figures_of(held[digest][1])) for digest in digests if digest in held}
+        ranks = weights.from_all_ranks(local)
         size, found = 0.0, []
         for digest in digests:
             by_sum: dict[int, list[int]] = {}
             for rank, of_rank in enumerate(ranks):
                 if digest in of_rank:
-                    by_sum.setdefault(of_rank[digest].checksum, []).append(rank)
+                    by_sum.setdefault(of_rank[digest][1], []).append(rank)
             usual = max(by_sum.values(), key=len)  # the first of equally many
             others = sorted(set().union(*by_sum.values()) - set(usual))
-            tensor = ranks[usual[0]][digest]
+            name, _, norm, column_sums = ranks[usual[0]][digest]
             for rank in others:
-                sums = ranks[rank][digest].column_sums
-                distance = math.dist(sums, tensor.column_sums) / (tensor.norm or 1.0)
+                distance = math.dist(ranks[rank][digest][3], column_sums) / (norm or 1.0)
                 size = max(size, distance if math.isfinite(distance) else math.inf)
-            is_moment = " of " in tensor.name  # they come last
-            found.append((is_moment, tensor.name, usual, others))
-        _, name, usual, others = min(found)
+            found.append((name, usual, others))
+        name, usual, others = min(found)
         more = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""
         sentence = (
             f"replicas differ after step {trainer.global_step}: {name} of rank"
@@ -188,19 +179,6 @@ def _compared(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".removeprefix("."), buffer
 
 
-def _moments(trainer: L.Trainer, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the state of torch's optimizers; other libraries' may have one shard per rank."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    for optimizer in trainer.optimizers:
-        if not type(optimizer).__module__.startswith("torch.optim"):
-            continue
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                is_moment = isinstance(value, Tensor) and value.shape == parameter.shape
-                if is_moment and id(parameter) in names:
-                    yield f"{key} of {names[id(parameter)]}", value
-
-
 def checksum(tensor: Tensor) -> Tensor:
     """Returns () int64 of the bits of this rank's shard; no copy of it, and no rounding.
 
@@ -225,20 +203,9 @@ def _word_weights(device: torch.device) -> Tensor:
     return (torch.randint(-limit, limit, (COLUMNS,), generator=generator) | 1).to(device)
 
 
-class Figures(NamedTuple):
-    """Describes a rank's shard of one tensor. The distance of two `column_sums` is about the
-    tensors' distance if their differences have random signs, and larger otherwise."""
-
-    name: str
-    checksum: int
-    norm: float
-    column_sums: list[float]
-
-
-def _figures_of(name: str, tensor: Tensor) -> Figures:
-    square, sums = 0.0, torch.zeros(COLUMNS, dtype=torch.float64)
-    for part in local_shard(tensor).detach().reshape(-1).split(CHUNK):
-        part = nn.functional.pad(part.double(), (0, -len(part) % COLUMNS)).view(-1, COLUMNS)
-        square += float(part.square().sum())
-        sums += part.sum(0).cpu()
-    return Figures(name, int(checksum(tensor)), math.sqrt(square), sums.tolist())
+def _figures_of(tensor: Tensor) -> tuple[int, float, list[float]]:
+    """Returns the checksum, the norm and column sums of a rank's shard. The distance of two ranks' column sums is about
+    the tensors' distance if their differences have random signs, and larger otherwise."""
+    flat = local_shard(tensor).detach().reshape(-1).double()
+    columns = nn.functional.pad(flat, (0, -len(flat) % COLUMNS)).view(-1, COLUMNS)
+    return int(checksum(tensor)), float(flat.norm()), columns.sum(0).tolist()

@@ -9,8 +9,6 @@ import torch
 from lightning.pytorch import Callback
 
 from ..model.any_module import data_of
-from ..observe.loggers.tensorboard import TensorBoard
-from ..observe.loggers.wandb import WandB
 from .console import only_shows
 
 
@@ -55,6 +53,3 @@ class Samples(Callback):
             return
         with open(f"{self.folder}/samples.txt", "a", encoding="utf-8") as file:
             file.write(f"--- step {trainer.global_step}\n{text}\n")
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoard | WandB):
-                logger.log_sample(text, trainer.global_step)

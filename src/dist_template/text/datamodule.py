@@ -34,13 +34,10 @@ from torch.utils.data import DataLoader
 from ..callbacks.global_order import (
     ConsumedSamples,
     GlobalOrder,
-    Jump,
     eval_batches,
     source_of,
-    stream_position,
 )
 from ..cluster.signals import isolate_worker
-from ..errors import InputError
 from ..parallel import run_strategy
 from ..weights import from_all_ranks
 from .batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
@@ -73,7 +70,6 @@ Batch = dict[str, Any]  # tensors; on the host also the numbers of its rows, and
 # With the source and the stream, they decide the samples of a step.
 DECISIVE = (
     "seq_len", "global_batch_size", "seed", "cross_document_attention", "repeat_first_batch",
-    "balance",
 )  # fmt: skip
 
 
@@ -93,10 +89,6 @@ class PackedText(L.LightningDataModule):
         check_source: Refuse a cache whose source files have changed. false uses the cache alone.
         cross_document_attention: Let tokens attend to earlier documents in their row, as some kernels must.
         num_workers: Processes per rank that read rows. 0, faster for text: the training process.
-        balance: Assign the rows of each global batch so that all ranks get equal work: attention's
-            grows with the squares of documents' lengths. The rows of a step do not change.
-        rank_speeds: Relative speed of each data-parallel rank, such as [1, 1, 0.5, 0.5]: a slow one
-            gets fewer rows. null: all are equally fast.
         repeat_first_batch: true trains on one global batch repeatedly, which a model must learn.
         seed: Seed of the order of rows. Splits do not depend on it.
         stream: A train split that is read and tokenized while training: TextStream. null: train on `source`.
@@ -117,8 +109,6 @@ class PackedText(L.LightningDataModule):
     repeat_first_batch: bool = False
     seed: int = 0
     prompts: list[str] = field(default_factory=lambda: ["def", "import", "class"])
-    balance: bool = False
-    rank_speeds: list[float] | None = None
     stream: TextStream | None = None
 
     def __post_init__(self) -> None:
@@ -287,9 +277,7 @@ class PackedText(L.LightningDataModule):
         order = GlobalOrder(
             len(rows), self.global_batch_size, self.micro_batch_size,
             self.rank, self.world_size, self.seed, consumed=lambda: self.consumed_samples,
-            repeat_first_batch=self.repeat_first_batch, jumps=lambda: self.jumps,
-            costs=rows.work if self.balance else None,
-            speeds=self.rank_speeds, stream=self._mixing,
+            repeat_first_batch=self.repeat_first_batch, stream=self._mixing,
         )  # fmt: skip
         return self._loader(rows, order, self.accumulation)
 
@@ -361,21 +349,6 @@ class PackedText(L.LightningDataModule):
         """Sequences trained on since the run started, over all ranks and restarts."""
         return self._consumed.value(self.trainer) if self._consumed and self.trainer else 0
 
-    @property
-    def jumps(self) -> list[Jump]:
-        """Stream intervals that no rank reads: after a rollback, those that made it diverge."""
-        return self._consumed.jumps if self._consumed else []
-
-    def jump(self, intervals: list[Jump]) -> None:
-        """Skips unread intervals of the stream. Call it before the first batch is read."""
-        if self.stream and intervals:
-            raise InputError(
-                "a run with data.stream cannot skip the samples that made it diverge: lower"
-                " model.optim.learning_rate, or prepare the data"
-            )
-        if self._consumed and self.trainer:
-            self._consumed.jump(intervals, self.trainer)
-
     def state_dict(self) -> dict[str, Any]:
         if not self._consumed or not self.trainer:
             return {}
@@ -394,5 +367,4 @@ class PackedText(L.LightningDataModule):
         if self.stream and self.trainer and STATE in state_dict:
             self._stream_state = own_state(state_dict[STATE], self.trainer)
         if self._mixing and "mixture" in state_dict:
-            consumed, jumps = state_dict["consumed_samples"], state_dict["jumps"]
-            self._mixing.resume(state_dict["mixture"], stream_position(consumed, jumps))
+            self._mixing.resume(state_dict["mixture"], state_dict["consumed_samples"])

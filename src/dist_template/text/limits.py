@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..callbacks.equal_work import shared_out
 from ..errors import InputError
 from .batches.rows import packing_of
 from .cache.token_cache import Corpus
@@ -22,7 +21,6 @@ def check_numbers(data: Any, world_size: int) -> None:
         if not 0 <= value < 1:
             raise InputError(f"data.{name} is {value}: it must be at least 0 and below 1")
     together = data.micro_batch_size * world_size
-    chooses_rows = data.balance or data.rank_speeds or data.repeat_first_batch
     kind = "pairs of answers" if data.source.pairs else "conversations"
     refused = {
         f"data.validation_share {data.validation_share} and data.test_share {data.test_share} leave"
@@ -32,8 +30,8 @@ def check_numbers(data: Any, world_size: int) -> None:
         f"global_batch_size {data.global_batch_size} is not a multiple of micro_batch_size"
         f" {data.micro_batch_size} x data_parallel {world_size} = {together}; edit"
         " data.global_batch_size or data.micro_batch_size": data.global_batch_size % together,
-        "data.stream has no rows to choose from: remove data.balance, data.rank_speeds and"
-        " data.repeat_first_batch": data.stream and chooses_rows,
+        "data.stream has no rows to choose from: remove data.repeat_first_batch": data.stream
+        and data.repeat_first_batch,
         "data.stream is read in the training process: remove data.num_workers, which has no effect": data.stream
         and data.num_workers,
         f"data.stream has plain text alone: remove it to train on {kind}": (data.stream and data.source.whole),
@@ -41,16 +39,6 @@ def check_numbers(data: Any, world_size: int) -> None:
     for message, is_refused in refused.items():
         if is_refused:
             raise InputError(message)
-    speeds = data.rank_speeds
-    if speeds and (len(speeds) != world_size or min(speeds) <= 0):
-        raise InputError(
-            f"data.rank_speeds is {speeds}: give one number above 0 for each of the {world_size} data-parallel rank(s)"
-        )
-    if speeds and 0 in (counts := shared_out(together, speeds)):
-        raise InputError(
-            f"data.rank_speeds {speeds} leaves rank {counts.index(0)} without a row of the"
-            f" {together} of a micro-batch over all ranks: edit it or data.micro_batch_size"
-        )
 
 
 def check_rows(data: Any, corpus: Corpus) -> Corpus:
