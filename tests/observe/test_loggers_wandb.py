@@ -101,16 +101,16 @@ exit_process(0)"""
     assert ended.stderr.count("UserWarning: W&B has failed (") == 1, ended.stderr
 
 
-def test_without_a_service_at_the_start_wandb_logs_offline(
+def test_without_a_service_at_the_start_training_continues(
     tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # no service listens there
     monkeypatch.setattr(wandb, "INIT_TIMEOUT_S", 3.0)
-    with pytest.warns(UserWarning, match="logging offline"):
+    with pytest.warns(UserWarning, match="training continues without it") as warned:
         log(logger := started(tmp_path / "one"), range(1, 7))
+    assert len([each for each in warned if "continues without" in str(each.message)]) == 1
     logger.finalize("success")
     exit_process()
-    assert set(read_back.wandb_points(tmp_path / "one")["train/loss"]) == set(range(1, 7))
 
 
 def test_an_error_of_wandb_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,8 +232,7 @@ class BestCheckpoint(Checkpoint):
             return
         if self.monitor not in trainer.callback_metrics:
             known = ", ".join(sorted(trainer.callback_metrics))
-            sentence = f"best_checkpoint.monitor is {self.monitor!r}, and what is measured is"
-            raise InputError(f"{sentence} {known}")
+            raise InputError(f"best_checkpoint.monitor is {self.monitor!r}, and what is measured is {known}")
         if trainer.sanity_checking:
             return
         score = float(trainer.callback_metrics[self.monitor])

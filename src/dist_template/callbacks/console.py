@@ -7,7 +7,7 @@ import sys
 import textwrap
 import time
 from datetime import timedelta
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, TextIO
 
 import lightning as L
@@ -43,10 +43,8 @@ def only_shows(hook: Any) -> Any:
     def guarded(callback: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return hook(callback, *args, **kwargs)
-        except Ended:
-            raise
         except Exception as error:
-            if another_rank_is_gone(error):
+            if isinstance(error, Ended) or another_rank_is_gone(error):
                 raise
             what = f"{type(callback).__name__.lower()}: {type(error).__name__}: {reason(error)}"
             if what not in reported and is_rank_zero():
@@ -130,12 +128,6 @@ class Console(Callback):
         """Prints complete lines without breaking the progress line."""
         clear = "\r\x1b[K" if self._terminal else ""
         print(clear + text, file=file, flush=True)
-
-
-def write_lines(trainer: L.Trainer, text: str, file: TextIO | None = None) -> None:
-    """Prints complete lines on this rank, through the trainer's console if it has one."""
-    console = console_of(trainer)
-    (console.write if console else partial(print, flush=True))(text, file=file)
 
 
 def console_of(trainer: L.Trainer) -> Console | None:

@@ -68,16 +68,13 @@ class GlobalOrder(Sampler[list[int]]):
 
     def _entries(self, position: int, count: int) -> list[int]:
         """Returns `count` entries of the stream from `position` on."""
-        epoch, offset = divmod(position, self.num_rows)
-        if not self.stream and offset + count <= self.num_rows:
-            # a fast path with the same result
-            return permutation(self.num_rows, self.seed, epoch)[offset : offset + count].tolist()
-        row_at = self.stream or self._in_epochs
-        return [row_at(number) for number in range(position, position + count)]
-
-    def _in_epochs(self, position: int) -> int:
-        epoch, offset = divmod(position, self.num_rows)
-        return int(permutation(self.num_rows, self.seed, epoch)[offset])
+        if self.stream:
+            return [self.stream(number) for number in range(position, position + count)]
+        rows: list[int] = []
+        while len(rows) < count:
+            epoch, offset = divmod(position + len(rows), self.num_rows)
+            rows += permutation(self.num_rows, self.seed, epoch)[offset : offset + count - len(rows)].tolist()
+        return rows
 
 
 @lru_cache(maxsize=2)

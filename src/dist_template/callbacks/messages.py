@@ -11,11 +11,11 @@ from lightning.pytorch import Callback
 
 from .. import weights
 from ..cluster.messages import MESSAGES
-from .console import write_lines
+from .console import console_of
 
 
 class WarningsOfRanks(Callback):
-    """Prints "rank 3 and 62 more: …" for warnings of other ranks that rank 0 has not printed.
+    """Prints "rank 3: …" for warnings of other ranks that no lower rank has; equal ones once.
 
     Ranks exchange them after each validation, also the one before training, and at the end. cluster/messages.py buffers
     them meanwhile.
@@ -28,7 +28,8 @@ class WarningsOfRanks(Callback):
         """Gathers the warnings and prints new ones. Collective."""
         ranks = weights.from_all_ranks(MESSAGES.drain())
         if trainer.is_global_zero and (lines := new_lines(ranks, MESSAGES.reported)):
-            write_lines(trainer, "\n".join(lines), file=sys.stderr)
+            console = console_of(trainer)
+            (console.write if console else print)("\n".join(lines), file=sys.stderr)
 
     on_train_end = on_test_end = on_predict_end = on_validation_end
 
@@ -39,22 +40,14 @@ class WarningsOfRanks(Callback):
 
 
 def new_lines(ranks: list[list[str]], reported: set[str]) -> list[str]:
-    """Returns a line for each new text; texts that differ only in numbers count as equal.
-
-    Args:
-        ranks: Each rank's warnings since the last exchange.
-        reported: The texts that were printed already; new ones are added.
-    """
+    """Returns a line for each text of `ranks` that is not in `reported`, and adds it there. Texts that differ only in
+    numbers count as equal."""
     known = {re.sub(r"\d+", "#", text) for text in reported}  # without a rank's or a device's number
-    new: dict[str, tuple[str, list[int]]] = {}  # pattern -> a text, its ranks
-    for rank, texts in enumerate(ranks):
-        for text in dict.fromkeys(texts):
-            reported.add(text)
-            pattern = re.sub(r"\d+", "#", text)
-            if pattern not in known:
-                new.setdefault(pattern, (text, []))[1].append(rank)
     lines = []
-    for text, owners in new.values():
-        more = f" and {len(owners) - 1} more" if len(owners) > 1 else ""
-        lines.append(f"rank {owners[0]}{more}: {text}")
+    for rank, texts in enumerate(ranks):
+        for text in texts:
+            reported.add(text)
+            if (pattern := re.sub(r"\d+", "#", text)) not in known:
+                known.add(pattern)
+                lines.append(f"rank {rank}: {text}")
     return lines

@@ -76,15 +76,10 @@ class StepCheck:
     def suspects(self) -> list[int]:
         """The ranks whose own loss is anomalous; else those whose reduced gradient is and should
         equal the others'. None if all of them are."""
-        of_loss, of_norm = [], []
-        for rank, (loss, norm) in enumerate(zip(self.losses, self.norms, strict=True)):
-            if not math.isfinite(loss) or (self.is_spike and loss == max(self.losses)):
-                of_loss.append(rank)
-            if not math.isfinite(norm):
-                of_norm.append(rank)
-        if not of_loss and len(of_norm) < len(self.norms):
-            return of_norm
-        return of_loss
+        highest = max(self.losses) if self.is_spike else math.inf
+        of_loss = [rank for rank, loss in enumerate(self.losses) if not loss < highest]
+        of_norm = [rank for rank, norm in enumerate(self.norms) if not math.isfinite(norm)]
+        return of_loss or (of_norm if len(of_norm) < len(self.norms) else [])
 
     def __str__(self) -> str:
         limit = f" above {self.limit:.4g}" if self.is_spike else ""
@@ -120,8 +115,8 @@ class Numerics(Callback):
         patience: int = 20,
         folder: str = "{run}",
     ) -> None:
-        check_least("numerics", spike_window=(spike_window, 4), spike_sigmas=(spike_sigmas, 0))
-        check_least("numerics", patience=(patience, 1))
+        limits = {"spike_window": (spike_window, 4), "spike_sigmas": (spike_sigmas, 0), "patience": (patience, 1)}
+        check_least("numerics", **limits)
         self.on_non_finite = on_non_finite
         self.on_spike = on_spike
         self.spike_window = spike_window
@@ -223,21 +218,16 @@ class Numerics(Callback):
             return
         check, self._check = self._check, None
         check.step, check.rows = trainer.global_step, getattr(trainer.datamodule, "step_rows", [])
-        if self._uses_deepspeed:
-            self._add_outcome(trainer, pl_module, check)
-            self._act_on(trainer, check)
+        if self._uses_deepspeed:  # it has read the norm, and may have skipped the step by itself
+            overflowed, norm = trainer.precision_plugin.outcome(pl_module)
+            if norm >= 0 and not tracks_metrics(pl_module):
+                metrics_of(pl_module).add("train/grad_norm", torch.tensor(norm))
+            check.values[1:-2:2], check.values[-1] = norm, max(check.values[-1], overflowed)
+            if overflowed:
+                self.skipped = torch.ones((), device=pl_module.device)
         else:
-            before, self._pending = self._pending, check
-            self._act_on(trainer, before)
-
-    def _add_outcome(self, trainer: Any, module: Any, check: StepCheck) -> None:
-        """Adds to `check` what DeepSpeed found in its step."""
-        overflowed, norm = trainer.precision_plugin.outcome(module)
-        if norm >= 0 and not tracks_metrics(module):
-            metrics_of(module).add("train/grad_norm", torch.tensor(norm))
-        check.values[1:-2:2], check.values[-1] = norm, max(check.values[-1], overflowed)
-        if overflowed:
-            self.skipped = torch.ones((), device=module.device)
+            check, self._pending = self._pending, check
+        self._act_on(trainer, check)
 
     def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
         metrics["health/skipped_steps"] = self._num_skipped
@@ -250,11 +240,11 @@ class Numerics(Callback):
         """
         self.on_train_end(trainer, pl_module)
         if not _weights_are_finite(trainer, pl_module):
-            sentence = (
-                f"the weights after step {trainer.global_step} are not finite, though anomalous"
-                " steps were skipped: something else has changed them. They are not saved"
+            raise Ended(
+                Exit.NON_FINITE,
+                f"the weights after step {trainer.global_step} are not finite, though anomalous steps were skipped:"
+                " something else has changed them. They are not saved",
             )
-            raise Ended(Exit.NON_FINITE, sentence)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         pending, self._pending = self._pending, None
@@ -275,7 +265,11 @@ class Numerics(Callback):
             return
         check.arrive()
         self._in_a_row = self._in_a_row + 1 if check.is_anomalous else 0
-        is_overflow = self._has_scaler(trainer) and math.isfinite(check.loss) and not check.is_spike
+        has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
+        if self._uses_deepspeed:
+            has_scaler = trainer.precision_plugin.precision.startswith("16")
+        # The scaler skips such a step itself.
+        is_overflow = has_scaler and math.isfinite(check.loss) and not check.is_spike
         if not check.is_anomalous or (is_overflow and self._in_a_row < self.patience):
             return
         self._num_skipped += 1
@@ -288,13 +282,6 @@ class Numerics(Callback):
             print(f"\nnumerics: {sentence}", flush=True)
         if decision == "stop":
             raise Ended(Exit.NON_FINITE, f"training stopped: {sentence}")
-
-    def _has_scaler(self, trainer: Any) -> bool:
-        """Returns whether there is a loss scaler, which skips a step if its scale is too high."""
-        precision = trainer.precision_plugin
-        if self._uses_deepspeed:
-            return precision.precision.startswith("16")
-        return getattr(precision, "scaler", None) is not None
 
 
 def _weights_are_finite(trainer: L.Trainer, module: Any) -> bool:

@@ -29,10 +29,9 @@ EVERY_S = 0.25  # about the time between two votes; a step may be much shorter
 class Preemption(Checkpoint):
     """Stops on SIGTERM or SIGUSR1 to any process of the run, and when the job's time is up.
 
-    It is a `Checkpoint`, because Lightning calls those last, after all others have run.
-
-    A validation is interrupted, and repeated by the resumed run. Lightning's own signal handlers never run: they
-    broadcast or save inside the handler, which deadlocks unless every rank gets the signal in the same step.
+    It is a `Checkpoint`, because Lightning calls those last. A validation is interrupted, and repeated by the resumed
+    run. Lightning's own signal handlers never run: they broadcast or save inside the handler, which deadlocks unless
+    every rank gets the signal in the same step.
 
     Args:
         max_time: Time of this job since its launch, as DD:HH:MM:SS; then it saves and exits with code 75. Leave time
@@ -55,7 +54,7 @@ class Preemption(Checkpoint):
         if not has_command_line():
             listen()
         if stage == "fit":
-            self._vote = Vote(2)
+            self._vote = Vote()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stop_request.is_handled = True
@@ -115,33 +114,22 @@ class Preemption(Checkpoint):
 
 
 class Vote:
-    """The maximum over all ranks of a few integers, with one vote of delay, so that no rank waits.
+    """The maxima over all ranks of two integers, with one vote of delay, so that no rank waits.
 
     A vote starts an all-reduce on the CPU and returns the result of the vote before, which had at least a step's time
     to complete; every rank reads the same result at the same vote. If training's process group is on GPUs, the votes
-    use a gloo group of their own, whose creation is collective. On CPUs they share training's group, because each gloo
-    group wakes up a hundred times a second.
-
-    Args:
-        size: How many integers, of 64 bits.
+    use a gloo group of their own, whose creation is collective.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self) -> None:
         self._is_alone = not dist.is_initialized()
         shares = self._is_alone or dist.get_backend() == dist.Backend.GLOO
         self._group = None if shares else dist.new_group(backend="gloo")
-        self._box = torch.zeros(size, dtype=torch.int64)
+        self._box = torch.zeros(2, dtype=torch.int64)
         self._work: dist.Work | None = None
 
     def cast(self, numbers: Sequence[int]) -> list[int]:
-        """Votes with this rank's numbers; every rank must vote equally often.
-
-        Returns:
-            The maxima of the vote before; zeros at the first.
-
-        Raises:
-            RuntimeError: A rank is lost.
-        """
+        """Votes, on every rank equally often, and returns the maxima of the vote before: zeros at the first."""
         self.close()
         agreed = self._box.numpy().tolist()  # NumPy: a test counts device reads by torch
         self._box = torch.tensor(numbers, dtype=torch.int64)

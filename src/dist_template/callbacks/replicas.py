@@ -1,9 +1,7 @@
 """The replica guard: compares the tensors that several ranks hold, bit by bit.
 
-Data parallelism keeps a copy of each parameter on every rank, tensor parallelism copies of norms
-and routers, a pipeline two of a tied embedding. Copies start equal and are stepped with equal
-gradients. A gradient that is not reduced, code that depends on the rank, or damaged memory makes
-them different models, and neither the loss nor the norm shows it.
+A gradient that is not reduced, code that depends on the rank, or damaged memory makes copies of a parameter different,
+and neither the loss nor the norm shows it.
 
 A checksum of each tensor is computed on the device; one all-reduce has the largest and the smallest
 of the ranks that hold it, and one read on the host says whether they differ.
@@ -34,7 +32,7 @@ from ..errors import Ended, Exit
 from ..layout import local_shard, shard_place
 from ..parallel import run_strategy
 
-STEPS = (1, 2, 10)  # of an attempt: what starts after the first steps is seen before it is saved
+EARLY = 2  # steps of an attempt: the rate of the first one may be 0
 COLUMNS = 64  # of a tensor's 8-byte words, each with a weight
 NONE_HELD = torch.iinfo(torch.int64).min
 
@@ -42,8 +40,8 @@ NONE_HELD = torch.iinfo(torch.int64).min
 class Replicas(Callback):
     """Ends training, with exit code 65, if ranks hold different values of one tensor.
 
-    Compared are parameters, and floating-point buffers that a checkpoint has, after the first, second and tenth step of
-    each attempt and before each checkpoint is written. BatchNorm's running statistics are not compared: each rank has
+    Compared are parameters, and floating-point buffers that a checkpoint has, after the second step of each attempt and
+    before each checkpoint is written. BatchNorm's running statistics are not compared: each rank has
     its own.
 
     Args:
@@ -54,23 +52,18 @@ class Replicas(Callback):
     def __init__(self, ignore: list[str] = []) -> None:  # noqa: B006  (it is never modified)
         self.ignore = ignore
         self._positions: dict[int, int] | None = None  # digest of a replica: position
-        self._first_step, self._pending = 0, list(STEPS)
+        self._early_step = EARLY
         self._has_warned = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._positions, self._pending = None, list(STEPS)
-        self._first_step = trainer.global_step
+        self._positions = None
+        self._early_step = trainer.global_step + EARLY
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
-        if not self._pending or accumulates(trainer):
-            return
-        if trainer.global_step - self._first_step >= self._pending[0]:
-            self._pending.pop(0)
+        if trainer.global_step == self._early_step and not accumulates(trainer):
             self._compare(trainer, pl_module)
 
-    def on_save_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: object) -> None:
         self._compare(trainer, pl_module)
 
     @torch.no_grad()
@@ -143,13 +136,12 @@ class Replicas(Callback):
         name, usual, others = min(found)
         more = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""
         sentence = (
-            f"replicas differ after step {trainer.global_step}: {name} of rank"
-            f" {rank_ranges(others)} differs from rank {rank_ranges(usual)} (by {size:.1g} of its"
-            f" norm){more}."
+            f"replicas differ after step {trainer.global_step}: {name} of rank {rank_ranges(others)} differs from rank"
+            f" {rank_ranges(usual)} (by {size:.1g} of its norm){more}."
         )
         causes = (
-            " Code that depends on the rank, a gradient that is not summed over the ranks, or"
-            " damaged memory does this. List what differs on purpose in replicas.ignore"
+            " Code that depends on the rank, a gradient that is not summed over the ranks, or damaged memory does this."
+            " List what differs on purpose in replicas.ignore"
         )
         tolerance = 0.0
         is_cpu = trainer.strategy.root_device.type == "cpu"
@@ -166,8 +158,7 @@ class Replicas(Callback):
 def _compared(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the names and tensors that are equal on all ranks that hold them.
 
-    Counters and random states among the buffers are not, nor are buffers that a checkpoint lacks: a
-    dynamic rotary embedding has the frequencies of its rank's longest sequence.
+    Counters, random states and buffers that a checkpoint lacks are not: a dynamic rotary embedding depends on the data.
     """
     yield from module.named_parameters()
     for prefix, owner in module.named_modules():
@@ -182,8 +173,8 @@ def _compared(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def checksum(tensor: Tensor) -> Tensor:
     """Returns () int64 of the bits of this rank's shard; no copy of it, and no rounding.
 
-    It is a weighted sum of 8-byte words. Without weights, two vectors of ones that a first step has
-    moved by the learning rate, up in as many places as down, would have the same sum.
+    It is a weighted sum of 8-byte words: vectors of ones that a first step has moved up in as many places as down would
+    have the same sum without weights.
     """
     bits = local_shard(tensor).detach().reshape(-1).view(torch.uint8)
     if bits.storage_offset() % 8:

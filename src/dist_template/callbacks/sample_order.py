@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -67,7 +66,8 @@ class SampleOrder(Callback):
         for stage_name, order in orders.items():
             name = f"{stage_name}_dataloader"
             if is_overridden(name, owner, kind) and name not in vars(owner):
-                setattr(owner, name, _then(getattr(owner, name), order))
+                create = getattr(owner, name)
+                setattr(owner, name, lambda create=create, order=order: order(create()))
                 self._wrapped.append((owner, name))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -90,10 +90,9 @@ class SampleOrder(Callback):
         num = len(loader.dataset)
         if num < self.global_batch_size:
             raise InputError(
-                f"the training set has {num} samples, and an optimizer step takes"
-                f" {self.global_batch_size}: batch_size {loader.batch_size} x data_parallel"
-                f" {self._num_ranks} x trainer.accumulate_grad_batches {accumulation}; lower one of"
-                " them"
+                f"the training set has {num} samples, and an optimizer step takes {self.global_batch_size}: batch_size"
+                f" {loader.batch_size} x data_parallel {self._num_ranks} x trainer.accumulate_grad_batches"
+                f" {accumulation}; lower one of them"
             )
         self._settings = {"samples": num, "seed": _seed_of(loader)}
         self._compare()
@@ -189,11 +188,3 @@ def _like(loader: DataLoader, sampler: Any, drop_last: bool) -> DataLoader:
     options: dict[str, Any] = {name: getattr(loader, name) for name in KEPT}
     options["worker_init_fn"] = loader.worker_init_fn or isolate_worker
     return _Deferred(loader.dataset, batch_size=loader.batch_size, sampler=sampler, drop_last=drop_last, **options)
-
-
-def _then(create: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
-    @wraps(create)
-    def changed(*args: Any, **kwargs: Any) -> Any:
-        return change(create(*args, **kwargs))
-
-    return changed

@@ -11,21 +11,21 @@ from lightning.pytorch import Callback
 from ..model.any_module import data_of
 from .console import only_shows
 
+CONVERSATIONS = 2  # of the validation split
+
 
 class Samples(Callback):
     """Continues the first of `data.prompts` and appends the text to `samples.txt`.
 
-    Of conversations, it answers some of the validation split, beside their last answers. Every rank
+    Of conversations, it answers two of the validation split, beside their last answers. Every rank
     generates, because a sharded model needs all ranks; rank 0 writes.
 
     Args:
         folder: The folder of `samples.txt`. null turns samples off.
-        conversations: Number of conversations of the validation split to answer. 0: `data.prompts`.
     """
 
-    def __init__(self, folder: str | None = "{run}", conversations: int = 2) -> None:
+    def __init__(self, folder: str | None = "{run}") -> None:
         self.folder = folder
-        self.conversations = conversations
 
     @only_shows
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -36,7 +36,7 @@ class Samples(Callback):
             return
         decode = data.text_tokenizer.decode
         encode = getattr(data, "encode_prompt", data.text_tokenizer.encode)
-        held_out = data.held_out(self.conversations) if hasattr(data, "held_out") else []
+        held_out = data.held_out(CONVERSATIONS) if hasattr(data, "held_out") else []
         generate: Any = pl_module.generate
         texts = []
         for ids, reference in held_out or [(encode(prompts[0]), None)]:

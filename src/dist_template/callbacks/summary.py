@@ -20,7 +20,7 @@ from .console import figure, only_shows
 
 
 class Summary(Callback):
-    """Keeps the first validation's result across restarts, and prints it with the last.
+    """Prints the results of the last validation, or how to resume.
 
     Args:
         folder: The run's folder.
@@ -30,17 +30,9 @@ class Summary(Callback):
     def __init__(self, folder: Path, calls_hooks: bool) -> None:
         self.folder = folder
         self.calls_hooks = calls_hooks
-        self.first: dict[str, float] = {}
         self.validated_step = -1  # the optimizer step of the newest validation
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"first": self.first}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.first = state_dict["first"]
-
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.first = self.first or dict(results_of(trainer, pl_module))
         if not trainer.sanity_checking:
             self.validated_step = trainer.global_step
 
@@ -59,15 +51,11 @@ class Summary(Callback):
     @only_shows
     def show(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Prints the end of a finished run, on rank 0."""
-        data = data_of(trainer)
         print(f"\nfinished after step {trainer.global_step}")
         for name, value in results_of(trainer, pl_module).items():
-            first = f"{figure(self.first[name])} at the start -> " if name in self.first else ""
-            unigram = getattr(data, "unigram_bits_per_byte", None)
-            baseline = ""
-            if name == "eval/bits_per_byte" and unigram:
-                baseline = f"   (a unigram model of the same tokens: {unigram:.4f})"
-            print(f"  {name:<22}{first}{figure(value)}{baseline}")
+            print(f"  {name:<22}{figure(value)}")
+        if unigram := getattr(data_of(trainer), "unigram_bits_per_byte", None):
+            print(f"  a unigram model of the same tokens has {unigram:.4f} bits per byte")
         if seconds := goodput.read(self.folder):
             print(f"goodput           {goodput.describe(seconds)}")
         print(f"run folder        {self.folder}")

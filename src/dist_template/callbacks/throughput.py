@@ -28,13 +28,12 @@ class Throughput(Callback):
     The time between two log steps is exact on any device, because a log step ends in a transfer that waits for the
     device. Validation and checkpoints are excluded from it, with the wait for the batch after them.
 
-    rank/* compares each rank's own time for a step, by the host's clock: waiting for its loader, then forward, before
-    gradients are reduced. On a GPU it shows slow hosts, not slow GPUs. If forward contains collectives (FSDP, tensor
-    and expert parallelism, ZeRO-3), ranks wait for each other in it: then only a slow loader shows.
+    rank/* compares each rank's own time for a step, by the host's clock: waiting for its loader, then forward. On a GPU
+    it shows slow hosts, not slow GPUs. In a forward pass with collectives ranks wait for each other: then only a slow
+    loader shows.
 
-    memory/* is the largest of all ranks. On a GPU it is the peak of torch's allocator since the last log step, without
-    other libraries (NCCL, the CUDA context). On a CPU it is the process's resident memory, and its share of the memory
-    of the host (or control group) that its ranks share.
+    memory/* is the largest of all ranks: the peak of torch's allocator since the last log step, or the resident memory
+    of a CPU process and its share of the memory of the host (or control group) that its ranks share.
     """
 
     def __init__(self) -> None:
@@ -68,7 +67,8 @@ class Throughput(Callback):
         self._started = now
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        self._own_s += time.perf_counter() - self._started
+        now = time.perf_counter()
+        self._own_s, self._started = self._own_s + now - self._started, now
 
     def on_train_batch_end(self, *_: object, **__: object) -> None:
         now = time.perf_counter()
@@ -81,33 +81,26 @@ class Throughput(Callback):
         metrics.put("perf/data_wait_share", self._wait_s / self._window_s)
         if samples := samples_of(trainer):
             per_s = steps * samples.global_batch_size / self._window_s
-            for name, value in self._of_samples(per_s, trainer.world_size).items():
-                metrics.put(name, value)
             total = trainer.global_step * samples.global_batch_size
+            metrics.put("perf/samples_per_s", per_s)
             if self._seq_len:
                 metrics.put("train/tokens", total * self._seq_len)
+                per_s *= self._seq_len
+                metrics.put("perf/tokens_per_s", per_s)
+                metrics.put("perf/tokens_per_s_per_device", per_s / trainer.world_size)
             else:
                 metrics.put("train/samples", total)
+            if self._flops:
+                tflops = per_s / trainer.world_size * self._flops / 1e12
+                metrics.put("perf/model_tflops", tflops)
+                if self._peak_tflops:
+                    metrics.put("perf/mfu", tflops / self._peak_tflops)
         if trainer.world_size > 1:
             metrics.put_of_rank(OWN, self._own_s / steps)
         for name, value in zip(MEMORY, self._memory_now(module.device), strict=True):
             metrics.put_of_rank(name, value)
         self._window_s = self._wait_s = self._own_s = 0.0
         self._window_step = trainer.global_step
-
-    def _of_samples(self, samples_per_s: float, world_size: int) -> dict[str, float]:
-        figures = {"perf/samples_per_s": samples_per_s}
-        if not self._seq_len:
-            return figures
-        tokens_per_s = samples_per_s * self._seq_len
-        figures["perf/tokens_per_s"] = tokens_per_s
-        figures["perf/tokens_per_s_per_device"] = tokens_per_s / world_size
-        if self._flops:
-            tflops = tokens_per_s / world_size * self._flops / 1e12
-            figures["perf/model_tflops"] = tflops
-            if self._peak_tflops:
-                figures["perf/mfu"] = tflops / self._peak_tflops
-        return figures
 
     def on_log_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]) -> None:
         of_ranks = metrics_of(module).of_ranks

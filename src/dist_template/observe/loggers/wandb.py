@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from ...cluster.redaction import redacted_command
-from ...compat.lightning import has_wandb_run, wandb_options
+from ...compat.lightning import has_wandb_run
 from ...errors import reason, require
 
-INIT_TIMEOUT_S = 30.0  # for the service at the start; then W&B logs offline
+INIT_TIMEOUT_S = 30.0  # for the service at the start; then training continues without W&B
 FINISH_TIMEOUT_S = 20.0  # for uploads at the end; `wandb sync` uploads the rest
 
 
@@ -58,22 +57,7 @@ class WandB(WandbLogger):
             mode="offline" if offline else "online", group=group, tags=tags, notes=notes,
             settings=settings,
         )  # fmt: skip
-        self._failed = False
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:  # pyright: ignore
-        if not has_wandb_run(self):
-            import wandb
-
-            Path(wandb_options(self)["dir"]).mkdir(parents=True, exist_ok=True)
-            try:
-                return super().experiment
-            except Exception as error:  # wandb.errors.Error is not the base of all that it raises
-                rank_zero_warn(f"W&B is not reachable ({error}): logging offline, for `wandb sync`")
-                wandb.teardown()  # or its service reports that the run's id is in use
-                wandb_options(self)["mode"] = "offline"
-        return super().experiment
+        self._folder, self._failed = Path(save_dir), False
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -90,10 +74,11 @@ class WandB(WandbLogger):
             self._attempt(lambda: self.experiment.finish(exit_code=1))
 
     def _attempt(self, call: Callable[[], object]) -> None:
-        """Calls wandb; if that fails (a killed process, a full disk), training continues."""
+        """Calls wandb; if that fails (no service, a killed process, a full disk), training continues."""
         if self._failed:
             return
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)  # wandb would write elsewhere
             call()
         except Exception as error:
             self._failed = True
