@@ -1,1 +1,1 @@
-"""From rows of tokens to a rank's batches: packing, order, equal work, and the loader."""
+"""From rows of tokens to a rank's batches: packing, order, and the loader."""

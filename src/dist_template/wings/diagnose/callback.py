@@ -98,6 +98,10 @@ class Diagnosis(Callback):
                 lines.append(f"diagnosis: {finding.line}")
             self._reported.add(finding.identity)
             self._write(finding, trainer.global_step)
+            for logger in trainer.loggers:
+                alert = getattr(logger, "alert", None)  # W&B's logger has it
+                if finding.level == "error" and alert:
+                    alert(finding.title, finding.evidence, "ERROR")
         console = console_of(trainer)
         if console:
             console.worst = ""
