@@ -18,7 +18,6 @@ PARTS = {
     "model": "the loss in chunks, compilation block by block",
     "data": "reading, tokenizing, packing",
     "chat": "conversations: full rows, packing, training on masked rows",
-    "balance": "even work for ranks: the slowest over the mean, time of two processes",
     "pipeline": "the time in which stages wait; two stages against a hand-written loop",
     "checkpoint": "how long saving keeps training waiting",
     "startup": "until help, a refusal, the first step",

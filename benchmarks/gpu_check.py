@@ -31,6 +31,7 @@ import torch
 from lightning.pytorch import Callback
 
 from dist_template.compat.lightning import accumulates
+from dist_template.observe.history import goodput
 from dist_template.observe.history.metrics import read_metrics
 
 from . import ROOT
@@ -200,7 +201,7 @@ def saves(bench: Bench) -> None:
             name = f"saves: {strategy}, asynchronous {way}: training waits"
             began = time.perf_counter()
             if run := bench.fit(name, [large, *STRATEGIES[strategy], *more]):
-                waits = read_metrics(run)["perf/checkpoint_s"].values.tolist()
+                waits = [goodput.read(run)["checkpoint"]]
                 took = f"saves: {strategy}, asynchronous {way}: the whole command"
                 bench.put(Figure(name, waits, unit="s"), Figure(took, [time.perf_counter() - began], unit="s"))
 

@@ -14,13 +14,12 @@ from trainer_dev.module import LanguageModule
 
 from dist_template import Ended
 from dist_template.callbacks import Numerics
-from dist_template.callbacks.incidents import StepCheck
+from dist_template.callbacks.numerics import StepCheck
 from dist_template.errors import Exit
-from tests.support.library import numerics, read_full, read_incidents, read_jumps
+from tests.support.library import numerics, read_full, read_incidents
 from tests.support.numerics import is_finite, newest_step, spoil
-from tests.support.runs import newest, only_run, run
+from tests.support.runs import logged, newest, only_run, run
 
-LAST = ["--ckpt_path=last"]
 QUICK = ["--trainer.max_steps=8", "--trainer.limit_val_batches=0", "--trainer.logger=false", "--model.optim.warmup=2"]
 
 
@@ -61,17 +60,6 @@ def test_skip_stops_after_patience_steps(flags: list[str], tmp_path: Path, monke
     ]
 
 
-def test_roll_back_stops_after_max_roll_backs(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoil(monkeypatch, lambda step: step >= 4)
-    flags = [*flags, *QUICK, "--numerics.on_non_finite=roll_back", "--numerics.max_roll_backs=2"]
-    codes = [run("fit", *flags, "--last_checkpoint.every_n_steps=1", *resume) for resume in ([], *[LAST] * 3)]
-    assert codes == [Exit.HUNG, Exit.HUNG, Exit.HUNG, Exit.NON_FINITE]
-    jumps = [(each["start"], each["end"]) for each in read_jumps(only_run(tmp_path))]
-    assert jumps == [(24, 32), (32, 40), (40, 48)], "each the samples of the fourth step; 8 a step"
-
-
 def test_no_checkpoint_is_saved_of_weights_that_something_else_made_non_finite(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +74,7 @@ def test_no_checkpoint_is_saved_of_weights_that_something_else_made_non_finite(
     assert run("fit", *flags, *QUICK, "--last_checkpoint.every_n_steps=2") == Exit.NON_FINITE
     assert newest_step(only_run(tmp_path)) == 2
 
-    monkeypatch.setattr(numerics, "weights_are_finite", lambda *_: True)
+    monkeypatch.setattr(numerics, "_weights_are_finite", lambda *_: True)
     run("fit", *flags, *QUICK, "--trainer.max_steps=4", "--run.name=red")
     assert not is_finite(saved_weights(tmp_path, "red")), "without the check of the weights they would be saved"
 
@@ -119,10 +107,10 @@ def judged(guard: Numerics, norm: float, loss: float = 2.0, **precision: Any) ->
     """Returns how the guard reacts to a step with this loss and norm."""
     plugin = SimpleNamespace(precision="16-mixed", **precision)
     trainer = SimpleNamespace(precision_plugin=plugin, is_global_zero=True, datamodule=SimpleNamespace(rank=0))
-    guard._uses_deepspeed, guard._jumps = False, []
+    guard._uses_deepspeed = False
     values = torch.tensor([loss, norm, math.inf, float(not math.isfinite(norm))])
     try:
-        guard._act_on(trainer, None, StepCheck(values, step=3))
+        guard._act_on(trainer, StepCheck(values, step=3))
     except Ended as ended:
         return ended.code.name
     return "continues"
@@ -150,3 +138,12 @@ def test_the_spike_limit_is_robust_and_inactive_for_half_a_window() -> None:
     resumed = Numerics(on_spike="skip", spike_window=8, spike_sigmas=6)
     resumed.load_state_dict(guard.state_dict())
     assert resumed._limit() == guard._limit() < 4, "a resumed run has the window"
+
+
+def test_skipped_steps_are_counted(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, lambda step: step == 5)
+    steps = ["--trainer.max_steps=8", "--trainer.log_every_n_steps=4", "--trainer.limit_val_batches=0"]
+    steps += ["--numerics.on_non_finite=skip", "--model.optim.warmup=1"]
+    assert run("fit", *flags, *steps) == 0
+    folder = only_run(tmp_path)
+    assert logged(folder, "health/skipped_steps") == {4: 0, 8: 1}

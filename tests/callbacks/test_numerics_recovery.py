@@ -5,19 +5,15 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import Tensor
-from trainer_dev.module import LanguageModule
 
-from tests.support.library import global_order, read_incidents, read_jumps
+from tests.support.library import read_incidents
 from tests.support.numerics import (
     STRATEGIES,
     Train,
     is_finite,
     newest_step,
-    report_exit_codes,
     spoil_gradient,
     spoil_loss,
     spoil_reduced_gradient,
@@ -133,35 +129,3 @@ def test_deepspeeds_other_optimizers_skip_exactly_one_step(
     for name, weight in guarded.by_hand("ddp", SPIKE_STEP).items():
         difference = run.end[name].float() - weight
         assert difference.norm() < 0.03 * weight.norm(), f"{name}: bf16 makes 0.01, that step 0.08"
-
-
-def spoil_sample(place: int) -> None:
-    """In each worker: whichever step reads the sample at `place` of the stream, its loss is 50 times too high."""
-    original = LanguageModule.training_step
-
-    def training_step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        row = global_order.permutation(len(self.trainer.train_dataloader.dataset), 0, 0)[place]
-        return original(self, batch, batch_idx) * (50.0 if row in self.trainer.datamodule.step_rows[-1] else 1.0)
-
-    LanguageModule.training_step = training_step
-    report_exit_codes()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(["ddp", "zero1"], daily=["zero1"]))
-def test_a_roll_back_resumes_from_before_and_skips_those_samples(guarded: Train, strategy: str) -> None:
-    spoil = partial(spoil_sample, (SPIKE_STEP - 1) * 8 + 3)
-    flags = ["--numerics.on_spike=roll_back", "--last_checkpoint.every_n_steps=2"]
-    first = guarded(strategy, "roll-back", spoil, *flags, *SPIKES)
-    assert len(first.answers) == 2
-    for answer in first.answers.values():
-        assert answer.startswith("Ended: rolling back") and "exit code 71" in answer
-    folder = guarded.run_folder(strategy, "roll-back")
-    (incident,) = read_incidents(folder)
-    assert newest_step(folder) == SPIKE_STEP - 1
-
-    again = guarded(strategy, "roll-back", spoil, *flags, *SPIKES).check()
-    assert (min(again.loss), max(again.loss)) == (SPIKE_STEP, 8)
-    assert len(read_incidents(folder)) == 1, "the bad sample is read again"
-    assert [(jump["start"], jump["end"]) for jump in read_jumps(folder)] == [(48, 56)]
-    assert sum(len(rows) for rank in incident["ranks"] for rows in rank["rows"]) == 8

@@ -56,7 +56,7 @@ def test_a_network_without_generate_trains_and_predict_refuses_it(
 @pytest.mark.parametrize(
     ("owner", "method"),
     [(Samples, "on_validation_end"), (Console, "on_log_step"), (Console, "_show_results"), (Diagnosis, "_diagnose")]
-    + [(Summary, "_next_commands")],
+    + [(Summary, "show")],
 )
 def test_an_error_in_what_only_shows_ends_no_training(
     flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, owner: Any, method: str

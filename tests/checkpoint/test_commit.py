@@ -196,13 +196,9 @@ def steps(paths: list[Path]) -> list[int]:
     return sorted(manifest.step_of(path) for path in paths)
 
 
-def test_the_newest_are_kept_and_one_in_each_period(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = []
-    for number, minutes in enumerate([0, 10, 50, 70, 80, 130]):
-        monkeypatch.setattr(commit.time, "time", lambda minutes=minutes: 60.0 * minutes)
-        paths.append(committed(tmp_path, number))
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    paths = [committed(tmp_path, number) for number in range(6)]
     assert steps(outdated(paths[-1], keep=2)) == [0, 1, 2, 3]
-    assert steps(outdated(paths[-1], keep=1, keep_every_hours=1)) == [1, 2, 4], "0 and 3 are the first of their hours"
 
 
 def test_a_torn_one_does_not_count_as_kept(tmp_path: Path) -> None:
@@ -233,7 +229,7 @@ def test_the_best_are_those_in_the_folder(tmp_path: Path) -> None:
     assert highest._is_among_the_best(2.1) and not highest._is_among_the_best(2.0)
 
 
-@pytest.mark.parametrize("wrong", ["every_n_steps=0", "keep=0", "keep_every_hours=-1"])
+@pytest.mark.parametrize("wrong", ["every_n_steps=0", "keep=0"])
 def test_numbers_that_would_keep_nothing_are_refused(
     flags: list[str], wrong: str, capfd: pytest.CaptureFixture
 ) -> None:

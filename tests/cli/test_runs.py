@@ -27,11 +27,11 @@ def test_a_run_records_what_ran_and_where(flags: list[str], tmp_path: Path, capf
     assert not (folder / "hparams.yaml").exists(), "config.yaml has all of it"
 
     shown = capfd.readouterr().out
-    assert str(folder) in shown and "--ckpt_path last" in shown
+    assert str(folder) in shown
     assert "eval/bits_per_byte" in shown and "unigram" in shown
     assert "\r" not in shown, "a log file gets lines"
-    first = float(shown.split("eval/bits_per_byte")[1].split()[0])
-    assert logged(folder, "eval/bits_per_byte")[20] < first, "it learned"
+    learned = logged(folder, "eval/bits_per_byte")
+    assert learned[20] < learned[0]
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

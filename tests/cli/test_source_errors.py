@@ -35,7 +35,7 @@ def test_an_error_in_a_source_is_reported_with_its_line(
     flags += ["--trainer.accelerator=cpu"]
     assert command(flags) == Exit.FAILED
     error = capfd.readouterr().err
-    assert "Traceback" not in error and "error: while tokenizing, KeyError: 'text'\n" in error
+    assert "Traceback" not in error and "error: KeyError: 'text'\n" in error
     assert """in documents: yield "second", {"body": "a text"}["text"]\n""" in error
     assert not (tmp_path / "runs").exists()
     monkeypatch.setenv("TRACEBACK", "1")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
-from dist_template.callbacks import Watchdog
+from dist_template.callbacks import Watchdog, watchdog
 from dist_template.errors import Exit
 from tests.support.runs import SMALL_LLAMA, Workers, run
 from tests.support.strategies import flags_of
@@ -222,7 +222,7 @@ class GroupTimeouts(Callback):
 
 
 def no_limits_for_groups() -> None:
-    Watchdog._limit_groups = lambda *args: None
+    watchdog.limit_groups = lambda *args: None  # ty: ignore[invalid-assignment]
 
 
 OWN_LIMIT = "--trainer.strategy.init_args.timeout=00:03:20"

@@ -37,9 +37,6 @@ FUNCTIONS = {
     "lightning.pytorch:LightningModule.configure_gradient_clipping": (
         "self optimizer gradient_clip_val gradient_clip_algorithm"
     ),
-    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection._extract_batch_size": (
-        "self value batch_size meta"
-    ),
     "lightning.pytorch.plugins.precision:DeepSpeedPrecision._clip_gradients": (
         "self model optimizer clip_val gradient_clip_algorithm"
     ),

@@ -160,7 +160,7 @@ def assert_same_balance(got: RunRecord, expected: RunRecord) -> None:
     assert got.loss == pytest.approx(expected.loss, rel=1e-5)
     for term in TERMS:
         assert got.metric(term) == pytest.approx(expected.metric(term), rel=1e-6), term
-    assert got.metric("moe/layer_01/load_max_over_mean") == expected.metric("moe/layer_01/load_max_over_mean")
+    assert got.metric("moe/expert_load_max_over_mean") == expected.metric("moe/expert_load_max_over_mean")
     assert_close(got.end, expected.end, 1e-5)
     for name, bias in biases(expected.end).items():
         assert torch.equal(got.end[name], bias), name

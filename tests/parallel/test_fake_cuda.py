@@ -27,16 +27,16 @@ BOTH_READ_ALL = ("tp", "cp", "pp")  # ranks share their batches
 # How often the host waits for the device on rank 0: in 15 micro-batches of which 6 end a plain step, in the last
 # micro-batches of 3 log steps, and in 2 validations. A log step reads its metrics at once. DeepSpeed reads the norm of
 # the gradients in each step, and FSDP2 waits for each offloaded gradient. The guard of
-# replicas reads once after three of the plain steps.
+# replicas reads once after the second step.
 WAITS = {
     "one": (0, 3, 16),
-    "ddp": (3, 3, 30),
+    "ddp": (1, 3, 30),
     "fsdp2": (0, 3, 30),
-    "tp": (3, 3, 30),
+    "tp": (1, 3, 30),
     "cp": (0, 3, 30),
-    "pp": (3, 27, 36),
-    "zero1": (51, 27, 30),
-    "zero2": (60, 27, 30),
+    "pp": (1, 27, 36),
+    "zero1": (49, 27, 30),
+    "zero2": (58, 27, 30),
     "zero3": (45, 21, 62),
     "fsdp2_offload": (126, 66, 16),
 }
@@ -112,7 +112,6 @@ def test_a_step_that_is_not_a_number_is_skipped(fits: Fits, strategy: str) -> No
 def test_planted_each_fault_is_found(fits: Fits) -> None:
     """The device would have found them before their mend."""
     assert fits("zero3", prelude="parameters_left_on_the_host").code != 0
-    assert fits("one", prelude="clock_that_nobody_reads").events_alive > 20
     synchronized = fits("zero2", prelude="deepspeeds_clock").waits()["plain"]
     assert synchronized > WAITS["zero2"][0]
     asynchronous = fits("fsdp2", "--last_checkpoint.asynchronous=true", prelude="thread_that_copies_ahead")

@@ -26,19 +26,6 @@ def thread_that_copies_ahead() -> None:
     writer.per_thread_copy_ahead = property(lambda _: 1_000, lambda *_: None)
 
 
-def clock_that_nobody_reads() -> None:
-    """One process: each forward pass keeps two CUDA events."""
-    from dist_template.callbacks import Throughput
-
-    start = Throughput.on_train_batch_start
-
-    def on_train_batch_start(self: Any, *args: Any, **options: Any) -> None:
-        start(self, *args, **options)
-        self._forward.start()
-
-    Throughput.on_train_batch_start = on_train_batch_start
-
-
 def deepspeeds_clock() -> None:
     """ZeRO: DeepSpeed's throughput timer synchronizes the device."""
     from dist_template.parallel import deepspeed_config

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dist_template import weights
 from dist_template.callbacks import global_order, numerics, preemption
-from dist_template.callbacks.incidents import read_jumps
 from dist_template.callbacks.training_log import logs
 from dist_template.checkpoint import commit, formats, manifest, sharded
 from dist_template.checkpoint.formats import read_full

@@ -61,21 +61,16 @@ def test_a_position_has_one_row_whatever_was_read_before(sizes: Any, changes: An
 
 
 @PROPERTY
-@given(SIZES, CHANGES, st.integers(1, 4), st.integers(1, 4), st.integers(0, 900), st.integers(0, 300))
-def test_ranks_read_the_stream_together_and_leave_jumps_out(
-    sizes: Any, changes: Any, ranks: int, micro: int, start: int, jump: int
-) -> None:
-    stream, size = mixture.MixtureOrder(sizes, changes, 0), ranks * micro
-    num, jumps = sum(sizes.values()), global_order.with_jumps([(start + jump, start + jump + 7)], [])
+@given(SIZES, CHANGES, st.integers(1, 4), st.integers(1, 4), st.integers(0, 900))
+def test_ranks_read_the_stream_together(sizes: Any, changes: Any, ranks: int, micro: int, start: int) -> None:
+    stream, size, num = mixture.MixtureOrder(sizes, changes, 0), ranks * micro, sum(sizes.values())
     orders = [
-        global_order.GlobalOrder(
-            num, size, micro, rank, ranks, consumed=lambda: start, jumps=lambda: jumps, stream=stream
-        )
+        global_order.GlobalOrder(num, size, micro, rank, ranks, consumed=lambda: start, stream=stream)
         for rank in range(ranks)
     ]
     read = [row for batches in islice(zip(*orders, strict=True), 40) for batch in batches for row in batch]
     expected = mixture.MixtureOrder(sizes, changes, 0)
-    assert read == [expected(global_order.stream_position(start + at, jumps)) for at in range(len(read))]
+    assert read == [expected(start + at) for at in range(len(read))]
 
 
 @PROPERTY

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,26 +25,22 @@ class Attempt:
     ranks: int
     accumulation: int
     steps: int
-    jumps: tuple[global_order.Jump, ...] = ()  # that the run is asked to skip when it starts
 
     @property
     def global_batch(self) -> int:
         return self.micro * self.ranks * self.accumulation
 
 
-def attempts(jumps: bool = False) -> st.SearchStrategy[list[Attempt]]:
+def attempts() -> st.SearchStrategy[list[Attempt]]:
     sizes = st.integers(1, 4)
-    interval = st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda each: (each[0], each[0] + each[1]))
-    intervals = st.lists(interval, max_size=3).map(tuple) if jumps else st.just(())
-    return st.lists(st.builds(Attempt, sizes, sizes, sizes, st.integers(1, 6), intervals), min_size=1, max_size=4)
+    return st.lists(st.builds(Attempt, sizes, sizes, sizes, st.integers(1, 6)), min_size=1, max_size=4)
 
 
 class Run:
     """A run over several attempts. Counts batches as Lightning's loops do, and keeps what a checkpoint would hold."""
 
-    def __init__(self, num_rows: int, seed: int | None, **balance: Any) -> None:
+    def __init__(self, num_rows: int, seed: int | None) -> None:
         self.num_rows = num_rows
-        self.balance = balance  # options of GlobalOrder
         self.seed = seed
         self.rows: list[int] = []  # in the order in which they were read
         self.start = 0  # consumed samples when the newest attempt started
@@ -62,7 +57,6 @@ class Run:
         module: Any = None
         counter.on_train_start(trainer, module)
         self.start = counter.value(trainer)
-        counter.jump(attempt.jumps, trainer)
         wanted = self.start + attempt.steps * attempt.global_batch
         while counter.value(trainer) < wanted:
             self._epoch(attempt, trainer, counter, wanted)
@@ -73,8 +67,7 @@ class Run:
         orders = [
             global_order.GlobalOrder(
                 self.num_rows, attempt.global_batch, attempt.micro, rank, attempt.ranks, self.seed,
-                consumed=lambda: counter.value(trainer), jumps=lambda: counter.jumps,
-                **self.balance,
+                consumed=lambda: counter.value(trainer),
             )
             for rank in range(attempt.ranks)
         ]  # fmt: skip
@@ -111,55 +104,6 @@ def test_a_run_of_any_attempts_reads_the_stream_without_a_gap(
     uninterrupted = stream(run.num_rows, seed)
     assert run.rows == [next(uninterrupted) for _ in run.rows]
     assert len(run.rows) == sum(job.steps * job.global_batch for job in jobs)
-
-
-@PROPERTY
-@given(st.integers(0, 40), attempts(jumps=True))
-def test_balancing_changes_no_step(spare_rows: int, jobs: list[Attempt]) -> None:
-    """Costs decide who computes a sample; each step of each attempt has the samples that it has without them."""
-    num_rows = max(job.global_batch for job in jobs) + spare_rows
-    plain, even = Run(num_rows, 0), Run(num_rows, 0, costs=lambda rows: np.square(rows))
-    for job in jobs:
-        plain.train(job)
-        even.train(job)
-        size = job.global_batch
-        for start in range(0, job.steps * size, size):
-            assert sorted(even.rows[start:][:size]) == sorted(plain.rows[start:][:size])
-        plain.rows, even.rows = [], []
-
-
-@PROPERTY
-@given(st.integers(0, 40), attempts(jumps=True))
-def test_jumped_intervals_are_read_by_no_rank_and_all_other_rows_once(spare_rows: int, jobs: list[Attempt]) -> None:
-    run = Run(max(job.global_batch for job in jobs) + spare_rows, 0)
-    jumped: set[int] = set()  # positions of the stream
-    read: list[int] = []
-    for job in jobs:
-        run.train(job)
-        now = read[-1] + 1 if read else 0
-        while now in jumped:
-            now += 1
-        for start, end in job.jumps:
-            if start >= now:  # what was read before stays read
-                jumped |= {*range(start, end)}
-        while len(read) < len(run.rows):
-            while now in jumped:
-                now += 1
-            read.append(now)
-            now += 1
-    expected = [int(global_order.permutation(run.num_rows, 0, at // run.num_rows)[at % run.num_rows]) for at in read]
-    assert run.rows == expected
-
-
-@PROPERTY
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(sorted).map(tuple)), st.integers(0, 80))
-def test_the_position_in_the_stream_is_the_next_one_outside_of_all_jumps(
-    intervals: list[global_order.Jump], consumed: int
-) -> None:
-    jumps = global_order.with_jumps(intervals[::2], intervals[1::2])
-    assert all(end < start for (_, end), (start, _) in zip(jumps, jumps[1:], strict=False)), "sorted and disjoint"
-    jumped = {at for start, end in intervals for at in range(start, end)}
-    assert global_order.stream_position(consumed, jumps) == [at for at in range(200) if at not in jumped][consumed]
 
 
 @PROPERTY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,14 +27,13 @@ from ..records import GIB
 class LastCheckpoint(Checkpoint):
     """Writes `step<N>.ckpt` every `every_n_steps` and at the end; a run resumes from the newest.
 
-    An older checkpoint is deleted after a newer one is committed, so the disk must hold one more than is kept.
+    An older checkpoint is deleted after a newer one is committed, so the disk must hold one more than is kept. If the
+    disk is full or fails, training continues with a warning and saves again when the next one is due; at the last step
+    it stops with exit code 1.
 
     Args:
         every_n_steps: Optimizer steps between two checkpoints.
         keep: How many of the newest to keep, at least 1. With 2, a damaged one costs only its steps.
-        keep_every_hours: Keep one checkpoint per this many hours permanently, the period's first. 0: off.
-        on_failed_save: Reaction to a full or failing disk: continue, with a warning, and try again
-            when the next one is due; or stop, with exit code 1. At the last step it always stops.
         asynchronous: Write in the background: training waits only until this rank's shard of the checkpoint is copied
             to host memory, which must have room for it. A failure is reported when the next one is due. Not with state
             on NVMe. false: training waits until all is written.
@@ -46,18 +46,13 @@ class LastCheckpoint(Checkpoint):
         self,
         every_n_steps: int = 100,
         keep: int = 2,
-        keep_every_hours: float = 0.0,
-        on_failed_save: Literal["continue", "stop"] = "continue",
         asynchronous: bool = False,
         dirpath: str = "{run}/checkpoints",
         accept_changes: list[str] = [],  # noqa: B006  (it is never modified)
     ) -> None:
-        least = {"every_n_steps": (every_n_steps, 1), "keep": (keep, 1)}
-        check_least("last_checkpoint", **least, keep_every_hours=(keep_every_hours, 0))
+        check_least("last_checkpoint", every_n_steps=(every_n_steps, 1), keep=(keep, 1))
         self.every_n_steps = every_n_steps
         self.keep = keep
-        self.keep_every_hours = keep_every_hours
-        self.on_failed_save = on_failed_save
         self.asynchronous = asynchronous
         self.folder = Path(dirpath)
         self.accept_changes = accept_changes
@@ -98,14 +93,10 @@ class LastCheckpoint(Checkpoint):
             self.compare(Path(trainer.ckpt_path), trainer, trainer.datamodule, pl_module)
 
     def save_now(self, trainer: L.Trainer) -> bool:
-        """Saves this step unless it is saved already, and returns whether it is. Collective.
-
-        Raises:
-            Ended: The save failed, and on_failed_save is "stop".
-        """
+        """Saves this step unless it is saved already, and returns whether it is. Collective."""
         self._settle(trainer)
         if trainer.global_step != self.saved_step:
-            self._save(trainer, stops=self.on_failed_save == "stop")
+            self._save(trainer)
         return trainer.global_step == self.saved_step
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -132,7 +123,7 @@ class LastCheckpoint(Checkpoint):
     def on_train_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         self._settle(trainer)
         if trainer.global_step != self.saved_step and not trainer.fast_dev_run:
-            self._save(trainer, stops=True)  # there is no later save that would try again
+            self._save(trainer, is_last=True)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if self._saver is not None:
@@ -143,31 +134,30 @@ class LastCheckpoint(Checkpoint):
             self._saver.close()
             self._saver = None
 
-    def _save(self, trainer: L.Trainer, stops: bool) -> None:
+    def _save(self, trainer: L.Trainer, is_last: bool = False) -> None:
         path = self.folder / manifest.name(trainer.global_step)
         _flush_loggers(trainer)
-        self._conclude(trainer, path, lambda: commit.save(trainer, path), stops)
+        self._conclude(path, partial(commit.save, trainer, path), is_last)
 
     def _settle(self, trainer: L.Trainer) -> None:
         """Waits for the save in the background, if there is one; on all ranks at the same step."""
         if self._saver is not None and self._pending is not None:
             path, self._pending = self._pending, None
-            self._conclude(trainer, path, self._saver.wait, stops=self.on_failed_save == "stop")
+            self._conclude(path, self._saver.wait)
 
-    def _conclude(self, trainer: L.Trainer, path: Path, save: Callable[[], None], stops: bool) -> None:
+    def _conclude(self, path: Path, save: Callable[[], None], is_last: bool = False) -> None:
         """Calls `save` for `path` and deletes older checkpoints, or reports why it failed."""
         try:
             save()
         except commit.SaveError as error:
             sentence = _failure(path, error)
-            if stops:
+            if is_last:  # there is no later save that would try again
                 raise Ended(Exit.FAILED, f"{sentence}; training stops") from error
             rank_zero_warn(f"{sentence}; training continues")
             return
         self.saved_step = manifest.step_of(path)
-        _upload(trainer, path)
         if weights.is_rank_zero():
-            for old in outdated(path, self.keep, self.keep_every_hours):
+            for old in outdated(path, self.keep):
                 commit.remove(old)
 
 
@@ -182,7 +172,7 @@ class _BeforeOthers(Callback):
         self.last.on_train_end(trainer, pl_module)
 
 
-def outdated(saved: Path, keep: int, keep_every_hours: float = 0.0) -> list[Path]:
+def outdated(saved: Path, keep: int) -> list[Path]:
     """Returns the checkpoints to delete after `saved` was committed.
 
     Checkpoints of later steps were written before training went back to an earlier step; a restart must not load them.
@@ -191,9 +181,6 @@ def outdated(saved: Path, keep: int, keep_every_hours: float = 0.0) -> list[Path
     now = manifest.step_of(saved)  # below, the newest is first
     valid = [path for path in steps if manifest.step_of(path) <= now and not manifest.torn(path)]
     kept = {saved, *valid[:keep]}
-    if keep_every_hours:
-        period = keep_every_hours * 3600
-        kept |= set({manifest.read(path)["time"] // period: path for path in valid}.values())
     return [path for path in steps if path not in kept]
 
 
@@ -203,26 +190,15 @@ def _flush_loggers(trainer: L.Trainer) -> None:
         logger.save()
 
 
-def _upload(trainer: L.Trainer, path: Path) -> None:
-    """Passes the committed checkpoint to each logger that has `on_checkpoint`, as WandB has."""
-    for logger in trainer.loggers:
-        on_checkpoint: Callable[[Path], object] | None = getattr(logger, "on_checkpoint", None)
-        if on_checkpoint is not None:
-            on_checkpoint(path)
-
-
 def _failure(path: Path, error: commit.SaveError) -> str:
     """Returns what failed, the free space and the newest valid checkpoint, equal on all ranks."""
     sentence = ""
     if weights.is_rank_zero():
         folder = next(folder for folder in path.absolute().parents if folder.exists())
-        mount = next(one for one in (folder, *folder.parents) if one.is_mount())
         free_gib = shutil.disk_usage(folder).free / GIB
         newest = manifest.newest(path.parent)
         valid = f"the newest valid checkpoint is {newest}" if newest else "no checkpoint is valid"
-        sentence = (
-            f"{path.name} was not saved, {error} ({free_gib:.1f} GiB are free on the file system at {mount}); {valid}"
-        )
+        sentence = f"{path.name} was not saved, {error} ({free_gib:.1f} GiB are free at {folder}); {valid}"
     return weights.broadcast(sentence)
 
 
@@ -256,8 +232,7 @@ class BestCheckpoint(Checkpoint):
             return
         if self.monitor not in trainer.callback_metrics:
             known = ", ".join(sorted(trainer.callback_metrics))
-            sentence = f"best_checkpoint.monitor is {self.monitor!r}, and what is measured is"
-            raise InputError(f"{sentence} {known}")
+            raise InputError(f"best_checkpoint.monitor is {self.monitor!r}, and what is measured is {known}")
         if trainer.sanity_checking:
             return
         score = float(trainer.callback_metrics[self.monitor])
@@ -270,7 +245,6 @@ class BestCheckpoint(Checkpoint):
         except commit.SaveError as error:
             rank_zero_warn(f"{_failure(path, error)}; training continues")
             return
-        _upload(trainer, path)
         if trainer.is_global_zero:
             for worse in manifest.ranked(self.folder, self.mode)[self.keep :]:
                 commit.remove(worse)

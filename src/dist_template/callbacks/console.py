@@ -6,7 +6,8 @@ import shutil
 import sys
 import textwrap
 import time
-from functools import partial, wraps
+from datetime import timedelta
+from functools import wraps
 from typing import Any, TextIO
 
 import lightning as L
@@ -28,12 +29,6 @@ COLUMNS = {  # metrics without a value are omitted
     "perf/mfu": "mfu {:.0%}",
     "perf/data_wait_share": "wait {:.0%}",
 }
-# The order in which parts of the line are omitted on a narrow terminal.
-OMITTED = (
-    "bar", "train/grad_norm", "perf/data_wait_share", "train/learning_rate", "perf/mfu",
-    "perf/tokens_per_s", "perf/samples_per_s", "health", "eta", "train/loss",
-)  # fmt: skip
-BAR = 24  # characters of the bar
 HEALTH = 36  # characters of a finding's title
 
 
@@ -48,10 +43,8 @@ def only_shows(hook: Any) -> Any:
     def guarded(callback: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return hook(callback, *args, **kwargs)
-        except Ended:
-            raise
         except Exception as error:
-            if another_rank_is_gone(error):
+            if isinstance(error, Ended) or another_rank_is_gone(error):
                 raise
             what = f"{type(callback).__name__.lower()}: {type(error).__name__}: {reason(error)}"
             if what not in reported and is_rank_zero():
@@ -91,32 +84,26 @@ class Console(Callback):
             return
         self._printed = now
         parts = self._parts(trainer.global_step, trainer.estimated_stepping_batches, metrics)
+        line = "  ".join(parts)
         if not self._terminal:
-            print("  ".join(parts.values()), flush=True)
+            print(line, flush=True)
             return
         width = shutil.get_terminal_size().columns - 1
-        for name in OMITTED:
-            if len("  ".join(parts.values())) > width:
-                parts.pop(name, None)
-        line = "  ".join(parts.values())[:width]
-        print(f"\r\x1b[K{line}", end="\n" if is_last else "", flush=True)
+        print(f"\r\x1b[K{line[:width]}", end="\n" if is_last else "", flush=True)
 
-    def _parts(self, step: int, total: float, metrics: dict[str, float]) -> dict[str, str]:
-        """Returns the parts of the progress line by name, in their order."""
-        parts, has_end = {}, total != float("inf")
-        if has_end and self._terminal:
-            parts["bar"] = ("━" * round(step / total * BAR)).ljust(BAR, "╌")
-        parts["step"] = f"step {step}/{total}" if has_end else f"step {step}"
+    def _parts(self, step: int, total: float, metrics: dict[str, float]) -> list[str]:
+        """Returns the parts of the progress line; a narrow terminal shows the first ones."""
+        has_end = total != float("inf")
+        parts = [f"step {step}/{total}" if has_end else f"step {step}"]
         for name, form in COLUMNS.items():
-            if name in metrics:
-                parts[name] = form.format(metrics[name])
-        if "perf/tokens_per_s" in parts:
-            parts.pop("perf/samples_per_s", None)
+            is_second = name == "perf/samples_per_s" and "perf/tokens_per_s" in metrics
+            if name in metrics and not is_second:
+                parts.append(form.format(metrics[name]))
         if has_end and step > self._first_step:
-            step_s = (time.perf_counter() - self._started) / (step - self._first_step)
-            parts["eta"] = f"eta {_clock((total - step) * step_s)}"
+            seconds = (total - step) * (time.perf_counter() - self._started) / (step - self._first_step)
+            parts.append(f"eta {timedelta(seconds=int(seconds))}")
         if "health/errors" in metrics:  # diagnosis is on
-            parts["health"] = textwrap.shorten(self.worst or "ok", HEALTH, placeholder="…")
+            parts.append(textwrap.shorten(self.worst or "ok", HEALTH, placeholder="…"))
         return parts
 
     @only_shows
@@ -143,12 +130,6 @@ class Console(Callback):
         print(clear + text, file=file, flush=True)
 
 
-def write_lines(trainer: L.Trainer, text: str, file: TextIO | None = None) -> None:
-    """Prints complete lines on this rank, through the trainer's console if it has one."""
-    console = console_of(trainer)
-    (console.write if console else partial(print, flush=True))(text, file=file)
-
-
 def console_of(trainer: L.Trainer) -> Console | None:
     return next((each for each in callbacks_of(trainer) if isinstance(each, Console)), None)
 
@@ -156,9 +137,3 @@ def console_of(trainer: L.Trainer) -> Console | None:
 def figure(value: float) -> str:
     """Formats with four digits; in scientific notation for the perplexity of a diverged model."""
     return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4e}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -71,12 +71,12 @@ class Crash(Callback):
             kind = "out_of_memory"
         elif another_rank_is_gone(error):
             kind = "peer"
-        first_step = trainer.global_step if self._first_step is None else self._first_step
+        step = trainer.global_step
         record = {
             "time": time.time(),
             "attempt": attempt(),
-            "step": trainer.global_step,
-            "first_step": first_step,
+            "step": step,
+            "first_step": step if self._first_step is None else self._first_step,
             "rank": rank,
             "host": platform.node(),
             "error": type(error).__name__,
@@ -107,29 +107,22 @@ def _innermost_module(frames: list[Any], root: nn.Module) -> str:
 
 
 def _memory(device: torch.device, before: Any, message: str) -> dict[str, float | str]:
-    """Returns where the memory is, in GiB."""
+    """Returns where the memory is, in GiB. For a CPU process it is the address space if that is limited (ulimit -v),
+    else the resident memory."""
     found = REQUESTED.search(message)
-    figures = _of_gpu(device) if device.type == "cuda" else _of_host(before)
-    figures["asked"] = float(found[1]) * UNITS[found[2]] if found else 0.0
-    in_gib = {f"{name}_gib": round(size / GIB, 4) for name, size in figures.items()}
-    return {"device": device.type, **in_gib}
-
-
-def _of_gpu(device: torch.device) -> dict[str, float]:
-    free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.max_memory_reserved(device)
-    allocated = torch.cuda.max_memory_allocated(device)
-    # Outside of torch: contexts, NCCL, other processes.
-    outside = max(0, total - free - torch.cuda.memory_reserved(device))
-    used, unused = reserved + outside, reserved - allocated
-    return {"total": total, "used": used, "outside": outside, "pieces": unused}
-
-
-def _of_host(before: Any) -> dict[str, float]:
-    """Returns this process's address space if it is limited (ulimit -v), else resident memory."""
-    now, kind = psutil.Process().memory_info(), "vms"
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        limit, kind = memory_limit(), "rss"
-    used = getattr(now, kind)
-    return {"total": limit, "used": used, "outside": min(getattr(before, kind, 0), used)}
+    sizes = {"asked": float(found[1]) * UNITS[found[2]] if found else 0.0}
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.max_memory_reserved(device)
+        # Outside of torch: contexts, NCCL, other processes.
+        outside = max(0, total - free - torch.cuda.memory_reserved(device))
+        unused = reserved - torch.cuda.max_memory_allocated(device)
+        sizes |= {"total": total, "used": reserved + outside, "outside": outside, "pieces": unused}
+    else:
+        now, kind = psutil.Process().memory_info(), "vms"
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit == resource.RLIM_INFINITY:
+            limit, kind = memory_limit(), "rss"
+        used = getattr(now, kind)
+        sizes |= {"total": limit, "used": used, "outside": min(getattr(before, kind, 0), used)}
+    return {"device": device.type, **{f"{name}_gib": round(size / GIB, 4) for name, size in sizes.items()}}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from typing import Any
 
 import lightning as L
@@ -22,14 +20,14 @@ LOADS = "moe/loads"  # tokens of each expert, in the metric buffer
 class Experts(Callback):
     """Logs the load of the experts and balances their routers (balance.py) after each step.
 
-    moe/layer_<n>/*, moe/expert_load_max_over_mean of the least even layer and moe/unused_experts are over all
-    micro-batches and ranks of the optimizer step that is logged. Each layer's routing is read from the call of its
-    experts, on the device, before expert parallelism sends tokens to other ranks. Supports the experts of transformers
-    5 (stacked tensors, called with the indices of the chosen experts), which drop no token; others have no moe/*.
+    moe/expert_load_max_over_mean, of the least even layer, and moe/unused_experts are over all micro-batches and ranks
+    of the optimizer step that is logged. Routing is read from the calls of the experts, on the device, before expert
+    parallelism sends tokens to other ranks. Supports the experts of transformers 5 (stacked tensors, called with the
+    indices of the chosen experts), which drop no token; others have no moe/*.
 
-    Balancing needs the loads of every optimizer step: one all-reduce, started before the last
-    micro-batch's backward pass and waited for after the optimizer step. Without balancing, only log steps are counted,
-    and the first micro-batch, so that a compiled block is compiled with and without counting in the first two steps.
+    Balancing needs the loads of every optimizer step: one all-reduce, started before the last micro-batch's backward
+    pass and waited for after the optimizer step. Without balancing, only log steps are counted, and the first
+    micro-batch, so that a compiled block is compiled with and without counting in the first two steps.
     """
 
     def __init__(self) -> None:
@@ -46,7 +44,6 @@ class Experts(Callback):
         self._handles = balancer.attach(pl_module.device)
         callbacks: list[Any] = getattr(trainer, "callbacks", [])
         self._numerics = next((each for each in callbacks if isinstance(each, Numerics)), None)
-        self._names = [_layer_name(layer.name, i) for i, layer in enumerate(balancer.layers)]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._is_on and self._saved is not None:
@@ -84,13 +81,7 @@ class Experts(Callback):
         worst, unused = 0.0, 0
         for i, layer in enumerate(self._balancer.layers):
             loads = totals[i * width : i * width + layer.num]
-            shares = [load / max(sum(loads), 1.0) for load in loads]
-            entropy = -sum(share * math.log(share) for share in shares if share)
-            prefix = f"moe/{self._names[i]}/load"
-            metrics[f"{prefix}_max_over_mean"] = max(shares) * layer.num
-            metrics[f"{prefix}_min_over_mean"] = min(shares) * layer.num
-            metrics[f"{prefix}_entropy"] = entropy / math.log(max(layer.num, 2))
-            worst = max(worst, max(shares) * layer.num)
+            worst = max(worst, max(loads) / max(sum(loads), 1.0) * layer.num)
             unused += loads.count(0.0)
         metrics["moe/expert_load_max_over_mean"] = worst
         metrics["moe/unused_experts"] = unused
@@ -107,9 +98,3 @@ class Experts(Callback):
         for handle in self._handles:
             handle.remove()
         self._handles, self._is_on = [], False
-
-
-def _layer_name(module: str, i: int) -> str:
-    """Returns layer_<n>, with the number from the module's name, or else its position."""
-    numbers = re.findall(r"\.(\d+)\.", f"{module}.")
-    return f"layer_{int(numbers[0]) if numbers else i:02d}"

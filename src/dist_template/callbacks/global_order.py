@@ -8,18 +8,13 @@ is its next `global_batch_size` entries, however they are distributed over ranks
     rank     | 0  0  1 1 | 0  0  1 1 |                  2 ranks, micro_batch_size = 2
     rank     | 0  0  0 0 | 0  0  0 0 |                  1 rank, micro_batch_size = 2, accumulating 2
 
-So a run resumes on another number of ranks with exactly the next samples. With `costs` or `speeds`, balance.py
-distributes each global batch in another way: the same samples form a step, and the ranks finish it at the same time.
-
-A jump is an interval [start, end) of the stream that no rank reads; the following samples move up.
-Its samples do not count as consumed, so sample number `consumed` is at `stream_position(consumed,
-jumps)`. callbacks/numerics.py adds jumps over the samples that made training diverge.
+So a run resumes on another number of ranks with exactly the next samples.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -31,11 +26,8 @@ from torch.utils.data import Sampler
 
 from ..compat.lightning import batch_progress
 from ..model.any_module import callbacks_of, metrics_of
-from .equal_work import assign, shared_out
 
 PADDING = -1  # a number that stands for no row: its labels are ignored
-
-Jump = tuple[int, int]
 
 
 @dataclass(eq=False)
@@ -43,11 +35,8 @@ class GlobalOrder(Sampler[list[int]]):
     """Yields one rank's batches of row indices for training, from the consumed samples on.
 
     Its length is one epoch's batches; the rows that fill no global batch at its end come first in
-    the next epoch. `consumed` and `jumps` are called when iteration starts, because the checkpoint
-    is loaded after the loader is made. Without a `seed` rows are not shuffled.
-
-    `costs` returns the work of given rows: then ranks get equal work. `speeds`, one number per
-    rank, gives a fast rank more samples in each micro-batch, and more of the work.
+    the next epoch. `consumed` is called when iteration starts, because the checkpoint is loaded
+    after the loader is made. Without a `seed` rows are not shuffled.
 
     `stream` returns the row at a position of the stream. It replaces the order by epochs.
     """
@@ -60,9 +49,6 @@ class GlobalOrder(Sampler[list[int]]):
     seed: int | None = 0
     consumed: Callable[[], int] = lambda: 0
     repeat_first_batch: bool = False
-    jumps: Callable[[], list[Jump]] = list
-    costs: Callable[[list[int]], np.ndarray] | None = None
-    speeds: Sequence[float] | None = None
     stream: Callable[[int], int] | None = None
 
     def __post_init__(self) -> None:
@@ -72,9 +58,6 @@ class GlobalOrder(Sampler[list[int]]):
         return self.num_rows // self.global_batch_size * self.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self.costs or self.speeds:
-            yield from self._balanced()
-            return
         samples_per_batch = self.micro_batch_size * self.world_size
         start = self.consumed()
         for batch in range(len(self)):
@@ -83,52 +66,15 @@ class GlobalOrder(Sampler[list[int]]):
                 position %= self.global_batch_size
             yield self._entries(position + self.rank * self.micro_batch_size, self.micro_batch_size)
 
-    def _balanced(self) -> Iterator[list[int]]:
-        """Yields this rank's batches where `costs` or `speeds` decide which samples it gets."""
-        start, size = self.consumed(), self.global_batch_size
-        speeds = self.speeds or [1.0] * self.world_size
-        counts = shared_out(self.micro_batch_size * self.world_size, speeds)
-        for step in range(len(self) // self.accumulation):
-            at = start % size if self.repeat_first_batch else start + step * size
-            rows = self._entries(at, size)
-            costs = self.costs(rows) if self.costs else np.ones(size)
-            for batch in assign(costs, self.accumulation, counts, speeds)[self.rank]:
-                yield [rows[sample] for sample in batch]
-
     def _entries(self, position: int, count: int) -> list[int]:
-        """Returns `count` entries of the stream from `position` on, those in jumps not counted."""
-        jumps = self.jumps()
-        epoch, offset = divmod(position, self.num_rows)
-        if not jumps and not self.stream and offset + count <= self.num_rows:
-            # a fast path with the same result
-            return permutation(self.num_rows, self.seed, epoch)[offset : offset + count].tolist()
-        row_at = self.stream or self._in_epochs
-        numbers = range(position, position + count)
-        return [row_at(stream_position(number, jumps)) for number in numbers]
-
-    def _in_epochs(self, position: int) -> int:
-        epoch, offset = divmod(position, self.num_rows)
-        return int(permutation(self.num_rows, self.seed, epoch)[offset])
-
-
-def stream_position(consumed: int, jumps: Iterable[Jump]) -> int:
-    """Returns the stream position of sample number `consumed`; `jumps` are sorted and disjoint."""
-    position = consumed
-    for start, end in jumps:
-        if position >= start:
-            position += end - start
-    return position
-
-
-def with_jumps(jumps: Iterable[Jump], more: Iterable[Jump]) -> list[Jump]:
-    """Returns all of them sorted and disjoint: those that touch are merged."""
-    merged: list[Jump] = []
-    for start, end in sorted((int(start), int(end)) for start, end in [*jumps, *more]):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
+        """Returns `count` entries of the stream from `position` on."""
+        if self.stream:
+            return [self.stream(number) for number in range(position, position + count)]
+        rows: list[int] = []
+        while len(rows) < count:
+            epoch, offset = divmod(position + len(rows), self.num_rows)
+            rows += permutation(self.num_rows, self.seed, epoch)[offset : offset + count - len(rows)].tolist()
+        return rows
 
 
 @lru_cache(maxsize=2)
@@ -180,7 +126,6 @@ class ConsumedSamples(Callback):
         self._base = processed_batches * samples_per_batch
         self._base_batches = processed_batches
         self._loaded: dict[str, Any] = {}
-        self.jumps: list[Jump] = []
         self.figures: Callable[[int], dict[str, float]] = lambda position: {}  # further metrics
 
     @classmethod
@@ -195,12 +140,8 @@ class ConsumedSamples(Callback):
         batches = batch_progress(trainer).total.processed - self._base_batches
         return self._base + batches * self._samples_per_batch
 
-    def position(self, trainer: Trainer) -> int:
-        """Returns the next sample's position in the stream."""
-        return stream_position(self.value(trainer), self.jumps)
-
     def before_log_step(self, trainer: Trainer, module: Any) -> None:
-        for name, value in self.figures(self.position(trainer)).items():
+        for name, value in self.figures(self.value(trainer)).items():
             metrics_of(module).put(name, value)
 
     def as_state(self, trainer: Trainer) -> dict[str, Any]:
@@ -208,16 +149,10 @@ class ConsumedSamples(Callback):
             "consumed_samples": self.value(trainer),
             "global_batch_size": self._global_batch_size,
             "samples_per_batch": self._samples_per_batch,
-            "jumps": [list(jump) for jump in self.jumps],
         }
 
     def load(self, state: dict[str, Any]) -> None:
         self._loaded = state
-
-    def jump(self, jumps: Iterable[Jump], trainer: Trainer) -> None:
-        """Skips the intervals that are still unread. Call it before the first batch is read."""
-        now = self.position(trainer)
-        self.jumps = with_jumps(self.jumps, (jump for jump in jumps if jump[0] >= now))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores the count, after the trainer's counters and before the first batch is read."""
@@ -226,9 +161,9 @@ class ConsumedSamples(Callback):
         before = (self._loaded["global_batch_size"], self._loaded["samples_per_batch"])
         if before != (self._global_batch_size, self._samples_per_batch):
             _rescale(batch_progress(trainer), before[1], self._global_batch_size, self._samples_per_batch)
-        self._base = self._loaded["consumed_samples"]
+        skipped = sum(end - start for start, end in self._loaded.get("jumps", ()))  # of earlier versions
+        self._base = self._loaded["consumed_samples"] + skipped
         self._base_batches = batch_progress(trainer).total.processed
-        self.jumps = with_jumps(self._loaded.get("jumps", ()), ())
         self._loaded = {}
 
 

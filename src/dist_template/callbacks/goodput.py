@@ -1,15 +1,8 @@
 """Measures goodput: how a run's time was spent, across restarts, in `goodput.jsonl`.
 
-    start        from the first process to the first batch
-    productive   batches: forward, backward, optimizer, logging
-    data_wait    between two batches
-    validation   with what follows it at its end
-    checkpoint   from the start of a save to the next batch; asynchronous: the wait of that batch
-    restart      from an attempt's last line to the next one's first batch, with the queue time
-    lost         batches that a later attempt repeated, because no checkpoint held them
-
-The kinds add up to the wall time. A line holds an attempt's seconds so far; the last line counts. Rank 0 writes at most
-one line a second, and fewer as the attempt gets older (every thousandth of its age), so that the file stays small.
+observe/history/goodput.py has the kinds, which add up to the wall time; docs/recovery/goodput.md explains them. A line
+holds an attempt's seconds so far; the last line counts. Rank 0 writes at most one line a second, and fewer as the
+attempt gets older (every thousandth of its age), so that the file stays small.
 """
 
 from __future__ import annotations
@@ -23,7 +16,6 @@ import lightning as L
 import psutil
 from lightning.pytorch.callbacks import Checkpoint
 
-from ..model.any_module import metrics_of
 from ..observe.history.goodput import FILE, KINDS
 from ..project import in_run
 
@@ -49,7 +41,6 @@ class Goodput(Checkpoint):
         self._between = "start"  # the kind of the time between all others
         self._written = 0.0
         self._first_step = 0
-        self._newest: dict[str, float] = {}  # perf/validation_s, perf/checkpoint_s, not yet logged
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.folder = str(in_run(self.folder, trainer))
@@ -64,8 +55,6 @@ class Goodput(Checkpoint):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
         self._turn_to("data_wait")
-        while self._newest:
-            metrics_of(pl_module).put(*self._newest.popitem())
         age = self._since - self._began
         if self._since - self._written > max(LINE_S, age / 1000):
             self._write(trainer)
@@ -92,8 +81,6 @@ class Goodput(Checkpoint):
     def _turn_to(self, kind: str) -> None:
         now = time.time()
         self._seconds[self._kind] += now - self._since
-        if self._kind in ("validation", "checkpoint") and self._between != "start":
-            self._newest[f"perf/{self._kind}_s"] = now - self._since
         self._kind, self._since = kind, now
 
     def _write(self, trainer: L.Trainer) -> None:

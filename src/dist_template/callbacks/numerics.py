@@ -4,7 +4,7 @@
                                         device whether the step is anomalous: one is not finite, or
                                         the mean loss is above a limit. All ranks skip it or none
     the optimizer's kernel              skips the step where `found_inf` is 1, torch's flag for fp16
-    end of the next step                the host reads a copy and continues, stops or rolls back
+    end of the next step                the host reads a copy and continues or stops
 
 The host never waits for the device, unless the optimizer does not support `found_inf` (not fused,
 or not torch's) or is DeepSpeed's, which reads the norm itself. The learning rate schedule and the
@@ -13,7 +13,10 @@ order of samples continue as if the step had been taken.
 
 from __future__ import annotations
 
+import json
 import math
+import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,39 +27,83 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from .. import weights
 from ..compat.lightning import accumulates, replace_clipping
 from ..compat.torch import loss_scale, mark_overflow
 from ..errors import Ended, Exit, check_least
-from ..layout import total_norm
-from ..model.any_module import metrics_of, samples_of, tracks_metrics
+from ..layout import local_shard, total_norm
+from ..model.any_module import metrics_of, tracks_metrics
 from ..observe.history.metrics import MAD_TO_SIGMA
+from ..observe.history.run import INCIDENTS
 from ..project import in_run
-from .first_bad import first_bad, weights_are_finite
-from .incidents import INCIDENTS, StepCheck, add_first_bad, add_jump, read_jumps, write_incident
 
-Policy = Literal["stop", "skip", "roll_back"]
+Policy = Literal["stop", "skip"]
+
+
+@dataclass
+class StepCheck:
+    """The figures that decide whether an optimizer step is anomalous."""
+
+    # (2 * ranks + 2,): each rank's loss and norm (-1: not computed), then limit and is anomalous
+    values: Tensor
+    arrived: Any = None  # a CUDA event
+    step: int = 0
+    rows: Any = ()  # of this rank, one list for each micro-batch
+
+    @classmethod
+    def copy(cls, values: Tensor) -> StepCheck:
+        """Starts a copy to the host, without waiting for the device."""
+        if values.device.type != "cuda":
+            return cls(values.cpu())
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return cls(host, event)
+
+    def arrive(self) -> None:
+        """Waits for the copy, which started a step ago, and reads it without a device sync."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        *figures, self.limit, is_anomalous = self.values.numpy().tolist()
+        self.losses, self.norms = figures[::2], figures[1::2]
+        self.norm = math.nan if any(map(math.isnan, self.norms)) else max(self.norms)
+        self.is_anomalous = bool(is_anomalous)
+        self.loss = sum(self.losses) / len(self.losses)
+        self.is_spike = self.is_anomalous and math.isfinite(self.loss) and self.norm < math.inf
+
+    @property
+    def suspects(self) -> list[int]:
+        """The ranks whose own loss is anomalous; else those whose reduced gradient is and should
+        equal the others'. None if all of them are."""
+        highest = max(self.losses) if self.is_spike else math.inf
+        of_loss = [rank for rank, loss in enumerate(self.losses) if not loss < highest]
+        of_norm = [rank for rank, norm in enumerate(self.norms) if not math.isfinite(norm)]
+        return of_loss or (of_norm if len(of_norm) < len(self.norms) else [])
+
+    def __str__(self) -> str:
+        limit = f" above {self.limit:.4g}" if self.is_spike else ""
+        norm = "" if self.norm < 0 else f", gradient norm {self.norm:.4g}"
+        ranks = f", from rank {', '.join(map(str, self.suspects))}" if self.suspects else ""
+        return f"step {self.step} was skipped: loss {self.loss:.4g}{limit}{norm}{ranks}"
 
 
 class Numerics(Callback):
-    """Skips anomalous optimizer steps, records them, and stops, continues or rolls back.
+    """Skips anomalous optimizer steps, records them, and stops or continues.
 
-    `roll_back` ends training with an exit code that asks for a restart, which resumes from the newest checkpoint,
-    written before the incident, and skips the samples of that step (`jumps.json`), as PaLM did (arXiv:2204.02311,
-    section 5.1). The window and the limit are those of OLMo-core's SkipStepOptimizer, with median and median absolute
+    The window and the limit are those of OLMo-core's SkipStepOptimizer, with median and median absolute
     deviation instead of mean and standard deviation, which a spike in the window would increase.
 
     Args:
         on_non_finite: Reaction to a non-finite loss or gradient: stop (exit code 65, do not retry),
-            skip (continue with the next batch), roll_back.
+            skip (continue with the next batch).
         on_spike: Reaction to a loss spike: off (spikes are not detected), or one of the above.
         spike_window: Number of recent steps whose losses give the usual loss.
         spike_sigmas: Robust standard deviations above the window's median that make a spike.
         patience: Number of consecutive anomalous steps after which `skip` stops training. Overflows
             of the fp16 loss scaler, which skips such steps itself, are an incident only after so
             many in a row: by then the initial scale of 2**16 has been halved to 1.
-        jump_steps: Steps of samples that a rollback skips, from the anomalous one on (PaLM: 200).
-        max_roll_backs: Rollbacks to the same checkpoint; one more stops training.
-        folder: The folder of `incidents.jsonl` and `jumps.json`.
+        folder: The folder of `incidents.jsonl`.
     """
 
     def __init__(
@@ -66,20 +113,15 @@ class Numerics(Callback):
         spike_window: int = 128,
         spike_sigmas: float = 6.0,
         patience: int = 20,
-        jump_steps: int = 1,
-        max_roll_backs: int = 3,
         folder: str = "{run}",
     ) -> None:
-        check_least("numerics", spike_window=(spike_window, 4), spike_sigmas=(spike_sigmas, 0))
-        check_least("numerics", patience=(patience, 1), jump_steps=(jump_steps, 1))
-        check_least("numerics", max_roll_backs=(max_roll_backs, 0))
+        limits = {"spike_window": (spike_window, 4), "spike_sigmas": (spike_sigmas, 0), "patience": (patience, 1)}
+        check_least("numerics", **limits)
         self.on_non_finite = on_non_finite
         self.on_spike = on_spike
         self.spike_window = spike_window
         self.spike_sigmas = spike_sigmas
         self.patience = patience
-        self.jump_steps = jump_steps
-        self.max_roll_backs = max_roll_backs
         self.folder = folder
         self.skipped: Tensor | None = None  # () 1 where the newest step was skipped, on the device
         self._recent = torch.full((spike_window,), math.nan)  # the loss of step i is at i % window
@@ -87,9 +129,7 @@ class Numerics(Callback):
         self._loss: Tensor | None = None  # () of this rank, over this step's micro-batches so far
         self._check: StepCheck | None = None  # of the current step
         self._pending: StepCheck | None = None  # of the step before, until the host reads it
-        self._batches: list[Any] = []  # of the current step
-        self._has_searched = False  # for the first non-finite number: once, it takes about a step
-        self._in_a_row = self._first_step = self._num_skipped = 0
+        self._in_a_row = self._num_skipped = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"recent": self._recent.cpu(), "steps": self._steps, "left_out": self._num_skipped}
@@ -108,17 +148,10 @@ class Numerics(Callback):
         self._recent = self._recent.to(pl_module.device)
         self._no_limit = self._no_limit.to(pl_module.device)
         self._loss = self._check = self._pending = None
-        self._in_a_row, self._first_step = 0, trainer.global_step
-        self._jumps = trainer.strategy.broadcast(read_jumps(Path(self.folder)))
-        if self._jumps and (samples := samples_of(trainer)):
-            samples.jump([(jump["start"], jump["end"]) for jump in self._jumps])
+        self._in_a_row = 0
         self._num_ranks = trainer.world_size
         self._uses_deepspeed = hasattr(trainer.precision_plugin, "skip_step")
         replace_clipping(pl_module, partial(self._clip_and_check, trainer, pl_module))
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if pl_module.automatic_optimization:
-            self._batches.append(batch)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
         if not pl_module.automatic_optimization:
@@ -184,24 +217,17 @@ class Numerics(Callback):
         if accumulates(trainer) or self._check is None:
             return
         check, self._check = self._check, None
-        check.batches, self._batches = self._batches, []
         check.step, check.rows = trainer.global_step, getattr(trainer.datamodule, "step_rows", [])
-        check.consumed = samples.consumed_samples if (samples := samples_of(trainer)) else 0
-        if self._uses_deepspeed:
-            self._add_outcome(trainer, pl_module, check)
-            self._act_on(trainer, pl_module, check)
+        if self._uses_deepspeed:  # it has read the norm, and may have skipped the step by itself
+            overflowed, norm = trainer.precision_plugin.outcome(pl_module)
+            if norm >= 0 and not tracks_metrics(pl_module):
+                metrics_of(pl_module).add("train/grad_norm", torch.tensor(norm))
+            check.values[1:-2:2], check.values[-1] = norm, max(check.values[-1], overflowed)
+            if overflowed:
+                self.skipped = torch.ones((), device=pl_module.device)
         else:
-            before, self._pending = self._pending, check
-            self._act_on(trainer, pl_module, before)
-
-    def _add_outcome(self, trainer: Any, module: Any, check: StepCheck) -> None:
-        """Adds to `check` what DeepSpeed found in its step."""
-        overflowed, norm = trainer.precision_plugin.outcome(module)
-        if norm >= 0 and not tracks_metrics(module):
-            metrics_of(module).add("train/grad_norm", torch.tensor(norm))
-        check.values[1:-2:2], check.values[-1] = norm, max(check.values[-1], overflowed)
-        if overflowed:
-            self.skipped = torch.ones((), device=module.device)
+            check, self._pending = self._pending, check
+        self._act_on(trainer, check)
 
     def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
         metrics["health/skipped_steps"] = self._num_skipped
@@ -213,67 +239,60 @@ class Numerics(Callback):
             Ended: on all ranks, before anything is written.
         """
         self.on_train_end(trainer, pl_module)
-        if not weights_are_finite(trainer, pl_module):
-            sentence = (
-                f"the weights after step {trainer.global_step} are not finite, though anomalous"
-                " steps were skipped: something else has changed them. They are not saved"
+        if not _weights_are_finite(trainer, pl_module):
+            raise Ended(
+                Exit.NON_FINITE,
+                f"the weights after step {trainer.global_step} are not finite, though anomalous steps were skipped:"
+                " something else has changed them. They are not saved",
             )
-            raise Ended(Exit.NON_FINITE, sentence)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         pending, self._pending = self._pending, None
-        self._act_on(trainer, pl_module, pending)
+        self._act_on(trainer, pending)
 
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         vars(pl_module).pop("configure_gradient_clipping", None)
         for optimizer in trainer.optimizers if stage == "fit" else ():
             vars(optimizer).pop("found_inf", None)
 
-    def _act_on(self, trainer: Any, module: Any, check: StepCheck | None) -> None:
+    def _act_on(self, trainer: Any, check: StepCheck | None) -> None:
         """Records an anomalous step and reacts as configured; the same on all ranks.
 
         Raises:
-            Ended: the decision is to stop or to roll back.
+            Ended: the decision is to stop.
         """
         if check is None:
             return
         check.arrive()
         self._in_a_row = self._in_a_row + 1 if check.is_anomalous else 0
-        is_overflow = self._has_scaler(trainer) and math.isfinite(check.loss) and not check.is_spike
+        has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
+        if self._uses_deepspeed:
+            has_scaler = trainer.precision_plugin.precision.startswith("16")
+        # The scaler skips such a step itself.
+        is_overflow = has_scaler and math.isfinite(check.loss) and not check.is_spike
         if not check.is_anomalous or (is_overflow and self._in_a_row < self.patience):
             return
         self._num_skipped += 1
-        decision, folder, where = self._decision(check), Path(self.folder), ""
-        incident = write_incident(folder, check, decision, trainer.datamodule)
-        if check.batches and not check.is_spike and not self._has_searched:
-            self._has_searched = True
-            if found := first_bad(trainer, module, check.batches):
-                add_first_bad(folder, incident, found)
-                where = f"; first non-finite {found['what']}: {found['module']}"
-        sentence = f"{check}{where}; see {folder / INCIDENTS}"
+        decision, folder = self.on_spike if check.is_spike else self.on_non_finite, Path(self.folder)
+        if self._in_a_row >= self.patience:
+            decision = "stop"
+        write_incident(folder, check, decision, trainer.datamodule)
+        sentence = f"{check}; see {folder / INCIDENTS}"
         if trainer.is_global_zero:
             print(f"\nnumerics: {sentence}", flush=True)
         if decision == "stop":
             raise Ended(Exit.NON_FINITE, f"training stopped: {sentence}")
-        if decision == "roll_back":
-            if samples := samples_of(trainer):
-                add_jump(folder, check, self.jump_steps, self._first_step, samples)
-            then = "a restart resumes from the newest checkpoint, without those samples"
-            raise Ended(Exit.HUNG, f"rolling back: {then}")
 
-    def _decision(self, check: StepCheck) -> str:
-        decision = self.on_spike if check.is_spike else self.on_non_finite
-        roll_backs = sum(jump["from_step"] == self._first_step for jump in self._jumps)
-        is_over = {"skip": self._in_a_row >= self.patience}
-        is_over["roll_back"] = roll_backs >= self.max_roll_backs
-        return "stop" if is_over.get(decision) else decision
 
-    def _has_scaler(self, trainer: Any) -> bool:
-        """Returns whether there is a loss scaler, which skips a step if its scale is too high."""
-        precision = trainer.precision_plugin
-        if self._uses_deepspeed:
-            return precision.precision.startswith("16")
-        return getattr(precision, "scaler", None) is not None
+def _weights_are_finite(trainer: L.Trainer, module: Any) -> bool:
+    """Returns whether all parameters of all ranks are finite; one read on the host. Collective."""
+    # No sum is finite if a term is not; the largest value takes a CPU eight times as long.
+    device = trainer.strategy.root_device  # offloaded ones are in host memory
+    sums = []
+    for parameter in module.parameters():
+        sums.append(local_shard(parameter).detach().sum(dtype=torch.float32).to(device))
+    finite = torch.stack(sums).isfinite().all().float()
+    return bool(trainer.strategy.reduce(finite, reduce_op="min").item())
 
 
 def _skip_step(optimizer: Any, is_anomalous: Tensor, non_finite: Any, scaler: Any) -> None:
@@ -292,3 +311,24 @@ def _skip_step(optimizer: Any, is_anomalous: Tensor, non_finite: Any, scaler: An
             mark_overflow(scaler, optimizer)
         for parameter in parameters:
             parameter.grad = None  # every optimizer of torch ignores such a parameter
+
+
+def write_incident(folder: Path, check: StepCheck, decision: str, data: Any) -> None:
+    """Appends a line to `incidents.jsonl` on rank 0. Collective."""
+    local = {"data_parallel_rank": getattr(data, "rank", 0), "rows": check.rows}
+    ranks = weights.from_all_ranks(local)
+    incident = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "step": check.step,
+        "kind": "spike" if check.is_spike else "non_finite",
+        "decision": decision,
+        "loss": check.loss,
+        "limit": check.limit,
+        "gradient_norm": None if check.norm < 0 else check.norm,
+        "suspects": check.suspects,
+        "ranks": [{"rank": r, "loss": check.losses[r], **each} for r, each in enumerate(ranks)],
+    }
+    if weights.is_rank_zero():
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / INCIDENTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(incident) + "\n")  # with Python's NaN and Infinity

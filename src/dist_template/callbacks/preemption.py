@@ -29,10 +29,9 @@ EVERY_S = 0.25  # about the time between two votes; a step may be much shorter
 class Preemption(Checkpoint):
     """Stops on SIGTERM or SIGUSR1 to any process of the run, and when the job's time is up.
 
-    It is a `Checkpoint`, because Lightning calls those last, after all others have run.
-
-    A validation is interrupted, and repeated by the resumed run. Lightning's own signal handlers never run: they
-    broadcast or save inside the handler, which deadlocks unless every rank gets the signal in the same step.
+    It is a `Checkpoint`, because Lightning calls those last. A validation is interrupted, and repeated by the resumed
+    run. Lightning's own signal handlers never run: they broadcast or save inside the handler, which deadlocks unless
+    every rank gets the signal in the same step.
 
     Args:
         max_time: Time of this job since its launch, as DD:HH:MM:SS; then it saves and exits with code 75. Leave time
@@ -47,18 +46,18 @@ class Preemption(Checkpoint):
             sentence = f"preemption.max_time {max_time!r} is not a time; give DD:HH:MM:SS"
             raise InputError(sentence) from error
         self._ends = float("inf") if limit_s is None else job_started() + limit_s
-        self._restart_votes()
+        self._until_vote, self._since_vote = 1, 0  # boundaries
+        self._last_vote = time.monotonic()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         leave_signals_alone(trainer)
         if not has_command_line():
             listen()
         if stage == "fit":
-            self._vote = Vote(2)
+            self._vote = Vote()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stop_request.is_handled = True
-        self._restart_votes()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         if not accumulates(trainer):
@@ -69,18 +68,13 @@ class Preemption(Checkpoint):
             self._at_boundary(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._restart_votes()
+        self._until_vote = 1  # its batches and steps of training differ in length
 
     on_validation_end = on_validation_start
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stop_request.is_handled = False  # the last checkpoint is written
         self._vote.close()
-
-    def _restart_votes(self) -> None:
-        """Votes at the next boundary: steps of training and validation differ in length."""
-        self._until_vote, self._since_vote = 1, 0  # boundaries
-        self._last_vote = time.monotonic()
 
     def _at_boundary(self, trainer: L.Trainer) -> None:
         """Votes about every EVERY_S seconds. Every rank calls it equally often."""
@@ -105,13 +99,12 @@ class Preemption(Checkpoint):
             if trainer.validating and isinstance(each, WeightAveraging):  # it validates averages
                 each.on_validation_epoch_end(trainer, trainer.lightning_module)
         savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, LastCheckpoint)]
-        saved = any(saver.save_now(trainer) for saver in savers)
+        stopped, start = "stopped", "the newest checkpoint"
+        if any(saver.save_now(trainer) for saver in savers):
+            stopped, start = "stopped and saved", "there"
         cause = signal.Signals(reason).name
         if reason == TIME_IS_UP:
             cause = f"preemption.max_time {self.max_time} is up"
-        stopped, start = "stopped", "the newest checkpoint"
-        if saved:
-            stopped, start = "stopped and saved", "there"
         raise Ended(
             Exit.REQUEUE,
             f"{cause}: {stopped} after step {trainer.global_step}. The same command resumes from"
@@ -121,34 +114,23 @@ class Preemption(Checkpoint):
 
 
 class Vote:
-    """The maximum over all ranks of a few integers, with one vote of delay, so that no rank waits.
+    """The maxima over all ranks of two integers, with one vote of delay, so that no rank waits.
 
     A vote starts an all-reduce on the CPU and returns the result of the vote before, which had at least a step's time
     to complete; every rank reads the same result at the same vote. If training's process group is on GPUs, the votes
-    use a gloo group of their own, whose creation is collective. On CPUs they share training's group, because each gloo
-    group wakes up a hundred times a second.
-
-    Args:
-        size: How many integers, of 64 bits.
+    use a gloo group of their own, whose creation is collective.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self) -> None:
         self._is_alone = not dist.is_initialized()
         shares = self._is_alone or dist.get_backend() == dist.Backend.GLOO
         self._group = None if shares else dist.new_group(backend="gloo")
-        self._box = torch.zeros(size, dtype=torch.int64)
+        self._box = torch.zeros(2, dtype=torch.int64)
         self._work: dist.Work | None = None
 
     def cast(self, numbers: Sequence[int]) -> list[int]:
-        """Votes with this rank's numbers; every rank must vote equally often.
-
-        Returns:
-            The maxima of the vote before; zeros at the first.
-
-        Raises:
-            RuntimeError: A rank is lost.
-        """
-        self._wait()
+        """Votes, on every rank equally often, and returns the maxima of the vote before: zeros at the first."""
+        self.close()
         agreed = self._box.numpy().tolist()  # NumPy: a test counts device reads by torch
         self._box = torch.tensor(numbers, dtype=torch.int64)
         if not self._is_alone:
@@ -157,9 +139,6 @@ class Vote:
 
     def close(self) -> None:
         """Waits for the last vote: a process that exits during a collective may be aborted."""
-        self._wait()
-        self._work = self._group = None
-
-    def _wait(self) -> None:
         if self._work is not None:
             self._work.wait()
+            self._work = None

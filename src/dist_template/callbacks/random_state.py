@@ -52,21 +52,16 @@ class RandomState(Callback):
         self._state, self._restores = None, False
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
-        if validation_may_follow(trainer):
-            self._keep()  # validation draws next; in each step this would cost 25 µs
+        if validation_may_follow(trainer):  # it draws next; in each step this would cost 25 µs
+            self._state = self._state or _get_state()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._keep()
-
-    def _keep(self) -> None:
         self._state = self._state or _get_state()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._restores = True  # its loaders drew from the same generator before it started
 
-    def on_save_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: object, checkpoint: dict[str, object]) -> None:
         state = self._state or _get_state()
         checkpoint[KEY] = weights.from_all_ranks(state())
 
@@ -76,9 +71,8 @@ class RandomState(Callback):
             self._state = partial(states.__getitem__, trainer.global_rank)
             return
         rank_zero_warn(
-            f"The checkpoint has the random state of {len(states)} ranks and there are"
-            f" {trainer.world_size} now: dropout and other draws use new states. The order of"
-            " samples is not affected."
+            f"The checkpoint has the random state of {len(states)} ranks and there are {trainer.world_size} now:"
+            " dropout and other draws use new states. The order of samples is not affected."
         )
         # Tensor-parallel ranks, which share a batch, share the seed.
         rank = run_strategy(trainer.strategy).random_rank
@@ -89,7 +83,7 @@ class RandomState(Callback):
 
 
 def _get_state() -> Callable[[], State]:
-    """Copies the current state in microseconds; the result converts it to plain types."""
+    """Copies the current state in microseconds; calling the result converts it to plain types."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     numpy = np.random.get_state(legacy=False)
     return partial(_as_plain, torch.get_rng_state(), cuda, random.getstate(), numpy)

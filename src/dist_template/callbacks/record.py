@@ -17,17 +17,15 @@ import yaml
 from lightning.pytorch import Callback
 
 from .. import weights
-from ..cluster.environment import environment, memory_limit
-from ..compat.transformers import attention_of
+from ..cluster.environment import environment
 from ..model.any_module import data_of, network_of, size_of, typed_attribute
 from ..model.balance import Balancer
-from ..model.flops import Size, peak, text_config
-from ..model.optim import OptimConfig
+from ..model.flops import peak, text_config
 from ..observe.history.run import CONFIG, DEFAULTS, ENVIRONMENT, FACTS, without_folder
-from ..observe.loggers.tensorboard import TensorBoard
 from ..parallel import run_strategy
-from ..parallel.blocks import BlockConfig
-from ..records import GIB, write_atomically
+from ..records import write_atomically
+
+Facts = dict[str, Any]
 
 
 class Record(Callback):
@@ -47,7 +45,7 @@ class Record(Callback):
         self.defaults = defaults
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        write_facts(self.folder, trainer, pl_module)
+        facts = write_facts(self.folder, trainer, pl_module)
         if not trainer.is_global_zero:
             return
         config = without_folder(str(self.folder), self.config)  # to run it again with another name
@@ -56,103 +54,70 @@ class Record(Callback):
         write_atomically(self.folder / DEFAULTS, self.defaults())
         write_atomically(self.folder / CONFIG, text, keep_earlier=True)
         write_atomically(self.folder / ENVIRONMENT, json.dumps(env, indent=2), keep_earlier=True)
-        facts = json.loads((self.folder / FACTS).read_text("utf-8"))
         for logger in trainer.loggers:
             logger.log_hyperparams(self.config | {"environment": env, "facts": facts})
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        for logger in trainer.loggers:
-            if trainer.global_step and isinstance(logger, TensorBoard):
-                logger.resume(trainer.global_step)
 
-
-def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> None:
-    """Writes `facts.json` on rank 0, when the model is on its device. Collective.
+def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> Facts:
+    """Writes `facts.json` on rank 0, when the model is on its device, and returns its content. Collective.
 
     Unknown values are null: a custom model or datamodule may lack what is read here.
     """
     hosts = weights.from_all_ranks(platform.node())
     if not trainer.is_global_zero:
-        return
-    model = network_of(module)
-    balancer = typed_attribute(module, "balancer", Balancer)
-    data, size = data_of(trainer), size_of(module)
-    flops = size.flops_per_token(data.seq_len) if hasattr(data, "seq_len") else None
+        return {}
+    model, data, size = network_of(module), data_of(trainer), size_of(module)
+    config, balancer = text_config(model), typed_attribute(module, "balancer", Balancer)
     balance = {}
     if balancer:
         balance = {"has_bias": balancer.has_bias, "aux_loss_coef": balancer.aux_loss_coef}
+    steps = trainer.estimated_stepping_batches
     counts = ("total", "trainable", "in_4_bits", "active", "embedding")
     facts = {
         "parameters": {name: getattr(size, name) for name in counts},
-        "model": _model(model, size),
+        "model": {
+            "class": type(model).__name__.removeprefix("FSDP"),  # torch's fully_shard changes the class
+            "model_type": getattr(config, "model_type", None),
+            "layers": size.layers,
+            "width": size.width,
+            "experts": size.experts,
+            "experts_per_token": size.experts_per_token,
+            "vocab_size": getattr(config, "vocab_size", None),
+        },
         "balance": balance,
         "data": _data(data),
         "machine": _machine(trainer, hosts),
         "pipeline": run_strategy(trainer.strategy).layers.facts or {},
-        "training": _training(trainer, module) | {"flops_per_token": flops},
+        "training": {
+            "strategy": type(trainer.strategy).__name__,
+            "precision": str(trainer.precision),
+            "max_steps": int(steps) if steps != float("inf") else None,
+            "flops_per_token": size.flops_per_token(data.seq_len) if hasattr(data, "seq_len") else None,
+        },
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / FACTS, json.dumps(facts, indent=2), keep_earlier=True)
-
-
-def _model(model: Any, size: Size) -> dict[str, Any]:
-    config = text_config(model)
-    return {
-        "class": type(model).__name__.removeprefix("FSDP"),  # torch's fully_shard changes the class
-        "model_type": getattr(config, "model_type", None),
-        "layers": size.layers,
-        "width": size.width,
-        "heads": getattr(config, "num_attention_heads", None),
-        "experts": size.experts,
-        "experts_per_token": size.experts_per_token,
-        "vocab_size": getattr(config, "vocab_size", None),
-        "attention": attention_of(config),
-    }
-
-
-def _data(data: Any) -> dict[str, Any]:
-    sizes = ("seq_len", "global_batch_size", "micro_batch_size", "accumulation")
-    facts: dict[str, Any] = {name: getattr(data, name, None) for name in sizes}
-    facts["unigram_bits_per_byte"] = getattr(data, "unigram_bits_per_byte", None)
-    facts["tokens_per_step"] = None
-    if facts["global_batch_size"] and facts["seq_len"]:
-        facts["tokens_per_step"] = facts["global_batch_size"] * facts["seq_len"]
-    corpus = getattr(data, "corpus", None)
-    for split in ("train", "validation", "test"):
-        facts[f"{split}_tokens"] = corpus and corpus.num_tokens(split)
     return facts
 
 
-def _machine(trainer: L.Trainer, hosts: list[str]) -> dict[str, Any]:
-    device = trainer.strategy.root_device
-    is_cuda = device.type == "cuda"
-    name, memory = device.type, memory_limit()
-    if is_cuda:
-        properties = torch.cuda.get_device_properties(device)
-        name, memory = properties.name, properties.total_memory
-    tflops, source = peak(name, str(trainer.precision)) or (None, None)
+def _data(data: Any) -> Facts:
+    facts = {name: getattr(data, name, None) for name in ("seq_len", "accumulation")}
+    size, corpus = getattr(data, "global_batch_size", None), getattr(data, "corpus", None)
+    facts["tokens_per_step"] = size * facts["seq_len"] if size and facts["seq_len"] else None
+    facts["train_tokens"] = corpus and corpus.num_tokens("train")
+    return facts
+
+
+def _machine(trainer: L.Trainer, hosts: list[str]) -> Facts:
+    device, name, has_bf16 = trainer.strategy.root_device, trainer.strategy.root_device.type, False
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    tflops, _ = peak(name, str(trainer.precision)) or (None, "")
     return {
         "world_size": trainer.world_size,
-        "data_parallel_size": getattr(data_of(trainer), "world_size", None),
         "hosts": hosts,
         "device": name,
-        "memory_gib": memory / GIB,  # of one device; of a CPU, for all processes of the host
-        "supports_bf16": is_cuda and torch.cuda.is_bf16_supported(including_emulation=False),
+        "supports_bf16": has_bf16,
         "peak_tflops": tflops,  # of one device, in the precision in use
-        "peak_source": source,
-    }
-
-
-def _training(trainer: L.Trainer, module: Any) -> dict[str, Any]:
-    blocks = typed_attribute(module, "blocks", BlockConfig)
-    optim = typed_attribute(module, "optim", OptimConfig)
-    steps = trainer.estimated_stepping_batches
-    return {
-        "strategy": type(trainer.strategy).__name__,
-        "precision": str(trainer.precision),
-        "max_steps": int(steps) if steps != float("inf") else None,
-        "clip": trainer.gradient_clip_val,
-        "learning_rate": getattr(optim, "learning_rate", None),
-        "compiled": getattr(blocks, "compile", None),
-        "checkpointing": getattr(blocks, "checkpointing", None),
     }

@@ -1,9 +1,7 @@
 """The replica guard: compares the tensors that several ranks hold, bit by bit.
 
-Data parallelism keeps a copy of each parameter on every rank, tensor parallelism copies of norms
-and routers, a pipeline two of a tied embedding. Copies start equal and are stepped with equal
-gradients. A gradient that is not reduced, code that depends on the rank, or damaged memory makes
-them different models, and neither the loss nor the norm shows it.
+A gradient that is not reduced, code that depends on the rank, or damaged memory makes copies of a parameter different,
+and neither the loss nor the norm shows it.
 
 A checksum of each tensor is computed on the device; one all-reduce has the largest and the smallest
 of the ranks that hold it, and one read on the host says whether they differ.
@@ -18,7 +16,6 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from itertools import chain
-from typing import NamedTuple
 
 import lightning as L
 import torch
@@ -35,18 +32,17 @@ from ..errors import Ended, Exit
 from ..layout import local_shard, shard_place
 from ..parallel import run_strategy
 
-STEPS = (1, 2, 10)  # of an attempt: what starts after the first steps is seen before it is saved
+EARLY = 2  # steps of an attempt: the rate of the first one may be 0
 COLUMNS = 64  # of a tensor's 8-byte words, each with a weight
-CHUNK = COLUMNS * 2**18  # elements that are converted at once
 NONE_HELD = torch.iinfo(torch.int64).min
 
 
 class Replicas(Callback):
     """Ends training, with exit code 65, if ranks hold different values of one tensor.
 
-    Compared are parameters, and floating-point buffers that a checkpoint has, after the first, second and tenth step of
-    each attempt and before each checkpoint is written; after those steps also the moments of torch's optimizers, which
-    differ although a first rate is 0. BatchNorm's running statistics are not compared: each rank has its own.
+    Compared are parameters, and floating-point buffers that a checkpoint has, after the second step of each attempt and
+    before each checkpoint is written. BatchNorm's running statistics are not compared: each rank has
+    its own.
 
     Args:
         ignore: Tensors that ranks hold differently on purpose: names, or patterns as `teacher.*`.
@@ -56,27 +52,22 @@ class Replicas(Callback):
     def __init__(self, ignore: list[str] = []) -> None:  # noqa: B006  (it is never modified)
         self.ignore = ignore
         self._positions: dict[int, int] | None = None  # digest of a replica: position
-        self._first_step, self._pending = 0, list(STEPS)
+        self._early_step = EARLY
         self._has_warned = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._positions, self._pending = None, list(STEPS)
-        self._first_step = trainer.global_step
+        self._positions = None
+        self._early_step = trainer.global_step + EARLY
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
-        if not self._pending or accumulates(trainer):
-            return
-        if trainer.global_step - self._first_step >= self._pending[0]:
-            self._pending.pop(0)
-            self._compare(trainer, pl_module, with_moments=True)
+        if trainer.global_step == self._early_step and not accumulates(trainer):
+            self._compare(trainer, pl_module)
 
-    def on_save_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: object) -> None:
         self._compare(trainer, pl_module)
 
     @torch.no_grad()
-    def _compare(self, trainer: L.Trainer, module: L.LightningModule, with_moments: bool = False) -> None:
+    def _compare(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Compares the checksums of all ranks. Collective.
 
         Raises:
@@ -84,7 +75,7 @@ class Replicas(Callback):
         """
         if weights.is_alone() or not run_strategy(trainer.strategy).has_replicas:
             return
-        held = self._replicas(trainer, module, with_moments)
+        held = self._replicas(module)
         if self._positions is None:
             counts = Counter(chain.from_iterable(weights.from_all_ranks(list(held))))
             several = sorted(digest for digest, count in counts.items() if count > 1)
@@ -106,18 +97,13 @@ class Replicas(Callback):
         if differ:
             self._report(trainer, held, [digests[position] for position in differ])
 
-    def _replicas(
-        self, trainer: L.Trainer, module: L.LightningModule, with_moments: bool
-    ) -> dict[int, tuple[str, Tensor]]:
+    def _replicas(self, module: nn.Module) -> dict[int, tuple[str, Tensor]]:
         """Returns names and tensors by digest; equal digests on two ranks stand for replicas.
 
         The first and the last stage of a pipeline have a tied parameter under the same name.
         """
-        tensors = _compared(module)
-        if with_moments:
-            tensors = chain(tensors, _moments(trainer, module))
         found = {}
-        for name, tensor in tensors:
+        for name, tensor in _compared(module):
             shard = local_shard(tensor)
             # A quantized tensor may be of a class without bits of its own.
             is_special = shard.is_meta or hasattr(shard, "__tensor_flatten__")
@@ -132,33 +118,30 @@ class Replicas(Callback):
 
     def _report(self, trainer: L.Trainer, held: dict[int, tuple[str, Tensor]], digests: list[int]) -> None:
         """Names the first tensor that differs, and the ranks. Collective."""
-        known = [digest for digest in digests if digest in held]
-        ranks = weights.from_all_ranks({digest: _figures_of(*held[digest]) for digest in known})
+        local = {digest: (held[digest][0], *_figures_of(held[digest][1])) for digest in digests if digest in held}
+        ranks = weights.from_all_ranks(local)
         size, found = 0.0, []
         for digest in digests:
             by_sum: dict[int, list[int]] = {}
             for rank, of_rank in enumerate(ranks):
                 if digest in of_rank:
-                    by_sum.setdefault(of_rank[digest].checksum, []).append(rank)
+                    by_sum.setdefault(of_rank[digest][1], []).append(rank)
             usual = max(by_sum.values(), key=len)  # the first of equally many
             others = sorted(set().union(*by_sum.values()) - set(usual))
-            tensor = ranks[usual[0]][digest]
+            name, _, norm, column_sums = ranks[usual[0]][digest]
             for rank in others:
-                sums = ranks[rank][digest].column_sums
-                distance = math.dist(sums, tensor.column_sums) / (tensor.norm or 1.0)
+                distance = math.dist(ranks[rank][digest][3], column_sums) / (norm or 1.0)
                 size = max(size, distance if math.isfinite(distance) else math.inf)
-            is_moment = " of " in tensor.name  # they come last
-            found.append((is_moment, tensor.name, usual, others))
-        _, name, usual, others = min(found)
+            found.append((name, usual, others))
+        name, usual, others = min(found)
         more = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""
         sentence = (
-            f"replicas differ after step {trainer.global_step}: {name} of rank"
-            f" {rank_ranges(others)} differs from rank {rank_ranges(usual)} (by {size:.1g} of its"
-            f" norm){more}."
+            f"replicas differ after step {trainer.global_step}: {name} of rank {rank_ranges(others)} differs from rank"
+            f" {rank_ranges(usual)} (by {size:.1g} of its norm){more}."
         )
         causes = (
-            " Code that depends on the rank, a gradient that is not summed over the ranks, or"
-            " damaged memory does this. List what differs on purpose in replicas.ignore"
+            " Code that depends on the rank, a gradient that is not summed over the ranks, or damaged memory does this."
+            " List what differs on purpose in replicas.ignore"
         )
         tolerance = 0.0
         is_cpu = trainer.strategy.root_device.type == "cpu"
@@ -175,8 +158,7 @@ class Replicas(Callback):
 def _compared(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the names and tensors that are equal on all ranks that hold them.
 
-    Counters and random states among the buffers are not, nor are buffers that a checkpoint lacks: a
-    dynamic rotary embedding has the frequencies of its rank's longest sequence.
+    Counters, random states and buffers that a checkpoint lacks are not: a dynamic rotary embedding depends on the data.
     """
     yield from module.named_parameters()
     for prefix, owner in module.named_modules():
@@ -188,24 +170,11 @@ def _compared(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".removeprefix("."), buffer
 
 
-def _moments(trainer: L.Trainer, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the state of torch's optimizers; other libraries' may have one shard per rank."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    for optimizer in trainer.optimizers:
-        if not type(optimizer).__module__.startswith("torch.optim"):
-            continue
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                is_moment = isinstance(value, Tensor) and value.shape == parameter.shape
-                if is_moment and id(parameter) in names:
-                    yield f"{key} of {names[id(parameter)]}", value
-
-
 def checksum(tensor: Tensor) -> Tensor:
     """Returns () int64 of the bits of this rank's shard; no copy of it, and no rounding.
 
-    It is a weighted sum of 8-byte words. Without weights, two vectors of ones that a first step has
-    moved by the learning rate, up in as many places as down, would have the same sum.
+    It is a weighted sum of 8-byte words: vectors of ones that a first step has moved up in as many places as down would
+    have the same sum without weights.
     """
     bits = local_shard(tensor).detach().reshape(-1).view(torch.uint8)
     if bits.storage_offset() % 8:
@@ -225,20 +194,9 @@ def _word_weights(device: torch.device) -> Tensor:
     return (torch.randint(-limit, limit, (COLUMNS,), generator=generator) | 1).to(device)
 
 
-class Figures(NamedTuple):
-    """Describes a rank's shard of one tensor. The distance of two `column_sums` is about the
-    tensors' distance if their differences have random signs, and larger otherwise."""
-
-    name: str
-    checksum: int
-    norm: float
-    column_sums: list[float]
-
-
-def _figures_of(name: str, tensor: Tensor) -> Figures:
-    square, sums = 0.0, torch.zeros(COLUMNS, dtype=torch.float64)
-    for part in local_shard(tensor).detach().reshape(-1).split(CHUNK):
-        part = nn.functional.pad(part.double(), (0, -len(part) % COLUMNS)).view(-1, COLUMNS)
-        square += float(part.square().sum())
-        sums += part.sum(0).cpu()
-    return Figures(name, int(checksum(tensor)), math.sqrt(square), sums.tolist())
+def _figures_of(tensor: Tensor) -> tuple[int, float, list[float]]:
+    """Returns the checksum, the norm and column sums of a rank's shard. The distance of two ranks' column sums is about
+    the tensors' distance if their differences have random signs, and larger otherwise."""
+    flat = local_shard(tensor).detach().reshape(-1).double()
+    columns = nn.functional.pad(flat, (0, -len(flat) % COLUMNS)).view(-1, COLUMNS)
+    return int(checksum(tensor)), float(flat.norm()), columns.sum(0).tolist()

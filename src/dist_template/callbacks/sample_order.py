@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import os
 import warnings
-import zlib
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
-import numpy as np
-import torch
-from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from .. import weights
 from ..checkpoint.identity import OF_AN_ORDER, compare
 from ..cluster.signals import isolate_worker
 from ..compat.epochs import make_fit_resumable
-from ..compat.lightning import weigh_uneven_batches
 from ..errors import InputError
 from ..model.any_module import callbacks_of, data_of, owns_order
 from ..parallel import run_strategy
 from ..project import has_command_line
 from .checkpoint import LastCheckpoint
-from .global_order import ConsumedSamples, GlobalOrder, Jump
+from .global_order import ConsumedSamples, GlobalOrder
 
 KEPT = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "multiprocessing_context", "generator",
     "prefetch_factor", "persistent_workers",
 )  # fmt: skip
-
-
-COMPARED = 4  # batches; two of few samples may be the same by chance
 
 
 class SampleOrder(Callback):
@@ -46,10 +35,11 @@ class SampleOrder(Callback):
     Training takes the next `batch_size` x ranks x `trainer.accumulate_grad_batches` samples in each optimizer step,
     shuffled anew for each epoch if the loader shuffles: the same samples on any number of ranks, and the next ones
     after a resume. Samples that fill no step at an epoch's end come first in the next epoch. Validation and test are
-    distributed over the ranks. If the dataset has `costs`, a number per sample, ranks get equal work in each step.
+    distributed over the ranks.
 
     A loader with an iterable dataset, with a sampler of its own, or of another class (torchdata's StatefulDataLoader,
-    whose state Lightning saves itself) is not changed, nor is a datamodule with its own order.
+    whose state Lightning saves itself) is not changed, nor is a datamodule with its own order: there each rank must
+    skip the other ranks' samples itself.
     """
 
     def __init__(self) -> None:
@@ -58,18 +48,15 @@ class SampleOrder(Callback):
         self._loaded: dict[str, Any] = {}
         self._settings: dict[str, Any] = {}  # what decides the order, and its seed
         self._wrapped: list[tuple[Any, str]] = []
-        self._first: list[int] | None = None  # checksums of the first batches, of another's loader
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer: Any = trainer
         if owns_order(data_of(trainer)):
             return
         make_fit_resumable(trainer)
-        weigh_uneven_batches(trainer)
         self._rank, self._num_ranks = run_strategy(trainer.strategy).data_rank
         if stage == "fit":
             self._consumed, self._loaded, self._settings = None, {}, {}
-            self._first = None
             if has_command_line() and isinstance(trainer.val_check_interval, int):
                 # The command line counts optimizer steps, Lightning batches.
                 trainer.val_check_interval *= trainer.accumulate_grad_batches
@@ -79,7 +66,8 @@ class SampleOrder(Callback):
         for stage_name, order in orders.items():
             name = f"{stage_name}_dataloader"
             if is_overridden(name, owner, kind) and name not in vars(owner):
-                setattr(owner, name, _then(getattr(owner, name), order))
+                create = getattr(owner, name)
+                setattr(owner, name, lambda create=create, order=order: order(create()))
                 self._wrapped.append((owner, name))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -92,21 +80,19 @@ class SampleOrder(Callback):
         if overfits or not _is_plain(loader, RandomSampler, SequentialSampler):
             if not overfits and not hasattr(loader, "load_state_dict"):
                 rank_zero_warn(
-                    f"the order of {type(loader).__name__} is its own; a resumed epoch starts again at its first batch"
+                    f"the order of {type(loader).__name__} is its own: a resumed epoch starts again at its first batch,"
+                    " and each rank must skip the other ranks' samples"
                 )
-            if self._num_ranks > 1 and not overfits and self._first is None:
-                self._first, self._loader = [], loader
             return loader
         accumulation = self._trainer.accumulate_grad_batches
         per_batch = loader.batch_size * self._num_ranks
         self.global_batch_size = per_batch * accumulation
-        num, costs = len(loader.dataset), getattr(loader.dataset, "costs", None)
+        num = len(loader.dataset)
         if num < self.global_batch_size:
             raise InputError(
-                f"the training set has {num} samples, and an optimizer step takes"
-                f" {self.global_batch_size}: batch_size {loader.batch_size} x data_parallel"
-                f" {self._num_ranks} x trainer.accumulate_grad_batches {accumulation}; lower one of"
-                " them"
+                f"the training set has {num} samples, and an optimizer step takes {self.global_batch_size}: batch_size"
+                f" {loader.batch_size} x data_parallel {self._num_ranks} x trainer.accumulate_grad_batches"
+                f" {accumulation}; lower one of them"
             )
         self._settings = {"samples": num, "seed": _seed_of(loader)}
         self._compare()
@@ -119,8 +105,6 @@ class SampleOrder(Callback):
         order = GlobalOrder(
             num, self.global_batch_size, loader.batch_size, self._rank, self._num_ranks,
             self._settings["seed"], consumed=lambda: self.consumed_samples,
-            jumps=lambda: self.jumps,
-            costs=None if costs is None else np.asarray(costs).__getitem__,
         )  # fmt: skip
         return _like(loader, _Resumable(loader.dataset, order), drop_last=True)
 
@@ -136,59 +120,20 @@ class SampleOrder(Callback):
             return [self._evaluation(each) for each in loader]
         if self._num_ranks == 1 or not _is_plain(loader, SequentialSampler):
             return loader
-        if loader.drop_last:
-            sampler = DistributedSampler(loader.dataset, self._num_ranks, self._rank, shuffle=False)
-            return _like(loader, sampler, drop_last=True)
-        num, size = len(loader.dataset), loader.batch_size
-        even = even_batch_size(num, size, self._num_ranks)
-        kind = _EachOnce if even else DistributedSampler
-        if even is None:
+        num = len(loader.dataset)
+        if num % self._num_ranks and not loader.drop_last:  # ranks call collectives in each batch
             rank_zero_warn(
-                f"{-num % self._num_ranks} of {num} rows of an evaluation count twice, so that"
-                f" {self._num_ranks} ranks have equally many batches of {size}: evaluate a multiple"
-                f" of {self._num_ranks} rows, or on one process"
+                f"{-num % self._num_ranks} of {num} rows of an evaluation count twice, so that {self._num_ranks} ranks"
+                f" have equally many: evaluate a multiple of {self._num_ranks} rows, or on one process"
             )
-        sampler = kind(loader.dataset, self._num_ranks, self._rank, shuffle=False)
-        return _like(loader, sampler, drop_last=False, batch_size=even or size)
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Compares the ranks' first batches of a loader that is not sharded here.
-
-        Raises:
-            InputError: on all ranks, if they are the same.
-        """
-        if self._first is None or len(self._first) == COMPARED:
-            return
-        self._first.append(_checksum(batch))
-        if len(self._first) < COMPARED:
-            return
-        of_ranks = weights.from_all_ranks(self._first)
-        is_constant = len(set(self._first)) == 1  # as for a measurement of speed
-        if not is_constant and all(each == self._first for each in of_ranks):
-            dataset = type(getattr(self._loader, "dataset", self._loader)).__name__
-            raise InputError(
-                f"all {self._num_ranks} ranks train on the same samples: train_dataloader's"
-                f" {type(self._loader).__name__} of {dataset} does not shard them. Use a map-style"
-                " dataset without a sampler of its own, which is sharded here, or let each rank"
-                " skip the others' samples (torch.distributed.get_rank() in the dataset's __iter__,"
-                " DistributedSampler)"
-            )
+        sampler = DistributedSampler(loader.dataset, self._num_ranks, self._rank, shuffle=False)
+        return _like(loader, sampler, drop_last=loader.drop_last)
 
     # ---- the stream of samples, as PackedText has it ---------------------------------------------
 
     @property
     def consumed_samples(self) -> int:
         return self._consumed.value(self._trainer) if self._consumed else 0
-
-    @property
-    def jumps(self) -> list[Jump]:
-        return self._consumed.jumps if self._consumed else []
-
-    def jump(self, intervals: list[Jump]) -> None:
-        if self._consumed:
-            self._consumed.jump(intervals, self._trainer)
 
     def state_dict(self) -> dict[str, Any]:
         return self._consumed.as_state(self._trainer) | self._settings if self._consumed else {}
@@ -222,39 +167,6 @@ class _Deferred(DataLoader):
         yield from super().__iter__()
 
 
-def _checksum(batch: Any) -> int:
-    """Returns a CRC-32 of the tensors in a batch of any nesting."""
-    tensors: list[Tensor] = []
-    apply_to_collection(batch, Tensor, tensors.append)
-    total = 0
-    for tensor in tensors:
-        as_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        total = zlib.crc32(as_bytes.numpy().tobytes(), total)
-    return total
-
-
-class _EachOnce(DistributedSampler):
-    """Every row on one rank; torch's repeats rows until all ranks have equally many."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.rank, len(self.dataset), self.num_replicas))  # ty: ignore[invalid-argument-type]
-
-    def __len__(self) -> int:
-        return len(range(self.rank, len(self.dataset), self.num_replicas))  # ty: ignore[invalid-argument-type]
-
-
-def even_batch_size(num_rows: int, batch_size: int, num_ranks: int) -> int | None:
-    """Returns the largest batch size up to `batch_size` with which all ranks have equally many
-    batches, none empty, and each row once; None if no such size exists, or only a much smaller one.
-
-    Ranks call collectives in each batch, so their numbers must agree."""
-    for size in range(batch_size, batch_size // 2, -1):
-        in_full_batches = (num_rows - 1) // (num_ranks * size) * num_ranks * size
-        if num_rows - in_full_batches >= num_ranks:
-            return size
-    return None
-
-
 def _is_plain(loader: Any, *samplers: type) -> bool:
     """Returns whether it is torch's DataLoader with one of these samplers, over all samples."""
     if type(loader) is not DataLoader or loader.batch_size is None:
@@ -272,17 +184,7 @@ def _seed_of(loader: DataLoader) -> int | None:
     return generator.initial_seed() if generator else int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
-def _like(loader: DataLoader, sampler: Any, drop_last: bool, batch_size: int | None = None) -> DataLoader:
+def _like(loader: DataLoader, sampler: Any, drop_last: bool) -> DataLoader:
     options: dict[str, Any] = {name: getattr(loader, name) for name in KEPT}
     options["worker_init_fn"] = loader.worker_init_fn or isolate_worker
-    options |= {"batch_size": batch_size or loader.batch_size}
-    options |= {"sampler": sampler, "drop_last": drop_last}
-    return _Deferred(loader.dataset, **options)
-
-
-def _then(create: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
-    @wraps(create)
-    def changed(*args: Any, **kwargs: Any) -> Any:
-        return change(create(*args, **kwargs))
-
-    return changed
+    return _Deferred(loader.dataset, batch_size=loader.batch_size, sampler=sampler, drop_last=drop_last, **options)

@@ -9,25 +9,23 @@ import torch
 from lightning.pytorch import Callback
 
 from ..model.any_module import data_of
-from ..observe.loggers.tensorboard import TensorBoard
-from ..observe.loggers.wandb import WandB
 from .console import only_shows
+
+CONVERSATIONS = 2  # of the validation split
 
 
 class Samples(Callback):
     """Continues the first of `data.prompts` and appends the text to `samples.txt`.
 
-    Of conversations, it answers some of the validation split, beside their last answers. Every rank
+    Of conversations, it answers two of the validation split, beside their last answers. Every rank
     generates, because a sharded model needs all ranks; rank 0 writes.
 
     Args:
         folder: The folder of `samples.txt`. null turns samples off.
-        conversations: Number of conversations of the validation split to answer. 0: `data.prompts`.
     """
 
-    def __init__(self, folder: str | None = "{run}", conversations: int = 2) -> None:
+    def __init__(self, folder: str | None = "{run}") -> None:
         self.folder = folder
-        self.conversations = conversations
 
     @only_shows
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -38,7 +36,7 @@ class Samples(Callback):
             return
         decode = data.text_tokenizer.decode
         encode = getattr(data, "encode_prompt", data.text_tokenizer.encode)
-        held_out = data.held_out(self.conversations) if hasattr(data, "held_out") else []
+        held_out = data.held_out(CONVERSATIONS) if hasattr(data, "held_out") else []
         generate: Any = pl_module.generate
         texts = []
         for ids, reference in held_out or [(encode(prompts[0]), None)]:
@@ -55,6 +53,3 @@ class Samples(Callback):
             return
         with open(f"{self.folder}/samples.txt", "a", encoding="utf-8") as file:
             file.write(f"--- step {trainer.global_step}\n{text}\n")
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoard | WandB):
-                logger.log_sample(text, trainer.global_step)

@@ -1,60 +1,60 @@
-"""Measures throughput, model FLOPs utilization and the slowest rank, without a device sync."""
+"""Measures throughput, model FLOPs utilization, the slowest rank and memory, without a device sync."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from typing import Any
 
 import lightning as L
+import psutil
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from ..cluster.environment import memory_limit
 from ..model.any_module import data_of, metrics_of, samples_of, size_of
 from ..model.flops import peak
-from ..parallel import run_strategy
+from ..records import GIB
 
 OWN = "rank/own_step_s"  # of each rank, sent to all
-STAGE = "pipeline/own_{}_s"  # likewise, of each of a rank's stages
+MEMORY = ("memory/allocated_gib", "memory/reserved_gib", "memory/peak_share")  # likewise
+HOST_EVERY_S = 1.0  # /proc takes 0.1 ms to read, and a log step of a small model a few ms
 
 
 class Throughput(Callback):
-    """Logs perf/*, train/tokens or train/samples, and with several ranks rank/*.
+    """Logs perf/*, train/tokens or train/samples, memory/*, and with several ranks rank/*.
 
     The time between two log steps is exact on any device, because a log step ends in a transfer that waits for the
     device. Validation and checkpoints are excluded from it, with the wait for the batch after them.
 
-    rank/* compares each rank's own time for a step: waiting for its loader, then forward, before
-    gradients are reduced. On a GPU, CUDA events measure forward. If forward contains collectives
-    (FSDP, tensor and expert parallelism, ZeRO-3), ranks wait for each other in it and look alike:
-    then the loader's part shows a slow host, and gpu/throttled a slow GPU.
+    rank/* compares each rank's own time for a step, by the host's clock: waiting for its loader, then forward. On a GPU
+    it shows slow hosts, not slow GPUs. In a forward pass with collectives ranks wait for each other: then only a slow
+    loader shows.
 
-    pipeline/stage*_s is the time in a stage's forward and backward passes, per optimizer step.
+    memory/* is the largest of all ranks: the peak of torch's allocator since the last log step, or the resident memory
+    of a CPU process and its share of the memory of the host (or control group) that its ranks share.
     """
 
     def __init__(self) -> None:
-        self._window_s = self._wait_s = self._own_wait_s = 0.0
+        self._window_s = self._wait_s = self._own_s = 0.0
         self._window_step = 0
         self._last_end: float | None = None  # of the batch before; None after a validation or save
         self._flops: float | None = None  # per token
         self._seq_len: int | None = None  # None: samples are not sequences
         self._peak_tflops: float | None = None
+        self._started = 0.0  # forward
+        self._memory, self._memory_read = (0.0, 0.0, 0.0), -math.inf  # of a host
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         device = pl_module.device
         self._window_step = trainer.global_step
         self._last_end = time.perf_counter()
-        self._forward = ForwardClock(device)
-        layers = run_strategy(trainer.strategy).layers
-        self._clocks = layers.start_clocks(lambda: ForwardClock(device))
-        self._stages = layers.facts["stages"] if layers.facts else []
         self._seq_len = getattr(data_of(trainer), "seq_len", None)
         if self._seq_len:
-            size = size_of(pl_module)
-            self._flops = size.flops_per_token(self._seq_len)
+            self._flops = size_of(pl_module).flops_per_token(self._seq_len)
         self._peak_tflops = peak_of(device, str(trainer.precision))
+        self._limit = memory_limit() / trainer.num_devices
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         now = time.perf_counter()
@@ -63,12 +63,12 @@ class Throughput(Callback):
         self._wait_s += now - self._last_end
         # Then the rank waits for the others, to sum token counts: that is not its own time.
         fetched = getattr(data_of(trainer), "fetched_s", now)
-        self._own_wait_s += max(0.0, fetched - self._last_end)
-        if trainer.world_size > 1:  # else no rank reads, and frees, the passes
-            self._forward.start()
+        self._own_s += max(0.0, fetched - self._last_end)
+        self._started = now
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        self._forward.stop()
+        now = time.perf_counter()
+        self._own_s, self._started = self._own_s + now - self._started, now
 
     def on_train_batch_end(self, *_: object, **__: object) -> None:
         now = time.perf_counter()
@@ -81,96 +81,56 @@ class Throughput(Callback):
         metrics.put("perf/data_wait_share", self._wait_s / self._window_s)
         if samples := samples_of(trainer):
             per_s = steps * samples.global_batch_size / self._window_s
-            for name, value in self._of_samples(per_s, trainer.world_size).items():
-                metrics.put(name, value)
             total = trainer.global_step * samples.global_batch_size
+            metrics.put("perf/samples_per_s", per_s)
             if self._seq_len:
                 metrics.put("train/tokens", total * self._seq_len)
+                per_s *= self._seq_len
+                metrics.put("perf/tokens_per_s", per_s)
+                metrics.put("perf/tokens_per_s_per_device", per_s / trainer.world_size)
             else:
                 metrics.put("train/samples", total)
+            if self._flops:
+                tflops = per_s / trainer.world_size * self._flops / 1e12
+                metrics.put("perf/model_tflops", tflops)
+                if self._peak_tflops:
+                    metrics.put("perf/mfu", tflops / self._peak_tflops)
         if trainer.world_size > 1:
-            forward_s = self._forward.mean_s() * trainer.accumulate_grad_batches
-            metrics.put_of_rank(OWN, self._own_wait_s / steps + forward_s)
-        for number, clock in enumerate(self._clocks):
-            metrics.put_of_rank(STAGE.format(number), sum(clock.seconds()) / steps)
-        self._window_s = self._wait_s = self._own_wait_s = 0.0
+            metrics.put_of_rank(OWN, self._own_s / steps)
+        for name, value in zip(MEMORY, self._memory_now(module.device), strict=True):
+            metrics.put_of_rank(name, value)
+        self._window_s = self._wait_s = self._own_s = 0.0
         self._window_step = trainer.global_step
 
-    def _of_samples(self, samples_per_s: float, world_size: int) -> dict[str, float]:
-        figures = {"perf/samples_per_s": samples_per_s}
-        if not self._seq_len:
-            return figures
-        tokens_per_s = samples_per_s * self._seq_len
-        figures["perf/tokens_per_s"] = tokens_per_s
-        figures["perf/tokens_per_s_per_device"] = tokens_per_s / world_size
-        if self._flops:
-            tflops = tokens_per_s / world_size * self._flops / 1e12
-            figures["perf/model_tflops"] = tflops
-            if self._peak_tflops:
-                figures["perf/mfu"] = tflops / self._peak_tflops
-        return figures
-
     def on_log_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]) -> None:
-        times_s = metrics_of(module).of_ranks.get(OWN, [])
-        if times_s and not any(map(math.isnan, times_s)):
+        of_ranks = metrics_of(module).of_ranks
+        if times_s := of_ranks.get(OWN):
             slowest = max(times_s)
-            metrics["rank/slowest_step_s"] = slowest
             metrics["rank/slowest"] = times_s.index(slowest)
             metrics["rank/slowest_over_median"] = slowest / statistics.median_low(times_s)
-        replicas = trainer.world_size // max(len(self._stages), 1)
-        for rank, numbers in enumerate(self._stages):
-            for number, stage in enumerate(numbers):
-                seconds = metrics_of(module).of_ranks[STAGE.format(number)]
-                seconds = seconds[rank * replicas : (rank + 1) * replicas]
-                metrics[f"pipeline/stage{stage + 1}_s"] = statistics.fmean(seconds)
+        for name in MEMORY:
+            metrics[name] = max(of_ranks[name])
 
     def on_validation_end(self, *_: object, **__: object) -> None:
         self._last_end = None
 
     on_save_checkpoint = on_validation_end
 
+    def _memory_now(self, device: torch.device) -> tuple[float, float, float]:
+        """Returns GiB allocated, GiB reserved, and the share of the device or host."""
+        if device.type == "cuda":
+            stats = torch.cuda.memory_stats(device)  # without a device sync
+            torch.cuda.reset_peak_memory_stats(device)
+            reserved = stats["reserved_bytes.all.peak"]
+            total = torch.cuda.get_device_properties(device).total_memory
+            return stats["allocated_bytes.all.peak"] / GIB, reserved / GIB, reserved / total
+        if time.monotonic() - self._memory_read >= HOST_EVERY_S:
+            self._memory_read, used = time.monotonic(), psutil.Process().memory_info().rss
+            self._memory = used / GIB, used / GIB, used / self._limit
+        return self._memory
+
 
 def peak_of(device: torch.device, precision: str) -> float | None:
     """Returns the peak in TFLOP/s, or None for an unknown device."""
     found = peak(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
     return found[0] if found else None
-
-
-class ForwardClock:
-    """Times forward passes: by events in a GPU's stream, else on the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._in_stream = device.type == "cuda"
-        self._started: Any = None
-        self._passes: list[tuple[Any, Any]] = []  # (start, end): CUDA events, or seconds
-
-    def start(self) -> None:
-        self._started = self._now()
-
-    def stop(self) -> None:
-        if self._started is not None:
-            self._passes.append((self._started, self._now()))
-            self._started = None
-
-    def mean_s(self) -> float:
-        """Returns the mean of the finished passes; NaN before the first."""
-        seconds = self.seconds()
-        return statistics.fmean(seconds) if seconds else math.nan
-
-    def seconds(self) -> list[float]:
-        """Returns the times of the passes that have finished since the last call."""
-        if self._in_stream:  # unfinished ones count the next time
-            done = [each for each in self._passes if each[1].query()]
-            seconds = [start.elapsed_time(end) / 1e3 for start, end in done]
-        else:
-            done = self._passes
-            seconds = [end - start for start, end in done]
-        self._passes = self._passes[len(done) :]
-        return seconds
-
-    def _now(self) -> Any:
-        if not self._in_stream:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
 
 from ..compat.lightning import accumulates, log_at_optimizer_steps
-from ..model.any_module import callbacks_of, data_of, metrics_of, tracks_metrics
-from ..model.metrics import NOT_COUNTED
+from ..model.any_module import callbacks_of, metrics_of, tracks_metrics
 from ..parallel import run_strategy
 
 
@@ -69,30 +67,3 @@ def _call(callbacks: list[Any], hook: str, *args: Any) -> None:
     for callback in callbacks:
         if hasattr(callback, hook):
             getattr(callback, hook)(*args)
-
-
-class Inputs(Callback):
-    """Logs the share of labels that count, and the share of possible tokens in a micro-batch.
-
-    data/distinct_token_share is the number of distinct tokens over the largest possible number (the
-    micro-batch's size, or the vocabulary's). The micro-batches of log steps are read on the device.
-    A custom batch without `labels` or `input_ids` has no such metric.
-    """
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if not isinstance(batch, dict) or not logs(trainer, trainer.global_step + 1):
-            return
-        if isinstance(labels := batch.get("labels"), Tensor):
-            metrics_of(pl_module).add("data/counted_share", (labels != NOT_COUNTED).float().mean())
-        size = getattr(data_of(trainer), "vocab_size", 0)
-        if size and isinstance(tokens := batch.get("input_ids"), Tensor):
-            share = distinct(tokens, size).sum() / min(size, tokens.numel())
-            metrics_of(pl_module).add("data/distinct_token_share", share)
-
-
-def distinct(tokens: Tensor, vocab_size: int) -> Tensor:
-    """Returns (vocab_size,): 1.0 for each token in `tokens`, without torch.unique's device sync."""
-    found = torch.zeros(vocab_size, device=tokens.device)
-    return found.index_fill_(0, tokens.reshape(-1).clamp(0, vocab_size - 1), 1.0)

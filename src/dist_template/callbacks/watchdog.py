@@ -52,11 +52,11 @@ class Watchdog(Callback):
         if trainer.evaluating or trainer.sanity_checking or trainer.predicting:
             batch = f"batch {self._eval_batch + 1}"
             return f"validation at step {trainer.global_step}, {batch}, {phase}"
-        step, batch, fetches = self._step, self._batch, phase == "in its data loader"
-        if step < 0 and not fetches:
-            return f"start-up, {phase}"
-        if fetches:
+        step, batch = self._step, self._batch
+        if phase == "in its data loader":
             step, batch = trainer.global_step + 1, batch + 1
+        elif step < 0:
+            return f"start-up, {phase}"
         number = batch % trainer.accumulate_grad_batches + 1
         layers = run_strategy(trainer.strategy).layers
         return f"step {step}, {layers}micro-batch {number}, {phase}"
@@ -75,31 +75,24 @@ class Watchdog(Callback):
         if WATCHDOG.is_exiting:  # this error is a consequence; the watchdog reports the cause
             time.sleep(10)
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: object, batch: object, batch_idx: int) -> None:
         self._step, self._batch = trainer.global_step + 1, batch_idx
         WATCHDOG.beat()
 
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         WATCHDOG.beat()
         if WATCHDOG.limit_s != self.timeout_s and not accumulates(trainer):
             self._started(trainer)
 
     def on_validation_batch_start(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: L.Trainer, pl_module: object, batch: object, batch_idx: int, *_: object, **__: object
     ) -> None:
         self._eval_batch = batch_idx
         WATCHDOG.beat()
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
-    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_validation_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         WATCHDOG.beat()
         if WATCHDOG.limit_s != self.timeout_s and trainer.state.fn != TrainerFn.FITTING:
             self._started(trainer)
@@ -108,42 +101,39 @@ class Watchdog(Callback):
 
     # ---- limits ----------------------------------------------------------------------------------
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: object, stage: str) -> None:
         if not has_command_line():  # a Trainer of one's own: nothing has started it
             self.begin(trainer, Path(trainer.default_root_dir))
-        self._set_limits(trainer)
+        self.on_fit_start(trainer, pl_module)
 
-    def _set_limits(self, trainer: L.Trainer) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: object) -> None:
         WATCHDOG.beat()
-        self._limit_groups(trainer, max(self.timeout_s, self.start_timeout_s))
+        limit_groups(trainer, max(self.timeout_s, self.start_timeout_s))
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._set_limits(trainer)  # the strategy, or DeepSpeed, has created more groups
-
-    on_train_start = on_fit_start
+    on_train_start = on_fit_start  # the strategy, or DeepSpeed, has created more groups
 
     def _started(self, trainer: L.Trainer) -> None:
         """Switches to the limit of a step: everything is built and compiled."""
         WATCHDOG.limit_s = self.timeout_s
-        self._limit_groups(trainer, self.timeout_s)
+        limit_groups(trainer, self.timeout_s)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         WATCHDOG.beat()
         if not has_command_line():
             WATCHDOG.stop()
 
-    def _limit_groups(self, trainer: L.Trainer, limit_s: float) -> None:
-        """Sets the timeout of all process groups; torch's own applies to the first one only.
 
-        A `timeout` of the strategy other than Lightning's default has priority.
-        """
-        if not dist.is_initialized():
-            return
-        configured = timeout_of(trainer.strategy)
-        limit = configured
-        if configured == default_pg_timeout and limit_s:
-            limit = timedelta(seconds=limit_s + LATER_S)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a backend other than gloo and NCCL has no timeout
-            for group in process_groups():
-                limit_collectives(group, limit)
+def limit_groups(trainer: L.Trainer, limit_s: float) -> None:
+    """Sets the timeout of all process groups; torch's own applies to the first one only.
+
+    A `timeout` of the strategy other than Lightning's default has priority.
+    """
+    if not dist.is_initialized():
+        return
+    limit = timeout_of(trainer.strategy)
+    if limit == default_pg_timeout and limit_s:
+        limit = timedelta(seconds=limit_s + LATER_S)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a backend other than gloo and NCCL has no timeout
+        for group in process_groups():
+            limit_collectives(group, limit)

@@ -23,8 +23,6 @@ OBSERVERS = {
     "numerics": "callbacks.numerics:Numerics",
     "replicas": "callbacks.replicas:Replicas",
     "throughput": "callbacks.throughput:Throughput",
-    "hardware": "callbacks.hardware:Hardware",
-    "inputs": "callbacks.training_log:Inputs",
     "experts": "callbacks.experts:Experts",
     "messages": "callbacks.messages:WarningsOfRanks",
     "training_log": "callbacks.training_log:TrainingLog",

@@ -23,13 +23,13 @@ RULES = (  # what is allowed, least, most, keys
         trainer.check_val_every_n_epoch lr_scheduler.step_size lr_scheduler.T_max
         lr_scheduler.total_iters lr_scheduler.step_size_up lr_scheduler.step_size_down
         trainer.logger.flush_secs cluster.min_nodes cluster.save_s numerics.patience
-        numerics.jump_steps last_checkpoint.every_n_steps last_checkpoint.keep"""),
+        last_checkpoint.every_n_steps last_checkpoint.keep"""),
     ("0 or more", 0, FINITE, """trainer.gradient_clip_val trainer.reload_dataloaders_every_n_epochs
         model.optim.weight_decay model.optim.warmup model.optim.plateau_patience
         model.balance.bias_update_speed model.balance.aux_loss_coef model.balance.sequence_loss_coef
         model.balance.z_loss_coef model.preference.margin numerics.spike_sigmas
-        numerics.max_roll_backs hardware.gpu_every_s console.line_every_s diagnosis.every_s
-        samples.conversations last_checkpoint.keep_every_hours best_checkpoint.keep
+        console.line_every_s diagnosis.every_s
+        best_checkpoint.keep
         trainer.strategy.param_persistence_threshold lr_scheduler.eta_min lr_scheduler.min_lr
         lr_scheduler.base_lr lr_scheduler.factor lr_scheduler.end_factor lr_scheduler.patience
         lr_scheduler.cooldown lr_scheduler.milestones trainer.strategy.prefetch_bucket_size"""),
@@ -48,8 +48,7 @@ RULES = (  # what is allowed, least, most, keys
     ("1 to 65,536", 1, 65_536, "model.sample_tokens model.adapter.rank"),
     ("0 to 1,024", 0, 1024, "data.num_workers"),
     ("4 to 1,000,000", 4, 1_000_000, "numerics.spike_window"),
-    ("0 to 100,000,000 seconds", 0, 1e8, """watchdog.timeout_s watchdog.start_timeout_s
-        trainer.logger.init_timeout_s trainer.logger.finish_timeout_s"""),
+    ("0 to 100,000,000 seconds", 0, 1e8, """watchdog.timeout_s watchdog.start_timeout_s"""),
     ("1 to 100,000", 1, 100_000, "trainer.num_nodes cluster.nodes cluster.devices_per_node"),
     ("-1 to 1,024", -1, 1024, "trainer.devices"),
     ("1 to 65,535", 1, 65_535, "cluster.port"),

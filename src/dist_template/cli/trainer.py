@@ -15,7 +15,6 @@ from ..callbacks.garbage import Garbage
 from ..callbacks.record import Record
 from ..callbacks.sample_order import SampleOrder
 from ..callbacks.summary import Summary
-from ..callbacks.unused_parameters import UnusedParameters
 from ..callbacks.watchdog import Watchdog
 from ..checkpoint.formats import use_every_format
 from ..cluster.fingerprint import SameEnvironment
@@ -55,7 +54,7 @@ def complete(
     plain = redacted(json.loads(json.dumps(config, default=str)))
     summary = Summary(run, calls_hooks=not trainer.fast_dev_run)
     first: list[Any] = [Crash(run)] if any_module.owns_order(data) else [SampleOrder(), Crash(run)]
-    last = [Record(run, plain, defaults), Garbage(), UnusedParameters(), summary]
+    last = [Record(run, plain, defaults), Garbage(), summary]
     trainer.callbacks = [*first, *trainer.callbacks, *last]
     if given.get("enable_checkpointing") is False:
         savers = (LastCheckpoint, BestCheckpoint)

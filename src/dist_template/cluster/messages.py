@@ -30,10 +30,6 @@ class Messages:
         self._buffer: list[str] = []
         self._process = 0
 
-    @property
-    def num_buffered(self) -> int:
-        return len(self._buffer)
-
     def listen(self) -> None:
         """Starts buffering in this process; forked children print their own warnings."""
         if not self._process:

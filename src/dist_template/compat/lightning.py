@@ -27,7 +27,6 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.strategies.launchers import subprocess_script as trainers_launcher
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
 
 def accumulates(trainer: L.Trainer) -> bool:
@@ -68,12 +67,6 @@ def torch_optimizer(optimizer: Any) -> Any:
     return getattr(optimizer, "_optimizer", optimizer)
 
 
-def wandb_options(logger: Any) -> dict[str, Any]:
-    """Returns the arguments of `wandb.init`, which may be changed until the run starts: the mode
-    depends on whether W&B is reachable then."""
-    return logger._wandb_init
-
-
 def has_wandb_run(logger: Any) -> bool:
     """Whether the logger's run has started: reading its public `experiment` would start it."""
     return logger._experiment is not None
@@ -95,21 +88,6 @@ def log_at_optimizer_steps(trainer: Any) -> None:
     """Logs values of `self.log` at the optimizer step of their batch; call before the first."""
     if type(trainer._logger_connector) is _LoggerConnector:
         trainer._logger_connector = LoggerConnector(trainer)
-
-
-class Results(_ResultCollection):
-    """Counts rows as floats: Lightning (2.6.6) divides the sum over ranks by a mean number of rows
-    that is rounded down as an integer: with 16 and 15 rows, by 15."""
-
-    def _extract_batch_size(self, *args: Any, **kwargs: Any) -> Any:
-        return float(super()._extract_batch_size(*args, **kwargs))
-
-
-def weigh_uneven_batches(trainer: Any) -> None:
-    """Lets an evaluation's mean count each row once if ranks have different numbers of rows."""
-    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        if type(loop._results) is _ResultCollection:
-            loop._results = Results(training=False)
 
 
 # ---- the training loop ---------------------------------------------------------------------------
@@ -169,12 +147,6 @@ def set_ddp_defaults(strategy: DDPStrategy, **options: Any) -> None:
     """Gives DistributedDataParallel these options where the configuration gives none. Arguments of
     `DDPStrategy(...)`, the public way, do not reach `strategy: ddp`, `auto` and similar names."""
     strategy._ddp_kwargs = options | strategy._ddp_kwargs
-
-
-def needs_every_gradient(strategy: Any) -> bool:
-    """Returns whether DDP reduces a bucket only if all of its parameters have a gradient."""
-    is_plain = type(strategy) is DDPStrategy  # DeepSpeed's is a subclass
-    return is_plain and not strategy._ddp_kwargs.get("find_unused_parameters")
 
 
 def start_process_group(strategy: ModelParallelStrategy, gpu_backend: str | None) -> None:

@@ -30,9 +30,6 @@ class OrderedSamples(Protocol):
 
     @property
     def consumed_samples(self) -> int: ...
-    @property
-    def jumps(self) -> list[tuple[int, int]]: ...
-    def jump(self, intervals: list[tuple[int, int]]) -> None: ...
 
 
 def samples_of(trainer: L.Trainer) -> OrderedSamples | None:

@@ -28,7 +28,6 @@ DISK_FULL = (
     "error: a disk is full ({}): free space, then give the same command again; the run resumes from its checkpoints"
 )
 ATTEMPT = ("DIST_JOB_STARTED", "TORCHELASTIC_RESTART_COUNT")
-LIBRARY = Path(__file__).parents[1]
 
 
 def attempt() -> str:
@@ -68,7 +67,7 @@ def sentence(record: dict[str, Any]) -> str:
 def print_crash(error: Exception) -> Exit:
     """Prints each distinct error once, with the texts of the hooks, and returns the exit code.
 
-    Prints the traceback if this library raised the error before training, or if the crash record
+    Prints the traceback of an error before training in which the user's code has no part, or if the crash record
     cannot be read: no error is lost.
     """
     code, parts = Exit.FAILED, None
@@ -86,8 +85,9 @@ def print_crash(error: Exception) -> Exit:
                 code = Exit.OUT_OF_MEMORY
     elif is_disk_full(error):
         parts = [DISK_FULL.format(first_line(error))]
-    elif place := _before_training(error):
-        parts = [place, "TRACEBACK=1 prints the traceback"]
+    elif lines := own_lines(error):
+        text = "\n    ".join([f"error: {type(error).__name__}: {first_line(error)}", *lines])
+        parts = [text, "TRACEBACK=1 prints the traceback"]
     if parts is None or os.environ.get("TRACEBACK", "0") != "0":
         traceback.print_exception(error)
     if parts == []:  # another rank has printed the same error
@@ -97,21 +97,6 @@ def print_crash(error: Exception) -> Exit:
     if text:
         print(text, file=sys.stderr, flush=True)
     return code
-
-
-def _before_training(error: BaseException) -> str:
-    """Describes an error before training; "" if this library raised it and not the user's code."""
-    place, last = "", LIBRARY  # the innermost file that is this library's or the user's
-    for frame in traceback.extract_tb(error.__traceback__):
-        file = Path(frame.filename)
-        if file.is_relative_to(LIBRARY) or is_users(frame.filename):
-            last = file
-        if frame.name == "build_cache":  # of text/cache/token_cache.py
-            place = "while tokenizing, "
-    if last.is_relative_to(LIBRARY) or last.name == "__main__.py":
-        return ""
-    text = f"error: {place}{type(error).__name__}: {first_line(error)}"
-    return "\n    ".join([text, *own_lines(error)])
 
 
 def _is_first(folder: Path, record: dict[str, Any]) -> bool:

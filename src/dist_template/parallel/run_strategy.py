@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .pipeline.costs import StageFacts
 from .protocol import DataRank
@@ -14,14 +14,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 T = TypeVar("T")
-C = TypeVar("C", bound="Clock")
-
-
-class Clock(Protocol):
-    """Times passes of a stage."""
-
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
 
 
 class Layers:
@@ -52,17 +44,9 @@ class Layers:
         """Returns on every rank what the ranks that have the model's output compute. Collective."""
         return compute()
 
-    def forward_only(self, step: Callable[..., T], args: tuple[object, ...]) -> T | None:
-        """Runs a step on all layers; None on ranks that do not have its result. Collective."""
-        return step(*args)
-
     def all_names(self, names: list[str]) -> list[str]:
         """Returns the names that any rank has, in one order on every rank. Collective."""
         return names
-
-    def start_clocks(self, make: Callable[[], C]) -> list[C]:
-        """Times the passes of each stage of this rank by a clock that `make` returns."""
-        return []
 
     def micro_batch_of_pass(self, newest: int) -> int | None:
         """Returns the number of the micro-batch that runs, of which Lightning has handed over
@@ -77,13 +61,11 @@ class RunDefaults:
         layers: The model's layers on this rank.
         replica_tolerance: How much replicas may differ on a GPU by rounding alone, relative to their norm.
         has_replicas: Whether tensors of the same place on two ranks are comparable.
-        frees_gradients: Whether gradients are gone once they are reduced.
     """
 
     layers = Layers()
     replica_tolerance = 0.0
     has_replicas = True
-    frees_gradients = False
 
     @property
     def lightning(self) -> Any:

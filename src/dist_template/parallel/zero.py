@@ -122,8 +122,6 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
             unsharded in stage 3: a collective would cost more than their memory.
     """
 
-    frees_gradients = True
-
     def __init__(
         self,
         stage: Literal[1, 2, 3] | None = None,

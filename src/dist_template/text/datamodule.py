@@ -33,10 +33,8 @@ from torch.utils.data import DataLoader
 from ..callbacks.global_order import (
     ConsumedSamples,
     GlobalOrder,
-    Jump,
     eval_batches,
     source_of,
-    stream_position,
 )
 from ..cluster.signals import isolate_worker
 from ..parallel import run_strategy
@@ -257,8 +255,7 @@ class PackedText(L.LightningDataModule):
         order = GlobalOrder(
             len(rows), self.global_batch_size, self.micro_batch_size,
             self.rank, self.world_size, self.seed, consumed=lambda: self.consumed_samples,
-            repeat_first_batch=self.repeat_first_batch, jumps=lambda: self.jumps,
-            stream=self._mixing,
+            repeat_first_batch=self.repeat_first_batch, stream=self._mixing,
         )  # fmt: skip
         return self._loader(rows, order, self.accumulation)
 
@@ -329,16 +326,6 @@ class PackedText(L.LightningDataModule):
         """Sequences trained on since the run started, over all ranks and restarts."""
         return self._consumed.value(self.trainer) if self._consumed and self.trainer else 0
 
-    @property
-    def jumps(self) -> list[Jump]:
-        """Stream intervals that no rank reads: after a rollback, those that made it diverge."""
-        return self._consumed.jumps if self._consumed else []
-
-    def jump(self, intervals: list[Jump]) -> None:
-        """Skips unread intervals of the stream. Call it before the first batch is read."""
-        if self._consumed and self.trainer:
-            self._consumed.jump(intervals, self.trainer)
-
     def state_dict(self) -> dict[str, Any]:
         if not self._consumed or not self.trainer:
             return {}
@@ -353,5 +340,4 @@ class PackedText(L.LightningDataModule):
         if {"data.source", "data.seq_len"}.intersection(self.changed_settings):
             return  # other rows: a mixture has the present weights
         if self._mixing and "mixture" in state_dict:
-            consumed, jumps = state_dict["consumed_samples"], state_dict["jumps"]
-            self._mixing.resume(state_dict["mixture"], stream_position(consumed, jumps))
+            self._mixing.resume(state_dict["mixture"], state_dict["consumed_samples"])

@@ -23,17 +23,11 @@ MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation, of a n
 
 @dataclass(frozen=True)
 class Series:
-    """One metric. All arrays have N entries, in the order of their steps.
+    """One metric. All arrays have N entries, in the order of their steps."""
 
-    Args:
-        steps: int64.
-        values: float64; NaN and infinities are kept.
-        times: float64, seconds since 1970.
-    """
-
-    steps: np.ndarray
-    values: np.ndarray
-    times: np.ndarray
+    steps: np.ndarray  # int64
+    values: np.ndarray  # float64; NaN and infinities are kept
+    times: np.ndarray  # float64, seconds since 1970
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -52,14 +46,9 @@ class Series:
 
 @dataclass
 class Metrics:
-    """Every metric of a run.
+    """Every metric of a run."""
 
-    Args:
-        limit: Entries kept of a metric; beyond it, every second entry of the older half is dropped.
-            0 keeps all.
-    """
-
-    limit: int = 0
+    limit: int = 0  # of entries of a metric; beyond it, every second one of the older half is dropped. 0: none
     # steps, values, times: arrays, which NumPy copies faster than lists
     _columns: dict[str, tuple[array[int], array[float], array[float]]] = field(default_factory=dict)
 

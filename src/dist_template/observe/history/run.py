@@ -28,16 +28,8 @@ Tree = dict[str, Any]  # the content of a JSON or YAML file
 class History:
     """Records of a run; `read_run` reads them, wings/diagnose/callback.py adds to them.
 
-    Args:
-        folder: The run's folder.
-        config: The resolved configuration.
-        defaults: The same keys with their defaults; {} if they were not recorded.
-        facts: What callbacks/record.py wrote at the start: parameters, machine, data, training.
-        metrics: By name, over optimizer steps.
-        environment: The newest attempt's environment.json.
-        incidents: What the numerics guard recorded, oldest first.
-        goodput: Seconds of each kind, over all attempts.
-        crashes: The crash records of all attempts and ranks, oldest first.
+    `metrics` are by name, over optimizer steps; `environment` is the newest attempt's; `goodput` has the seconds of
+    each kind over all attempts; `incidents` and `crashes` are in the order of time.
     """
 
     folder: Path

@@ -35,7 +35,7 @@ from ...compat.torch import reduce_pipeline_gradients, tree_leaves, tree_map
 from ...errors import InputError
 from ...layout import joint_norm, layout, local_shard
 from ...weights import from_all_ranks
-from ..run_strategy import C, Clock, Layers, T
+from ..run_strategy import Layers, T
 from ..shard import MeshOfRanks
 from .costs import ONE_STAGE, StageFacts
 from .division import Division, StageEnd
@@ -85,7 +85,6 @@ class Pipeline(Layers):
         self._schedules: dict[Shapes, tuple[PipelineSchedule, list[Stage]]] = {}
         self._hidden: dict[tuple[int, Shapes], tuple[torch.Size, torch.dtype]] = {}  # shape and type that a stage gets
         self._sending: list[tuple[dist.Work, Tensor]] = []
-        self.clocks: dict[int, Clock] = {}  # by stage: what times its passes, if anything does
         if generation := getattr(model, "generation_config", None):
             generation.use_cache = False  # a rank has the cache of its own blocks alone
         division.gate(model)
@@ -198,11 +197,8 @@ class Pipeline(Layers):
         Otherwise every rank runs the whole step, on the output of the last stage.
         """
         if getattr(self.module, "sums_on_last_stage", False):
-            return self.forward_only(step, args)
+            return self._run_stages(step, args, shapes_of(args))
         return step(*args)
-
-    def forward_only(self, step: Callable[..., T], args: Args) -> T | None:
-        return self._run_stages(step, args, shapes_of(args))
 
     def _run_stages(self, step: Callable[..., T], args: Args, key: Shapes, runs_last: bool = True) -> T | None:
         """Runs `step` stage by stage; returns its result on the last stage, None elsewhere."""
@@ -289,11 +285,6 @@ class Pipeline(Layers):
 
     def all_names(self, names: list[str]) -> list[str]:
         return list(dict.fromkeys(sum(from_all_ranks(names, self.group), [])))
-
-    def start_clocks(self, make: Callable[[], C]) -> list[C]:
-        clocks = [make() for _ in self.here]
-        self.clocks.update(zip(self.here, clocks, strict=True))
-        return clocks
 
     def micro_batch_of_pass(self, newest: int) -> int | None:
         return self.running.micro_batch if self.running.is_inside else None

@@ -44,28 +44,15 @@ class Stage(FrugalStage):
             modules, number, pipeline.num_stages, pipeline.device, given, result,
             group=pipeline.messages,
         )  # fmt: skip
-        self._number, self._clocks = 0, pipeline.clocks
-
-    @contextmanager
-    def _timed(self) -> Generator[None]:
-        if clock := self._clocks.get(self.stage_index):
-            clock.start()
-        yield
-        if clock:
-            clock.stop()
+        self._number = 0
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: object, **kwargs: object) -> object:
         self._number = fwd_chunk_id
-        with self._timed():
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        with self._timed():
-            super().backward_one_chunk(*args, **kwargs)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         # Checkpointing recomputes a block once here, and not for each group of its weights.
-        with self._timed(), GraphExecGroup():
+        with GraphExecGroup():
             super().backward_weight_one_chunk(*args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Tensor, **_: object) -> Tensor:
