@@ -26,7 +26,6 @@ OBSERVERS = {
     "hardware": "callbacks.hardware:Hardware",
     "inputs": "callbacks.training_log:Inputs",
     "experts": "callbacks.experts:Experts",
-    "messages": "callbacks.messages:WarningsOfRanks",
     "training_log": "callbacks.training_log:TrainingLog",
     "console": "callbacks.console:Console",
 }

@@ -24,7 +24,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..cluster import subprocess_launcher
-from ..cluster.messages import MESSAGES
 from ..cluster.run_lock import RUN_LOCK
 from ..cluster.site import Site
 from ..cluster.watchdog import WATCHDOG
@@ -80,7 +79,6 @@ class CLI(OpenCLI):
     unfilled: Any  # the configuration with "{run}" in it
 
     def __init__(self, project: Project, args: list[str], run: bool, verb: str | None = None) -> None:
-        MESSAGES.listen()
         config_file.refuse_variables()
         subprocess_launcher.install()
         self._root = project.folder.parent

@@ -27,7 +27,6 @@ from ..compat.stacks import locate
 from ..errors import Exit
 from .hang import Status, Verdict, find_stalled
 from .launch import record_exit
-from .messages import MESSAGES
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -165,7 +164,6 @@ class WatchdogThread:
 
     def _report_hang(self, limit_s: float) -> None:
         self.is_exiting = True
-        MESSAGES.flush()
         faulthandler.cancel_dump_traceback_later()
         status = self.status()
         place = f"rank {self.rank}: {status['place']}, {status['line']}"

@@ -31,7 +31,6 @@ import torch  # noqa: E402
 from ...cli.defaults import always_on  # noqa: E402
 from ...cli.fit import CLI  # noqa: E402
 from ...cli.verbs import verbs  # noqa: E402
-from ...cluster.messages import MESSAGES  # noqa: E402
 from ...cluster.signals import listen  # noqa: E402
 from ...cluster.watchdog import WATCHDOG  # noqa: E402
 from ...errors import InputError, first_line  # noqa: E402
@@ -139,7 +138,6 @@ def _attempt(job: Job, rank: int) -> str:
         return f"{type(error).__name__}: {first_line(error)}{where}{notes}"
     finally:
         WATCHDOG.stop()
-        MESSAGES.flush()
 
 
 class _RecordedCLI(CLI):
