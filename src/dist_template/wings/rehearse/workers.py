@@ -175,7 +175,7 @@ class Workers:
                 pipe.send("exit")
         if idle:
             silent = [r for r, answer in answers.items() if answer == IDLE and r not in idle]
-            sentence = f"hung: {find_stalled(idle, silent)['sentence']}"
+            sentence = f"hung: {find_stalled(idle, silent)}"
             for rank in (*idle, *silent):
                 answers[rank] = sentence
         return answers
