@@ -104,7 +104,7 @@ def test_compiled_blocks_are_not_compiled_again_after_the_second_step(
     monkeypatch.setattr(
         torch, "compile", lambda forward: compiled(forward, backend="aot_eager")
     )  # seconds, not minutes
-    balance = BalanceConfig(z_loss_coef=0.001) if balances else OFF
+    balance = BalanceConfig(aux_loss_coef=0.001) if balances else OFF
     bench = Bench(DEEPSEEK | {"num_hidden_layers": 12}, balance, checkpointing=checkpointing, compile=True)
     graphs = []
     for _ in range(6):

@@ -41,7 +41,9 @@ command.run(["fit"], OURS)
     ended = python(hangs)
     assert ended.returncode == Exit.HUNG, ended.stderr
     assert "most recent call first" in ended.stderr
-    assert re.search(r"^no progress for 1 s: rank 0 is stalled: start-up, importing, .*:9$", ended.stderr, re.MULTILINE), ended.stderr
+    assert re.search(
+        r"^no progress for 1 s: rank 0 is stalled: start-up, importing, .*:9$", ended.stderr, re.MULTILINE
+    ), ended.stderr
 
 
 @pytest.mark.parametrize(

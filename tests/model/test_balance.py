@@ -44,7 +44,7 @@ def forward(balancer: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_what_is_kept_of_a_router_are_the_logits_that_it_chooses_by(name: str) -> None:
-    each = balancer(SPARSE[name], z_loss_coef=0.1)
+    each = balancer(SPARSE[name], aux_loss_coef=0.1)
     forward(each)
     for i, layer in enumerate(each.layers):
         assert layer.logits is not None
@@ -76,30 +76,10 @@ def test_the_load_balancing_loss_has_no_gradient_before_there_are_loads() -> Non
     assert value.item() == pytest.approx(1) and gradient.abs().max() < 1e-8
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
-def test_sequence_wise_loss_and_z_loss_equal_their_equations(name: str) -> None:
-    each = balancer(SPARSE[name], aux_loss_coef=0, sequence_loss_coef=0.5, z_loss_coef=0.25)
-    batch = forward(each)
-    kept: Any = [layer.logits for layer in each.layers]
-    (sequence, z) = each.losses(batch)
-    assert sequence[:2] == ("moe/sequence_loss", 0.5 * len(kept)) and z[:2] == ("moe/z_loss", 0.25 * len(kept))
-    expected, squares = [], []
-    for logits in kept:
-        scores = logits.sigmoid() if name == "deepseek_v3" else logits.softmax(-1)
-        for row in scores.split(TOKENS):  # arXiv:2412.19437, equations 17 to 20
-            chosen = [set(each.topk(CHOSEN).indices.tolist()) for each in row]
-            f = [EXPERTS / (CHOSEN * TOKENS) * sum(i in c for c in chosen) for i in range(EXPERTS)]
-            p = (row / row.sum(-1, keepdim=True)).mean(0)
-            expected.append(sum(f[i] * p[i].item() for i in range(EXPERTS)))
-        squares += [token.exp().sum().log().item() ** 2 for token in logits]
-    assert sequence[2].item() == pytest.approx(sum(expected) / len(expected), rel=1e-5)
-    assert z[2].item() == pytest.approx(sum(squares) / len(squares), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("architecture", "config", "says"),
     [
-        (TINY | {"model_type": "llama"}, {"z_loss_coef": 0.1}, "model.balance.z_loss_coef is 0.1, but no router"),
+        (TINY | {"model_type": "llama"}, {"aux_loss_coef": 0.1}, "model.balance.aux_loss_coef is 0.1, but no router"),
         (DEEPSEEK, {"bias_update_speed": -1.0}, "model.balance.bias_update_speed is -1.0; give 0.0 or more"),
     ],
 )

@@ -19,7 +19,7 @@ from trainer_dev.module import LanguageModule
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from dist_template import BalanceConfig, InputError
+from dist_template import InputError
 from dist_template.compat.transformers import reason_against_sequence_shards
 from dist_template.parallel.sequence import share_attention
 from dist_template.strategies import MeshStrategy
@@ -222,9 +222,6 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "tokens": ({"data": DataModule(seq_len=102)}, "data.seq_len 102 is not a multiple of cp_size 4"),
     "heads": ({"cp_size": 8}, "cp_size 8 does not divide the model's 12 attention heads"),
     "pairs": ({"data": DataModule(Preferences(["nowhere"]))}, "would split pairs of data.source Preferences"),
-    "a loss of full sequences": (
-        {"module": LanguageModule(balance=BalanceConfig(sequence_loss_coef=1e-4))}, "coef needs full sequences"
-    ),
     "an own model": ({"config": None}, "cp_size 4 needs a model of transformers"),
 }  # fmt: skip
 

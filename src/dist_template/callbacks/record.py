@@ -130,7 +130,6 @@ def _machine(trainer: L.Trainer, hosts: list[str]) -> dict[str, Any]:
     if is_cuda:
         properties = torch.cuda.get_device_properties(device)
         name, memory = properties.name, properties.total_memory
-    tflops, source = peak(name, str(trainer.precision)) or (None, None)
     return {
         "world_size": trainer.world_size,
         "data_parallel_size": getattr(data_of(trainer), "world_size", None),
@@ -138,8 +137,7 @@ def _machine(trainer: L.Trainer, hosts: list[str]) -> dict[str, Any]:
         "device": name,
         "memory_gib": memory / GIB,  # of one device; of a CPU, for all processes of the host
         "supports_bf16": is_cuda and torch.cuda.is_bf16_supported(including_emulation=False),
-        "peak_tflops": tflops,  # of one device, in the precision in use
-        "peak_source": source,
+        "peak_tflops": peak(name, str(trainer.precision)),  # of one device, in the precision in use
     }
 
 

@@ -1,7 +1,7 @@
 """Which transformers models train under which strategies to the numbers of one process.
 
 `proof.json` is the result of `python -m benchmarks zoo`: small odd models of each type, against one
-process. A project adds what `rehearse` has proven there, in its own proven.json. Per type:
+process. Per type:
 
     variants    the switches the model was built with: [{"switches": {field: value},
                 "right": [axes], "refused": {axes: why}}], the first with the type's defaults
@@ -23,18 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..parallel import sharding_of
-from ..records import read_mapping, write_atomically
+from ..records import read_mapping
 from .training_module import NOT_DECISIVE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["axes_of", "remember"]
-
 PACKAGES = ("transformers", "torch")  # another release of one may change what a model computes
 LAYERS = ("layer_types", "layers_block_type")
-OF_MODELS = ("tp", "fsdp+ep", "fsdp+cp", "pp")  # whose result depends on what a model computes
-FILE = "proven.json"
 
 
 @dataclass(frozen=True)
@@ -45,26 +41,24 @@ class Verdict:
     why: str = ""
 
 
-def verdict(config: PreTrainedConfig | None, axes: str, project: Path | None = None) -> Verdict:
+def verdict(config: PreTrainedConfig | None, axes: str) -> Verdict:
     """Returns what is known of a model under a strategy.
 
     Args:
         config: The transformers configuration; None for another kind of model.
-        axes: Of the strategy and the adapters (`axes_of`); "" on one process.
-        project: The folder that has the project's own proofs."""
+        axes: Of the strategy and the adapters (`axes_of`); "" on one process."""
     if not axes:
         return Verdict("proven")
     if config is None:
         return Verdict("unproven", "a model that is not built from a transformers configuration")
-    if project and _entry(config, axes) in _proven(project):
-        return Verdict("proven")
     table, kind, parts = _table(), config.model_type, set(axes.split("+"))
     found = table["models"].get(kind, {})
-    if not found.get("variants"):
+    variants = found.get("variants")
+    if not variants:
         why = f": {found['not_run']}" if "not_run" in found else ""
         return Verdict("unproven", f"a model of type {kind!r}{why}")
     switches = switches_of(config)
-    for variant in found["variants"]:
+    for variant in variants:
         if variant["switches"] == switches and axes not in variant["right"]:
             for refused, why in variant["refused"].items():
                 if parts.issuperset(refused.split("+")):
@@ -73,20 +67,10 @@ def verdict(config: PreTrainedConfig | None, axes: str, project: Path | None = N
         names = ", ".join(f"{name} {number}" for name, number in versions().items())
         proven = ", ".join(table["versions"].values())
         return Verdict("unproven", f"{names} (the table has {proven})")
-    first, *others = found["variants"]
-    if axes not in first["right"]:
-        adapters, _, strategy = axes.partition("+")
-        what, under = "a model", axes
-        if adapters.startswith("lora"):
-            what, under = adapters.replace("lora", "LoRA"), strategy
-        return Verdict("unproven", f"{what} of type {kind!r} under {under}")
-    needed = {each for each in OF_MODELS if parts.issuperset(each.split("+"))}
-    right = [first]
-    for variant in others:
-        if needed.issubset(variant["right"]):
-            right.append(variant)
+    if axes not in variants[0]["right"]:
+        return Verdict("unproven", f"type {kind!r} under {axes}")
     for name, value in switches.items():
-        if value not in [variant["switches"].get(name) for variant in right]:
+        if value not in [variant["switches"].get(name) for variant in variants]:
             return Verdict("unproven", f"{name} {json.dumps(value)} of type {kind!r} under {axes}")
     return Verdict("proven")
 
@@ -94,19 +78,6 @@ def verdict(config: PreTrainedConfig | None, axes: str, project: Path | None = N
 def leaks(config: PreTrainedConfig) -> dict[str, str]:
     """Returns where tokens depend on later tokens or other documents; {} if nowhere."""
     return _table()["models"].get(config.model_type, {}).get("leaks", {})
-
-
-def remember(config: PreTrainedConfig | None, axes: str, project: Path) -> Path | None:
-    """Adds a model and a strategy to what the project has proven.
-
-    Returns:
-        The file; None for one process and for a model without a transformers configuration.
-    """
-    if config is None or not axes:
-        return None
-    entries = [*_proven(project), _entry(config, axes)]
-    write_atomically(project / FILE, json.dumps({"proven": entries}, indent=1) + "\n")
-    return project / FILE
 
 
 def versions() -> dict[str, str]:
@@ -137,17 +108,3 @@ def axes_of(strategy: Any, world_size: int, module: object = None) -> str:
 def _table() -> dict[str, Any]:
     path = Path(__file__).parents[1] / "proof.json"
     return read_mapping(path, "install the library again")
-
-
-def _proven(project: Path) -> list[dict[str, object]]:
-    path = project / FILE
-    return read_mapping(path, "delete it").get("proven", []) if path.exists() else []
-
-
-def _entry(config: PreTrainedConfig, axes: str) -> dict[str, object]:
-    return {
-        "type": config.model_type,
-        "switches": switches_of(config),
-        "axes": axes,
-        "versions": versions(),
-    }

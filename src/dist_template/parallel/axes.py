@@ -312,7 +312,7 @@ class SequenceAxis(Axis):
         return given if given == "auto" else gcd(given, sizes.fsdp)
 
     def refusals(self, setup: Configured) -> Iterator[str]:
-        """Ranks that share sequences divide tokens and heads; some losses need full sequences."""
+        """Ranks that share sequences divide tokens and heads."""
         size, tp, key = self.size, self.sizes.tp, f"{ARGS}.cp_size"
         if setup.model_config is None:
             yield f"cp_size {size} needs a model of transformers: set {key} to 1"
@@ -320,9 +320,6 @@ class SequenceAxis(Axis):
             yield f"data.seq_len {seq_len} is not a multiple of cp_size {size}: edit one of them"
         if getattr(getattr(setup.data, "source", None), "pairs", False):
             yield f"cp_size {size} would split pairs of data.source Preferences: set {key} to 1"
-        if setup.setting("balance.sequence_loss_coef"):
-            either = f"set it to 0, or {key} to 1"
-            yield f"model.balance.sequence_loss_coef needs full sequences: {either}"
         heads, whose = getattr(setup.text_config, "num_attention_heads", 0), "the model's"
         if tp > 1 and shards_heads(plan_of(setup, "tp", self.mesh.tp_plan)):
             heads, whose = heads // tp, f"a rank's (tp_size {tp})"

@@ -1,9 +1,8 @@
-"""What the library and the project know of a model under a strategy; see model/proof.py."""
+"""What the library knows of a model under a strategy; see model/proof.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
@@ -30,11 +29,11 @@ def refused(setup: Setup) -> Iterator[str]:
         )
 
 
-def notes(config: Any, module: Any, data: Any, strategy: Any, world_size: int, project: Path) -> Iterator[str]:
+def notes(config: Any, module: Any, data: Any, strategy: Any, world_size: int) -> Iterator[str]:
     """Yields lines about what nobody has compared with one process, and about what leaks."""
-    found = proof.verdict(config, proof.axes_of(strategy, world_size, module), project)
+    found = proof.verdict(config, proof.axes_of(strategy, world_size, module))
     if found.kind == "unproven":
-        cure = "with these flags compares it with one process in a minute, and remembers it"
+        cure = "with these flags compares it with one process in a minute"
         yield f"note: not proven here: {found.why}. `{program('rehearse')}` {cure}"
     is_packed = getattr(data, "cross_document_attention", None) is False
     where = proof.leaks(config) if config is not None and is_packed else {}

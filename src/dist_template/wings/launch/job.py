@@ -127,8 +127,7 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
         if found := violations(*setup, saves_asynchronously=asynchronous):
             raise InputError(found[0])
     if verb == "fit":
-        where = trainer["strategy"], machine.world_size, project.folder.parent
-        for note in proven.notes(config, cli.model, data, *where):
+        for note in proven.notes(config, cli.model, data, trainer["strategy"], machine.world_size):
             print(note, flush=True)
     hosts = hosts[:nodes] if on_hosts else []
     run, accelerator = cli.run.absolute(), machine.accelerator

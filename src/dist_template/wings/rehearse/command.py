@@ -71,23 +71,6 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     report.end(folder)
     if not report.ok:
         sys.exit(Exit.FAILED)
-    if not options.only:
-        _remember(cli, config, project)
-
-
-def _remember(cli: CLI, model_config: PretrainedConfig | None, project: Project) -> None:
-    """Notes in the project that the model is proven under the strategy, so that `fit` is silent."""
-    from ...cli.limits import Machine
-    from ...model.proof import axes_of, remember
-
-    try:
-        trainer = vars(cli.config_init.trainer)
-        world_size = Machine.described(trainer).world_size
-        axes = axes_of(trainer["strategy"], world_size, cli.model)
-    except InputError:
-        return  # the check of the real sizes has reported it
-    if file := remember(model_config, axes, project.folder.parent):
-        print(f"{file} has it")
 
 
 def rehearse_flags() -> argparse.ArgumentParser:
