@@ -79,23 +79,11 @@ class InputError(ValueError):
 
 # package: its extra, where that has another name
 EXTRAS = {
-    "bitsandbytes": "adapters",
-    "cookiecutter": "upgrade",
-    "fastapi": "serve",
-    "lm_eval": "evaluate",
-    "onnxruntime": "onnx",
-    "onnxscript": "onnx",
-    "openai": "serve",
-    "optuna": "sweep",
-    "pandas": "evaluate",
-    "peft": "adapters",
-    "plotly": "report",
-    "prometheus_client": "serve",
-    "pyarrow": "datasets",
-    "scipy": "evaluate",
-    "trl": "chat",
-    "uvicorn": "serve",
-}
+    "bitsandbytes": "adapters", "cookiecutter": "upgrade", "fastapi": "serve", "lm_eval": "evaluate",
+    "onnxruntime": "onnx", "onnxscript": "onnx", "openai": "serve", "optuna": "sweep", "pandas": "evaluate",
+    "peft": "adapters", "plotly": "report", "prometheus_client": "serve", "pyarrow": "datasets", "scipy": "evaluate",
+    "trl": "chat", "uvicorn": "serve",
+}  # fmt: skip
 
 
 def require(package: str, purpose: str) -> None:
