@@ -12,7 +12,7 @@ Which causal language models of transformers train under which strategies to the
 models of each type, six steps on packed documents with masked labels, accumulation and clipping, by
 `python -m benchmarks zoo`. `fit`, `plan` and `launch` read the same table: what it calls right is silent, what it
 refuses is a sentence before anything is built, and everything else is one line that names `rehearse`, which compares
-your model with one process in a minute and remembers it in proven.json of the project.
+your model with one process in a minute.
 
 {versions}. **{right}** of {cases} cases are right: losses within 1e-6, norms and evaluation within 1e-5, replicas
 equal bit by bit. A type with switches (biases, norms of queries and keys, tied embeddings) was tried with both.

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from trainer_dev.data import DataModule
 
-from dist_template.cluster.messages import MESSAGES
 from dist_template.text import Bytes, TextFiles
 from tests.support.numerics import guarded  # noqa: F401  (a fixture)
 from tests.support.parity import train  # noqa: F401  (a fixture)
@@ -26,12 +25,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first: a worker takes a whole file, and at the end short ones keep all of them busy."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-
-
-@pytest.fixture(autouse=True)
-def warnings_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest records the warnings of a training in this process; `MESSAGES` would print them."""
-    monkeypatch.setattr(MESSAGES, "listen", lambda: None)
 
 
 @pytest.fixture(autouse=True)

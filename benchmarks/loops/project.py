@@ -24,7 +24,7 @@ from .task import Task, data_flags, loss_of, place_in_world
 
 # Callbacks that only measure, write, show and diagnose.
 RECORDING = {
-    "Facts", "Throughput", "Experts", "TrainingLog", "Console", "WarningsOfRanks", "Diagnosis",
+    "Facts", "Throughput", "Experts", "TrainingLog", "Console", "Diagnosis",
 }  # fmt: skip
 CONFIGS = ROOT / "build" / "dev" / "configs"
 

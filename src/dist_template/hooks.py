@@ -38,16 +38,15 @@ def at_run_end(run: Path, error: BaseException | None) -> None:
 
 
 def _call(name: str, *arguments: object) -> list[object]:
-    results = []
+    results: list[object] = []
     try:
         points = registered(GROUP)
     except InputError as error:
         print(f"hooks: {error}", file=sys.stderr, flush=True)
-        return []
+        return results
     for point in points.values():
         try:
-            function = getattr(point.load(), name, None)
-            if function:
+            if function := getattr(point.load(), name, None):
                 results.append(function(*arguments))
         except (Exception, SystemExit) as error:
             kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "

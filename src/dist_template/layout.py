@@ -83,8 +83,7 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     for group in by_layout(tensors):
         parts: list[Tensor] = []
         for shard in map(local_shard, group):
-            # On a CPU torch (2.13) adds all squares of a tensor one by one, which loses 4e-4 of the
-            # norm of 10 million elements, and 1e-2 of 100 million.
+            # On a CPU torch (2.13) adds all squares of a tensor one by one, which loses 4e-4 of the norm of 10 million.
             is_large = shard.is_cpu and shard.numel() > PART
             parts += shard.flatten().split(PART) if is_large else [shard]
         norm = torch.nn.utils.get_total_norm(parts)
@@ -113,10 +112,8 @@ def clip_by_norm(
 ) -> Tensor | None:
     """Scales all gradients in place to a joint 2-norm of at most `max_norm`; None or 0 measures it.
 
-    Lightning's clipping (2.6.6) refuses a fused AdamW under bf16-mixed, does not return the norm,
-    and fails for parameters on different meshes.
-
-    `norm_of` returns the joint norm where other ranks have other parameters (a pipeline).
+    Lightning's clipping (2.6.6) refuses a fused AdamW under bf16-mixed, does not return the norm, and fails for
+    parameters on different meshes. `norm_of` returns the joint norm where other ranks have other parameters.
 
     Returns:
         () the norm before clipping, on the gradients' device; or None, see `joint_norm`.

@@ -45,30 +45,27 @@ def registered(group: str, taken: Collection[str] = ()) -> dict[str, EntryPoint]
     in_source = set()  # packages
     for import_name in dict.fromkeys((LIBRARY, program_name())):
         if file := _pyproject(import_name):
-            project = _read(file).get("project", {})
-            package = _normalized(project.get("name", import_name))
+            try:
+                project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
+            except tomllib.TOMLDecodeError as error:
+                raise InputError(f"{file}: {error}") from error
+            package = normalized(project.get("name", import_name))
             in_source.add(package)
             for name, value in project.get("entry-points", {}).get(group, {}).items():
                 points.append((package, EntryPoint(name, value, group)))
     for point in entry_points(group=group):
-        package = _normalized(point.dist.name) if point.dist else "a package without metadata"
+        package = normalized(point.dist.name) if point.dist else "a package without metadata"
         if package not in in_source:
             points.append((package, point))
-    return _unique(points, taken)
-
-
-def _unique(points: list[tuple[str, EntryPoint]], taken: Collection[str]) -> dict[str, EntryPoint]:
-    found: dict[str, tuple[str, EntryPoint]] = {}
+    owners, found = dict.fromkeys(taken, LIBRARY), {}
     for package, point in points:
-        other, _ = found.setdefault(point.name, (package, point))
-        if point.name in taken:
-            other = LIBRARY
-        if other != package:
+        if (other := owners.setdefault(point.name, package)) != package:
             raise InputError(
                 f"{other} and {package} both have {point.name!r} in the group"
                 f" {point.group}: uninstall one, or rename it in its pyproject.toml"
             )
-    return {name: found[name][1] for name in sorted(found)}
+        found.setdefault(point.name, point)
+    return dict(sorted(found.items()))
 
 
 def _pyproject(import_name: str) -> Path | None:
@@ -82,14 +79,7 @@ def _pyproject(import_name: str) -> Path | None:
     return None
 
 
-def _read(file: Path) -> dict[str, dict]:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{file}: {error}") from error
-
-
-def _normalized(name: str) -> str:
+def normalized(name: str) -> str:
     """Returns the name of a package as indexes compare it (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 

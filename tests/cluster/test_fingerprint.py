@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -24,7 +23,6 @@ from dist_template.cluster.hang import rank_ranges
 from dist_template.errors import Exit
 from dist_template.wings import values
 from tests.support.library import Rendezvous, SameEnvironment
-from tests.support.library import environment as machine
 from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, Workers, run
 
 OWN: dict[str, Any] = {
@@ -83,13 +81,6 @@ def test_one_table_says_which_ranks_have_what(case: str) -> None:
 
 def test_equal_ranks_continue() -> None:
     assert compare({}, {}) == [None, None]
-
-
-def test_digests_depend_on_the_order_of_no_set() -> None:
-    """Each process has its own order of a set of strings."""
-    store, facts = dist.HashStore(), OWN | {"packages": {f"package-{n}": "1.0" for n in range(40)}}
-    SameEnvironment(["packages.other"]).compare(Rendezvous(store, 0, 1, 1.0), facts)
-    assert json.loads(store.get("digests/0")) == {group: machine.digest(value) for group, value in facts.items()}
 
 
 def test_spans_of_ranks_are_short() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -69,10 +68,9 @@ def test_one_and_two_processes_have_the_same_loss_at_each_of_20_steps(typed: Typ
     assert logged(two, "eval/loss") == pytest.approx(logged(one, "eval/loss"), rel=1e-5)
 
 
-def test_they_share_a_terminal_and_print_each_warning_once(typed: Typed) -> None:
+def test_they_share_a_terminal_and_rank_0_prints_warnings(typed: Typed) -> None:
     assert typed.printed.count("all say this") == 2, "one line, and the source line that Python adds"
-    assert typed.printed.count("only rank 1 says this") == 1
-    assert len(re.findall(r"^rank 1: ", typed.printed, re.MULTILINE)) >= 2
+    assert "only rank 1 says this" not in typed.printed and "a library's log" not in typed.printed
 
 
 def test_where_nobody_has_set_the_threads_each_process_has_its_share(typed: Typed) -> None:

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -22,17 +21,6 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
     )
-
-
-@pytest.mark.slow
-def test_a_process_that_never_releases_the_gil_is_ended_too() -> None:
-    started = time.monotonic()
-    ended = python(
-        "from dist_template.cluster.watchdog import WATCHDOG\nWATCHDOG.start(1)\n"
-        "import ctypes; ctypes.PyDLL(None).sleep(60)"
-    )
-    assert ended.returncode == 1 and "most recent call first" in ended.stderr
-    assert time.monotonic() - started < 30, "it would sleep for 60 s"
 
 
 def test_a_start_that_hangs_in_an_import_is_ended() -> None:
@@ -53,7 +41,9 @@ command.run(["fit"], OURS)
     ended = python(hangs)
     assert ended.returncode == Exit.HUNG, ended.stderr
     assert "most recent call first" in ended.stderr
-    assert re.search(r"^no progress for 1 s: start-up, importing, .*:9$", ended.stderr, re.MULTILINE), ended.stderr
+    assert re.search(
+        r"^no progress for 1 s: rank 0 is stalled: start-up, importing, .*:9$", ended.stderr, re.MULTILINE
+    ), ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -83,17 +73,20 @@ def test_a_rank_that_waits_for_its_gpu_waits_for_the_others(
     [
         (
             {0: (7, "a", False), 1: (5, "b", True), 2: (7, "a", True)},
-            "rank 1 is stalled: b, f:1; ranks 0, 2 wait for it in a",
+            "rank 1 is stalled: b, f:1; ranks 0, 2 are waiting for it in a",
         ),
-        ({0: (7, "a", False), 1: (7, "a", True)}, "rank 0 is stalled: a, f:1; rank 1 waits for it in a"),
+        ({0: (7, "a", False), 1: (7, "a", True)}, "rank 0 is stalled: a, f:1; rank 1 is waiting for it in a"),
         (
             {0: (7, "a", True), 2: (7, "a", True)},
-            "rank 1 is unresponsive: its process is stopped or its node is lost; ranks 0, 2 wait for it in a",
+            "rank 1 is unresponsive: the process is stopped or its node is lost; ranks 0, 2 are waiting for it in a",
         ),
-        ({0: (7, "a", True), 1: (7, "b", True)}, "no rank is behind the others; rank 0: a, f:1; rank 1: b, f:1"),
+        (
+            {0: (7, "a", True), 1: (7, "b", True)},
+            "no rank is behind the others; rank 0 is stalled: a, f:1; rank 1 is stalled: b, f:1",
+        ),
     ],
 )
 def test_the_stalled_rank_is_named(words: dict[int, tuple[int, str, bool]], sentence: str) -> None:
     """Rank: (progress, place, whether it waits for others); a rank in between that is missing does not answer."""
     statuses = {r: {"beats": b, "place": p, "waits": waits, "line": "f:1"} for r, (b, p, waits) in words.items()}
-    assert find_stalled(statuses, [r for r in range(max(words)) if r not in words])["sentence"] == sentence
+    assert find_stalled(statuses, [r for r in range(max(words)) if r not in words]) == sentence

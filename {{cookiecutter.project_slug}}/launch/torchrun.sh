@@ -10,8 +10,6 @@
 #   LOCAL_ADDR        this node's address           (default: from its host name)
 #   DIST_RUN_ID       name of this run's folder     (default on one node: the time)
 #   MAX_RESTARTS      restarts before giving up     (default: 3; 0 turns them off)
-#   REJOIN_TIMEOUT    seconds that a restart waits for the other nodes, then it exits with 75
-#                                                   (default: SHUTDOWN_TIMEOUT + 60, for their processes to exit)
 #   SHUTDOWN_TIMEOUT  seconds for the processes to save after a signal, then they are killed (default: 30)
 #   PYTHON            interpreter (default: .venv/bin/python); DIST_PACKAGE: which of several packages to start
 # It exits with 75 if the same command resumes the run: preempted, or a restart here does not help. docs: exit codes.
@@ -38,7 +36,6 @@ export DIST_RUN_ID=${DIST_RUN_ID:-$(date +%Y%m%d-%H%M%S)}
 # torch 2.13 shares one store among restart rounds without a prefix, and restarted ranks read dead addresses
 # (half of the restarts hung); this and the c10d rendezvous avoid it.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-export REJOIN_TIMEOUT=${REJOIN_TIMEOUT:-$((${SHUTDOWN_TIMEOUT:-30} + 60))}
 # A lost connection is reported in one sentence; WARNING adds the C++ frames.
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 

@@ -113,11 +113,10 @@ def _machine(trainer: L.Trainer, hosts: list[str]) -> Facts:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    tflops, _ = peak(name, str(trainer.precision)) or (None, "")
     return {
         "world_size": trainer.world_size,
         "hosts": hosts,
         "device": name,
         "supports_bf16": has_bf16,
-        "peak_tflops": tflops,  # of one device, in the precision in use
+        "peak_tflops": peak(name, str(trainer.precision)),  # of one device, in the precision in use
     }

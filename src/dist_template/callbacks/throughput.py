@@ -132,5 +132,4 @@ class Throughput(Callback):
 
 def peak_of(device: torch.device, precision: str) -> float | None:
     """Returns the peak in TFLOP/s, or None for an unknown device."""
-    found = peak(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
-    return found[0] if found else None
+    return peak(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None

@@ -24,7 +24,6 @@ OBSERVERS = {
     "replicas": "callbacks.replicas:Replicas",
     "throughput": "callbacks.throughput:Throughput",
     "experts": "callbacks.experts:Experts",
-    "messages": "callbacks.messages:WarningsOfRanks",
     "training_log": "callbacks.training_log:TrainingLog",
     "console": "callbacks.console:Console",
 }

@@ -24,7 +24,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..cluster import subprocess_launcher
-from ..cluster.messages import MESSAGES
 from ..cluster.run_lock import RUN_LOCK
 from ..cluster.site import Site
 from ..cluster.watchdog import WATCHDOG
@@ -80,7 +79,6 @@ class CLI(OpenCLI):
     unfilled: Any  # the configuration with "{run}" in it
 
     def __init__(self, project: Project, args: list[str], run: bool, verb: str | None = None) -> None:
-        MESSAGES.listen()
         subprocess_launcher.install()
         self._root = project.folder.parent
         self._verb = args[0] if run else None
@@ -251,7 +249,7 @@ class CLI(OpenCLI):
             compare = self._setting("last_checkpoint").compare
             compare(Path(resumes), self.trainer, self.datamodule, self.model)
         if is_fit:
-            where = self.trainer.strategy, self.trainer.world_size, self._root
+            where = self.trainer.strategy, self.trainer.world_size
             for note in limits.proven.notes(config, self.model, self.datamodule, *where):
                 rank_zero_only(print)(note)
             self._setting("same_environment").lock(self.trainer, self.run, is_launched)

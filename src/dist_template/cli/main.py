@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..cluster import signals
 from ..cluster.exit import exit_process, skip_finalization
-from ..cluster.messages import MESSAGES
+from ..cluster.messages import hide_warnings
 from ..cluster.watchdog import START_TIMEOUT_S, WATCHDOG
 from ..errors import Ended, Exit, InputError, another_rank_is_gone, local_rank, reason, shortened
 from ..lazy import without_collections
@@ -113,7 +113,7 @@ def _start(argv: list[str], project: Project) -> None:
     if lacking:
         raise InputError(_no_environment(project, verb, lacking))
     if verb in TRAINING:
-        MESSAGES.listen()
+        hide_warnings()
         WATCHDOG.start(START_TIMEOUT_S)  # an import from a file server may hang
         from . import config_file
 

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from ..plugins import normalized
 from .redaction import recorded_variables, redacted_command
 from .signals import job_started
 
@@ -72,11 +73,6 @@ def packages() -> dict[str, str]:
             package, _, version = path.name.removesuffix(".dist-info").partition("-")
             found.setdefault(normalized(package), version)
     return dict(sorted(found.items()))
-
-
-def normalized(package: str) -> str:
-    """Returns the normalized name of a package (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", package).lower()
 
 
 def driver() -> str | None:

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from ..errors import Ended, Exit, InputError
 from ..records import flatten
 from ..table import Table
-from .environment import comparable, digest
+from .environment import comparable
 from .hang import rank_ranges
 from .rendezvous import Rendezvous, before_first_collective
 from .run_lock import RUN_LOCK
@@ -61,7 +61,7 @@ class SameEnvironment(Callback):
             self.refusal = refusal
 
     def compare(self, rendezvous: Rendezvous, facts: Mapping[str, object]) -> None:
-        """Compares digests of all ranks, and gathers the values that differ. Collective.
+        """Compares the facts of all ranks. Collective.
 
         `facts` are this rank's: group -> value, or group -> name -> value.
 
@@ -69,50 +69,34 @@ class SameEnvironment(Callback):
             InputError: on every rank, if rank 0 was refused the run's folder.
             Ended: on every rank, if they differ.
         """
-        groups = self._without_ignored(facts)
-        rendezvous.publish("digests", {group: digest(value) for group, value in groups.items()})
-        if rendezvous.rank == 0:
-            refusal, differ = self.refusal, []
-            digests = [] if refusal else rendezvous.gather("digests")
-            for group in sorted(set().union(*digests)):
-                if len({of_rank.get(group) for of_rank in digests}) > 1:
-                    differ.append(group)
-            rendezvous.broadcast("outcome", [refusal, differ])
-        else:
-            refusal, differ = rendezvous.receive("outcome")
-        if refusal:
-            rendezvous.publish("received", True)
-            if rendezvous.rank == 0:
-                rendezvous.gather("received")  # the store may be in this process, which exits now
-            raise InputError(refusal)
-        if not differ:
-            return
-        rendezvous.publish("values", {group: groups.get(group) for group in differ})
+        own = {}
+        for key, value in flatten(facts).items():
+            if key not in self.ignore and key.partition(".")[0] not in self.ignore:
+                own[key] = str(value)
+        rendezvous.publish("facts", own)
         sentence = f"rank {rendezvous.rank}: environments differ; rank 0 prints the table"
         if rendezvous.rank == 0:
-            sentence = table(rendezvous.gather("values"))
+            sentence = "" if self.refusal else table(rendezvous.gather("facts"))
+            rendezvous.broadcast("outcome", [self.refusal, bool(sentence)])
+        refusal, differ = rendezvous.receive("outcome")
+        if not (refusal or differ):
+            return
+        rendezvous.publish("received", True)
+        if rendezvous.rank == 0:
+            rendezvous.gather("received")  # the store may be in this process, which exits now
+        if refusal:
+            raise InputError(refusal)
         raise Ended(Exit.MISMATCH, sentence)
 
-    def _without_ignored(self, facts: Mapping[str, object]) -> dict[str, object]:
-        kept = {}
-        for group, value in facts.items():
-            if group in self.ignore:
-                continue
-            kept[group] = value
-            if isinstance(value, dict):
-                names = [name for name in value if f"{group}.{name}" not in self.ignore]
-                kept[group] = {name: value[name] for name in names}
-        return kept
 
-
-def table(values: list[dict[str, Any]]) -> str:
-    """Returns a table of key, ranks and value, for the keys that differ in each rank's `values`."""
-    columns, rows = [*map(flatten, values)], []
+def table(columns: list[dict[str, str]]) -> str:
+    """Returns a table of key, ranks and value, for the keys that differ in the ranks' `columns`; "" if none does."""
+    rows = []
     for key in sorted(set().union(*columns)):
         ranks: dict[str, list[int]] = {}  # by value
         for rank, column in enumerate(columns):
-            ranks.setdefault(str(column.get(key, NOTHING)), []).append(rank)
+            ranks.setdefault(column.get(key, NOTHING), []).append(rank)
         if len(ranks) > 1:
             rows += [[key, rank_ranges(there), text] for text, there in ranks.items()]
     title = "the ranks' environments differ; make them equal, or allow it: --same_environment.ignore '[KEY, …]'"
-    return Table(title, ["key", "ranks", "value"], rows).as_text()
+    return Table(title, ["key", "ranks", "value"], rows).as_text() if rows else ""

@@ -17,54 +17,41 @@ class Status(TypedDict):
     waits: bool  # for other ranks
 
 
-class Verdict(TypedDict):
-    """Why there is no progress."""
-
-    sentence: str
-    silent: list[int]  # ranks that do not answer
-    by: int  # the rank that prints the sentence
-
-
-def find_stalled(statuses: Mapping[int, Mapping[str, Any]], silent: list[int]) -> Verdict:
-    """Names the stalled rank: one that does not answer, else those with the least progress which do
-    not wait for another rank.
+def find_stalled(statuses: Mapping[int, Mapping[str, Any]], silent: list[int]) -> str:
+    """Returns a sentence that names the stalled rank: one that does not answer, else those with the least progress
+    which do not wait for another rank.
 
     Args:
         statuses: `Status` of the ranks that answer.
         silent: The ranks that do not.
     """
-    least = min(status["beats"] for status in statuses.values())
-    behind = [rank for rank in statuses if statuses[rank]["beats"] == least]
+    by_beats: dict[int, list[int]] = {}
+    for rank, status in statuses.items():
+        by_beats.setdefault(status["beats"], []).append(rank)
+    behind = by_beats[min(by_beats)]
     behind = [rank for rank in behind if not statuses[rank]["waits"]] or behind
     parts = []
     if silent:
         behind = silent
-        causes = "are unresponsive: stopped processes or lost nodes"
-        if len(silent) == 1:
-            causes = "is unresponsive: its process is stopped or its node is lost"
-        parts.append(f"{ranks_text(silent)} {causes}")
+        parts.append(f"{ranks_text(silent)} unresponsive: the process is stopped or its node is lost")
     elif len(behind) == len(statuses) > 1:
         parts.append("no rank is behind the others")
     waiting: dict[str, list[int]] = {}  # by place
     for rank, status in statuses.items():
-        place = f"{status['place']}, {status['line']}"
-        if rank not in behind:
-            waiting.setdefault(status["place"], []).append(rank)
-        elif len(statuses) == 1:
-            parts.append(place)
-        elif len(behind) == len(statuses):
-            parts.append(f"rank {rank}: {place}")
+        if rank in behind:
+            parts.append(f"rank {rank} is stalled: {status['place']}, {status['line']}")
         else:
-            parts.append(f"rank {rank} is stalled: {place}")
+            waiting.setdefault(status["place"], []).append(rank)
     for place, ranks in waiting.items():
-        verb = "waits" if len(ranks) == 1 else "wait"
-        parts.append(f"{ranks_text(ranks)} {verb} for it in {place.removeprefix('in ')}")
-    return {"sentence": "; ".join(parts), "silent": silent, "by": min(statuses)}
+        parts.append(f"{ranks_text(ranks)} waiting for it in {place.removeprefix('in ')}")
+    return "; ".join(parts)
 
 
 def ranks_text(ranks: list[int]) -> str:
-    """[0, 1, 2, 5] -> "ranks 0-2, 5"."""
-    return f"rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}"
+    """[0, 1, 2, 5] -> "ranks 0-2, 5 are"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} is"
+    return f"ranks {rank_ranges(ranks)} are"
 
 
 def rank_ranges(ranks: list[int]) -> str:

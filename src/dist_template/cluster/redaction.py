@@ -15,33 +15,16 @@ __all__ = ["redacted_command", "redacted_environment"]
 
 HIDDEN = "(not recorded)"
 SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASS|PW", re.IGNORECASE)
-# By prefix, variables of the libraries that training depends on: for reports, and for the comparison between ranks.
-# Excluded: torchrun's own (TORCHELASTIC_*), which differ by rank and restart; CUDA_VISIBLE_DEVICES, because a scheduler
-# may assign each process its own devices; OMP_NUM_THREADS, which by default depends on the number of processes.
-RECORDED = {
-    "NCCL_": "ALGO BUFFSIZE COLLNET_ENABLE COMM_BLOCKING CROSS_NIC CUMEM_ENABLE DEBUG DEBUG_SUBSYS"
-    " GRAPH_FILE IB_DISABLE IB_GID_INDEX IB_HCA IB_QPS_PER_CONNECTION IB_RETRY_CNT IB_SL IB_TC"
-    " IB_TIMEOUT LAUNCH_MODE MAX_CTAS MAX_NCHANNELS MIN_CTAS MIN_NCHANNELS MNNVL_ENABLE NET"
-    " NET_GDR_LEVEL NET_GDR_READ NET_PLUGIN NSOCKS_PERTHREAD NTHREADS NVLS_ENABLE P2P_DISABLE"
-    " P2P_LEVEL PROTO PXN_DISABLE RAS_ENABLE SHM_DISABLE SOCKET_FAMILY SOCKET_IFNAME"
-    " SOCKET_NTHREADS TOPO_FILE TUNER_PLUGIN",
-    "TORCH_": "ALLOW_TF32_CUBLAS_OVERRIDE BLAS_PREFER_CUBLASLT COMPILE_DISABLE CPP_LOG_LEVEL"
-    " CUDA_ARCH_LIST DISABLE_SHARE_RDZV_TCP_STORE DISTRIBUTED_DEBUG EXTENSIONS_DIR"
-    " FORCE_NO_WEIGHTS_ONLY_LOAD FORCE_WEIGHTS_ONLY_LOAD HOME LOGS NCCL_ASYNC_ERROR_HANDLING"
-    " NCCL_AVOID_RECORD_STREAMS NCCL_BLOCKING_WAIT NCCL_CUDA_EVENT_CACHE NCCL_DESYNC_DEBUG"
-    " NCCL_DUMP_ON_TIMEOUT NCCL_ENABLE_MONITORING NCCL_HEARTBEAT_TIMEOUT_SEC NCCL_HIGH_PRIORITY"
-    " NCCL_NAN_CHECK NCCL_TRACE_BUFFER_SIZE NCCL_USE_COMM_NONBLOCKING SHOW_CPP_STACKTRACES",
-    "PYTORCH_": "ALLOC_CONF CUDA_ALLOC_CONF JIT KERNEL_CACHE_PATH NO_CUDA_MEMORY_CACHING NVML_BASED_CUDA_CHECK",
-    "CUDA_": "CACHE_DISABLE CACHE_MAXSIZE CACHE_PATH DEVICE_MAX_CONNECTIONS DEVICE_ORDER HOME"
-    " LAUNCH_BLOCKING MODULE_LOADING MPS_ACTIVE_THREAD_PERCENTAGE MPS_PIPE_DIRECTORY PATH VERSION",
-    "DS_": "ACCELERATOR BUILD_OPS SKIP_CUDA_CHECK",
-    "PYTHON": "DEVMODE DONTWRITEBYTECODE FAULTHANDLER HASHSEED HOME IOENCODING MALLOC NOUSERSITE"
-    " OPTIMIZE PATH UNBUFFERED UTF8 WARNINGS",
-    "": "CUBLAS_WORKSPACE_CONFIG MKL_NUM_THREADS NVIDIA_TF32_OVERRIDE",
-}
-NAMES: set[str] = set()
-for _prefix, _names in RECORDED.items():
-    NAMES.update(_prefix + _name for _name in _names.split())
+# Variables of the libraries that training depends on: for reports, and for the comparison between ranks. Excluded:
+# torchrun's own (TORCHELASTIC_*), which differ by rank and restart; CUDA_VISIBLE_DEVICES, because a scheduler may
+# assign each process its own devices; OMP_NUM_THREADS, which by default depends on the number of processes.
+RECORDED = """NCCL_ALGO NCCL_BUFFSIZE NCCL_CUMEM_ENABLE NCCL_DEBUG NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA NCCL_IB_TC
+NCCL_IB_TIMEOUT NCCL_MNNVL_ENABLE NCCL_NET NCCL_NET_PLUGIN NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_PROTO
+NCCL_SHM_DISABLE NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS NCCL_TOPO_FILE NCCL_TUNER_PLUGIN TORCH_DISTRIBUTED_DEBUG
+TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_COMPILE_DISABLE TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD TORCH_NCCL_AVOID_RECORD_STREAMS
+TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_BLOCKING_WAIT TORCH_NCCL_HIGH_PRIORITY PYTORCH_ALLOC_CONF
+PYTORCH_CUDA_ALLOC_CONF CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_HOME CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING
+DS_ACCELERATOR DS_BUILD_OPS PYTHONHASHSEED PYTHONPATH CUBLAS_WORKSPACE_CONFIG MKL_NUM_THREADS NVIDIA_TF32_OVERRIDE"""
 
 # Last words of a key whose text is a secret, unless the word before is in NO_SECRETS: `eos_token`, `text_key`.
 SECRET_KEYS = "apikey credential credentials key pass passphrase passwd password pw pwd secret token"
@@ -52,8 +35,8 @@ PASSWORD_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that may be recorded, by name."""
     recorded = {}
-    for name in sorted(NAMES & environment.keys()):
-        if not SECRET_VARIABLE.search(name):
+    for name in RECORDED.split():
+        if name in environment and not SECRET_VARIABLE.search(name):
             recorded[name] = redacted(environment[name])
     return recorded
 
@@ -95,11 +78,11 @@ def redacted_command(words: Iterable[str]) -> list[str]:
         flag, has_value, value = word.partition("=") if word.startswith("--") else ("", "", word)
         if flag:
             is_secret = names_a_secret(flag)
-        if not flag or has_value:
-            found.append(f"{flag}{has_value}{_redacted_text(value, is_secret)}")
-            is_secret = False
-        else:
+        if flag and not has_value:
             found.append(word)
+            continue
+        found.append(f"{flag}{has_value}{_redacted_text(value, is_secret)}")
+        is_secret = False
     return found
 
 

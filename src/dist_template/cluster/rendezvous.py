@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from ..compat.lightning import before_setup_environment
 from ..errors import Ended, Exit, local_rank
-from .environment import machine
-from .hang import ranks_text
+from .hang import rank_ranges
 from .watchdog import WATCHDOG
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class Rendezvous:
         return [*map(json.loads, self.store.multi_get(keys))]
 
     def broadcast(self, key: str, value: object) -> None:
-        """Sends `value` to the other ranks; rank 0 only."""
+        """Sends `value` to all ranks; rank 0 only."""
         self.store.set("rendezvous/" + key, json.dumps(value))
         self.store.set("rendezvous/error", "")
 
@@ -124,26 +123,13 @@ def connect(strategy: Any, timeout_s: float, function: Callable[[Rendezvous], No
     Raises:
         Ended: rank 0 is missing.
     """
-    rank, world_size = strategy.global_rank, strategy.world_size
-    environment = strategy.cluster_environment
-    address, port = environment.main_address, environment.main_port
+    rank, world_size, environment = strategy.global_rank, strategy.world_size, strategy.cluster_environment
     with WATCHDOG.paused():  # the rendezvous has its own limit, and names the missing ranks
-        store = _open(address, port, rank, world_size, timeout_s)
+        store = _open(environment.main_address, environment.main_port, rank, world_size, timeout_s)
         if _is_in_agent():  # which outlives a restart, with the keys of the attempt before
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-            store = dist.PrefixStore(f"start {attempt}", store)
-        store.set(f"process/{rank}", f"{machine()} {os.getpid()}")
+            store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
         function(Rendezvous(store, rank, world_size, timeout_s))
-        first = rank - strategy.local_rank
-        peers: dict[int, int] = {}  # rank -> file descriptor of its process: ids may be reused
-        for peer in range(first, min(first + strategy.num_processes, world_size)):
-            if peer == rank or not hasattr(os, "pidfd_open"):
-                continue
-            host, _, pid = store.get(f"process/{peer}").decode().rpartition(" ")
-            if host == machine():
-                with suppress(OSError):  # it has exited already, which other ranks will notice
-                    peers[peer] = os.pidfd_open(int(pid))
-    WATCHDOG.connect(store, rank, world_size, peers)
+    WATCHDOG.connect(store, rank, world_size)
 
 
 def _is_in_agent() -> bool:
@@ -180,7 +166,6 @@ def _rank_zero_missing(rank: int, world_size: int, timeout_s: float, at: str = "
 
 def _missing(ranks: list[int], world_size: int, timeout_s: float) -> str:
     return (
-        f"{ranks_text(ranks)} of {world_size} did not connect within {timeout_s:g} s: check the end"
-        " of their logs, and whether their nodes reach rank 0's; watchdog.start_timeout_s is the"
-        " limit"
+        f"rank {rank_ranges(ranks)} of {world_size} did not connect within {timeout_s:g} s (watchdog.start_timeout_s):"
+        " check the end of their logs, and whether their nodes reach rank 0's"
     )

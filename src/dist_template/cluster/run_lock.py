@@ -1,15 +1,11 @@
 """A lock on a run's folder: one launch at a time writes into it.
 
-`lock.json` names its holder: rank 0's host and process, and the launch. A thread of the holder
-renews the file every BEAT_S seconds. `flock` is not used: not every network file system shares it
-between hosts. A launch that finds the file compares it with itself:
+`lock.json` names its holder: rank 0's process, and the launch. The holder renews the file every BEAT_S seconds. `flock`
+is not used: not every network file system shares it between hosts. A launch that finds the file compares the holder:
 
-    the holder's process is on this host   alive: refused; dead: taken over; both at once. If its
-                                           launcher has exited, it is about to save: waited for
-    the holder belongs to the same launch  taken over: torchrun and Slurm end it before a restart
-    otherwise                              renewed within LEASE_S: refused; else taken over
-
-Clocks are not compared: a launch watches whether the file changes.
+    its process is on this host   alive: refused; dead: taken over; both at once. If its launcher has exited: waited for
+    it belongs to the same launch taken over: torchrun and Slurm end it before a restart
+    otherwise                     renewed within LEASE_S: refused; else taken over
 """
 
 from __future__ import annotations
@@ -42,16 +38,15 @@ Holder = Mapping[str, object]
 class RunLock:
     """The lock that this process holds, if any. `RUN_LOCK` is the only instance."""
 
-    def __init__(self) -> None:
-        self._path: Path | None = None
-        self._released = threading.Event()
+    _path: Path | None = None
+    _released = threading.Event()
 
     def take(self, folder: Path) -> str | None:
         """Locks a run's folder; for rank 0. Returns why it is refused, or None."""
         self.release()
         path, claim = folder / FILE, this_process()
         folder.mkdir(parents=True, exist_ok=True)
-        while True:
+        while read(path) != claim:
             with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
                 json.dump(claim, file)
                 break
@@ -59,12 +54,9 @@ class RunLock:
                 continue
             if why := refusal(path, holder, claim):
                 return why
-            if read(path) != holder:  # another launch was faster
-                continue
-            write_atomically(path, json.dumps(claim))
-            time.sleep(SETTLE_S)  # of several launches that take it over at once, the last holds it
-            if read(path) == claim:
-                break
+            if read(path) == holder:  # else another launch was faster
+                write_atomically(path, json.dumps(claim))
+                time.sleep(SETTLE_S)  # of several launches that take it over at once, the last holds it
         self._path, self._released = path, threading.Event()
         threading.Thread(target=renew, args=(path, claim, self._released), daemon=True).start()
         return None
@@ -105,14 +97,14 @@ def this_process() -> Holder:
 
 def read(path: Path) -> Holder | None:
     """Returns the holder; {} if the file is incomplete or damaged, None if there is no file."""
-    with suppress(ValueError, RecursionError):
-        try:
-            holder = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        if isinstance(holder, dict) and isinstance(holder.get("pid"), int):
-            return holder if isinstance(holder.get("since"), int | float) else {}
-    return {}
+    try:
+        holder = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError):
+        return {}
+    is_known = isinstance(holder, dict) and isinstance(holder.get("pid"), int)
+    return holder if is_known and isinstance(holder.get("since"), int | float) else {}
 
 
 def refusal(path: Path, holder: Holder, claim: Holder) -> str | None:
@@ -120,8 +112,8 @@ def refusal(path: Path, holder: Holder, claim: Holder) -> str | None:
     process = f"process {holder.get('pid')} on {holder.get('host')}"
     sentence = f"{path.parent} is in use by {process}: wait until it exits, or set another"
     sentence += f" {Variable.RUN_ID} or run.name"
-    deadline = time.monotonic() + LEASE_S
-    if holder.get("machine") == claim["machine"]:
+    is_here, deadline = holder.get("machine") == claim["machine"], time.monotonic() + LEASE_S
+    if is_here:
         while holder["pid"] != claim["pid"] and (parent := _living_parent(holder)) is not None:
             if parent == holder.get("parent") or time.monotonic() > deadline:
                 return sentence
@@ -129,8 +121,7 @@ def refusal(path: Path, holder: Holder, claim: Holder) -> str | None:
         return None
     if claim["launch"] and holder.get("launch") == claim["launch"]:
         return None
-    held = f"{path} is held by {process}"
-    print(f"{held}: waiting up to {LEASE_S:g} s to see whether it is alive", flush=True)
+    print(f"{path} is held by {process}: waiting up to {LEASE_S:g} s to see whether it is alive", flush=True)
     before = _modified(path)
     while time.monotonic() < deadline and (now := _modified(path)) is not None:
         if now != before:

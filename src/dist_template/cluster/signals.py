@@ -17,7 +17,6 @@ import time
 
 from ..errors import Exit, is_first_on_node
 from .launch import Variable, record_exit
-from .messages import MESSAGES
 
 __all__ = ["STOP", "end_with_parent", "listen"]
 
@@ -102,7 +101,6 @@ def _read_signals(read: int) -> None:
                 if is_first_on_node():
                     sentence = "stopped with nothing to save; the same command resumes"
                     os.write(2, f"\n{signal.Signals(number).name}: {sentence}\n".encode())
-                MESSAGES.flush()
                 record_exit(Exit.REQUEUE)
                 os._exit(Exit.REQUEUE)
             stop_request.number = stop_request.number or number

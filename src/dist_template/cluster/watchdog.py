@@ -2,10 +2,7 @@
 
 Training reports progress with `WATCHDOG.beat()`, which sets two attributes. When a rank makes none for `limit_s`
 seconds, each rank prints the stacks of its threads and publishes its status in the store of rendezvous.py; rank 0
-prints which rank is behind. A rank that does not answer is stopped or its node is lost: if it is on the same host it is
-killed, because a launcher waits half a minute for a stopped process.
-
-faulthandler's own timer, a thread in C, is the fallback for code that never releases the GIL.
+prints which rank is behind.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -25,9 +21,8 @@ from typing import TYPE_CHECKING
 
 from ..compat.stacks import locate
 from ..errors import Exit
-from .hang import Status, Verdict, find_stalled
+from .hang import Status, find_stalled
 from .launch import record_exit
-from .messages import MESSAGES
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -36,7 +31,6 @@ __all__ = ["WATCHDOG"]
 
 START_TIMEOUT_S = 1800.0  # until the configuration has been read
 POLL_S = 0.1
-FALLBACK_S = 0.5  # between two settings of faulthandler's timer: each starts a thread
 ANSWER_S = 0.3  # rank 0 waits this long for the others' statuses
 VERDICT_S = 0.6  # the others wait this long for rank 0, which may detect it one poll later
 EXIT_S = 0.1  # every rank stays this long, for the others to read the store and for the disk
@@ -53,10 +47,7 @@ class WatchdogThread:
         self.rank, self.world_size = 0, 1
         self.is_exiting = False
         self._store: Store | None = None
-        self._peers: dict[int, int] = {}
         self._last = time.monotonic()
-        self._fallback: tuple[float, float] | None = None  # progress and limit of the timer in C
-        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._query: threading.Thread | None = None
         self._is_called = False  # by a rank that has detected the hang
@@ -84,34 +75,27 @@ class WatchdogThread:
         """Ends this process after `limit_s` seconds without progress; 0 turns it off."""
         self.beat()
         self.limit_s, self.stacks = limit_s, stacks
-        self._set_fallback()
         if self._thread is None:
             self._thread = _start_thread(self._watch)
 
     def stop(self) -> None:
         """Turns the watchdog off and forgets the other ranks."""
-        self._turn_off()
-        self.connect(None, 0, 1, {})
+        self.limit_s = 0.0
+        self.connect(None, 0, 1)
 
     @contextmanager
     def paused(self) -> Generator[None]:
         """Turns the watchdog off for a block with a limit of its own."""
-        limit_s = self.limit_s
-        self._turn_off()
+        limit_s, self.limit_s = self.limit_s, 0.0
         try:
             yield
         finally:
             self.beat()
             self.limit_s = limit_s
 
-    def connect(self, store: Store | None, rank: int, world_size: int, peers: dict[int, int]) -> None:
-        """Lets the ranks exchange statuses; progress is counted from here, where all ranks are at the same point.
-
-        `peers` has a file descriptor of the process of each other rank on this host.
-        """
-        for descriptor in self._peers.values():
-            os.close(descriptor)
-        self._store, self.rank, self.world_size, self._peers = store, rank, world_size, peers
+    def connect(self, store: Store | None, rank: int, world_size: int) -> None:
+        """Lets the ranks exchange statuses; progress is counted from here, where all ranks are at the same point."""
+        self._store, self.rank, self.world_size = store, rank, world_size
         self.beats = 0
 
     def status(self) -> Status:
@@ -127,7 +111,6 @@ class WatchdogThread:
     def _watch(self) -> None:
         while True:
             time.sleep(POLL_S)
-            self._set_fallback()
             limit_s, idle_s = self.limit_s, self.idle_s
             if limit_s and (idle_s >= limit_s or (idle_s >= limit_s / 2 and self._check_call())):
                 try:
@@ -135,20 +118,6 @@ class WatchdogThread:
                 finally:
                     record_exit(Exit.HUNG)
                     os._exit(Exit.HUNG)
-
-    def _set_fallback(self) -> None:
-        """Sets faulthandler's timer again if there was progress."""
-        with self._lock:
-            last, limit_s = self._fallback or (-FALLBACK_S, 0.0)
-            if self.limit_s and (self.limit_s != limit_s or self._last - last >= FALLBACK_S):
-                self._fallback = (self._last, self.limit_s)
-                rest_s = self._last + self.limit_s + 1 + FALLBACK_S - time.monotonic()
-                faulthandler.dump_traceback_later(max(0.1, rest_s), exit=True, file=2)
-
-    def _turn_off(self) -> None:
-        with self._lock:
-            self.limit_s, self._fallback = 0.0, None
-            faulthandler.cancel_dump_traceback_later()
 
     def _check_call(self) -> bool:
         """Returns whether another rank has detected the hang. The store's host may hang itself."""
@@ -165,31 +134,25 @@ class WatchdogThread:
 
     def _report_hang(self, limit_s: float) -> None:
         self.is_exiting = True
-        MESSAGES.flush()
-        faulthandler.cancel_dump_traceback_later()
         status = self.status()
-        place = f"rank {self.rank}: {status['place']}, {status['line']}"
-        head = f"\nno progress for {limit_s:g} s; {place}; its stacks:\n"
+        head = f"\nno progress for {limit_s:g} s; rank {self.rank}: {status['place']}, {status['line']}; its stacks:\n"
         os.write(2, head.encode())
         faulthandler.dump_traceback(2, all_threads=True)
         # In the background: a file server that hangs, which may be the cause, must not block the exit.
         writer = _start_thread(self._write, f"rank{self.rank}.txt", head, True)
-        found: list[Verdict] = []
+        found: list[str] = []
         if (store := self._store) is None:
             found = [find_stalled({self.rank: status}, [])]
         else:
             _start_thread(self._exchange, store, status, found).join(VERDICT_S + POLL_S / 2)
-        verdict = found[0] if found else find_stalled({self.rank: status}, silent=[0])
-        if verdict["by"] == self.rank:
-            sentence = f"no progress for {limit_s:g} s: {verdict['sentence']}\n"
+        if self.rank == 0 or not found:
+            verdict = found[0] if found else find_stalled({self.rank: status}, silent=[0])
+            sentence = f"no progress for {limit_s:g} s: {verdict}\n"
             os.write(2, f"\n{sentence}".encode())
             _start_thread(self._write, "summary.txt", sentence, False).join(EXIT_S)
         writer.join(EXIT_S)
         if store is not None:
             time.sleep(EXIT_S)
-        for rank in set(verdict["silent"]) & self._peers.keys():
-            with suppress(OSError):  # it has exited
-                signal.pidfd_send_signal(self._peers[rank], signal.SIGKILL)
 
     def _write(self, name: str, text: str, with_stacks: bool) -> None:
         if self.stacks is None:
@@ -202,7 +165,7 @@ class WatchdogThread:
                 if with_stacks:
                     faulthandler.dump_traceback(file, all_threads=True)
 
-    def _exchange(self, store: Store, status: Status, found: list[Verdict]) -> None:
+    def _exchange(self, store: Store, status: Status, found: list[str]) -> None:
         """Adds rank 0's verdict to `found`; nothing if rank 0 does not answer."""
         keys = [f"hung/{rank}" for rank in range(self.world_size)]
         with suppress(RuntimeError):  # torch's DistStoreError: no answer
@@ -210,18 +173,18 @@ class WatchdogThread:
             store.set("hung", "")
             if self.rank:
                 store.wait(["hung/verdict"], timedelta(seconds=VERDICT_S))
-                found.append(json.loads(store.get("hung/verdict")))
+                found.append(store.get("hung/verdict").decode())
                 return
             with suppress(RuntimeError):  # not all ranks have answered
                 store.wait(keys, timedelta(seconds=ANSWER_S))
-            has_all, statuses, silent = store.check(keys), {}, []
+            statuses, silent = {}, []
             for rank, key in enumerate(keys):
-                if has_all or store.check([key]):
+                if store.check([key]):
                     statuses[rank] = json.loads(store.get(key))
                 else:
                     silent.append(rank)
             found.append(find_stalled(statuses, silent))
-            store.set("hung/verdict", json.dumps(found[0]))
+            store.set("hung/verdict", found[0])
 
 
 def _start_thread(function: Callable[..., None], *args: object) -> threading.Thread:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -27,59 +27,29 @@ from ..layout import full_shape
 __all__ = ["PEAKS", "Size", "find_experts", "peak", "text_config"]
 
 
-class Peak(NamedTuple):
-    """Dense operations per second; datasheet figures with structured sparsity are halved."""
-
-    devices: str  # a regular expression for the full names of torch.cuda.get_device_name
-    bf16: float | None  # TFLOP/s, sums in float32
-    fp16: float | None
-    source: str
-
-
-_NVIDIA = "https://www.nvidia.com/content/dam/en-zz/Solutions"
-_HOPPER = "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet"
-_H200 = "https://nvdam.widen.net/s/nb5zzzsjdf/hpc-datasheet-sc23-h200-datasheet-3002446"
-_VOLTA = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
-
-# A slice of a GPU (MIG) or a custom part has another name and so no figure. Lightning's table (2.6.6,
-# fabric/utilities/throughput.py) has the H200 with sparsity and the H100 NVL as two devices.
-PEAKS = (
-    Peak("NVIDIA B200", 2250, 2250, "https://nvdam.widen.net/s/wwnsxrhm2w/blackwell-datasheet-3384703"),
-    Peak("NVIDIA H200", 989.4, 989.4, _H200),
-    Peak("NVIDIA H200 NVL", 835.5, 835.5, _H200),
-    Peak("NVIDIA GH200 (120|480)GB", 989.4, 989.4, "https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip"),
-    Peak("NVIDIA H100 80GB HBM3", 989.4, 989.4, _HOPPER),
-    Peak("NVIDIA H100 NVL", 835.5, 835.5, _HOPPER),
-    Peak("NVIDIA H100 PCIe", 756, 756, _HOPPER),
-    Peak(
-        r"(NVIDIA )?A100(-SXM4-(40|80)GB|-PCIE-40GB| 80GB PCIe)", 312, 312,
-        f"{_NVIDIA}/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
-    ),
-    Peak("NVIDIA L40S", 362, 362, "https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413"),
-    Peak("NVIDIA L4", 121, 121, "https://resources.nvidia.com/en-us-data-center-overview/l4-gpu-datasheet"),
-    Peak("NVIDIA A10", 125, 125, f"{_NVIDIA}/Data-Center/a10/pdf/a10-datasheet.pdf"),
-    Peak(
-        "NVIDIA GeForce RTX 4090", 165.2, 165.2,
-        "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf",
-    ),
-    Peak("Tesla V100-SXM2-(16|32)GB", None, 125, _VOLTA),
-    Peak("Tesla V100-PCIE-(16|32)GB", None, 112, _VOLTA),
-    Peak("Tesla T4", None, 65,
-         f"{_NVIDIA}/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf"),
-    Peak("AMD Instinct MI300X", 1307.4, 1307.4, "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"),
-)  # fmt: skip
+# Dense TFLOP/s in half precision by datasheet (figures with structured sparsity are halved), by a regular expression
+# for the full name of torch.cuda.get_device_name: a slice of a GPU (MIG) or a custom part has another name, and none.
+# Lightning's table (2.6.6, fabric/utilities/throughput.py) has the H200 with sparsity and the H100 NVL as two devices.
+PEAKS = {
+    "NVIDIA B200": 2250.0,
+    "NVIDIA H200|NVIDIA GH200 (120|480)GB|NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H200 NVL|NVIDIA H100 NVL": 835.5,
+    "NVIDIA H100 PCIe": 756.0,
+    r"(NVIDIA )?A100(-SXM4-(40|80)GB|-PCIE-40GB| 80GB PCIe)": 312.0,
+    "NVIDIA L40S": 362.0,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "AMD Instinct MI300X": 1307.4,
+}
 
 
-def peak(device: str, precision: str) -> tuple[float, str] | None:
-    """Returns the TFLOP/s of one device in a precision of Lightning, and its source; None if it is not known.
-
-    Half precision only: in float32 a matrix product has one of several speeds (TF32 or not, by
-    torch's settings and by shape).
-    """
-    for row in PEAKS:
-        figure = {"bf16": row.bf16, "16": row.fp16}.get(precision.partition("-")[0])
-        if figure and re.fullmatch(row.devices, device):
-            return figure, row.source
+def peak(device: str, precision: str) -> float | None:
+    """Returns the TFLOP/s of one device in half precision; None if it is not known, and in float32, where a matrix
+    product has one of several speeds (TF32 or not, by torch's settings and by shape)."""
+    if precision.partition("-")[0] not in ("bf16", "16"):
+        return None
+    for names, figure in PEAKS.items():
+        if re.fullmatch(names, device):
+            return figure
     return None
 
 

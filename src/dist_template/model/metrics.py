@@ -6,20 +6,16 @@ Validation uses it, so that ModelCheckpoint and schedulers can monitor its metri
 from __future__ import annotations
 
 import math
-import traceback
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..compat.torch import version_of
 from ..errors import InputError
 from ..parallel import run_strategy
-from ..project import is_users
 
 NOT_COUNTED = -100  # a label that cross_entropy ignores
 FOLD = 64  # values of a metric are summed when they are so many; each takes 512 bytes of a GPU
@@ -30,8 +26,7 @@ class MetricBuffer:
     Every rank must add the same names between two reads, unless the ranks `agree`."""
 
     def __init__(self) -> None:
-        # values, each (), and their versions when they were added
-        self._added: dict[str, list[tuple[Tensor, int]]] = {}
+        self._added: dict[str, list[Tensor]] = {}  # values, each ()
         self._num_added: dict[str, int] = defaultdict(int)
         self._host: dict[str, float] = {}
         self._of_rank: dict[str, float] = {}
@@ -49,13 +44,10 @@ class MetricBuffer:
             InputError: it is no tensor of one element.
         """
         if not isinstance(value, Tensor) or value.numel() != 1:
-            given = f"tensor {(*value.shape,)}" if isinstance(value, Tensor) else repr(value)
-            frames = traceback.extract_stack()
-            users = [frame for frame in frames if is_users(frame.filename)] or frames
-            line = f"{Path(users[-1].filename).name}:{users[-1].lineno}"
+            given = (*value.shape,) if isinstance(value, Tensor) else value
             raise InputError(
-                f"{line}: `track` of {name} was given a {type(value).__name__}, {given}:"
-                " give it a tensor of one element, such as `value.mean()` or torch.tensor(number)"
+                f"`track` of {name} was given a {type(value).__name__}, {given}: give it a tensor of one element,"
+                " such as `value.mean()` or torch.tensor(number)"
             )
         if isinstance(value, DTensor):  # such as the norm of a sharded weight: a collective
             value = value.full_tensor()
@@ -67,11 +59,10 @@ class MetricBuffer:
             value = value.detach()
         self.newest[name] = value
         added = self._added.setdefault(name, [])
-        added.append((value, version_of(value)))
+        added.append(value)
         self._num_added[name] += 1
         if len(added) == FOLD:
-            total = self._sums([name])[name]
-            added[:] = [(total, version_of(total))]
+            added[:] = [self._sums([name])[name]]
 
     def put(self, name: str, value: float) -> None:
         """Records a host number (time, count): rank 0's newest is logged, without a reduction."""
@@ -138,20 +129,14 @@ class MetricBuffer:
         return {name: values[i] / values[num + i] for i, name in enumerate(names)} | host
 
     def _sums(self, names: list[str]) -> dict[str, Tensor]:
-        """Returns the sum () of each metric's values; metrics with equally many values share a GPU
-        kernel. Raises InputError if a value was changed in place."""
+        """Returns the sum () of each metric's values; metrics with equally many values share a GPU kernel."""
         alike: dict[tuple[int, torch.dtype, torch.device], list[str]] = defaultdict(list)
         for name in names:
             added = self._added[name]
-            for value, version in added:
-                if version_of(value) != version:
-                    raise InputError(
-                        f"{name} was changed in place after `self.track`; give it `value.clone()` in module.py"
-                    )
-            alike[len(added), added[0][0].dtype, added[0][0].device].append(name)
+            alike[len(added), added[0].dtype, added[0].device].append(name)
         sums: dict[str, Tensor] = {}
         for (count, _, device), group in alike.items():
-            flat = [value for name in group for value, _ in self._added[name]]
+            flat = [value for name in group for value in self._added[name]]
             values = torch.stack(flat).view(-1, count)
             sums |= zip(group, values.sum(1, dtype=_sum_dtype(device)).unbind(), strict=True)
         return sums

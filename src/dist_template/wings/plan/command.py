@@ -101,10 +101,10 @@ def _speeds(own: Any, precision: str) -> tuple[float, float]:
 
     found, is_half = peak(own.gpu, precision), precision[:2] in ("16", "bf")
     if not own.tflops and not peak(own.gpu, precision if is_half else "16-mixed"):
-        known = ", ".join(row.devices for row in PEAKS)
+        known = ", ".join(PEAKS)
         why = f"has no known peak for {precision}: give --tflops, or one of {known}"
         raise InputError(f"--gpu {own.gpu!r} {why}")
-    highest = found[0] if found else own.tflops or 0.0
+    highest = found or own.tflops or 0.0
     return 1e12 * (own.tflops or SHARE * highest), 1e12 * highest
 
 

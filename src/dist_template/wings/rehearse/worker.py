@@ -30,7 +30,6 @@ from lightning.pytorch import Callback  # noqa: E402
 from ...cli.defaults import always_on  # noqa: E402
 from ...cli.fit import CLI  # noqa: E402
 from ...cli.verbs import verbs  # noqa: E402
-from ...cluster.messages import MESSAGES  # noqa: E402
 from ...cluster.signals import listen  # noqa: E402
 from ...cluster.watchdog import WATCHDOG  # noqa: E402
 from ...errors import InputError, first_line  # noqa: E402
