@@ -16,7 +16,7 @@ import threading
 import time
 
 from ..errors import Exit, is_first_on_node
-from .launch import Variable, record_exit
+from .launch import Variable
 from .messages import MESSAGES
 
 __all__ = ["STOP", "end_with_parent", "listen"]
@@ -50,7 +50,6 @@ def listen() -> None:
     if signal.getsignal(signal.SIGTERM) is _nothing:
         return  # already
     job_started()
-    record_exit(-signal.SIGKILL)  # unless it exits by itself
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -103,7 +102,6 @@ def _read_signals(read: int) -> None:
                     sentence = "stopped with nothing to save; the same command resumes"
                     os.write(2, f"\n{signal.Signals(number).name}: {sentence}\n".encode())
                 MESSAGES.flush()
-                record_exit(Exit.REQUEUE)
                 os._exit(Exit.REQUEUE)
             stop_request.number = stop_request.number or number
 

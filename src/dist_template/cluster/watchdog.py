@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 from ..compat.stacks import locate
 from ..errors import Exit
 from .hang import Status, Verdict, find_stalled
-from .launch import record_exit
 from .messages import MESSAGES
 
 if TYPE_CHECKING:
@@ -133,7 +132,6 @@ class WatchdogThread:
                 try:
                     self._report_hang(limit_s)
                 finally:
-                    record_exit(Exit.HUNG)
                     os._exit(Exit.HUNG)
 
     def _set_fallback(self) -> None:
