@@ -149,7 +149,7 @@ def test_of_published_weights(
 
 OF_VERBS = {
     "plan --bandwidth=300": "argument --bandwidth: expected 2 arguments",
-    "launch --on=torch": "'torch' is no target of launch; allowed are accelerate, deepspeed, ",
+    "launch --on=torch": "argument --on: invalid choice: 'torch'",
     "launch --config=x.yaml": "the following arguments are required: --on",
     "sweep --trials=1": "the following arguments are required: --space",
     "rehearse --nodes=two": "argument --nodes: 'two' is not allowed, give a whole number from 1 to 100,000",

@@ -22,7 +22,7 @@ ENVIRONMENT = {"PYTHONPATH": os.environ["PYTHONPATH"], "DS_ACCELERATOR": "cpu", 
 ENVIRONMENT |= {"MAX_RESTARTS": "0"}  # of torchrun
 STEPS = ["--trainer.max_steps=4", "--trainer.val_check_interval=1000", "--trainer.limit_val_batches=1"]
 LONG = ["--trainer.max_steps=100000", "--trainer.val_check_interval=100000", "--trainer.limit_val_batches=1"]
-LAUNCHERS = ("ssh", "torchrun", "deepspeed", "accelerate")
+LAUNCHERS = ("ssh", "torchrun")
 VARIABLE = {"PL_FIT__TRAINER__MAX_STEPS": "9"}  # the command line refuses it, in the processes of the job
 
 

@@ -17,7 +17,7 @@ from tests.support.crds import SCHEMAS
 VERSION = "1.37.0"
 FOLDER = f"kubernetes-json-schema/v{VERSION}-local-strict"
 # Below these the keys are a site's own words.
-OF_SITES = {"labels", "annotations", "nodeSelector", "requests", "limits", "rayStartParams", "selector"}
+OF_SITES = {"labels", "annotations", "nodeSelector", "requests", "limits", "selector"}
 QUANTITIES = {"requests", "limits"}
 Objects = list[dict[str, Any]]
 

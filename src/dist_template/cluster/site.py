@@ -20,8 +20,8 @@ class Kubernetes:
     """How a site's Kubernetes runs a job, one pod per node.
 
     Args:
-        kind: What is rendered: Job (built into Kubernetes), JobSet, TrainJob (Kubeflow Trainer 2) or RayJob (KubeRay).
-        gang: Who starts all pods or none, from the queue `cluster.partition`: kueue or volcano.
+        kind: What is rendered: Job (built into Kubernetes) or JobSet.
+        gang: kueue starts all pods or none, from the queue `cluster.partition`.
             null: each pod starts when there is a node for it.
         device: Resource name of a device. A run on CPUs requests none.
         resources: Further requests and limits of a pod, as {cpu: 32, memory: 256Gi}.
@@ -31,8 +31,8 @@ class Kubernetes:
             priorityClassName, affinity, imagePullSecrets …
     """
 
-    kind: Literal["Job", "JobSet", "TrainJob", "RayJob"] = "Job"
-    gang: Literal["kueue", "volcano"] | None = None
+    kind: Literal["Job", "JobSet"] = "Job"
+    gang: Literal["kueue"] | None = None
     device: str = "nvidia.com/gpu"
     resources: dict[str, Any] = field(default_factory=dict)
     secrets: dict[str, str] = field(default_factory=dict)
@@ -52,15 +52,11 @@ class Site:
         time_limit: Of the job, as 24:00:00, 1-12:00:00 or seconds. null: none, or the site's.
         save_s: Seconds before the time limit at which the run saves and exits with 75.
         hosts: Names of the nodes, as ssh knows them; the first one is the rendezvous's. []: this
-            machine, or those that a scheduler chooses.
-        hostfile: Instead of `hosts`: DeepSpeed's file with a line `name slots=N` for each node.
-        include: Hosts of the file to use, as node1@node2. With the deepspeed launcher also slots:
-            node1@node2:0,1.
-        exclude: Likewise, hosts or slots not to use.
+            machine, or a scheduler chooses the nodes.
         ssh: Command that runs a command on a host; its last words are the host and the command.
         master: Address of the first node for the other nodes. null: its name in `hosts`.
         port: TCP port of the first node for the rendezvous. null: one from the run's id.
-        partition: Slurm partition, or the queue of Kueue or Volcano.
+        partition: Slurm partition, or the queue of Kueue.
         container: Under Slurm, what runs `image`: pyxis or apptainer. null: no container.
         image: Container image; its path or its name in a registry.
         mounts: Folders in the container, as /on/the/node:/in/the/container; for Kubernetes
@@ -78,9 +74,6 @@ class Site:
     time_limit: str | int | None = None
     save_s: int = 300
     hosts: list[str] = field(default_factory=list)
-    hostfile: str | None = None
-    include: str = ""
-    exclude: str = ""
     ssh: str = "ssh -o BatchMode=yes -o ConnectTimeout=10"
     master: str | None = None
     port: int | None = None
@@ -96,8 +89,6 @@ class Site:
         for key in ("nodes", "min_nodes", "devices_per_node", "save_s"):
             if (value := getattr(self, key)) is not None and value < 1:
                 raise InputError(f"cluster.{key} is {value}; give 1 or more")
-        if self.hosts and self.hostfile:
-            raise InputError("cluster.hosts and cluster.hostfile are both given; give one of them")
         if self.container and not self.image:
             raise InputError(f"cluster.container is {self.container}; give cluster.image as well")
         for name in self.environment:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 from ..compat.stacks import locate
 from ..errors import Exit
 from .hang import Status, find_stalled
-from .launch import record_exit
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -116,7 +115,6 @@ class WatchdogThread:
                 try:
                     self._report_hang(limit_s)
                 finally:
-                    record_exit(Exit.HUNG)
                     os._exit(Exit.HUNG)
 
     def _check_call(self) -> bool:

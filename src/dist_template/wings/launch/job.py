@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 import zlib
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from ...cluster.launch import Variable
 from ...cluster.site import Site
-from ...errors import InputError, reason, require
+from ...errors import InputError
 from ...project import Project
 
 PORTS = range(20_000, 30_000)  # below those that Linux assigns to clients
@@ -99,27 +98,19 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
 
     known = "fit" if verb == "prepare" else verb
     check([known, *flags])
-    arguments = [known, *flags, "--trainer.logger=false"]
-    cli = WithoutTrainer(project, arguments, run=True)
+    cli = WithoutTrainer(project, [known, *flags, "--trainer.logger=false"], run=True)
     settings = cli.config_init[known]
-    site: Site = settings.cluster
-    trainer, data, slots = vars(settings.trainer), cli.datamodule, _slots(site)
-    hosts = [*slots]
+    site, trainer, data = settings.cluster, vars(settings.trainer), cli.datamodule
+    nodes = site.nodes or len(site.hosts) or trainer["num_nodes"]
+    devices = site.devices_per_node or trainer["devices"]
     if verb == "prepare":
         nodes = devices = 1
-    else:
-        nodes = site.nodes or len(slots) or trainer["num_nodes"]
-        if on_hosts and slots and nodes > len(slots):
-            raise InputError(f"cluster.nodes is {nodes}, and {len(slots)} hosts are named; name all")
-        sizes = [slots[host] for host in hosts[:nodes]]
-        if len(set(sizes)) > 1:
-            raise InputError(f"the hosts have {sizes} slots; include as many of each")
-        given = site.devices_per_node or (sizes or [None])[0] or trainer["devices"]
-        if not str(given).isdigit() or int(given) < 1:
-            why = "give cluster.devices_per_node, the devices of one node"
-            raise InputError(f"trainer.devices is {given!r}; {why}")
-        devices = int(given)
-    machine = Machine.described({**trainer, "devices": devices, "num_nodes": nodes})
+    if on_hosts and nodes > max(1, len(site.hosts)):
+        raise InputError(f"the job has {nodes} nodes; name as many in cluster.hosts")
+    if not str(devices).isdigit() or int(devices) < 1:
+        why = "give cluster.devices_per_node, the devices of one node"
+        raise InputError(f"trainer.devices is {devices!r}; {why}")
+    machine = Machine.described({**trainer, "devices": int(devices), "num_nodes": nodes})
     config = model_config(cli)
     if verb != "prepare":
         asynchronous = settings.last_checkpoint.asynchronous
@@ -130,40 +121,9 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
         where = trainer["strategy"], machine.world_size, project.folder.parent
         for note in proven.notes(config, cli.model, data, *where):
             print(note, flush=True)
-    hosts = hosts[:nodes] if on_hosts else []
+    hosts = site.hosts[:nodes] if on_hosts else []
     run, accelerator = cli.run.absolute(), machine.accelerator
-    return Job(project.package, verb, flags, site, run, nodes, devices, hosts, accelerator, data)
-
-
-def _slots(site: Site) -> dict[str, int | None]:
-    """Returns the hosts to use, with the number of their slots if it is known."""
-    if not site.hostfile:
-        return dict.fromkeys(site.hosts)
-    where, found = f"cluster.hostfile {site.hostfile}", dict[str, int | None]()
-    try:
-        lines = Path(site.hostfile).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InputError(f"{where} cannot be read: {error.strerror}") from error
-    for text in lines:
-        line = text.partition("#")[0].strip()
-        if not line:
-            continue
-        if not (known := re.fullmatch(r"(\S+)\s+slots=([1-9]\d*)", line)):
-            raise InputError(f"{where} has {line!r}; write `name slots=N` for each node")
-        Site.check_host(known[1], where)
-        if known[1] in found:
-            raise InputError(f"{where} has {known[1]} twice; remove one of its lines")
-        found[known[1]] = int(known[2])
-    if not (site.include or site.exclude):
-        return found
-    require("deepspeed", "cluster.include")
-    from deepspeed.launcher.runner import parse_inclusion_exclusion
-
-    try:
-        active = parse_inclusion_exclusion(found, site.include, site.exclude)
-    except ValueError as error:
-        raise InputError(f"cluster.include or exclude: {reason(error)}") from error
-    return {host: len(chosen) for host, chosen in active.items()}
+    return Job(project.package, verb, flags, site, run, nodes, int(devices), hosts, accelerator, data)
 
 
 def project_file(name: str) -> str:

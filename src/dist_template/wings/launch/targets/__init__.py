@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from abc import ABC, abstractmethod
-from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TypedDict
 
@@ -28,10 +27,6 @@ class Target(ABC):
     """A launcher or scheduler. `folder` is RUN/launch, `record` the content of its launch.json."""
 
     on_hosts = False  # True: it starts the nodes that `cluster` names; False: a scheduler does
-    flags = Namespace()  # the values of the flags that `add_flags` adds
-
-    def add_flags(self, parser: ArgumentParser) -> None:  # noqa: B027  (most targets have none)
-        """Adds the target's own flags to the parser of `launch --on NAME`."""
 
     @abstractmethod
     def render(self, job: Job) -> dict[str, str]:
@@ -39,17 +34,17 @@ class Target(ABC):
 
     @abstractmethod
     def commands(self, job: Job) -> list[list[str]]:
-        """Returns the commands by which `submit` starts the job, after its checks."""
+        """Returns the commands that start the job."""
 
-    @abstractmethod
-    def submit(self, job: Job, folder: Path) -> str:
-        """Returns the scheduler's identifier of the job; "" from a launcher, when all has ended.
+    def check(self, job: Job) -> None:  # noqa: B027  (optional)
+        """Raises InputError if the job cannot start now; nothing is written yet."""
+
+    def submit(self, job: Job) -> str:
+        """Starts the job, after its files are written. Returns the scheduler's identifier of it; a
+        launcher returns "" when all processes have ended. By default the command prints it.
 
         Raises InputError if the job is refused, and Ended with another code than 0."""
-
-    @abstractmethod
-    def is_active(self, record: Record, folder: Path) -> bool:
-        """Returns whether the job waits or runs. InputError counts as False: nothing answers."""
+        return ask(*self.commands(job)[0])
 
     @abstractmethod
     def status(self, record: Record, folder: Path) -> str:

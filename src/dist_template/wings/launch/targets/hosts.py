@@ -1,17 +1,11 @@
-"""Launchers that start a process, or another library's launcher, on each node."""
+"""Launchers that start a process, or torchrun, on each node."""
 
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
-import yaml
-
-from ....errors import require
 from ..job import Job, project_file
 from ..nodes import OnNodes, arguments, script
-
-RANKS = "dist_template.wings.launch.ranks"  # runs another library's launcher
 
 
 class Ssh(OnNodes):
@@ -33,51 +27,3 @@ class Torchrun(OnNodes):
         if nodes != "1":
             settings["RDZV_ENDPOINT"] = f"{job.master}:{job.port}"
         return script(job, start, settings)
-
-
-class Deepspeed(OnNodes):
-    """DeepSpeed's launcher on every node, with a hostfile.
-
-    Its own way to the nodes is pdsh, which loses exit codes; here it starts one node."""
-
-    def render(self, job: Job) -> dict[str, str]:
-        require("deepspeed", "--on deepspeed")
-        hostfile = "".join(f"{host} slots={job.devices}\n" for host in job.hosts or ["localhost"])
-        if job.site.hostfile:
-            hostfile = Path(job.site.hostfile).read_text(encoding="utf-8")
-        launcher = ["deepspeed.launcher.runner", "--no_ssh", "--log_level=error"]
-        launcher += ["--hostfile", str(job.files / "hostfile")]
-        launcher += ["--master_addr", job.master, "--master_port", str(job.port)]
-        launcher += [f"--include={job.site.include}", f"--exclude={job.site.exclude}"]
-        process = ["--no_local_rank", "--module", job.package, *arguments(job)]
-        return {**script(job, _start(job, launcher, "node_rank", process)), "hostfile": hostfile}
-
-
-class Accelerate(OnNodes):
-    """`accelerate launch` on every node, with a rendered configuration."""
-
-    def render(self, job: Job) -> dict[str, str]:
-        require("accelerate", "--on accelerate")
-        config = {
-            "compute_environment": "LOCAL_MACHINE",
-            # The processes' devices are trainer.accelerator's: MULTI_CPU would need mpirun.
-            "distributed_type": "MULTI_GPU",
-            "num_machines": job.nodes,
-            "num_processes": job.nodes * job.devices,
-            "main_process_ip": job.master,
-            "main_process_port": job.port,
-            "rdzv_backend": "static",
-            "mixed_precision": "no",
-            "use_cpu": False,
-        }
-        launcher = ["accelerate.commands.launch", "--config_file"]
-        launcher.append(str(job.files / "accelerate.yaml"))
-        process = ["-m", job.package, *arguments(job)]
-        files = script(job, _start(job, launcher, "machine_rank", process))
-        return {**files, "accelerate.yaml": yaml.safe_dump(config, sort_keys=False)}
-
-
-def _start(job: Job, launcher: list[str], rank_flag: str, process: list[str]) -> str:
-    """Returns a shell command: another library's launcher, below ranks.py."""
-    launcher = [job.python, "-m", RANKS, job.python, "-m", *launcher]
-    return f'{shlex.join(launcher)} --{rank_flag} "$NODE_RANK" {shlex.join(process)}'

@@ -13,9 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 
 from ....cluster.launch import Variable
 from ....cluster.signals import end_with_parent
@@ -27,28 +25,22 @@ MAX_RESTARTS = 3  # as in launch/torchrun.sh
 OTHERS_S = 7 * 86_400  # a worker whose process has exited waits for the other workers' processes
 
 
-def command(job: Job, python: str, folder: str) -> str:
-    """Returns the command of the driver: `main` with the command of a process."""
-    device = "cpu" if job.accelerator == "cpu" else "gpu"
-    settings = [f"{name}={value}" for name, value in job.environment.items()]
-    process = ["env", f"--chdir={folder}", *settings, python, "-m", job.package, *job.arguments]
-    return shlex.join([python, "-m", __name__, str(job.nodes * job.devices), device, *process])
-
-
 class Ray(OnNodes):
     """Runs the driver here, for the cluster at RAY_ADDRESS, or for this machine without it."""
 
     on_hosts = False
 
     def render(self, job: Job) -> dict[str, str]:
-        return script(replace(job, nodes=1), command(job, job.python, str(job.folder)))
+        """Returns node.sh, whose command is the driver: `main` with the command of a process."""
+        device = "cpu" if job.accelerator == "cpu" else "gpu"
+        settings = [f"{name}={value}" for name, value in job.environment.items()]
+        process = ["env", f"--chdir={job.folder}", *settings, job.python, "-m", job.package, *job.arguments]
+        driver = [job.python, "-m", __name__, str(job.nodes * job.devices), device]
+        return script(job, shlex.join([*driver, *process]))
 
-    def commands(self, job: Job) -> list[list[str]]:
-        return super().commands(replace(job, nodes=1))
-
-    def submit(self, job: Job, folder: Path) -> str:
+    def check(self, job: Job) -> None:
         require("ray", "launch --on ray")
-        return super().submit(replace(job, nodes=1), folder)
+        super().check(job)
 
 
 def main(workers: str, device: str, *process: str) -> int:

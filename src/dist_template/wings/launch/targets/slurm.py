@@ -1,4 +1,4 @@
-"""Slurm: sbatch with launch/slurm.sh, whose #SBATCH lines get the values of this run."""
+"""Slurm: sbatch with launch/slurm.sh; its #SBATCH lines are the defaults, this run's options override them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,9 @@ class Slurm(Target):
 
     def render(self, job: Job) -> dict[str, str]:
         """Returns job.sh."""
+        text = Path(project_file("launch/slurm.sh")).read_text(encoding="utf-8")
         lines = ["#!/usr/bin/env bash"]
-        for name, value in _options(job).items():
-            if not re.fullmatch(r"[\w-]+", name) or not f"{value}".isprintable():
-                what = "give a long name of sbatch, with a value of one line"
-                raise InputError(f"cluster.options or partition has {name!r}: {value!r}; {what}")
-            text = f"{value}"
-            if not re.fullmatch(r"[^\s\"'\\#]+", text):  # words end at a blank, lines at a #
-                text = '"' + re.sub(r'(["\\#])', r"\\\1", text) + '"'
-            lines.append(f"#SBATCH --{name}" + ("" if value in (None, "") else f"={text}"))
+        lines += re.findall(r"^#SBATCH --(?!gpus-per-node).*$", text, re.MULTILINE)
         settings = {"PYTHON": "python" if job.site.container else job.python, **_container(job)}
         settings |= {"DIST_PACKAGE": job.package, **job.environment}
         lines += [f"cd {shlex.quote(str(job.folder))}", exports(settings)]
@@ -34,29 +28,30 @@ class Slurm(Target):
         return {"job.sh": "\n".join(lines)}
 
     def commands(self, job: Job) -> list[list[str]]:
-        return [["sbatch", "--parsable", str(job.files / "job.sh")]]
+        """Returns the command with the job's sizes and cluster.options, by their long names."""
+        site = job.site
+        options: dict[str, object] = {"job-name": f"{job.run.parent.name}-{job.run_id}"}
+        options |= {"output": f"{job.files}/slurm-%j.log", "signal": f"SIGUSR1@{site.save_s}"}
+        options |= {"nodes": job.nodes, "ntasks-per-node": job.devices}
+        if job.accelerator == "cuda" and "gres" not in site.options:
+            options["gpus-per-node"] = job.devices
+        if site.partition:
+            options["partition"] = site.partition
+        if (limit := site.time_limit_s) is not None:
+            options["time"] = f"{limit // 3600}:{limit // 60 % 60:02}:{limit % 60:02}"
+        words = ["sbatch", "--parsable"]
+        for name, value in (options | site.options).items():
+            words.append(f"--{name}" if value in (None, "") else f"--{name}={value}")
+        return [[*words, str(job.files / "job.sh")]]
 
-    def submit(self, job: Job, folder: Path) -> str:
-        """Submits job.sh; returns the job's number.
-
-        Raises:
-            InputError: the data is not prepared, or sbatch refuses the job.
-        """
+    def check(self, job: Job) -> None:
+        """Raises InputError if the data is not prepared, unless an earlier job prepares it."""
         if "dependency" not in job.site.options:
             job.require_data()
-        try:
-            return ask(*self.commands(job)[0]).partition(";")[0]
-        except InputError as error:
-            if "generic resource" in str(error):
-                why = "it has no such GPUs; give cluster.options.gres as the site spells it, or"
-                raise InputError(f"{error}: {why} trainer.accelerator cpu") from error
-            raise
 
-    def is_active(self, record: Record, folder: Path) -> bool:
-        """Returns whether the job is pending, running or suspended."""
-        states = "--states=PENDING,RUNNING,SUSPENDED"
-        number = record["id"]
-        return number != "" and ask("squeue", "--noheader", states, f"--jobs={number}") != ""
+    def submit(self, job: Job) -> str:
+        """Submits job.sh; returns the job's number."""
+        return super().submit(job).partition(";")[0]
 
     def status(self, record: Record, folder: Path) -> str:
         """Returns the state of the job, as long as Slurm remembers it."""
@@ -70,24 +65,6 @@ class Slurm(Target):
         ask("scancel", "--state=PENDING", number)
         ask("scancel", "--signal=USR1", number)
         return f"job {number} was asked to save and exit"
-
-
-def _options(job: Job) -> dict[str, object]:
-    """Returns the options of sbatch by their long names: the script's, then this run's."""
-    site, text = job.site, Path(project_file("launch/slurm.sh")).read_text(encoding="utf-8")
-    options: dict[str, object] = {}
-    options.update(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.MULTILINE))
-    options["job-name"] = f"{job.run.parent.name}-{job.run_id}"
-    options["output"] = f"{job.files}/slurm-%j.log"
-    options |= {"nodes": job.nodes, "ntasks-per-node": job.devices, "gpus-per-node": job.devices}
-    options["signal"] = f"SIGUSR1@{site.save_s}"
-    if job.accelerator != "cuda" or "gres" in site.options:
-        del options["gpus-per-node"]
-    if site.partition:
-        options["partition"] = site.partition
-    if (limit := site.time_limit_s) is not None:
-        options["time"] = f"{limit // 3600}:{limit // 60 % 60:02}:{limit % 60:02}"
-    return options | site.options
 
 
 def _container(job: Job) -> dict[str, str]:
