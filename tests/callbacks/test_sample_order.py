@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from dist_template import InputError
 from dist_template.callbacks import LastCheckpoint, SampleOrder
+from tests.support.runs import Workers
 from tests.support.streams import STREAMS
 from tests.support.wings import RunRecord
 

@@ -249,7 +249,7 @@ class CLI(OpenCLI):
             compare = self._setting("last_checkpoint").compare
             compare(Path(resumes), self.trainer, self.datamodule, self.model)
         if is_fit:
-            where = self.trainer.strategy, self.trainer.world_size
+            where = self.trainer.strategy, self.trainer.world_size, self._root
             for note in limits.proven.notes(config, self.model, self.datamodule, *where):
                 rank_zero_only(print)(note)
             self._setting("same_environment").lock(self.trainer, self.run, is_launched)

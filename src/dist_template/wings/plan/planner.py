@@ -99,7 +99,7 @@ class Planner:
             self._stage_facts(candidate, described.world_size)
         except InputError as error:  # too few blocks
             return str(error)
-        checks = (training.architecture, training.precision, training.strategy, training.blocks)
+        checks = (training.precision, training.strategy)
         found = chain.from_iterable(check(setup) for check in checks)
         return next(chain(found, proven.refused(replace(setup, trains=True))), "")
 

@@ -85,7 +85,6 @@ def serve(
         except BaseException as error:
             answer = _describe(error, record, rank)
         WATCHDOG.stop()
-        MESSAGES.flush()
         connection.send(answer)
         if answer == "done":  # after an error, the other ranks notice the closed sockets
             with contextlib.suppress(EOFError, OSError):
