@@ -76,7 +76,7 @@ def assert_refused(guarded: Train, run: RunRecord, strategy: str, name: str, ste
 
 
 PLANTS = {
-    "bit": partial(flip_a_bit, 1, NORM),
+    "bit": partial(flip_a_bit, 2, NORM),  # ZeRO overwrites it in the next step
     "gradient": step_with_own_gradients,
     "rank_0": change_on_rank_0,
 }

@@ -76,7 +76,7 @@ FAULTS = "faults.py:"
 PLANTS = [
     Plant(faults.loss_per_rank, ("training_step", FAULTS), more="big", touched=IN_ONE),
     Plant(faults.loss_divided_by_ranks, ("0.5 times as large", "training_step", FAULTS)),
-    Plant(faults.repeating_sampler, ("step 1 of rank 1 repeats a sample of step 1 of rank 0", "GlobalOrder")),
+    Plant(faults.repeating_sampler, ("step 1 lacks 4 of the 8 samples", "GlobalOrder")),
     Plant(faults.documents_leak, ("layers.0.self_attn", "forward", FAULTS), touched=IN_ONE),
     Plant(faults.future_leaks, ("the input of model", "LanguageModule", FAULTS), touched=IN_ONE),
     Plant(faults.mlp_of_rank, ("rank 1", "model.model.layers.1.mlp.act_fn", "Scaled", FAULTS)),
@@ -116,7 +116,7 @@ PLANTS = [
     Plant(faults.parameter_without_optimizer, ("embed_tokens.weight gets gradients", FAULTS), touched=IN_ONE),
     Plant(faults.tokens_by_process, ("their tokens differ", "transform", FAULTS), touched=IN_ONE),
     Plant(faults.rank_killed, ("rank 1: killed", "device 1 has fallen off the bus")),
-    Plant(faults.crash_in_c, ("rank 1", "Segmentation fault", "read_address_zero")),
+    Plant(faults.crash_in_c, ("rank 1", "Segmentation fault", "rank1.log")),
     Plant(faults.error_on_one_rank, ("rank 1: ValueError: no such shard", FAULTS)),
     Plant(faults.hang, ("rank 1 is stalled: step 2, micro-batch 1", FAULTS, "rank 0 waits for it")),
     Plant(faults.collective_on_one_rank, (FAULTS,)),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...errors import Exit, another_rank_is_gone
 
+TRAINING_VERBS = ("fit", "validate", "test", "predict")  # others run on one process
 Event = dict[str, Any]  # a line of JSON, see recorder.py
 
 

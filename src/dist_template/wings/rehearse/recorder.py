@@ -33,7 +33,9 @@ from ...parallel import run_strategy
 from ...weights import gather
 
 NO_STATE = set(vars(L.LightningModule())) | set(vars(Callback()))
-NO_STATE |= {"prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices"}
+NO_STATE |= {"eval_metrics", "metrics", "metric_buffer", "prepare_data_per_node"}
+NO_STATE |= {"allow_zero_length_dataloader_with_multiple_devices"}
+NO_STATE |= {"_external_params"}  # ZeRO-3 notes what else a module reads
 
 
 class Recorder(Callback):

@@ -35,9 +35,8 @@ from ...cluster.watchdog import WATCHDOG  # noqa: E402
 from ...errors import InputError, first_line  # noqa: E402
 from ...project import Project, is_users  # noqa: E402
 from .forward_hooks import short  # noqa: E402
-from .record import RunRecord  # noqa: E402
+from .record import TRAINING_VERBS, RunRecord  # noqa: E402
 from .recorder import Recorder  # noqa: E402
-from .workers import TRAINING_VERBS  # noqa: E402
 
 # Modules that most trainings import lazily. Muon imports torch's compiler: two seconds.
 SLOW = """deepspeed deepspeed.runtime.zero.muon.muon_optimizer torch.distributed.fsdp torch.profiler

@@ -25,13 +25,12 @@ from typing import TYPE_CHECKING
 from ...cluster.launch import Variable
 from ...project import Project
 from ..values import free_port
-from .record import RunRecord
+from .record import TRAINING_VERBS, RunRecord
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
 GRACE_S = 20.0  # after one rank has failed, for the other ranks to report
-TRAINING_VERBS = ("fit", "validate", "test", "predict")
 
 
 def clean_processes() -> ForkServerContext | SpawnContext:
