@@ -83,6 +83,15 @@ def test_a_resume_reads_the_next_samples_of_each_epoch(tmp_path: Path, stop: int
     assert fit(tmp_path, loader, 12, ckpt_path=tmp_path / "last.ckpt") == uninterrupted[stop:]
 
 
+def test_a_loader_that_is_given_to_fit_is_warned_of() -> None:
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_steps=1, logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False, callbacks=[SampleOrder()],
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="return it from a train_dataloader method"):
+        trainer.fit(Module(), DataLoader(Numbers(), 4))
+
+
 def test_a_resume_with_other_samples_is_refused_and_can_be_accepted(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(5)
     fit(tmp_path, DataLoader(Numbers(), 4, shuffle=True), 3)

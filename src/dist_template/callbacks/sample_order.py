@@ -69,6 +69,8 @@ class SampleOrder(Callback):
                 create = getattr(owner, name)
                 setattr(owner, name, lambda create=create, order=order: order(create()))
                 self._wrapped.append((owner, name))
+        if stage == "fit" and (owner, "train_dataloader") not in self._wrapped:
+            rank_zero_warn("SampleOrder leaves a loader given to `fit` alone: return it from a train_dataloader method")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         for owner, name in self._wrapped:
