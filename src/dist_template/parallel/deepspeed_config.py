@@ -98,10 +98,11 @@ def read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(config, Mapping):
         raise InputError(f"{KEY} is {json.dumps(config)[:40]}; DeepSpeed wants an object, {{…}}")
     unknown = []
-    for key in config.keys() - KNOWN_KEYS:
-        near = ", ".join(difflib.get_close_matches(key, KNOWN_KEYS, n=2))
-        unknown.append(f"DeepSpeed has no key {key!r}" + (f"; similar keys: {near}" if near else ""))
-    refuse(sorted(unknown))
+    for key in config:
+        if key not in KNOWN_KEYS:
+            near = ", ".join(difflib.get_close_matches(key, KNOWN_KEYS, n=2))
+            unknown.append(f"DeepSpeed has no key {key!r}" + (f"; similar keys: {near}" if near else ""))
+    refuse(unknown)
     config = copy.deepcopy(dict(config))
     if "bfloat16" in config:
         config["bf16"] = config.pop("bfloat16")
