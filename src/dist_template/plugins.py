@@ -74,7 +74,7 @@ def _unique(points: list[tuple[str, EntryPoint]], taken: Collection[str]) -> dic
 def _pyproject(import_name: str) -> Path | None:
     """Returns the pyproject.toml of a package in a source folder, flat or below src/."""
     spec = importlib.util.find_spec(import_name) if import_name else None
-    for place in (spec.submodule_search_locations or ()) if spec else ():
+    for place in getattr(spec, "submodule_search_locations", None) or ():
         parent = Path(place).absolute().parent
         file = (parent.parent if parent.name == "src" else parent) / "pyproject.toml"
         if file.is_file():
@@ -100,7 +100,7 @@ def file_of(module: str) -> Path | None:
     spec = importlib.util.find_spec(root) if root else None
     if spec and spec.origin and not parts:
         return Path(spec.origin)
-    for folder in (spec.submodule_search_locations if spec else None) or ():
+    for folder in getattr(spec, "submodule_search_locations", None) or ():
         path = Path(folder, *parts)
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if file.is_file():

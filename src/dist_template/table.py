@@ -24,7 +24,7 @@ class Table:
     def as_text(self) -> str:
         texts, widths = [], [0] * len(self.head)
         for row in (self.head, *self.rows):
-            texts.append([_truncated(cell) for cell in row])
+            texts.append(list(map(_truncated, row)))
             widths = list(map(max, widths, map(len, texts[-1])))
         lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in texts]
         return "\n".join(filter(None, [self.title, *lines, self.note]))

@@ -287,7 +287,7 @@ def test_zero3_gets_its_parameters_back_from_the_host(monkeypatch: pytest.Monkey
     asked: list[Any] = []
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device: asked.append(device) or self)
     monkeypatch.setattr(ZeroStrategy, "root_device", torch.device("cuda", 1))
-    monkeypatch.setattr(ZeroStrategy, "_complete_config", lambda self: None)
+    monkeypatch.setattr(ZeroStrategy, "_config_of_trainer", lambda self: {"zero_optimization": {"stage": 3}})
     monkeypatch.setattr(DeepSpeedStrategy, "setup", lambda self, trainer: None)
     strategy = ZeroStrategy(stage=3)
     module: Any = nn.BatchNorm1d(4)

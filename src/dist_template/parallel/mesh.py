@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from torch.optim import Optimizer
 
 from .. import weights
 from ..checkpoint import formats, scatter, sharded
-from ..compat import wrap_method
 from ..compat.lightning import set_mesh, start_process_group
 from ..errors import InputError
 from ..layout import refuse_scalars
@@ -179,7 +179,7 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
         if not is_overridden("configure_model", model):  # its layers are made in __init__
-            wrap_method(model, "configure_model", lambda _: shard_module(model, self))
+            model.configure_model = partial(shard_module, model, self)
 
     def teardown(self) -> None:
         if self.lightning_module is not None:

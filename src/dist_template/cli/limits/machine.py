@@ -56,7 +56,7 @@ class Machine(Hardware):
             return cls.of(trainer)
         devices = int(given) if given.isdigit() else default or 1
         kind = trainer["accelerator"]
-        kind = "cuda" if kind in ("gpu", "auto") else kind
+        kind = {"gpu": "cuda", "auto": "cuda"}.get(kind, kind)
         return cls(kind, devices, trainer["num_nodes"], _precision(trainer))
 
 

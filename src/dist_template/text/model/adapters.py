@@ -208,4 +208,4 @@ def proof_axes(config: AdapterConfig) -> list[str]:
     for key in ("targets", "dora", "trainable", "quantize"):  # each value needs its own proof
         if (value := getattr(config, key)) != getattr(default, key):
             others.append(f"{key} {value}")
-    return [f"lora with {', '.join(others)}" if others else "lora"]
+    return [" with ".join(filter(None, ["lora", ", ".join(others)]))]

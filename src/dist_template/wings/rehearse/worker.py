@@ -34,7 +34,7 @@ from ...cli.verbs import verbs  # noqa: E402
 from ...cluster.messages import MESSAGES  # noqa: E402
 from ...cluster.signals import listen  # noqa: E402
 from ...cluster.watchdog import WATCHDOG  # noqa: E402
-from ...errors import InputError, first_line, reason  # noqa: E402
+from ...errors import InputError, first_line  # noqa: E402
 from . import code_locations  # noqa: E402
 from .record import Job, RunRecord  # noqa: E402
 from .recorder import Recorder  # noqa: E402
@@ -132,10 +132,11 @@ def _attempt(job: Job, rank: int) -> str:
     except BaseException as error:
         traceback.print_exc()
         if isinstance(error, InputError):
-            return f"refused: {reason(error)}"
+            return f"refused: {first_line(error)}"
         line = code_locations.of_stack(traceback.walk_tb(error.__traceback__))
         where = f" ({line})" if line else ""
-        return f"{type(error).__name__}: {first_line(error)}{where}"
+        notes = " ".join(["", *getattr(error, "__notes__", ())])
+        return f"{type(error).__name__}: {first_line(error)}{where}{notes}"
     finally:
         WATCHDOG.stop()
         MESSAGES.flush()
