@@ -145,7 +145,7 @@ class Passes(Callback):
         self.folder, self.calls, self.most = folder, 0, 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        pipeline: Any = trainer.strategy.pipeline  # ty: ignore[missing-attribute]
+        pipeline: Any = trainer.strategy.layers  # ty: ignore[missing-attribute]
 
         def count(*_: Any) -> None:
             stages = [stage for _, own in pipeline._schedules.values() for stage in own]

@@ -37,10 +37,8 @@ class PipelineAxis(Axis):
         gathered = (facts.parameters - experts) / sizes.tp + experts / sizes.ep
         gathered *= mesh.stages(facts).largest
         trained = gathered * facts.trainable / facts.parameters
-        return {
-            "gathered weights": gathered * mesh.used_bytes(facts),
-            "unsharded gradients": trained * mesh.weight_bytes(facts),
-        }
+        parts = {"gathered weights": gathered * mesh.used_bytes(facts)}
+        return parts | {"unsharded gradients": trained * mesh.weight_bytes(facts)}
 
     def refusals(self, setup: Configured) -> Iterator[str]:
         mesh, schedule = self.mesh, self.mesh.pp_schedule
@@ -56,26 +54,20 @@ class PipelineAxis(Axis):
                 of = "" if num is None else f" that sum to {num}"
                 yield f"{ARGS}.pp_layers {layers}: give {stages} numbers{of}, or cost, or even"
         elif num is not None and num < stages:
-            yield (
-                f"the model's {num} blocks cannot be divided into {stages} stages: lower"
-                f" {ARGS}.pp_size, or set another pp_schedule"
-            )
+            way_out = f"lower {ARGS}.pp_size, or set another pp_schedule"
+            yield f"the model's {num} blocks cannot be divided into {stages} stages: {way_out}"
         if setup.trains:
             yield from self._micro_batches(setup, stages)
         if mesh.cpu_offload:
             yield f"{ARGS}.cpu_offload true does not work in a pipeline: set it to false"
         if setup.setting("adapter.quantize"):
-            null = "set it to null, or pp_size to 1"
-            yield f"model.adapter.quantize does not work in a pipeline: {null}"
+            yield "model.adapter.quantize does not work in a pipeline: set it to null, or pp_size to 1"
         if type(getattr(setup.data, "source", None)).__name__ == "Preferences":
-            yield (
-                "data.source Preferences runs the model twice in a step, which a pipeline cannot"
-                f" do: set {ARGS}.pp_size to 1"
-            )
+            why = "runs the model twice in a step, which a pipeline cannot do"
+            yield f"data.source Preferences {why}: set {ARGS}.pp_size to 1"
 
     def _micro_batches(self, setup: Configured, stages: int) -> Iterator[str]:
-        rows = getattr(setup.data, "global_batch_size", None)
-        micro = getattr(setup.data, "micro_batch_size", None)
+        rows, micro = (getattr(setup.data, f"{name}_batch_size", None) for name in ("global", "micro"))
         if not rows or not micro:
             return
         num = rows // (micro * self.mesh.data_parallel(setup.machine.world_size))
@@ -195,10 +187,8 @@ class TensorAxis(Axis):
     def refusals(self, setup: Configured) -> Iterator[str]:
         size, config = self.size, setup.text_config
         if setup.setting("loss_kernel") == "liger":
-            yield (
-                "model.loss_kernel liger needs the full output layer, and tensor parallelism"
-                f" (tp_size {size}) shards it: set torch"
-            )
+            why = f"needs the full output layer, and tensor parallelism (tp_size {size}) shards it"
+            yield f"model.loss_kernel liger {why}: set torch"
         plan = plan_of(setup, "tp", self.mesh.tp_plan)
         queries = getattr(config, "num_attention_heads", None)
         keys = getattr(config, "num_key_value_heads", None) or queries
@@ -210,16 +200,12 @@ class TensorAxis(Axis):
         elif keys is not None and not _divides_key_heads(plan, keys, size):
             broken = f"num_key_value_heads {keys}"
         if broken:
-            yield (
-                f"the model's {broken} is not a multiple of tp_size {size}, and no head is split:"
-                f" edit {ARGS}.tp_size, or model.architecture"
-            )
+            way_out = f"edit {ARGS}.tp_size, or model.architecture"
+            yield f"the model's {broken} is not a multiple of tp_size {size}, and no head is split: {way_out}"
         for key in ("quantize", "dora"):
             if setup.setting(f"adapter.{key}"):
-                yield (
-                    f"model.adapter.{key} does not work with tensor parallelism: unset it, or set"
-                    f" {ARGS}.tp_size {size} to 1"
-                )
+                way_out = f"unset it, or set {ARGS}.tp_size {size} to 1"
+                yield f"model.adapter.{key} does not work with tensor parallelism: {way_out}"
 
     def trial(self, model: PreTrainedModel) -> None:
         from .shard import complete_plan, refuse_adapters
@@ -255,19 +241,15 @@ class ExpertAxis(Axis):
     def refusals(self, setup: Configured) -> Iterator[str]:
         size, fsdp, tp = self.size, self.sizes.fsdp, self.sizes.tp
         if size % tp or fsdp * tp % size:
-            yield (
-                f"ep_size {size} must be a multiple of tp_size {tp} and divide fsdp_size {fsdp} x"
-                f" tp_size {tp} = {fsdp * tp}; edit {ARGS}.ep_size"
-            )
+            product = f"fsdp_size {fsdp} x tp_size {tp} = {fsdp * tp}"
+            yield f"ep_size {size} must be a multiple of tp_size {tp} and divide {product}; edit {ARGS}.ep_size"
         if not plan_of(setup, "ep", self.mesh.ep_plan):
             yield from without_plan(setup, "ep", size, "expert")
         else:
             name, number = experts_of(setup.text_config)
             if number % size:
-                yield (
-                    f"the model's {name} {number} is not a multiple of ep_size {size}, and no"
-                    f" expert is split: edit {ARGS}.ep_size, or model.architecture"
-                )
+                why = f"is not a multiple of ep_size {size}, and no expert is split"
+                yield f"the model's {name} {number} {why}: edit {ARGS}.ep_size, or model.architecture"
         yield from selective_refusal(setup, "ep_size > 1")
 
     @classmethod
@@ -309,7 +291,8 @@ class SequenceAxis(Axis):
 
     @classmethod
     def fitted(cls, given: Size, sizes: MeshSizes) -> Size:
-        return given if given == "auto" else gcd(given, sizes.fsdp)
+        assert given != "auto"  # see `resolved`
+        return gcd(given, sizes.fsdp)
 
     def refusals(self, setup: Configured) -> Iterator[str]:
         """Ranks that share sequences divide tokens and heads; some losses need full sequences."""
@@ -321,8 +304,7 @@ class SequenceAxis(Axis):
         if getattr(getattr(setup.data, "source", None), "pairs", False):
             yield f"cp_size {size} would split pairs of data.source Preferences: set {key} to 1"
         if setup.setting("balance.sequence_loss_coef"):
-            either = f"set it to 0, or {key} to 1"
-            yield f"model.balance.sequence_loss_coef needs full sequences: {either}"
+            yield f"model.balance.sequence_loss_coef needs full sequences: set it to 0, or {key} to 1"
         heads, whose = getattr(setup.text_config, "num_attention_heads", 0), "the model's"
         if tp > 1 and shards_heads(plan_of(setup, "tp", self.mesh.tp_plan)):
             heads, whose = heads // tp, f"a rank's (tp_size {tp})"
@@ -383,7 +365,5 @@ def without_plan(setup: Configured, kind: str, size: int, what: str) -> Iterator
             " 1, or return the model's configuration from build_config in module.py"
         )
     elif config is not NOT_READ_YET:
-        yield (
-            f"{kind}_size {size}: a model of type {config.model_type!r} has no plan for {what}"
-            f" parallelism; set {key} to 1, or give rules as {ARGS}.{kind}_plan"
-        )
+        no_plan = f"a model of type {config.model_type!r} has no plan for {what} parallelism"
+        yield f"{kind}_size {size}: {no_plan}; set {key} to 1, or give rules as {ARGS}.{kind}_plan"

@@ -161,10 +161,8 @@ def _agree(config: dict[str, Any], key: str, value: object, place: str) -> list[
     given, config[name] = config.get(name, AUTO), value
     if given in (AUTO, value):
         return []
-    return [
-        f"the DeepSpeed file says {key} {json.dumps(given)}, {place} is {json.dumps(value)}: make"
-        ' them equal, or write "auto" in the file'
-    ]
+    says = f"the DeepSpeed file says {key} {json.dumps(given)}, {place} is {json.dumps(value)}"
+    return [f'{says}: make them equal, or write "auto" in the file']
 
 
 def _agree_on_precision(config: dict[str, Any], precision: str) -> list[str]:

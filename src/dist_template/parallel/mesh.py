@@ -98,26 +98,17 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         if unknown := sizes.keys() - {axis.key for axis in AXES}:
             raise InputError(f"MeshStrategy has no {', '.join(sorted(unknown))}: remove it")
-        self.sharding = Mesh.of(
-            {
-                "fsdp_size": fsdp_size,
-                "dp_replicate_size": dp_replicate_size,
-                "tp_size": tp_size,
-                "ep_size": ep_size,
-                "cp_size": cp_size,
-                "pp_size": pp_size,
-                "pp_schedule": pp_schedule,
-                "pp_stages_per_rank": pp_stages_per_rank,
-                "pp_layers": pp_layers,
-                "tp_plan": tp_plan,
-                "ep_plan": ep_plan,
-                "cpu_offload": cpu_offload,
-                "reduce_each_micro_batch": reduce_each_micro_batch,
-                **sizes,
-            }
-        )
+        sizes |= {
+            "fsdp_size": fsdp_size, "dp_replicate_size": dp_replicate_size, "tp_size": tp_size, "ep_size": ep_size,
+            "cp_size": cp_size, "pp_size": pp_size,
+        }  # fmt: skip
+        options = {
+            "pp_schedule": pp_schedule, "pp_stages_per_rank": pp_stages_per_rank, "pp_layers": pp_layers,
+            "tp_plan": tp_plan, "ep_plan": ep_plan, "cpu_offload": cpu_offload,
+            "reduce_each_micro_batch": reduce_each_micro_batch,
+        }  # fmt: skip
+        self.sharding = Mesh.of(sizes | options)
         self.fsdp_plan = fsdp_plan
-        self.pipeline: Pipeline | None = None
         self.format = sharded.ShardedFormat(self)
 
     # ---- the mesh --------------------------------------------------------------------------------
@@ -211,7 +202,7 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
         device = torch.device("cpu") if self.sharding.cpu_offload else self.root_device
         scatter.materialize(model, full, device)
         if facts and division is not None:
-            self.layers = self.pipeline = Pipeline(model, division, self, facts)
+            self.layers = Pipeline(model, division, self, facts)
         return model
 
     def model_to_device(self) -> None:
@@ -230,7 +221,7 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
         HSDP's all-reduce between the replicas is always delayed to the last micro-batch: until then
         only this rank's shard is accumulated.
         """
-        if self.pipeline is not None:  # it reduces by itself
+        if self.layers.group is not None:  # a pipeline reduces by itself
             yield
             return
         self._set_reduces(False)
@@ -251,18 +242,13 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
                     unit.set_requires_gradient_sync(reduces, recurse=False)
 
     def training_step(self, *args: object, **kwargs: object) -> Any:
-        step = super().training_step
-        if self.pipeline is None:
-            return step(*args, **kwargs)
-        return self.pipeline.training_step(step, (*args, *kwargs.values()))
+        return self.layers.training_step(super().training_step, (*args, *kwargs.values()))
 
     def validation_step(self, *args: object, **kwargs: object) -> Any:
-        step = super().validation_step
-        return self.pipeline.evaluate(step, *args) if self.pipeline else step(*args, **kwargs)
+        return self.layers.evaluate(super().validation_step, (*args, *kwargs.values()))
 
     def test_step(self, *args: object, **kwargs: object) -> Any:
-        step = super().test_step
-        return self.pipeline.evaluate(step, *args) if self.pipeline else step(*args, **kwargs)
+        return self.layers.evaluate(super().test_step, (*args, *kwargs.values()))
 
     @property
     def replica_tolerance(self) -> float:

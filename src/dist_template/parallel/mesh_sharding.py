@@ -43,26 +43,15 @@ class MeshSizes(dict[str, int]):
 
 
 class Axis:
-    """A dimension of a mesh whose size is above 1.
+    """A dimension of a mesh, of a size above 1."""
 
-    Args:
-        mesh: The configuration.
-        sizes: All of its sizes.
-
-    Attributes:
-        name: Of the dimension; the key of its size is NAME_size.
-        default: Of that key.
-        adds_ranks: Whether its size is a factor of the number of ranks.
-        reads_own_rows: Whether ranks that differ only here read different batches.
-        draws_own: Whether they have random streams of their own (dropout).
-        is_proven: Whether proof.json has it; replicas compute what one process computes.
-        has_trial: Whether `trial` runs a rank's part of a model.
-    """
-
-    name, key = "", ""
+    name = key = ""  # of the dimension; of its size, NAME_size
     default: Size = 1
-    adds_ranks = draws_own = is_proven = True
-    reads_own_rows = has_trial = False
+    adds_ranks = True  # whether its size is a factor of the number of ranks
+    reads_own_rows = False  # whether ranks that differ only here read different batches
+    draws_own = True  # whether they have random streams of their own (dropout)
+    is_proven = True  # whether proof.json has it; replicas compute what one process computes
+    has_trial = False  # whether `trial` runs a rank's part of a model
 
     def __init_subclass__(cls) -> None:
         cls.key = f"{cls.name}_size"
@@ -89,11 +78,7 @@ class Axis:
 
     @classmethod
     def resolved(cls, given: Size, sizes: MeshSizes) -> int:
-        """Returns the size of an axis that adds no ranks; `sizes` has the others.
-
-        Raises:
-            InputError: it does not fit them.
-        """
+        """Returns the size of an axis that adds no ranks. Raises InputError if it does not fit the other `sizes`."""
         raise NotImplementedError
 
     @classmethod
@@ -131,8 +116,8 @@ class Mesh(Plain):
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Mesh:
         """Returns the sharding of MeshStrategy's arguments."""
-        known = {each.name for each in fields(cls)} - {"arguments", "name", "bases"}
-        return cls(arguments, **{key: arguments[key] for key in known & arguments.keys()})
+        _, _, _, *options = fields(cls)  # arguments, name, bases
+        return cls(arguments, **{each.name: arguments.get(each.name, each.default) for each in options})
 
     # ---- ranks -----------------------------------------------------------------------------------
 
@@ -155,10 +140,9 @@ class Mesh(Plain):
             sizes[automatic[0]] = world_size // max(1, prod(sizes.values()))
         if len(automatic) > 1 or min(sizes.values()) < 1 or prod(sizes.values()) != world_size:
             product = " x ".join(f"{axis.key} {self.given(axis)}" for axis in adding)
-            raise InputError(
-                f"{product} does not make {world_size}, the number of processes (trainer.devices x"
-                " trainer.num_nodes); edit strategy.init_args, where only one size can be auto"
-            )
+            processes = f"{world_size}, the number of processes (trainer.devices x trainer.num_nodes)"
+            way_out = "edit strategy.init_args, where only one size can be auto"
+            raise InputError(f"{product} does not make {processes}; {way_out}")
         for axis in AXES:
             if not axis.adds_ranks:
                 sizes[axis.name] = axis.resolved(self.given(axis), sizes)
@@ -194,8 +178,7 @@ class Mesh(Plain):
         yield from super().refusals(setup)
         for axis in AXES:
             if (size := self.given(axis)) != "auto" and size < 1 and axis.name != "cp":
-                given = f"{ARGS}.{axis.key} {size}"
-                yield f"{given} is not a number of processes: set 1 or more, or auto"
+                yield f"{ARGS}.{axis.key} {size} is not a number of processes: set 1 or more, or auto"
                 return
         world_size = setup.machine.world_size
         try:
@@ -204,19 +187,15 @@ class Mesh(Plain):
             yield str(error)
             return
         if self.cpu_offload and sizes.tp > 1 and self.data_parallel(world_size) == 1:
-            yield (
-                f"{ARGS}.cpu_offload true needs parameters that FSDP shards, but fsdp_size x"
-                " dp_replicate_size is 1: set it to false, or fsdp_size to 2 or more"
-            )
+            why = "needs parameters that FSDP shards, but fsdp_size x dp_replicate_size is 1"
+            yield f"{ARGS}.cpu_offload true {why}: set it to false, or fsdp_size to 2 or more"
         # A model's plans come first, then its stages.
         for axis in sorted(self.active(world_size), key=lambda axis: axis.name == "pp"):
             yield from axis.refusals(setup)
         if setup.optimizer.get("class_path") == "torch.optim.Adafactor":
             # torch 2.13: "in-place operations that require placement changes are not supported"
-            yield (
-                "--optimizer Adafactor: torch's fails on sharded matrices, whose rows it reads: use"
-                " configs/strategy/ddp.yaml, or another optimizer"
-            )
+            way_out = "use configs/strategy/ddp.yaml, or another optimizer"
+            yield f"--optimizer Adafactor: torch's fails on sharded matrices, whose rows it reads: {way_out}"
 
     def trials(self, setup: Configured) -> Iterator[tuple[str, Callable[[PreTrainedModel], None]]]:
         for axis in self.active(setup.machine.world_size):
@@ -269,7 +248,7 @@ class Mesh(Plain):
 
     def state(self, facts: Facts) -> dict[str, float]:
         offloaded = self.cpu_offload and not facts.on_host
-        return super().state(facts) | (dict.fromkeys(STATE, 0.0) if offloaded else {})
+        return super().state(facts) | dict.fromkeys(STATE * offloaded, 0.0)
 
     def buffers(self, facts: Facts) -> dict[str, float]:
         parts: dict[str, float] = {}
@@ -340,13 +319,12 @@ class Mesh(Plain):
         """Sets the smallest sizes that keep each kind of parallelism."""
         keys = [axis.key for axis in AXES]
         choices = [axis.small(self.given(axis), self) for axis in AXES]
-        for sizes in itertools.product(*choices):
-            small = self._with(dict(zip(keys, sizes, strict=True)))
+        every = [self._with(dict(zip(keys, sizes, strict=True))) for sizes in itertools.product(*choices)]
+        for small in every:
             for num in (processes,) if processes else NUM_PROCESSES:
                 if self._is_kept(small, num):
                     return self._small(small, num)
-        small = self._with(dict(zip(keys, (sizes[0] for sizes in choices), strict=True)))
-        num = processes or NUM_PROCESSES[-1]
+        small, num = every[0], processes or NUM_PROCESSES[-1]
         small.sizes(num)  # raises if the number does not fit
         return self._small(small, num)
 

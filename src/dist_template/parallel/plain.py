@@ -40,26 +40,17 @@ REPLACED = {  # Lightning's strategies without support for CPUs or for transform
 
 @dataclass(frozen=True)
 class Plain:
-    """A strategy under which each rank has the full model, and its own batches.
+    """A strategy under which each rank has the full model, and its own batches."""
 
-    Args:
-        arguments: trainer.strategy.init_args.
-        name: Lightning's name of the strategy, or its class.
-        bases: Names of that class and its base classes.
-    """
-
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    name: str = "ddp"
-    bases: tuple[str, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # trainer.strategy.init_args
+    name: str = "ddp"  # Lightning's name of the strategy, or its class
+    bases: tuple[str, ...] = ()  # names of that class and its base classes
 
     is_replicated: ClassVar[bool] = True
     creates_state_at_start: ClassVar[bool] = False  # of the optimizer; else in the first step
     precisions: ClassVar[tuple[str, ...]] = ()  # that the strategy supports; (): all
 
-    @property
-    def complexity(self) -> int:
-        """How many kinds of sharding it combines; another engine and offload are two."""
-        return 0
+    complexity = 0  # how many kinds of sharding it combines; another engine and offload are two
 
     # ---- ranks -----------------------------------------------------------------------------------
 
@@ -91,19 +82,15 @@ class Plain:
         if not self.is_replicated:
             return
         if self.name in ("MeshStrategy", "ZeroStrategy"):
-            yield (
-                f"trainer.strategy {self.name!r} is a class: give a file of configs/strategy/, or"
-                f" --trainer.strategy.class_path {self.name}"
-            )
+            way_out = f"give a file of configs/strategy/, or --trainer.strategy.class_path {self.name}"
+            yield f"trainer.strategy {self.name!r} is a class: {way_out}"
             return
         for start, (instead, files) in REPLACED.items():
             if any(name.lower().startswith(start) for name in (self.name, *self.bases)):
-                key = f"trainer.strategy {self.name!r}"
-                yield f"{key} is replaced by {instead}: use configs/strategy/{files}"
+                yield f"trainer.strategy {self.name!r} is replaced by {instead}: use configs/strategy/{files}"
                 return
         if any(word in self.name for word in ("spawn", "fork", "notebook")):
-            why = "because it pickles the module"
-            yield f"trainer.strategy {self.name!r} is not supported, {why}: set ddp"
+            yield f"trainer.strategy {self.name!r} is not supported, because it pickles the module: set ddp"
 
     def trials(self, setup: Configured) -> Iterator[tuple[str, Callable[[PreTrainedModel], None]]]:
         return iter(())
@@ -121,8 +108,7 @@ class Plain:
 
     def memory(self, facts: Facts) -> dict[str, float]:
         kept, backward = self.activations(facts)
-        parts = {"activations": kept, "logits": self.logits(facts), "backward": backward}
-        return self.state(facts) | parts
+        return self.state(facts) | {"activations": kept, "logits": self.logits(facts), "backward": backward}
 
     def state(self, facts: Facts) -> dict[str, float]:
         """Returns weights, gradients, optimizer state and their buffers."""
@@ -134,8 +120,7 @@ class Plain:
         } | self.buffers(facts)
 
     def buffers(self, facts: Facts) -> dict[str, float]:
-        """Returns what is needed besides a rank's shards; DDP's gradients are views of its buffers
-        without an accumulation."""
+        """Returns what is needed besides a rank's shards; without an accumulation, DDP's gradients are its buffers."""
         if self.data_parallel(facts.world_size) == 1 or self.accumulation(facts) == 1:
             return {}
         return {"communication buffers": facts.trainable * self.weight_bytes(facts)}
@@ -158,8 +143,7 @@ class Plain:
         return full + facts.in_4_bits * BYTES_IN_4_BITS
 
     def block_run(self, facts: Facts) -> BlockRun:
-        is_half = facts.is_half and self.weight_bytes(facts) == 2
-        return BlockRun(is_half, facts.is_mixed, shared_by=1)
+        return BlockRun(facts.is_half and self.weight_bytes(facts) == 2, facts.is_mixed, shared_by=1)
 
     def activations(self, facts: Facts) -> tuple[float, float]:
         """Returns what blocks keep from forward to backward, and what one block's backward adds."""
@@ -223,11 +207,7 @@ class Plain:
         return True
 
     def stage_facts(self, model: nn.Module, world_size: int) -> StageFacts | None:
-        """Returns what facts.json would have of the stages of `model`; None without a pipeline.
-
-        Raises:
-            InputError: the model cannot be divided.
-        """
+        """Returns the stages of `model`; None without a pipeline. Raises InputError if it cannot be divided."""
         return None
 
     def slowdown(self, facts: Facts) -> float:
@@ -235,16 +215,12 @@ class Plain:
         return 1.0
 
     def on_host(self, facts: Facts) -> tuple[float, float]:
-        """Returns how many parameters a rank's host updates in a step, and how many its device
-        fetches from there in a micro-batch."""
+        """Returns the parameters that a rank's host updates in a step, and that its device fetches per micro-batch."""
         return 0.0, 0.0
 
 
 def selective_refusal(setup: Configured, what: str) -> Iterator[str]:
-    """Refuses selective checkpointing of blocks that communicate (torch 2.13: "encountered during
-    backward but not found in storage")."""
+    """Refuses selective checkpointing of blocks that communicate (torch 2.13: "not found in storage" in backward)."""
     if setup.setting("blocks.checkpointing") == "selective":
-        yield (
-            f"model.blocks.checkpointing 'selective' does not work with {what}, which communicates"
-            " inside of a block again in backward: set full"
-        )
+        why = f"{what}, which communicates inside of a block again in backward"
+        yield f"model.blocks.checkpointing 'selective' does not work with {why}: set full"

@@ -2,7 +2,7 @@
 strategy. `sharding_of` and `run_strategy` return the answers of `trainer.strategy`. No torch.
 
 Sharding      of a configuration, before a start: plain.py, mesh_sharding.py, zero_sharding.py
-RunStrategy   on a rank of a training: run_strategy.py
+RunDefaults   on a rank of a training: run_strategy.py
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from .facts import Configured, Facts, Saving, Sent, Small
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
 class Sharding(Protocol):
@@ -77,14 +77,3 @@ class DataRank(NamedTuple):
 
     rank: int
     size: int
-
-
-class RunStrategy(Protocol):
-    """A strategy on a rank of a training; `run_strategy.Layers` answers for a pipeline."""
-
-    @property
-    def data_rank(self) -> DataRank: ...
-    @property
-    def random_rank(self) -> int: ...
-    def shard(self, model: nn.Module) -> nn.Module: ...
-    def sum_of_batches(self, sums: Tensor) -> Tensor: ...

@@ -25,16 +25,10 @@ class Clock(Protocol):
 
 
 class Layers:
-    """The model's layers on this rank: all of them. A pipeline has another class.
+    """The model's layers on this rank: all of them. A pipeline has another class."""
 
-    Attributes:
-        group: The ranks that have the other layers.
-        batch_group: The ranks that have the same layers. None: all.
-        facts: What facts.json has of the stages.
-    """
-
-    group: dist.ProcessGroup | None = None
-    batch_group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None  # of the ranks that have the other layers
+    batch_group: dist.ProcessGroup | None = None  # of the ranks that have the same layers; None: all
     facts: StageFacts | None = None
 
     def __str__(self) -> str:
@@ -51,6 +45,14 @@ class Layers:
     def from_last(self, compute: Callable[[], T]) -> T:
         """Returns on every rank what the ranks that have the model's output compute. Collective."""
         return compute()
+
+    def training_step(self, step: Callable[..., T], args: tuple[object, ...]) -> T | Tensor:
+        """Runs the module's `training_step` on a micro-batch; returns () the loss, and what else it returns."""
+        return step(*args)
+
+    def evaluate(self, step: Callable[..., T], args: tuple[object, ...]) -> T | None:
+        """Runs the module's validation or test step. Collective."""
+        return step(*args)
 
     def forward_only(self, step: Callable[..., T], args: tuple[object, ...]) -> T | None:
         """Runs a step on all layers; None on ranks that do not have its result. Collective."""

@@ -82,10 +82,8 @@ def share_attention(model: nn.Module, group: dist.ProcessGroup | Group) -> None:
             if queries.is_meta:
                 raise ValueError("a block of it does not give keyword arguments to its attention")
             if torch.is_grad_enabled():
-                raise InputError(
-                    "cp_size above 1 needs batches with input_ids, position_ids and labels, and"
-                    " `known_documents` around the model, as in module.py: set cp_size to 1"
-                )
+                needs = "batches with input_ids, position_ids and labels, and `known_documents` around the model"
+                raise InputError(f"cp_size above 1 needs {needs}, as in module.py: set cp_size to 1")
             return attend(module, queries, keys, values, *mask, **options)
         options.pop("position_ids", None)  # of the shard, for which flash attention would read them
         heads, num = queries.shape[1], group.size()

@@ -86,10 +86,8 @@ def refuse_adapters(model: PreTrainedModel) -> None:
             rules = [rule.rpartition(".") for rule in model.tp_plan]
             plan = {last: model.tp_plan[f"{base}.{last}"] for path, _, last in rules if path == base}
             if plan and plan != EXPERT_PLAN:
-                raise InputError(
-                    f"adapters of {name} are not sharded by its tensor-parallel plan"
-                    f" ({', '.join(plan.values())}): name linear layers as model.adapter.targets"
-                )
+                which = f"adapters of {name} are not sharded by its tensor-parallel plan ({', '.join(plan.values())})"
+                raise InputError(f"{which}: name linear layers as model.adapter.targets")
 
 
 def complete_plan(model: PreTrainedModel, rules: dict[str, str], size: int) -> None:
@@ -115,10 +113,8 @@ def _check_ties(model: nn.Module, plan: dict[str, str]) -> None:
     for owners in weights.find_ties(model):
         sharded = {names[owner]: names[owner] in plan for owner, _ in owners}
         if len(set(sharded.values())) > 1:
-            raise ValueError(
-                f"{' and '.join(sharded)} share a parameter, and the plan shards one of them: set"
-                " tie_word_embeddings to false, or give both a rule as tp_plan"
-            )
+            which = f"{' and '.join(sharded)} share a parameter, and the plan shards one of them"
+            raise ValueError(f"{which}: set tie_word_embeddings to false, or give both a rule as tp_plan")
 
 
 def try_rank(model: Any, strategy: MeshOfRanks) -> None:
@@ -218,5 +214,4 @@ def _refusing(model: nn.Module) -> Generator[None]:
     try:
         yield
     except ValueError as error:
-        sentence = f"{type(model).__name__} cannot be sharded as configured: {reason(error)}"
-        raise InputError(sentence) from error
+        raise InputError(f"{type(model).__name__} cannot be sharded as configured: {reason(error)}") from error

@@ -42,8 +42,7 @@ class Zero(Plain):
         """Returns the sharding of ZeroStrategy's arguments, or of the file among them."""
         config = arguments.get("config") or {}
         if isinstance(config, str):
-            path = Path(config)
-            config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            config = json.loads(Path(config).read_text(encoding="utf-8")) if Path(config).exists() else {}
         zero = {"reduce_bucket_size": arguments.get("reduce_bucket_size", BUCKET)}
         zero |= config.get("zero_optimization") or {}
         zero["stage"] = zero.get("stage") or arguments.get("stage") or 2
@@ -88,16 +87,12 @@ class Zero(Plain):
             return
         yield from super().refusals(setup)
         if setup.trainer.get("gradient_clip_algorithm") == "value":
-            clip = "trainer.gradient_clip_algorithm 'value'"
-            yield f"{clip}: DeepSpeed clips by norm only; set 'norm'"
+            yield "trainer.gradient_clip_algorithm 'value': DeepSpeed clips by norm only; set 'norm'"
         if self.offload_parameters and self.stage != 3:
-            yield (
-                f"{ARGS}.offload_parameters needs ZeRO stage 3, which shards parameters, but the"
-                f" stage is {self.stage}: set stage 3, or offload_parameters false"
-            )
+            why = f"needs ZeRO stage 3, which shards parameters, but the stage is {self.stage}"
+            yield f"{ARGS}.offload_parameters {why}: set stage 3, or offload_parameters false"
         if self.stage == 3 and setup.setting("preference.precompute"):
-            no = "does not work under ZeRO stage 3: set it to false"
-            yield f"model.preference.precompute {no}"
+            yield "model.preference.precompute does not work under ZeRO stage 3: set it to false"
         writer = (self.given.get("checkpoint") or {}).get("writer") or {}
         if writer.get("decoupled") or self.given.get("datastates_ckpt", False) is not False:
             yield (
@@ -106,10 +101,8 @@ class Zero(Plain):
             )
         nvme = [section for section in SECTIONS if self._device(section) == "nvme"]
         if nvme and setup.saves_asynchronously:
-            yield (
-                "last_checkpoint.asynchronous true does not work with state on NVMe, which"
-                " DeepSpeed copies synchronously: set it to false"
-            )
+            why = "does not work with state on NVMe, which DeepSpeed copies synchronously"
+            yield f"last_checkpoint.asynchronous true {why}: set it to false"
         for folder in {str(self.zero[section].get("nvme_path")) for section in nvme}:
             if setup.machine.is_this_one and not Path(folder).is_dir():
                 yield (f"{ARGS}.nvme_path {folder!r} is not a folder of this machine: give one on a fast local disk")
@@ -169,17 +162,14 @@ class Zero(Plain):
 
     def savings(self, facts: Facts) -> Iterator[Saving]:
         if facts.world_size > 1 and self.stage < 3:
-            cost = "weights are gathered in every forward and backward"
-            if self.stage == 1:
-                cost = "same communication"
-            stages = {f"{ARGS}.stage": (self.stage, self.stage + 1)}
-            yield Saving(f"ZeRO stage {self.stage + 1}: {cost}.", stages)
+            cost = ("same communication", "weights are gathered in every forward and backward")[self.stage - 1]
+            yield Saving(f"ZeRO stage {self.stage + 1}: {cost}.", {f"{ARGS}.stage": (self.stage, self.stage + 1)})
         if not self.offload_optimizer:
             change = {f"{ARGS}.offload_optimizer": (False, True)}
             yield Saving(f"Optimizer state in host memory: {SLOWER}", change, is_on_host=True)
         elif self.stage == 3 and not self.offload_parameters:
-            sentence = "Parameters in host memory too: each is fetched when its module runs."
             change = {f"{ARGS}.offload_parameters": (False, True)}
+            sentence = "Parameters in host memory too: each is fetched when its module runs."
             yield Saving(sentence, change, is_on_host=True)
 
     # ---- messages and time -----------------------------------------------------------------------

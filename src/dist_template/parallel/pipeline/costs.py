@@ -53,12 +53,6 @@ def bubble(schedule: str, stages_of_pipeline: int, stages_per_rank: int, micro_b
 
     Exact for torch's orders of passes, if a stage's forward pass, its inputs' gradients and its weights' gradients each
     take the same time, messages take none, and m is p or more (ZBVZeroBubble: 3 p / 2).
-
-    Args:
-        schedule: One of Schedule.
-        stages_of_pipeline: Of all ranks, p v.
-        stages_per_rank: v.
-        micro_batches: Of an optimizer step, m.
     """
     ranks = stages_of_pipeline // stages_per_rank
     units = 3 if schedule in SPLIT_BACKWARD else 1
@@ -66,23 +60,14 @@ def bubble(schedule: str, stages_of_pipeline: int, stages_per_rank: int, micro_b
 
 
 class Stages(NamedTuple):
-    """A pipeline's stages as memory and time need them; the defaults are a model of one stage.
+    """A pipeline's stages as memory and time need them; the defaults are a model of one stage."""
 
-    Args:
-        largest: Share of the parameters on the rank that has most.
-        mean: Share of the parameters on a rank, with the copies of tied ones.
-        blocks: Blocks on the rank that has most.
-        kept: Micro-batches whose activations the rank keeps that keeps most.
-        kept_at_end: The same of the last stage's rank.
-        crossings: Pairs of stages between which messages are sent.
-    """
-
-    largest: float = 1.0
-    mean: float = 1.0
-    blocks: int = 0
-    kept: float = 1.0
-    kept_at_end: float = 1.0
-    crossings: int = 0
+    largest: float = 1.0  # share of the parameters on the rank that has most
+    mean: float = 1.0  # share of the parameters on a rank, with the copies of tied ones
+    blocks: int = 0  # on the rank that has most
+    kept: float = 1.0  # micro-batches whose activations the rank keeps that keeps most
+    kept_at_end: float = 1.0  # the same of the last stage's rank
+    crossings: int = 0  # pairs of stages between which messages are sent
 
 
 def stages_of(facts: StageFacts, parameters: int, micro_batches: int) -> Stages:

@@ -37,24 +37,17 @@ class StageEnd(Exception):
 
 
 class StagePass:
-    """The forward pass of one stage through the model.
-
-    Attributes:
-        start: The stage's first block.
-        stop: One more than its last block.
-        received: The output of the stage before, (B, T, D); None for the first.
-        sent: The output of the stage, once it has run; None for the last.
-        is_active: Whether a forward pass runs one stage; else all modules work as usual.
-        micro_batch: Its number in the optimizer step.
-        ends_step: Whether the model's end raises StageEnd, unless the stage is the last.
-    """
+    """The forward pass of one stage through the model."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.start = self.stop = self.micro_batch = 0
-        self.received: Tensor | None = None
-        self.sent: Tensor | None = None
-        self.is_active = self.ends_step = self.is_past_embedding = False
+        self.start = self.stop = 0  # the stage's first block, and one more than its last
+        self.micro_batch = 0  # its number in the optimizer step
+        self.received: Tensor | None = None  # (B, T, D) the output of the stage before; None for the first
+        self.sent: Tensor | None = None  # the output of the stage, once it has run; None for the last
+        self.is_active = False  # whether a forward pass runs one stage; else all modules work as usual
+        self.ends_step = False  # whether the model's end raises StageEnd, unless the stage is the last
+        self.is_past_embedding = False
 
     @property
     def is_last(self) -> bool:
@@ -112,7 +105,7 @@ class BlockProxy:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         stage, number = self._stage, self._number
-        hidden = args[0] if args else next(iter(kwargs.values()))
+        hidden = (*args, *kwargs.values())[0]
         if stage.start <= number < stage.stop:
             if number == stage.start > 0 and hidden is not stage.received:
                 raise InputError(
@@ -178,10 +171,8 @@ class Division:
         self.stage = StagePass(len(blocks))
         ends = {0: parts.before, last: parts.after}
         local = [module for stage in here for module in ends.get(stage, ())]
-        kept = {id(parameter) for module in local for parameter in module.parameters()}
-        # A tied parameter has a copy on both ends; on one rank it is one parameter.
-        tied = {id(p) for module in parts.before for p in module.parameters()}
-        tied &= {id(p) for module in parts.after for p in module.parameters()}
+        kept, before, after = map(_ids, (local, parts.before, parts.after))
+        tied = before & after  # has a copy on both ends; on one rank it is one parameter
         shares = (0 in here) != (last in here)
         shared = {id(p): (m, n) for m, n, p in _owners(local) if shares and id(p) in tied}
         self._shared = list(shared.values())
@@ -221,7 +212,7 @@ class Division:
             if not stage.is_active:
                 return run(*args, **kwargs)
             if stage.is_past_embedding == is_before:
-                defined, called = ("before", "after") if is_before else ("after", "before")
+                defined, called = ("before", "after")[:: 1 if is_before else -1]
                 raise InputError(
                     f"a pipeline needs modules in the order of their use: {name} is defined"
                     f" {defined} the blocks and called {called} them; edit build_model"
@@ -229,7 +220,7 @@ class Division:
             if is_before and stage.start > 0:
                 return stage.received
             if not is_before and not stage.is_last:
-                return args[0] if args else next(iter(kwargs.values()))
+                return (*args, *kwargs.values())[0]
             return run(*args, **kwargs)
 
         return forward
@@ -271,11 +262,14 @@ def try_stages(model: nn.Module, facts: StageFacts) -> None:
         hidden = division.stage.sent
 
 
-def _owners(modules: list[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    found = []
-    for owner in (owner for module in modules for owner in module.modules()):
-        found += [(owner, name, p) for name, p in owner.named_parameters(recurse=False)]
-    return found
+def _ids(modules: list[nn.Module]) -> set[int]:
+    return set(map(id, nn.ModuleList(modules).parameters()))
+
+
+def _owners(modules: list[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for owner in nn.ModuleList(modules).modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            yield owner, name, parameter
 
 
 def _replace(model: nn.Module, module: nn.Module) -> nn.Module:

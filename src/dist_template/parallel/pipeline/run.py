@@ -98,12 +98,7 @@ class Pipeline(Layers):
     # ---- a training step -------------------------------------------------------------------------
 
     def training_step(self, step: Callable[..., Any], args: Args) -> Tensor:
-        """Returns () the sum of the losses of all micro-batches on the last one, 0 on the others.
-
-        Args:
-            step: Runs the module's `training_step` on a micro-batch.
-            args: The arguments of `step`.
-        """
+        """Returns () the sum of the losses of all micro-batches on the last one, 0 on the others."""
         self._queue.append(args)
         loss = torch.zeros((), device=self.device, requires_grad=True)
         if accumulates(self.module.trainer):
@@ -131,7 +126,7 @@ class Pipeline(Layers):
             stage.run = forward
         losses: list[Tensor] = []
         numbers = torch.arange(num)
-        inputs = [numbers] if 0 in self.here else []
+        inputs = [numbers] * (0 in self.here)
         units = [unit for unit in self.model.modules() if isinstance(unit, FSDPModule)]
         with unreduced(units), own_error():
             schedule.step(*inputs, target=numbers, losses=losses, return_outputs=False)
@@ -192,11 +187,10 @@ class Pipeline(Layers):
 
     # ---- forward passes alone --------------------------------------------------------------------
 
-    def evaluate(self, step: Callable[..., object], *args: object) -> object:
+    def evaluate(self, step: Callable[..., T], args: Args) -> T | None:
         """Runs a validation or test step; on the last stage alone if the module's sums are there.
 
-        Otherwise every rank runs the whole step, on the output of the last stage.
-        """
+        Otherwise every rank runs the whole step, on the output of the last stage."""
         if getattr(self.module, "sums_on_last_stage", False):
             return self.forward_only(step, args)
         return step(*args)
@@ -283,7 +277,7 @@ class Pipeline(Layers):
 
     def from_last(self, compute: Callable[[], T]) -> T:
         """Returns what the ranks of the last stage compute, plain types, on every rank."""
-        box: list[Any] = [compute() if self.has_last else None]
+        box: list[Any] = [self.has_last and compute()]
         dist.broadcast_object_list(box, self.last, self.group)
         return box[0]
 
@@ -291,12 +285,14 @@ class Pipeline(Layers):
         return list(dict.fromkeys(sum(from_all_ranks(names, self.group), [])))
 
     def start_clocks(self, make: Callable[[], C]) -> list[C]:
-        clocks = [make() for _ in self.here]
-        self.clocks.update(zip(self.here, clocks, strict=True))
-        return clocks
+        clocks = {stage: make() for stage in self.here}
+        self.clocks.update(clocks)
+        return list(clocks.values())
 
     def micro_batch_of_pass(self, newest: int) -> int | None:
-        return self.running.micro_batch if self.running.is_inside else None
+        if not self.running.is_inside:
+            return None
+        return self.running.micro_batch
 
 
 def divide(model: nn.Module, facts: StageFacts, rank: int) -> Division:

@@ -40,10 +40,8 @@ class Stage(FrugalStage):
         given = index if number == 0 else pipeline.hidden_of(number, key)
         result = scalar if is_last else pipeline.hidden_of(number + 1, key)
         modules = nn.ModuleList(pipeline.division.modules[number])
-        super().__init__(
-            modules, number, pipeline.num_stages, pipeline.device, given, result,
-            group=pipeline.messages,
-        )  # fmt: skip
+        of_pipeline = (pipeline.num_stages, pipeline.device)
+        super().__init__(modules, number, *of_pipeline, given, result, group=pipeline.messages)
         self._number, self._clocks = 0, pipeline.clocks
 
     @contextmanager
@@ -100,19 +98,19 @@ def with_losses(hidden: Tensor, module: Any, batch: object, num: int) -> Tensor:
 @contextmanager
 def unreduced(units: Sequence[FSDPModule]) -> Generator[None]:
     """Inside, FSDP2 keeps what it has gathered, and accumulates gradients without a reduction."""
-    for unit in units:
-        unit.set_is_last_backward(False)
-        unit.set_requires_gradient_sync(False, recurse=False)
-        unit.set_reshard_after_forward(False, recurse=False)
-        unit.set_reshard_after_backward(False, recurse=False)
+
+    def set_all(value: bool) -> None:
+        for unit in units:
+            unit.set_is_last_backward(value)
+            unit.set_requires_gradient_sync(value, recurse=False)
+            unit.set_reshard_after_forward(value, recurse=False)
+            unit.set_reshard_after_backward(value, recurse=False)
+
+    set_all(False)
     try:
         yield
     finally:
-        for unit in units:
-            unit.set_is_last_backward(True)
-            unit.set_requires_gradient_sync(True, recurse=False)
-            unit.set_reshard_after_forward(True, recurse=False)
-            unit.set_reshard_after_backward(True, recurse=False)
+        set_all(True)
 
 
 @contextmanager

@@ -17,12 +17,7 @@ Changes = dict[str, Any]  # key of the configuration: its value
 
 
 class Estimate:
-    """The memory of a rank, by the configuration and facts.json.
-
-    Args:
-        history: Of the run. The fact parameters.total is required.
-        changes: Keys whose values differ from the run's configuration.
-    """
+    """The memory of a rank, by facts.json, with its parameters.total, and the configuration with `changes` of keys."""
 
     def __init__(self, history: History, changes: Changes | None = None) -> None:
         self._history, self._changes = history, changes or {}

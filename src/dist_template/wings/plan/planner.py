@@ -12,7 +12,6 @@ from ...cli.limits.machine import Machine as Described
 from ...cli.limits.machine import Setup
 from ...errors import InputError, reason
 from ...parallel.candidates import Candidate, candidates
-from ...parallel.pipeline.costs import StageFacts
 from .estimate import RECOMPUTED, Machine, Planned
 from .trace import Traced
 
@@ -31,7 +30,7 @@ class Planner:
         self._stage_facts = cache(self._stage_facts_of)
         self.failed: dict[str, list[str]] = {}  # why a trace fails -> the strategies without it
 
-    def _stage_facts_of(self, candidate: Candidate, world_size: int) -> StageFacts | None:
+    def _stage_facts_of(self, candidate: Candidate, world_size: int) -> Any:
         return candidate.sharding.stage_facts(self.traced.model, world_size)
 
     def options(self, machine: Machine) -> list[Planned]:
