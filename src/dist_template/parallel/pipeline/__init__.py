@@ -1,9 +1,8 @@
 """Pipeline parallelism: a dimension of MeshStrategy.
 
-partition.py    where a model is cut: its blocks, and how many each stage gets
-balance.py      divides the costs of blocks
-division.py     puts a stage's part in place of the model
-schedule.py     torch's schedules and their stage
-forward.py      forward passes alone: validation, generate
-run.py          the training step
+run.py          the training step, from top to bottom; forward passes alone: validation, generate
+division.py     divides a model into stages, in place
+partition.py    finds the blocks, the embedding and head, and the blocks of each stage
+schedule.py     wraps torch's schedules with a stage that calls a function in place of a module
+costs.py        bubble, activations in flight, even stages; no torch
 """
