@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from .. import weights
 from ..checkpoint import formats, scatter, sharded
-from ..compat.lightning import set_mesh, start_process_group
+from ..compat.lightning import set_configure_model, set_mesh, start_process_group
 from ..errors import InputError
 from ..layout import refuse_scalars
 from .mesh_sharding import AXES, Mesh, Size
@@ -170,11 +170,11 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
         if not is_overridden("configure_model", model):  # its layers are made in __init__
-            model.configure_model = partial(shard_module, model, self)
+            set_configure_model(model, partial(shard_module, model, self))
 
     def teardown(self) -> None:
         if self.lightning_module is not None:
-            vars(self.lightning_module).pop("configure_model", None)
+            set_configure_model(self.lightning_module, None)
         super().teardown()
 
     @property
