@@ -67,7 +67,7 @@ class Recorder(Callback):
     ) -> None:
         rows = [*map(fingerprint, samples_in(batch))]
         state = fingerprint(torch.get_rng_state())
-        self._write("rows", step=trainer.global_step + 1, rows=rows, random=state)
+        self._write("rows", step=trainer.global_step + 1, micro_batch=batch_idx, rows=rows, random=state)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if not self._has_gradients:
