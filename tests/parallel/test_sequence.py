@@ -63,7 +63,7 @@ def loss_and_gradients(architecture: dict[str, Any], batch: dict[str, Any], grou
     torch.manual_seed(0)
     model = build(**architecture)
     if group is not None:
-        share_attention(model, group)
+        share_attention(model, group.size(), group)
         batch = shard_batch(batch, group)
     with known_documents(model, batch) as known:
         tokens, positions = batch["input_ids"], batch["position_ids"]
@@ -172,20 +172,22 @@ def pair() -> Iterator[Any]:
     AttentionInterface.register("sdpa", kernel)
 
 
-def test_only_training_needs_shards(pair: Any) -> None:
+@pytest.mark.usefixtures("pair")
+def test_only_training_needs_shards() -> None:
     model, tokens = build(**MODELS["a window in one layer"]), batch()["input_ids"]
     expected = model(tokens).logits
-    share_attention(model, pair)
+    share_attention(model, 2)
     for grad, answer in ((torch.no_grad(), nullcontext()), (nullcontext(), pytest.raises(InputError, match="as in"))):
         with grad, answer:
             assert torch.equal(model(tokens).logits, expected)
 
 
-def test_what_does_not_divide_is_refused(pair: Any) -> None:
+@pytest.mark.usefixtures("pair")
+def test_what_does_not_divide_is_refused() -> None:
     with pytest.raises(InputError, match="16 tokens cannot be shared by cp_size 3"):
         shard_batch(batch(), group_of(3))
     model = build(model_type="llama", num_attention_heads=1)
-    share_attention(model, pair)
+    share_attention(model, 2)
     with pytest.raises(InputError, match="1 attention heads cannot be shared by cp_size 2"):
         model(batch()["input_ids"], is_sequence_shard=True)
 
@@ -240,6 +242,7 @@ def test_the_impossible_is_refused_before_the_start(case: str) -> None:
     assert fragment in sentence
 
 
-def test_an_own_network_is_refused(pair: Any) -> None:
+@pytest.mark.usefixtures("pair")
+def test_an_own_network_is_refused() -> None:
     with pytest.raises(ValueError, match="set cp_size to 1"):
-        share_attention(torch.nn.Linear(2, 2), pair)
+        share_attention(torch.nn.Linear(2, 2), 2)

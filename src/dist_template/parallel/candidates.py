@@ -82,13 +82,13 @@ def _of_mesh(pp: int, replicas: int, fsdp: int, tp: int, ep: int, schedule: str 
         file = "fsdp2_tp"
     elif ep > 1:
         file = "fsdp2_ep"
-    sizes: dict[str, Any] = {"dp_replicate_size": replicas, "tp_size": tp, "ep_size": ep}
-    if pp > 1:
-        sizes |= {"pp_size": pp}
-    options = {key: size for key, size in sizes.items() if size > 1}
+    options: dict[str, Any] = {}
+    for key, size in (("dp_replicate_size", replicas), ("tp_size", tp), ("ep_size", ep), ("pp_size", pp)):
+        if size > 1:
+            options[key] = size
     if schedule:
         options["pp_schedule"] = schedule
-    return Candidate(" x ".join(names), file, options, Mesh.of(sizes | options | {"fsdp_size": fsdp}), schedule)
+    return Candidate(" x ".join(names), file, options, Mesh.of(options | {"fsdp_size": fsdp}), schedule)
 
 
 def _powers(limit: int) -> list[int]:

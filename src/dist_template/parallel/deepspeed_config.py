@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,9 @@ def resolve(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     Raises:
         InputError: lists all values that conflict, cannot be "auto", or are invalid in DeepSpeed.
     """
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
     config, conflicts = copy.deepcopy(dict(config)), []
     for key, value, place in (
         ("train_batch_size", settings.global_batch_size, "data.global_batch_size"),
@@ -148,7 +151,12 @@ def resolve(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
         for key, value in flatten(config).items():
             if value == AUTO and key not in DEEPSPEED_AUTO:
                 conflicts.append(f"{key} is auto, and no setting gives it a value; write one")
-        conflicts += _invalid_in_zero(config["zero_optimization"])
+        try:
+            DeepSpeedZeroConfig(**config["zero_optimization"])  # DeepSpeed's own validation
+        except ValidationError as error:
+            for each in error.errors():
+                place = ".".join(str(part) for part in ("zero_optimization", *each["loc"]))
+                conflicts.append(f"{place}: {each['msg']}, given {each['input']!r}")
     refuse(conflicts)
     return config
 
@@ -213,16 +221,3 @@ def _fill_sizes(zero: dict[str, Any], settings: Settings) -> None:
     for section in ("offload_optimizer", "offload_param"):
         if zero.get(section, {}).get("pin_memory") == AUTO:
             zero[section]["pin_memory"] = settings.accelerator != "cpu"
-
-
-def _invalid_in_zero(zero: Mapping[str, Any]) -> Iterator[str]:
-    """Yields each error that DeepSpeed's own validation finds, before any process starts."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from pydantic import ValidationError
-
-    try:
-        DeepSpeedZeroConfig(**zero)
-    except ValidationError as error:
-        for each in error.errors():
-            place = ".".join(str(part) for part in ("zero_optimization", *each["loc"]))
-            yield f"{place}: {each['msg']}, given {each['input']!r}"

@@ -158,7 +158,10 @@ class Mesh(Plain):
         return prod(sizes[axis.name] for axis in AXES if axis.reads_own_rows) // sizes.cp
 
     def axes(self, world_size: int) -> list[str]:
-        found = [axis.name for axis in self.active(world_size) if axis.is_proven]
+        found = []
+        for axis in self.active(world_size):
+            if axis.is_proven:
+                found.append(axis.name)
         if "pp" in found:  # proof.json has it after the others
             found.append(found.pop(0))
             if self.pp_schedule in costs.SPLIT_BACKWARD:

@@ -27,16 +27,6 @@ WHOLE = "whole_position_ids"  # key of a sharded batch: (B, T) the positions of 
 IS_SHARD = "is_sequence_shard"  # keyword argument of a model's forward pass, for its attention
 
 
-class Group:
-    """The number of ranks that share sequences, in place of their process group."""
-
-    def __init__(self, num: int) -> None:
-        self._num = num
-
-    def size(self) -> int:
-        return self._num
-
-
 def shard_batch(batch: Any, group: dist.ProcessGroup) -> Any:
     """Returns the rank's T / n tokens of each tensor (B, T, …) of a batch that has labels. Other
     batches, such as a prompt, are returned unchanged.
@@ -58,8 +48,8 @@ def shard_batch(batch: Any, group: dist.ProcessGroup) -> Any:
     return sharded
 
 
-def share_attention(model: nn.Module, group: dist.ProcessGroup | Group) -> None:
-    """Makes the model's attention kernel combine the tokens of all ranks of `group`.
+def share_attention(model: nn.Module, num: int, group: dist.ProcessGroup | None = None) -> None:
+    """Makes the model's attention kernel combine the tokens of the `num` ranks of `group`; None: on the meta device.
 
     The kernel is replaced in transformers' registry for the process; a forward pass without
     `IS_SHARD`, such as that of `generate`, still runs the kernel alone.
@@ -86,16 +76,16 @@ def share_attention(model: nn.Module, group: dist.ProcessGroup | Group) -> None:
                 raise InputError(f"cp_size above 1 needs {needs}, as in module.py: set cp_size to 1")
             return attend(module, queries, keys, values, *mask, **options)
         options.pop("position_ids", None)  # of the shard, for which flash attention would read them
-        heads, num = queries.shape[1], group.size()
+        heads = queries.shape[1]
         if heads % num:
             raise InputError(f"{heads} attention heads cannot be shared by cp_size {num}")
         copies = num // gcd(num, keys.shape[1])  # where there are fewer heads of keys than ranks
         groups = {"num_key_value_groups": heads // keys.shape[1] // copies} if copies > 1 else {}
         keys, values = (each.repeat_interleave(copies, dim=1) for each in (keys, values))
-        of_all = (_AllToAll.apply(each, group, 1, 2) for each in (queries, keys, values))
+        of_all = (_AllToAll.apply(each, group, num, 1, 2) for each in (queries, keys, values))
         with replaced(module, **groups):
             attended, *others = attend(module, *of_all, *mask, **options)
-        return _AllToAll.apply(attended, group, 1, 2), *others
+        return _AllToAll.apply(attended, group, num, 1, 2), *others
 
     AttentionInterface.register(kernel, attend_to_all)
 
@@ -112,7 +102,7 @@ def try_shard(model: nn.Module, num: int) -> None:
 
     kernel = compat.attention_of(model) or ""
     attend: Any = ALL_ATTENTION_FUNCTIONS.get(kernel)
-    share_attention(model, Group(num))
+    share_attention(model, num)
     positions = torch.empty(1, num * compat.TOKENS, dtype=torch.long, device="meta")
     try:
         with masks_of_all(model, positions, None), ranges() as lengths:
@@ -131,17 +121,17 @@ class _AllToAll(torch.autograd.Function):
     """Shards dimension `split` over the ranks, and gathers dimension `join`."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, group: Any, split: int, join: int) -> Tensor:
-        ctx.reverse = group, join, split
-        parts = torch.stack(local.chunk(group.size(), dim=split))
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup | None, num: int, split: int, join: int) -> Tensor:
+        ctx.reverse = group, num, join, split
+        parts = torch.stack(local.chunk(num, dim=split))
         received = torch.empty_like(parts)
-        if not local.is_meta:
+        if group is not None:
             dist.all_to_all_single(received, parts, group=group)
         return torch.cat(received.unbind(), dim=join)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _AllToAll.apply(*gradients, *ctx.reverse), None, None, None
+        return _AllToAll.apply(*gradients, *ctx.reverse), None, None, None, None
 
 
 @contextmanager

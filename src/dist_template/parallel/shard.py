@@ -101,20 +101,15 @@ def complete_plan(model: PreTrainedModel, rules: dict[str, str], size: int) -> N
     Raises:
         InputError: a rank's forward pass fails, or no rule makes its gradients complete.
     """
+    names = {module: name for name, module in model.named_modules()}
     with _refusing(model):
-        _check_ties(model, rules)
+        for owners in weights.find_ties(model):
+            tied = [names[owner] for owner, _ in owners]
+            if 0 < len(rules.keys() & tied) < len(tied):
+                which = f"{' and '.join(tied)} share a parameter, and the plan shards one of them"
+                raise ValueError(f"{which}: set tie_word_embeddings to false, or give both a rule as tp_plan")
         missing = missing_rules(model, rules, size, partial(compat.run_on_meta, model))
     model.tp_plan = model.tp_plan | missing  # the dict itself is the class's
-
-
-def _check_ties(model: nn.Module, plan: dict[str, str]) -> None:
-    """Raises ValueError if the plan shards one owner of a tied parameter and not the others."""
-    names = {module: name for name, module in model.named_modules()}
-    for owners in weights.find_ties(model):
-        sharded = {names[owner]: names[owner] in plan for owner, _ in owners}
-        if len(set(sharded.values())) > 1:
-            which = f"{' and '.join(sharded)} share a parameter, and the plan shards one of them"
-            raise ValueError(f"{which}: set tie_word_embeddings to false, or give both a rule as tp_plan")
 
 
 def try_rank(model: Any, strategy: MeshOfRanks) -> None:
@@ -166,7 +161,7 @@ def shard_by_plan(model: Any, strategy: MeshOfRanks) -> None:
     offload = partial(_offload_policy, strategy)
     with compat.sharding(offload, prepare=lambda: weights.tie(ties)), _refusing(model):
         if sizes.cp > 1:
-            share_attention(model, strategy.sequence_group)
+            share_attention(model, sizes.cp, strategy.sequence_group)
         model.maybe_distribute_model(model, config, mesh)
     weights.tie(ties)
 
@@ -182,7 +177,7 @@ def shard_by_blocks(model: nn.Module, strategy: MeshOfRanks) -> None:
         if sizes.tp > 1 or sizes.ep > 1:
             raise ValueError("it has no tensor or expert plan: set tp_size and ep_size to 1")
         if sizes.cp > 1:
-            share_attention(model, strategy.sequence_group)
+            share_attention(model, sizes.cp, strategy.sequence_group)
         dimensions = ("dp_replicate", "fsdp") if sizes.dp_replicate > 1 else ("fsdp",)
         options: dict[str, Any] = {
             "mesh": strategy.device_mesh[dimensions],

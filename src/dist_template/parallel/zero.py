@@ -157,18 +157,14 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
                 zero["stage3_prefetch_bucket_size"] = prefetch_bucket_size
                 zero["stage3_param_persistence_threshold"] = param_persistence_threshold
                 zero["stage3_gather_16bit_weights_on_model_save"] = True
-        else:
-            self._check("stage", stage)
-            # zero2.yaml and zero3.yaml write false, in whose place the file is.
-            self._check("offload_optimizer", offload_optimizer or None)
-            self._check("offload_parameters", offload_parameters or None)
-
-    def _check(self, name: str, given: int | None) -> None:
-        """Refuses an argument that differs from the DeepSpeed file."""
-        in_file = getattr(self.sharding, name)
-        if given not in (None, in_file):
-            which = f"trainer.strategy.init_args.{name} is {given}"
-            raise InputError(f"{which}, and config, the DeepSpeed file, says {in_file}: remove one of the two")
+            return
+        # zero2.yaml and zero3.yaml write false, in whose place the file is.
+        given = {"offload_optimizer": offload_optimizer or None, "offload_parameters": offload_parameters or None}
+        for name, value in ({"stage": stage} | given).items():
+            in_file = getattr(self.sharding, name)
+            if value not in (None, in_file):
+                which = f"trainer.strategy.init_args.{name} is {value}"
+                raise InputError(f"{which}, and config, the DeepSpeed file, says {in_file}: remove one of the two")
 
     # ---- the configuration -----------------------------------------------------------------------
 

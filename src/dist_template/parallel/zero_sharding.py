@@ -106,8 +106,18 @@ class Zero(Plain):
         for folder in {str(self.zero[section].get("nvme_path")) for section in nvme}:
             if setup.machine.is_this_one and not Path(folder).is_dir():
                 yield (f"{ARGS}.nvme_path {folder!r} is not a folder of this machine: give one on a fast local disk")
-        if setup.optimizer:
-            yield from self._optimizer(*setup.optimizer["class_path"].rpartition(".")[::2])
+        # DeepSpeed passes flat shards to the optimizer, which must be element-wise.
+        module, _, name = setup.optimizer.get("class_path", "").rpartition(".")
+        allowed = self.given.get("zero_allow_untested_optimizer") or not name
+        if name and "optimizer" in self.given:
+            has = f"{ARGS}.config, the DeepSpeed file, has an `optimizer`"
+            yield f"--optimizer {name}, and {has}: remove one of the two"
+        if not allowed and not (module.startswith("torch.optim") and name in ELEMENTWISE):
+            yield (
+                f"--optimizer {name}: ZeRO flattens parameters, which only element-wise optimizers allow: set one of"
+                f" {', '.join(ELEMENTWISE)}, a file such as configs/strategy/fsdp2.yaml, or"
+                " zero_allow_untested_optimizer true in a DeepSpeed file if it is one of those"
+            )
         if setup.trains:
             from .deepspeed_config import resolve, settings_of
 
@@ -117,20 +127,6 @@ class Zero(Plain):
                 yield str(error)
         if self.stage == 3:
             yield from selective_refusal(setup, "ZeRO stage 3")
-
-    def _optimizer(self, module: str, name: str) -> Iterator[str]:
-        """DeepSpeed passes flat shards to the optimizer, which must be element-wise."""
-        if "optimizer" in self.given:
-            yield (
-                f"--optimizer {name}, and {ARGS}.config, the DeepSpeed file, has an `optimizer`: remove one of the two"
-            )
-        allowed = module.startswith("torch.optim") and name in ELEMENTWISE
-        if not allowed and not self.given.get("zero_allow_untested_optimizer"):
-            yield (
-                f"--optimizer {name}: ZeRO flattens parameters, which only element-wise optimizers allow: set one of"
-                f" {', '.join(ELEMENTWISE)}, a file such as configs/strategy/fsdp2.yaml, or"
-                " zero_allow_untested_optimizer true in a DeepSpeed file if it is one of those"
-            )
 
     # ---- memory: DeepSpeed 0.19 keeps an fp32 copy of the weights at every stage and precision ---
 

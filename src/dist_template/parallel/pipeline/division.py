@@ -190,7 +190,9 @@ class Division:
                 elif kept:  # a tied layer's bias, of the other end
                     setattr(owner, name, None)
             if not is_local:
-                module = _replace(model, module)
+                name = next(name for name, each in model.named_modules() if each is module)
+                module = RemoteModule(module)
+                model.set_submodule(name, module)
             self._gated.append((module, is_before))
         self.modules = {stage: [*blocks[slice(*bounds[stage])], *ends.get(stage, ())] for stage in here}
 
@@ -270,13 +272,3 @@ def _owners(modules: list[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Param
     for owner in nn.ModuleList(modules).modules():
         for name, parameter in owner.named_parameters(recurse=False):
             yield owner, name, parameter
-
-
-def _replace(model: nn.Module, module: nn.Module) -> nn.Module:
-    """Puts a RemoteModule in the place of `module`, and returns it."""
-    for owner in model.modules():
-        for name, child in owner.named_children():
-            if child is module:
-                setattr(owner, name, RemoteModule(module))
-                return getattr(owner, name)
-    raise AssertionError("the module is not in the model")
