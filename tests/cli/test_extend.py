@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.installed import write_metadata
 from tests.support.line import command
 from tests.support.runs import PACKAGE, PROJECT, only_run, run
 from tests.support.wings import engine
@@ -29,13 +30,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    metadata = folder / "my_tools-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1.0\n")
-    lines: list[str] = []
-    for group, points in project["entry-points"].items():
-        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
-    (metadata / "entry_points.txt").write_text("\n".join(lines))
+    write_metadata(folder, project["name"], project["entry-points"])
     monkeypatch.syspath_prepend(folder)
     engine.registered_rules.cache_clear()
     yield folder

@@ -10,6 +10,7 @@ import pytest
 
 from dist_template import InputError, Project, plugins
 from dist_template.cli import main as command_line
+from tests.support.installed import write_metadata
 
 GROUP = "dist_template.examples"  # this library registers none
 Install = Callable[[str, str], None]
@@ -17,14 +18,11 @@ Install = Callable[[str, str], None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Writes the metadata of a package, as pip does; `points` are the lines of its group."""
+    """Registers a package; `points` are the lines of its group."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def written(name: str, points: str) -> None:
-        folder = tmp_path / f"{name}-1.0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (folder / "entry_points.txt").write_text(f"[{GROUP}]\n{points}\n")
+        write_metadata(tmp_path, name, {GROUP: dict(line.split(" = ") for line in points.splitlines())})
 
     return written
 

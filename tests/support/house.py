@@ -298,3 +298,13 @@ def checks_of_strategies(path: Path) -> list[str]:
             if is_class or (node.func.id == "hasattr" and asked.split(".")[-1].endswith("strategy")):
                 found.append(ast.unparse(node))
     return found
+
+
+# Pronouns in place of nouns: write "losses equal one process's", "the weights come from PATH". CHANGELOG.md is history.
+PRONOUNS = re.compile(r",\sof which|\bthose\sof\b|\bthat\sof\b|\bis\snone\b|\bas\sit\sis\b")
+
+
+def pronouns(path: Path) -> list[str]:
+    """Returns each place of PRONOUNS outside of code blocks, with its words."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return [f"{path}: {words}" for words in PRONOUNS.findall(text)]

@@ -13,6 +13,7 @@ import pytest
 
 from dist_template.errors import Exit
 from tests import ROOT
+from tests.support.installed import write_metadata
 from tests.support.line import main
 from tests.support.runs import PROJECT
 
@@ -30,10 +31,7 @@ def register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Register:
     monkeypatch.syspath_prepend(tmp_path)
 
     def written(package: str, value: str) -> None:
-        folder = tmp_path / f"{package}-1.0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        (folder / "entry_points.txt").write_text(f"[dist_template.launch_targets]\nlsf = {value}\n")
+        write_metadata(tmp_path, package, {"dist_template.launch_targets": {"lsf": value}})
 
     return written
 

@@ -18,6 +18,7 @@ from ..cluster.launch import Variable
 from ..cluster.signals import job_started, listen, stop_request
 from ..compat.lightning import accumulates, leave_signals_alone
 from ..errors import Ended, Exit, InputError
+from ..model.any_module import callbacks_of
 from ..project import has_command_line
 from .checkpoint import LastCheckpoint
 
@@ -100,7 +101,7 @@ class Preemption(Checkpoint):
 
     def _end(self, trainer: L.Trainer, reason: int) -> None:
         self._vote.close()
-        for each in trainer.callbacks:  # ty: ignore[missing-attribute]
+        for each in callbacks_of(trainer):
             if trainer.validating and isinstance(each, WeightAveraging):  # it validates averages
                 each.on_validation_epoch_end(trainer, trainer.lightning_module)
         savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, LastCheckpoint)]

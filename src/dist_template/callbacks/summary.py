@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from .. import hooks
 from ..checkpoint import manifest
 from ..errors import Ended, InputError
-from ..model.any_module import results_of
+from ..model.any_module import data_of, results_of
 from ..observe.history import goodput
 from ..observe.loggers.run_log import RunLog
 from ..project import program_name, without
@@ -70,7 +70,7 @@ class Summary(Callback):
     @only_shows
     def show(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Prints the end of a finished run, on rank 0."""
-        data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
+        data = data_of(trainer)
         print(f"\nfinished after step {trainer.global_step}")
         for name, value in results_of(trainer, pl_module).items():
             first = f"{figure(self.first[name])} at the start -> " if name in self.first else ""

@@ -40,7 +40,7 @@ def check(argv: list[str]) -> None:
     Raises:
         InputError: a file cannot be read, or a section is unknown.
     """
-    flags = argv[1:]
+    flags, known = argv[1:], TOP_LEVEL | always_on().keys()
     for word, following in zip(flags, [*flags[1:], ""], strict=False):
         name, has_value, value = word.lstrip("-").partition("=")
         if not has_value and not following.startswith("--"):
@@ -49,15 +49,14 @@ def check(argv: list[str]) -> None:
             if "://" in value or value.startswith("{"):
                 continue  # jsonargparse reads addresses and mappings itself
             for key in read(value):
-                _refuse_unknown(str(key), f"--config {value}: ")
+                _refuse_unknown(str(key), known, f"--config {value}: ")
         elif word.startswith("--"):
             is_mapping = value in ("", "null") or value.startswith("{")
             check_section(name, {} if is_mapping else value, f"--{name}")
-            _refuse_unknown(name.partition(".")[0], "--")
+            _refuse_unknown(name.partition(".")[0], known, "--")
 
 
-def _refuse_unknown(section: str, where: str) -> None:
-    known = TOP_LEVEL | always_on().keys()
+def _refuse_unknown(section: str, known: set[str], where: str) -> None:
     if section not in known:
         near = get_close_matches(section, known, 1)
         hint = f"; did you mean {near[0]}?" if near else ";"

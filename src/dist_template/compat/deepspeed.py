@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from . import replaced
 
-__all__ = ["gradient_of"]
-
 
 def without_shared_memory_collectives() -> None:
     """Keeps DeepSpeed from compiling its shared-memory collectives for CPUs, which takes a minute or two; it uses

@@ -29,8 +29,6 @@ from lightning.pytorch.strategies.launchers import subprocess_script as trainers
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
-__all__ = ["accumulates"]
-
 
 def accumulates(trainer: L.Trainer) -> bool:
     """Whether the present micro-batch ends without an optimizer step (no public name)."""

@@ -28,12 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import replaced
 
-__all__ = [
-    "LiveBytes",
-    "fake_tensors",
-    "tree_leaves",
-    "tree_map",
-]
+__all__ = ["tree_leaves", "tree_map"]  # torch has no public pytree module (2.13)
 
 # Operations whose results activation checkpointing keeps: torch has public names for the matrix products alone.
 EXPENSIVE = {

@@ -19,8 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from . import replaced
 
-__all__ = ["cast_experts"]
-
 # transformers imports peft, and peft bitsandbytes, which reports a missing package on a CPU.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 

@@ -26,8 +26,6 @@ from transformers.cli.serving.utils import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["OneModel"]
-
 FAILED = 'data: {"error"'  # in a handler's stream, if its generation has raised
 
 

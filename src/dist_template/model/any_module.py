@@ -37,7 +37,7 @@ class OrderedSamples(Protocol):
 
 def samples_of(trainer: L.Trainer) -> OrderedSamples | None:
     """Returns the stream of samples; None for a loader with an order of its own."""
-    for each in [trainer.datamodule, *trainer.callbacks]:  # ty: ignore[missing-attribute]
+    for each in [data_of(trainer), *callbacks_of(trainer)]:
         if owns_order(each) and each.global_batch_size:
             return each
     return None

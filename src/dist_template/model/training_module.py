@@ -16,6 +16,7 @@ from ..parallel import run_strategy
 from ..parallel.blocks import BlockConfig
 from ..parallel.place import place
 from ..records import flatten
+from .any_module import data_of
 from .balance import BalanceConfig, Balancer
 from .flops import Size
 from .metrics import MetricBuffer
@@ -55,7 +56,7 @@ class TrainingModule(L.LightningModule):
     @property
     def data(self) -> Any:
         """The LightningDataModule."""
-        return self.trainer.datamodule  # ty: ignore[missing-attribute]
+        return data_of(self.trainer)
 
     def build_model(self, data: Any) -> nn.Module:
         """Returns the network. Only rank 0 builds it with weights; the others receive theirs."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from .facts import Configured, Facts, Saving, Sent, Small
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers import PreTrainedModel
 
 
 class Sharding(Protocol):
@@ -42,7 +42,7 @@ class Sharding(Protocol):
         """Yields a sentence for each thing of `setup` that cannot work."""
         ...
 
-    def trials(self, setup: Configured) -> Iterator[tuple[str, Callable[[nn.Module], None]]]:
+    def trials(self, setup: Configured) -> Iterator[tuple[str, Callable[[PreTrainedModel], None]]]:
         """Yields, by key and size, what runs a rank's part of a model on the meta device."""
         ...
 

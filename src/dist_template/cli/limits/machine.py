@@ -14,7 +14,7 @@ from ...model.any_module import typed_attribute
 from ...model.optim import OptimConfig
 from ...parallel import sharding_of
 from ...parallel.facts import Configured, Hardware
-from ...parallel.plain import Plain
+from ...parallel.protocol import Sharding
 
 _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 
@@ -77,7 +77,7 @@ class Setup(Configured):
         return typed_attribute(self.module, "optim", OptimConfig)
 
     @property
-    def sharding(self) -> Plain:
+    def sharding(self) -> Sharding:
         return sharding_of(self.trainer.get("strategy") or "auto")
 
     @property

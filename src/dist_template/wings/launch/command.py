@@ -82,7 +82,10 @@ def parse(argv: list[str]) -> tuple[Namespace, Target, list[str]]:
     name = on.parse_known_args(argv)[0].on
     if name is None:
         parser.parse_args(argv)  # prints the help, or raises InputError
-    to = target(name)
+    try:
+        to = target(name)
+    except InputError as error:
+        parser.error(str(error))
     to.add_flags(parser)
     to.flags, flags = parser.parse_known_args(argv)
     return to.flags, to, flags
