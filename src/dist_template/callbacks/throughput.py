@@ -14,10 +14,8 @@ from torch import Tensor
 
 from ..model.any_module import data_of, metrics_of, samples_of, size_of
 from ..model.flops import peak
-from ..parallel import run_strategy
 
 OWN = "rank/own_step_s"  # of each rank, sent to all
-STAGE = "pipeline/own_{}_s"  # likewise, of each of a rank's stages
 
 
 class Throughput(Callback):
@@ -30,8 +28,6 @@ class Throughput(Callback):
     gradients are reduced. On a GPU, CUDA events measure forward. If forward contains collectives
     (FSDP, tensor and expert parallelism, ZeRO-3), ranks wait for each other in it and look alike:
     then the loader's part shows a slow host, and gpu/throttled a slow GPU.
-
-    pipeline/stage*_s is the time in a stage's forward and backward passes, per optimizer step.
     """
 
     def __init__(self) -> None:
@@ -47,9 +43,6 @@ class Throughput(Callback):
         self._window_step = trainer.global_step
         self._last_end = time.perf_counter()
         self._forward = ForwardClock(device)
-        layers = run_strategy(trainer.strategy).layers
-        self._clocks = layers.start_clocks(lambda: ForwardClock(device))
-        self._stages = layers.facts["stages"] if layers.facts else []
         self._seq_len = getattr(data_of(trainer), "seq_len", None)
         if self._seq_len:
             size = size_of(pl_module)
@@ -91,8 +84,6 @@ class Throughput(Callback):
         if trainer.world_size > 1:
             forward_s = self._forward.mean_s() * trainer.accumulate_grad_batches
             metrics.put_of_rank(OWN, self._own_wait_s / steps + forward_s)
-        for number, clock in enumerate(self._clocks):
-            metrics.put_of_rank(STAGE.format(number), sum(clock.seconds()) / steps)
         self._window_s = self._wait_s = self._own_wait_s = 0.0
         self._window_step = trainer.global_step
 
@@ -117,12 +108,6 @@ class Throughput(Callback):
             metrics["rank/slowest_step_s"] = slowest
             metrics["rank/slowest"] = times_s.index(slowest)
             metrics["rank/slowest_over_median"] = slowest / statistics.median_low(times_s)
-        replicas = trainer.world_size // max(len(self._stages), 1)
-        for rank, numbers in enumerate(self._stages):
-            for number, stage in enumerate(numbers):
-                seconds = metrics_of(module).of_ranks[STAGE.format(number)]
-                seconds = seconds[rank * replicas : (rank + 1) * replicas]
-                metrics[f"pipeline/stage{stage + 1}_s"] = statistics.fmean(seconds)
 
     def on_validation_end(self, *_: object, **__: object) -> None:
         self._last_end = None

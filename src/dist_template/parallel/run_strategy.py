@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from .pipeline.costs import StageFacts
-from .protocol import DataRank
+from .pipeline.stages import StageFacts
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -14,14 +13,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 T = TypeVar("T")
-C = TypeVar("C", bound="Clock")
 
 
-class Clock(Protocol):
-    """Times passes of a stage."""
+class DataRank(NamedTuple):
+    """Which part of the batches a process reads."""
 
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
+    rank: int
+    size: int
 
 
 class Layers:
@@ -62,10 +60,6 @@ class Layers:
         """Returns the names that any rank has, in one order on every rank. Collective."""
         return names
 
-    def start_clocks(self, make: Callable[[], C]) -> list[C]:
-        """Times the passes of each stage of this rank by a clock that `make` returns."""
-        return []
-
     def micro_batch_of_pass(self, newest: int) -> int | None:
         """Returns the number of the micro-batch that runs, of which Lightning has handed over
         `newest` + 1; None in a module of another rank's layers."""
@@ -73,19 +67,12 @@ class Layers:
 
 
 class RunDefaults:
-    """The answers of DDP, one device and other strategies of Lightning's.
+    """The answers of DDP, one device and other strategies of Lightning's."""
 
-    Attributes:
-        layers: The model's layers on this rank.
-        replica_tolerance: How much replicas may differ on a GPU by rounding alone, relative to their norm.
-        has_replicas: Whether tensors of the same place on two ranks are comparable.
-        frees_gradients: Whether gradients are gone once they are reduced.
-    """
-
-    layers = Layers()
-    replica_tolerance = 0.0
-    has_replicas = True
-    frees_gradients = False
+    layers = Layers()  # the model's layers on this rank
+    replica_tolerance = 0.0  # by how much of their norm replicas may differ on a GPU, by rounding alone
+    has_replicas = True  # whether tensors of the same place on two ranks are comparable
+    frees_gradients = False  # whether gradients are gone once they are reduced
 
     @property
     def lightning(self) -> Any:

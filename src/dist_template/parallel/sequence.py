@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from ..compat import replaced
 from ..compat import transformers as compat
-from ..compat.torch import ranges
-from ..errors import InputError, reason
+from ..errors import InputError
 
 WHOLE = "whole_position_ids"  # key of a sharded batch: (B, T) the positions of all tokens
 IS_SHARD = "is_sequence_shard"  # keyword argument of a model's forward pass, for its attention
@@ -48,8 +47,8 @@ def shard_batch(batch: Any, group: dist.ProcessGroup) -> Any:
     return sharded
 
 
-def share_attention(model: nn.Module, num: int, group: dist.ProcessGroup | None = None) -> None:
-    """Makes the model's attention kernel combine the tokens of the `num` ranks of `group`; None: on the meta device.
+def share_attention(model: nn.Module, num: int, group: dist.ProcessGroup) -> None:
+    """Makes the model's attention kernel combine the tokens of the `num` ranks of `group`.
 
     The kernel is replaced in transformers' registry for the process; a forward pass without
     `IS_SHARD`, such as that of `generate`, still runs the kernel alone.
@@ -65,12 +64,10 @@ def share_attention(model: nn.Module, num: int, group: dist.ProcessGroup | None 
     attend = ALL_ATTENTION_FUNCTIONS[kernel]
 
     def attend_to_all(
-        module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, *mask: Any, **options: Any
-    ) -> tuple[Any, ...]:
+        module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, *mask: object, **options: Any
+    ) -> tuple[object, ...]:
         """Maps (B, H, T / n, W) queries, keys and values to (B, T / n, H, W)."""
         if not options.pop(IS_SHARD, False):
-            if queries.is_meta:
-                raise ValueError("a block of it does not give keyword arguments to its attention")
             if torch.is_grad_enabled():
                 needs = "batches with input_ids, position_ids and labels, and `known_documents` around the model"
                 raise InputError(f"cp_size above 1 needs {needs}, as in module.py: set cp_size to 1")
@@ -90,43 +87,15 @@ def share_attention(model: nn.Module, num: int, group: dist.ProcessGroup | None 
     AttentionInterface.register(kernel, attend_to_all)
 
 
-def try_shard(model: nn.Module, num: int) -> None:
-    """Runs a forward pass of a rank's tokens, 1 / `num` of a row; `model` is on the meta device.
-
-    A model that needs values of its tensors is not tried.
-
-    Raises:
-        ValueError: the pass fails, or a layer numbers the rank's tokens as if they were all.
-    """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
-
-    kernel = compat.attention_of(model) or ""
-    attend: Any = ALL_ATTENTION_FUNCTIONS.get(kernel)
-    share_attention(model, num)
-    positions = torch.empty(1, num * compat.TOKENS, dtype=torch.long, device="meta")
-    try:
-        with masks_of_all(model, positions, None), ranges() as lengths:
-            compat.run_on_meta(model, **{IS_SHARD: True})
-    except (IndexError, TypeError, RuntimeError) as error:
-        if compat.needs_values(error):
-            return
-        raise ValueError(f"a pass of a rank's tokens fails ({reason(error)})") from error
-    finally:
-        AttentionInterface.register(kernel, attend)
-    if compat.TOKENS in lengths:
-        raise ValueError("a layer of it numbers a rank's tokens as if they were all")
-
-
 class _AllToAll(torch.autograd.Function):
     """Shards dimension `split` over the ranks, and gathers dimension `join`."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup | None, num: int, split: int, join: int) -> Tensor:
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup, num: int, split: int, join: int) -> Tensor:
         ctx.reverse = group, num, join, split
         parts = torch.stack(local.chunk(num, dim=split))
         received = torch.empty_like(parts)
-        if group is not None:
-            dist.all_to_all_single(received, parts, group=group)
+        dist.all_to_all_single(received, parts, group=group)
         return torch.cat(received.unbind(), dim=join)
 
     @staticmethod
@@ -152,7 +121,7 @@ def masks_of_all(
     documents = find(positions) if find else None  # one in each row
     make_mask, num_tokens = masks[kernel], positions.shape[1]
 
-    def make(mask_function: Callable[..., Tensor], **options: Any) -> object:
+    def make(mask_function: Callable[..., Tensor], **options: object) -> object:
         if is_shard:
             options |= {"q_length": num_tokens, "kv_length": num_tokens}
         if documents is not None and options["kv_length"] == num_tokens:

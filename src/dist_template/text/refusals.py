@@ -10,7 +10,7 @@ from ..cli.limits.machine import Setup
 from ..cli.limits.options import without_effect
 from ..errors import InputError
 from ..model.training_module import TrainingModule
-from ..parallel.facts import NOT_READ_YET
+from ..parallel.configured import NOT_READ_YET
 from .model.adapters import AdapterConfig, add_adapters
 from .model.causal_lm import checked_fields
 from .preference_loss import PreferenceConfig, has_pairs

@@ -10,9 +10,9 @@ from torch import nn
 from ...errors import InputError, reason
 from ...model.any_module import has_validation, typed_attribute
 from ...model.optim import build_optimizer, build_schedule
-from ...parallel.axes import experts_of
+from ...parallel.answers.mesh import experts_of
 from ...parallel.blocks import BlockConfig
-from ...parallel.facts import NOT_READ_YET
+from ...parallel.configured import NOT_READ_YET
 from .machine import Setup
 
 NOT_OFFERED = {

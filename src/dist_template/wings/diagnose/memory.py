@@ -1,15 +1,16 @@
 """The figures of a run on which its memory depends, with its keys or with changed ones; no torch.
 
-`parallel/plain.py` has the formulas; tests/wings/diagnose/test_diagnosis_memory.py compares them with tensors."""
+`parallel/estimates/` has the formulas; tests/wings/diagnose/test_diagnosis_memory.py compares them with tensors."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ...observe.history.run import History
-from ...parallel import sharding_of
-from ...parallel.facts import ARGS, Facts
-from ...parallel.plain import FILES, Plain
+from ...parallel import estimates
+from ...parallel.configured import ARGS
+from ...parallel.estimates.facts import Facts
+from ...parallel.estimates.plain import FILES
 from ...records import GIB
 
 STRATEGY = f"{ARGS}."
@@ -39,16 +40,16 @@ class Estimate:
     def _fact(self, path: str) -> int:
         return self._history.fact(path) or 0
 
-    def _sharding(self) -> Plain:
+    def _sharding(self) -> estimates.Estimate:
         strategy = FILES.get(self._changes.get("config", "")) or self._key("trainer.strategy")
         if not isinstance(strategy, dict):
-            return sharding_of(strategy or "auto")
+            return estimates.estimate_of(strategy or "auto")
         arguments: Any = strategy.get("init_args")
         given: dict[str, Any] = dict(arguments or {})
         for key, value in self._changes.items():
             if key.startswith(STRATEGY):
                 given[key.removeprefix(STRATEGY)] = value
-        return sharding_of({**strategy, "init_args": given})
+        return estimates.estimate_of({**strategy, "init_args": given})
 
     def _facts(self) -> Facts:
         total = self._fact("parameters.total")

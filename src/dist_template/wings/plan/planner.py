@@ -11,7 +11,7 @@ from ...cli.limits import proven, training
 from ...cli.limits.machine import Machine as Described
 from ...cli.limits.machine import Setup
 from ...errors import InputError, reason
-from ...parallel.candidates import Candidate, candidates
+from ...parallel.estimates.candidates import Candidate, candidates
 from .estimate import RECOMPUTED, Machine, Planned
 from .trace import Traced
 

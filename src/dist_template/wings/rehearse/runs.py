@@ -25,7 +25,7 @@ import yaml
 from lightning.pytorch import Callback
 
 from ...checkpoint.manifest import SavedCheckpoint
-from ...parallel import sharding_of
+from ...parallel.shrunk import shrunk
 from ...project import Project
 from .first_step import FirstStep
 from .interventions import KillAt, LeakageTest, RaggedLabels, StepProbe
@@ -119,7 +119,7 @@ class Runs:
         saved = SavedCheckpoint.all_in(self.strategy.run / "checkpoints")
         checkpoint = next(each.path for each in saved if each.step == self.kept_step)
         small = self.small
-        spec, half = small.strategy, sharding_of(small.strategy).halved(small.processes)
+        spec, half = small.strategy, shrunk(small.strategy, small.processes // 2)
         num, data_parallel = half.processes, half.data_parallel
         if isinstance(spec, dict):
             spec = spec | {"init_args": half.arguments}

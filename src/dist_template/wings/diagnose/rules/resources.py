@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from itertools import chain, repeat
 from operator import truediv
 
 import numpy as np
 
 from ....observe.history.run import History
-from ....parallel.axes import PipelineAxis
-from ....parallel.pipeline.costs import balanced
+from ....parallel.mesh_sizes import PipelineAxis
+from ....parallel.pipeline.stages import divided
 from .. import expected, robust
 from ..finding import Cause, Change, Finding
 from ..memory import STRATEGY
@@ -152,9 +151,9 @@ def pipeline_waits(history: History) -> Iterator[Finding]:
         change = Change("data.micro_batch_size", size, to)
         causes.append(Cause("More, smaller micro-batches: same global batch.", [change]))
     schedule, blocks = history.fact("pipeline.schedule"), history.fact("pipeline.blocks")
-    if schedule in ("GPipe", "1F1B") and sum(blocks) >= 2 * len(stages):
-        sentence = "Two stages on each device, and gradients of weights computed in the gaps."
-        change = Change(f"{STRATEGY}pp_schedule", schedule, "ZBVZeroBubble")
+    if schedule == "1F1B" and sum(blocks) >= 2 * len(stages):
+        sentence = "Two stages on each device: a device waits half as long, and sends twice as much."
+        change = Change(f"{STRATEGY}pp_schedule", schedule, "Interleaved1F1B")
         causes.append(Cause(sentence, [change]))
     sentence = f"The global batch is small for so many stages: a lower {PipelineAxis.key}."
     causes.append(Cause(sentence))
@@ -177,10 +176,8 @@ def uneven_stages(history: History) -> Iterator[Finding]:
     ratio = of_devices[rank] / np.mean(of_devices)
     if ratio < UNEVEN:
         return
-    each = list(map(truediv, times, blocks))
-    each[-1] = min(each[-1], statistics.median(each[:-1]))  # the rest is the output layer's
-    costs, head = [*chain.from_iterable(map(repeat, each, blocks))], times[-1]
-    layers = balanced(costs, head - each[-1] * blocks[-1], len(blocks))
+    each = statistics.median(map(truediv, times[:-1], blocks))  # of a block; the last stage has the output layer too
+    layers = divided(sum(blocks), max(0.0, times[-1] / each - blocks[-1]), len(blocks))
     numbers = " and ".join(map(str, np.add(stages[rank], 1)))
     causes = [Cause(f"The machine of stage {numbers} is slow: compare gpu/ and host/.")]
     if layers != blocks:
