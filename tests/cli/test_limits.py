@@ -43,7 +43,7 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
     "sizes that do not make the processes": (mesh(fsdp_size=3), "fsdp_size 3 .* does not make 8"),
     "sizes that cannot": (mesh(tp_size=3), "tp_size 3 does not make 8"),
     "two sizes left open": (mesh(dp_replicate_size="auto"), "only one size can be auto"),
-    "no process at all": (mesh(fsdp_size=-4, tp_size=-2), "fsdp_size -4 .* 1 or more"),
+    "no process at all": (mesh(fsdp_size=-4, tp_size=-2), "fsdp_size -4 .* does not make 8"),
     "experts over a part of a tensor": (
         {**mesh(tp_size=4, ep_size=2), "config": DEEPSEEK},
         "ep_size 2 must be a multiple of tp_size 4",

@@ -62,6 +62,9 @@ def test_a_parameter_beside_the_heads_that_is_not_known_is_refused() -> None:
         complete_plan(model, model.tp_plan)
     given = {f"{HEADS}.{name}": "replicate" for name in ("q_norm", "k_norm")}
     complete_plan(model, model.tp_plan | given)
+    with pytest.raises(InputError, match="its plan leaves partial gradients"):
+        unsound = build("longcat_flash", num_layers=1, num_key_value_heads=6)
+        complete_plan(unsound, unsound.tp_plan)
 
 
 @pytest.mark.slow

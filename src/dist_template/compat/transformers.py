@@ -49,6 +49,8 @@ def reason_against_sequence_shards(model: Any) -> str:
     masked = {"full_attention", "sliding_attention", "chunked_attention"}
     if {*(getattr(config, "layer_types", None) or ())} - masked or model._is_stateful:
         return "layers other than attention to all tokens combine its tokens"
+    if getattr(config, "attn_temperature_tuning", False):
+        return "a layer of it numbers a rank's tokens as if they were all"
     is_dynamic = re.search("longrope|'dynamic'", str(getattr(config, "rope_parameters", None)))
     return "its rotary embedding depends on a batch's largest position" if is_dynamic else ""
 

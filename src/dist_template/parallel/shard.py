@@ -38,6 +38,7 @@ FORGOTTEN = {  # modules that each rank has, whose gradient is a sum, and that p
     "glm4_moe": ("self_attn.q_norm", "self_attn.k_norm"),
     "phi": ("self_attn.q_layernorm", "self_attn.k_layernorm"),
 }
+UNSOUND = ("inkling_text", "longcat_flash")  # types whose plans leave gradients of activations on one rank
 BEFORE_HEADS = {"q_a_proj", "q_a_layernorm", "kv_a_layernorm", "indexer"}  # of latent attention: complete on each rank
 # Styles of modules that say nothing about the gradients of their own parameters
 NO_RULE = {"", "local_params", "all_reduce", "moe_tp_experts", "moe_identity_expert"}
@@ -86,6 +87,8 @@ def complete_plan(model: PreTrainedModel, rules: dict[str, str]) -> None:
     names = {module: name for name, module in model.named_modules()}
     missing, forgotten = dict[str, str](), FORGOTTEN.get(model.config.model_type, ())
     with _refusing(model):
+        if model.config.model_type in UNSOUND:
+            raise ValueError("its plan leaves partial gradients: set tp_size to 1")
         for owners in weights.find_ties(model):
             tied = [names[owner] for owner, _ in owners]
             if 0 < len(rules.keys() & tied) < len(tied):

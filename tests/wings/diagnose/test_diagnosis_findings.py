@@ -87,9 +87,6 @@ def test_the_remedies_of_a_pipeline_are_computed_from_the_run() -> None:
     assert proposed("data.micro_batch_size", "pipeline_waits", **waits) == 2  # 32 micro-batches: 18 %
     assert proposed("trainer.strategy.init_args.pp_schedule", "pipeline_waits", **waits) == "Interleaved1F1B"
     uneven = CASES["uneven_stages"][0]
-    # 0.1 s a block of the first stage, 0.067 s of the others, and 0.117 s the output layer
-    layers = proposed("trainer.strategy.init_args.pp_layers", "uneven_stages", **uneven)
-    assert layers == [3, 3, 4, 2]
     assert "stage 1" in finding("uneven_stages", **uneven).title
 
 

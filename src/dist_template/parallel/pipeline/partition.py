@@ -72,8 +72,7 @@ def blocks_of_stages(model: nn.Module, num_stages: int, layers: Layers) -> list[
 
 
 def facts_of(model: nn.Module, size: int, schedule: str, interleaved: int, layers: Layers) -> StageFacts:
-    """Returns what facts.json has of `model`, with all of its modules, on `size` ranks.
-    Raises InputError if it cannot be divided."""
+    """Returns what facts.json has of `model` on `size` ranks. Raises InputError if it cannot be divided."""
     per_rank = stages_per_rank(schedule, interleaved)
     counts, parts = blocks_of_stages(model, size * per_rank, layers), ModelParts.of(model)
     parameters, last = [], len(counts) - 1
