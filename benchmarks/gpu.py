@@ -40,8 +40,8 @@ from trainer_dev.module import LanguageModule
 from dist_template.cli.limits.machine import Machine as Described
 from dist_template.errors import InputError
 from dist_template.model.flops import Size, peak
-from dist_template.parallel.candidates import Candidate
-from dist_template.parallel.plain import Plain
+from dist_template.parallel.estimates import estimate_of
+from dist_template.parallel.estimates.candidates import Candidate
 from dist_template.wings.plan.estimate import Machine, Planned
 from dist_template.wings.plan.planner import Planner
 
@@ -197,7 +197,7 @@ def predicted(model: Model, flops: float) -> Planned:
     planner = Planner(LanguageModule(architecture=model.architecture), data, {}, Described("cuda", 1, 1, "bf16-mixed"))
     memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 80e9
     machine = Machine(1, 1, memory, flops, flops, 300e9, 40e9)
-    return planner.option(Candidate("one device", "ddp", {}, Plain()), machine, model.micro_batch, "none")
+    return planner.option(Candidate("one device", "ddp", {}, estimate_of("ddp")), machine, model.micro_batch, "none")
 
 
 def product_tflops(shape: tuple[int, int, int], cuda: bool) -> float:

@@ -261,7 +261,7 @@ def drift(task: Task, options: Options) -> list[Figure]:
 
 def counted(task: Task, options: Options) -> list[Figure]:
     """Bytes that a rank really sends in a step, over the cost model's."""
-    from dist_template.parallel.facts import Sent
+    from dist_template.parallel.estimates.facts import Sent
     from tests.support.collectives import CountCollectives, read_sent, summed
     from tests.support.runs import Workers
 
@@ -283,8 +283,8 @@ def counted(task: Task, options: Options) -> list[Figure]:
             at = Setting(size, task.batch_size * task.seq_len, node=node, half=False)
             said, seen = summed(traffic(strategy, task_model(task), at)), read_sent(record)
             over = {"hsdp": 2}.get(strategy, size)
-            real = sum(Sent(kind, n, 4, over, 1, over).sent for kind, (_, n) in seen.items())  # ty: ignore[invalid-argument-type]
-            model = sum(Sent(kind, n, 4, over, 1, over).sent for kind, (_, n) in said.items())  # ty: ignore[invalid-argument-type]
+            real = sum(Sent(kind, n, 4, over, over).sent for kind, n in seen.items())  # ty: ignore[invalid-argument-type]
+            model = sum(Sent(kind, n, 4, over, over).sent for kind, n in said.items())  # ty: ignore[invalid-argument-type]
             found.append(Figure(f"sent by {strategy} on {size} ranks, counted over the cost model", [real / model]))
     return found
 

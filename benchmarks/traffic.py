@@ -1,7 +1,7 @@
 """What a strategy sends in an optimizer step, from the model's shapes and the number of ranks alone: the library's
-formulas (`Sharding.traffic`), for a model on the meta device.
+formulas (`Estimate.traffic`), for a model on the meta device.
 
-NCCL may take trees in place of rings, which send as many bytes in fewer messages. Left out is what does not grow with
+NCCL may take trees in place of rings, which send as many bytes. Left out is what does not grow with
 the model: the count of tokens, the gradient norm, votes, metrics at log steps; and a model's buffers.
 `tests/template/test_traffic.py` compares these numbers with the collectives of two and four processes.
 """
@@ -15,10 +15,8 @@ from typing import Any
 from torch import nn
 
 from dist_template.model.flops import Size
-from dist_template.parallel.facts import Sent
-from dist_template.parallel.mesh_sharding import Mesh
-from dist_template.parallel.plain import Plain
-from dist_template.parallel.zero_sharding import Zero
+from dist_template.parallel.estimates import estimate_of
+from dist_template.parallel.estimates.facts import Sent
 from dist_template.wings.plan.trace import measured
 
 
@@ -70,9 +68,10 @@ STRATEGIES: dict[str, Callable[[Setting], dict[str, Any] | int | None]] = {  # b
 def traffic(name: str, model: nn.Module, at: Setting) -> Iterator[Sent]:
     """Yields what a rank sends in an optimizer step under one of `STRATEGIES`."""
     given = STRATEGIES[name](at)
-    sharding = Plain() if given is None else Zero.of({"stage": given})
+    strategy: Any = "ddp" if given is None else {"class_path": "ZeroStrategy", "init_args": {"stage": given}}
     if isinstance(given, dict):
-        sharding = Mesh.of({"reduce_each_micro_batch": at.reduces_each, **given})
+        strategy = {"class_path": "MeshStrategy", "init_args": {"reduce_each_micro_batch": at.reduces_each, **given}}
+    sharding = estimate_of(strategy)
     facts = replace(
         measured(model, Size.of(model)),
         world_size=at.ranks,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 ARGS = "--trainer.strategy.init_args"
-ZERO_BUBBLE = [f"{ARGS}.pp_schedule=InterleavedZeroBubble", f"{ARGS}.pp_stages_per_rank=2"]
-
 SHARDED = f"{ARGS}.param_persistence_threshold={{}}"  # a parameter with fewer elements is kept on each rank
 
 
@@ -38,7 +36,6 @@ ARMS = {
     "ep": Arm("fsdp2_ep", "fsdp+ep", plan=("ep",)),
     "cp": Arm("cp", "fsdp+cp", batches=1),
     "pp": Arm("pp", "pp", batches=1),
-    "pp_zb": Arm("pp", "pp+zb", batches=1, flags=tuple(ZERO_BUBBLE)),
     "zero2": Arm("zero2", "zero2"),
     "zero3": Arm("zero3", "zero3", flags=(SHARDED.format(16),)),
     "fsdp2_tp": Arm("fsdp2_tp", "fsdp+tp", ranks=4, plan=("tp",)),

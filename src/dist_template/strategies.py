@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from .parallel.axes import ReplicaAxis, TensorAxis
 from .parallel.mesh import MeshStrategy
+from .parallel.mesh_sizes import ReplicaAxis, TensorAxis
 from .parallel.zero import ZeroStrategy
 
 __all__ = ["MeshStrategy", "ZeroStrategy"]
@@ -24,10 +24,7 @@ NAMES: dict[str, tuple[type, dict[str, Any]]] = {  # name in Lightning's registr
     "zero2": (ZeroStrategy, {"stage": 2}),
     "zero2_offload": (ZeroStrategy, {"stage": 2, "offload_optimizer": True}),
     "zero3": (ZeroStrategy, {"stage": 3}),
-    "zero3_offload": (
-        ZeroStrategy,
-        {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
-    ),
+    "zero3_offload": (ZeroStrategy, {"stage": 3, "offload_optimizer": True, "offload_parameters": True}),
 }
 
 for _name, (_kind, _arguments) in NAMES.items():

@@ -32,24 +32,14 @@ def violations_of(
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "fewer micro-batches than stages": (
         {"rows": 4},
-        r"has 1 micro-batches .* 1F1B needs 2 or more, .* \(with 2, a rank waits 50% of the time ",
-    ),
-    "DualPipeV's micro-batches": (
-        {"rows": 8, "pp_schedule": "DualPipeV"},
-        r"has 2 micro-batches .* DualPipeV needs 4 or more, .* \(with 4, a rank waits 4% ",
+        "has 1 micro-batches .* 1F1B needs 2 or more, one for each stage: edit",
     ),
     "rounds of an interleaved schedule": (
         {"rows": 20, "pp_schedule": "Interleaved1F1B"},
-        r"has 5 micro-batches .* Interleaved1F1B needs a multiple of 2 \(with 4, a rank waits 12% ",
+        "has 5 micro-batches .* Interleaved1F1B needs a multiple of 2: edit",
     ),
-    "one interleaved stage": (
-        {"pp_schedule": "InterleavedZeroBubble", "pp_stages_per_rank": 1},
-        "pp_stages_per_rank 1: InterleavedZeroBubble needs 2 or more",
-    ),
-    "blocks of another model": ({"pp_layers": [16, 15]}, r"pp_layers \[16, 15\]: give 2 numbers that sum to 32"),
-    "blocks of too few stages": ({"pp_layers": [32]}, r"pp_layers \[32\]: give 2 numbers that sum to 32"),
     "more stages than blocks": (
-        {"pp_schedule": "ZBVZeroBubble", "config": SMALL},
+        {"pp_schedule": "Interleaved1F1B", "config": SMALL},
         "3 blocks cannot be divided into 4 stages: lower .*pp_size, or set another pp_schedule",
     ),
     "offload": ({"cpu_offload": True}, "cpu_offload true does not work in a pipeline: set it to false"),
@@ -72,6 +62,6 @@ def test_what_a_pipeline_cannot_do_is_refused_in_one_sentence(case: str) -> None
     assert re.search(sentence, found[0]), found[0]
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_what_it_can_do_is_not(schedule: str) -> None:
     assert violations_of(rows=16, pp_schedule=schedule) == []

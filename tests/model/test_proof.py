@@ -125,8 +125,6 @@ def test_the_axes_of_a_strategy() -> None:
     assert proof.axes_of(mesh(fsdp_size="auto", dp_replicate_size=2), 8) == "fsdp"
     assert proof.axes_of(mesh(tp_size=2, ep_size=2), 8) == "fsdp+tp+ep"
     assert proof.axes_of(mesh(pp_size=2, fsdp_size=1, dp_replicate_size="auto"), 4) == "pp"
-    pipeline = mesh(pp_size=2, fsdp_size=1, dp_replicate_size="auto", pp_schedule="ZBVZeroBubble")
-    assert proof.axes_of(pipeline, 4) == "pp+zb"
     assert proof.axes_of(ZeroStrategy(stage=3), 2) == "zero3"
 
 

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from dist_template.cli.limits import Machine
-from dist_template.parallel import mesh_sharding, sharding_of
-from dist_template.parallel.facts import Configured, Facts, Sent
+from dist_template.parallel import mesh_sizes
+from dist_template.parallel.estimates import estimate_of
+from dist_template.parallel.estimates.facts import Facts, Sent
+from dist_template.parallel.shrunk import shrunk
 from tests.support.limits import violations_of
 from tests.support.runs import Workers, logged
 
 
-class MirrorAxis(mesh_sharding.Axis):
+class MirrorAxis(mesh_sizes.Axis):
     """Ranks that repeat each other's work, and compare a checksum of their gradients."""
 
     name = "mirror"
@@ -25,12 +27,12 @@ class MirrorAxis(mesh_sharding.Axis):
     def buffers(self, facts: Facts) -> dict[str, float]:
         return {"checksums": 8.0 * facts.layers}
 
-    def refusals(self, setup: Configured) -> Iterator[str]:
+    def refusals(self, setup: Any) -> Iterator[str]:
         if self.size > 2:
             yield f"mirror_size {self.size}: two mirrors are enough"
 
     def traffic(self, facts: Facts) -> Iterator[Sent]:
-        yield Sent("all_reduce", facts.layers, 8, self.size, 1, self.size)
+        yield Sent("all_reduce", facts.layers, 8, self.size, self.size)
 
 
 YAML = """
@@ -46,27 +48,29 @@ FACTS = Facts(world_size=4, parameters=10**6, trainable=10**6, layers=8, global_
 
 def add_mirrors() -> None:
     """In each worker."""
-    mesh_sharding.AXES.append(MirrorAxis)
+    mesh_sizes.AXES.append(MirrorAxis)
 
 
 @pytest.fixture
-def mirrors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dist_template.parallel.mesh_sharding.AXES", [*mesh_sharding.AXES, MirrorAxis])
+def mirrors() -> Iterator[None]:
+    add_mirrors()
+    yield
+    mesh_sizes.AXES.remove(MirrorAxis)
 
 
 @pytest.mark.usefixtures("mirrors")
 def test_a_new_axis_has_sizes_refusals_memory_messages_and_a_small_form() -> None:
-    sharding: Any = sharding_of(MIRRORED)
+    sharding: Any = estimate_of(MIRRORED)
     assert sharding.sizes(8) == {"pp": 1, "dp_replicate": 1, "fsdp": 2, "tp": 1, "mirror": 4, "ep": 1, "cp": 1}
     assert sharding.data_parallel(8) == 2 and sharding.axes(8) == ["fsdp"]
     assert violations_of(MIRRORED, Machine("cuda", 8)) == ["mirror_size 4: two mirrors are enough"]
     assert any("mirror_size 4 does not make 6" in each for each in violations_of(MIRRORED, Machine("cuda", 6)))
-    memory, alone = sharding.memory(FACTS), sharding_of("ddp").memory(FACTS)
+    memory, alone = sharding.memory(FACTS), estimate_of("ddp").memory(FACTS)
     assert memory["weights"] == alone["weights"] and memory["checksums"] == 64
-    assert [one for one in sharding.traffic(FACTS) if one.size == 8] == [Sent("all_reduce", 8, 8, 4, 1, 4)]
-    small = sharding.shrunk(None)
+    assert [one for one in sharding.traffic(FACTS) if one.size == 8] == [Sent("all_reduce", 8, 8, 4, 4)]
+    small = shrunk(MIRRORED)
     assert (small.arguments["mirror_size"], small.processes, small.data_parallel) == (2, 4, 2)
-    half = sharding_of({**MIRRORED, "dict_kwargs": {"mirror_size": 2, "fsdp_size": 1}}).halved(2)
+    half = shrunk({**MIRRORED, "dict_kwargs": {"mirror_size": 2, "fsdp_size": 1}}, 1)
     assert (half.arguments["mirror_size"], half.processes) == (1, 1)
 
 

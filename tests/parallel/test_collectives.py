@@ -102,7 +102,7 @@ def fsdp2(trainer: Any, module: Any) -> Step:
     optimizer = optim.build_optimizer(model, module.optim)
 
     def step(batch: Any) -> None:
-        model.set_requires_gradient_sync(trainer.strategy.sharding.reduce_each_micro_batch)
+        model.set_requires_gradient_sync(trainer.strategy.reduce_each_micro_batch)
         model.set_requires_all_reduce(False)
         loss(module, model, batch).backward()
         model.set_requires_gradient_sync(True)

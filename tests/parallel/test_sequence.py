@@ -63,7 +63,7 @@ def loss_and_gradients(architecture: dict[str, Any], batch: dict[str, Any], grou
     torch.manual_seed(0)
     model = build(**architecture)
     if group is not None:
-        share_attention(model, group)
+        share_attention(model, group.size(), group)
         batch = shard_batch(batch, group)
     with known_documents(model, batch) as known:
         tokens, positions = batch["input_ids"], batch["position_ids"]
@@ -175,7 +175,7 @@ def pair() -> Iterator[Any]:
 def test_only_training_needs_shards(pair: Any) -> None:
     model, tokens = build(**MODELS["a window in one layer"]), batch()["input_ids"]
     expected = model(tokens).logits
-    share_attention(model, pair)
+    share_attention(model, 2, pair)
     for grad, answer in ((torch.no_grad(), nullcontext()), (nullcontext(), pytest.raises(InputError, match="as in"))):
         with grad, answer:
             assert torch.equal(model(tokens).logits, expected)
@@ -185,7 +185,7 @@ def test_what_does_not_divide_is_refused(pair: Any) -> None:
     with pytest.raises(InputError, match="16 tokens cannot be shared by cp_size 3"):
         shard_batch(batch(), group_of(3))
     model = build(model_type="llama", num_attention_heads=1)
-    share_attention(model, pair)
+    share_attention(model, 2, pair)
     with pytest.raises(InputError, match="1 attention heads cannot be shared by cp_size 2"):
         model(batch()["input_ids"], is_sequence_shard=True)
 
@@ -240,6 +240,21 @@ def test_the_impossible_is_refused_before_the_start(case: str) -> None:
     assert fragment in sentence
 
 
+LLAMA_4 = AutoConfig.for_model("llama4_text", num_attention_heads=8)
+SIX = AutoConfig.for_model("llama", num_attention_heads=6, hidden_size=36)
+REFUSED_MODELS = [  # sizes, configuration, sentence
+    ({"cp_size": 2}, LLAMA_4, "a layer of it numbers a rank's tokens as if they were all"),  # by proof.json
+    ({"cp_size": 2, "tp_size": 2}, SIX, "cp_size 2 does not divide a rank's (tp_size 2) 3 attention heads"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "config", "fragment"), REFUSED_MODELS)
+def test_a_model_that_cannot_share_is_refused(sizes: dict[str, int], config: Any, fragment: str) -> None:
+    trainer = {"strategy": MeshStrategy(**sizes), "max_steps": 10}  # ty: ignore[invalid-argument-type]
+    (sentence,) = violations(Machine("cuda", 4), trainer, LanguageModule(), DataModule(seq_len=64), config)
+    assert fragment in sentence
+
+
 def test_an_own_network_is_refused(pair: Any) -> None:
     with pytest.raises(ValueError, match="set cp_size to 1"):
-        share_attention(torch.nn.Linear(2, 2), pair)
+        share_attention(torch.nn.Linear(2, 2), 2, pair)

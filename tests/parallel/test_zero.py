@@ -14,10 +14,12 @@ from torch import nn
 from trainer_dev.module import LanguageModule
 
 from dist_template import InputError
+from dist_template.cli.limits.machine import Setup
 from dist_template.parallel import deepspeed_config
 from dist_template.parallel.zero import _materialize
 from dist_template.strategies import ZeroStrategy
 from dist_template.wings.setup import deepspeed_config as tool
+from tests.support.library import Machine
 from tests.support.runs import CONFIGS, OURS, logged, only_run, run
 from tests.support.strategies import flags_of
 
@@ -40,21 +42,14 @@ EVERY_AUTO = {
 }
 
 
-def settings(**others: Any) -> deepspeed_config.Settings:
+def settings(accelerator: str = "cuda", precision: str = "bf16-mixed") -> Any:
     """16 processes with 4 sequences each, accumulated 4 times."""
-    values: dict[str, Any] = {
-        "accelerator": "cuda",
-        "precision": "bf16-mixed",
-        "micro_batch_size": 4,
-        "global_batch_size": 256,
-        "accumulation": 4,
-        "gradient_clip_val": 1.0,
-        "hidden_size": lambda: 100,
-    }
-    return deepspeed_config.Settings(**values | others)
+    data = SimpleNamespace(micro_batch_size=4, global_batch_size=256)
+    machine = Machine(accelerator, 16, precision=precision)
+    return Setup(machine, {"gradient_clip_val": 1.0}, SimpleNamespace(), data, None, trains=True)  # ty: ignore[invalid-argument-type]
 
 
-def resolved(given: Any, used: deepspeed_config.Settings) -> Any:
+def resolved(given: Any, used: Any) -> Any:
     return deepspeed_config.resolve(deepspeed_config.read(given), used)
 
 
@@ -70,9 +65,7 @@ def test_every_auto_of_a_hugging_face_file_is_filled_in() -> None:
     assert filled["bf16"]["enabled"] is True and filled["fp16"] == {"enabled": False, "loss_scale": 0}
     assert not {"optimizer", "scheduler"} & set(filled), "module.py builds them"
     zero = filled["zero_optimization"]
-    # width 100: its square, nine tenths of that, ten times it
-    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-    assert [zero[name] for name in sizes] == [10_000, 9_000, 1_000]
+    assert zero.keys() == {"stage", "offload_optimizer"}, "buckets have DeepSpeed's defaults"
     assert zero["offload_optimizer"]["pin_memory"] is True
     on_cpu = resolved(EVERY_AUTO, settings(accelerator="cpu", precision="32-true"))
     assert on_cpu["zero_optimization"]["offload_optimizer"]["pin_memory"] is False
@@ -80,18 +73,16 @@ def test_every_auto_of_a_hugging_face_file_is_filled_in() -> None:
 
 
 CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
-    "micro-batch": ({"train_micro_batch_size_per_gpu": 8}, "_per_gpu 8, data.micro_batch_size is 4"),
-    "global batch": ({"train_batch_size": 64}, "train_batch_size 64, data.global_batch_size is 256"),
-    "accumulation": ({"gradient_accumulation_steps": 1}, "_steps 1, data.global_batch_size / .* is 4"),
-    "clipping": ({"gradient_clipping": 0.5}, "gradient_clipping 0.5, trainer.gradient_clip_val is 1.0"),
-    "no half precision": ({"bf16": {"enabled": False}}, "bf16.enabled false, .* trainer.precision bf16-mixed is true"),
-    "the other half": ({"fp16": {"enabled": True}}, "fp16.enabled true, .* trainer.precision bf16-mixed is false"),
-    "autocast": ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "float16.* bf16-mixed is .bfloat16"),
+    "micro-batch": ({"train_micro_batch_size_per_gpu": 8}, "_per_gpu 8, and trainer and data 4"),
+    "global batch": ({"train_batch_size": 64}, "train_batch_size 64, and trainer and data 256"),
+    "accumulation": ({"gradient_accumulation_steps": 1}, "_steps 1, and trainer and data 4"),
+    "clipping": ({"gradient_clipping": 0.5}, "gradient_clipping 0.5, and trainer and data 1.0"),
+    "no half precision": ({"bf16": {"enabled": False}}, "bf16.enabled false, and trainer and data true"),
+    "the other half": ({"fp16": {"enabled": True}}, "fp16.enabled true, and trainer and data false"),
+    "autocast": ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "float16.*and data .bfloat16"),
     "optimizer": ({"optimizer": {"type": "Lion"}}, "optimizer.type is .Lion.*model.optim sets"),
     "learning rate": ({"optimizer": {"params": {"lr": 1e-3}}}, "params.lr is 0.001 .*model.optim sets"),
     "schedule": ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.type is .WarmupDecayLR.*model.optim sets"),
-    "auto without meaning": ({"steps_per_print": "auto"}, "steps_per_print is auto"),
-    "unknown in ZeRO": ({"zero_optimization": {"stage": 2, "stages": 3}}, "zero_optimization.stages: Extra inputs"),
 }
 
 
@@ -103,18 +94,9 @@ def test_a_conflict_names_both_places(case: str) -> None:
 
 
 def test_every_conflict_is_listed() -> None:
-    sections = {"bf16": {"enabled": False}, "scheduler": {"type": "WarmupCosineLR"}, "steps_per_print": "auto"}
-    zero = {"zero_optimization": {"stage": 2, "stages": 3, "overlap_com": True}}
-    with pytest.raises(InputError) as caught:
-        resolved(sections | zero | {"train_batch_size": 64, "gradient_clipping": 0.5}, settings())
-    head, *conflicts = str(caught.value).splitlines()
-    assert head == "trainer.strategy.init_args.config has 7 conflicts:"
-    starts = ["the DeepSpeed file says train_batch_size 64", "the DeepSpeed file says gradient_clipping 0.5"]
-    starts += ["the DeepSpeed file says bf16.enabled false", "scheduler.type is "]
-    starts += ["steps_per_print is auto", "zero_optimization.stages: Extra", "zero_optimization.overlap_com: Extra"]
-    assert [line.strip()[: len(start)] for line, start in zip(conflicts, starts, strict=True)] == starts
-    with pytest.raises(InputError, match="2 conflicts:\n.*no key 'zero_optim'.*\n.*no key 'bf'"):
-        deepspeed_config.read({"zero_optim": {}, "bf": {}})
+    sections = {"bf16": {"enabled": False}, "scheduler": {"type": "WarmupCosineLR"}, "train_batch_size": 64}
+    with pytest.raises(InputError, match="train_batch_size 64(?s:.)*bf16.enabled(?s:.)*scheduler.type is "):
+        resolved({"zero_optimization": {"stage": 2}} | sections, settings())
 
 
 def test_a_file_that_cannot_be_one_is_refused_in_a_sentence(tmp_path: Path) -> None:
@@ -122,21 +104,17 @@ def test_a_file_that_cannot_be_one_is_refused_in_a_sentence(tmp_path: Path) -> N
     (tmp_path / "list.json").write_text("[]")
     for wrong, sentence in (
         (str(tmp_path / "nowhere.json"), "nowhere.json.*No such file"),
-        (str(tmp_path / "broken.json"), "broken.json' is not JSON"),
+        (str(tmp_path / "broken.json"), "cannot read .*broken.json': Expecting property name"),
         (str(tmp_path / "list.json"), "wants an object"),
-        ({"zero_optimisation": {"stage": 2}}, "'zero_optimisation'; similar keys: zero_optimization"),
-        ({"zero_optimization": {}}, "no zero_optimization.stage"),
+        ({"zero_optimisation": {"stage": 2}}, "no zero_optimization.stage"),
     ):
         with pytest.raises(InputError, match=sentence):
             ZeroStrategy(config=wrong)
 
 
-def test_an_argument_and_the_file_must_agree() -> None:
-    with pytest.raises(InputError, match="init_args.stage is 3, and config, .* says 2"):
-        ZeroStrategy(stage=3, config={"zero_optimization": {"stage": 2}})
-    with pytest.raises(InputError, match="init_args.offload_optimizer is True, .* says False"):
-        ZeroStrategy(offload_optimizer=True, config={"zero_optimization": {"stage": 2}})
-    assert ZeroStrategy(config={"zero_optimization": {"stage": 3}}).sharding.stage == 3
+def test_the_file_replaces_the_other_arguments() -> None:
+    strategy = ZeroStrategy(stage=2, offload_optimizer=True, config={"zero_optimization": {"stage": 3}})
+    assert strategy.config == {"zero_optimization": {"stage": 3}}
 
 
 GUIDES: dict[str, Any] = {  # of Hugging Face's pages on DeepSpeed
@@ -185,29 +163,6 @@ def test_the_guides_file_replaces_the_keys_of_our_files(
     assert '"auto"' not in printed
     resolved = json.loads(printed)["zero_optimization"]
     assert ("offload_optimizer" in resolved) == offloads and ("offload_param" in resolved) == (stage == 3)
-
-
-def test_deepspeed_reads_the_keys_that_are_known_here_and_no_other() -> None:
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    class Recorder(dict):
-        """Notes what is asked for."""
-
-        asked: set[str] = set()
-
-        def __contains__(self, key: object) -> bool:
-            self.asked.add(str(key))
-            return super().__contains__(key)
-
-        def get(self, key: Any, default: Any = None) -> Any:
-            self.asked.add(key)
-            return super().get(key, default)
-
-        def keys(self) -> Any:
-            return self  # DeepSpeed asks `in config.keys()`
-
-    DeepSpeedConfig(Recorder(train_micro_batch_size_per_gpu=1))
-    assert Recorder.asked == deepspeed_config.KNOWN_KEYS
 
 
 def test_the_json_is_printed_alone_and_is_accepted_as_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

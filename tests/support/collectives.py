@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dist_template.parallel import facts
+from dist_template.parallel.estimates import facts
 
 # torch's operators, in place and functional, and which of their arguments is the whole tensor.
 OPERATORS = {
@@ -48,11 +48,11 @@ class ToGroups(TorchDispatchMode):
 
 
 class Sent(ToGroups):
-    """Calls and elements by kind."""
+    """Elements by kind."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.elements = Counter[str](), Counter[str]()
+        self.elements = Counter[str]()
 
     def take(self, name: str, args: Any, kwargs: Any) -> None:
         if name in OPERATORS:
@@ -60,12 +60,11 @@ class Sent(ToGroups):
             size = sum(each.numel() for each in tree_leaves(args[argument]) if isinstance(each, Tensor))
             size *= args[1] if name == "all_gather_into_tensor" else 1
             if size >= SMALL:
-                self.calls[kind] += 1
                 self.elements[kind] += size
 
 
 class CountCollectives(Callback):
-    """Write `sent<rank>.json`, kind -> [calls, elements], of the step after `step`."""
+    """Write `sent<rank>.json`, kind -> elements, of the step after `step`."""
 
     def __init__(self, folder: Path, step: int = 2) -> None:
         self.folder = folder
@@ -78,25 +77,21 @@ class CountCollectives(Callback):
             self.sent.__enter__()
         elif trainer.global_step == self.step + 1 and self.sent:
             self.sent.__exit__(None, None, None)
-            found = {kind: (calls, self.sent.elements[kind]) for kind, calls in self.sent.calls.items()}
-            self.sent = None
+            found, self.sent = self.sent.elements, None
             (self.folder / f"sent{trainer.global_rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-def read_sent(folder: Path) -> dict[str, tuple[float, float]]:
-    """Kind -> (calls, elements), the mean over ranks."""
+def read_sent(folder: Path) -> dict[str, float]:
+    """Kind -> elements, the mean over ranks."""
     ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("sent*.json"))]
     assert ranks and len({tuple(sorted(rank)) for rank in ranks}) == 1, "ranks differ in what they call"
-    mean = {kind: [sum(rank[kind][i] for rank in ranks) / len(ranks) for i in (0, 1)] for kind in ranks[0]}
-    return {kind: (calls, elements) for kind, (calls, elements) in mean.items()}
+    return {kind: sum(rank[kind] for rank in ranks) / len(ranks) for kind in ranks[0]}
 
 
-def summed(traffic: Iterable[facts.Sent]) -> dict[str, tuple[float, float]]:
+def summed(traffic: Iterable[facts.Sent]) -> dict[str, float]:
     """The same of what the model says."""
-    found: dict[str, tuple[float, float]] = {}
+    found: dict[str, float] = {}
     for one in traffic:
-        if one.ranks == 1:
-            continue
-        calls, elements = found.get(one.kind, (0, 0))
-        found[one.kind] = (calls + one.calls, elements + one.elements)
+        if one.ranks > 1:
+            found[one.kind] = found.get(one.kind, 0) + one.elements
     return found

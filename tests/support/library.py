@@ -24,7 +24,6 @@ from dist_template.model.metrics import MetricBuffer
 from dist_template.observe.history.metrics import read_lines, read_metrics
 from dist_template.observe.history.run import read_incidents
 from dist_template.observe.loggers import tensorboard
-from dist_template.parallel.pipeline.costs import stages_of_rank
 from dist_template.parallel.pipeline.schedule import SCHEDULES
 from dist_template.parallel.sequence import shard_batch
 from dist_template.text.batches.rows import NOT_COUNTED, PackedRows, Rows

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.plugins.precision import HalfPrecision
+from lightning.pytorch.strategies import DDPStrategy
 
 from ..callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from ..callbacks.crash import Crash
@@ -19,11 +20,10 @@ from ..callbacks.watchdog import Watchdog
 from ..checkpoint.formats import use_every_format
 from ..cluster.fingerprint import SameEnvironment
 from ..cluster.redaction import redacted
-from ..compat.lightning import limit_threads
+from ..compat.lightning import limit_threads, set_ddp_defaults
 from ..compat.loop import lighten
 from ..model import any_module
 from ..observe.loggers.run_log import RunLog
-from ..parallel import ddp
 from ..parallel.half import HalfParameters
 
 
@@ -42,7 +42,9 @@ def complete(
     `given` are the Trainer's keyword arguments in the configuration, `config` is the content of
     config.yaml, and `defaults` returns its content with all keys at their defaults.
     """
-    ddp.complete(given.get("strategy"), trainer.strategy)
+    if isinstance(given.get("strategy"), str) and type(trainer.strategy) is DDPStrategy:
+        # Gradients are views of the buckets that are sent; buffers change equally on all ranks, and are not broadcast.
+        set_ddp_defaults(trainer.strategy, gradient_as_bucket_view=True, forward_sync_buffers=False)
     if trainer.num_devices > 1:
         limit_threads(trainer.num_devices)  # Lightning does so in rank 0, for some strategies
     use_every_format(trainer.strategy)

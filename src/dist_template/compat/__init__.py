@@ -6,7 +6,6 @@ loop.py, epochs.py       Lightning's training loop with less overhead, and exact
 torch.py, torchrun.py    tensors, process groups, checkpoints; the elastic agent
 stacks.py                names of functions in stacks, by which a hang's phase is known
 deepspeed.py             ZeRO's optimizers and checkpoint files
-transformers_serving.py  the handlers of OpenAI's API behind `transformers serve`
 transformers.py          attention masks, grouped products, sharding by a model's plans
 transformers_serving.py  the handlers of OpenAI's API behind `transformers serve`
 parallel_styles.py       transformers' tensor and expert parallelism: two fixes
@@ -46,7 +45,7 @@ def replaced(owner: Any, **values: Any) -> Generator[None]:
 def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     """Replaces a method of this instance by `wrapper`, which gets the method before its arguments.
 
-    The class, its names and an instance's hooks stay. nn.Module calls `self.forward` (torch 2.13),
-    Lightning `module.configure_model` (2.6): both read the instance first."""
+    The class, its names and an instance's hooks stay: nn.Module calls `self.forward`, an instance's first (torch 2.13).
+    """
     method = getattr(owner, name)
     setattr(owner, name, wraps(method)(partial(wrapper, method)))

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.optim import optimizer as _optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
@@ -111,21 +110,6 @@ def reduce_pipeline_gradients(model: Any) -> None:
         for group in state._fsdp_param_groups:
             group.post_backward()
     root._root_post_backward_final_callback()
-
-
-@contextmanager
-def ranges() -> Generator[list[Any]]:
-    """Yields the arguments of all calls of `torch.arange` inside."""
-    found: list[Any] = []
-
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            if func is torch.arange:
-                found.extend([*args, *(kwargs or {}).values()])
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
-        yield found
 
 
 class FrugalStage(PipelineStage):

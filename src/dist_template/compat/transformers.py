@@ -49,6 +49,8 @@ def reason_against_sequence_shards(model: Any) -> str:
     masked = {"full_attention", "sliding_attention", "chunked_attention"}
     if {*(getattr(config, "layer_types", None) or ())} - masked or model._is_stateful:
         return "layers other than attention to all tokens combine its tokens"
+    if getattr(config, "attn_temperature_tuning", False):
+        return "a layer of it numbers a rank's tokens as if they were all"
     is_dynamic = re.search("longrope|'dynamic'", str(getattr(config, "rope_parameters", None)))
     return "its rotary embedding depends on a batch's largest position" if is_dynamic else ""
 
@@ -92,28 +94,6 @@ def shard_for(target: DTensor, full: torch.Tensor) -> torch.Tensor:
     shard = DtensorShardOperation(target).shard_tensor(full)
     assert shard is not None  # it is None for single experts only
     return shard
-
-
-TOKENS = 13  # of a row on the meta device; no other size of a model is likely to be this number
-
-
-def run_on_meta(model: Any, **options: Any) -> Any:
-    """Returns the output of a model on the meta device for a row of `TOKENS`. The grouped product
-    of experts has no kernel there in fp32 and reads the sizes of each."""
-    from transformers.integrations import moe
-
-    experts: dict[str, Any] = {"_grouped_mm": lambda input, weight, offs: input @ weight[0]}
-    row = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-    eager = torch.compiler.set_stance("force_eager")
-    with without_search(), replaced(moe, **experts), eager, torch.device("meta"):
-        return model(input_ids=row, position_ids=row, use_cache=False, **options)
-
-
-def needs_values(error: BaseException) -> bool:
-    """Returns whether a model cannot run on the meta device: it reads a tensor's value, or the
-    device's type of autocast, as peft's adapters of experts do."""
-    signs = "meta", "unsupported scalarType"
-    return isinstance(error, NotImplementedError) or any(sign in str(error) for sign in signs)
 
 
 @cache

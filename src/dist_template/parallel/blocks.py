@@ -6,7 +6,7 @@ gather a block's parameters, stay outside of them; the hooks of tensor and exper
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,9 +82,12 @@ def _checkpointed(block: nn.Module, forward: Function, selective: bool) -> Funct
         # transformers' experts add a bias in place to their product, which cannot be kept then.
         has_bias = any(getattr(module, "has_bias", False) for module in block.modules())
         kept = {each for each in EXPENSIVE if not (has_bias and str(each) in OF_EXPERTS)}
-        policy = functools.partial(_keep_products, kept)
-        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-        options["context_fn"] = contexts
+
+        def policy(context: object, operation: object, *_: object, **__: object) -> CheckpointPolicy:
+            """Saves results that are expensive to recompute; norms, activations and rotations are cheap."""
+            return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
 
     @functools.wraps(forward)
     def wrapped(*args: object, **kwargs: object) -> object:
@@ -93,11 +96,6 @@ def _checkpointed(block: nn.Module, forward: Function, selective: bool) -> Funct
         return checkpoint(forward, *args, **options, **kwargs)
 
     return wrapped
-
-
-def _keep_products(kept: Set[object], context: object, operation: object, *_: object, **__: object) -> CheckpointPolicy:
-    """Saves results that are expensive to recompute; norms, activations and rotations are cheap."""
-    return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _compiled(forward: Function) -> Function:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from .pipeline.costs import StageFacts
-from .protocol import DataRank
+from .pipeline.stages import StageFacts
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -16,17 +15,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class DataRank(NamedTuple):
+    """Which part of the batches a process reads."""
+
+    rank: int
+    size: int
+
+
 class Layers:
-    """The model's layers on this rank: all of them. A pipeline has another class.
+    """The model's layers on this rank: all of them. A pipeline has another class."""
 
-    Attributes:
-        group: The ranks that have the other layers.
-        batch_group: The ranks that have the same layers. None: all.
-        facts: What facts.json has of the stages.
-    """
-
-    group: dist.ProcessGroup | None = None
-    batch_group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None  # of the ranks that have the other layers
+    batch_group: dist.ProcessGroup | None = None  # of the ranks that have the same layers; None: all
     facts: StageFacts | None = None
 
     def __str__(self) -> str:
@@ -44,6 +44,14 @@ class Layers:
         """Returns on every rank what the ranks that have the model's output compute. Collective."""
         return compute()
 
+    def training_step(self, step: Callable[..., T], args: tuple[object, ...]) -> T | Tensor:
+        """Runs the module's `training_step` on a micro-batch; returns () the loss, and what else it returns."""
+        return step(*args)
+
+    def evaluate(self, step: Callable[..., T], args: tuple[object, ...]) -> T | None:
+        """Runs the module's validation or test step. Collective."""
+        return step(*args)
+
     def all_names(self, names: list[str]) -> list[str]:
         """Returns the names that any rank has, in one order on every rank. Collective."""
         return names
@@ -55,17 +63,11 @@ class Layers:
 
 
 class RunDefaults:
-    """The answers of DDP, one device and other strategies of Lightning's.
+    """The answers of DDP, one device and other strategies of Lightning's."""
 
-    Attributes:
-        layers: The model's layers on this rank.
-        replica_tolerance: How much replicas may differ on a GPU by rounding alone, relative to their norm.
-        has_replicas: Whether tensors of the same place on two ranks are comparable.
-    """
-
-    layers = Layers()
-    replica_tolerance = 0.0
-    has_replicas = True
+    layers = Layers()  # the model's layers on this rank
+    replica_tolerance = 0.0  # by how much of their norm replicas may differ on a GPU, by rounding alone
+    has_replicas = True  # whether tensors of the same place on two ranks are comparable
 
     @property
     def lightning(self) -> Any:

@@ -20,21 +20,10 @@ from torch import Tensor, nn
 
 from ..compat import replaced
 from ..compat import transformers as compat
-from ..compat.torch import ranges
-from ..errors import InputError, reason
+from ..errors import InputError
 
 WHOLE = "whole_position_ids"  # key of a sharded batch: (B, T) the positions of all tokens
 IS_SHARD = "is_sequence_shard"  # keyword argument of a model's forward pass, for its attention
-
-
-class Group:
-    """The number of ranks that share sequences, in place of their process group."""
-
-    def __init__(self, num: int) -> None:
-        self._num = num
-
-    def size(self) -> int:
-        return self._num
 
 
 def shard_batch(batch: Any, group: dist.ProcessGroup) -> Any:
@@ -58,8 +47,8 @@ def shard_batch(batch: Any, group: dist.ProcessGroup) -> Any:
     return sharded
 
 
-def share_attention(model: nn.Module, group: dist.ProcessGroup | Group) -> None:
-    """Makes the model's attention kernel combine the tokens of all ranks of `group`.
+def share_attention(model: nn.Module, num: int, group: dist.ProcessGroup) -> None:
+    """Makes the model's attention kernel combine the tokens of the `num` ranks of `group`.
 
     The kernel is replaced in transformers' registry for the process; a forward pass without
     `IS_SHARD`, such as that of `generate`, still runs the kernel alone.
@@ -75,75 +64,43 @@ def share_attention(model: nn.Module, group: dist.ProcessGroup | Group) -> None:
     attend = ALL_ATTENTION_FUNCTIONS[kernel]
 
     def attend_to_all(
-        module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, *mask: Any, **options: Any
-    ) -> tuple[Any, ...]:
+        module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, *mask: object, **options: Any
+    ) -> tuple[object, ...]:
         """Maps (B, H, T / n, W) queries, keys and values to (B, T / n, H, W)."""
         if not options.pop(IS_SHARD, False):
-            if queries.is_meta:
-                raise ValueError("a block of it does not give keyword arguments to its attention")
             if torch.is_grad_enabled():
-                raise InputError(
-                    "cp_size above 1 needs batches with input_ids, position_ids and labels, and"
-                    " `known_documents` around the model, as in module.py: set cp_size to 1"
-                )
+                needs = "batches with input_ids, position_ids and labels, and `known_documents` around the model"
+                raise InputError(f"cp_size above 1 needs {needs}, as in module.py: set cp_size to 1")
             return attend(module, queries, keys, values, *mask, **options)
         options.pop("position_ids", None)  # of the shard, for which flash attention would read them
-        heads, num = queries.shape[1], group.size()
+        heads = queries.shape[1]
         if heads % num:
             raise InputError(f"{heads} attention heads cannot be shared by cp_size {num}")
         copies = num // gcd(num, keys.shape[1])  # where there are fewer heads of keys than ranks
         groups = {"num_key_value_groups": heads // keys.shape[1] // copies} if copies > 1 else {}
         keys, values = (each.repeat_interleave(copies, dim=1) for each in (keys, values))
-        of_all = (_AllToAll.apply(each, group, 1, 2) for each in (queries, keys, values))
+        of_all = (_AllToAll.apply(each, group, num, 1, 2) for each in (queries, keys, values))
         with replaced(module, **groups):
             attended, *others = attend(module, *of_all, *mask, **options)
-        return _AllToAll.apply(attended, group, 1, 2), *others
+        return _AllToAll.apply(attended, group, num, 1, 2), *others
 
     AttentionInterface.register(kernel, attend_to_all)
-
-
-def try_shard(model: nn.Module, num: int) -> None:
-    """Runs a forward pass of a rank's tokens, 1 / `num` of a row; `model` is on the meta device.
-
-    A model that needs values of its tensors is not tried.
-
-    Raises:
-        ValueError: the pass fails, or a layer numbers the rank's tokens as if they were all.
-    """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
-
-    kernel = compat.attention_of(model) or ""
-    attend: Any = ALL_ATTENTION_FUNCTIONS.get(kernel)
-    share_attention(model, Group(num))
-    positions = torch.empty(1, num * compat.TOKENS, dtype=torch.long, device="meta")
-    try:
-        with masks_of_all(model, positions, None), ranges() as lengths:
-            compat.run_on_meta(model, **{IS_SHARD: True})
-    except (IndexError, TypeError, RuntimeError) as error:
-        if compat.needs_values(error):
-            return
-        raise ValueError(f"a pass of a rank's tokens fails ({reason(error)})") from error
-    finally:
-        AttentionInterface.register(kernel, attend)
-    if compat.TOKENS in lengths:
-        raise ValueError("a layer of it numbers a rank's tokens as if they were all")
 
 
 class _AllToAll(torch.autograd.Function):
     """Shards dimension `split` over the ranks, and gathers dimension `join`."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, group: Any, split: int, join: int) -> Tensor:
-        ctx.reverse = group, join, split
-        parts = torch.stack(local.chunk(group.size(), dim=split))
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup, num: int, split: int, join: int) -> Tensor:
+        ctx.reverse = group, num, join, split
+        parts = torch.stack(local.chunk(num, dim=split))
         received = torch.empty_like(parts)
-        if not local.is_meta:
-            dist.all_to_all_single(received, parts, group=group)
+        dist.all_to_all_single(received, parts, group=group)
         return torch.cat(received.unbind(), dim=join)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _AllToAll.apply(*gradients, *ctx.reverse), None, None, None
+        return _AllToAll.apply(*gradients, *ctx.reverse), None, None, None, None
 
 
 @contextmanager
@@ -164,7 +121,7 @@ def masks_of_all(
     documents = find(positions) if find else None  # one in each row
     make_mask, num_tokens = masks[kernel], positions.shape[1]
 
-    def make(mask_function: Callable[..., Tensor], **options: Any) -> object:
+    def make(mask_function: Callable[..., Tensor], **options: object) -> object:
         if is_shard:
             options |= {"q_length": num_tokens, "kv_length": num_tokens}
         if documents is not None and options["kv_length"] == num_tokens:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -27,41 +25,29 @@ from torch.distributed.fsdp import (
 from .. import weights
 from ..checkpoint import scatter
 from ..compat import transformers as compat
+from ..compat.parallel_styles import STYLE, register_replicated
 from ..errors import InputError, reason
 from ..layout import refuse_scalars
 from .blocks import find_blocks
-from .mesh_sharding import Mesh, MeshSizes
-from .sequence import share_attention, try_shard
-from .tensor_trial import missing_rules, pattern_of
+from .mesh_ranks import MeshRanks
+from .sequence import share_attention
 
 EXPERT_PLAN = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}  # adapters follow it
+FORGOTTEN = {  # modules that each rank has, whose gradient is a sum, and that plans of transformers (5.23) do not name
+    "apertus": ("mlp.act_fn",),
+    "glm4_moe": ("self_attn.q_norm", "self_attn.k_norm"),
+    "phi": ("self_attn.q_layernorm", "self_attn.k_layernorm"),
+}
+UNSOUND = ("inkling_text", "longcat_flash")  # types whose plans leave gradients of activations on one rank
+BEFORE_HEADS = {"q_a_proj", "q_a_layernorm", "kv_a_layernorm", "indexer"}  # of latent attention: complete on each rank
+# Styles of modules that say nothing about the gradients of their own parameters
+NO_RULE = {"", "local_params", "all_reduce", "moe_tp_experts", "moe_identity_expert"}
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class MeshOfRanks(Protocol):
-    """What the functions below read of a MeshStrategy."""
-
-    sharding: Mesh
-    mesh_sizes: MeshSizes
-    expert_mesh: DeviceMesh
-    sequence_group: dist.ProcessGroup
-    fsdp_plan: dict[str, str] | None
-    precision_plugin: Precision
-
-    @property
-    def device_mesh(self) -> DeviceMesh: ...
-    @property
-    def root_device(self) -> torch.device: ...
-    @property
-    def shards(self) -> bool: ...
-
-
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
-
-def shard_module(module: L.LightningModule, strategy: MeshOfRanks) -> None:
+def shard_module(module: L.LightningModule, strategy: MeshRanks) -> None:
     """Shards the layers that a plain LightningModule has made, with rank 0's weights.
 
     The module itself is the outermost FSDP unit, which its steps gather.
@@ -70,10 +56,10 @@ def shard_module(module: L.LightningModule, strategy: MeshOfRanks) -> None:
         return
     refuse_scalars(module, "FSDP2")
     strategy.precision_plugin.convert_module(module)
-    module.to("cpu" if strategy.sharding.cpu_offload else strategy.root_device)
+    module.to("cpu" if strategy.cpu_offload else strategy.root_device)
     scatter.load_weights(module, weights.named_tensors(module))
     shard_by_blocks(module, strategy)
-    for step in STEPS:
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
         if is_overridden(step, module):
             register_fsdp_forward_method(module, step)
 
@@ -86,56 +72,55 @@ def refuse_adapters(model: PreTrainedModel) -> None:
             rules = [rule.rpartition(".") for rule in model.tp_plan]
             plan = {last: model.tp_plan[f"{base}.{last}"] for path, _, last in rules if path == base}
             if plan and plan != EXPERT_PLAN:
-                raise InputError(
-                    f"adapters of {name} are not sharded by its tensor-parallel plan"
-                    f" ({', '.join(plan.values())}): name linear layers as model.adapter.targets"
-                )
+                which = f"adapters of {name} are not sharded by its tensor-parallel plan ({', '.join(plan.values())})"
+                raise InputError(f"{which}: name linear layers as model.adapter.targets")
 
 
-def complete_plan(model: PreTrainedModel, rules: dict[str, str], size: int) -> None:
+def complete_plan(model: PreTrainedModel, rules: dict[str, str]) -> None:
     """Adds to `model`'s tensor-parallel plan the rules of the gradients that it forgets.
 
-    Args:
-        model: On the meta device.
-        rules: The model's plan with the user's changes.
-        size: Ranks of a tensor-parallel group.
-
-    Raises:
-        InputError: a rank's forward pass fails, or no rule makes its gradients complete.
+    Every rank has all of a parameter without a rule. Where only the rank's heads or features use
+    it, its gradient is one term of a sum, and each rank would step its replica differently.
+    `rules` is the plan with the user's changes. Raises InputError if a parameter's gradient is not known.
     """
+    refuse_adapters(model)
+    names = {module: name for name, module in model.named_modules()}
+    missing, forgotten = dict[str, str](), FORGOTTEN.get(model.config.model_type, ())
     with _refusing(model):
-        _check_ties(model, rules)
-        missing = missing_rules(model, rules, size, partial(compat.run_on_meta, model))
+        if model.config.model_type in UNSOUND:
+            raise ValueError("its plan leaves partial gradients: set tp_size to 1")
+        for owners in weights.find_ties(model):
+            tied = [names[owner] for owner, _ in owners]
+            if 0 < len(rules.keys() & tied) < len(tied):
+                which = f"{' and '.join(tied)} share a parameter, and the plan shards one of them"
+                raise ValueError(f"{which}: set tie_word_embeddings to false, or give both a rule as tp_plan")
+        for module, path in names.items():
+            styles = {_style_of(rules, f"{path}.{name}") for name, _ in module.named_children()}
+            if not {"colwise", "rowwise"} <= styles:
+                continue
+            for name, parameter in module.named_parameters(prefix=path):
+                owner, _, own = name.rpartition(".")
+                style = _style_of(rules, name) or _style_of(rules, owner)
+                if style not in NO_RULE or not parameter.requires_grad or BEFORE_HEADS & set(owner.split(".")):
+                    continue
+                if not owner.endswith(forgotten):
+                    which = f"the plan does not say how the gradient of {pattern_of(owner)}.{own} is computed"
+                    way_out = f"replicate if it is complete on each rank, {STYLE} if it is a sum"
+                    raise ValueError(f"{which}: set tp_size to 1, or give a rule as tp_plan ({way_out})")
+                missing[pattern_of(owner)] = STYLE
     model.tp_plan = model.tp_plan | missing  # the dict itself is the class's
 
 
-def _check_ties(model: nn.Module, plan: dict[str, str]) -> None:
-    """Raises ValueError if the plan shards one owner of a tied parameter and not the others."""
-    names = {module: name for name, module in model.named_modules()}
-    for owners in weights.find_ties(model):
-        sharded = {names[owner]: names[owner] in plan for owner, _ in owners}
-        if len(set(sharded.values())) > 1:
-            raise ValueError(
-                f"{' and '.join(sharded)} share a parameter, and the plan shards one of them: set"
-                " tie_word_embeddings to false, or give both a rule as tp_plan"
-            )
+def pattern_of(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def try_rank(model: Any, strategy: MeshOfRanks) -> None:
-    """Completes the plan of `model`, on the meta device, and refuses what would be wrong on a rank.
-
-    Raises:
-        InputError: a rank's forward pass fails, or would compute something else.
-    """
-    sizes = strategy.mesh_sizes
-    if sizes.tp > 1 and getattr(model, "tp_plan", None):
-        complete_plan(model, strategy.sharding.rules(model, sizes), sizes.tp)
-    if sizes.cp > 1:
-        with _refusing(model):
-            try_shard(model, sizes.cp)
+def _style_of(rules: dict[str, str], name: str) -> str:
+    """Returns the style of a module or parameter; `*` in a plan is a layer's number."""
+    return rules.get(name) or rules.get(pattern_of(name), "")
 
 
-def shard_by_plan(model: Any, strategy: MeshOfRanks) -> None:
+def shard_by_plan(model: Any, strategy: MeshRanks) -> None:
     """Shards `model`, which has plans of transformers, in place.
 
     Raises:
@@ -144,8 +129,6 @@ def shard_by_plan(model: Any, strategy: MeshOfRanks) -> None:
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh
 
-    from ..compat.parallel_styles import register_replicated
-
     register_replicated()
     sizes = strategy.mesh_sizes
     config = DistributedConfig(
@@ -153,10 +136,9 @@ def shard_by_plan(model: Any, strategy: MeshOfRanks) -> None:
         fsdp_size=sizes.fsdp,
         dp_replicate_size=sizes.dp_replicate,
         ep_size=sizes.ep,
-        tp_plan=strategy.sharding.tp_plan,
-        ep_plan=strategy.sharding.ep_plan,
-        fsdp_plan=strategy.fsdp_plan,
-        fsdp_cpu_offload=strategy.sharding.cpu_offload,
+        tp_plan=strategy.tp_plan,
+        ep_plan=strategy.ep_plan,
+        fsdp_cpu_offload=strategy.cpu_offload,
         fsdp_mixed_precision=_is_mixed(strategy),
     )
     ties = weights.find_ties(model)
@@ -170,12 +152,12 @@ def shard_by_plan(model: Any, strategy: MeshOfRanks) -> None:
     offload = partial(_offload_policy, strategy)
     with compat.sharding(offload, prepare=lambda: weights.tie(ties)), _refusing(model):
         if sizes.cp > 1:
-            share_attention(model, strategy.sequence_group)
+            share_attention(model, sizes.cp, strategy.sequence_group)
         model.maybe_distribute_model(model, config, mesh)
     weights.tie(ties)
 
 
-def shard_by_blocks(model: nn.Module, strategy: MeshOfRanks) -> None:
+def shard_by_blocks(model: nn.Module, strategy: MeshRanks) -> None:
     """Shards each block of `model`, and then the rest of it, in place.
 
     Raises:
@@ -186,7 +168,7 @@ def shard_by_blocks(model: nn.Module, strategy: MeshOfRanks) -> None:
         if sizes.tp > 1 or sizes.ep > 1:
             raise ValueError("it has no tensor or expert plan: set tp_size and ep_size to 1")
         if sizes.cp > 1:
-            share_attention(model, strategy.sequence_group)
+            share_attention(model, sizes.cp, strategy.sequence_group)
         dimensions = ("dp_replicate", "fsdp") if sizes.dp_replicate > 1 else ("fsdp",)
         options: dict[str, Any] = {
             "mesh": strategy.device_mesh[dimensions],
@@ -202,13 +184,13 @@ def shard_by_blocks(model: nn.Module, strategy: MeshOfRanks) -> None:
         fully_shard(model, **options)
 
 
-def _offload_policy(strategy: MeshOfRanks) -> OffloadPolicy:
-    if not strategy.sharding.cpu_offload:
+def _offload_policy(strategy: MeshRanks) -> OffloadPolicy:
+    if not strategy.cpu_offload:
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=strategy.root_device.type == "cuda")
 
 
-def _is_mixed(strategy: MeshOfRanks) -> bool:
+def _is_mixed(strategy: MeshRanks) -> bool:
     """Returns whether weights are gathered in bfloat16, and stored and reduced in float32."""
     return strategy.precision_plugin.precision == "bf16-mixed"
 
@@ -218,5 +200,4 @@ def _refusing(model: nn.Module) -> Generator[None]:
     try:
         yield
     except ValueError as error:
-        sentence = f"{type(model).__name__} cannot be sharded as configured: {reason(error)}"
-        raise InputError(sentence) from error
+        raise InputError(f"{type(model).__name__} cannot be sharded as configured: {reason(error)}") from error

@@ -28,23 +28,22 @@ from ..checkpoint.frozen import KEY, REFERENCE
 from ..checkpoint.zero import ZeroFormat
 from ..compat import deepspeed as compat
 from ..compat.lightning import EnginePrecision, accumulates, set_deepspeed_config, start_deepspeed
-from ..errors import InputError, require
+from ..errors import require
 from ..layout import refuse_scalars
 from . import deepspeed_config as config_file
-from .facts import Configured, Hardware
+from .configured import Configured, Hardware
 from .run_strategy import RunDefaults
-from .zero_sharding import Zero
 
-for expected in (
-    ".*DeepSpeed handles gradient clipping internally.*",  # module.py leaves clipping to it
-    # DeepSpeed 0.19 with torch 2.13
-    ".*torch.distributed.(all_gather_into|reduce_scatter)_tensor. is deprecated.*",
-):
-    warnings.filterwarnings("ignore", message=expected)
+# module.py leaves clipping to DeepSpeed; DeepSpeed 0.19 with torch 2.13
+warnings.filterwarnings("ignore", message=".*DeepSpeed handles gradient clipping internally.*")
+warnings.filterwarnings(
+    "ignore", message=".*torch.distributed.(all_gather_into|reduce_scatter)_tensor. is deprecated.*"
+)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before jsonargparse imports DeepSpeed
 
+Config = dict[str, Any]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -64,15 +63,15 @@ class ZeroPrecision(EnginePrecision):
 
         The engine must see every micro-batch; the module's hooks of a step run once per step."""
         kwargs["scale_wrt_gas"] = False  # Lightning has divided the loss already
-        engine: Any = model.trainer.model
+        engine = _engine(model)
         is_last = not accumulates(model.trainer)
         engine.set_gradient_accumulation_boundary(is_last)
         super().backward(tensor, model, *args, **kwargs)
         if not is_last:
             engine.step()
 
-    def optimizer_step(self, optimizer: Any, model: L.LightningModule, closure: Any, **kwargs: Any) -> Any:
-        engine: Any = model.trainer.model
+    def optimizer_step(self, optimizer: Any, model: L.LightningModule, closure: Any, **kwargs: Any) -> object:
+        engine = _engine(model)
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
         if getattr(engine.optimizer, "cpu_offload", False) and engine.optimizer.overflow:
             # DeepSpeed 0.19.8 clears them only without offload; in bf16 the next step adds them.
@@ -84,9 +83,8 @@ class ZeroPrecision(EnginePrecision):
 
         The step is handled like an overflow in fp16: gradients are cleared, weights and moments
         stay. `anomalous` is read on the host; DeepSpeed reads the gradients' norm there in every step anyway."""
-        engine: Any = model.trainer.model
-        optimizer = engine.optimizer
-        skips = bool(anomalous)
+        engine = _engine(model)
+        optimizer, skips = engine.optimizer, bool(anomalous)
         if not compat.can_veto_steps(optimizer) and skips:  # a norm that is NaN makes it skip the step
             for gradients in optimizer.fp32_groups_gradients_flat:
                 gradients.fill_(math.nan)
@@ -95,7 +93,7 @@ class ZeroPrecision(EnginePrecision):
     @staticmethod
     def outcome(model: L.LightningModule) -> tuple[bool, float]:
         """Returns whether the newest step's gradients were non-finite, and their norm, or -1."""
-        engine: Any = model.trainer.model
+        engine = _engine(model)
         skipped, vetoed = engine.optimizer.overflow, engine.optimizer.vetoed
         if getattr(engine.optimizer, "found_overflow", skipped and not vetoed):
             return True, math.inf
@@ -110,12 +108,11 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
     `-true` alike: weights in bf16 or fp16, and sharded fp32 weights that the optimizer updates.
 
     Args:
-        stage: 1 shards optimizer state, 2 gradients too, 3 parameters too. null: the value in `config`, else 2.
-        offload_optimizer: Keep and update optimizer state in host memory. null, false: the value in
-            `config`, if there is one.
-        offload_parameters: Keep parameters there too, stage 3 only. null, false: as above.
+        stage: 1 shards optimizer state, 2 gradients too, 3 parameters too. null: 2.
+        offload_optimizer: Keep and update optimizer state in host memory. null: false.
+        offload_parameters: Keep parameters there too, stage 3 only. null: false.
         pin_memory: Page-lock that memory, so that copies overlap computation. auto: if there is a GPU.
-        config: A DeepSpeed JSON file, or its content, in place of the other arguments. null: these arguments.
+        config: A DeepSpeed JSON file, or its content, which replaces the other arguments. null: these arguments.
         sub_group_size: Elements updated at once in stage 3; limits the memory of an offloaded update.
         prefetch_bucket_size: Elements gathered ahead of use in stage 3, which hides communication.
         param_persistence_threshold: Smaller parameters (elements: norms, biases, routers) stay
@@ -146,46 +143,33 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
         )
         self.format = ZeroFormat(self)
         assert isinstance(self.config, dict)
-        self.sharding = Zero(given=self.config)
+        self._given, zero = self.config, self.config["zero_optimization"]
+        self.arguments = {"config": self._given}  # for sharding_of
         if config is None:
-            zero = self.config["zero_optimization"]
             if zero["stage"] > 1:  # in stage 1 it would select another DeepSpeed optimizer
                 self.config["data_types"] = {"grad_accum_dtype": "fp32"}
             if zero["stage"] == 3:
                 zero["stage3_prefetch_bucket_size"] = prefetch_bucket_size
                 zero["stage3_param_persistence_threshold"] = param_persistence_threshold
                 zero["stage3_gather_16bit_weights_on_model_save"] = True
-        else:
-            self._check("stage", stage)
-            # zero2.yaml and zero3.yaml write false, in whose place the file is.
-            self._check("offload_optimizer", offload_optimizer or None)
-            self._check("offload_parameters", offload_parameters or None)
-
-    def _check(self, name: str, given: int | None) -> None:
-        """Refuses an argument that differs from the DeepSpeed file."""
-        in_file = getattr(self.sharding, name)
-        if given not in (None, in_file):
-            which = f"trainer.strategy.init_args.{name} is {given}"
-            raise InputError(f"{which}, and config, the DeepSpeed file, says {in_file}: remove one of the two")
 
     # ---- the configuration -----------------------------------------------------------------------
 
-    def complete_config(self, settings: config_file.Settings) -> dict[str, Any]:
-        """Returns the configuration that DeepSpeed gets with these settings."""
-        config = config_file.resolve(self.sharding.given, settings)
+    def complete_config(self, setup: Configured) -> Config:
+        """Returns the configuration that DeepSpeed gets in the training of `setup`."""
+        config = config_file.resolve(self._given, setup)
         if config.get("fp16", {}).get("enabled"):
             names = "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"
             config["fp16"] = {name: getattr(self, name) for name in names.split()} | config["fp16"]
         return config
 
-    def _config_of_trainer(self) -> dict[str, Any]:
+    def _config_of_trainer(self) -> Config:
         module = self.lightning_module
         assert module is not None
         trainer: Any = module.trainer
         machine = Hardware(self.root_device.type, self.world_size, precision=self.precision_plugin.precision)
         keys = {key: getattr(trainer, key) for key in ("accumulate_grad_batches", "gradient_clip_val")}
-        setup = Configured(machine, keys, module, trainer.datamodule, model_config=None, trains=True)
-        return self.complete_config(config_file.settings_of(setup))
+        return self.complete_config(Configured(machine, keys, module, trainer.datamodule, None, trains=True))
 
     # ---- the machine -----------------------------------------------------------------------------
 
@@ -196,7 +180,7 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
         return device if device.index is not None else torch.device(device.type, self.local_rank)
 
     def setup_environment(self) -> None:
-        autocast = self.sharding.given.get("torch_autocast", {}).get("enabled", False)
+        autocast = self._given.get("torch_autocast", {}).get("enabled", False)
         self.precision_plugin = ZeroPrecision(self.precision_plugin.precision, autocast)
         super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's refuses CPUs
 
@@ -286,31 +270,22 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
         self, optimizer: Optimizer, closure: Callable[[], object], model: Any = None, **kwargs: Any
     ) -> object:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        track: Any = getattr(self.lightning_module, "track", None)
-        if callable(track):
+        if track := getattr(self.lightning_module, "track", None):
             norm = self.deepspeed_engine.get_global_grad_norm()
             track("train/grad_norm", torch.as_tensor(norm, device=self.root_device))
         return result
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
+    def save_checkpoint(self, checkpoint: Config, filepath: str | Path, storage_options: object = None) -> None:
         self.format.save(checkpoint, Path(weights.broadcast(str(filepath))))
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> Config:
         return formats.load(self.format, Path(checkpoint_path), weights_only)
 
 
-def complete_config(strategy: object, setup: Configured) -> dict[str, Any]:
-    """Returns the configuration that DeepSpeed would get in the training of `setup`.
-
-    Raises:
-        InputError: the strategy is not ZeroStrategy, or its file conflicts with other keys.
-    """
-    if not isinstance(strategy, ZeroStrategy):
-        add = "add a file such as --config configs/strategy/zero2.yaml"
-        raise InputError(f"trainer.strategy {strategy!r} does not use DeepSpeed; {add}")
-    return strategy.complete_config(config_file.settings_of(setup))
+def _engine(module: L.LightningModule) -> Any:
+    return module.trainer.model
 
 
 def _materialize(tensor: Tensor, device: torch.device) -> None:

@@ -21,7 +21,7 @@ from ..errors import InputError
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
 from ..parallel import run_strategy
-from ..parallel.facts import NOT_READ_YET
+from ..parallel.configured import NOT_READ_YET
 from .batches.rows import PAIRS
 from .model.adapters import AdapterConfig, add_adapters, proof_axes
 from .model.causal_lm import checked_fields

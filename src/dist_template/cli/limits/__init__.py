@@ -11,7 +11,6 @@ name of a key. Checks that need the built model (its blocks, several optimizers)
     proven.py     models that did not train right in `python -m benchmarks zoo`
     options.py    keys and callbacks that are replaced, unread keys
     training.py   strategies, precision, batches, schedule, the module's own check
-    trial.py      a rank's forward pass without memory
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from typing import Any
 
 import lightning as L
 
-from ...parallel.facts import NOT_READ_YET
-from . import options, proven, training, trial
+from ...parallel.configured import NOT_READ_YET
+from . import options, proven, training
 from .machine import Machine, Setup
 
 __all__ = ["Machine", "proven", "violations"]
@@ -64,4 +63,4 @@ def violations(
     """
     setup = Setup(machine, trainer, module, data, model_config, trains, saves_asynchronously)
     found = [sentence for topic in TOPICS for sentence in topic(setup)]
-    return found or [*trial.trial(setup)] or [*proven.refused(setup)]
+    return found or [*proven.refused(setup)]

@@ -12,9 +12,9 @@ import torch
 from ...errors import InputError, reason
 from ...model.any_module import typed_attribute
 from ...model.optim import OptimConfig
-from ...parallel import sharding_of
-from ...parallel.facts import Configured, Hardware
-from ...parallel.protocol import Sharding
+from ...parallel.answers import sharding_of
+from ...parallel.answers.plain import Plain
+from ...parallel.configured import Configured, Hardware
 
 _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 
@@ -42,7 +42,7 @@ class Machine(Hardware):
             sentence = f"{given}: this machine has {gpus}: {why}; edit one of these keys"
             raise InputError(sentence) from error
         accelerator = type(found.accelerator).name()
-        return cls(accelerator, found.num_devices, found.num_nodes, _precision(trainer), True)
+        return cls(accelerator, found.num_devices, found.num_nodes, _precision(trainer))
 
     @classmethod
     def described(cls, trainer: Mapping[str, Any], default: int | None = None) -> Machine:
@@ -75,7 +75,7 @@ class Setup(Configured):
         return typed_attribute(self.module, "optim", OptimConfig)
 
     @property
-    def sharding(self) -> Sharding:
+    def sharding(self) -> Plain:
         return sharding_of(self.trainer.get("strategy") or "auto")
 
     @property

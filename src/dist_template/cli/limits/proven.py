@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import InputError
 from ...model import proof
-from ...parallel.facts import ARGS, NOT_READ_YET
+from ...parallel.configured import ARGS, NOT_READ_YET
 from ...project import program
 from .machine import Setup
 

@@ -8,26 +8,19 @@ Every rank keeps the model's tree of modules, names and `forward`. Modules of ot
 replaced by ones without parameters, and a forward pass runs one stage: the modules before it are
 passed over, its first block is given what the stage before has sent, and the output of its last
 block is kept. So masks, positions and rotary embeddings are the model's own on every rank, and any
-model works whose blocks are in one nn.ModuleList, take hidden states first and return them.
-
-transformers' own division (5.23, `distributed/pipeline_parallel.py`) is for inference: it has no
-backward pass and returns no loss."""
+model works whose blocks are in one nn.ModuleList, take hidden states first and return them."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from contextlib import contextmanager
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...compat import wrap_method
-from ...compat.transformers import needs_values, run_on_meta
-from ...errors import InputError, reason
-from .costs import StageFacts
-from .partition import ModelParts, bounds_between
+from ...errors import InputError
+from .partition import ModelParts
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -37,24 +30,17 @@ class StageEnd(Exception):
 
 
 class StagePass:
-    """The forward pass of one stage through the model.
-
-    Attributes:
-        start: The stage's first block.
-        stop: One more than its last block.
-        received: The output of the stage before, (B, T, D); None for the first.
-        sent: The output of the stage, once it has run; None for the last.
-        is_active: Whether a forward pass runs one stage; else all modules work as usual.
-        micro_batch: Its number in the optimizer step.
-        ends_step: Whether the model's end raises StageEnd, unless the stage is the last.
-    """
+    """The forward pass of one stage through the model."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.start = self.stop = self.micro_batch = 0
-        self.received: Tensor | None = None
-        self.sent: Tensor | None = None
-        self.is_active = self.ends_step = self.is_past_embedding = False
+        self.start = self.stop = 0  # the stage's first block, and one more than its last
+        self.micro_batch = 0  # its number in the optimizer step
+        self.received: Tensor | None = None  # (B, T, D) the output of the stage before; None for the first
+        self.sent: Tensor | None = None  # the output of the stage, once it has run; None for the last
+        self.is_active = False  # whether a forward pass runs one stage; else all modules work as usual
+        self.ends_step = False  # whether the model's end raises StageEnd, unless the stage is the last
+        self.is_past_embedding = False
 
     @property
     def is_last(self) -> bool:
@@ -91,18 +77,6 @@ class RemoteModule(nn.Module):
         plain = {name: value for name, value in vars(of).items() if isinstance(value, PLAIN)}
         vars(self).update(plain, training=of.training, of=type(of).__name__)
 
-    def forward(self, *args: object, **kwargs: object) -> NoReturn:
-        raise InputError("a module of another pipeline stage was called outside of a forward pass")
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            raise AttributeError(
-                f"a module of another pipeline stage has no {name!r} on this rank: use it inside"
-                " the model's forward pass, or set pp_size to 1"
-            ) from None
-
 
 class BlockProxy:
     """Runs a block if it belongs to the current stage, else passes hidden states through."""
@@ -112,22 +86,17 @@ class BlockProxy:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         stage, number = self._stage, self._number
-        hidden = args[0] if args else next(iter(kwargs.values()))
+        hidden: Any = (*args, *kwargs.values())[0]
         if stage.start <= number < stage.stop:
             if number == stage.start > 0 and hidden is not stage.received:
                 raise InputError(
-                    "a pipeline needs blocks that are given the output of the block before as it"
-                    " is: move what stands between them (a residual sum, a dropout) into the block"
+                    "a pipeline needs blocks that are given the block before's output, unchanged:"
+                    " move what is between them (a residual sum, a dropout) into the block"
                 )
             return self._block(*args, **kwargs)
         if number == stage.start - 1:
             return stage.received
         if number == stage.stop:
-            if not isinstance(hidden, Tensor):
-                raise InputError(
-                    f"a pipeline needs blocks that return their hidden states, a tensor, not"
-                    f" {type(hidden).__name__}: set pp_size to 1, or edit build_model"
-                )
             stage.sent = hidden
         return hidden
 
@@ -157,39 +126,26 @@ class Blocks(nn.ModuleList):
 
 
 class Division:
-    """A model divided in place.
+    """A model on the meta device, divided in place.
 
-    Args:
-        model: On the meta device.
-        bounds: First block of each stage and one more than its last, in order.
-        here: Numbers of this rank's stages.
-
-    Attributes:
-        stage: The stage that a forward pass runs.
-        modules: Of each of this rank's stages, the modules with its parameters.
-
-    Raises:
-        InputError: the model cannot be divided.
+    `bounds` has the first block of each stage and one more than its last, `here` the numbers of this rank's stages.
+    Raises InputError if the model cannot be divided.
     """
 
     def __init__(self, model: nn.Module, bounds: list[tuple[int, int]], here: list[int]) -> None:
         parts, last = ModelParts.of(model), len(bounds) - 1
         blocks, self.bounds = parts.blocks, bounds
-        self.stage = StagePass(len(blocks))
+        self.stage = StagePass(len(blocks))  # that a forward pass runs
         ends = {0: parts.before, last: parts.after}
         local = [module for stage in here for module in ends.get(stage, ())]
-        kept = {id(parameter) for module in local for parameter in module.parameters()}
-        # A tied parameter has a copy on both ends; on one rank it is one parameter.
-        tied = {id(p) for module in parts.before for p in module.parameters()}
-        tied &= {id(p) for module in parts.after for p in module.parameters()}
-        shares = (0 in here) != (last in here)
-        shared = {id(p): (m, n) for m, n, p in _owners(local) if shares and id(p) in tied}
-        self._shared = list(shared.values())
+        kept, before, after = map(_ids, (local, parts.before, parts.after))
+        tied = before & after  # has a copy on both ends
+        self._shared = list({id(p): (m, n) for m, n, p in _owners(local) if id(p) in tied}.values())
 
         for number, block in enumerate(blocks):
             if not any(bounds[stage][0] <= number < bounds[stage][1] for stage in here):
                 blocks[number] = RemoteModule(block)
-        setattr(parts.owner, parts.name, Blocks(blocks, self.stage))
+        model.set_submodule(parts.path, Blocks(blocks, self.stage))
         self._gated: list[tuple[nn.Module, bool]] = []
         for module in parts.before + parts.after:
             is_before, is_local = module in parts.before, False
@@ -199,8 +155,11 @@ class Division:
                 elif kept:  # a tied layer's bias, of the other end
                     setattr(owner, name, None)
             if not is_local:
-                module = _replace(model, module)
+                name = next(name for name, each in model.named_modules() if each is module)
+                module = RemoteModule(module)
+                model.set_submodule(name, module)
             self._gated.append((module, is_before))
+        # Of each of this rank's stages, the modules with its parameters
         self.modules = {stage: [*blocks[slice(*bounds[stage])], *ends.get(stage, ())] for stage in here}
 
     def gate(self, model: nn.Module) -> None:
@@ -221,15 +180,14 @@ class Division:
             if not stage.is_active:
                 return run(*args, **kwargs)
             if stage.is_past_embedding == is_before:
-                defined, called = ("before", "after") if is_before else ("after", "before")
                 raise InputError(
-                    f"a pipeline needs modules in the order of their use: {name} is defined"
-                    f" {defined} the blocks and called {called} them; edit build_model"
+                    f"a pipeline needs modules in the order of their use: {name} is defined on one"
+                    " side of the blocks, and called on the other; edit build_model"
                 )
             if is_before and stage.start > 0:
                 return stage.received
             if not is_before and not stage.is_last:
-                return args[0] if args else next(iter(kwargs.values()))
+                return (*args, *kwargs.values())[0]
             return run(*args, **kwargs)
 
         return forward
@@ -240,49 +198,11 @@ class Division:
         return [getattr(owner, name) for owner, name in self._shared]
 
 
-def try_stages(model: nn.Module, facts: StageFacts) -> None:
-    """Runs the first two stages and the last one; `model` is on the meta device, and not changed.
-
-    Args:
-        model: With all of its modules.
-        facts: What `partition.facts_of` returns.
-
-    Raises:
-        InputError: the model cannot be divided, or a stage's forward pass fails.
-    """
-    bounds = bounds_between(facts["blocks"])
-    hidden: Tensor | None = None
-    for stage in sorted({0, 1, len(bounds) - 1}):
-        divided = copy.deepcopy(model)
-        here = next(stages for stages in facts["stages"] if stage in stages)
-        division = Division(divided, bounds, here)
-        division.gate(divided)
-        running = division.stage.running(bounds[stage], hidden, ends_step=True)
-        try:
-            with running, suppress(StageEnd), torch.no_grad():
-                run_on_meta(divided)
-        except (IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-            if isinstance(error, InputError) or needs_values(error):
-                raise
-            raise InputError(
-                f"stage {stage + 1} of {len(bounds)} needs more than the hidden states of the stage"
-                f" before, or its blocks return more ({reason(error)})"
-            ) from error
-        hidden = division.stage.sent
+def _ids(modules: list[nn.Module]) -> set[int]:
+    return set(map(id, nn.ModuleList(modules).parameters()))
 
 
-def _owners(modules: list[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    found = []
-    for owner in (owner for module in modules for owner in module.modules()):
-        found += [(owner, name, p) for name, p in owner.named_parameters(recurse=False)]
-    return found
-
-
-def _replace(model: nn.Module, module: nn.Module) -> nn.Module:
-    """Puts a RemoteModule in the place of `module`, and returns it."""
-    for owner in model.modules():
-        for name, child in owner.named_children():
-            if child is module:
-                setattr(owner, name, RemoteModule(module))
-                return getattr(owner, name)
-    raise AssertionError("the module is not in the model")
+def _owners(modules: list[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for owner in nn.ModuleList(modules).modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            yield owner, name, parameter

@@ -1,6 +1,6 @@
 """Runs the steps of a model that is divided into pipeline stages, by a schedule of torch.
 
-A step, from top to bottom (`Pipeline.training_step`; docs/strategies/pipeline.md draws it):
+A step, from top to bottom (`Pipeline.training_step`; docs/strategies/pipeline_step.md draws it):
 
 1  Lightning hands over the micro-batches of `accumulate_grad_batches` one by one. They are queued,
    and all but the last return a loss of 0.
@@ -11,21 +11,19 @@ A step, from top to bottom (`Pipeline.training_step`; docs/strategies/pipeline.m
 4  Gradients that FSDP2 has accumulated are reduced once, and a tied weight's copies summed.
 5  Every rank returns the sum of the losses, which Lightning's backward pass does not follow.
 
-Weights sharded by FSDP2 inside a stage are gathered once per optimizer step (ZeRO-1), as torch's schedules do. In
-validation a batch moves through the stages while the next one follows; the sums of TextModule stay on the last stage
-until the split ends. Other calls of the model (generate) run stage by stage, and every rank gets the output.
+In validation a batch moves through the stages while the next one follows. Other calls of the model (generate) run stage
+by stage, and every rank gets the output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -35,34 +33,24 @@ from ...compat.torch import reduce_pipeline_gradients, tree_leaves, tree_map
 from ...errors import InputError
 from ...layout import joint_norm, layout, local_shard
 from ...weights import from_all_ranks
+from ..mesh_ranks import MeshRanks
 from ..run_strategy import Layers, T
-from ..shard import MeshOfRanks
-from .costs import ONE_STAGE, StageFacts
 from .division import Division, StageEnd
-from .partition import bounds_between
-from .schedule import SCHEDULES, PipelineSchedule, Stage, own_error, unreduced, with_losses
+from .schedule import SCHEDULES, AddedLoss, Stage, unreduced
+from .stages import StageFacts
 
 Args = tuple[object, ...]  # of a step
 Shapes = tuple[object, ...]
 
 
-class PipelineRanks(MeshOfRanks, Protocol):
-    """What a pipeline reads of a MeshStrategy."""
-
-    stages: DeviceMesh
-
-    @property
-    def lightning_module(self) -> Any: ...
-
-
 class Pipeline(Layers):
     """This rank's part of a pipeline; `model` is divided, sharded, and on its device."""
 
-    def __init__(self, model: nn.Module, division: Division, strategy: PipelineRanks, facts: StageFacts) -> None:
+    def __init__(self, model: nn.Module, division: Division, strategy: MeshRanks, facts: StageFacts) -> None:
         self.model, self.division, self.running = model, division, division.stage
         self.module: Any = strategy.lightning_module
         self.device, self.facts = strategy.root_device, facts
-        self.schedule, self.num_stages = strategy.sharding.pp_schedule, len(division.bounds)
+        self.schedule, self.num_stages = strategy.pp_schedule, len(division.bounds)
         self.here = list(division.modules)  # numbers of this rank's stages
         self.has_last = self.num_stages - 1 in self.here
         self.group = strategy.device_mesh.get_group("pp")  # for collectives
@@ -71,18 +59,15 @@ class Pipeline(Layers):
         if self.messages is dist.group.WORLD:  # a mesh takes it where a dimension has all ranks
             self.messages = dist.new_group()
         self.batch_group = strategy.stages.get_group("of_stage")
-        self.rank_of: dict[int, int] = {}  # of each stage
-        for rank, stages in zip(dist.get_process_group_ranks(self.group), facts["stages"], strict=True):
-            self.rank_of |= dict.fromkeys(stages, rank)
-        self.last = self.rank_of[self.num_stages - 1]
+        self.ranks = dist.get_process_group_ranks(self.group)  # rank i has the stages i, i + p, …
+        self.last = self.ranks[-1]
         self._ends = None  # this rank's pair of a first and a last stage
-        if self.last != self.rank_of[0]:
-            for pair in strategy.stages.mesh[[0, -1]].T.tolist():
-                group = dist.new_group(pair)  # of all ranks, in one order
-                if dist.get_rank() in pair:
-                    self._ends = group
+        for pair in strategy.stages.mesh[[0, -1]].T.tolist():
+            group = dist.new_group(pair)  # of all ranks, in one order
+            if dist.get_rank() in pair:
+                self._ends = group
         self._queue: list[Args] = []  # arguments of `training_step`, by micro-batch
-        self._schedules: dict[Shapes, tuple[PipelineSchedule, list[Stage]]] = {}
+        self._schedules: dict[Shapes, tuple[Any, list[Stage]]] = {}
         self._hidden: dict[tuple[int, Shapes], tuple[torch.Size, torch.dtype]] = {}  # shape and type that a stage gets
         self._sending: list[tuple[dist.Work, Tensor]] = []
         if generation := getattr(model, "generation_config", None):
@@ -97,12 +82,7 @@ class Pipeline(Layers):
     # ---- a training step -------------------------------------------------------------------------
 
     def training_step(self, step: Callable[..., Any], args: Args) -> Tensor:
-        """Returns () the sum of the losses of all micro-batches on the last one, 0 on the others.
-
-        Args:
-            step: Runs the module's `training_step` on a micro-batch.
-            args: The arguments of `step`.
-        """
+        """Returns () the sum of the losses of all micro-batches on the last one, 0 on the others."""
         self._queue.append(args)
         loss = torch.zeros((), device=self.device, requires_grad=True)
         if accumulates(self.module.trainer):
@@ -121,8 +101,7 @@ class Pipeline(Layers):
                     output = output["loss"]
                 return output / num
             except StageEnd:
-                assert self.running.sent is not None
-                return with_losses(self.running.sent, self.module, queue[number][0], num)
+                return self._with_losses(queue[number][0], num)
             finally:
                 balancer.counts_now = False
 
@@ -130,10 +109,15 @@ class Pipeline(Layers):
             stage.run = forward
         losses: list[Tensor] = []
         numbers = torch.arange(num)
-        inputs = [numbers] if 0 in self.here else []
+        inputs = [numbers] * (0 in self.here)
         units = [unit for unit in self.model.modules() if isinstance(unit, FSDPModule)]
-        with unreduced(units), own_error():
-            schedule.step(*inputs, target=numbers, losses=losses, return_outputs=False)
+        try:
+            with unreduced(units):
+                schedule.step(*inputs, target=numbers, losses=losses, return_outputs=False)
+        except RuntimeError as error:  # torch puts the arguments' tensors into an error of its own
+            if error.__cause__ is not None and "failed to run forward" in str(error):
+                raise error.__cause__ from None
+            raise
         if units:
             reduce_pipeline_gradients(self.model)
         self._sum_shared()
@@ -144,7 +128,16 @@ class Pipeline(Layers):
         dist.broadcast(total, self.last, self.group)
         return total.requires_grad_()
 
-    def _schedule_of(self, step: Callable[..., object], queue: list[Args]) -> tuple[PipelineSchedule, list[Stage]]:
+    def _with_losses(self, batch: object, num: int) -> Tensor:
+        """Returns the stage's hidden states with the losses of its routers, which the last stage does not see."""
+        hidden, loss = self.running.sent, torch.zeros((), device=self.device)
+        assert hidden is not None
+        for name, weight, value in self.module.balancer.losses(batch):
+            self.module.track(name, value)
+            loss = loss + weight * value
+        return AddedLoss.apply(hidden, (loss / num).float()) if loss.requires_grad else hidden
+
+    def _schedule_of(self, step: Callable[..., object], queue: list[Args]) -> tuple[Any, list[Stage]]:
         """Returns torch's schedule and this rank's stages, made once for a number of micro-batches and their shapes."""
         first = shapes_of(queue[0])
         for args in queue:
@@ -157,13 +150,10 @@ class Pipeline(Layers):
             return self._schedules[key]
         # A forward pass sends each stage's output with its shape, which torch needs.
         with torch.no_grad(), torch.random.fork_rng([self.device] * (self.device.type == "cuda")):
-            self._run_stages(step, queue[0], first, runs_last=False)
+            self._run_stages(step, queue[0], runs_last=False)
         stages = [Stage(self, number, first) for number in self.here]
         options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
-        try:
-            made = SCHEDULES[self.schedule](stages[0] if self.schedule in ONE_STAGE else stages, len(queue), **options)
-        except ValueError as error:
-            raise InputError(f"pp_schedule {self.schedule}: {error}") from error
+        made = SCHEDULES[self.schedule](stages[0] if self.schedule == "1F1B" else stages, len(queue), **options)
         self._schedules[key] = made, stages
         return made, stages
 
@@ -191,17 +181,17 @@ class Pipeline(Layers):
 
     # ---- forward passes alone --------------------------------------------------------------------
 
-    def evaluate(self, step: Callable[..., object], *args: object) -> object:
+    def evaluate(self, step: Callable[..., T], args: Args) -> T | None:
         """Runs a validation or test step; on the last stage alone if the module's sums are there.
 
-        Otherwise every rank runs the whole step, on the output of the last stage.
-        """
+        Otherwise every rank runs the whole step, on the output of the last stage."""
         if getattr(self.module, "sums_on_last_stage", False):
-            return self._run_stages(step, args, shapes_of(args))
+            return self._run_stages(step, args)
         return step(*args)
 
-    def _run_stages(self, step: Callable[..., T], args: Args, key: Shapes, runs_last: bool = True) -> T | None:
+    def _run_stages(self, step: Callable[..., T], args: Args, runs_last: bool = True) -> T | None:
         """Runs `step` stage by stage; returns its result on the last stage, None elsewhere."""
+        key = shapes_of(args)
         for stage in self.here:
             received = self._receive(stage, key)
             if stage == self.num_stages - 1 and not runs_last:
@@ -233,18 +223,14 @@ class Pipeline(Layers):
         received = iter(sent)
         return tree_map(lambda leaf: next(received) if isinstance(leaf, Tensor) else leaf, output)
 
-    @contextmanager
-    def _stage(self, stage: int, received: Tensor | None, ends_step: bool = True) -> Generator[None]:
-        with self.running.running(self.division.bounds[stage], received, ends_step):
-            yield
+    def _stage(self, stage: int, received: Tensor | None, ends_step: bool = True) -> AbstractContextManager[None]:
+        return self.running.running(self.division.bounds[stage], received, ends_step)
 
     def _receive(self, stage: int, key: Shapes) -> Tensor | None:
         """Returns what the stage before has sent, for a batch of the shapes `key`."""
         if stage == 0:
             return None
-        if stage - 1 in self.here:
-            return self._kept
-        source = self.rank_of[stage - 1]
+        source = self.ranks[(stage - 1) % len(self.ranks)]
         if (stage, key) not in self._hidden:
             box: list[Any] = [None]
             dist.recv_object_list(box, source, self.messages)
@@ -258,10 +244,7 @@ class Pipeline(Layers):
         hidden = self.running.sent.detach().contiguous()
         is_known = (stage + 1, key) in self._hidden
         self._hidden[stage + 1, key] = found = hidden.shape, hidden.dtype
-        if stage + 1 in self.here:
-            self._kept = hidden
-            return
-        target = self.rank_of[stage + 1]
+        target = self.ranks[(stage + 1) % len(self.ranks)]
         if not is_known:
             dist.send_object_list([found], target, self.messages)
         for work, _ in self._sending:  # the one before
@@ -279,7 +262,7 @@ class Pipeline(Layers):
 
     def from_last(self, compute: Callable[[], T]) -> T:
         """Returns what the ranks of the last stage compute, plain types, on every rank."""
-        box: list[Any] = [compute() if self.has_last else None]
+        box: list[Any] = [self.has_last and compute()]
         dist.broadcast_object_list(box, self.last, self.group)
         return box[0]
 
@@ -287,16 +270,9 @@ class Pipeline(Layers):
         return list(dict.fromkeys(sum(from_all_ranks(names, self.group), [])))
 
     def micro_batch_of_pass(self, newest: int) -> int | None:
-        return self.running.micro_batch if self.running.is_inside else None
-
-
-def divide(model: nn.Module, facts: StageFacts, rank: int) -> Division:
-    """Divides `model` into the stages of `facts`, in place; `rank` is this one's in the pipeline.
-
-    Raises:
-        InputError: it cannot be divided.
-    """
-    return Division(model, bounds_between(facts["blocks"]), facts["stages"][rank])
+        if not self.running.is_inside:
+            return None
+        return self.running.micro_batch
 
 
 def shapes_of(args: object) -> Shapes:

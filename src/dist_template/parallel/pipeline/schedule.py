@@ -4,32 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    get_schedule_class,
-)
-from torch.utils.checkpoint import GraphExecGroup
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
 
 from ...compat.torch import FrugalStage
-from .costs import Schedule
+from .stages import Schedule
 
-PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
-SCHEDULES: dict[str, type[Any]] = {name: get_schedule_class(name) for name in get_args(Schedule)}
+SCHEDULES: dict[Schedule, type[Any]] = {"1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
 
 
 class Stage(FrugalStage):
     """torch's stage, which runs a function of this rank in place of a module.
 
-    The sizes of its messages are given: torch would run the model twice to find them, hooks and
-    all.
-    """
+    The sizes of its messages are given: torch would run the model twice to find them."""
 
     run: Callable[[Stage, int, Tensor | None], Tensor]
 
@@ -40,74 +32,45 @@ class Stage(FrugalStage):
         given = index if number == 0 else pipeline.hidden_of(number, key)
         result = scalar if is_last else pipeline.hidden_of(number + 1, key)
         modules = nn.ModuleList(pipeline.division.modules[number])
-        super().__init__(
-            modules, number, pipeline.num_stages, pipeline.device, given, result,
-            group=pipeline.messages,
-        )  # fmt: skip
+        of_pipeline = (pipeline.num_stages, pipeline.device)
+        super().__init__(modules, number, *of_pipeline, given, result, group=pipeline.messages)
         self._number = 0
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: object, **kwargs: object) -> object:
         self._number = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        # Checkpointing recomputes a block once here, and not for each group of its weights.
-        with GraphExecGroup():
-            super().backward_weight_one_chunk(*args, **kwargs)
-
     def forward_maybe_with_nosync(self, *args: Tensor, **_: object) -> Tensor:
         return self.run(self, self._number, None if self.is_first else args[0])
 
 
-class _AddedLoss(torch.autograd.Function):
+class AddedLoss(torch.autograd.Function):
     """Returns hidden states, and gives a loss of their stage the gradient 1 in the backward pass.
 
-    The idea is Megatron-LM's MoEAuxLossAutoScaler. The result shares memory with `hidden` and is no
-    view of it: after a split backward pass torch (2.13) detaches a stage's output in place."""
+    The idea is Megatron-LM's MoEAuxLossAutoScaler."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, loss: Tensor | None) -> Tensor:
-        return hidden.new_empty(0).set_(hidden)  # ty: ignore[invalid-argument-type]
+    def forward(ctx: FunctionCtx, hidden: Tensor, loss: Tensor) -> Tensor:
+        return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
-        is_needed = ctx.needs_input_grad[1]
-        return gradients[0], torch.ones((), device=gradients[0].device) if is_needed else None
-
-
-def with_losses(hidden: Tensor, module: Any, batch: object, num: int) -> Tensor:
-    """Adds the loss terms of this stage's routers, which the last stage does not see."""
-    loss: Tensor | None = None
-    for name, weight, value in module.balancer.losses(batch):
-        module.track(name, value)
-        loss = weight * value if loss is None else loss + weight * value
-    return _AddedLoss.apply(hidden, None if loss is None else (loss / num).float())
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], torch.ones((), device=gradients[0].device)
 
 
 @contextmanager
 def unreduced(units: Sequence[FSDPModule]) -> Generator[None]:
     """Inside, FSDP2 keeps what it has gathered, and accumulates gradients without a reduction."""
-    for unit in units:
-        unit.set_is_last_backward(False)
-        unit.set_requires_gradient_sync(False, recurse=False)
-        unit.set_reshard_after_forward(False, recurse=False)
-        unit.set_reshard_after_backward(False, recurse=False)
+
+    def set_all(value: bool) -> None:
+        for unit in units:
+            unit.set_is_last_backward(value)
+            unit.set_requires_gradient_sync(value, recurse=False)
+            unit.set_reshard_after_forward(value, recurse=False)
+            unit.set_reshard_after_backward(value, recurse=False)
+
+    set_all(False)
     try:
         yield
     finally:
-        for unit in units:
-            unit.set_is_last_backward(True)
-            unit.set_requires_gradient_sync(True, recurse=False)
-            unit.set_reshard_after_forward(True, recurse=False)
-            unit.set_reshard_after_backward(True, recurse=False)
-
-
-@contextmanager
-def own_error() -> Generator[None]:
-    """torch puts the arguments' tensors into a RuntimeError of its own."""
-    try:
-        yield
-    except RuntimeError as error:
-        if error.__cause__ is not None and "failed to run forward" in str(error):
-            raise error.__cause__ from None
-        raise
+        set_all(True)

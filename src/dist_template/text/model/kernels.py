@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ...compat import transformers as compat
 from ...errors import InputError
-from ...parallel.axes import SequenceAxis
+from ...parallel.mesh_sizes import SequenceAxis
 from ...parallel.sequence import IS_SHARD, WHOLE, masks_of_all
 
 if TYPE_CHECKING:

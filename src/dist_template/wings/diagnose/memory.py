@@ -1,19 +1,20 @@
 """The figures of a run on which its memory depends, with its keys or with changed ones; no torch.
 
-`parallel/plain.py` has the formulas; tests/wings/diagnose/test_diagnosis_memory.py compares them with tensors."""
+`parallel/estimates/` has the formulas; tests/wings/diagnose/test_diagnosis_memory.py compares them with tensors."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ...observe.history.run import History
-from ...parallel import sharding_of
-from ...parallel.facts import ARGS, Facts
-from ...parallel.plain import FILES, Plain
+from ...parallel import estimates
+from ...parallel.configured import ARGS
+from ...parallel.estimates.facts import Facts
+from ...parallel.estimates.plain import FILES
 from ...records import GIB
 
 
-def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple[Plain, Facts]:
+def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple[estimates.Estimate, Facts]:
     """Returns the strategy of a run and the figures that its memory is computed from.
 
     Args:
@@ -36,7 +37,7 @@ def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple
                 given[path.removeprefix(f"{ARGS}.")] = value
         strategy = {**strategy, "init_args": given}
     total = fact("parameters.total")
-    return sharding_of(strategy or "auto"), Facts(
+    return estimates.estimate_of(strategy or "auto"), Facts(
         world_size=fact("machine.world_size") or 1,
         parameters=total,
         trainable=fact("parameters.trainable") or total,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...observe.history.run import History
-from ...parallel.facts import Saving
+from ...parallel.estimates.facts import Saving
 from ...records import GIB
 from .finding import Cause, Change
 from .memory import figures_of, parts_of

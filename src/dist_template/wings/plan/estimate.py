@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...parallel.candidates import Candidate
-from ...parallel.facts import STATE, Facts
+from ...parallel.estimates.candidates import Candidate
+from ...parallel.estimates.facts import STATE, Facts
 
 FULL = 0.95  # of the device memory: the rest is needed for fragmentation and a longer batch
 FRAGMENTATION = 0.1  # of activations, logits and buffers
@@ -75,12 +75,11 @@ class Planned:
 
     @property
     def order(self) -> Any:
-        """Sort key: fitting first, then time (three digits), simplicity, traffic, recomputation."""
+        """Sort key: fitting first, then time (three digits), recomputation, and what `candidates` yields first."""
         if not self.fits:
             return 1, self.total()
         took, recomputed = float(f"{self.seconds():.3g}"), RECOMPUTED[self.facts.checkpointing]
-        simple = self.sharding.complexity
-        return 0, took, simple, self.sent(), recomputed, -self.facts.micro_batch_size
+        return 0, took, recomputed, -self.facts.micro_batch_size
 
     def sent(self) -> float:
         """Returns the bytes that a device sends in an optimizer step."""

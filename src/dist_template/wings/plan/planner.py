@@ -11,8 +11,7 @@ from ...cli.limits import proven, training
 from ...cli.limits.machine import Machine as Described
 from ...cli.limits.machine import Setup
 from ...errors import InputError, reason
-from ...parallel.candidates import Candidate, candidates
-from ...parallel.pipeline.costs import StageFacts
+from ...parallel.estimates.candidates import Candidate, candidates
 from .estimate import RECOMPUTED, Machine, Planned
 from .trace import Traced
 
@@ -28,11 +27,8 @@ class Planner:
         self._trainer, self._described = trainer, described
         self.traced = Traced(module, data, described.accelerator != "cpu")
         self._config = module.build_config(self.traced.data)
-        self._stage_facts = cache(self._stage_facts_of)
+        self._stage_facts = cache(lambda each, world_size: each.sharding.stage_facts(self.traced.model, world_size))
         self.failed: dict[str, list[str]] = {}  # why a trace fails -> the strategies without it
-
-    def _stage_facts_of(self, candidate: Candidate, world_size: int) -> StageFacts | None:
-        return candidate.sharding.stage_facts(self.traced.model, world_size)
 
     def options(self, machine: Machine) -> list[Planned]:
         """Returns the best micro-batch, checkpointing and schedule of each strategy, the best first.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...parallel.facts import STATE
+from ...parallel.estimates.facts import STATE
 from ...project import program
 from ...table import Table
 from .estimate import RECOMPUTED, Machine, Planned

@@ -21,7 +21,7 @@ from ...compat.transformers import cast_experts
 from ...errors import InputError
 from ...model.flops import Size, find_experts, text_config
 from ...parallel.blocks import BlockConfig, find_blocks, wrap_blocks
-from ...parallel.facts import Facts
+from ...parallel.estimates.facts import Facts
 from ...text.model.head import without_head
 from ...text.model.kernels import BOUNDS
 from ...text.model.quantize import quantize
@@ -181,10 +181,7 @@ def measured(model: PreTrainedModel, size: Size) -> Facts:
         moe_layers=len(moe),
         experts_per_token=size.experts_per_token or 0,
         tp_widths=sum(reduced),
-        tp_calls=len(reduced),
         heads=(heads, key_heads, head_dim),
-        is_tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
-        tensors=len(list(model.parameters())),
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...parallel import sharding_of
+from ...parallel.shrunk import shrunk as shrunk_strategy
 from ...text.model.causal_lm import EXTRA
 from .shrink_model import shrink_architecture
 
@@ -72,7 +72,7 @@ def shrink(
     """
     config = copy.deepcopy(given)
     spec = config["trainer"]["strategy"]
-    shrunk = sharding_of(spec).shrunk(processes)
+    shrunk = shrunk_strategy(spec, processes)
     num, notes = shrunk.processes, shrunk.notes
     small = Small(config, num, shrunk.data_parallel, max(2, shrunk.stages), notes)
     if isinstance(spec, dict):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 
+from ...errors import InputError
 from ...project import Project
 from .. import sizes
 
@@ -22,7 +23,6 @@ def main(argv: list[str], project: Project) -> None:
 
         from ...cli.fit import parse
         from ...cli.limits.machine import Machine, Setup
-        from ...parallel.zero import complete_config
 
         cli = parse([argv[0], *flags, *sizes.as_flags(given)], project)
         trainer = vars(cli.config_init.trainer)
@@ -30,5 +30,8 @@ def main(argv: list[str], project: Project) -> None:
         if hasattr(cli.datamodule, "check"):
             cli.datamodule.check(machine.world_size)
         setup = Setup(machine, trainer, cli.model, cli.datamodule, model_config=None, trains=True)
-        config = complete_config(trainer["strategy"], setup)
+        if not (complete := getattr(trainer["strategy"], "complete_config", None)):
+            add = "add a file such as --config configs/strategy/zero2.yaml"
+            raise InputError(f"trainer.strategy {trainer['strategy']!r} does not use DeepSpeed; {add}")
+        config = complete(setup)
     print(json.dumps(config, indent=2))

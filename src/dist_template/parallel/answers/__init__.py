@@ -1,0 +1,30 @@
+"""What `fit` asks a configured strategy before anything starts: its ranks, and what it refuses. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .mesh import Mesh
+from .plain import Plain
+from .zero import Zero
+
+KINDS: dict[str, type[Mesh | Zero]] = {"MeshStrategy": Mesh, "ZeroStrategy": Zero}
+
+
+def sharding_of(strategy: Any) -> Plain:
+    """Returns the configuration of `trainer.strategy`: a name, a class path with arguments, or a
+    strategy that has been constructed."""
+    if isinstance(strategy, Plain):
+        return strategy
+    if isinstance(strategy, str):
+        return Plain(name=strategy)
+    if isinstance(strategy, Mapping):
+        name = str(strategy["class_path"]).rpartition(".")[2]
+        arguments = {**(strategy.get("init_args") or {}), **(strategy.get("dict_kwargs") or {})}
+        return KINDS[name].of(arguments) if name in KINDS else Plain(arguments, name)
+    bases = tuple(kind.__name__ for kind in type(strategy).__mro__)
+    for name in bases:
+        if name in KINDS:
+            return KINDS[name].of(strategy.arguments)
+    return Plain(name=bases[0], bases=bases)

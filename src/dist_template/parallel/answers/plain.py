@@ -1,0 +1,59 @@
+"""Strategies of Lightning's own, one device and DDP first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from ..configured import Configured
+
+# Lightning's strategies without support for CPUs or for transformers' plans, and files in their place
+OF_MESH = "fsdp2.yaml, hsdp.yaml, fsdp2_tp.yaml or tp.yaml"
+REPLACED = {"deepspeed": "zero2.yaml or zero3.yaml", "fsdp": OF_MESH, "modelparallel": OF_MESH}
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A strategy under which each rank has the full model, and its own batches."""
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # trainer.strategy.init_args
+    name: str = "ddp"  # Lightning's name of the strategy, or its class
+    bases: tuple[str, ...] = ()  # names of that class and its base classes
+
+    is_replicated: ClassVar[bool] = True
+    precisions: ClassVar[tuple[str, ...]] = ()  # that the strategy supports; (): all
+
+    def data_parallel(self, world_size: int) -> int:
+        """Returns the number of ranks that read different batches.
+
+        Raises:
+            InputError: the sizes do not fit `world_size`.
+        """
+        return world_size
+
+    def axes(self, world_size: int) -> list[str]:
+        """Returns the dimensions of the sharding that are above one, as proof.json names them."""
+        return ["ddp"] if world_size > 1 else []
+
+    def refusals(self, setup: Configured) -> Iterator[str]:
+        """Yields a sentence for each thing of `setup` that cannot work."""
+        given = setup.machine.precision
+        if self.precisions and given not in self.precisions:
+            choice = f"{', '.join(self.precisions[:-1])} or {self.precisions[-1]}"
+            yield f"trainer.precision {given!r} does not exist under {self.name}: set {choice}"
+        if not self.is_replicated:
+            return
+        for start, files in REPLACED.items():
+            if any(name.lower().startswith(start) for name in (self.name, *self.bases)):
+                yield f"trainer.strategy {self.name!r} is replaced: use configs/strategy/{files}"
+                return
+        if any(word in self.name for word in ("spawn", "fork", "notebook")):
+            yield f"trainer.strategy {self.name!r} is not supported, because it pickles the module: set ddp"
+
+
+def selective_refusal(setup: Configured, what: str) -> Iterator[str]:
+    """Refuses selective checkpointing of blocks that communicate (torch 2.13: "not found in storage" in backward)."""
+    if setup.setting("blocks.checkpointing") == "selective":
+        why = f"{what}, which communicates inside of a block again in backward"
+        yield f"model.blocks.checkpointing 'selective' does not work with {why}: set full"

@@ -1,0 +1,59 @@
+"""A training before its start, as the answers of a configuration read it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import lightning as L
+
+ARGS = "trainer.strategy.init_args"
+NOT_READ_YET: Final = object()  # the model's configuration needs the vocabulary of the data
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a training runs on; `precision` as Lightning names it: 32-true, bf16-mixed, …"""
+
+    accelerator: str  # cpu, cuda, mps …
+    devices: int  # of one node
+    num_nodes: int = 1
+    precision: str = "32-true"
+
+    @property
+    def world_size(self) -> int:
+        return self.devices * self.num_nodes
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A training before its start: the arguments of `limits.violations`."""
+
+    machine: Hardware
+    trainer: Mapping[str, Any]
+    module: L.LightningModule
+    data: Any
+    model_config: Any  # transformers' configuration
+    trains: bool
+    saves_asynchronously: bool = False
+
+    def setting(self, path: str) -> object:
+        """Returns `model.<path>`; None if the module has no such setting."""
+        value: object = self.module
+        for name in path.split("."):
+            value = getattr(value, name, None)
+        return value
+
+    @property
+    def optimizer(self) -> Mapping[str, str]:
+        """--optimizer: class_path and init_args; {} for the default."""
+        given = self.setting("optim.optimizer")
+        return given if isinstance(given, Mapping) else {}
+
+    @property
+    def text_config(self) -> Any:
+        """The language model's part of `model_config`; None if there is none, or not yet."""
+        is_known = self.model_config not in (NOT_READ_YET, None)
+        return self.model_config.get_text_config() if is_known else None

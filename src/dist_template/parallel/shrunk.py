@@ -1,0 +1,99 @@
+"""A strategy on a few processes, for `rehearse`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import gcd, prod
+from pathlib import Path
+from typing import Any
+
+from .answers import Mesh, Zero, sharding_of
+from .mesh_sizes import AXES, Size, data_parallel_size, given_size, sizes_of
+from .pipeline.stages import stages_per_rank
+
+MOST = 4  # processes of a rehearsal
+PERSISTENT = 64  # elements: ZeRO-3 then keeps norms unsharded and shards matrices, as at full size
+REPLACED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+REPLACED += ("bf16", "fp16")  # keys of a DeepSpeed file that the Trainer's settings replace
+
+
+@dataclass(frozen=True)
+class Small:
+    """A strategy on a few processes: its `init_args`, ranks, and those with batches of their own;
+    stages of a pipeline; a sentence for each difference from production."""
+
+    arguments: dict[str, Any]
+    processes: int
+    data_parallel: int
+    stages: int = 1
+    notes: list[str] = field(default_factory=list)
+
+
+def shrunk(strategy: Any, processes: int | None = None) -> Small:
+    """Returns the reduced form of a strategy on `processes`; None: as few as keep each kind of parallelism, at most 4.
+    Raises InputError if the number does not fit."""
+    sharding = sharding_of(strategy)
+    if isinstance(sharding, Mesh):
+        return _small_mesh(sharding, processes)
+    small = Small(dict(sharding.arguments), processes or 2, processes or 2)
+    options = small.arguments
+    if isinstance(sharding, Zero):
+        if options.get("config") is not None:
+            options["config"] = _small_config(options["config"])
+        elif "param_persistence_threshold" in options:
+            options["param_persistence_threshold"] = PERSISTENT
+        for name in ("offload_optimizer_device", "offload_params_device"):
+            if options.get(name) == "nvme":
+                options[name] = "cpu"
+                small.notes.append(f"{name} is host memory here, not NVMe")
+    return small
+
+
+def _small_mesh(mesh: Mesh, processes: int | None) -> Small:
+    """Sets 2 for each size above 1, and 1 for data parallelism and then others if that takes too many processes."""
+    arguments, stages, notes = dict(mesh.arguments), 1, []
+    adding = [axis for axis in AXES if axis.adds_ranks]
+    sizes: dict[str, Size] = {}
+    for axis in adding:
+        sizes[axis.key] = given_size(arguments, axis)
+        if sizes[axis.key] not in (1, "auto"):
+            sizes[axis.key] = 2
+    for axis in sorted(reversed(adding), key=lambda axis: (not axis.reads_own_rows, axis.name == "fsdp")):
+        key = axis.key
+        if _ranks(sizes) > (processes or MOST) and sizes[key] != 1:
+            sizes[key] = 1
+            notes.append(f"{key} is 1: the mesh would need more processes")
+    num = processes or _ranks(sizes)
+    arguments |= sizes | {"ep_size": 1, "cp_size": 1}
+    resolved = sizes_of(arguments, num)  # raises if the number does not fit
+    ranks, given = resolved.fsdp * resolved.tp, mesh.arguments.get("ep_size", 1)
+    arguments["ep_size"] = given if given == "auto" else min(given, 2, ranks)
+    arguments["cp_size"] = gcd(mesh.arguments.get("cp_size", 1), resolved.fsdp)
+    if resolved.pp > 1:
+        arguments["pp_stages_per_rank"] = min(mesh.pp_stages_per_rank, 2)
+        stages = 2 * stages_per_rank(mesh.pp_schedule, arguments["pp_stages_per_rank"])
+        if isinstance(mesh.pp_layers, list):
+            arguments["pp_layers"] = "even"
+            notes.append("pp_layers is even: the small model has fewer blocks")
+    return Small(arguments, num, data_parallel_size(sizes_of(arguments, num)), stages, notes)
+
+
+def _ranks(sizes: dict[str, Size]) -> int:
+    return prod(2 if size == "auto" else size for size in sizes.values())
+
+
+def _small_config(config: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a user's DeepSpeed JSON without the keys that the Trainer's settings replace."""
+    text = Path(config).read_text(encoding="utf-8") if isinstance(config, str) else json.dumps(config)
+    small: dict[str, Any] = json.loads(text)
+    for key in REPLACED:
+        small.pop(key, None)
+    zero = small.get("zero_optimization", {})
+    if "stage3_param_persistence_threshold" in zero:
+        zero["stage3_param_persistence_threshold"] = PERSISTENT
+    for section in ("offload_optimizer", "offload_param"):
+        if zero.get(section, {}).get("device") == "nvme":
+            zero[section]["device"] = "cpu"
+    return small

@@ -1,0 +1,83 @@
+"""Gradients that transformers' tensor-parallel plans forget are summed; what is not known is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dist_template import InputError
+from dist_template.parallel.shard import STYLE, complete_plan
+from tests.support.parity import MODELS, SHORT, Trainings, assert_close
+from tests.support.tiers import tiers
+
+BASE: dict[str, Any] = {
+    "hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 3, "vocab_size": 61, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 14, "n_routed_experts": 6, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+LATENT = {"q_lora_rank": 10, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6}
+FULL = {"num_key_value_heads": 6, "n_group": 1, "topk_group": 1}
+PHI = {"qk_layernorm": True, "partial_rotary_factor": 1.0}
+HEADS = "model.layers.*.self_attn"
+KNOWN = {  # architecture: the modules that its plan forgets
+    "glm4_moe": (EXPERTS | {"use_qk_norm": True}, {f"{HEADS}.q_norm", f"{HEADS}.k_norm"}),
+    "phi": (PHI, {f"{HEADS}.q_layernorm", f"{HEADS}.k_layernorm"}),
+    "apertus": ({}, {"model.layers.*.mlp.act_fn"}),
+    "qwen3": ({}, set()),  # its plan names them
+    "olmo2": ({}, set()),  # its norms are of all heads, whose features are gathered
+    "deepseek_v3": (EXPERTS | LATENT | FULL, set()),  # its norms are before the heads
+    "gpt_oss": ({"num_local_experts": 4}, set()),  # its sinks are sharded
+}
+MODELS |= {
+    "glm4_moe": "{model_type: glm4_moe, use_qk_norm: true, hidden_size: 36, intermediate_size: 44,"
+    " moe_intermediate_size: 16, num_hidden_layers: 2, num_attention_heads: 6, num_key_value_heads: 2, head_dim: 6,"
+    " first_k_dense_replace: 1, n_routed_experts: 4, num_experts_per_tok: 2, partial_rotary_factor: 1.0}",
+    "phi": "{model_type: phi, qk_layernorm: true, hidden_size: 36, intermediate_size: 44, num_hidden_layers: 2,"
+    " num_attention_heads: 6, partial_rotary_factor: 1.0, resid_pdrop: 0.0}",
+    "apertus": "{model_type: apertus, hidden_size: 36, intermediate_size: 44, num_hidden_layers: 2,"
+    " num_attention_heads: 6, num_key_value_heads: 2}",
+}
+
+
+def build(kind: str, **architecture: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **BASE | architecture))
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_forgotten_rules_are_added(kind: str) -> None:
+    architecture, expected = KNOWN[kind]
+    model = build(kind, **architecture)
+    plan = dict(model.tp_plan)
+    complete_plan(model, plan)
+    assert model.tp_plan == plan | dict.fromkeys(expected, STYLE)
+
+
+def test_a_parameter_beside_the_heads_that_is_not_known_is_refused() -> None:
+    model = build("cohere", use_qk_norm=True)
+    with pytest.raises(InputError, match=r"how the gradient of .*q_norm.weight is computed: .*give a rule as tp_plan"):
+        complete_plan(model, model.tp_plan)
+    given = {f"{HEADS}.{name}": "replicate" for name in ("q_norm", "k_norm")}
+    complete_plan(model, model.tp_plan | given)
+    with pytest.raises(InputError, match="its plan leaves partial gradients"):
+        unsound = build("longcat_flash", num_layers=1, num_key_value_heads=6)
+        complete_plan(unsound, unsound.tp_plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", tiers(["glm4_moe", "phi", "apertus"], daily=["glm4_moe", "phi"]))
+def test_tensor_parallelism_trains_to_the_numbers_of_one_process(train: Trainings, model: str) -> None:
+    one, many = train(model, "one", SHORT), train(model, "tp", SHORT)
+    assert many.loss == pytest.approx(one.loss, rel=1e-6)
+    assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+    assert_close(many.end, one.end, 1e-5)
+
+
+def test_a_tied_parameter_that_is_sharded_for_one_owner_alone_is_refused() -> None:
+    """GPT-NeoX's plan shards the output layer and not the embedding that may share its weights."""
+    model = build("gpt_neox", tie_word_embeddings=True)
+    with pytest.raises(InputError, match="share a parameter, and the plan shards one of them"):
+        complete_plan(model, model.tp_plan)
