@@ -87,11 +87,7 @@ EXTRAS = {
 
 
 def require(package: str, purpose: str) -> None:
-    """Refuses `purpose` where a package of an extra is not installed.
-
-    Raises:
-        InputError: with the command that installs it.
-    """
+    """Raises InputError, with the command that installs it, where a package of an extra is not installed."""
     if find_spec(package) is None:
         install = f"'dist-template[{EXTRAS.get(package, package)}]'"
         if package == "deepspeed":  # it is built from source, against torch
@@ -121,10 +117,8 @@ def check_least(slot: str, **given: tuple[float, float]) -> None:
 
 
 def first_line(error: BaseException | str) -> str:
-    """Returns the first line of another library's message, or the error's type if it has none.
-
-    A line that ends in a colon announces the reason: the next one is added.
-    """
+    """Returns the first line of another library's message, with the next one if it ends in a colon; the error's type if
+    it has none."""
     lines = list(filter(None, map(str.strip, str(error).splitlines())))
     if not lines:
         return "" if isinstance(error, str) else type(error).__name__

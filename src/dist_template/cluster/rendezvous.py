@@ -1,8 +1,7 @@
 """Rendezvous of all ranks before their first collective, in the process group's store.
 
-A collective fails obscurely, or never returns, when a rank is missing or differs. A store knows which ranks have
-connected, and their values can be compared in it. torch creates it in `init_process_group`; here it is created a moment
-earlier at the same address, and torch shares it. This works under every launcher that Lightning supports."""
+A store knows which ranks have connected, and their values can be compared in it. torch creates it in
+`init_process_group`; here it is created a moment earlier at the same address, and torch shares it."""
 
 from __future__ import annotations
 
@@ -138,24 +137,17 @@ def _is_in_agent() -> bool:
 
 def _open(address: str, port: int, rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """Opens the store as torch does, but does not wait for all ranks: missing ones are named."""
-    lost = _rank_zero_missing(rank, world_size, timeout_s, f" (at {address}:{port})")
     is_host = rank == 0 and not _is_in_agent()
     deadline = time.monotonic() + timeout_s
     while not is_host:  # torch's client gives up later, with C++ frames
-        rest_s = deadline - time.monotonic()
-        if rest_s <= 0:
-            raise lost
         with suppress(OSError):  # refused, or the host name is not known yet
-            socket.create_connection((address, port), timeout=rest_s).close()
+            socket.create_connection((address, port), timeout=timeout_s).close()
             break
-        time.sleep(min(0.2, rest_s))
+        if time.monotonic() > deadline:
+            raise _rank_zero_missing(rank, world_size, timeout_s, f" (at {address}:{port})")
+        time.sleep(0.2)
     timeout, shared = timedelta(seconds=timeout_s), not _is_in_agent()
-    try:
-        return dist.TCPStore(address, port, world_size, is_host, timeout, wait_for_workers=False, multi_tenant=shared)
-    except dist.DistNetworkError as error:
-        if rank == 0:
-            raise
-        raise lost from error
+    return dist.TCPStore(address, port, world_size, is_host, timeout, wait_for_workers=False, multi_tenant=shared)
 
 
 def _rank_zero_missing(rank: int, world_size: int, timeout_s: float, at: str = "") -> Ended:

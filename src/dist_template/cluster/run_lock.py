@@ -99,12 +99,11 @@ def read(path: Path) -> Holder | None:
     """Returns the holder; {} if the file is incomplete or damaged, None if there is no file."""
     try:
         holder = json.loads(path.read_text(encoding="utf-8"))
+        return holder if {"pid", "since"} <= holder.keys() else {}
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError):
+    except (ValueError, AttributeError, RecursionError):
         return {}
-    is_known = isinstance(holder, dict) and isinstance(holder.get("pid"), int)
-    return holder if is_known and isinstance(holder.get("since"), int | float) else {}
 
 
 def refusal(path: Path, holder: Holder, claim: Holder) -> str | None:

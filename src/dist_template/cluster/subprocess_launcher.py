@@ -22,15 +22,13 @@ GRACE_S = 5.0  # for the processes to exit with the code of a common decision
 def terminate(children: list[subprocess.Popen]) -> None:
     """Waits for the child processes after one has failed, then exits with a code of all theirs."""
     time.sleep(GRACE_S)  # if this process exits in the meantime, this thread ends with it
-    failed: dict[int, int] = {}  # exit codes of ranks
-    for rank, child in enumerate(children, 1):
+    failed = []  # exit codes
+    for child in children:
         if code := child.poll():
-            failed[rank] = code
+            failed.append(code)
         child.kill()
-    ranks = ", ".join(f"rank {rank} with {code}" for rank, code in failed.items())
-    sentence = f"processes exited ({ranks}) and rank 0 did not: terminating all"
-    print(sentence, file=sys.stderr, flush=True)
-    os._exit(Exit.of_all(failed.values()))
+    print(f"processes exited with {failed} and rank 0 did not: terminating all", file=sys.stderr, flush=True)
+    os._exit(Exit.of_all(failed))
 
 
 def start(*args: Any, **options: Any) -> subprocess.Popen:

@@ -6,7 +6,6 @@ loop.py, epochs.py       Lightning's training loop with less overhead, and exact
 torch.py, torchrun.py    tensors, process groups, checkpoints; the elastic agent
 stacks.py                names of functions in stacks, by which a hang's phase is known
 deepspeed.py             ZeRO's optimizers and checkpoint files
-transformers_serving.py  the handlers of OpenAI's API behind `transformers serve`
 transformers.py          attention masks, grouped products, sharding by a model's plans
 transformers_serving.py  the handlers of OpenAI's API behind `transformers serve`
 parallel_styles.py       transformers' tensor and expert parallelism: two fixes

@@ -54,7 +54,7 @@ def checkpoint_of(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def timeout_of(strategy: Any) -> timedelta:
-    """Returns how long collectives may wait. If the name is gone: Lightning's default."""
+    """Returns how long collectives may wait."""
     return getattr(strategy, "_timeout", None) or default_pg_timeout
 
 
@@ -122,8 +122,7 @@ def batch_progress(trainer: L.Trainer) -> Any:
 
 def replace_clipping(module: L.LightningModule, clip: Callable[..., None]) -> None:
     """Lets Lightning call `clip(original, optimizer, ...)` in place of the module's `configure_gradient_clipping`, the
-    original: it (2.6) calls no hook between clipping, which computes the norm, and the optimizer. The method's name is
-    public; if it is gone: AttributeError."""
+    original: it (2.6) calls no hook between clipping, which computes the norm, and the optimizer."""
     original = module.configure_gradient_clipping
     vars(module)["configure_gradient_clipping"] = partial(clip, original)
 
@@ -133,9 +132,7 @@ def replace_clipping(module: L.LightningModule, clip: Callable[..., None]) -> No
 
 def use_processes(start: Callable[..., subprocess.Popen], terminate: Callable[[list[subprocess.Popen]], None]) -> None:
     """Lets Lightning's launcher start ranks by `start`, like Popen, and call `terminate` when one of them has failed.
-
-    Lightning checks every 5 s and then kills all ranks, the first too, without a message or a
-    meaningful exit code. Its launcher looks both names up in its module."""
+    Its launcher looks both names up in its module."""
 
     class Observer(launcher._ChildProcessObserver):
         def _terminate_all(self) -> None:
@@ -152,10 +149,7 @@ def use_processes(start: Callable[..., subprocess.Popen], terminate: Callable[[l
 
 
 def before_setup_environment(strategy: Strategy, function: Callable[[], None]) -> None:
-    """Calls `function` on every rank before the strategy starts its process group.
-
-    Lightning (2.6) has no hook between the start of the ranks and that: the method of this one instance is replaced. If
-    Lightning no longer calls it, `function` is never called; tests/compat/test_stacks.py."""
+    """Calls `function` on every rank before the strategy starts its process group; Lightning (2.6) has no hook."""
     start = strategy.setup_environment
 
     def setup_environment() -> None:
@@ -166,8 +160,7 @@ def before_setup_environment(strategy: Strategy, function: Callable[[], None]) -
 
 
 def set_ddp_defaults(strategy: DDPStrategy, **options: Any) -> None:
-    """Gives DistributedDataParallel these options where the configuration gives none. Arguments of
-    `DDPStrategy(...)`, the public way, do not reach `strategy: ddp`, `auto` and similar names."""
+    """Gives DistributedDataParallel these options where the configuration gives none."""
     strategy._ddp_kwargs = options | strategy._ddp_kwargs
 
 

@@ -88,10 +88,7 @@ class MetricBuffer:
         device-to-host transfer. Sums are in float64 where the device supports it.
 
         Args:
-            all_reduce: Maps (n,) of each rank to their sum.
-            device: Device of the collective.
-            rank: Rank of this process.
-            num_ranks: Number of ranks.
+            all_reduce: Maps (n,) of each rank on `device` to their sum.
             agree: Returns the names that any rank has: in a pipeline, only the last stage has a
                 loss. None: all ranks have the same."""
         host, self._host = self._host, {}

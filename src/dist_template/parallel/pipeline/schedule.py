@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -17,14 +18,13 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.utils.checkpoint import GraphExecGroup
 
-from ...compat.torch import FrugalStage
 from .costs import Schedule
 
 PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 SCHEDULES: dict[str, type[Any]] = {name: get_schedule_class(name) for name in get_args(Schedule)}
 
 
-class Stage(FrugalStage):
+class Stage(PipelineStage):
     """torch's stage, which runs a function of this rank in place of a module.
 
     The sizes of its messages are given: torch would run the model twice to find them, hooks and
