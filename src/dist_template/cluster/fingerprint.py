@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from ..errors import Ended, Exit, InputError
 from ..records import flatten
 from ..table import Table
-from .environment import comparable
+from .environment import comparable, digest
 from .hang import rank_ranges
 from .rendezvous import Rendezvous, before_first_collective
 from .run_lock import RUN_LOCK
@@ -73,24 +73,22 @@ class SameEnvironment(Callback):
         for key, value in flatten(facts).items():
             if key not in self.ignore and key.partition(".")[0] not in self.ignore:
                 own[key] = str(value)
-        rendezvous.publish("facts", own)
-        sentence = f"rank {rendezvous.rank}: environments differ; rank 0 prints the table"
-        if rendezvous.rank == 0:
-            sentence = "" if self.refusal else table(rendezvous.gather("facts"))
-            rendezvous.broadcast("outcome", [self.refusal, bool(sentence)])
-        refusal, differ = rendezvous.receive("outcome")
-        if not (refusal or differ):
+        found = rendezvous.gather("digest", [digest(sorted(own.items())), self.refusal])
+        refusals = [refusal for _, refusal in found if refusal]
+        if refusals:
+            rendezvous.leave()
+            raise InputError(refusals[0])
+        if all(of_rank == found[0] for of_rank in found):
             return
-        rendezvous.publish("received", True)
-        if rendezvous.rank == 0:
-            rendezvous.gather("received")  # the store may be in this process, which exits now
-        if refusal:
-            raise InputError(refusal)
+        sentence = table(rendezvous.gather("facts", own))
+        rendezvous.leave()
+        if rendezvous.rank:
+            sentence = f"rank {rendezvous.rank}: environments differ; rank 0 prints the table"
         raise Ended(Exit.MISMATCH, sentence)
 
 
 def table(columns: list[dict[str, str]]) -> str:
-    """Returns a table of key, ranks and value, for the keys that differ in the ranks' `columns`; "" if none does."""
+    """Returns a table of key, ranks and value, for the keys that differ in the ranks' `columns`."""
     rows = []
     for key in sorted(set().union(*columns)):
         ranks: dict[str, list[int]] = {}  # by value
@@ -99,4 +97,4 @@ def table(columns: list[dict[str, str]]) -> str:
         if len(ranks) > 1:
             rows += [[key, rank_ranges(there), text] for text, there in ranks.items()]
     title = "the ranks' environments differ; make them equal, or allow it: --same_environment.ignore '[KEY, …]'"
-    return Table(title, ["key", "ranks", "value"], rows).as_text() if rows else ""
+    return Table(title, ["key", "ranks", "value"], rows).as_text()

@@ -36,45 +36,31 @@ class Rendezvous:
     world_size: int
     timeout_s: float  # how long a rank waits for another
 
-    def publish(self, key: str, value: object) -> None:
-        """Stores this rank's `value`."""
-        self.store.set(f"{key}/{self.rank}", json.dumps(value))
-
-    def gather(self, key: str) -> list[Any]:
-        """Returns every rank's value; rank 0 only.
+    def gather(self, key: str, value: object) -> list[Any]:
+        """Returns every rank's `value`. Collective.
 
         Raises:
-            Ended: some ranks have not published one in time.
+            Ended: some ranks have not called it in time.
         """
+        self.store.set(f"{key}/{self.rank}", json.dumps(value))
         keys = [f"{key}/{rank}" for rank in range(self.world_size)]
+        # rank 0 waits longer: the store may be in its process
+        timeout_s = self.timeout_s + 5 if self.rank == 0 else self.timeout_s
         try:
-            self.store.wait(keys, timedelta(seconds=self.timeout_s))
+            self.store.wait(keys, timedelta(seconds=timeout_s))
         except dist.DistStoreError:
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            sentence = _missing(missing, self.world_size, self.timeout_s)
-            self.store.set("rendezvous/error", sentence)
-            raise Ended(Exit.HUNG, sentence) from None
+            raise Ended(Exit.HUNG, _missing(missing, self.world_size, self.timeout_s)) from None
+        except dist.DistNetworkError:
+            raise _rank_zero_missing(self.rank, self.world_size, self.timeout_s) from None
         return [*map(json.loads, self.store.multi_get(keys))]
 
-    def broadcast(self, key: str, value: object) -> None:
-        """Sends `value` to all ranks; rank 0 only."""
-        self.store.set("rendezvous/" + key, json.dumps(value))
-        self.store.set("rendezvous/error", "")
-
-    def receive(self, key: str) -> Any:
-        """Returns what rank 0 broadcasts.
-
-        Raises:
-            Ended: rank 0 is missing other ranks, or is lost itself.
-        """
-        try:
-            self.store.wait(["rendezvous/error"], timedelta(seconds=self.timeout_s + 5))
-            error = self.store.get("rendezvous/error").decode()
-        except RuntimeError:  # torch's DistStoreError and DistNetworkError
-            raise _rank_zero_missing(self.rank, self.world_size, self.timeout_s) from None
-        if error:
-            raise Ended(Exit.HUNG, error)
-        return json.loads(self.store.get("rendezvous/" + key))
+    def leave(self) -> None:
+        """Call it before all ranks exit: rank 0 waits for the others, because the store may be in its process."""
+        self.store.set(f"left/{self.rank}", "")
+        if self.rank == 0:
+            with suppress(RuntimeError):  # another rank is lost
+                self.store.wait([f"left/{rank}" for rank in range(self.world_size)], timedelta(seconds=5))
 
 
 _HOSTED: list[dist.Store] = []  # rank 0's store, until the process group has the same one
