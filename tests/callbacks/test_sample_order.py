@@ -170,14 +170,6 @@ def test_ranks_with_samples_of_their_own_or_constant_ones_train(tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [31, 33])
-def test_an_evaluation_counts_each_row_once_also_where_ranks_do_not_divide_them(tmp_path: Path, rows: int) -> None:
-    """33 rows would be 5 batches of 4 on one rank and 4 on the other: they are read by threes."""
-    one, two = (fit_streams(tmp_path, n, "--data.kind=constant", f"--data.num_held_out={rows}") for n in (1, 2))
-    assert two.check().eval("sanity")[0] == pytest.approx(one.check().eval("sanity")[0], rel=1e-6)
-
-
-@pytest.mark.slow
 def test_rows_that_must_count_twice_are_reported(tmp_path: Path) -> None:
     warning = "1 of 1 rows of an evaluation count twice"
     fit_streams(tmp_path, 2, "--data.kind=constant", "--data.num_held_out=1", warns=warning).check()

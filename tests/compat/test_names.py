@@ -31,14 +31,8 @@ FUNCTIONS = {
     "lightning.fabric.utilities.distributed:_set_num_threads_if_needed": "num_processes",
     "lightning.pytorch.strategies:ModelParallelStrategy._setup_distributed": "self",
     "lightning.pytorch.strategies:DeepSpeedStrategy._init_deepspeed_distributed": "self",
-    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.log_metrics": (
-        "self metrics step"
-    ),
     "lightning.pytorch:LightningModule.configure_gradient_clipping": (
         "self optimizer gradient_clip_val gradient_clip_algorithm"
-    ),
-    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection._extract_batch_size": (
-        "self value batch_size meta"
     ),
     "lightning.pytorch.plugins.precision:DeepSpeedPrecision._clip_gradients": (
         "self model optimizer clip_val gradient_clip_algorithm"
@@ -55,7 +49,6 @@ FUNCTIONS = {
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers": (
         "self worker_group"
     ),
-    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._rendezvous": "self worker_group",
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._shutdown": (
         "self death_sig timeout"
     ),
@@ -65,8 +58,6 @@ FUNCTIONS = {
     ),
     "torch.distributed.checkpoint:FileSystemReader._get_metadata_path": "self rank",
     "torch.distributed.distributed_c10d:_set_pg_timeout": "timeout group",
-    "torch.distributed.pipelining:PipelineStage._setup_forward_recv_info": "self num_microbatches has_backward",
-    "torch.distributed.pipelining:PipelineStage._setup_backward_recv_info": "self num_microbatches",
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback": "self",
     "torch.utils.data.dataloader:_BaseDataLoaderIter._next_data": "self",
     "torch.amp:GradScaler._get_scale_async": "self",
@@ -103,7 +94,6 @@ ATTRIBUTES = {
     "lightning.pytorch.plugins.precision:DeepSpeedPrecision": "_desired_dtype",
     "lightning.pytorch.core.optimizer:LightningOptimizer": "_optimizer",
     "lightning.fabric.strategies.launchers.subprocess_script:_ChildProcessObserver": "_child_processes",
-    "lightning.pytorch.strategies.launchers.subprocess_script": "subprocess _launch_process_observer",
     "lightning.pytorch.loggers:WandbLogger": "_wandb_init _experiment",
     "argparse:ArgumentParser": "_actions",
     "jsonargparse._typehints": "_typehint",

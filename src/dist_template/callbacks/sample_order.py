@@ -23,7 +23,6 @@ from .. import weights
 from ..checkpoint.identity import OF_AN_ORDER, compare
 from ..cluster.signals import isolate_worker
 from ..compat.epochs import make_fit_resumable
-from ..compat.lightning import weigh_uneven_batches
 from ..errors import InputError
 from ..model.any_module import callbacks_of, data_of, owns_order
 from ..parallel import run_strategy
@@ -65,7 +64,6 @@ class SampleOrder(Callback):
         if owns_order(data_of(trainer)):
             return
         make_fit_resumable(trainer)
-        weigh_uneven_batches(trainer)
         self._rank, self._num_ranks = run_strategy(trainer.strategy).data_rank
         if stage == "fit":
             self._consumed, self._loaded, self._settings = None, {}, {}

@@ -6,11 +6,11 @@ a fallback. loop.py and epochs.py concern the training loop's speed and position
 from __future__ import annotations
 
 import os
-import subprocess
+import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -25,9 +25,10 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     Strategy,
 )
-from lightning.pytorch.strategies.launchers import subprocess_script as trainers_launcher
-from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+
+from ..errors import Exit
+
+GRACE_S = 5.0  # for the processes to exit with the code of a common decision
 
 
 def accumulates(trainer: L.Trainer) -> bool:
@@ -79,39 +80,6 @@ def has_wandb_run(logger: Any) -> bool:
     return logger._experiment is not None
 
 
-# ---- self.log ------------------------------------------------------------------------------------
-
-
-class LoggerConnector(_LoggerConnector):
-    """Logs metrics that name no step of their own at `trainer.global_step`. Lightning (2.6.6) logs
-    them at one step less, in another line than other metrics of the same step."""
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        names_step = step is not None or "step" in metrics
-        super().log_metrics(metrics, step if names_step else self.trainer.global_step)
-
-
-def log_at_optimizer_steps(trainer: Any) -> None:
-    """Logs values of `self.log` at the optimizer step of their batch; call before the first."""
-    if type(trainer._logger_connector) is _LoggerConnector:
-        trainer._logger_connector = LoggerConnector(trainer)
-
-
-class Results(_ResultCollection):
-    """Counts rows as floats: Lightning (2.6.6) divides the sum over ranks by a mean number of rows
-    that is rounded down as an integer: with 16 and 15 rows, by 15."""
-
-    def _extract_batch_size(self, *args: Any, **kwargs: Any) -> Any:
-        return float(super()._extract_batch_size(*args, **kwargs))
-
-
-def weigh_uneven_batches(trainer: Any) -> None:
-    """Lets an evaluation's mean count each row once if ranks have different numbers of rows."""
-    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        if type(loop._results) is _ResultCollection:
-            loop._results = Results(training=False)
-
-
 # ---- the training loop ---------------------------------------------------------------------------
 
 
@@ -130,19 +98,23 @@ def replace_clipping(module: L.LightningModule, clip: Callable[..., None]) -> No
 # ---- the launcher --------------------------------------------------------------------------------
 
 
-def use_processes(start: Callable[..., subprocess.Popen], terminate: Callable[[list[subprocess.Popen]], None]) -> None:
-    """Lets Lightning's launcher start ranks by `start`, like Popen, and call `terminate` when one of them has failed.
-    Its launcher looks both names up in its module."""
+class RankObserver(launcher._ChildProcessObserver):
+    """Lightning's thread, which kills all ranks when one has failed, the first too; here with a message and a code."""
 
-    class Observer(launcher._ChildProcessObserver):
-        def _terminate_all(self) -> None:
-            terminate(self._child_processes)
+    def _terminate_all(self) -> None:
+        time.sleep(GRACE_S)  # if this process exits in the meantime, this thread ends with it
+        codes = []
+        for child in self._child_processes:
+            if code := child.poll():
+                codes.append(code)
+            child.kill()
+        print(f"ranks exited with {codes} and rank 0 did not: terminating all", file=sys.stderr, flush=True)
+        os._exit(Exit.of_all(codes))
 
-    def observe(processes: list[subprocess.Popen]) -> None:
-        Observer(os.getpid(), processes, sleep_period=1).start()
 
-    processes = SimpleNamespace(Popen=start)
-    vars(trainers_launcher).update(_launch_process_observer=observe, subprocess=processes)
+def exit_with_codes() -> None:
+    """Lets Lightning's launcher in this process exit with a code of all ranks when one has failed."""
+    vars(launcher)["_ChildProcessObserver"] = RankObserver
 
 
 # ---- strategies ----------------------------------------------------------------------------------
