@@ -106,11 +106,7 @@ def is_first_on_node() -> bool:
 
 
 def check_least(slot: str, **given: tuple[float, float]) -> None:
-    """Checks arguments, each a pair (given value, minimum).
-
-    Raises:
-        InputError: a value is below its minimum, infinite or nan.
-    """
+    """Raises InputError if an argument, a pair (given value, minimum), is below its minimum, infinite or nan."""
     for key, (value, least) in given.items():
         if not least <= value < math.inf:
             raise InputError(f"{slot}.{key} is {value}; give {least} or more")

@@ -31,6 +31,9 @@ FUNCTIONS = {
     "lightning.fabric.utilities.distributed:_set_num_threads_if_needed": "num_processes",
     "lightning.pytorch.strategies:ModelParallelStrategy._setup_distributed": "self",
     "lightning.pytorch.strategies:DeepSpeedStrategy._init_deepspeed_distributed": "self",
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.log_metrics": (
+        "self metrics step"
+    ),
     "lightning.pytorch:LightningModule.configure_gradient_clipping": (
         "self optimizer gradient_clip_val gradient_clip_algorithm"
     ),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from ..compat.lightning import accumulates
+from ..compat.lightning import accumulates, log_at_optimizer_steps
 from ..model.any_module import callbacks_of, data_of, metrics_of, tracks_metrics
 from ..model.metrics import NOT_COUNTED
 from ..parallel import run_strategy
@@ -29,6 +29,9 @@ class TrainingLog(Callback):
     this one adds to `metrics` what follows from all ranks' values in the buffer's `of_ranks`; of callbacks after this
     one it shows the metrics or reacts to them.
     """
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        log_at_optimizer_steps(trainer)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         if not tracks_metrics(pl_module):  # Lightning has divided it by the accumulation

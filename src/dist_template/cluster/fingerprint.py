@@ -50,11 +50,7 @@ class SameEnvironment(Callback):
         before_first_collective(trainer, timeout_s or START_TIMEOUT_S, compare)
 
     def lock(self, trainer: Any, run: Path, started_by_a_launcher: bool) -> None:
-        """Locks the run's folder on rank 0. Other ranks learn of a refusal in the comparison.
-
-        Raises:
-            InputError: another launch holds the lock.
-        """
+        """Locks the run's folder on rank 0. Other ranks learn of a refusal in the comparison."""
         if trainer.is_global_zero and not trainer.fast_dev_run and (refusal := RUN_LOCK.take(run)):
             if not started_by_a_launcher or trainer.world_size == 1:
                 raise InputError(refusal)
@@ -63,11 +59,8 @@ class SameEnvironment(Callback):
     def compare(self, rendezvous: Rendezvous, facts: Mapping[str, object]) -> None:
         """Compares the facts of all ranks. Collective.
 
-        `facts` are this rank's: group -> value, or group -> name -> value.
-
-        Raises:
-            InputError: on every rank, if rank 0 was refused the run's folder.
-            Ended: on every rank, if they differ.
+        `facts` are this rank's: group -> value, or group -> name -> value. Every rank raises InputError if rank 0 was
+        refused the run's folder, and Ended if facts differ.
         """
         own = {}
         for key, value in flatten(facts).items():

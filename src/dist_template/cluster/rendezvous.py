@@ -37,11 +37,7 @@ class Rendezvous:
     timeout_s: float  # how long a rank waits for another
 
     def gather(self, key: str, value: object) -> list[Any]:
-        """Returns every rank's `value`. Collective.
-
-        Raises:
-            Ended: some ranks have not called it in time.
-        """
+        """Returns every rank's `value`. Collective; raises Ended if some ranks have not called it in time."""
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
         keys = [f"{key}/{rank}" for rank in range(self.world_size)]
         # rank 0 waits longer: the store may be in its process
@@ -71,9 +67,6 @@ def agreed(key: str, proposal: str, timeout_s: float) -> str:
 
     It needs the launcher's variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them,
     and for one rank, it returns `proposal`. Ranks that torchrun restarts get the first answer.
-
-    Raises:
-        Ended: rank 0 is missing.
     """
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     rank, world_size, address, port = (os.environ.get(name, "") for name in names)
@@ -103,11 +96,7 @@ def before_first_collective(trainer: Trainer, timeout_s: float, function: Callab
 
 
 def connect(strategy: Any, timeout_s: float, function: Callable[[Rendezvous], None]) -> None:
-    """Connects a rank to the store, calls `function`, and gives the watchdog the store.
-
-    Raises:
-        Ended: rank 0 is missing.
-    """
+    """Connects a rank to the store, calls `function`, and gives the watchdog the store."""
     rank, world_size, environment = strategy.global_rank, strategy.world_size, strategy.cluster_environment
     with WATCHDOG.paused():  # the rendezvous has its own limit, and names the missing ranks
         store = _open(environment.main_address, environment.main_port, rank, world_size, timeout_s)

@@ -25,6 +25,7 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     Strategy,
 )
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 
 from ..errors import Exit
 
@@ -78,6 +79,21 @@ def wandb_options(logger: Any) -> dict[str, Any]:
 def has_wandb_run(logger: Any) -> bool:
     """Whether the logger's run has started: reading its public `experiment` would start it."""
     return logger._experiment is not None
+
+
+class LoggerConnector(_LoggerConnector):
+    """Logs metrics that name no step of their own at `trainer.global_step`. Lightning (2.6.6) logs
+    them at one step less, in another line than other metrics of the same step."""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        names_step = step is not None or "step" in metrics
+        super().log_metrics(metrics, step if names_step else self.trainer.global_step)
+
+
+def log_at_optimizer_steps(trainer: Any) -> None:
+    """Logs values of `self.log` at the optimizer step of their batch; call before the first."""
+    if type(trainer._logger_connector) is _LoggerConnector:
+        trainer._logger_connector = LoggerConnector(trainer)
 
 
 # ---- the training loop ---------------------------------------------------------------------------
