@@ -59,26 +59,6 @@ class Rendezvous:
                 self.store.wait([f"left/{rank}" for rank in range(self.world_size)], timedelta(seconds=5))
 
 
-_HOSTED: list[dist.Store] = []  # rank 0's store, until the process group has the same one
-
-
-def agreed(key: str, proposal: str, timeout_s: float) -> str:
-    """Returns one rank's proposal, the same on all ranks that a launcher has started.
-
-    It needs the launcher's variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them,
-    and for one rank, it returns `proposal`. Ranks that torchrun restarts get the first answer.
-    """
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    rank, world_size, address, port = (os.environ.get(name, "") for name in names)
-    if not (rank and address and port) or int(world_size or 1) < 2:
-        return proposal
-    with WATCHDOG.paused():
-        store = _open(address, int(port), int(rank), int(world_size), timeout_s)
-    if int(rank) == 0:
-        _HOSTED.append(store)
-    return store.compare_set(key, "", proposal).decode()
-
-
 def before_first_collective(trainer: Trainer, timeout_s: float, function: Callable[[Rendezvous], None]) -> None:
     """Calls `function` when all ranks of `trainer` are started and none has communicated yet."""
     strategy: Any = trainer.strategy

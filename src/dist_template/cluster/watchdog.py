@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..compat.stacks import locate
 from ..errors import Exit
@@ -96,7 +96,7 @@ class WatchdogThread:
         self._store, self.rank, self.world_size = store, rank, world_size
         self.beats = 0
 
-    def status(self) -> dict[str, int | str | bool]:
+    def status(self) -> dict[str, Any]:
         """Returns where this rank is, for `find_stalled`."""
         phase, line, waits = locate(sys._current_frames().get(threading.main_thread().ident or 0))
         place = phase
@@ -147,7 +147,7 @@ class WatchdogThread:
         if store is not None:
             time.sleep(EXIT_S)
 
-    def _exchange(self, store: Store, status: dict[str, int | str | bool], found: list[str]) -> None:
+    def _exchange(self, store: Store, status: dict[str, Any], found: list[str]) -> None:
         """Adds rank 0's verdict to `found`; nothing if rank 0 does not answer."""
         keys = [f"hung/{rank}" for rank in range(self.world_size)]
         with suppress(RuntimeError):  # torch's DistStoreError: no answer

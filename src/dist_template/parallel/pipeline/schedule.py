@@ -54,7 +54,7 @@ class Stage(PipelineStage):
         if clock:
             clock.stop()
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: object, **kwargs: object) -> object:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> object:
         self._number = fwd_chunk_id
         with self._timed():
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
