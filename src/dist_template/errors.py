@@ -97,11 +97,7 @@ EXTRAS = {
 
 
 def require(package: str, purpose: str) -> None:
-    """Refuses `purpose` where a package of an extra is not installed.
-
-    Raises:
-        InputError: with the command that installs it.
-    """
+    """Raises InputError, with the command that installs it, where a package of an extra is not installed."""
     if find_spec(package) is None:
         install = f"'dist-template[{EXTRAS.get(package, package)}]'"
         if package == "deepspeed":  # it is built from source, against torch
@@ -120,21 +116,15 @@ def is_first_on_node() -> bool:
 
 
 def check_least(slot: str, **given: tuple[float, float]) -> None:
-    """Checks arguments, each a pair (given value, minimum).
-
-    Raises:
-        InputError: a value is below its minimum, infinite or nan.
-    """
+    """Raises InputError if an argument, a pair (given value, minimum), is below its minimum, infinite or nan."""
     for key, (value, least) in given.items():
         if not least <= value < math.inf:
             raise InputError(f"{slot}.{key} is {value}; give {least} or more")
 
 
 def first_line(error: BaseException | str) -> str:
-    """Returns the first line of another library's message, or the error's type if it has none.
-
-    A line that ends in a colon announces the reason: the next one is added.
-    """
+    """Returns the first line of another library's message, with the next one if it ends in a colon; the error's type if
+    it has none."""
     lines = list(filter(None, map(str.strip, str(error).splitlines())))
     if not lines:
         return "" if isinstance(error, str) else type(error).__name__

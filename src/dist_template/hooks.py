@@ -2,13 +2,10 @@
 
 An entry point of the group `dist_template.hooks` names a module with one or both of
 
-    def on_crash(error: Exception) -> str | None: ...
-
+    def on_crash(error: Exception) -> str | None
         Called when a verb ends with an unexpected error, on the rank that reports it. The text is
         printed after the error. `observe.crash.record_of(error)` is the path of the rank's record.
-
-    def at_run_end(run: Path, error: BaseException | None) -> None: ...
-
+    def at_run_end(run: Path, error: BaseException | None) -> None
         Called on rank 0 when `fit` has finished, with None, or stops because of `error`; `run` is
         the run's folder. All metrics are written. The small trainings of `rehearse` call it too.
 

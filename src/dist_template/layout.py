@@ -41,11 +41,8 @@ def local_shard(parameter: Tensor) -> Tensor:
 
 
 def shard_place(tensor: Tensor) -> str | None:
-    """Returns the coordinate of this rank's shard; "" for a tensor that is not sharded, None for a
-    ZeRO-3 parameter: no two ranks hold the same partition of it.
-
-    Ranks with equal places of one tensor hold the same values.
-    """
+    """Returns the coordinate of this rank's shard, by which ranks hold the same values; "" for a tensor that is not
+    sharded, None for a ZeRO-3 parameter: no two ranks hold the same partition of it."""
     if hasattr(tensor, "ds_tensor"):
         return None
     if not isinstance(tensor, DTensor):

@@ -34,11 +34,7 @@ class Project:
     data: str = ".data:DataModule"  # the LightningDataModule
 
     def class_of(self, where: str) -> Any:
-        """Imports and returns the class that `module` or `data` names.
-
-        Raises:
-            InputError: its file, or one that it imports, is not valid Python.
-        """
+        """Imports and returns the class that `module` or `data` names."""
         module, _, name = where.partition(":")
         try:
             return getattr(importlib.import_module(module, self.package), name)

@@ -32,11 +32,8 @@ def write_atomically(path: Path, text: str, keep_earlier: bool = False) -> None:
 
 
 def read_mapping(path: Path, cure: str, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
-    """Returns the object in a JSON file, or in another that `parse` reads; {} if it is null.
-
-    Raises:
-        InputError: there is no such file, or it is damaged; the message ends with `cure`.
-    """
+    """Returns the object in a JSON file, or in another that `parse` reads; {} if it is null. Raises InputError, which
+    ends with `cure`, if there is no such file or it is damaged."""
     try:
         found = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, YAMLError) as error:

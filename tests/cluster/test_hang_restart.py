@@ -36,5 +36,3 @@ def test_a_rank_that_stands_still_is_replaced_within_ten_seconds_of_the_limit(fl
         assert training.end(20) == Exit.REQUEUE
         printed = re.findall(r"^no progress for 4 s: (.*?):", training.log.read_text(), re.MULTILINE)
         assert printed == ["rank 0 is unresponsive"]
-    stacks = tmp_path / "runs" / "default" / "hung" / "stacks"
-    assert {file.name for file in stacks.iterdir()} == {"rank1.txt", "summary.txt"}

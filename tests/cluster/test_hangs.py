@@ -100,15 +100,12 @@ def check_all_ended(record: RunRecord, folder: Path, limit_s: float = LIMIT_S) -
     took_s = time.time() - float((folder / "hangs_since").read_text())
     for rank, answer in record.answers.items():
         assert answer == f"killed: exit code {int(Exit.HUNG)}", (record.answers, record.log(rank)[-3000:])
-    stacks = record.run / "stacks"
     for rank in record.answers:
         assert "most recent call first" in record.log(rank), "in the log"
-        assert "most recent call first" in (stacks / f"rank{rank}.txt").read_text(), "in the run's folder"
     printed = "".join(record.log(rank) for rank in record.answers)
     print(f"noticed and ended after {took_s:.2f} s")
     assert limit_s <= took_s + 0.5 and took_s <= limit_s + BUSY_S
     (sentence,) = set(re.findall(r"^no progress for [\d.]+ s: .*", printed, re.MULTILINE))
-    assert sentence in (stacks / "summary.txt").read_text()
     return sentence
 
 

@@ -54,27 +54,6 @@ class Late:
 prctl, signals.LIBC = signals.LIBC.prctl, Late()
 """
 LATE_WORKERS = LATE + WORKER_THAT_LOOPS.replace("num_workers=1", "num_workers=2").replace("return 1", "return 2")
-LATE_RANK = (
-    LATE
-    + """
-from dist_template.cluster import subprocess_launcher
-import threading
-
-threading.Timer(2, os._exit, (71,)).start()  # Popen waits for what the new process does before its command
-subprocess_launcher.start([sys.executable, "-c", "import time; time.sleep(600)"])
-"""
-)
-
-RANK_THAT_IS_STUCK = """
-import os, sys
-from lightning.pytorch.strategies.launchers import subprocess_script
-from dist_template.cluster import subprocess_launcher
-
-subprocess_launcher.install()
-rank = subprocess_script.subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-os.write(1, f"{rank.pid}\\n".encode())
-os._exit(71)
-"""
 
 
 def lives(pid: int) -> bool:
@@ -86,9 +65,7 @@ def lives(pid: int) -> bool:
 
 CODES = {
     "a worker": WORKER_THAT_LOOPS,
-    "a rank before its imports": RANK_THAT_IS_STUCK,
     "workers that are late": LATE_WORKERS,
-    "a rank that is late": LATE_RANK,
 }
 
 

@@ -55,7 +55,7 @@ def held_by(folder: Path, **holder: Any) -> Path:
 
 def neighbour(process: subprocess.Popen) -> dict[str, Any]:
     since = psutil.Process(process.pid).create_time()
-    return dict(run_lock.this_process()) | {"pid": process.pid, "since": since, "parent": os.getpid()}
+    return dict(run_lock.this_process()) | {"pid": process.pid, "since": since}
 
 
 def test_a_second_process_is_refused_while_the_first_lives(
@@ -70,16 +70,6 @@ def test_a_second_process_is_refused_while_the_first_lives(
     time.sleep(0.1)  # its parent has not waited for it: a zombie
     assert lock.take(tmp_path) is None
     assert json.loads(path.read_text())["pid"] == os.getpid()
-
-
-def test_a_process_whose_launcher_is_gone_is_waited_for(
-    lock: RunLock, process: subprocess.Popen, tmp_path: Path
-) -> None:
-    path = held_by(tmp_path, **neighbour(process) | {"parent": 4_000_000})
-    killer = threading.Timer(0.2, process.kill)
-    killer.start()
-    assert lock.take(tmp_path) is None
-    assert json.loads(path.read_text())["pid"] == os.getpid() and process.poll() is not None
 
 
 def test_a_process_number_that_means_another_process_by_now_holds_nothing(lock: RunLock, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.optimization.automatic import Closure
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dist_template.compat import lightning
@@ -101,25 +100,6 @@ def test_a_value_logged_in_a_hook_that_forbids_it_is_refused_as_by_lightning(tmp
     module.logs_in = "on_after_batch_transfer"
     with pytest.raises(MisconfigurationException, match=r"You can't `self.log\(\)` inside `on_after_batch_transfer`"):
         trainer_in(tmp_path).fit(module)
-
-
-def test_a_profile_has_lightnings_entry_for_the_next_batch(tmp_path: Path) -> None:
-    trainer = trainer_in(tmp_path, profiler="simple")
-    trainer.fit(BoringModel())
-    entries = getattr(trainer, "profiler").recorded_durations  # noqa: B009
-    assert "[_TrainingEpochLoop].train_dataloader_next" in entries
-
-
-def test_another_lightning_trains_by_its_own_loop_and_one_line_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(L, "__version__", "2.7.0")
-    trainer = trainer_in(tmp_path)
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "dist_template" in line)
-    assert line.startswith("lightning 2.7.0: Lightning's own training loop runs")
-    assert type(trainer.fit_loop.epoch_loop) is _TrainingEpochLoop
-    trainer.fit(BoringModel())
-    assert trainer.global_step == 2
 
 
 class Clipping(BoringModel):

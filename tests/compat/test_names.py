@@ -52,7 +52,6 @@ FUNCTIONS = {
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers": (
         "self worker_group"
     ),
-    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._rendezvous": "self worker_group",
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._shutdown": (
         "self death_sig timeout"
     ),
@@ -62,8 +61,6 @@ FUNCTIONS = {
     ),
     "torch.distributed.checkpoint:FileSystemReader._get_metadata_path": "self rank",
     "torch.distributed.distributed_c10d:_set_pg_timeout": "timeout group",
-    "torch.distributed.pipelining:PipelineStage._setup_forward_recv_info": "self num_microbatches has_backward",
-    "torch.distributed.pipelining:PipelineStage._setup_backward_recv_info": "self num_microbatches",
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback": "self",
     "torch.utils.data.dataloader:_BaseDataLoaderIter._next_data": "self",
     "torch.amp:GradScaler._get_scale_async": "self",
@@ -100,7 +97,6 @@ ATTRIBUTES = {
     "lightning.pytorch.plugins.precision:DeepSpeedPrecision": "_desired_dtype",
     "lightning.pytorch.core.optimizer:LightningOptimizer": "_optimizer",
     "lightning.fabric.strategies.launchers.subprocess_script:_ChildProcessObserver": "_child_processes",
-    "lightning.pytorch.strategies.launchers.subprocess_script": "subprocess _launch_process_observer",
     "lightning.pytorch.loggers:WandbLogger": "_wandb_init _experiment",
     "argparse:ArgumentParser": "_actions",
     "jsonargparse._typehints": "_typehint",

@@ -203,7 +203,7 @@ OWN = {
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", tiers(OWN, daily=["torchrun"]))
 def test_the_guides_commands_train_as_fit_does(launcher: str, flags: list[str], tmp_path: Path) -> None:
-    """Nobody names the run here: the ranks agree on its folder."""
+    """Nobody names the run here: the ranks take their launcher's start for its folder."""
     assert run("prepare", *flags) == 0
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     program, *words = OWN[launcher].format(folder=tmp_path).split()

@@ -44,7 +44,7 @@ class Watchdog(Callback):
 
     def begin(self, trainer: L.Trainer, run: Path) -> None:
         """Starts the watchdog. `run` is the run's folder."""
-        WATCHDOG.start(self.start_timeout_s, run / "stacks")
+        WATCHDOG.start(self.start_timeout_s)
         WATCHDOG.position = lambda phase: self._position(trainer, phase)
 
     def _position(self, trainer: L.Trainer, phase: str) -> str:

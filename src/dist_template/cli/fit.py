@@ -23,10 +23,10 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from ..cluster import subprocess_launcher
 from ..cluster.run_lock import RUN_LOCK
 from ..cluster.site import Site
 from ..cluster.watchdog import WATCHDOG
+from ..compat.lightning import exit_with_codes
 from ..compat.lightning_cli import OpenCLI, keys_of
 from ..errors import InputError, reason
 from ..model import any_module
@@ -79,7 +79,7 @@ class CLI(OpenCLI):
     unfilled: Any  # the configuration with "{run}" in it
 
     def __init__(self, project: Project, args: list[str], run: bool, verb: str | None = None) -> None:
-        subprocess_launcher.install()
+        exit_with_codes()
         self._root = project.folder.parent
         self._verb = args[0] if run else None
         self._name = self._verb or verb

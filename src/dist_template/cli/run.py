@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ..checkpoint import manifest
 from ..checkpoint.formats import format_of
 from ..cluster.launch import Variable
-from ..cluster.watchdog import START_TIMEOUT_S
 from ..errors import InputError
 from ..observe.history.run import PlotlyJs
 
@@ -101,22 +102,25 @@ def check_writable(key: str, given: str, folder: Path) -> None:
         ) from error
 
 
-def new_run(config: RunConfig, timeout_s: float = START_TIMEOUT_S) -> Path:
+def new_run(config: RunConfig) -> Path:
     """Returns a new run folder, the same on every rank; it is created at the first write.
 
-    A launcher or scheduler sets the run's id, so that the folder stays the same after a restart;
-    the ranks of torchrun, accelerate and deepspeed agree on one, within `timeout_s`.
+    A launcher or scheduler sets the run's id, so that the folder stays the same after a restart; the ranks that
+    torchrun, accelerate or deepspeed starts on one node take their launcher's start.
 
     Raises:
-        InputError: the variable DIST_RUN_ID is not the name of a folder.
-        Ended: the ranks do not reach rank 0.
+        InputError: the variable DIST_RUN_ID is not the name of a folder, or is missing on several nodes.
     """
     run_id = os.environ.get(Variable.RUN_ID) or os.environ.get("SLURM_JOB_ID")
     if not run_id:
-        from ..cluster.rendezvous import agreed
-
-        proposal = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        run_id = agreed(Variable.RUN_ID, proposal, timeout_s or START_TIMEOUT_S)
+        run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        size = os.environ.get("WORLD_SIZE", "1")
+        if "RANK" in os.environ and size != "1":
+            if size != (os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or size):
+                raise InputError(f"several nodes need {Variable.RUN_ID}: give it the same new name on every node")
+            launcher = psutil.Process(os.getppid())
+            started = time.localtime(launcher.create_time())
+            run_id = f"{time.strftime('%Y%m%d-%H%M%S', started)}-{launcher.pid}"
     _check_name(Variable.RUN_ID, run_id)
     if Path(run_id).name != run_id or run_id == "..":
         raise InputError(f"{Variable.RUN_ID} is {run_id!r}; give the name of one folder, as baseline-1")
@@ -125,7 +129,7 @@ def new_run(config: RunConfig, timeout_s: float = START_TIMEOUT_S) -> Path:
 
 
 def _new_run(settings: Any) -> Path:
-    return new_run(RunConfig(**vars(settings.run)), settings.watchdog.start_timeout_s)
+    return new_run(RunConfig(**vars(settings.run)))
 
 
 def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:

@@ -43,12 +43,7 @@ def comparable() -> dict[str, object]:
     import torch
     import torch.cuda.nccl
 
-    commit, has_changes = None, False  # to tracked files
-    status = git("status", "--porcelain=v2", "--branch", "--untracked-files=no") or ""
-    for line in status.splitlines():
-        if line.startswith("# branch.oid "):
-            commit = line.removeprefix("# branch.oid ")
-        has_changes |= not line.startswith("#")
+    commit, changes = git("rev-parse", "HEAD"), git("diff", "HEAD")
     return {
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
@@ -56,7 +51,7 @@ def comparable() -> dict[str, object]:
         "driver": driver(),
         "gpus": [*map(torch.cuda.get_device_name, range(torch.cuda.device_count()))],
         "git_commit": commit,
-        "git_diff": digest(git("diff", "HEAD")) if has_changes else None,
+        "git_diff": digest(changes) if changes else None,
         "variables": recorded_variables(os.environ),
         "packages": packages(),
     }
@@ -106,17 +101,15 @@ def machine() -> str:
 
 
 def memory_limit() -> int:
-    """Returns the bytes that this control group's, or the machine's, processes may use."""
+    """Returns the bytes that this control group's (version 2), or the machine's, processes may use."""
     import psutil
 
     limits = [psutil.virtual_memory().total]
-    # Version 2 has one line, "0::". A parent's limit applies to its children.
     found = re.search(r"^0::/?(.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
     group = CGROUPS / found.group(1) if found else CGROUPS
-    for folder in (group, *group.parents, CGROUPS / "memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):  # versions 2 and 1
-            if folder.is_relative_to(CGROUPS) and (text := _read(folder / name).strip()).isdigit():
-                limits.append(int(text))
+    for folder in (group, *group.parents):  # a parent's limit applies to its children
+        if folder.is_relative_to(CGROUPS) and (text := _read(folder / "memory.max").strip()).isdigit():
+            limits.append(int(text))
     return min(limits)
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from ..errors import Ended, Exit, InputError
 from ..records import flatten
 from ..table import Table
-from .environment import comparable
+from .environment import comparable, digest
 from .hang import rank_ranges
 from .rendezvous import Rendezvous, before_first_collective
 from .run_lock import RUN_LOCK
@@ -50,11 +50,7 @@ class SameEnvironment(Callback):
         before_first_collective(trainer, timeout_s or START_TIMEOUT_S, compare)
 
     def lock(self, trainer: Any, run: Path, started_by_a_launcher: bool) -> None:
-        """Locks the run's folder on rank 0. Other ranks learn of a refusal in the comparison.
-
-        Raises:
-            InputError: another launch holds the lock.
-        """
+        """Locks the run's folder on rank 0. Other ranks learn of a refusal in the comparison."""
         if trainer.is_global_zero and not trainer.fast_dev_run and (refusal := RUN_LOCK.take(run)):
             if not started_by_a_launcher or trainer.world_size == 1:
                 raise InputError(refusal)
@@ -63,34 +59,29 @@ class SameEnvironment(Callback):
     def compare(self, rendezvous: Rendezvous, facts: Mapping[str, object]) -> None:
         """Compares the facts of all ranks. Collective.
 
-        `facts` are this rank's: group -> value, or group -> name -> value.
-
-        Raises:
-            InputError: on every rank, if rank 0 was refused the run's folder.
-            Ended: on every rank, if they differ.
+        `facts` are this rank's: group -> value, or group -> name -> value. Every rank raises InputError if rank 0 was
+        refused the run's folder, and Ended if facts differ.
         """
         own = {}
         for key, value in flatten(facts).items():
             if key not in self.ignore and key.partition(".")[0] not in self.ignore:
                 own[key] = str(value)
-        rendezvous.publish("facts", own)
-        sentence = f"rank {rendezvous.rank}: environments differ; rank 0 prints the table"
-        if rendezvous.rank == 0:
-            sentence = "" if self.refusal else table(rendezvous.gather("facts"))
-            rendezvous.broadcast("outcome", [self.refusal, bool(sentence)])
-        refusal, differ = rendezvous.receive("outcome")
-        if not (refusal or differ):
+        found = rendezvous.gather("digest", [digest(sorted(own.items())), self.refusal])
+        refusals = [refusal for _, refusal in found if refusal]
+        if refusals:
+            rendezvous.leave()
+            raise InputError(refusals[0])
+        if all(of_rank == found[0] for of_rank in found):
             return
-        rendezvous.publish("received", True)
-        if rendezvous.rank == 0:
-            rendezvous.gather("received")  # the store may be in this process, which exits now
-        if refusal:
-            raise InputError(refusal)
+        sentence = table(rendezvous.gather("facts", own))
+        rendezvous.leave()
+        if rendezvous.rank:
+            sentence = f"rank {rendezvous.rank}: environments differ; rank 0 prints the table"
         raise Ended(Exit.MISMATCH, sentence)
 
 
 def table(columns: list[dict[str, str]]) -> str:
-    """Returns a table of key, ranks and value, for the keys that differ in the ranks' `columns`; "" if none does."""
+    """Returns a table of key, ranks and value, for the keys that differ in the ranks' `columns`."""
     rows = []
     for key in sorted(set().union(*columns)):
         ranks: dict[str, list[int]] = {}  # by value
@@ -99,4 +90,4 @@ def table(columns: list[dict[str, str]]) -> str:
         if len(ranks) > 1:
             rows += [[key, rank_ranges(there), text] for text, there in ranks.items()]
     title = "the ranks' environments differ; make them equal, or allow it: --same_environment.ignore '[KEY, …]'"
-    return Table(title, ["key", "ranks", "value"], rows).as_text() if rows else ""
+    return Table(title, ["key", "ranks", "value"], rows).as_text()

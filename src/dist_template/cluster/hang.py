@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 __all__ = ["find_stalled", "rank_ranges"]
-
-
-class Status(TypedDict):
-    """State of one rank: its progress, and the line that runs."""
-
-    beats: int  # progress that every rank makes equally
-    place: str
-    line: str  # file:line of the innermost frame
-    waits: bool  # for other ranks
 
 
 def find_stalled(statuses: Mapping[int, Mapping[str, Any]], silent: list[int]) -> str:
@@ -22,7 +13,8 @@ def find_stalled(statuses: Mapping[int, Mapping[str, Any]], silent: list[int]) -
     which do not wait for another rank.
 
     Args:
-        statuses: `Status` of the ranks that answer.
+        statuses: Of the ranks that answer: beats, progress that every rank makes equally; place; line, file:line of
+            the innermost frame; waits, for other ranks.
         silent: The ranks that do not.
     """
     by_beats: dict[int, list[int]] = {}

@@ -28,7 +28,7 @@ def hide_warnings() -> None:
             emit(handler, record)
 
     logging.StreamHandler.emit = emit_unless_warning  # ty: ignore[invalid-assignment]
-    warnings.showwarning = lambda *_, **__: None
+    warnings.showwarning = lambda *_, **__: None  # ty: ignore[invalid-assignment]
 
 
 def is_rank_zero() -> bool:

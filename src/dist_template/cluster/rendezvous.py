@@ -1,8 +1,7 @@
 """Rendezvous of all ranks before their first collective, in the process group's store.
 
-A collective fails obscurely, or never returns, when a rank is missing or differs. A store knows which ranks have
-connected, and their values can be compared in it. torch creates it in `init_process_group`; here it is created a moment
-earlier at the same address, and torch shares it. This works under every launcher that Lightning supports."""
+A store knows which ranks have connected, and their values can be compared in it. torch creates it in
+`init_process_group`; here it is created a moment earlier at the same address, and torch shares it."""
 
 from __future__ import annotations
 
@@ -37,68 +36,27 @@ class Rendezvous:
     world_size: int
     timeout_s: float  # how long a rank waits for another
 
-    def publish(self, key: str, value: object) -> None:
-        """Stores this rank's `value`."""
+    def gather(self, key: str, value: object) -> list[Any]:
+        """Returns every rank's `value`. Collective; raises Ended if some ranks have not called it in time."""
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
-
-    def gather(self, key: str) -> list[Any]:
-        """Returns every rank's value; rank 0 only.
-
-        Raises:
-            Ended: some ranks have not published one in time.
-        """
         keys = [f"{key}/{rank}" for rank in range(self.world_size)]
+        # rank 0 waits longer: the store may be in its process
+        timeout_s = self.timeout_s + 5 if self.rank == 0 else self.timeout_s
         try:
-            self.store.wait(keys, timedelta(seconds=self.timeout_s))
+            self.store.wait(keys, timedelta(seconds=timeout_s))
         except dist.DistStoreError:
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            sentence = _missing(missing, self.world_size, self.timeout_s)
-            self.store.set("rendezvous/error", sentence)
-            raise Ended(Exit.HUNG, sentence) from None
+            raise Ended(Exit.HUNG, _missing(missing, self.world_size, self.timeout_s)) from None
+        except dist.DistNetworkError:
+            raise _rank_zero_missing(self.rank, self.world_size, self.timeout_s) from None
         return [*map(json.loads, self.store.multi_get(keys))]
 
-    def broadcast(self, key: str, value: object) -> None:
-        """Sends `value` to all ranks; rank 0 only."""
-        self.store.set("rendezvous/" + key, json.dumps(value))
-        self.store.set("rendezvous/error", "")
-
-    def receive(self, key: str) -> Any:
-        """Returns what rank 0 broadcasts.
-
-        Raises:
-            Ended: rank 0 is missing other ranks, or is lost itself.
-        """
-        try:
-            self.store.wait(["rendezvous/error"], timedelta(seconds=self.timeout_s + 5))
-            error = self.store.get("rendezvous/error").decode()
-        except RuntimeError:  # torch's DistStoreError and DistNetworkError
-            raise _rank_zero_missing(self.rank, self.world_size, self.timeout_s) from None
-        if error:
-            raise Ended(Exit.HUNG, error)
-        return json.loads(self.store.get("rendezvous/" + key))
-
-
-_HOSTED: list[dist.Store] = []  # rank 0's store, until the process group has the same one
-
-
-def agreed(key: str, proposal: str, timeout_s: float) -> str:
-    """Returns one rank's proposal, the same on all ranks that a launcher has started.
-
-    It needs the launcher's variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them,
-    and for one rank, it returns `proposal`. Ranks that torchrun restarts get the first answer.
-
-    Raises:
-        Ended: rank 0 is missing.
-    """
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    rank, world_size, address, port = (os.environ.get(name, "") for name in names)
-    if not (rank and address and port) or int(world_size or 1) < 2:
-        return proposal
-    with WATCHDOG.paused():
-        store = _open(address, int(port), int(rank), int(world_size), timeout_s)
-    if int(rank) == 0:
-        _HOSTED.append(store)
-    return store.compare_set(key, "", proposal).decode()
+    def leave(self) -> None:
+        """Call it before all ranks exit: rank 0 waits for the others, because the store may be in its process."""
+        self.store.set(f"left/{self.rank}", "")
+        if self.rank == 0:
+            with suppress(RuntimeError):  # another rank is lost
+                self.store.wait([f"left/{rank}" for rank in range(self.world_size)], timedelta(seconds=5))
 
 
 def before_first_collective(trainer: Trainer, timeout_s: float, function: Callable[[Rendezvous], None]) -> None:
@@ -118,11 +76,7 @@ def before_first_collective(trainer: Trainer, timeout_s: float, function: Callab
 
 
 def connect(strategy: Any, timeout_s: float, function: Callable[[Rendezvous], None]) -> None:
-    """Connects a rank to the store, calls `function`, and gives the watchdog the store.
-
-    Raises:
-        Ended: rank 0 is missing.
-    """
+    """Connects a rank to the store, calls `function`, and gives the watchdog the store."""
     rank, world_size, environment = strategy.global_rank, strategy.world_size, strategy.cluster_environment
     with WATCHDOG.paused():  # the rendezvous has its own limit, and names the missing ranks
         store = _open(environment.main_address, environment.main_port, rank, world_size, timeout_s)
@@ -138,24 +92,17 @@ def _is_in_agent() -> bool:
 
 def _open(address: str, port: int, rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """Opens the store as torch does, but does not wait for all ranks: missing ones are named."""
-    lost = _rank_zero_missing(rank, world_size, timeout_s, f" (at {address}:{port})")
     is_host = rank == 0 and not _is_in_agent()
     deadline = time.monotonic() + timeout_s
     while not is_host:  # torch's client gives up later, with C++ frames
-        rest_s = deadline - time.monotonic()
-        if rest_s <= 0:
-            raise lost
         with suppress(OSError):  # refused, or the host name is not known yet
-            socket.create_connection((address, port), timeout=rest_s).close()
+            socket.create_connection((address, port), timeout=timeout_s).close()
             break
-        time.sleep(min(0.2, rest_s))
+        if time.monotonic() > deadline:
+            raise _rank_zero_missing(rank, world_size, timeout_s, f" (at {address}:{port})")
+        time.sleep(0.2)
     timeout, shared = timedelta(seconds=timeout_s), not _is_in_agent()
-    try:
-        return dist.TCPStore(address, port, world_size, is_host, timeout, wait_for_workers=False, multi_tenant=shared)
-    except dist.DistNetworkError as error:
-        if rank == 0:
-            raise
-        raise lost from error
+    return dist.TCPStore(address, port, world_size, is_host, timeout, wait_for_workers=False, multi_tenant=shared)
 
 
 def _rank_zero_missing(rank: int, world_size: int, timeout_s: float, at: str = "") -> Ended:

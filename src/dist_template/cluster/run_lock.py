@@ -3,7 +3,7 @@
 `lock.json` names its holder: rank 0's process, and the launch. The holder renews the file every BEAT_S seconds. `flock`
 is not used: not every network file system shares it between hosts. A launch that finds the file compares the holder:
 
-    its process is on this host   alive: refused; dead: taken over; both at once. If its launcher has exited: waited for
+    its process is on this host   alive: refused; dead: taken over; both at once
     it belongs to the same launch taken over: torchrun and Slurm end it before a restart
     otherwise                     renewed within LEASE_S: refused; else taken over
 """
@@ -31,7 +31,6 @@ __all__ = ["RunLock"]
 
 FILE = "lock.json"
 BEAT_S, LEASE_S, SETTLE_S = 5.0, 60.0, 0.3
-PARENT = os.getppid()
 Holder = Mapping[str, object]
 
 
@@ -90,7 +89,6 @@ def this_process() -> Holder:
         "machine": machine(),
         "pid": process.pid,
         "since": process.create_time(),
-        "parent": PARENT,
         "launch": os.environ.get(Variable.LAUNCH) or of_slurm,
     }
 
@@ -99,12 +97,11 @@ def read(path: Path) -> Holder | None:
     """Returns the holder; {} if the file is incomplete or damaged, None if there is no file."""
     try:
         holder = json.loads(path.read_text(encoding="utf-8"))
+        return holder if {"pid", "since"} <= holder.keys() else {}
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError):
+    except (ValueError, AttributeError, RecursionError):
         return {}
-    is_known = isinstance(holder, dict) and isinstance(holder.get("pid"), int)
-    return holder if is_known and isinstance(holder.get("since"), int | float) else {}
 
 
 def refusal(path: Path, holder: Holder, claim: Holder) -> str | None:
@@ -112,37 +109,26 @@ def refusal(path: Path, holder: Holder, claim: Holder) -> str | None:
     process = f"process {holder.get('pid')} on {holder.get('host')}"
     sentence = f"{path.parent} is in use by {process}: wait until it exits, or set another"
     sentence += f" {Variable.RUN_ID} or run.name"
-    is_here, deadline = holder.get("machine") == claim["machine"], time.monotonic() + LEASE_S
-    if is_here:
-        while holder["pid"] != claim["pid"] and (parent := _living_parent(holder)) is not None:
-            if parent == holder.get("parent") or time.monotonic() > deadline:
-                return sentence
-            _wait()  # its launcher has exited: it saves and exits
-        return None
+    if holder.get("machine") == claim["machine"]:
+        return sentence if holder["pid"] != claim["pid"] and _is_alive(holder) else None
     if claim["launch"] and holder.get("launch") == claim["launch"]:
         return None
     print(f"{path} is held by {process}: waiting up to {LEASE_S:g} s to see whether it is alive", flush=True)
-    before = _modified(path)
+    before, deadline = _modified(path), time.monotonic() + LEASE_S
     while time.monotonic() < deadline and (now := _modified(path)) is not None:
         if now != before:
             return sentence
-        _wait()
+        WATCHDOG.keep_alive()
+        time.sleep(BEAT_S / 10)
     return None
 
 
-def _wait() -> None:
-    WATCHDOG.keep_alive()
-    time.sleep(BEAT_S / 10)
-
-
-def _living_parent(holder: Mapping) -> int | None:
-    """Returns the parent of the holder's process, or None if the holder has exited."""
+def _is_alive(holder: Mapping) -> bool:
     with suppress(psutil.Error):
         process = psutil.Process(holder["pid"])
         is_holder = abs(process.create_time() - holder["since"]) < 2
-        if is_holder and process.status() != psutil.STATUS_ZOMBIE:
-            return process.ppid()
-    return None
+        return is_holder and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _modified(path: Path) -> int | None:

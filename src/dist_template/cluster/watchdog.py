@@ -16,12 +16,11 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..compat.stacks import locate
 from ..errors import Exit
-from .hang import Status, find_stalled
+from .hang import find_stalled
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -32,7 +31,7 @@ START_TIMEOUT_S = 1800.0  # until the configuration has been read
 POLL_S = 0.1
 ANSWER_S = 0.3  # rank 0 waits this long for the others' statuses
 VERDICT_S = 0.6  # the others wait this long for rank 0, which may detect it one poll later
-EXIT_S = 0.1  # every rank stays this long, for the others to read the store and for the disk
+EXIT_S = 0.1  # every rank stays this long, for the others to read the store
 
 
 class WatchdogThread:
@@ -41,7 +40,6 @@ class WatchdogThread:
     def __init__(self) -> None:
         self.beats = 0
         self.limit_s = 0.0  # 0: off
-        self.stacks: Path | None = None  # folder for the stacks, once it is known
         self.position: Callable[[str], str] = lambda phase: f"start-up, {phase}"
         self.rank, self.world_size = 0, 1
         self.is_exiting = False
@@ -70,10 +68,10 @@ class WatchdogThread:
         """Seconds since the last progress."""
         return time.monotonic() - self._last
 
-    def start(self, limit_s: float, stacks: Path | None = None) -> None:
+    def start(self, limit_s: float) -> None:
         """Ends this process after `limit_s` seconds without progress; 0 turns it off."""
         self.beat()
-        self.limit_s, self.stacks = limit_s, stacks
+        self.limit_s = limit_s
         if self._thread is None:
             self._thread = _start_thread(self._watch)
 
@@ -97,7 +95,7 @@ class WatchdogThread:
         self._store, self.rank, self.world_size = store, rank, world_size
         self.beats = 0
 
-    def status(self) -> Status:
+    def status(self) -> dict[str, Any]:
         """Returns where this rank is, for `find_stalled`."""
         phase, line, waits = locate(sys._current_frames().get(threading.main_thread().ident or 0))
         place = phase
@@ -136,8 +134,6 @@ class WatchdogThread:
         head = f"\nno progress for {limit_s:g} s; rank {self.rank}: {status['place']}, {status['line']}; its stacks:\n"
         os.write(2, head.encode())
         faulthandler.dump_traceback(2, all_threads=True)
-        # In the background: a file server that hangs, which may be the cause, must not block the exit.
-        writer = _start_thread(self._write, f"rank{self.rank}.txt", head, True)
         found: list[str] = []
         if (store := self._store) is None:
             found = [find_stalled({self.rank: status}, [])]
@@ -145,25 +141,11 @@ class WatchdogThread:
             _start_thread(self._exchange, store, status, found).join(VERDICT_S + POLL_S / 2)
         if self.rank == 0 or not found:
             verdict = found[0] if found else find_stalled({self.rank: status}, silent=[0])
-            sentence = f"no progress for {limit_s:g} s: {verdict}\n"
-            os.write(2, f"\n{sentence}".encode())
-            _start_thread(self._write, "summary.txt", sentence, False).join(EXIT_S)
-        writer.join(EXIT_S)
+            os.write(2, f"\nno progress for {limit_s:g} s: {verdict}\n".encode())
         if store is not None:
             time.sleep(EXIT_S)
 
-    def _write(self, name: str, text: str, with_stacks: bool) -> None:
-        if self.stacks is None:
-            return
-        with suppress(OSError):
-            self.stacks.mkdir(parents=True, exist_ok=True)
-            with (self.stacks / name).open("a", encoding="utf-8") as file:
-                file.write(time.strftime("%Y-%m-%dT%H:%M:%S%z ") + text.lstrip())
-                file.flush()
-                if with_stacks:
-                    faulthandler.dump_traceback(file, all_threads=True)
-
-    def _exchange(self, store: Store, status: Status, found: list[str]) -> None:
+    def _exchange(self, store: Store, status: dict[str, Any], found: list[str]) -> None:
         """Adds rank 0's verdict to `found`; nothing if rank 0 does not answer."""
         keys = [f"hung/{rank}" for rank in range(self.world_size)]
         with suppress(RuntimeError):  # torch's DistStoreError: no answer

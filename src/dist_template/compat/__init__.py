@@ -24,11 +24,8 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Generator[None]:
-    """Inside, `owner` has these attributes; afterwards the ones that it had before.
-
-    Raises:
-        AttributeError: `owner` has no such attribute, so that another version of its library would not read it.
-    """
+    """Inside, `owner` has these attributes; afterwards the ones that it had before. Raises AttributeError if it has no
+    such attribute, so that another version of its library would not read it."""
     before = [(name, name in vars(owner), getattr(owner, name)) for name in values]
     for name, value in values.items():
         setattr(owner, name, value)

@@ -38,11 +38,9 @@ def undo_process_patches() -> None:
 def trace_full_forwards(engine: Any) -> None:
     """Starts ZeRO-3's trace of the modules' order at the beginning of a micro-batch only.
 
-    DeepSpeed (0.19.8) starts it at each call of the LightningModule, and Lightning (2.6.6) calls it
-    twice: once around `training_step`, which then calls `self(batch)`. A trace that starts in the
-    middle does not match the next micro-batch: nothing is prefetched, and all ranks compare their
-    traces on the host. Measured on two processes: 84 all-gathers and 16 broadcasts in a step that
-    otherwise has 21 and none (tests/parallel/test_collectives.py)."""
+    DeepSpeed (0.19.8) starts it at each call of the LightningModule, and Lightning (2.6.6) calls it twice: once around
+    `training_step`, which then calls `self(batch)`. A trace that starts in the middle does not match the next
+    micro-batch: nothing is prefetched, and a step of two processes has 84 all-gathers in place of 21."""
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     offload.fwd_pre_hook.remove()
 

@@ -17,12 +17,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-import lightning as L
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
-FETCH = f"[{_TrainingEpochLoop.__name__}].train_dataloader_next"  # in a profile
-VERIFIED = "2.6."  # versions of Lightning that these loops were verified on
 KEY = "resume_point"  # in the epoch loop's state
 
 
@@ -82,10 +79,8 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         self._resume_point = Point(state_dict.get(KEY, Point.AFTER_BATCH))
 
     def update_restart_stage(self) -> None:
-        """Keeps Lightning from its own corrections, which it makes where `completed` is behind.
-
-        A validation that was interrupted starts again, so its batches are counted again.
-        """
+        """Keeps Lightning from its own corrections, which it makes where `completed` is behind. A validation that was
+        interrupted starts again, so its batches are counted again."""
         batches: Any = self.batch_progress
         validates = batches.current.completed == batches.current.processed
         if self.restarting and validates and self._resume_point is Point.AFTER_BATCH:
@@ -104,12 +99,6 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         self.val_loop.restarting = False  # it starts with its first batch
         self._skip_next_val = self._resume_point is Point.AFTER_VALIDATION
 
-    def _on_before_fetch(self) -> None:
-        self.trainer.profiler.start(FETCH)  # ty: ignore[missing-attribute]
-
-    def _on_after_fetch(self) -> None:
-        self.trainer.profiler.stop(FETCH)  # ty: ignore[missing-attribute]
-
     def _num_ready_batches_reached(self) -> bool:
         """Also where the epoch has fewer batches than when the checkpoint was written."""
         batches = self.batch_progress
@@ -118,7 +107,7 @@ class ResumableEpochLoop(_TrainingEpochLoop):
 
 def make_fit_resumable(trainer: Any) -> None:
     """Gives a Trainer without the command line resumable loops, at `setup`."""
-    if L.__version__.startswith(VERIFIED) and not isinstance(trainer.fit_loop, FitLoop):
+    if not isinstance(trainer.fit_loop, FitLoop):
         make_resumable(trainer)
 
 

@@ -6,11 +6,11 @@ a fallback. loop.py and epochs.py concern the training loop's speed and position
 from __future__ import annotations
 
 import os
-import subprocess
+import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -25,8 +25,11 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     Strategy,
 )
-from lightning.pytorch.strategies.launchers import subprocess_script as trainers_launcher
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+
+from ..errors import Exit
+
+GRACE_S = 5.0  # for the processes to exit with the code of a common decision
 
 
 def accumulates(trainer: L.Trainer) -> bool:
@@ -53,7 +56,7 @@ def checkpoint_of(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def timeout_of(strategy: Any) -> timedelta:
-    """Returns how long collectives may wait. If the name is gone: Lightning's default."""
+    """Returns how long collectives may wait."""
     return getattr(strategy, "_timeout", None) or default_pg_timeout
 
 
@@ -70,9 +73,6 @@ def torch_optimizer(optimizer: Any) -> Any:
 def has_wandb_run(logger: Any) -> bool:
     """Whether the logger's run has started: reading its public `experiment` would start it."""
     return logger._experiment is not None
-
-
-# ---- self.log ------------------------------------------------------------------------------------
 
 
 class LoggerConnector(_LoggerConnector):
@@ -100,8 +100,7 @@ def batch_progress(trainer: L.Trainer) -> Any:
 
 def replace_clipping(module: L.LightningModule, clip: Callable[..., None]) -> None:
     """Lets Lightning call `clip(original, optimizer, ...)` in place of the module's `configure_gradient_clipping`, the
-    original: it (2.6) calls no hook between clipping, which computes the norm, and the optimizer. The method's name is
-    public; if it is gone: AttributeError."""
+    original: it (2.6) calls no hook between clipping, which computes the norm, and the optimizer."""
     original = module.configure_gradient_clipping
     vars(module)["configure_gradient_clipping"] = partial(clip, original)
 
@@ -109,31 +108,30 @@ def replace_clipping(module: L.LightningModule, clip: Callable[..., None]) -> No
 # ---- the launcher --------------------------------------------------------------------------------
 
 
-def use_processes(start: Callable[..., subprocess.Popen], terminate: Callable[[list[subprocess.Popen]], None]) -> None:
-    """Lets Lightning's launcher start ranks by `start`, like Popen, and call `terminate` when one of them has failed.
+class RankObserver(launcher._ChildProcessObserver):
+    """Lightning's thread, which kills all ranks when one has failed, the first too; here with a message and a code."""
 
-    Lightning checks every 5 s and then kills all ranks, the first too, without a message or a
-    meaningful exit code. Its launcher looks both names up in its module."""
+    def _terminate_all(self) -> None:
+        time.sleep(GRACE_S)  # if this process exits in the meantime, this thread ends with it
+        codes = []
+        for child in self._child_processes:
+            if code := child.poll():
+                codes.append(code)
+            child.kill()
+        print(f"ranks exited with {codes} and rank 0 did not: terminating all", file=sys.stderr, flush=True)
+        os._exit(Exit.of_all(codes))
 
-    class Observer(launcher._ChildProcessObserver):
-        def _terminate_all(self) -> None:
-            terminate(self._child_processes)
 
-    def observe(processes: list[subprocess.Popen]) -> None:
-        Observer(os.getpid(), processes, sleep_period=1).start()
-
-    processes = SimpleNamespace(Popen=start)
-    vars(trainers_launcher).update(_launch_process_observer=observe, subprocess=processes)
+def exit_with_codes() -> None:
+    """Lets Lightning's launcher in this process exit with a code of all ranks when one has failed."""
+    vars(launcher)["_ChildProcessObserver"] = RankObserver
 
 
 # ---- strategies ----------------------------------------------------------------------------------
 
 
 def before_setup_environment(strategy: Strategy, function: Callable[[], None]) -> None:
-    """Calls `function` on every rank before the strategy starts its process group.
-
-    Lightning (2.6) has no hook between the start of the ranks and that: the method of this one instance is replaced. If
-    Lightning no longer calls it, `function` is never called; tests/compat/test_stacks.py."""
+    """Calls `function` on every rank before the strategy starts its process group; Lightning (2.6) has no hook."""
     start = strategy.setup_environment
 
     def setup_environment() -> None:
@@ -144,8 +142,7 @@ def before_setup_environment(strategy: Strategy, function: Callable[[], None]) -
 
 
 def set_ddp_defaults(strategy: DDPStrategy, **options: Any) -> None:
-    """Gives DistributedDataParallel these options where the configuration gives none. Arguments of
-    `DDPStrategy(...)`, the public way, do not reach `strategy: ddp`, `auto` and similar names."""
+    """Gives DistributedDataParallel these options where the configuration gives none."""
     strategy._ddp_kwargs = options | strategy._ddp_kwargs
 
 

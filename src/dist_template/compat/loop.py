@@ -1,13 +1,12 @@
 """Lightning's training loop with less overhead: the same hooks in the same order, the same state.
 
-For each hook of each callback, also empty ones, Lightning (2.6.6, loops/, plugins/precision/ and
-trainer/call.py) formats a debug message, enters a profiler's context and writes the hook's name to
-the module twice: a hundred times a batch. In each batch it determines again which hooks exist, what
-arguments they take and whether there is validation. This file does so once, when an epoch starts.
+For each hook of each callback, also empty ones, Lightning (2.6.6) formats a debug message, enters a profiler's context
+and writes the hook's name to the module twice: a hundred times a batch. In each batch it determines again which hooks
+exist, what arguments they take and whether there is validation. This file does so once, when an epoch starts.
 
 The classes are subclasses of Lightning's, which handle the rare cases: the first batch of a resumed
 epoch, validation, manual optimization, `dataloader_iter`, a schedule that is not stepped once per
-optimizer step. With a profiler, only epochs.py is used; with another Lightning than 2.6, none.
+optimizer step. With a profiler, only epochs.py is used.
 """
 
 from __future__ import annotations
@@ -29,12 +28,11 @@ from lightning.pytorch.loops.optimization.automatic import (
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.plugins import precision
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .epochs import VERIFIED, ResumableEpochLoop, make_resumable
+from .epochs import ResumableEpochLoop, make_resumable
 from .torch import step_of
 
 OF_EACH_BATCH = (
@@ -48,16 +46,7 @@ OF_EACH_BATCH = (
 
 
 def lighten(trainer: Any) -> None:
-    """Gives `trainer` the loops of this folder; with a profiler, Lightning's own epoch loop.
-
-    On a Lightning that they were not verified on, it keeps its own and prints that in one line."""
-    if not L.__version__.startswith(VERIFIED):
-        rank_zero_only(print)(
-            f"lightning {L.__version__}: Lightning's own training loop runs; dist_template's was"
-            f" verified on {VERIFIED}x only. Small models train more slowly, and a resume at the"
-            " end of an epoch may repeat steps"
-        )
-        return
+    """Gives `trainer` the loops of this folder; with a profiler, Lightning's own epoch loop."""
     if not isinstance(trainer.profiler, PassThroughProfiler):
         make_resumable(trainer)
         return
@@ -185,21 +174,18 @@ class EpochLoop(ResumableEpochLoop):
         results = self._results
         results.batch, results.batch_size, results.dataloader_idx = batch, None, None
 
-        output, ends = None, False
-        if batch is None:
-            self._warning_cache.warn("train_dataloader yielded None; its batch is skipped")
+        output = None
+        ends = self.each("on_train_batch_start", batch, batch_idx) == -1
+        trainer.strategy.on_train_batch_start(batch, batch_idx)
+        if ends:
+            progress.increment_by(0, is_last_batch=True)
+            self._accumulates = super()._should_accumulate()
         else:
-            ends = self.each("on_train_batch_start", batch, batch_idx) == -1
-            trainer.strategy.on_train_batch_start(batch, batch_idx)
-            if ends:
-                progress.increment_by(0, is_last_batch=True)
-                self._accumulates = super()._should_accumulate()
-            else:
-                progress.increment_started()
-                given: Any = {"batch": batch}
-                if self._takes_index:
-                    given["batch_idx"] = batch_idx
-                output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, given)
+            progress.increment_started()
+            given: Any = {"batch": batch}
+            if self._takes_index:
+                given["batch_idx"] = batch_idx
+            output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, given)
         progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():

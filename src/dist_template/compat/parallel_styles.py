@@ -1,15 +1,13 @@
 """Styles of tensor and expert parallelism. Verified on transformers 5.23 and peft 0.21; importing
 this file raises ImportError where a name is gone.
 
-Replicated parameters whose gradient is a sum over ranks (Qwen3's query and key norms): transformers
-sums a parameter's accumulated gradient over the ranks after each micro-batch, the earlier ones'
-again each time. With accumulation the gradient is too large, and neither loss nor norm need show
-it. Here each micro-batch's gradient is summed when it is computed.
+Replicated parameters whose gradient is a sum over ranks (Qwen3's query and key norms): transformers sums a parameter's
+accumulated gradient after each micro-batch, the earlier ones' again each time. Here each micro-batch's gradient is
+summed when it is computed.
 
-Adapters of stacked experts: peft adapts a parameter by a wrapper around the module that owns it:
-(rank x experts, in) and (out, rank x experts). transformers dispatches tokens to that wrapper and
-knows nothing of its matrices: every rank would hold all experts, and rank 0 would compute them.
-Here the plans' names follow the parameter into the wrapper, which runs on this rank's shards.
+Adapters of stacked experts: peft adapts a parameter by a wrapper around the module that owns it. transformers
+dispatches tokens to that wrapper and knows nothing of its matrices. Here the plans' names follow the parameter into the
+wrapper, which runs on this rank's shards.
 """
 
 from __future__ import annotations

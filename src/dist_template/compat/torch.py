@@ -19,7 +19,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage
 from torch.optim import optimizer as _optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -112,55 +111,6 @@ def reduce_pipeline_gradients(model: Any) -> None:
     root._root_post_backward_final_callback()
 
 
-class FrugalStage(PipelineStage):
-    """A pipeline stage with buffers only for messages that are in flight.
-
-    torch (2.13, `_setup_forward_recv_info`) allocates buffers for the activations and gradients of
-    all micro-batches before the first step and keeps them. Here they are created on the meta
-    device, allocated when a message is awaited, and released after the pass that reads it."""
-
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        with _on_meta(self):
-            super()._setup_forward_recv_info(num_microbatches, has_backward)
-
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        with _on_meta(self):
-            super()._setup_backward_recv_info(num_microbatches)
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._set_buffers(self.args_recv_info[fwd_chunk_id], True)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._set_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), True)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._set_buffers(self.args_recv_info[fwd_chunk_id], False)
-        return output
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        output = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._set_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), False)
-        return output
-
-    def _set_buffers(self, infos: Any, is_needed: bool) -> None:
-        for info in infos:
-            if info.tensor_meta is not None and not info.is_root_arg:
-                meta, info.buffer = info.tensor_meta, None
-                if is_needed:
-                    options: Any = {"dtype": meta.dtype, "device": self.device}
-                    info.buffer = torch.empty_strided(meta.shape, meta.stride, **options)
-
-
-@contextmanager
-def _on_meta(stage: Any) -> Generator[None]:
-    device, stage.device = stage.device, torch.device("meta")
-    try:
-        yield
-    finally:
-        stage.device = device
 
 
 # ---- process groups ------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
 """Private names of transformers, and its functions that are replaced. Verified on transformers
 5.23, which changes them in minor versions; tests/compat/test_names.py checks them.
 
-Where a name is gone, its function raises AttributeError or ImportError, unless its docstring names
-a fallback. transformers is imported late."""
+transformers is imported late."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def set_attention(config: Any, kernel: str) -> None:
 
 
 def names_of_blocks(model: nn.Module) -> set[str]:
-    """Returns the class names of the model's repeated layers; empty if the name is gone (then ModuleLists are used)."""
+    """Returns the class names of the model's repeated layers."""
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
@@ -100,8 +99,8 @@ def shard_for(target: DTensor, full: torch.Tensor) -> torch.Tensor:
 def cast_experts() -> None:
     """Applies autocast to the experts' grouped products, for the whole process.
 
-    torch's autocast does not support `grouped_mm` (pytorch#174763), and transformers uses the weights' type: under
-    bf16-mixed experts would multiply in float32, for which a GPU has no grouped kernel, and wait for the device."""
+    torch's autocast does not support `grouped_mm` (pytorch#174763): under bf16-mixed experts would multiply in float32,
+    for which a GPU has no grouped kernel, and wait for the device."""
     from transformers.integrations import moe
 
     experts: Any = moe
@@ -120,9 +119,8 @@ def cast_experts() -> None:
 def sharding(offload_policy: Callable[[], Any], prepare: Callable[[], None]) -> Generator[None]:
     """Inside, `maybe_distribute_model` offloads with `offload_policy()`, and calls `prepare()` before FSDP2 wraps.
 
-    transformers always pins offloaded memory, which fails without a GPU. It has no hook between
-    tensor parallelism, which needs each of the tied parameters, and FSDP2, which needs them tied.
-    """
+    transformers pins offloaded memory, which fails without a GPU. It has no hook between tensor parallelism, which
+    needs each of the tied parameters, and FSDP2, which needs them tied."""
     from transformers.distributed import fsdp, mixin
 
     apply = mixin.apply_fully_sharded_data_parallelism

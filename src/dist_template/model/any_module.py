@@ -6,7 +6,7 @@ and LightningDataModule trains as well: only this file distinguishes them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning as L
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -23,17 +23,8 @@ __all__ = ["metrics_of", "results_of"]
 T = TypeVar("T")
 
 
-class OrderedSamples(Protocol):
-    """Component that shards and orders the samples: PackedText, or the callback SampleOrder."""
-
-    global_batch_size: int
-
-    @property
-    def consumed_samples(self) -> int: ...
-
-
-def samples_of(trainer: L.Trainer) -> OrderedSamples | None:
-    """Returns the stream of samples; None for a loader with an order of its own."""
+def samples_of(trainer: L.Trainer) -> Any:
+    """Returns what shards and orders the samples, PackedText or the callback SampleOrder; None for another loader."""
     for each in [data_of(trainer), *callbacks_of(trainer)]:
         if owns_order(each) and each.global_batch_size:
             return each

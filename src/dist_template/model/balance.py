@@ -1,8 +1,7 @@
 """Load balancing for a mixture of experts: keeps routers from sending most tokens to a few experts.
 
-The load of an expert is the number of tokens routed to it in one optimizer step, over all ranks and micro-batches.
-Every routed token counts, also one whose label is masked: it occupies an expert like any other. Training batches have
-no padding. What activation checkpointing recomputes is not counted again.
+The load of an expert is the number of tokens routed to it in one optimizer step, over all ranks and micro-batches,
+masked ones too. What activation checkpointing recomputes is not counted again.
 
     router with                auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1):
     `e_score_correction_bias`  after each optimizer step, the bias +=
@@ -13,9 +12,8 @@ no padding. What activation checkpointing recomputes is not counted again.
                                equations 17 to 20), router z-loss (arXiv:2202.08906, equation 5)
 
 The load-balancing loss takes the shares of the load from the previous optimizer step's global batch. Shares of a
-micro-batch would force every sequence to use all experts, which keeps experts from specialising (arXiv:2501.11873), and
-the result would depend on how the batch is distributed. The current global batch's shares are not known before its last
-micro-batch has been routed. The first step has uniform shares, so a gradient of zero.
+micro-batch would force every sequence to use all experts (arXiv:2501.11873), and the result would depend on how the
+batch is distributed. The first step has uniform shares, so a gradient of zero.
 
 Shapes: L layers, E experts, N tokens of a micro-batch, B sequences of T tokens.
 """

@@ -2,15 +2,11 @@
 
     operations of a token = 6 N + 12 L d T
 
-6 N: each active parameter is multiplied and added once in the forward and twice in the backward
-pass. 12 L d T: attention scores and their products with the values, in L layers of width d over T
-tokens, without subtracting the causal mask and without recomputation. This is PaLM's convention (arXiv:2204.02311,
-appendix B), as in nanoGPT and llm-foundry. d is `hidden_size`; where heads x head size is larger, as in latent
-attention, the true number is higher. Linear and windowed attention count as full attention.
-
-N is the number of parameters active for a token: of experts, the chosen and the shared ones. An
-embedding table counts only where it is the output layer too (tied). A frozen parameter has no
-gradient of its own: 4 instead of 6.
+6 N: each active parameter is multiplied and added once in the forward and twice in the backward pass. 12 L d T:
+attention scores and their products with the values, in L layers of width d over T tokens, without the causal mask and
+recomputation. This is PaLM's convention (arXiv:2204.02311, appendix B). N is the number of parameters active for a
+token: of experts, the chosen and the shared ones. An embedding table counts only where it is the output layer too
+(tied). A frozen parameter has no gradient of its own: 4 instead of 6.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import islice
+from operator import truediv
 
 import torch
 from lightning.pytorch.strategies import Strategy
@@ -38,11 +40,7 @@ class MetricBuffer:
         self.newest: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Tensor) -> None:
-        """Adds a scalar tensor, unread. Do not change it in place before the next log step.
-
-        Raises:
-            InputError: it is no tensor of one element.
-        """
+        """Adds a scalar tensor, unread. Do not change it in place before the next log step."""
         if not isinstance(value, Tensor) or value.numel() != 1:
             given = (*value.shape,) if isinstance(value, Tensor) else value
             raise InputError(
@@ -88,10 +86,7 @@ class MetricBuffer:
         device-to-host transfer. Sums are in float64 where the device supports it.
 
         Args:
-            all_reduce: Maps (n,) of each rank to their sum.
-            device: Device of the collective.
-            rank: Rank of this process.
-            num_ranks: Number of ranks.
+            all_reduce: Maps (n,) of each rank on `device` to their sum.
             agree: Returns the names that any rank has: in a pipeline, only the last stage has a
                 loss. None: all ranks have the same."""
         host, self._host = self._host, {}
@@ -102,31 +97,27 @@ class MetricBuffer:
             names = agree(names)
         if not (names or of_rank or counts):
             return host
-        # the vector: sums, numbers of values, each rank's numbers, counts
-        dtype, num, width = _sum_dtype(device), len(names), len(of_rank)
+        # the vector: sums, numbers of values, for each name of `of_rank` a number of each rank, counts
+        dtype = _sum_dtype(device)
         sums = self._sums([name for name in names if name in self._added])
         missing = torch.zeros((), dtype=dtype, device=device)
-        parts = []
+        parts, known = [], []
         for name in names:
             parts.append(sums.get(name, missing).to(device, non_blocking=True).view(1))
-        known = [float(self._num_added[name]) for name in names]
-        known += [0.0] * (width * rank)
-        known += of_rank.values()
-        known += [0.0] * (width * (num_ranks - rank - 1))
+            known.append(float(self._num_added[name]))
+        for value in of_rank.values():
+            known += [0.0] * rank + [value] + [0.0] * (num_ranks - rank - 1)
         parts.append(torch.tensor(known, dtype=dtype).to(device, non_blocking=True))
         for each in counts.values():
             parts.append(each.to(dtype))
-        values = all_reduce(torch.cat(parts)).tolist()
-        end = 2 * num + width * num_ranks
-        self.of_ranks, self.totals = {}, {}
-        for i, name in enumerate(of_rank):
-            self.of_ranks[name] = values[2 * num + i : end : width]
-        for name, each in counts.items():
-            self.totals[name] = values[end : end + len(each)]
-            end += len(each)
+        values = iter(all_reduce(torch.cat(parts)).tolist())
+        totals = list(islice(values, len(names)))
+        means = dict(zip(names, map(truediv, totals, islice(values, len(names))), strict=True))
+        self.of_ranks = {name: list(islice(values, num_ranks)) for name in of_rank}
+        self.totals = {name: list(islice(values, len(each))) for name, each in counts.items()}
         self._added.clear()
         self._num_added.clear()
-        return {name: values[i] / values[num + i] for i, name in enumerate(names)} | host
+        return means | host
 
     def _sums(self, names: list[str]) -> dict[str, Tensor]:
         """Returns the sum () of each metric's values; metrics with equally many values share a GPU kernel."""

@@ -7,7 +7,7 @@ AdamW and a schedule with the values of `transformers.get_scheduler`, by the key
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pkgutil import resolve_name
@@ -96,20 +96,14 @@ def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False
         groups[-1]["weight_decay"] = 0.0
     if len(by_layout(decayed + not_decayed)) > 1:
         kind = mixed(kind)
-    if chosen is None:
-        return kind(groups, **arguments)
-    return _instance("--optimizer", kind, groups, arguments)
-
-
-def _instance(flag: str, kind: Any, first: object, arguments: Mapping[str, object]) -> Any:
-    """Returns `kind(first, **arguments)`; if it refuses them, raises InputError with the flag."""
     try:
-        return kind(first, **arguments)
-    except InputError:
-        raise
+        return kind(groups, **arguments)
     except (TypeError, ValueError) as error:
-        other = "give other arguments or another class"
-        raise InputError(f"{flag} {kind.__name__}: {reason(error)}; {other}") from error
+        raise _refused("--optimizer", kind, error) from error
+
+
+def _refused(flag: str, kind: type, error: Exception) -> InputError:
+    return InputError(f"{flag} {kind.__name__}: {reason(error)}; give other arguments or another class")
 
 
 @cache
@@ -146,7 +140,10 @@ def build_schedule(
     scheduler: Any = None
     if chosen := config.lr_scheduler:
         kind = resolve_name(chosen["class_path"])
-        scheduler = _instance("--lr_scheduler", kind, optimizer, chosen["init_args"])
+        try:
+            scheduler = kind(optimizer, **chosen["init_args"])
+        except (TypeError, ValueError) as error:
+            raise _refused("--lr_scheduler", kind, error) from error
     if config.waits_for_validation:
         if scheduler is None:
             factor, patience = config.plateau_factor, config.plateau_patience
@@ -157,10 +154,6 @@ def build_schedule(
             entry |= {"interval": "step", "frequency": batches_per_validation}
         return entry
     if scheduler is not None:
-        if (total := getattr(scheduler, "total_steps", num_steps)) < num_steps:  # OneCycleLR
-            raise InputError(
-                f"--lr_scheduler.total_steps is {total}, training has {num_steps:.0f} optimizer steps; make them equal"
-            )
         return {"scheduler": scheduler, "interval": "step"}
     needs_end = config.schedule in ("cosine", "linear", "warmup_stable_decay")
     if num_steps == math.inf and (config.warmup < 1 or needs_end):

@@ -3,10 +3,8 @@
 `proof.json` is the result of `python -m benchmarks zoo`: small odd models of each type, against one
 process. A project adds what `rehearse` has proven there, in its own proven.json. Per type:
 
-    variants    the switches the model was built with: [{"switches": {field: value},
-                "right": [axes], "refused": {axes: why}}], the first with the type's defaults
-    leaks       on one process, the first layer in which a token depends on another document of
-                its row ("documents"), or on a later token ("future")
+    variants    [{"switches": {field: value}, "right": [axes], "refused": {axes: why}}], the first with the defaults
+    leaks       the first layer in which a token depends on another document of its row ("documents")
     not_run     why it does not train on one process
 
 Axes are the dimensions of a strategy that are larger than one, such as "fsdp+tp"; a training with
@@ -16,11 +14,10 @@ adapters has them before these: "lora+fsdp+tp" (`axes_of`).
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..parallel.answers import sharding_of
 from ..records import read_mapping, write_atomically
@@ -37,8 +34,7 @@ OF_MODELS = ("tp", "fsdp+ep", "fsdp+cp", "pp")  # whose result depends on what a
 FILE = "proven.json"
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """`why` is empty where the model is proven."""
 
     kind: Literal["proven", "refused", "unproven"]
@@ -92,7 +88,7 @@ def verdict(config: PreTrainedConfig | None, axes: str, project: Path | None = N
 
 
 def leaks(config: PreTrainedConfig) -> dict[str, str]:
-    """Returns where tokens depend on later tokens or other documents; {} if nowhere."""
+    """Returns where tokens depend on other documents; {} if nowhere."""
     return _table()["models"].get(config.model_type, {}).get("leaks", {})
 
 

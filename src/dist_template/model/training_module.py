@@ -112,8 +112,7 @@ class TrainingModule(L.LightningModule):
         # for callbacks to monitor; Lightning would log it a step early
         self.log_dict(metrics, logger=False)
         trainer = self.trainer
-        is_full = trainer.num_sanity_val_batches == trainer.num_val_batches
-        if not trainer.sanity_checking or is_full:
+        if not trainer.sanity_checking or trainer.num_sanity_val_batches == trainer.num_val_batches:
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=self.global_step)
 
@@ -121,8 +120,7 @@ class TrainingModule(L.LightningModule):
         trainer, every = self.trainer, self.trainer.val_check_interval
         optimizer = build_optimizer(self, self.optim, scaled=trainer.scaler is not None)
         batches = every if isinstance(every, int) else None
-        steps = trainer.estimated_stepping_batches
-        schedule = build_schedule(optimizer, self.optim, steps, batches)
+        schedule = build_schedule(optimizer, self.optim, trainer.estimated_stepping_batches, batches)
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def configure_gradient_clipping(

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
 
-from ...compat.torch import FrugalStage
 from .stages import Schedule
 
 SCHEDULES: dict[Schedule, type[Any]] = {"1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
 
 
-class Stage(FrugalStage):
+class Stage(PipelineStage):
     """torch's stage, which runs a function of this rank in place of a module.
 
     The sizes of its messages are given: torch would run the model twice to find them."""
@@ -36,7 +36,7 @@ class Stage(FrugalStage):
         super().__init__(modules, number, *of_pipeline, given, result, group=pipeline.messages)
         self._number = 0
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: object, **kwargs: object) -> object:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> object:
         self._number = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
