@@ -116,7 +116,7 @@ PLANTS = [
     Plant(faults.parameter_without_optimizer, ("embed_tokens.weight gets gradients", FAULTS), touched=IN_ONE),
     Plant(faults.tokens_by_process, ("their tokens differ", "transform", FAULTS), touched=IN_ONE),
     Plant(faults.rank_killed, ("rank 1: killed", "device 1 has fallen off the bus")),
-    Plant(faults.crash_in_c, ("rank 1", "Segmentation fault", "rank1.log")),
+    Plant(faults.crash_in_c, ("rank 1", "Segmentation fault", "read_address_zero")),
     Plant(faults.error_on_one_rank, ("rank 1: ValueError: no such shard", FAULTS)),
     Plant(faults.hang, ("rank 1 is stalled: step 2, micro-batch 1", FAULTS, "rank 0 waits for it")),
     Plant(faults.collective_on_one_rank, (FAULTS,)),

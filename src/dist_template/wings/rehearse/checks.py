@@ -85,8 +85,7 @@ def every_gradient(runs: Runs) -> str:
 
 def starting_weights(runs: Runs) -> str:
     if name := compare.first_difference(runs.one.start, runs.strategy.start):
-        cause = f"the starting weights differ first in {name}; {runs.strategy.owner(name)}"
-        raise NotEqual("strategy differs from one process", cause)
+        raise NotEqual("strategy differs from one process", f"first in {name}; {runs.strategy.owner(name)}")
     return f"{len(runs.one.start)} tensors, bit-identical"
 
 
@@ -134,9 +133,8 @@ def _first_above(differences: dict[compare.K, float], tolerance: float) -> compa
 def _refuse_draws(record: RunRecord) -> None:
     """Raises NotOffered if a step draws random numbers other than dropout's, which is off."""
     if record.draws:
-        step = record.places.get("training_step", "?")
         why = "draws random numbers other than torch's dropout, which differ between ranks"
-        raise NotOffered(f"training_step ({step}) or a module {why}: turn that off to compare")
+        raise NotOffered(f"training_step ({record.places.get('training_step')}) or a module {why}: turn that off")
 
 
 def each_gradient(runs: Runs) -> str:

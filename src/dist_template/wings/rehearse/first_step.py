@@ -76,8 +76,8 @@ class FirstStep(Callback):
         hooks: list[str] = []
         for owner in [*trainer.callbacks, pl_module]:  # ty: ignore[missing-attribute]
             for name in GRADIENT_HOOKS:
-                hook = getattr(owner, name, None)
-                if inspect.ismethod(hook) and is_users(inspect.getfile(hook)):
+                hook = getattr(type(owner), name, None)  # `numerics` replaces the instance's
+                if inspect.isfunction(hook) and is_users(inspect.getfile(hook)):
                     hooks.append(f"{type(owner).__name__}.{name}, {location(hook)}")
         places["hooks"] = "; ".join(hooks)
         self._save("places", places)

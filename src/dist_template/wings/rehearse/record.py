@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import Exit, another_rank_is_gone
+from ...project import is_users
 
 TRAINING_VERBS = ("fit", "validate", "test", "predict")  # others run on one process
 Event = dict[str, Any]  # a line of JSON, see recorder.py
@@ -93,13 +94,15 @@ class RunRecord:
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def last_line(self, rank: int) -> str:
-        """Returns the last line that the rank printed; for a crash in C, which."""
-        last = "it printed nothing"
-        for line in filter(None, map(str.strip, self.log(rank).splitlines())):
-            last = line
+        """Returns the last line that the rank printed; for a crash in C, where it happened."""
+        last = fatal = ""
+        for line in map(str.strip, self.log(rank).splitlines()):
+            last = line or last
             if line.startswith("Fatal Python error"):
-                return f"{line}, with its stack"
-        return last
+                fatal = line
+            elif fatal and line.startswith('File "') and is_users(line.split('"')[1]):
+                return f"{fatal}, {line}"
+        return fatal or last or "it printed nothing"
 
     # ---- each step, on each rank -----------------------------------------------------------
 
