@@ -11,7 +11,7 @@ import pytest
 from tests.support.runs import CONFIGS, run, run_in_subprocess
 
 EXTRAS = (
-    "bitsandbytes", "datasets", "deepspeed", "fastapi", "openai", "peft", "plotly", "prometheus_client",
+    "bitsandbytes", "datasets", "deepspeed", "fastapi", "openai", "peft", "plotly",
     "optuna", "tensorboard", "uvicorn", "wandb",
 )  # fmt: skip
 LIBRARY = "'dist-template["

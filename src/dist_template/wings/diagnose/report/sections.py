@@ -179,18 +179,9 @@ def differences_to_baseline(run: Path) -> list[Figure]:
 
 
 def _evaluation(run: Path) -> Parts:
-    """Returns the verdicts, and the texts in which the run is worst and best."""
-    found = newest_evaluation(run)
-    if not found:
-        return []
-    head = ["", "document", found.get("unit", "bits per byte"), "baseline"]
-    documents = Table("Where the run is worst and best", head, [])
-    for end in ("worst", "best"):
-        for each in found[end]:
-            values = f"{each['run']:.4f}", f"{each['baseline']:.4f}"
-            documents.rows.append([end, each["text"], *values])
-    verdicts = [[each["name"], each["sentence"]] for each in found["comparisons"]]
-    return [*_table(["", "verdict"], verdicts), documents]
+    """Returns the verdicts."""
+    found = newest_evaluation(run).get("comparisons", ())
+    return _table(["", "verdict"], [[each["name"], each["sentence"]] for each in found])
 
 
 def _goodput(histories: list[History], names: list[str]) -> Parts:
