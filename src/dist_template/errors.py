@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from importlib.util import find_spec
 
-__all__ = ["Ended", "Exit", "InputError", "another_rank_is_gone", "first_line", "reason", "require", "shortened"]
+__all__ = ["Ended", "Exit", "InputError", "another_rank_is_gone", "first_line", "reason", "require"]
 
 
 class Exit(IntEnum):
@@ -83,16 +83,12 @@ EXTRAS = {
     "cookiecutter": "upgrade",
     "fastapi": "serve",
     "lm_eval": "evaluate",
-    "openai": "serve",
     "optuna": "sweep",
     "pandas": "evaluate",
     "peft": "adapters",
     "plotly": "report",
-    "prometheus_client": "serve",
     "pyarrow": "datasets",
-    "scipy": "evaluate",
     "trl": "chat",
-    "uvicorn": "serve",
 }
 
 

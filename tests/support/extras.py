@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 EXTRAS = (
-    "bitsandbytes", "datasets", "deepspeed", "fastapi", "openai", "peft", "plotly", "prometheus_client",
+    "bitsandbytes", "datasets", "deepspeed", "fastapi", "openai", "peft", "plotly",
     "optuna", "tensorboard", "uvicorn", "wandb",
 )  # fmt: skip
 

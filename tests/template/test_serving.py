@@ -136,7 +136,7 @@ def wrong_objects(text: str) -> list[str]:
     probes = [container[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")]
     if {probe["port"] for probe in probes} | {port["targetPort"] for port in service["ports"]} != set(ports):
         found.append("a probe or the service names another port")
-    if [probe["path"] for probe in probes] != ["/health", "/health", "/ready"]:
+    if [probe["path"] for probe in probes] != ["/health", "/health", "/health"]:
         found.append("a probe asks for another path")
     if {mount["name"] for mount in container["volumeMounts"]} != {volume["name"] for volume in pod["volumes"]}:
         found.append("a mount has no volume")

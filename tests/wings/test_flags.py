@@ -16,7 +16,7 @@ BAD = {
         --grace_s=nan --grace_s=-1 --grace_s=inf --port=99999 --max_tokens=many""",
     "plan": "--tflops=0 --tflops=nan --tflops=inf --tflops=-1 --nodes=0 --nodes=100000 --devices=1:99999999999",
     "plan --bandwidth 1": "nan inf 0",
-    "sweep --space=lr.yaml": "--trials=0 --trials=-1 --workers=0 --prune_after=-1",
+    "sweep --space=lr.yaml": "--trials=0 --trials=-1 --prune_after=-1",
     "rehearse": "--processes=0 --processes=-1 --nodes=0 --devices=-1 --nodes=1e3",
     "deepspeed-config": "--nodes=0 --devices=0",
 }

@@ -9,63 +9,63 @@ from dist_template import InputError
 from dist_template.wings.ship.evaluate import paired
 
 SIMULATIONS = 200
+Measure = tuple[str, np.ndarray, np.ndarray, np.ndarray, bool]
 
 
-def losses(rng: np.random.Generator, documents: int, shift: float = 0.0) -> paired.Pair:
+def losses(rng: np.random.Generator, documents: int, shift: float = 0.0) -> Measure:
     """Two models' nats of documents of very unequal lengths, whose difficulty both share."""
     sizes = np.ceil(rng.lognormal(6, 1, documents))
     shared = rng.gamma(4, 0.3, documents)
     run, baseline = (sizes * (shared + rng.normal(0, 0.05, documents)) for _ in range(2))
-    return paired.Pair("loss", (run + shift * sizes), baseline, sizes)
+    return "loss", run + shift * sizes, baseline, sizes, True
 
 
-def answers(rng: np.random.Generator, questions: int, shift: float = 0.0) -> paired.Pair:
+def answers(rng: np.random.Generator, questions: int, shift: float = 0.0) -> Measure:
     right = rng.random(questions)
     run = np.where(rng.random(questions) < 0.3, rng.random(questions), right) < 0.6 + shift
-    return paired.Pair("acc", run * 1.0, (right < 0.6) * 1.0, np.ones(questions), lower_is_better=False)
+    return "acc", run * 1.0, (right < 0.6) * 1.0, np.ones(questions), False
 
 
 @pytest.mark.parametrize("make", [losses, answers])
 @pytest.mark.parametrize("num", [20, 100])
 def test_no_difference_comes_out_better_in_at_most_a_twentieth(make, num: int) -> None:
     rng = np.random.default_rng(1)
-    verdicts = [paired.compare(make(rng, num)).verdict for _ in range(SIMULATIONS)]
+    verdicts = [paired.compare(*make(rng, num)).verdict for _ in range(SIMULATIONS)]
     assert verdicts.count("better") <= SIMULATIONS * 0.05
     assert verdicts.count("cannot tell") >= SIMULATIONS * 0.9
 
 
 @pytest.mark.parametrize("make, sign", [(losses, -1), (answers, 1)])
 def test_a_planted_difference_is_found_with_the_promised_power(make, sign: int) -> None:
-    detectable = np.median([paired.compare(make(np.random.default_rng(seed), 200)).detectable for seed in range(20)])
+    detectable = np.median([paired.compare(*make(np.random.default_rng(seed), 200)).detectable for seed in range(20)])
     rng = np.random.default_rng(2)
-    found = [paired.compare(make(rng, 200, sign * detectable)).verdict for _ in range(SIMULATIONS)]
+    found = [paired.compare(*make(rng, 200, sign * detectable)).verdict for _ in range(SIMULATIONS)]
     assert found.count("better") >= SIMULATIONS * (paired.POWER - 0.1)
     assert found.count("worse") == 0
 
 
 def test_the_interval_holds_the_planted_difference_and_needs_pairs() -> None:
     rng = np.random.default_rng(3)
-    found = [paired.compare(losses(rng, 100, 0.01)) for _ in range(SIMULATIONS)]
+    found = [paired.compare(*losses(rng, 100, 0.01)) for _ in range(SIMULATIONS)]
     held = sum(each.low <= 0.01 <= each.high for each in found)
     assert held >= SIMULATIONS * 0.9
-    pair = losses(rng, 100, 0.05)
-    apart = paired.compare(paired.Pair("loss", pair.run[::-1], pair.baseline, pair.weights))
-    assert paired.compare(pair).verdict == "worse" and apart.verdict == "cannot tell", "the same documents, paired"
+    name, run, *others = losses(rng, 100, 0.05)
+    apart = paired.compare(name, run[::-1], *others)
+    assert paired.compare(name, run, *others).verdict == "worse" and apart.verdict == "cannot tell", "by documents"
 
 
 def test_verdicts_of_tasks_are_corrected_for_their_number() -> None:
     rng = np.random.default_rng(4)
     pair = answers(rng, 300)
-    assert paired.compare(pair, 8).detectable > paired.compare(pair).detectable, "more tests show less"
-    null = [[paired.compare(answers(rng, 60), 8) for _ in range(8)] for _ in range(50)]
+    assert paired.compare(*pair, 8).detectable > paired.compare(*pair).detectable, "more tests show less"
+    null = [[paired.compare(*answers(rng, 60), 8) for _ in range(8)] for _ in range(50)]
     assert sum(any(each.verdict == "better" for each in family) for family in null) <= 5
 
 
 def test_rounding_is_no_difference() -> None:
-    pair = losses(np.random.default_rng(6), 100)
-    rounded = paired.Pair("loss", pair.run * (1 - 1e-6), pair.run, pair.weights)
-    assert paired.compare(rounded).verdict == "cannot tell"
-    found = paired.compare(paired.Pair("loss", pair.run * (1 - 1e-3), pair.run, pair.weights))
+    _, run, _, weights, _ = losses(np.random.default_rng(6), 100)
+    assert paired.compare("loss", run * (1 - 1e-6), run, weights).verdict == "cannot tell"
+    found = paired.compare("loss", run * (1 - 1e-3), run, weights)
     assert found.verdict == "better" and found.sentence.startswith("better with 100 samples: loss ")
 
 

@@ -42,8 +42,7 @@ def main(argv: list[str], project: Project) -> None:
     parser.add_argument("--require", action="append", help=f"as in evaluate; default: {default}")
     parser.add_argument("--split", choices=("validation", "test"), default="test")
     parser.add_argument("--config", help="of evaluate: YAML with tasks")
-    again = "withdraw the latest version; the one before it is served again"
-    parser.add_argument("--roll_back", action="store_true", help=again)
+    parser.add_argument("--roll_back", action="store_true", help="withdraw the latest version, serve the one before")
     given = parser.parse_args(argv[1:])
     registry = Registry(Path(given.registry))
     if given.roll_back:
@@ -64,8 +63,7 @@ def main(argv: list[str], project: Project) -> None:
         evaluate.main(["evaluate", *flags], project)
         export.main(["export", str(run), "--adapter=merged", "--output", str(exported)], project)
         found = json.loads((run / "evaluation" / "promotion.json").read_text(encoding="utf-8"))
-        figures = {key: found[key] for key in found if key not in ("best", "worst")}  # texts
-        known = {"run": str(run), "baseline": baseline, "required": required, "figures": figures}
+        known = {"run": str(run), "baseline": baseline, "required": required, "figures": found}
         version = registry.add(exported, known)
     except OSError as error:
         raise InputError(f"--registry {given.registry!r}: {reason(error)}; give another") from error

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +13,6 @@ from ...cli.config_file import read as read_keys
 from ...cli.fit import parse
 from ...cli.limits import Machine, violations
 from ...cli.run import RunConfig
-from ...cluster.signals import end_with_parent
 from ...errors import Ended, Exit, InputError, reason, require
 from ...observe.history.run import read_run
 from ...project import Flags, Project, program
@@ -35,12 +32,10 @@ def main(argv: list[str], project: Project) -> None:
     """Runs the sweep of `argv`, or resumes it; raises Ended if it was stopped."""
     made = Flags("sweep", epilog="and fit's flags")
     made.add_argument("--space", required=True, help="YAML of keys of fit with their values")
-    trials, workers, steps = in_range(int, 1), in_range(int, 1, 1024), in_range(int, 0)
-    made.add_argument("--trials", type=trials, default=16, help="in all, of all processes")
-    made.add_argument("--workers", type=workers, default=1, help="trials at a time on this machine")
+    made.add_argument("--trials", type=in_range(int, 1), default=16, help="in all, of all processes")
     made.add_argument("--sampler", choices=("tpe", "random", "grid"), default="tpe")
     made.add_argument("--pruner", choices=("median", "hyperband", "none"), default="median")
-    made.add_argument("--prune_after", type=steps, default=0, help="optimizer steps of every trial")
+    made.add_argument("--prune_after", type=in_range(int, 0), default=0, help="optimizer steps of every trial")
     made.add_argument("--name", help="of the folder in run.root; default: <run.name>-<space>")
     given, flags = made.parse_known_args(argv[1:])
     require("optuna", "sweep")
@@ -49,12 +44,8 @@ def main(argv: list[str], project: Project) -> None:
     from .study import Sweep, run
 
     sweep = Sweep(*_checked(given, flags, project))
-    command = [sys.executable, "-m", project.package, *argv, "--workers=1"]
-    others = [subprocess.Popen(command, preexec_fn=end_with_parent) for _ in range(1, given.workers)]
     for number in sweep.claim(given.trials):
         run(sweep, number, project)
-    for other in others:
-        other.wait()
     _write_best(sweep)
 
 
@@ -69,8 +60,7 @@ def _checked(given: Namespace, flags: list[str], project: Project) -> tuple[Path
         try:
             distribution(entry)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            why = f"{where}: {key} is {shown(entry)} ({reason(error)}); give one of {FORMS}"
-            raise InputError(why) from error
+            raise InputError(f"{where}: {key} is {shown(entry)} ({reason(error)}); give one of {FORMS}") from error
     ends = {key: next(iter(entry.values())) for key, entry in space.items()}
     if given.sampler == "grid":
         if any("choice" not in entry for entry in space.values()):
@@ -83,8 +73,6 @@ def _checked(given: Namespace, flags: list[str], project: Project) -> tuple[Path
         best, machine = config.best_checkpoint, Machine.of(trainer)
         if found := violations(machine, trainer, cli.model, cli.datamodule):
             raise InputError(f"{' '.join(values)}: {found[0]}")
-        if given.workers > 1 and machine.accelerator == "cuda":
-            raise InputError("--workers would share the first GPU: start sweep once for each GPU")
     definition = {key: vars(given)[key] for key in ("sampler", "pruner", "prune_after")}
     definition |= {"space": space, "flags": flags, "metric": best.monitor, "mode": best.mode}
     definition["name"] = given.name or f"{config.run.name}-{Path(given.space).stem}"

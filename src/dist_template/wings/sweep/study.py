@@ -25,7 +25,7 @@ from ...cluster.launch import Variable
 from ...cluster.run_lock import RunLock
 from ...cluster.signals import STOP, end_with_parent
 from ...errors import Ended, Exit, InputError
-from ...observe.history.run import History, last_write, read_run
+from ...observe.history.run import read_run
 from ...project import Project
 from ...weights import from_all_ranks
 from ..values import shown
@@ -89,15 +89,11 @@ class Sweep:
         """Yields unfinished trials that have no process, then new ones up to `most` in all."""
         with (lock := RunLock()):
             for number in range(len(self.study().trials)):
-                if self._is_finished(number) or lock.take(self.run(number) / "worker") is not None:
-                    continue
-                if not self._is_finished(number):  # another process may have finished it meanwhile
+                is_taken = lock.take(self.run(number) / "worker") is not None
+                if not is_taken and not self.study().trials[number].state.is_finished():
                     yield number
             while (new := self._new(lock, most)) is not None:
                 yield new
-
-    def _is_finished(self, number: int) -> bool:
-        return self.study().trials[number].state.is_finished()
 
     def _new(self, lock: RunLock, most: int) -> int | None:
         self._turn.acquire()  # one process at a time: a trial's number determines its values
@@ -143,20 +139,18 @@ def run(sweep: Sweep, number: int, project: Project) -> None:
         sweep.trial(number).set_user_attr("kills", kills)
         if kills < KILLS:
             raise Ended(stopped, f"trial {number} was stopped; the same command resumes the sweep")
-    history = History(folder)
-    if last_write(folder) is not None:  # it may have failed before it wrote anything
-        history = read_run(folder)
-    found = history.metrics[given["metric"]].finite()
     pruned = study.trials[number].user_attrs.get("pruned")
     state, value = TrialState.FAIL, None
-    if not code and pruned:
-        state, end = TrialState.PRUNED, f"pruned at step {pruned}"
-    elif not code and len(found):
-        state, value, end = TrialState.COMPLETE, found.last, f"{given['metric']} {found.last:.4f}"
-    else:
+    if code:
         lines = (folder / "output.txt").read_text("utf-8", "replace").strip().split("\n")
         errors = [line for line in lines if line.startswith("error: ")]
         end = f"failed with code {code}: {(errors or lines)[-1]}"
+    elif pruned:
+        state, end = TrialState.PRUNED, f"pruned at step {pruned}"
+    elif len(found := read_run(folder).metrics[given["metric"]].finite()):
+        state, value, end = TrialState.COMPLETE, found.last, f"{given['metric']} {found.last:.4f}"
+    else:
+        end = f"has no finite {given['metric']}"
     sweep.trial(number).set_user_attr("end", end)
     study.tell(number, value, state=state)
     print(f"trial {number}: {end}", flush=True)

@@ -8,7 +8,7 @@ import re
 from ....errors import Ended, Exit, InputError, require
 from ....project import Flags, Project
 
-BASELINE = "run, checkpoint, folder, hub name, start or parent"
+BASELINE = "run, checkpoint, folder, hub name or start"
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -22,13 +22,11 @@ def main(argv: list[str], project: Project) -> None:
     parser.add_argument("run", help="a run's folder, or a checkpoint in one")
     parser.add_argument("--baseline", help=BASELINE)
     parser.add_argument("--split", choices=("validation", "test"), default="test")
-    requirement = "such as 'eval/loss better' or 'acc not worse by 0.01'; exits with 2 if not met"
-    parser.add_argument("--require", action="append", default=[], help=requirement)
+    parser.add_argument("--require", action="append", default=[], help="such as 'eval/loss better'; else exit code 2")
     parser.add_argument("--config", help="YAML with tasks of lm-eval")
     parser.add_argument("--name", help="of the files; default: the split and the baseline")
     given = parser.parse_args(argv[1:])
-    for package in ("scipy", "pandas"):
-        require(package, "evaluate")
+    require("pandas", "evaluate")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("evaluate starts the processes of a run itself: start it once")
 
@@ -39,9 +37,7 @@ def main(argv: list[str], project: Project) -> None:
         parse(text)
     if given.require and not given.baseline:
         raise InputError(f"--require compares with a --baseline: give one ({BASELINE})")
-    name = given.name or given.split
-    if given.baseline and not given.name:
-        name = f"{given.split}-against-{given.baseline}"
+    name = given.name or "-against-".join(filter(None, [given.split, given.baseline]))
     comparisons = evaluate(given, re.sub(r"[^\w.-]+", "_", name).strip("_"), project)
     failures = [failure(text, comparisons) for text in given.require]
     if any(failures):

@@ -20,7 +20,7 @@ from ....weights import from_all_ranks
 
 
 class DocumentScores(Callback):
-    """Writes a table of the documents: name, source, text, bytes, tokens, and nats of the model.
+    """Writes a table of the documents: name, source, bytes, tokens, and nats of the model.
 
     Args:
         path: The .parquet file to write; its index is the hash of the text.
@@ -78,7 +78,7 @@ class DocumentScores(Callback):
             return
         import pandas as pd
 
-        columns = dict(zip(("sample", "source", "text", "end"), self.documents, strict=True))
+        columns: dict[str, object] = {"sample": self.documents.names, "source": self.documents.sources}
         columns["nats"], columns["tokens"] = np.sum([*by_rank.values()], axis=0)
         tokenizer = self.data.text_tokenizer.backend_tokenizer.to_str().encode()
         columns["tokenizer"] = hashlib.sha256(tokenizer).hexdigest()

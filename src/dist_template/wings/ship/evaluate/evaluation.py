@@ -27,13 +27,11 @@ from ....text.tokenizers import Pretrained
 from ..export import trained
 from . import tasks
 from .documents import DocumentScores
-from .paired import LEAST, Comparison, Pair, compare
+from .paired import LEAST, Comparison, compare
 
 if TYPE_CHECKING:
     from pandas import DataFrame
     from transformers import PreTrainedTokenizerFast
-
-SHOWN, CHARACTERS = 3, 300  # documents at each end, and of the text of each
 
 
 def evaluate(given: argparse.Namespace, name: str, project: Project) -> list[Comparison]:
@@ -43,23 +41,17 @@ def evaluate(given: argparse.Namespace, name: str, project: Project) -> list[Com
         InputError: a name is no model, or there are too few documents.
     """
     keys, split = tasks.read(given.config), given.split
-    run = of_run(given.run, project, "RUN")
+    run = find(given.run, project)
     models = [run]
     if given.baseline:
-        models.append(baseline_of(given.baseline, run, project))
+        models.append(find(given.baseline, project, run.run))
     flags, *_ = trained.of_run(str(run.run), project, "RUN")
     data: Any = WithoutTrainer(project, flags, run=False).datamodule
-    if not getattr(data, share := f"{split}_share", 1):
-        other = "validation" if split == "test" else "test"
-        raise InputError(
-            f"data.{share} of {run.name} is 0, so its {split} split is empty: give --split"
-            f" {other}, or train with a data.{share} that holds out {LEAST} documents or more"
-        )
     folder = run.run / "evaluation"
     work = folder / f".{name}"
     work.mkdir(parents=True, exist_ok=True)
     tables: list[DataFrame] = []
-    values: list[tasks.Value] = []
+    values: list[tuple[object, ...]] = []
     try:
         for number, model in enumerate(models):
             tables.append(score_documents(model, split, project, work, data.text_tokenizer))
@@ -79,26 +71,16 @@ class Model(NamedTuple):
     checkpoint: str = "start"
     folder: str | None = None
 
-    def config(self) -> dict[str, Any]:
-        return read_mapping(self.run / CONFIG, "restore it", yaml.safe_load)
 
-
-def of_run(name: str, project: Project, flag: str) -> Model:
-    """Finds the newest checkpoint of a run's folder, or the checkpoint at a path inside one."""
-    _, path, run = trained.of_run(name, project, flag)
-    return Model(name, run, str(verified_checkpoint(path, flag)))
-
-
-def baseline_of(name: str, run: Model, project: Project) -> Model:
-    """Finds the model of `--baseline`; a folder is evaluated on the data of `run`."""
-    if name == "start":
-        return Model(name, run.run)
-    folder = run.config()["model"].get("pretrained") if name == "parent" else name
-    if not folder:
-        raise InputError(f"--baseline parent: {run.name} was not fine-tuned; give start")
-    if name == "parent" or trained.is_pretrained(name):
-        return Model(name, run.run, folder=folder)
-    return of_run(name, project, "--baseline")
+def find(name: str, project: Project, run: Path | None = None) -> Model:
+    """Finds the model of RUN, or of `--baseline`: a folder is then evaluated on the data of `run`."""
+    if run and name == "start":
+        return Model(name, run)
+    if run and trained.is_pretrained(name):
+        return Model(name, run, folder=name)
+    flag = "--baseline" if run else "RUN"
+    _, path, found = trained.of_run(name, project, flag)
+    return Model(name, found, str(verified_checkpoint(path, flag)))
 
 
 def score_documents(
@@ -111,7 +93,8 @@ def score_documents(
     Raises:
         Ended: it failed; the reason is on the screen.
     """
-    config, path, scores = model.config(), work / CONFIG, work / "scores.parquet"
+    config = read_mapping(model.run / CONFIG, "restore it", yaml.safe_load)
+    path, scores = work / CONFIG, work / "scores.parquet"
     trainer = config["trainer"]
     if model.folder:
         found = Pretrained(model.folder).fit(iter(()))
@@ -156,37 +139,30 @@ def in_common(tables: list[DataFrame], split: str) -> list[DataFrame]:
 
 
 def write(
-    path: Path, names: list[str], tables: list[DataFrame], values: list[tasks.Value], corpus: Corpus, split: str
+    path: Path, names: list[str], tables: list[DataFrame], values: list[tuple[object, ...]], corpus: Corpus, split: str
 ) -> list[Comparison]:
     """Compares the models and writes `path` with .json and .parquet.
 
     Of conversations (`is_whole`) only some tokens count, so they are compared by tokens alone."""
     from pandas import DataFrame, concat
 
-    is_whole, measured = corpus.is_whole(split), DataFrame(values, columns=[*tasks.Value._fields])
+    is_whole, measured = corpus.is_whole(split), DataFrame(values, columns=tasks.COLUMNS)
     comparisons = compared(tables, measured, is_whole) if len(tables) > 1 else []
     models, rows = [], [measured]
     for number, (name, table) in enumerate(zip(names, tables, strict=True)):
         of_tasks = measured[measured["model"] == number].groupby("measure")["value"].mean().to_dict()
-        figures, sources = figures_of(table, is_whole) | of_tasks, {}
-        for source, part in table.groupby("source"):
-            if source:
-                sources[str(source)] = figures_of(part, is_whole)
-        models.append({"model": name, "figures": figures, "sources": sources, "is_baseline": number > 0})
+        figures = figures_of(table, is_whole) | of_tasks
+        models.append({"model": name, "figures": figures, "is_baseline": number > 0})
         rows.append(table.assign(model=number, measure="nats", value=table["nats"]).reset_index())
         print(f"{name}: " + "  ".join(f"{key} {value:.4f}" for key, value in figures.items()))
     found = {
         "split": split,
         "documents": len(tables[0]),
-        "unit": "loss" if is_whole else "bits per byte",
         "models": models,
         "comparisons": list(map(asdict, comparisons)),
     }
-    columns = [*tasks.Value._fields, "hash", "source", "bytes", "tokens"]
-    temporary = path.with_name(f".{path.name}.parquet")
-    concat(rows)[columns].to_parquet(temporary, index=False)
-    temporary.replace(f"{path}.parquet")
-    found |= best_and_worst(tables, is_whole)
+    columns = [*tasks.COLUMNS, "hash", "source", "bytes", "tokens"]
+    concat(rows)[columns].to_parquet(f"{path}.parquet", index=False)
     write_atomically(Path(f"{path}.json"), json.dumps(found, indent=1))
     print("\n".join(each.sentence for each in comparisons))
     print(f"written to {path}.json and .parquet")
@@ -199,33 +175,19 @@ def compared(tables: list[DataFrame], measured: DataFrame, is_whole: bool) -> li
     has_same_tokens = run["tokenizer"].iloc[0] == baseline["tokenizer"].iloc[0]
     if is_whole and not has_same_tokens:
         raise InputError("tokenizers differ, and of conversations only some tokens count")
-    nats, pairs = [table["nats"].to_numpy() for table in tables], list[Pair]()
+    found, nats = [], [table["nats"].to_numpy() for table in tables]
+    num_tests = 1 + measured["measure"].nunique()  # loss and bits are one test in two units
     if has_same_tokens:
-        pairs.append(Pair("loss", *nats, run["tokens"].to_numpy()))
+        found.append(compare("loss", *nats, run["tokens"].to_numpy(), num_tests=num_tests))
     if not is_whole:
-        pairs.append(Pair("bits_per_byte", *nats, run["bytes"].to_numpy() * math.log(2)))
-    of_tasks = []
+        bits = run["bytes"].to_numpy() * math.log(2)
+        found.append(compare("bits_per_byte", *nats, bits, num_tests=num_tests))
     for measure, rows in measured.groupby("measure"):
         by_model = rows.pivot(index="sample", columns="model", values="value").dropna()
         if len(by_model.columns) == len(tables):
             lower, ones = bool(rows["lower"].iloc[0]), np.ones(len(by_model))
-            of_tasks.append(Pair(str(measure), *by_model.to_numpy().T, ones, lower))
-    num_tests = 1 + len(of_tasks)  # loss and bits are one test in two units
-    return [compare(pair, num_tests) for pair in [*pairs, *of_tasks]]
-
-
-def best_and_worst(tables: list[DataFrame], is_whole: bool) -> dict[str, Any]:
-    """Returns the documents where the run is best and worst, against the baseline if there is one."""
-    run, last = tables[0], tables[-1]
-    size, unit = ("tokens", 1.0) if is_whole else ("bytes", math.log(2))
-    shown = run[["sample"]].assign(text=run["text"].str[:CHARACTERS])
-    shown["run"] = difference = run["nats"] / run[size] / unit
-    shown["baseline"] = last["nats"] / last[size] / unit
-    if len(tables) > 1:
-        difference = shown["run"] - shown["baseline"]
-    shown = shown.loc[difference.sort_values().index]
-    best, worst = shown[:SHOWN], shown[: -SHOWN - 1 : -1]
-    return {"best": best.to_dict("records"), "worst": worst.to_dict("records")}
+            found.append(compare(str(measure), *by_model.to_numpy().T, ones, lower, num_tests))
+    return found
 
 
 def figures_of(table: DataFrame, is_whole: bool) -> dict[str, float]:

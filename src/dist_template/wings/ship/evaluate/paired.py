@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,17 +20,6 @@ LEAST = 20  # samples
 LEVEL, POWER = 0.05, 0.8
 ROUNDING = 1e-4  # of the figure: what strategies and kernels may differ by
 REQUIREMENT = re.compile(r"(\S+) (better|not worse by (\d*\.?\d+))")
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A measure of run and baseline, (S,); a figure is a sum of values over one of weights."""
-
-    name: str
-    run: np.ndarray
-    baseline: np.ndarray
-    weights: np.ndarray  # (S,): bytes, tokens, or ones
-    lower_is_better: bool = True
 
 
 @dataclass
@@ -87,25 +77,30 @@ def failure(requirement: str, comparisons: Sequence[Comparison]) -> str | None:
     return f"required {requirement!r}, but {each.sentence}"
 
 
-def compare(pair: Pair, num_tests: int = 1) -> Comparison:
-    """Returns a comparison of one measure; its verdict is corrected for the number of tests (Bonferroni)."""
+def compare(
+    name: str, run: np.ndarray, baseline: np.ndarray, weights: np.ndarray, lower_is_better: bool = True,
+    num_tests: int = 1,
+) -> Comparison:  # fmt: skip
+    """Compares a measure of run and baseline, (S,); a figure is a sum of values over one of weights.
+
+    The verdict is corrected for the number of tests (Bonferroni)."""
     from scipy import stats
 
-    num, total = len(pair.weights), pair.weights.sum()
-    values = pair.run - pair.baseline
+    num, total = len(weights), weights.sum()
+    values = run - baseline
     difference = values.sum() / total
     # The standard error of a ratio of sums, by its linear approximation
-    residuals = values - difference * pair.weights
+    residuals = values - difference * weights
     error = math.sqrt((residuals**2).sum() * num / (num - 1)) / total
     correction = 0.0
-    if np.isin([pair.run, pair.baseline], (0, 1)).all():  # right or wrong: Edwards' correction
+    if np.isin([run, baseline], (0, 1)).all():  # right or wrong: Edwards' correction
         correction = 1 / num
     margin = stats.t.ppf(1 - LEVEL / 2, num - 1) * error + correction
     critical = stats.t.ppf(1 - LEVEL / 2 / num_tests, num - 1)
-    run, baseline = pair.run.sum() / total, pair.baseline.sum() / total
+    ours, theirs = run.sum() / total, baseline.sum() / total
     verdict = "cannot tell"
-    if abs(difference) > max(critical * error + correction, ROUNDING * abs(baseline)):
-        verdict = "better" if (difference < 0) == pair.lower_is_better else "worse"
+    if abs(difference) > max(critical * error + correction, ROUNDING * abs(theirs)):
+        verdict = "better" if (difference < 0) == lower_is_better else "worse"
     detectable = (critical + stats.norm.ppf(POWER)) * error + correction
-    figures = map(float, (run, baseline, difference, difference - margin, difference + margin, detectable))
-    return Comparison(pair.name, num, pair.lower_is_better, *figures, verdict)
+    figures: Any = map(float, (ours, theirs, difference, difference - margin, difference + margin, detectable))
+    return Comparison(name, num, lower_is_better, *figures, verdict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
 from jsonargparse.typing import PositiveInt
@@ -12,19 +12,7 @@ from ....cli.parser import one_sentence
 from ....errors import InputError, first_line, require
 from ..export.trained import Trained
 
-# Keys with type and default; configs/evaluate.yaml describes them.
-KEYS = {"tasks": (list[str], []), "task_folder": (str | None, None)}
-KEYS |= {"chat_template": (bool, False), "limit": (PositiveInt | None, None)}
-
-
-class Value(NamedTuple):
-    """A measure of a model, by its number, for one sample."""
-
-    model: int
-    measure: str
-    lower: bool  # lower is better
-    sample: str
-    value: float
+COLUMNS = ["model", "measure", "lower", "sample", "value"]  # lower: is better
 
 
 def read(path: str | None) -> dict[str, Any]:
@@ -34,13 +22,16 @@ def read(path: str | None) -> dict[str, Any]:
         InputError: a key is unknown or has another type, or lm-eval is missing.
     """
     parser = ArgumentParser(exit_on_error=False)
-    for key, (kind, default) in KEYS.items():
-        parser.add_argument(f"--{key}", type=kind, default=default)
+    parser.add_argument("--tasks", type=list[str], default=[])  # configs/evaluate.yaml describes them
+    parser.add_argument("--task_folder", type=str | None)
+    parser.add_argument("--chat_template", type=bool, default=False)
+    parser.add_argument("--limit", type=PositiveInt | None)
     try:
         keys = vars(parser.parse_object(read_keys(path) if path else {}))
     except ArgumentError as error:
-        why = one_sentence(" ".join(str(error).split()), {*KEYS})
-        raise InputError(f"--config {path}: {why}") from error
+        known = {*vars(parser.get_defaults())}
+        why = one_sentence(" ".join(str(error).split()), known)
+        raise InputError(f"--config {path}: {why}; its keys are {', '.join(sorted(known))}") from error
     if not all(map(str.strip, keys["tasks"])):
         raise InputError(f"--config {path}: tasks has an empty name; give names of lm-eval")
     if keys["tasks"]:
@@ -48,8 +39,8 @@ def read(path: str | None) -> dict[str, Any]:
     return keys
 
 
-def values_of(number: int, loaded: Trained, keys: dict[str, Any]) -> list[Value]:
-    """Returns the values of tasks for model `number`."""
+def values_of(number: int, loaded: Trained, keys: dict[str, Any]) -> list[tuple[object, ...]]:
+    """Returns the rows of COLUMNS of tasks for model `number`."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -70,5 +61,5 @@ def values_of(number: int, loaded: Trained, keys: dict[str, Any]) -> list[Value]
         for metric, is_higher in metrics.items():
             for each in results["samples"][task]:
                 name, sample = f"{task}/{metric}", str(each["doc_id"])
-                found.append(Value(number, name, not is_higher, sample, float(each[metric])))
+                found.append((number, name, not is_higher, sample, float(each[metric])))
     return found

@@ -43,8 +43,7 @@ def main(argv: list[str], project: Project) -> None:
     cli = Export(project, flags, run=False, verb=verb)
     settings, output = cli.config, Path(cli.config.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        given = f"--output {str(output)!r}"
-        raise InputError(f"{given} exists and is not an empty folder; give another")
+        raise InputError(f"--output {str(output)!r} exists and is not an empty folder; give another")
     path = verified_checkpoint(settings.checkpoint, "--checkpoint", cli.unfilled)
     found = trained(cli, path, run_of(path))
     with written_at_once(output) as folder:
@@ -62,8 +61,7 @@ class Export(WithoutTrainer):
         add("--checkpoint", required=True, help=checkpoint)
         add("--output", required=True, help="The folder to write; it must be new or empty.")
         add("--dtype", choices=DTYPES, default=DTYPES[0], help="Type of the weights in the folder.")
-        adapter = "model.adapter as peft's folder, or merged into its base."
-        add("--adapter", choices=["peft", "merged"], default="peft", help=adapter)
+        add("--adapter", choices=["peft", "merged"], default="peft", help="peft's folder, or merged into the base.")
         add("--license", default="unknown", help="Licence in the model card, as the hub names it.")
 
 

@@ -67,8 +67,8 @@ def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path
     or the folder of all, and the run's folder."""
     path = Path(name)
     if not path.exists():
-        why = "does not exist: give the folder of a run, a checkpoint, or a Hugging Face folder"
-        raise InputError(f"{key} {name!r} {why}")
+        allowed = "the folder of a run, a checkpoint, or a Hugging Face folder"
+        raise InputError(f"{key} {name!r} does not exist: give {allowed}")
     is_folder_of_run = not is_checkpoint(path)
     run = newest(path) if is_folder_of_run else run_of(path)
     if run is None:
@@ -84,10 +84,7 @@ def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path
 
 def run_of(checkpoint: Path) -> Path | None:
     """Returns the folder of the run that wrote a checkpoint."""
-    for folder in checkpoint.absolute().parents:
-        if (folder / CONFIG).is_file():
-            return folder
-    return None
+    return next((each for each in checkpoint.absolute().parents if (each / CONFIG).is_file()), None)
 
 
 def trained(cli: WithoutTrainer, path: Path, run: Path | None = None) -> Trained:

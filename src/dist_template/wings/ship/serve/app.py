@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MOST_BYTES = 1 << 20  # of a request: tokens of more take seconds, and delay other clients
+WINDOW = 64  # tokens that may hold a stop string; transformers' criterion makes tables of the vocabulary in seconds
 GREEDY = 0.01  # a lower temperature: logits divided by it overflow
 # What transformers' handlers, pydantic and a chat template raise about a request's fields.
 INVALID = (ArithmeticError, AttributeError, KeyError, RecursionError, TemplateError, TypeError, ValueError)
@@ -42,18 +43,22 @@ class App:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, key: str, given: argparse.Namespace
     ) -> None:
-        self._served = OneModel(model, tokenizer, given.name, given.max_tokens)
+        self._tokenizer, self._served = tokenizer, OneModel(model, tokenizer, given.name, given.max_tokens)
         self._bearer = f"Bearer {key}".encode() if key else b""
         self._most, self._running = given.max_requests, 0
         self.stopping = threading.Event()  # set: every generation ends at its next token
         listed = {"id": given.name, "object": "model", "created": 0, "owned_by": ""}
+
+        def refused(request: Request, refusal: Exception) -> Response:
+            return _error(getattr(refusal, "status_code", 500), getattr(refusal, "detail", ""))
+
         routes = [
             Route(CHAT, self._generate, methods=["POST"]),
             Route(TEXT, self._generate, methods=["POST"]),
             Route("/v1/models", JSONResponse({"object": "list", "data": [listed]})),
             Route("/health", JSONResponse({"status": "ok"})),
         ]
-        self._routes = Starlette(routes=routes, exception_handlers={HTTPException: _refused})
+        self._routes = Starlette(routes=routes, exception_handlers={HTTPException: refused})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, presented = scope["path"], dict(scope["headers"]).get(b"authorization", b"")
@@ -74,9 +79,16 @@ class App:
 
     async def _generate(self, request: Request) -> Response:
         is_over: threading.Event = request.scope["is_over"]
+        stops, generated = list[str](), 0
 
-        def criterion(tokens: Tensor, scores: object) -> Tensor:
-            return torch.full((len(tokens),), is_over.is_set() or self.stopping.is_set(), device=tokens.device)
+        def criterion(tokens: Tensor, scores: object) -> Tensor:  # called after each token
+            nonlocal generated
+            generated += 1
+            is_last = is_over.is_set() or self.stopping.is_set()
+            if stops:
+                text = self._tokenizer.decode(tokens[0, -min(generated, WINDOW) :])
+                is_last |= any(stop in text for stop in stops)
+            return torch.full((len(tokens),), is_last, device=tokens.device)
 
         raw = await request.body()
         if len(raw) > MOST_BYTES:
@@ -85,10 +97,10 @@ class App:
             body = await request.json()
             if not isinstance(body, dict) or "generation_config" in body:
                 raise ValueError("the body has to be an object, without generation_config")
-            if (body.get("temperature") or 0.0) < GREEDY and "temperature" in body:
+            if body.get("temperature") is not None and body["temperature"] < GREEDY:
                 body["temperature"] = 0.0
-            if not body.get("stop"):  # transformers' criterion refuses an empty list
-                body.pop("stop", None)
+            given = body.pop("stop", None) or []
+            stops += [given] if isinstance(given, str) else given
             answer = asyncio.ensure_future(self._served.respond(body, uuid.uuid4().hex, criterion))
             while not (await asyncio.wait([answer], timeout=0.1))[0]:
                 if await request.is_disconnected():
@@ -96,10 +108,6 @@ class App:
             return await answer
         except INVALID as error:
             raise HTTPException(400, f"the request cannot be answered: {error!r}") from error
-
-
-def _refused(request: Request, refusal: Exception) -> Response:
-    return _error(getattr(refusal, "status_code", 500), str(getattr(refusal, "detail", refusal)))
 
 
 def _error(code: int, sentence: str) -> Response:

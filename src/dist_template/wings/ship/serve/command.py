@@ -8,7 +8,8 @@ import signal
 import socket
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING
 
 from ....cluster.signals import STOP
 from ....errors import InputError, reason, require
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
     from ..export.trained import Trained
 
-NEEDED = ("fastapi", "openai", "uvicorn")
-
 
 def main(argv: list[str], project: Project) -> None:
     """Serves until SIGTERM or Ctrl-C.
@@ -30,14 +29,13 @@ def main(argv: list[str], project: Project) -> None:
         InputError: there is no model, it differs from what was trained, the port is in use, or the extra is missing.
     """
     given = flags(argv[1:])
-    for package in NEEDED:
-        require(package, program("serve"))
+    require("fastapi", program("serve"))
     try:
         family = socket.AF_INET6 if ":" in given.host else socket.AF_INET
         listening = socket.create_server((given.host, given.port), family=family)
     except (OSError, OverflowError) as error:
-        where = f"--host {given.host} --port {given.port}"
-        raise InputError(f"{where} cannot be used: {reason(error)}; give another") from error
+        why = f"cannot be used: {reason(error)}; give another"
+        raise InputError(f"--host {given.host} --port {given.port} {why}") from error
     served = _compared(given, project)
     import torch
     import uvicorn
@@ -49,11 +47,11 @@ def main(argv: list[str], project: Project) -> None:
     app = App(model, served.tokenizer, os.environ.get(given.api_key_env, ""), given)
 
     class Server(uvicorn.Server):
-        def handle_exit(self, *received: Any) -> None:
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             timer = threading.Timer(given.grace_s, app.stopping.set)
             timer.daemon = True
             timer.start()
-            super().handle_exit(*received)
+            super().handle_exit(sig, frame)
 
     for number in STOP:  # uvicorn has handlers of its own, and raises what it received again
         signal.signal(number, signal.SIG_IGN)
@@ -82,12 +80,9 @@ def flags(argv: list[str]) -> argparse.Namespace:
     add("--port", type=in_range(int, 0, 65_535), default=8000, help="port to listen on")
     add("--name", help="the model's name in requests, instead of the run's or the folder's")
     add("--max_tokens", type=count, default=1024, help="most tokens of an answer")
-    requests = "requests at once; one more is answered with 429"
-    add("--max_requests", type=count, default=32, help=requests)
-    grace = "seconds for running requests after SIGTERM"
-    add("--grace_s", type=in_range(float, 0, 1e8), default=20.0, help=grace)
-    variable = "environment variable with the key that requests present"
-    add("--api_key_env", default="SERVE_API_KEY", help=variable)
+    add("--max_requests", type=count, default=32, help="requests at once; one more is answered with 429")
+    add("--grace_s", type=in_range(float, 0, 1e8), default=20.0, help="seconds for running requests after SIGTERM")
+    add("--api_key_env", default="SERVE_API_KEY", help="environment variable with the key that requests present")
     return parser.parse_args(argv)
 
 
