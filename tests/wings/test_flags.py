@@ -20,7 +20,6 @@ BAD = {
     "sweep --space=lr.yaml": "--trials=0 --trials=-1 --workers=0 --prune_after=-1",
     "rehearse": """--processes=0 --processes=-1 --steps=3 --timeout=nan --timeout=0 --timeout=inf --nodes=0 --devices=-1
         --nodes=1e3""",
-    "deepspeed-config": "--nodes=0 --devices=0",
 }
 CASES = [(verb, flag) for verb, flags in BAD.items() for flag in flags.split()]
 
