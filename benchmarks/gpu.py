@@ -196,7 +196,7 @@ def predicted(model: Model, flops: float) -> Planned:
     data = SimpleNamespace(seq_len=model.seq_len, global_batch_size=model.micro_batch, cross_document_attention=True)
     planner = Planner(LanguageModule(architecture=model.architecture), data, {}, Described("cuda", 1, 1, "bf16-mixed"))
     memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 80e9
-    machine = Machine(1, 1, memory, flops, flops, 300e9, 40e9)
+    machine = Machine(1, 1, memory, flops, 300e9, 40e9)
     return planner.option(Candidate("one device", "ddp", {}, estimate_of("ddp")), machine, model.micro_batch, "none")
 
 

@@ -82,7 +82,7 @@ def test_help_begins_with_the_verbs_own_flags(verb: str, capsys: pytest.CaptureF
         assert len(shown.splitlines()) < 50
     if verb in ("validate", "test", "predict"):
         assert "--ckpt_path" in shown and "--weights_only" in shown and "--print_config" in shown
-    if verb in ("validate", "test", "predict", "prepare", "export", "rehearse", "deepspeed-config"):
+    if verb in ("validate", "test", "predict", "prepare", "export", "rehearse"):
         assert f"Every other key is fit's: see `python -m {PACKAGE} fit --help`" in " ".join(shown.split())
     assert verb != "export" or ("--checkpoint" in shown and "--dtype" in shown)
 

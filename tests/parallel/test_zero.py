@@ -18,7 +18,7 @@ from dist_template.cli.limits.machine import Setup
 from dist_template.parallel import deepspeed_config
 from dist_template.parallel.zero import _materialize
 from dist_template.strategies import ZeroStrategy
-from dist_template.wings.setup import deepspeed_config as tool
+from tests.support import deepspeed_json as tool
 from tests.support.library import Machine
 from tests.support.runs import CONFIGS, OURS, logged, only_run, run
 from tests.support.strategies import flags_of
@@ -166,7 +166,8 @@ def test_the_guides_file_replaces_the_keys_of_our_files(
 
 
 def test_the_json_is_printed_alone_and_is_accepted_as_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    flags = [f"--config={CONFIGS}/pretrain.yaml", ZERO, "--nodes=2", "--devices=8", "--trainer.precision=bf16-mixed"]
+    sizes = ["--trainer.num_nodes=2", "--trainer.devices=8"]
+    flags = [f"--config={CONFIGS}/pretrain.yaml", ZERO, *sizes, "--trainer.precision=bf16-mixed"]
     own = ["stage=3", "offload_optimizer=true", "offload_parameters=true"]
     tool.main(["deepspeed-config", *flags, *(f"--trainer.strategy.{flag}" for flag in own)], OURS)
     printed = capfd.readouterr().out

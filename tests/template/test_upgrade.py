@@ -167,22 +167,18 @@ def upgraded(project: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["folder", "archive", "inside a repository"])
+@pytest.mark.parametrize("kind", ["folder", "inside a repository"])
 def test_without_conflicts_there_is_one_commit(
     template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    archives = [tmp_path / f"{version}.zip" for version in (VERSION, NEXT)]
-    if kind == "archive":
-        git(template, "archive", "--prefix=template/", "-o", str(archives[0]), "HEAD")
-    project = bake_into(tmp_path / "out", archives[0] if kind == "archive" else template).path
+    project = bake_into(tmp_path / "out", template).path
     outer = project.parent if kind == "inside a repository" else project
     (outer / "mine.txt").write_text("mine\n")
     git(outer, "init", "-q", "-b", "main")
     commit(outer, "My project")
     release_next(template)
-    git(template, "archive", "--prefix=template/", "-o", str(archives[1]), "HEAD")
-    assert upgraded(project, monkeypatch, *(["--to", str(archives[1])] if kind == "archive" else [])) == 0
-    fresh = bake_into(tmp_path / "fresh", archives[1] if kind == "archive" else template)
+    assert upgraded(project, monkeypatch) == 0
+    fresh = bake_into(tmp_path / "fresh", template)
     names = {*git(project, "ls-files").splitlines()} - {"mine.txt"}
     assert names == {*fresh.files} and BakedProject(project, "my_trainer").read("README.md") == fresh.read("README.md")
     assert (outer / "mine.txt").exists() and not git(outer, "status", "--porcelain")
@@ -211,17 +207,16 @@ def test_what_cannot_be_upgraded_is_refused_and_left_as_it_is(
     git(project, "checkout", "README.md")
     text = record.read_text()
     for change, sentence in {
-        '"template": ""': "cannot be read: it has no template or no answers",
+        '"template": ""': "cannot be read: it has no template, commit or answers",
         '"template": "/nowhere"': "error: `git clone --quiet -- /nowhere` fails: fatal: repository",
         '"template": "http://127.0.0.1:9/a.git"': "a.git` fails: fatal: unable to access",
-        '"template": "old.zip"': "the template is old.zip: name a newer archive, TO=<address>.zip",
     }.items():
         record.write_text(re.sub('"template": ".*"', change, text))
         commit(project, "another template")
         assert sentence in refusal()
     record.write_text(re.sub('"commit": .*,', '"commit": "abc",', text))
     commit(project, "another commit")
-    assert "has no abc: give a tag, branch or commit of it in .cruft.json" in refusal()
+    assert "has no abc: give another TO, or the commit of the project in .cruft.json" in refusal()
     head = git(project, "rev-parse", "HEAD")
     monkeypatch.setitem(sys.modules, "cookiecutter", None)
     assert "upgrade needs the package cookiecutter: pip install 'dist-template[upgrade]'" in refusal()

@@ -18,7 +18,6 @@ BAD = {
     "plan --bandwidth 1": "nan inf 0",
     "sweep --space=lr.yaml": "--trials=0 --trials=-1 --prune_after=-1",
     "rehearse": "--processes=0 --processes=-1 --nodes=0 --devices=-1 --nodes=1e3",
-    "deepspeed-config": "--nodes=0 --devices=0",
 }
 CASES = [(verb, flag) for verb, flags in BAD.items() for flag in flags.split()]
 

@@ -15,11 +15,9 @@ from trainer_dev.module import LanguageModule
 from dist_template import Project
 from dist_template.cli.limits.machine import Machine as Described
 from dist_template.cli.main import command
-from dist_template.model.flops import PEAKS
 from dist_template.parallel.estimates import estimate_of
 from dist_template.parallel.estimates.candidates import Candidate, candidates
 from dist_template.parallel.estimates.facts import STATE
-from dist_template.wings.plan.command import _largest
 from dist_template.wings.plan.estimate import Machine, Planned
 from dist_template.wings.plan.planner import Planner
 from tests.support.classifier import CLASSIFIER, PLAIN
@@ -57,7 +55,7 @@ CASES = [  # strategy, architecture, precision, checkpointing
     ("ddp", EXPERTS, "32-true", "full"),
 ]
 DAILY, SEQ_LEN, ROWS = [CASES[1], CASES[5], CASES[9]], 256, 4
-H100S = Machine(1, 2, 80 * GB, 6e14, 1e15, 3e11, 4e10)
+H100S = Machine(1, 2, 80 * GB, 6e14, 3e11, 4e10)
 
 
 def planner(architecture: dict[str, Any], batch: int, seq_len: int, precision: str, accelerator: str) -> Planner:
@@ -128,7 +126,7 @@ def test_predicted_activations_of_stages_are_those_of_a_training(
     candidate = Candidate(
         "", "pp", {}, estimate_of({"class_path": "MeshStrategy", "init_args": settings_of("pp")["init_args"] | sizes})
     )
-    made, machine = planner(architecture, batch, SEQ_LEN, "32-true", "cpu"), Machine(1, stages, 1, 1, 1, 1, 1)
+    made, machine = planner(architecture, batch, SEQ_LEN, "32-true", "cpu"), Machine(1, stages, 1, 1, 1, 1)
     parts = made.option(candidate, machine, ROWS, "none").parts()
     predicted = parts["activations"] + max(parts["logits"], parts["backward"]) + parts["gradients"]
     print(f"pp {stages} {schedule}: {predicted / measured:.3f} of the measured {measured / 2**20:.0f} MiB")
@@ -139,7 +137,7 @@ def test_predicted_activations_of_stages_are_those_of_a_training(
 def test_the_best_schedule_of_a_pipeline_is_shown() -> None:
     """On devices that compute slowly; of 8 micro-batches."""
     made = planner(LLAMA | {"num_hidden_layers": 4}, 32, 64, "bf16-mixed", "cuda")
-    slow = Machine(4, 2, 80 * GB, 1e10, 1e10, 3e11, 4e10)
+    slow = Machine(4, 2, 80 * GB, 1e10, 3e11, 4e10)
     shown = {option.candidate.name: option for option in made.options(slow)}
     assert {"pp 2 x fsdp2 4", "pp 2 x hsdp 2 x 2", "pp 4 x fsdp2 2"} <= set(shown)
     best = shown["pp 2 x fsdp2 4"].candidate
@@ -170,7 +168,8 @@ def test_the_best_fits_and_its_flags_are_accepted_by_fit() -> None:
     made = planner(LLAMA_8B, 256, 4096, "bf16-mixed", "cuda")
     best, *_ = options = made.options(replace(H100S, devices=8))
     assert [option.fits for option in options] == sorted((option.fits for option in options), reverse=True)
-    assert best.total() <= 80 * GB and 0.3 < best.mfu() <= 0.6
+    mfu = 256 * 4096 / 8 * made.traced.flops_per_token / best.seconds() / 1e15
+    assert best.total() <= 80 * GB and 0.3 < mfu <= 0.6
     parts = {mode: made.option(best.candidate, best.machine, 1, mode).parts() for mode in ("none", "full")}
     # a block's input in bf16 of 32 blocks, and little more, against about 34 bytes x tokens x width x blocks
     assert parts["full"]["activations"] == pytest.approx(2 * 4096 * 4096 * 32, rel=0.3)
@@ -183,12 +182,6 @@ def test_the_flags_of_every_candidate_describe_its_arguments() -> None:
         given = {**(file["init_args"] if isinstance(file, dict) else {}), **candidate.options}
         for key, value in (candidate.sharding.arguments).items():
             assert given[key] == value or given[key] == "auto", (candidate.name, key)
-
-
-@pytest.mark.parametrize("most", [0, 1, 5, 16, 17, 100, 1024])
-def test_the_largest_is_found_within_a_sixteenth(most: int) -> None:
-    found = _largest(lambda size: size <= most * 1024, 1024) // 1024
-    assert most - most // 16 <= found <= most
 
 
 @pytest.mark.slow
@@ -213,7 +206,8 @@ def test_a_strategy_whose_trace_fails_does_not_end_the_plan(
     monkeypatch.setattr(Traced, "_short", failing)
     assert run("plan", *FLAGS, *(given := ["--devices=2", "--memory=80GB"])) == 0
     printed = capsys.readouterr().out
-    assert "as the trace of a block fails: tp 2 (shapes do not match)" in printed and "1 x 2    ddp" in printed
+    assert "as the trace of a block fails: tp 2 with checkpointing none, tp 2 with" in printed
+    assert "(shapes do not match)" in printed and "1 x 2    ddp" in printed
     monkeypatch.setattr(Traced, "_short", lambda *_: 1 / 0)
     assert run("plan", *FLAGS, *given) == 2
     assert capsys.readouterr().err.endswith("error: plan cannot trace this model: division by zero\n")
@@ -229,7 +223,7 @@ def test_a_twentieth_of_the_memory_is_left(share: float, fits: bool) -> None:
 @pytest.mark.slow
 def test_the_simplest_of_equally_fast_strategies_comes_first() -> None:
     made = planner(LLAMA | {"num_hidden_layers": 2}, 8, 64, "bf16-mixed", "cuda")
-    slow = replace(H100S, flops=1e10, peak=2e10)  # computation hides what is sent
+    slow = replace(H100S, flops=1e10)  # computation hides what is sent
     names = [option.candidate.name for option in made.options(slow)]
     assert names[0] == "ddp" and names.index("fsdp2 2") < min(map(names.index, ("zero1", "zero2", "zero3")))
     alone = {option.candidate.name for option in made.options(replace(slow, devices=1))}
@@ -238,7 +232,6 @@ def test_the_simplest_of_equally_fast_strategies_comes_first() -> None:
 
 FLAGS = [f"--model.architecture={json.dumps(LLAMA | {'vocab_size': 257})}", "--trainer.precision=bf16-mixed",
          "--trainer.accelerator=gpu"]  # fmt: skip
-KNOWN = ", ".join(PEAKS)
 
 
 @pytest.mark.parametrize(
@@ -250,12 +243,8 @@ KNOWN = ", ".join(PEAKS)
         (["--devices=8", "--nodes=16:1", "--memory=80GB"],
          "--nodes is '16:1': give 1 to 99,999, or a range such as 1:16"),
         (["--trainer.devices=auto", "--memory=80GB"], "trainer.devices is auto: give a node's devices, as --devices 8"),
-        (["--devices=8", "--memory=80GB", "--gpu=Tesla T4"],
-         f"--gpu 'Tesla T4' has no known peak for bf16-mixed: give --tflops, or one of {KNOWN}"),
         (["--devices=8", "--memory=80GB", "--model.architecture.num_key_value_heads=3"],
          "the model's num_attention_heads 4 is not a multiple of num_key_value_heads 3; edit model.architecture"),
-        (["--devices=8", "--memory=80GB", "--largest=model", "--model.pretrained=org/model"],
-         "--largest model changes model.architecture: set model.pretrained to null"),
         (["--devices=7", "--memory=80GB"],
          "data.global_batch_size 16 is not a multiple of 1 x 7 devices: edit it"),
     ],

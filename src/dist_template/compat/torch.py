@@ -111,8 +111,6 @@ def reduce_pipeline_gradients(model: Any) -> None:
     root._root_post_backward_final_callback()
 
 
-
-
 # ---- process groups ------------------------------------------------------------------------------
 
 

@@ -21,27 +21,19 @@ MOVING = ("activations", "logits", "backward")  # the last two are not in memory
 @dataclass(frozen=True)
 class Machine:
     """Nodes, devices per node, bytes of a device; per second of one: operations that it reaches,
-    its peak, bytes sent within a node and to other nodes."""
+    bytes sent within a node and to other nodes."""
 
     nodes: int
     devices: int
     memory: float
     flops: float
-    peak: float
     within: float
     between: float
 
 
 @dataclass
 class Planned:
-    """A strategy's memory on one device and the time of a step.
-
-    Args:
-        candidate: The strategy.
-        machine: Where it trains.
-        facts: Of the model and its training.
-        flops_per_token: Of the model. 0: not known.
-    """
+    """A strategy's memory on one device and the time of a step, for a model of `facts`."""
 
     candidate: Candidate
     machine: Machine
@@ -59,6 +51,11 @@ class Planned:
         allowance = CONTEXT + FRAGMENTATION * (kept + max(logits, backward) + buffers)
         parts = {name: memory[name] for name in (*STATE, *MOVING)}
         return parts | {"buffers": buffers, "allowance": allowance}
+
+    @property
+    def state(self) -> float:
+        parts = self.parts()
+        return sum(parts[name] for name in STATE)
 
     def total(self) -> float:
         parts = self.parts()
@@ -91,7 +88,8 @@ class Planned:
         if not self.machine.flops:
             return 0.0
         facts, sharding = self.facts, self.sharding
-        compute = self._operations() * RECOMPUTED[facts.checkpointing] / self.machine.flops
+        tokens = facts.global_batch_size * facts.seq_len / facts.world_size
+        compute = tokens * self.flops_per_token * RECOMPUTED[facts.checkpointing] / self.machine.flops
         compute *= sharding.slowdown(facts)
         hidden = exposed = 0.0
         for one in sharding.traffic(facts):
@@ -106,11 +104,3 @@ class Planned:
         exposed += updated * (2 * sharding.weight_bytes(facts) / HOST + 1 / UPDATED)
         fetches = 2 * sharding.accumulation(facts) * sharding.used_bytes(facts)
         return max(compute, hidden) + exposed + fetches * fetched / HOST
-
-    def mfu(self) -> float:
-        return self._operations() / self.seconds() / self.machine.peak if self.seconds() else 0.0
-
-    def _operations(self) -> float:
-        """Returns the model's operations of a step on one device."""
-        tokens = self.facts.global_batch_size * self.facts.seq_len
-        return tokens / self.facts.world_size * self.flops_per_token

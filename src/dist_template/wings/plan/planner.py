@@ -27,7 +27,7 @@ class Planner:
         self._trainer, self._described = trainer, described
         self.traced = Traced(module, data, described.accelerator != "cpu")
         self._config = module.build_config(self.traced.data)
-        self._stage_facts = cache(lambda each, world_size: each.sharding.stage_facts(self.traced.model, world_size))
+        self._stages = cache(lambda candidate, world: candidate.sharding.stage_facts(self.traced.model, world))
         self.failed: dict[str, list[str]] = {}  # why a trace fails -> the strategies without it
 
     def options(self, machine: Machine) -> list[Planned]:
@@ -36,41 +36,37 @@ class Planner:
         Raises:
             InputError: `fit` accepts no strategy, or no model of one can be traced.
         """
-        found = []
+        best: dict[str, Planned] = {}
         for candidate, rows in self._accepted(machine).items():
-            sizes = [2**n for n in range(MOST_ROWS.bit_length()) if rows % 2**n == 0]
-            every = self.ranked(candidate, machine, sizes, [*RECOMPUTED])
-            found += [option for option in every if option.is_allowed][:1]
-        if not found and self.failed:
+            for size in (2**n for n in range(MOST_ROWS.bit_length()) if rows % 2**n == 0):
+                for option in self.by_checkpointing(candidate, machine, size):
+                    name = candidate.name
+                    if option.is_allowed and (name not in best or option.order < best[name].order):
+                        best[name] = option
+        if not best:
             raise InputError(f"plan cannot trace this model: {next(iter(self.failed))}")
-        shown: dict[str, Planned] = {}
-        for option in sorted(found, key=lambda option: option.order):
-            shown.setdefault(option.candidate.name, option)
-        return [*shown.values()]
+        return sorted(best.values(), key=lambda option: option.order)
 
-    def fits(self, machine: Machine) -> bool:
-        accepted = self._accepted(machine)
-        return any(o.fits for each in accepted for o in self.ranked(each, machine, [1], ["full"]))
-
-    def ranked(self, candidate: Candidate, machine: Machine, sizes: list[int], modes: list[str]) -> list[Planned]:
-        """Returns the estimates for micro-batches of `sizes` sequences and for `modes` of
-        checkpointing, the best first; without a mode whose trace fails, as `failed` explains."""
-        found: list[Planned] = []
-        for mode in modes:
+    def by_checkpointing(self, candidate: Candidate, machine: Machine, rows: int) -> list[Planned]:
+        """Returns the estimates with micro-batches of `rows` sequences; without a checkpointing whose
+        trace fails, as `failed` explains."""
+        found = []
+        for mode in RECOMPUTED:
+            option = self.option(candidate, machine, rows, mode)
             try:
-                every = [self.option(candidate, machine, size, mode) for size in sizes]
-                found += sorted(every, key=lambda option: option.order)
+                option.total()
+                found.append(option)
             except Exception as error:  # of the model's own code, whose shapes are a rank's
-                names, name = self.failed.setdefault(reason(error), []), candidate.name
-                name += f" with checkpointing {mode}" * (mode != modes[0])
-                names += [name] * (name not in names and candidate.name not in names)
-        return sorted(found, key=lambda option: option.order)
+                names, name = self.failed.setdefault(reason(error), []), f"{candidate.name} with checkpointing {mode}"
+                if name not in names:
+                    names.append(name)
+        return found
 
     def _accepted(self, machine: Machine) -> dict[Candidate, int]:
         """Returns the strategies that `fit` accepts, and the sequences of a rank in a step.
 
         Raises:
-            InputError: there is none.
+            InputError: `fit` accepts no strategy.
         """
         nodes, devices, batch = machine.nodes, machine.devices, self.data.global_batch_size
         described = replace(self._described, devices=devices, num_nodes=nodes)
@@ -92,7 +88,7 @@ class Planner:
         trainer = {**self._trainer, "strategy": candidate.sharding}
         setup = Setup(described, trainer, self._module, self.data, self._config, trains=False)
         try:
-            self._stage_facts(candidate, described.world_size)
+            self._stages(candidate, described.world_size)
         except InputError as error:  # too few blocks
             return str(error)
         checks = (training.precision, training.strategy)
@@ -112,7 +108,7 @@ class Planner:
             global_batch_size=self.data.global_batch_size,
             loss_chunk=self._module.loss_chunk,
             on_host=self._described.accelerator == "cpu",
-            pipeline=self._stage_facts(candidate, world),
+            pipeline=self._stages(candidate, world),
             traced=lambda run: self.traced.activations(rows, *run, mode),
         )
         return Planned(candidate, machine, facts, self.traced.flops_per_token)

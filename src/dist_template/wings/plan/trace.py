@@ -31,34 +31,31 @@ if TYPE_CHECKING:
 
 
 class Traced:
-    """The model that `module` builds for `data`, of which only sizes are read.
+    """The model that `module` builds for `data`, whose sizes alone are read.
 
     Raises:
         InputError: it is no language model of transformers, or its vocabulary is not known.
     """
 
     def __init__(self, module: Any, data: Any, on_gpu: bool) -> None:
-        if not (hasattr(module, "build_config") and hasattr(data, "seq_len")):
+        model, self._blocks = None, []
+        if hasattr(module, "build_config") and hasattr(data, "seq_len"):
+            vocab_size = _vocab_size(module, data)
+            self.data = SimpleNamespace(seq_len=data.seq_len, eos_token_id=0, vocab_size=vocab_size)
+            with torch.device("meta"):
+                model = module.build_network(self.data, quantized=False)
+            self._blocks = find_blocks(model)
+        if not self._blocks or not hasattr(model, "tp_plan"):
             kinds = f"{type(module).__name__} with {type(data).__name__}"
-            raise InputError(f"plan traces language models of transformers, and {kinds} is none")
+            raise InputError(f"plan traces language models of transformers, and {kinds} has no such model")
         self._module, self._on_gpu, self._seq_len = module, on_gpu, data.seq_len
         self._masks = getattr(data, "cross_document_attention", None) is False  # documents apart
-        self.data = SimpleNamespace(seq_len=data.seq_len, eos_token_id=0)
-        self.data.vocab_size = _vocab_size(module, data)
-        adapter = getattr(module, "adapter", None)
-        with torch.device("meta"):
-            self.model: PreTrainedModel = module.build_network(self.data, quantized=False)
-        self._blocks = find_blocks(self.model)
-        if not self._blocks or not hasattr(self.model, "tp_plan"):
-            raise InputError(
-                f"plan traces language models of transformers, and {type(self.model).__name__} is"
-                " none: return one from build_model in module.py"
-            )
+        self.model: PreTrainedModel = model
         self._kinds: dict[tuple[object, ...], list[int]] = {}  # blocks with parameters of the same shapes
         for number, block in enumerate(self._blocks):
             shapes = tuple((name, p.shape) for name, p in block.named_parameters())
             self._kinds.setdefault(shapes, []).append(number)
-        packed = copy.deepcopy(self.model)
+        packed, adapter = copy.deepcopy(self.model), getattr(module, "adapter", None)
         if adapter and adapter.quantize:
             quantize(packed)
         self.size = Size.of(packed)
@@ -74,8 +71,7 @@ class Traced:
         one = more = self._all_blocks(1, half, casts, tp, mode)
         if casts and not half:  # copies of weights do not grow with the tokens
             more = self._all_blocks(2, half, casts, tp, mode) - one
-        kept, most = (one + (rows - 1) * more).tolist()
-        return kept, most
+        return tuple((one + (rows - 1) * more).tolist())
 
     def _all_blocks(self, *key: Any) -> Tensor:
         first = tuple(numbers[0] for numbers in self._kinds.values())

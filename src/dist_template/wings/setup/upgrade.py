@@ -16,46 +16,60 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.request import url2pathname
 
 from ...errors import InputError, first_line, require
 from ...project import Flags, Project
 
 RECORD = ".cruft.json"  # in cruft's format; the template's hook post_gen_project.py writes it
-TRUSTED = "dist-template.trusted"  # in git's configuration: an address whose hooks may run
 RELEASE = re.compile(r"v\d+\.\d+\.\d+")
-Record = dict[str, Any]  # template: its address; commit; checkout; context.cookiecutter: answers
-Version = tuple[str, str]  # a tag or commit, by which the library is pinned, and its commit
+Record = dict[str, Any]  # template: its address; commit; checkout: its tag; context.cookiecutter: answers
 
 
 def main(argv: list[str], project: Project) -> None:
     """Merges the template's new version as one commit. Raises InputError if there are conflicts."""
     flags = Flags("upgrade", description=__doc__)
-    what = "a tag, branch or commit of the template, or the address of a newer .zip archive"
-    flags.add_argument("--to", help=f"{what}; default: the newest release, else the last commit")
+    what = "a tag or commit of the template; default: the newest release, else the last commit"
+    flags.add_argument("--to", help=what)
     hooks = "run the template's hooks, programs of its address, on this machine without asking"
     flags.add_argument("--trust", action="store_true", help=hooks)
     given = flags.parse_args(argv[1:])
     require("cookiecutter", "upgrade")
     root = project.folder.absolute().parent
     record = read_record(root)
-    _check_trust(root, record["template"], given.trust)
+    address = record["template"]  # anybody who may edit the record could name another one
+    print(f"the template is {address}", flush=True)
+    question = "its hooks run on this machine; do you trust this address? [y/N] "
+    if not given.trust and not (sys.stdin.isatty() and input(question).strip().lower() in ("y", "yes")):
+        why = "give --trust (`make upgrade TRUST=1`) if you trust this address, or edit it there"
+        raise InputError(f"upgrade runs the hooks of {address}, which {RECORD} names: {why}")
     with tempfile.TemporaryDirectory(prefix="upgrade-") as name:
-        old, new = _versions(record, given.to, Path(name))
-        if old == new:
-            print(f"nothing to upgrade: {record['template']} has nothing newer than {old[0]}")
+        clone = Path(name, "template")
+        _git(root, "clone", "--quiet", "--", address, str(clone))
+        tags = _git(clone, "tag", "--list", "--sort=-version:refname").split()
+        releases = filter(RELEASE.fullmatch, tags)
+        old = record.get("checkout") or record["commit"]
+        new = given.to or next(releases, None) or _git(clone, "rev-parse", "HEAD")
+        commits = []
+        for version in (record["commit"], new):
+            commits.append(_git(clone, "rev-parse", "--verify", "-q", f"{version}^{{commit}}", check=False))
+            if not commits[-1]:
+                where = "give another TO, or the commit of the project in"
+                raise InputError(f"the template {address} has no {version}: {where} {RECORD}")
+        if commits[1] in (commits[0], not given.to and _git(clone, "merge-base", *commits, check=False)):
+            print(f"nothing to upgrade: {address} has nothing newer than {old}")
             return
         before = _commit(root, record, old, Path(name, "old"))
+        new = new if new in tags else commits[1]  # by this name the project pins the library
         after = _commit(root, record, new, Path(name, "new"), "-p", before)
     if _git(root, "cherry-pick", "--keep-redundant-commits", after, check=False):
-        print(f"upgraded from {old[0]} to {new[0]} in one commit: `git show --stat` lists it")
+        print(f"upgraded from {old} to {new} in one commit: `git show --stat` lists it")
         return
     names = _git(root, "diff", "--name-only", "--diff-filter=U", "--relative").splitlines()
     if not names:
         _git(root, "cherry-pick", "--abort", check=False)
         raise InputError(f"git changed nothing, `git cherry-pick {after}` says why")
     raise InputError(
-        f"upgraded from {old[0]} to {new[0]} with conflicts in {', '.join(names)}: edit and `git"
+        f"upgraded from {old} to {new} with conflicts in {', '.join(names)}: edit and `git"
         " add` these, then `git cherry-pick --continue` and `make setup` (`git cherry-pick"
         " --abort` undoes the upgrade)"
     )
@@ -65,8 +79,8 @@ def read_record(root: Path) -> Record:
     """Returns the record of a project without uncommitted changes. Raises InputError otherwise."""
     try:
         record = json.loads((root / RECORD).read_text(encoding="utf-8"))
-        if not (record["template"] and record["context"]["cookiecutter"]):
-            raise ValueError("it has no template or no answers")
+        if not (record["template"] and record["commit"] and record["context"]["cookiecutter"]):
+            raise ValueError("it has no template, commit or answers")
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         what = f"{root / RECORD}, the record of the template's version and the answers,"
         raise InputError(f"{what} cannot be read: {first_line(error)}") from error
@@ -79,76 +93,18 @@ def read_record(root: Path) -> Record:
     return record
 
 
-def _check_trust(root: Path, address: str, is_given: bool) -> None:
-    """Prints the template's address, and asks once for each whether its hooks may run.
-
-    Anybody who may edit the record could name another. The answer is in this clone's git
-    configuration, which no commit contains.
-
-    Raises:
-        InputError: they may not, or there is no terminal to ask on.
-    """
-    print(f"the template is {address}", flush=True)
-    if is_given or _git(root, "config", "--local", TRUSTED, check=False) == address:
-        return
-    why = "give --trust (`make upgrade TRUST=1`) if you trust this address, or edit it"
-    if sys.stdin.isatty():
-        question = "its hooks run on this machine; do you trust this address? [y/N] "
-        if input(question).strip().lower() in ("y", "yes"):
-            _git(root, "config", "--local", TRUSTED, address)
-            return
-    raise InputError(f"upgrade runs the hooks of {address}, which {RECORD} names: {why} there")
-
-
-def _versions(record: Record, to: str | None, folder: Path) -> tuple[Version, Version]:
-    """Clones the template into `folder`; returns the recorded and the new version."""
-    address, recorded, clone = record["template"], record.get("commit"), folder / "template"
-    if address.endswith(".zip"):
-        if not to or not to.endswith(".zip"):
-            raise InputError(f"the template is {address}: name a newer archive, TO=<address>.zip")
-        return (address, ""), (to, "")
-    if not recorded:
-        why = f"{address} was no git repository when the project was generated from it"
-        raise InputError(f"{why}: write the commit that it was into {RECORD}")
-    _git(folder, "clone", "--quiet", "--", address, str(clone))
-    tags = _git(clone, "tag", "--list", "--sort=-version:refname").split()
-    # the library of a template's folder is the folder's own, whatever is tagged
-    releases = []
-    if not Path(address).is_dir():
-        releases = [*filter(RELEASE.fullmatch, tags)]
-    commits, goal = [], to or (releases or ["HEAD"])[0]
-    for name, key in ((recorded, RECORD), (goal, "TO")):
-        found = ""
-        for place in (name, f"origin/{name}"):
-            verify = ["rev-parse", "--verify", "-q", f"{place}^{{commit}}"]
-            found = found or _git(clone, *verify, check=False)
-        if not found:
-            where = f"give a tag, branch or commit of it in {key}"
-            raise InputError(f"the template {address} has no {name}: {where}")
-        commits.append(found)
-    old = (record.get("checkout") or recorded, commits[0])
-    if not to and _git(clone, "merge-base", *commits, check=False) == commits[1]:
-        return old, old
-    return old, (goal if goal in tags else commits[1], commits[1])
-
-
-def _commit(root: Path, record: Record, version: Version, out: Path, *parent: str) -> str:
+def _commit(root: Path, record: Record, version: str, out: Path, *parent: str) -> str:
     """Renders a version; returns a commit of it, on no branch. Raises InputError if it fails."""
-    (name, commit), answers = version, []
-    if commit:
-        template = str(out.parent / "template")
-        _git(Path(template), "checkout", "--quiet", "--detach", commit)
-        answers.append(f"_origin={record['template']}")
-    else:
-        template = url2pathname(name.removeprefix("file://")) if "file:" in name else name
+    clone = out.parent / "template"
+    _git(clone, "checkout", "--quiet", "--detach", version)
+    command = [sys.executable, "-m", "cookiecutter", "--no-input", "--default-config", "--checkout", version]
+    command += ["--output-dir", f"{out}/new", "--", str(clone), f"_origin={record['template']}"]
     for key, value in record["context"]["cookiecutter"].items():
-        answers.append(f"{key}={value}")
-    quiet = ["--no-input", "--default-config", "--checkout", name, "--output-dir", f"{out}/new"]
-    command = [sys.executable, "-m", "cookiecutter", *quiet, "--", template, *answers]
+        command.append(f"{key}={value}")
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         why = " ".join(done.stderr.strip().splitlines()[-1:])
-        raise InputError(f"{record['template']} at {name} cannot be generated again: {why}")
+        raise InputError(f"{record['template']} at {version} cannot be generated again: {why}")
     place = out / "tree" / _git(root, "rev-parse", "--show-prefix")
     place.parent.mkdir(parents=True, exist_ok=True)
     next((out / "new").iterdir()).rename(place)
@@ -156,7 +112,7 @@ def _commit(root: Path, record: Record, version: Version, out: Path, *parent: st
     where |= {"GIT_INDEX_FILE": f"{out}/index", "GIT_WORK_TREE": f"{out}/tree"}
     _git(out / "tree", "add", "--all", "--force", ".", env=where)
     tree = _git(out / "tree", "write-tree", env=where)
-    return _git(root, "commit-tree", tree, *parent, "-m", f"Upgrade to {name} of the template")
+    return _git(root, "commit-tree", tree, *parent, "-m", f"Upgrade to {version} of the template")
 
 
 def _git(where: Path, *arguments: str, check: bool = True, env: Mapping[str, str] | None = None) -> str:
