@@ -209,12 +209,11 @@ class TensorAxis(Axis):
                 f"the model's {broken} is not a multiple of tp_size {size}, and no head is split:"
                 f" edit {ARGS}.tp_size, or model.architecture"
             )
-        for key in ("quantize", "dora"):
-            if setup.setting(f"adapter.{key}"):
-                yield (
-                    f"model.adapter.{key} does not work with tensor parallelism: unset it, or set"
-                    f" {ARGS}.tp_size {size} to 1"
-                )
+        if setup.setting("adapter.quantize"):
+            yield (
+                "model.adapter.quantize does not work with tensor parallelism: unset it, or set"
+                f" {ARGS}.tp_size {size} to 1"
+            )
 
     def trial(self, model: PreTrainedModel) -> None:
         from .shard import complete_plan, refuse_adapters

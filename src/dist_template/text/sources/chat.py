@@ -75,8 +75,7 @@ class Chat(Source):
     def documents(self) -> Iterator[tuple[str, str]]:
         records: Iterator[Record] = iter(())
         if self.name:
-            options = {"split": self.split, "streaming": True, "revision": self.revision}
-            records = hub_records(self.name, self.config, **options)
+            records = hub_records(self.name, self.config, self.split, self.revision)
         for name, record in chain(records, *(records_of(path, self.fields) for path in matching(self.paths))):
             yield name, json.dumps(self.document_of(name, record), ensure_ascii=False)
 
