@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 # Mapped rows are read faster without workers: benchmarks/data.py.
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
-Batch = dict[str, Any]  # tensors; on the host also the numbers of its rows, and states
+Batch = dict[str, Any]  # tensors; on the host also the numbers of its rows
 # With the source, they decide the samples of a step.
 DECISIVE = ("seq_len", "global_batch_size", "seed", "cross_document_attention", "repeat_first_batch")
 
@@ -257,8 +257,7 @@ class PackedText(L.LightningDataModule):
         order = GlobalOrder(
             len(rows), self.global_batch_size, self.micro_batch_size,
             self.rank, self.world_size, self.seed, consumed=lambda: self.consumed_samples,
-            repeat_first_batch=self.repeat_first_batch, jumps=lambda: self.jumps,
-            stream=self._mixing,
+            repeat_first_batch=self.repeat_first_batch, jumps=lambda: self.jumps, stream=self._mixing,
         )  # fmt: skip
         return self._loader(rows, order, self.accumulation)
 
@@ -315,8 +314,7 @@ class PackedText(L.LightningDataModule):
         # longer than evaluating
         return StepLoader(
             rows, accumulation, self.transform, batch_sampler=order, num_workers=self.num_workers,
-            pin_memory=is_on_gpu, persistent_workers=self.num_workers > 0,
-            worker_init_fn=isolate_worker,
+            pin_memory=is_on_gpu, persistent_workers=self.num_workers > 0, worker_init_fn=isolate_worker,
         )  # fmt: skip
 
     # ---- resuming --------------------------------------------------------------------------------

@@ -185,4 +185,4 @@ def proof_axes(config: AdapterConfig) -> list[str]:
     for key in ("targets", "trainable", "quantize"):  # each value needs its own proof
         if (value := getattr(config, key)) != getattr(default, key):
             others.append(f"{key} {value}")
-    return [" with ".join(filter(None, ["lora", ", ".join(others)]))]
+    return ["lora with " + ", ".join(others)] if others else ["lora"]

@@ -50,16 +50,12 @@ class Mixture(Source):
         kinds = {(source.whole, source.pairs) for source in self.sources.values()}
         self.whole, self.pairs = max(kinds, default=(False, False))
         if len(kinds) > 1:
-            raise InputError(
-                "data.source.sources has conversations and plain text, or preferences besides:"
-                " train on one after the other"
-            )
+            what = "conversations and plain text, or preferences besides"
+            raise InputError(f"data.source.sources has {what}: train on one after the other")
         values = [*self.weights.values()]
         if self.weights.keys() != self.sources.keys() or not any(values) or min(values) < 0:
-            raise InputError(
-                f"data.source.weights is {self.weights}: give each of {', '.join(self.sources)} a"
-                " number of at least 0, and not 0 to all"
-            )
+            each = f"give each of {', '.join(self.sources)} a number of at least 0, and not 0 to all"
+            raise InputError(f"data.source.weights is {self.weights}: {each}")
 
     def parts(self) -> dict[str, Source]:
         return self.sources
