@@ -30,7 +30,7 @@ DDP of a model that leaves parameters unused, such as BART's decoder, is `ddp_fi
 ## LoRA
 
 The same with adapters of rank 3 on all linear layers and stacked experts (`model.adapter.targets all-linear`), against
-one process with the same adapters. Adapters of other `targets`, DoRA, `trainable` and `quantize` are not in this table.
+one process with the same adapters. Adapters of other `targets`, `trainable` and `quantize` are not in this table.
 
 {lora}
 

@@ -97,10 +97,22 @@ def test_of_a_disk_that_fills_up(flags: list[str], tmp_path: Path, capfd: pytest
 JSONL: dict[str, tuple[bytes, str, str]] = {
     "empty": (b"", "x.jsonl", "data.source Jsonl has no text in it"),
     "empty, compressed": (gzip.compress(b""), "x.jsonl.gz", "data.source Jsonl has no text in it"),
-    "no UTF-8": (LINES + b'{"text": "\xff"}\n' + LINES, "x.jsonl", "x.jsonl of data.source, line 11, is not UTF-8"),
-    "no UTF-8, compressed": (gzip.compress(LINES + b'{"text": "\xff"}\n'), "x.jsonl.gz", "line 11, is not UTF-8"),
-    "no JSON": (LINES + b'{"text": "x"\n' + LINES, "x.jsonl", "x.jsonl of data.source, line 11, is not JSON"),
-    "half a gzip file": (gzip.compress(LINES)[:25], "x.jsonl.gz", "x.jsonl.gz of data.source cannot be read: "),
+    "no UTF-8": (
+        LINES + b'{"text": "\xff"}\n' + LINES,
+        "x.jsonl",
+        "x.jsonl of data.source cannot be read after record 10: 'utf-8'",
+    ),
+    "no UTF-8, compressed": (gzip.compress(LINES + b'{"text": "\xff"}\n'), "x.jsonl.gz", "after record 10: 'utf-8'"),
+    "no JSON": (
+        LINES + b'{"text": "x"\n' + LINES,
+        "x.jsonl",
+        "x.jsonl of data.source cannot be read after record 10: ",
+    ),
+    "half a gzip file": (
+        gzip.compress(LINES)[:25],
+        "x.jsonl.gz",
+        "x.jsonl.gz of data.source cannot be read after record 0: ",
+    ),
 }
 
 

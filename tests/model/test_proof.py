@@ -93,7 +93,7 @@ def test_a_project_remembers_what_it_has_proven(tmp_path: Path, monkeypatch: pyt
         ("lora+pp", "refused", "it is odd"),  # adapters do not mend it
         ("lora+tp", "proven", ""),
         ("lora+fsdp", "unproven", "LoRA of type 'llama' under fsdp"),
-        ("lora with dora True+tp", "unproven", "LoRA with dora True of type 'llama' under tp"),
+        ("lora with quantize nf4+tp", "unproven", "LoRA with quantize nf4 of type 'llama' under tp"),
     ],
 )
 def test_adapters_have_verdicts_of_their_own(axes: str, kind: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_a_proof_with_adapters_is_none_without_them(tmp_path: Path) -> None:
     config = AutoConfig.for_model("gpt2")
     proof.remember(config, axes(rank=2), tmp_path)
     assert proof.verdict(config, axes(rank=64, alpha=1.0), tmp_path).kind == "proven"
-    others = ["ddp", axes(targets=["c_attn"]), axes(dora=True), axes(trainable=["wte"])]
+    others = ["ddp", axes(targets=["c_attn"]), axes(quantize="nf4"), axes(trainable=["wte"])]
     assert {proof.verdict(config, other, tmp_path).kind for other in others} == {"unproven"}
 
 

@@ -214,7 +214,7 @@ def test_a_conversation_longer_than_a_row_is_cut_or_dropped_and_counted(tmp_path
     data.prepare(report=lines.append)
     packing = data.rows_of("train").packing
     assert (packing.num_cut, packing.num_dropped, len(packing.documents)) == (1, 1, 4)
-    assert "longer than a row: 1 documents are cut to their beginning, 1 without an answer" in "\n".join(lines)
+    assert "longer than a row: 1 cut, 1 without an answer dropped" in "\n".join(lines)
 
 
 def test_evaluation_reads_each_conversation_once(tmp_path: Path) -> None:

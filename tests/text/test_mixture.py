@@ -91,12 +91,6 @@ def test_new_weights_lose_and_repeat_no_sample(sizes: Any, before: Any, after: A
     assert again.changes == new.changes or before != after
 
 
-def test_a_step_of_the_schedule_counts_its_samples() -> None:
-    source = Mixture({"a": TextFiles(["a"]), "b": TextFiles(["b"])}, {"a": 1, "b": 1}, {50: {"a": 3, "b": 0}})
-    changes = source.order({"a": 100, "b": 100}, 8, 0).changes
-    assert changes == [(0, {"a": 1, "b": 1}), (400, {"a": 3, "b": 0})]
-
-
 def test_evaluation_reads_each_row_once_in_batches_of_one_source() -> None:
     sizes = {"a": 7, "b": 1, "c": 20}
     ranks = [global_order.eval_batches(sizes, 3, rank, 2) for rank in range(2)]
@@ -120,8 +114,8 @@ def texts(folder: Path) -> dict[str, Source]:
     return {name: Jsonl([str(folder / f"{name}.jsonl")]) for name in ("words", "digits")}
 
 
-def module_of(folder: Path, weights: dict[str, float], **options: Any) -> DataModule:
-    source = Mixture(texts(folder), weights, **options)
+def module_of(folder: Path, weights: dict[str, float]) -> DataModule:
+    source = Mixture(texts(folder), weights)
     return DataModule(source, Bytes(), 16, 8, 4, cache_dir=str(folder / "cache"), validation_share=0.1)
 
 
@@ -140,7 +134,7 @@ def test_rows_are_of_one_source_and_weights_are_not_part_of_the_cache(tmp_path: 
         )
         counted += int((batch["labels"] != NOT_COUNTED).sum())
     assert counted == tokens - 2, "each token is a label once, but for the first of each source"
-    other = module_of(tmp_path, {"words": 1, "digits": 0}, schedule={5: {"words": 0, "digits": 1}})
+    other = module_of(tmp_path, {"words": 1, "digits": 0})
     assert other.require().folder == corpus.folder
     assert "words" in corpus.describe() and "digits" in corpus.describe()
 
@@ -165,18 +159,17 @@ def test_rows_of_conversations_are_of_one_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "schedule", "message"),
+    ("weights", "message"),
     [
-        ({"a": 1}, {}, "data.source.weights, is {'a': 1}: give each of a, b a number of at least 0"),
-        ({"a": 1, "b": 1, "d": 1}, {}, "data.source.weights, is"),
-        ({"a": 1, "b": -1}, {}, "at least 0"),
-        ({"a": 0, "b": 0}, {}, "not 0 to all"),
-        ({"a": 1, "b": 1}, {9: {"a": 1}}, "data.source.schedule, step 9, is {'a': 1}: give each of a, b"),
+        ({"a": 1}, "data.source.weights is {'a': 1}: give each of a, b a number of at least 0"),
+        ({"a": 1, "b": 1, "d": 1}, "data.source.weights is"),
+        ({"a": 1, "b": -1}, "at least 0"),
+        ({"a": 0, "b": 0}, "not 0 to all"),
     ],
 )
-def test_weights_that_cannot_be_are_refused(weights: Any, schedule: Any, message: str) -> None:
+def test_weights_that_cannot_be_are_refused(weights: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Mixture({"a": TextFiles(["a"]), "b": TextFiles(["b"])}, weights, schedule)
+        Mixture({"a": TextFiles(["a"]), "b": TextFiles(["b"])}, weights)
 
 
 def test_a_source_without_a_row_is_refused(tmp_path: Path) -> None:
@@ -195,7 +188,7 @@ def test_a_mixture_trains_on_any_number_of_processes_and_is_evaluated_by_source(
         name: {"class_path": "Jsonl", "init_args": {"paths": [str(tmp_path / f"{name}.jsonl")]}}
         for name in ("words", "digits")
     }
-    weights = {"sources": source, "weights": {"words": 1, "digits": 1}, "schedule": {3: {"words": 0, "digits": 1}}}
+    weights = {"sources": source, "weights": {"words": 1, "digits": 1}}
     flags = [
         f"--run.root={tmp_path / 'runs'}", "--run.report=false", "--data.tokenizer=Bytes", "--data.seq_len=16",
         f"--data.source={json.dumps({'class_path': 'Mixture', 'init_args': weights})}",
@@ -208,7 +201,7 @@ def test_a_mixture_trains_on_any_number_of_processes_and_is_evaluated_by_source(
     folder = only_run(tmp_path)
     found = {name: logged(folder, name) for name in ("train/loss", "data/words/epochs", "data/digits/epochs")}
     words, digits = (list(found[f"data/{name}/epochs"].values()) for name in ("words", "digits"))
-    assert 0 < words[0] < words[2] == words[5] and digits == sorted({*digits}), "its weight is 0 from step 3 on"
+    assert words == sorted({*words}) and digits == sorted({*digits})
     with Workers(2) as workers:
         more = [f"--config={CONFIGS}/strategy/fsdp2.yaml", "--trainer.devices=2", "--data.micro_batch_size=2"]
         record = workers.run(["fit", *flags, *more], tmp_path / "two").check()

@@ -158,19 +158,15 @@ def test_parquet_gives_its_column(tmp_path: Path) -> None:
     assert str(path) in error_of(Parquet([str(path)], "body"))
 
 
-@pytest.mark.parametrize("streaming", [True, False])
-def test_a_datasets_folder_is_read_streamed_or_not(
-    tmp_path: Path, streaming: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_datasets_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from datasets import config
 
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "hf")
     folder = tmp_path / "set"
     folder.mkdir()
     write_jsonl(folder / "train.jsonl")
-    assert read(HubDataset(str(folder), streaming=streaming)) == TEXTS
-    assert read(HubDataset(str(folder), streaming=streaming)) == TEXTS
-    assert "nowhere" in error_of(HubDataset(str(folder), split="nowhere", streaming=streaming))
+    assert read(HubDataset(str(folder))) == TEXTS
+    assert "nowhere" in error_of(HubDataset(str(folder), split="nowhere"))
 
 
 def test_a_custom_source_is_one_class(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -38,7 +39,7 @@ from ..callbacks.global_order import (
 )
 from ..cluster.signals import isolate_worker
 from ..parallel import run_strategy
-from .batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
+from .batches.loader import COUNTED, StepLoader, tokens_per_micro_batch
 from .batches.rows import ROWS, PackedRows, PairRows, Rows, WholeRows, last_answers, packing_of
 from .cache.token_cache import (
     SPLITS,
@@ -62,11 +63,9 @@ if TYPE_CHECKING:
 # Mapped rows are read faster without workers: benchmarks/data.py.
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
-Batch = dict[str, Any]  # tensors; on the host also the numbers of its rows, and states
+Batch = dict[str, Any]  # tensors; on the host also the numbers of its rows
 # With the source, they decide the samples of a step.
-DECISIVE = (
-    "seq_len", "global_batch_size", "seed", "cross_document_attention", "repeat_first_batch",
-)  # fmt: skip
+DECISIVE = ("seq_len", "global_batch_size", "seed", "cross_document_attention", "repeat_first_batch")
 
 
 @dataclass(eq=False, repr=False)
@@ -117,8 +116,8 @@ class PackedText(L.LightningDataModule):
         self._consumed: ConsumedSamples | None = None
         self._mixing: MixtureOrder | None = None  # the order of a mixture's rows
         self._sizes: dict[str, int] = {}  # rows of each source in the split that is evaluated
-        self._counted: Counted | None = None  # of the optimizer step that the newest batch starts
-        self._tokens, self._tokens_per_micro_batch = TokensPerMicroBatch(), torch.ones(())
+        self._counted: int | None = None  # labels of the optimizer step that the newest batch starts
+        self._tokens_per_micro_batch = torch.ones(())
 
     # ---- the token cache -------------------------------------------------------------------------
 
@@ -198,7 +197,8 @@ class PackedText(L.LightningDataModule):
 
     def held_out(self, number: int) -> list[tuple[list[int], list[int]]]:
         """Returns the tokens of validation conversations up to the last answer, and the answer."""
-        return last_answers(self.corpus, "validation", self.seq_len, number)
+        is_whole = self.corpus.is_whole("validation")
+        return [*islice(last_answers(self.corpus, "validation", self.seq_len), number)] if is_whole else []
 
     def rows_of(self, split: str) -> Rows:
         corpus, attends = self.corpus, self.cross_document_attention
@@ -224,7 +224,7 @@ class PackedText(L.LightningDataModule):
         """Returns what decides the samples: a resumed run is compared by these."""
         return {
             "data.source": self.corpus.content(),
-            "data.source.weights": getattr(self.source, "weighting", None),
+            "data.source.weights": getattr(self.source, "weights", None),
             **{f"data.{name}": getattr(self, name) for name in DECISIVE},
         }
 
@@ -245,7 +245,7 @@ class PackedText(L.LightningDataModule):
             self.trainer, self.global_batch_size, self.micro_batch_size * self.world_size
         )
         if isinstance(self.source, Mixture):
-            self._mixing = self.source.order(self.rows_of("train").sizes, self.global_batch_size, self.seed)
+            self._mixing = MixtureOrder(self.rows_of("train").sizes, [(0, self.source.weights)], self.seed)
             self._consumed.figures = self._mixing.epochs
 
     # ---- batches ---------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class PackedText(L.LightningDataModule):
         rows = batch.pop(ROWS, [])
         self._counted = batch.pop(COUNTED, None)  # the batch is only tensors: copied in one loop
         if self.trainer is not None and self.trainer.training:
-            self.step_rows = [rows] if self._counted else [*self.step_rows, rows]
+            self.step_rows = [*self.step_rows, rows] if self._counted is None else [rows]
         elif rows:
             self.eval_rows = rows
             self.source_name = source_of(self._sizes, rows[0])
@@ -277,15 +277,12 @@ class PackedText(L.LightningDataModule):
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Adds `tokens_per_micro_batch`, by which a training step divides its sum of losses."""
-        if self._counted:
+        if self._counted is not None:
             device = batch["labels"].device
-            self._tokens_per_micro_batch = self._tokens.of(self._counted, self.accumulation, device)
+            self._tokens_per_micro_batch = tokens_per_micro_batch(self._counted, self.accumulation, device)
         if self.trainer is None or not self.trainer.training:
             return batch
         return batch | {"tokens_per_micro_batch": self._tokens_per_micro_batch}
-
-    def teardown(self, stage: str) -> None:
-        self._tokens.close()
 
     def val_dataloader(self) -> DataLoader | list:
         return self._eval_loader("validation")
@@ -315,8 +312,7 @@ class PackedText(L.LightningDataModule):
         # longer than evaluating
         return StepLoader(
             rows, accumulation, self.transform, batch_sampler=order, num_workers=self.num_workers,
-            pin_memory=is_on_gpu, persistent_workers=self.num_workers > 0,
-            worker_init_fn=isolate_worker,
+            pin_memory=is_on_gpu, persistent_workers=self.num_workers > 0, worker_init_fn=isolate_worker,
         )  # fmt: skip
 
     # ---- resuming --------------------------------------------------------------------------------

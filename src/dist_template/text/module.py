@@ -104,24 +104,17 @@ class TextModule(TrainingModule):
                 checked_fields(given)
             except InputError as error:
                 yield str(error)
-        if self.adapter is not None and self.adapter.dora and self.adapter.quantize:
-            yield "model.adapter.dora needs unpacked weights: set it to false, or quantize to null"
-        if setup.trains:
-            preference, unread, why = self.preference, set[str](), "data.source yields no pairs: set Preferences there"
-            if not has_pairs(setup.data):
-                unread = {*vars(preference)}
-            elif preference.loss != "simpo":
-                unread, why = {"margin"}, f"model.preference.loss {preference.loss} does not read it"
-            yield from without_effect("model.preference", preference, unread, why)
+        if setup.trains and not has_pairs(setup.data):
+            why = "data.source yields no pairs: set Preferences there"
+            yield from without_effect("model.preference", self.preference, {"beta"}, why)
 
     def fixed_settings(self, data: Any) -> dict[str, object]:
         found = super().fixed_settings(data)
         if self.adapter is not None:
-            for key in ("alpha", "rslora", "dropout", "quantize"):
+            for key in ("alpha", "dropout", "quantize"):
                 found[f"model.adapter.{key}"] = getattr(self.adapter, key)
         if has_pairs(data):
-            for key in ("loss", "beta", "margin"):
-                found[f"model.preference.{key}"] = getattr(self.preference, key)
+            found["model.preference.beta"] = self.preference.beta
         return found
 
     def sums(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -192,10 +185,6 @@ class TextModule(TrainingModule):
         """Tokens (1, T + n), n <= `sample_tokens`, within `seq_len`; keeps training's RNG state."""
         if not hasattr(self.model, "generate"):
             raise InputError(f"{type(self.model).__name__} has no generate: write {type(self).__name__}.generate")
-        # False: published weights may come with sampling switched on
-        sampling: dict[str, Any] = {"do_sample": bool(self.sample_temperature)}
-        if self.sample_temperature:
-            sampling["temperature"] = self.sample_temperature
         room = max(1, self.data.seq_len - input_ids.shape[1])
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
@@ -205,7 +194,8 @@ class TextModule(TrainingModule):
                 attention_mask=torch.ones_like(input_ids),
                 max_new_tokens=min(self.sample_tokens, room),
                 pad_token_id=self.data.eos_token_id,
-                **sampling,
+                do_sample=bool(self.sample_temperature),  # published weights may come with sampling switched on
+                temperature=self.sample_temperature or 1.0,
             )
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,18 +28,13 @@ from .batches.rows import PAIRS
 
 @dataclass
 class PreferenceConfig:
-    """The loss of pairs, with data.source Preferences.
+    """The loss of pairs, DPO (arXiv:2305.18290), with data.source Preferences.
 
     Args:
-        loss: dpo (arXiv:2305.18290). ipo (arXiv:2310.12036), which bounds the difference. simpo
-            (arXiv:2405.14734), which has no reference. ipo and simpo compare means per token.
         beta: Scale of the rewards: a larger one keeps the model closer to the reference.
-        margin: Of simpo alone: by how much the chosen answer's reward has to be larger.
     """
 
-    loss: Literal["dpo", "ipo", "simpo"] = "dpo"
     beta: float = 0.1
-    margin: float = 0.5
 
 
 def has_pairs(data: object) -> bool:
@@ -47,11 +42,10 @@ def has_pairs(data: object) -> bool:
 
 
 def add_reference(module: Any) -> None:
-    """Gives `module` a copy as its reference, if the loss, the data and the adapters need one."""
+    """Gives `module` a copy as its reference, if the data are pairs and no adapters can be switched off."""
     module.reference = None
-    if not has_pairs(module.data) or module.preference.loss == "simpo":
-        return
-    if module.adapter is not None and not module.adapter.trainable:
+    has_base = module.adapter is not None and not module.adapter.trainable
+    if has_base or not has_pairs(module.data):
         return
 
     def build() -> nn.Module:
@@ -70,24 +64,13 @@ def pair_sums(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
     A reward is beta times the log-ratio of an answer's probabilities, model to reference.
     """
-    config = module.preference
-    reference: Tensor | float = 0.0
-    if config.loss != "simpo":
-        with _as_reference(module), torch.no_grad():
-            reference = _log_probabilities(module, batch)[0]
-    scores, lengths = _log_probabilities(module, batch)  # (P, 2) each
-    scores = scores - reference
-    if config.loss != "dpo":
-        scores = scores / lengths
-    difference = scores[:, 0] - scores[:, 1]
-    if config.loss == "ipo":
-        losses = (difference - 1 / (2 * config.beta)).square()
-    else:
-        margin = config.margin if config.loss == "simpo" else 0.0
-        losses = -F.logsigmoid(config.beta * difference - margin)
-    chosen, rejected = (config.beta * scores.detach()).unbind(1)
+    with _as_reference(module), torch.no_grad():
+        reference = _log_probabilities(module, batch)
+    scores = _log_probabilities(module, batch) - reference  # (P, 2)
+    beta = module.preference.beta
+    chosen, rejected = (beta * scores.detach()).unbind(1)
     return {
-        "loss": losses.sum(),
+        "loss": -F.logsigmoid(beta * (scores[:, 0] - scores[:, 1])).sum(),
         "rewards/chosen": chosen.sum(),
         "rewards/rejected": rejected.sum(),
         "rewards/margin": (chosen - rejected).sum(),
@@ -95,16 +78,15 @@ def pair_sums(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _log_probabilities(module: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the log-probability (P, 2) of each pair's answers, and their numbers of tokens."""
+def _log_probabilities(module: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Returns the log-probability (P, 2) of each pair's answers."""
     labels = batch["labels"].flatten()
     logits = module(batch).float().flatten(0, 1)
     log_probabilities = -F.cross_entropy(logits, labels, reduction="none")  # 0 for label -100
     position = torch.arange(len(labels), device=labels.device)
     edges = batch[PAIRS].unsqueeze(-1)  # (P, 3, 1)
     inside = (edges[:, :2] <= position) & (position < edges[:, 1:])  # (P, 2, B x T)
-    counted = inside & (labels != -100)
-    return (inside * log_probabilities).sum(-1), counted.sum(-1)
+    return (inside * log_probabilities).sum(-1)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ Shapes: B sequences, T tokens of a sequence; ids are int64.
 from __future__ import annotations
 
 from bisect import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
@@ -129,8 +130,7 @@ class Packing(NamedTuple):
     def describe(self, split: str) -> str:
         line = f"  {split:<10} {len(self.rows) - 1:>9,} rows, {self.share:.1%} full"
         if self.num_cut or self.num_dropped:
-            line += f"; longer than a row: {self.num_cut:,} documents are cut to their beginning"
-            line += f", {self.num_dropped:,} without an answer in it are dropped"
+            line += f"; longer than a row: {self.num_cut:,} cut, {self.num_dropped:,} without an answer dropped"
         return line
 
 
@@ -279,23 +279,16 @@ class PairRows(WholeRows):
         return sequences
 
 
-def last_answers(corpus: Corpus, split: str, seq_len: int, number: int) -> list[tuple[list[int], list[int]]]:
-    """Returns the tokens of conversations up to the last answer, and the answer; the chosen one of a pair.
+def last_answers(corpus: Corpus, split: str, seq_len: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields the tokens of conversations up to the last answer, and the answer; the chosen one of a pair.
 
-    Conversations that fill a sequence are skipped. Plain text has none, and where all tokens are
-    trained on, no answer is known.
+    Conversations that fill a sequence are skipped. Where all tokens are trained on, no answer is known.
     """
-    found: list[tuple[list[int], list[int]]] = []
-    if not corpus.is_whole(split):
-        return found
     tokens, counted = corpus.tokens(split), corpus.counted(split)
     for start, end in pairwise(corpus.starts(split).tolist()):
-        if len(found) == number:
-            break
         if corpus.is_pairs:
             end = start + second_start(counted[start:end])
         first, last = last_turn(counted[start:end])
         if 0 < first < seq_len:
             document = tokens[start:end].tolist()
-            found.append((document[:first], document[first:last]))
-    return found
+            yield document[:first], document[first:last]

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -25,7 +25,7 @@ from ...errors import InputError, first_line
 from ..tokenizers import TokenizerSpec
 from .chat_template import encode, training_template
 from .documents import Documents, Encoded, Source
-from .records import Record, hub_records, matching, records_of, wrong
+from .records import Named, Record, hub_records, matching, records_of, wrong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as Tokenizer
@@ -68,15 +68,13 @@ class Chat(Source):
 
     def __post_init__(self) -> None:
         if bool(self.paths) == bool(self.name):
-            raise InputError(
-                f"data.source {type(self).__name__} needs either paths, of files, or name, of a data set of the hub"
-            )
+            kind = type(self).__name__
+            raise InputError(f"data.source {kind} needs either paths, of files, or name, of a data set of the hub")
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        records: Iterator[Record] = iter(())
+        records: Iterator[Named] = iter(())
         if self.name:
-            options = {"split": self.split, "streaming": True, "revision": self.revision}
-            records = hub_records(self.name, self.config, **options)
+            records = hub_records(self.name, self.config, self.split, self.revision)
         for name, record in chain(records, *(records_of(path, self.fields) for path in matching(self.paths))):
             yield name, json.dumps(self.document_of(name, record), ensure_ascii=False)
 
@@ -192,8 +190,7 @@ class Preferences(Chat):
                 rendered = [prompt, *(prompt + pair[key].removesuffix(end) + end for key in ANSWERS)]
             else:
                 rendered = self._rendered(tokenizer, name, pair)
-            ids = tokenizer(rendered, add_special_tokens=is_text)["input_ids"]
-            prompt, chosen, rejected = ids
+            prompt, chosen, rejected = tokenizer(rendered, add_special_tokens=is_text)["input_ids"]
             start = max(1, min(_num_equal(prompt, chosen), _num_equal(prompt, rejected)))
             if min(len(chosen), len(rejected)) <= start or chosen == rejected:
                 raise wrong(name, "has an answer without a token of its own: edit it")
@@ -214,7 +211,5 @@ class Preferences(Chat):
 
 def _num_equal(first: Sequence[object], second: Sequence[object]) -> int:
     """Returns the length of the common start."""
-    num = 0
-    while num < min(len(first), len(second)) and first[num] == second[num]:
-        num += 1
-    return num
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return len([*equal])

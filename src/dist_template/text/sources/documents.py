@@ -165,7 +165,6 @@ class HubDataset(Source):
         config: The data set's configuration. null: its default.
         split: The split to read; train, validation and test splits are made from it.
         field: The column that holds the text.
-        streaming: true reads over the network while tokenizing; false downloads the split first.
         revision: The commit or tag to read, so that the data cannot change underneath. null: the newest.
     """
 
@@ -173,12 +172,10 @@ class HubDataset(Source):
     config: str | None = None
     split: str = "train"
     field: str = "text"
-    streaming: bool = True
     revision: str | None = None
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        options = {"split": self.split, "streaming": self.streaming, "revision": self.revision}
-        return _documents(hub_records(self.name, self.config, **options), self.field)
+        return _documents(hub_records(self.name, self.config, self.split, self.revision), self.field)
 
 
 def _documents(records: Iterable[Named], field: str) -> Iterator[tuple[str, str]]:

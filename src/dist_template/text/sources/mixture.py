@@ -1,4 +1,4 @@
-"""Mixture: several sources in one corpus, with weights that may change during training.
+"""Mixture: several sources in one corpus, with weights that may change when a run resumes.
 
 The cache holds the documents of one source after another, and so are rows numbered: weights do not
 change it. Which row is at a position of the stream of samples follows in closed form. Until position t, a source with
@@ -13,9 +13,8 @@ each document at random: it has no row of a position without reading all before,
 from __future__ import annotations
 
 import math
-from bisect import bisect
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
 from pathlib import Path
@@ -42,33 +41,21 @@ class Mixture(Source):
     Args:
         sources: Sources by name. All are conversations, or none is.
         weights: Weight of each source by name; their sum does not matter.
-        schedule: Other weights from an optimizer step on: {step: weights}.
     """
 
     sources: dict[str, Source]
     weights: dict[str, float]
-    schedule: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         kinds = {(source.whole, source.pairs) for source in self.sources.values()}
         self.whole, self.pairs = max(kinds, default=(False, False))
         if len(kinds) > 1:
-            raise InputError(
-                "data.source.sources has conversations and plain text, or preferences besides:"
-                " train on one after the other"
-            )
-        for step, weights in ({0: self.weights} | self.schedule).items():
-            values = [*weights.values()]
-            if weights.keys() != self.sources.keys() or not any(values) or min(values) < 0:
-                key = f"schedule, step {step}" if step else "weights"
-                raise InputError(
-                    f"data.source.{key}, is {weights}: give each of {', '.join(self.sources)} a"
-                    " number of at least 0, and not 0 to all"
-                )
-
-    @property
-    def weighting(self) -> list[object]:
-        return [self.weights, self.schedule]
+            what = "conversations and plain text, or preferences besides"
+            raise InputError(f"data.source.sources has {what}: train on one after the other")
+        values = [*self.weights.values()]
+        if self.weights.keys() != self.sources.keys() or not any(values) or min(values) < 0:
+            each = f"give each of {', '.join(self.sources)} a number of at least 0, and not 0 to all"
+            raise InputError(f"data.source.weights is {self.weights}: {each}")
 
     def parts(self) -> dict[str, Source]:
         return self.sources
@@ -94,11 +81,6 @@ class Mixture(Source):
     def spec(self) -> dict[str, object]:
         parts = {name: source.spec() for name, source in self.sources.items()}
         return {"class": "Mixture", "sources": parts}
-
-    def order(self, sizes: dict[str, int], batch: int, seed: int) -> MixtureOrder:
-        """Returns the order of the train split's rows; an optimizer step takes `batch` of them."""
-        schedule = sorted(({0: self.weights} | self.schedule).items())
-        return MixtureOrder(sizes, [(step * batch, weights) for step, weights in schedule], seed)
 
 
 class MixtureOrder:
@@ -145,13 +127,12 @@ class MixtureOrder:
         return {f"data/{name}/epochs": self.given(name, position) / size for name, size in sizes}
 
     def resume(self, changes: list[tuple[int, Weights]], position: int) -> None:
-        """Continues a run that had these changes: new ones take effect at the next block."""
-        new, self.changes = self.changes, [(start, weights) for start, weights in changes]
-        if new != self.changes:
+        """Continues a run that had these changes: other weights take effect at the next block."""
+        weights, self.changes = self.changes[-1][1], [(start, before) for start, before in changes]
+        if weights != self.changes[-1][1]:
             at = (self._number(max(0, position - 1)) + 1) * BLOCK if position else 0
-            num = bisect([start for start, _ in new], at)  # those that took effect before `at`
             self.changes = [change for change in self.changes if change[0] < at]
-            self.changes += [(at, new[num - 1][1]), *new[num:]]
+            self.changes.append((at, weights))
         self._block = self._block[:0]
 
     def _start(self, block: int) -> int:

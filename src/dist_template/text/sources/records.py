@@ -79,13 +79,13 @@ def _rows(path: Path, fields: Collection[str]) -> Iterator[object]:
         yield from batch.to_pylist()
 
 
-def hub_records(name: str, config: str | None, **options: Any) -> Iterator[Named]:
-    """Yields the records of a data set of the hub; `options` go to `load_dataset`."""
+def hub_records(name: str, config: str | None, split: str, revision: str | None) -> Iterator[Named]:
+    """Yields the records of a data set of the hub, which are read over the network."""
     require("datasets", f"data.source, to read {name},")
     import datasets  # 1.5 s: only for this source
 
     try:
-        records = datasets.load_dataset(name, config, **options)
+        records = datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
         for number, record in enumerate(records, start=1):
             yield f"{name}:{number}", record
     except Exception as error:
