@@ -19,7 +19,7 @@ from benchmarks import zoo
 from benchmarks.zoo_arms import OF_LORA, reference_of
 from benchmarks.zoo_models import variants
 from benchmarks.zoo_table import without_table
-from dist_template.parallel import mesh, shard
+from dist_template.parallel import mesh, mesh_ranks
 from tests.support import planted_model
 from tests.support.library import proof, shard_batch
 from tests.support.runs import CONFIGS, OURS, Workers
@@ -43,7 +43,7 @@ def verdict(cases: zoo.Zoo, kind: str, variant: str, arm: str) -> tuple[str, str
 def forget_the_norms() -> None:
     """transformers' plan unchanged: no rule for the norms of queries and keys."""
     without_table()
-    vars(shard)["complete_plan"] = lambda *_: None
+    vars(mesh)["complete_plan"] = lambda *_: None
 
 
 def count_positions_per_shard() -> None:
@@ -56,7 +56,7 @@ def count_positions_per_shard() -> None:
             sharded["position_ids"] = torch.arange(positions.shape[1]).expand_as(positions)
         return sharded
 
-    vars(mesh)["shard_batch"] = local
+    vars(mesh_ranks)["shard_batch"] = local
 
 
 MENDS = [
