@@ -1,6 +1,7 @@
 """Strategies for any Lightning Trainer; importing this file registers their names: `Trainer(strategy="fsdp2")`.
 
-All of them run on GPUs and on CPU processes. Those of ZeRO need the package deepspeed.
+All of them run on GPUs and on CPU processes. ZeroStrategy needs the package deepspeed. It attaches by entry points as
+a strategy of another package does (docs/extend.md); `dist_template.strategies.NAME` is every class that does.
 """
 
 from __future__ import annotations
@@ -11,21 +12,34 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from .parallel.mesh import MeshStrategy
 from .parallel.mesh_sizes import ReplicaAxis, TensorAxis
-from .parallel.zero import ZeroStrategy
+from .plugins import registered
 
-__all__ = ["MeshStrategy", "ZeroStrategy"]
+__all__ = ["MeshStrategy"]
 
-NAMES: dict[str, tuple[type, dict[str, Any]]] = {  # name in Lightning's registry: class, arguments
-    "fsdp2": (MeshStrategy, {}),
-    "fsdp2_offload": (MeshStrategy, {"cpu_offload": True}),
-    "hsdp": (MeshStrategy, {ReplicaAxis.key: 2}),
-    "fsdp2_tp": (MeshStrategy, {TensorAxis.key: 2}),
-    "zero1": (ZeroStrategy, {"stage": 1}),
-    "zero2": (ZeroStrategy, {"stage": 2}),
-    "zero2_offload": (ZeroStrategy, {"stage": 2, "offload_optimizer": True}),
-    "zero3": (ZeroStrategy, {"stage": 3}),
-    "zero3_offload": (ZeroStrategy, {"stage": 3, "offload_optimizer": True, "offload_parameters": True}),
-}
+GROUP = "dist_template.strategies"
+CLASSES: dict[str, Any] = {name: point.load() for name, point in registered(GROUP, taken=__all__).items()}
 
-for _name, (_kind, _arguments) in NAMES.items():
-    StrategyRegistry.register(_name, _kind, (_kind.__doc__ or "").split("\n")[0], override=True, **_arguments)
+
+def __getattr__(name: str) -> Any:
+    if name in CLASSES:
+        return CLASSES[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _register(kind: type, names: dict[str, dict[str, Any]]) -> None:
+    """Adds names to Lightning's registry, with the class's arguments."""
+    for name, arguments in names.items():
+        StrategyRegistry.register(name, kind, (kind.__doc__ or "").split("\n")[0], override=True, **arguments)
+
+
+_register(
+    MeshStrategy,
+    {
+        "fsdp2": {},
+        "fsdp2_offload": {"cpu_offload": True},
+        "hsdp": {ReplicaAxis.key: 2},
+        "fsdp2_tp": {TensorAxis.key: 2},
+    },
+)
+for _kind in CLASSES.values():
+    _register(_kind, getattr(_kind, "NAMES", {}))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -28,6 +29,7 @@ from torch.utils.serialization import config
 from .. import weights
 from ..errors import InputError
 from ..layout import full_shape
+from ..plugins import registered
 from .frozen import KEY, REFERENCE, exclude_frozen
 from .manifest import agreed
 from .optimizer import ANEW, State, by_name, is_by_name, report_missing_moments
@@ -35,10 +37,10 @@ from .protocol import Checkpoint, CheckpointFormat, Copy, Group, Opened, Shapes
 from .scatter import load_weights
 from .sharded import META, ShardedFormat
 from .untrusted import reading
-from .zero import ZeroFormat
 
 __all__ = ["load_full"]
 
+GROUP = "dist_template.checkpoint_formats"  # entry points: a CheckpointFormat of a strategy of another package
 FILE = "checkpoint.pt"  # the only file in a folder, besides the manifest
 # Entries with the size of the weights; the third is the callback WeightAveraging's.
 LARGE = ("state_dict", "optimizer_states", "current_model_state")
@@ -53,16 +55,16 @@ def format_of(path: Path) -> type[CheckpointFormat] | None:
         return PlainFormat if zipfile.is_zipfile(file) else None
     if (path / ".metadata").is_file() and (path / META).is_file():
         return ShardedFormat
-    if (path / "latest").is_file() and any(path.glob("*/*_model_states.pt")):
-        return ZeroFormat
+    for format in _others():
+        if format.is_at(path):
+            return format
     return None
 
 
-# Lightning's strategies that write another format than its one file.
-OF_LIGHTNING: dict[str, type[CheckpointFormat]] = {
-    "DeepSpeedStrategy": ZeroFormat,
-    "ModelParallelStrategy": ShardedFormat,
-}
+@cache
+def _others() -> list[type[CheckpointFormat]]:
+    """Returns the registered formats."""
+    return [point.load() for point in registered(GROUP).values()]
 
 
 def format_for(strategy: Strategy) -> CheckpointFormat:
@@ -70,9 +72,10 @@ def format_for(strategy: Strategy) -> CheckpointFormat:
     found: CheckpointFormat | None = getattr(strategy, "format", None)
     if found is not None:
         return found
-    for kind in type(strategy).__mro__:
-        if kind.__name__ in OF_LIGHTNING:
-            return OF_LIGHTNING[kind.__name__](strategy)
+    names = [kind.__name__ for kind in type(strategy).__mro__]
+    for format in (ShardedFormat, *_others()):
+        if format.of_lightning in names:
+            return format(strategy)  # ty: ignore[invalid-argument-type]
     return PlainFormat(strategy)
 
 

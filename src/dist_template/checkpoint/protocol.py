@@ -42,9 +42,15 @@ class CheckpointFormat(ABC, Generic[S]):
     """
 
     written_by: str  # for messages
+    of_lightning = ""  # Lightning's strategy that writes this format too
 
     def __init__(self, strategy: S) -> None:
         self.strategy = strategy
+
+    @staticmethod
+    def is_at(path: Path) -> bool:
+        """Returns whether `path` holds a checkpoint of this format; for registered formats."""
+        return False
 
     @staticmethod
     @abstractmethod

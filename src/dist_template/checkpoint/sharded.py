@@ -38,6 +38,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # parameter groups d
 
 class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
     written_by = "MeshStrategy"
+    of_lightning = "ModelParallelStrategy"
 
     @staticmethod
     def header(path: Path, weights_only: bool | None) -> tuple[Checkpoint, Shapes]:

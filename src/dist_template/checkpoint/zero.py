@@ -41,6 +41,11 @@ TAG = "checkpoint"  # DeepSpeed's folder inside the checkpoint, as Lightning nam
 
 class ZeroFormat(CheckpointFormat[DeepSpeedStrategy]):
     written_by = "ZeroStrategy"
+    of_lightning = "DeepSpeedStrategy"
+
+    @staticmethod
+    def is_at(path: Path) -> bool:
+        return (path / "latest").is_file() and any(path.glob("*/*_model_states.pt"))
 
     @staticmethod
     def header(path: Path, weights_only: bool | None) -> tuple[Checkpoint, Shapes]:

@@ -31,10 +31,8 @@ from ..compat.lightning_cli import OpenCLI, keys_of
 from ..errors import InputError, reason
 from ..model import any_module
 from ..model.optim import OptimConfig
-from ..observe.loggers.tensorboard import TensorBoard  # noqa: F401  (known to `class_path`)
-from ..observe.loggers.wandb import WandB  # noqa: F401
-from ..parallel.mesh import MeshStrategy  # noqa: F401
-from ..parallel.zero import ZeroStrategy  # noqa: F401
+from ..parallel.mesh import MeshStrategy  # noqa: F401  (known to `class_path`)
+from ..plugins import registered
 from ..project import Project
 from . import limits, ranges
 from .defaults import TRAINER_DEFAULTS, always_on, hide_expected
@@ -51,6 +49,9 @@ from .trainer import complete
 
 __all__ = ["CLI", "WithoutTrainer", "parse"]
 
+for _group in ("strategies", "loggers"):  # known to `class_path` by their names
+    for _point in registered(f"dist_template.{_group}").values():
+        _point.load()
 hide_expected()
 
 

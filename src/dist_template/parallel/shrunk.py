@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import gcd, prod
-from pathlib import Path
 from typing import Any
 
-from .answers import Mesh, Zero, sharding_of
+from .answers import Mesh, sharding_of
 from .mesh_sizes import AXES, Size, data_parallel_size, given_size, sizes_of
 from .pipeline.stages import stages_per_rank
 
 MOST = 4  # processes of a rehearsal
-PERSISTENT = 64  # elements: ZeRO-3 then keeps norms unsharded and shards matrices, as at full size
-REPLACED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-REPLACED += ("bf16", "fp16")  # keys of a DeepSpeed file that the Trainer's settings replace
 
 
 @dataclass(frozen=True)
@@ -37,18 +31,8 @@ def shrunk(strategy: Any, processes: int | None = None) -> Small:
     sharding = sharding_of(strategy)
     if isinstance(sharding, Mesh):
         return _small_mesh(sharding, processes)
-    small = Small(dict(sharding.arguments), processes or 2, processes or 2)
-    options = small.arguments
-    if isinstance(sharding, Zero):
-        if options.get("config") is not None:
-            options["config"] = _small_config(options["config"])
-        elif "param_persistence_threshold" in options:
-            options["param_persistence_threshold"] = PERSISTENT
-        for name in ("offload_optimizer_device", "offload_params_device"):
-            if options.get(name) == "nvme":
-                options[name] = "cpu"
-                small.notes.append(f"{name} is host memory here, not NVMe")
-    return small
+    arguments, notes = sharding.reduced()
+    return Small(arguments, processes or 2, processes or 2, notes=notes)
 
 
 def _small_mesh(mesh: Mesh, processes: int | None) -> Small:
@@ -82,18 +66,3 @@ def _small_mesh(mesh: Mesh, processes: int | None) -> Small:
 
 def _ranks(sizes: dict[str, Size]) -> int:
     return prod(2 if size == "auto" else size for size in sizes.values())
-
-
-def _small_config(config: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a user's DeepSpeed JSON without the keys that the Trainer's settings replace."""
-    text = Path(config).read_text(encoding="utf-8") if isinstance(config, str) else json.dumps(config)
-    small: dict[str, Any] = json.loads(text)
-    for key in REPLACED:
-        small.pop(key, None)
-    zero = small.get("zero_optimization", {})
-    if "stage3_param_persistence_threshold" in zero:
-        zero["stage3_param_persistence_threshold"] = PERSISTENT
-    for section in ("offload_optimizer", "offload_param"):
-        if zero.get(section, {}).get("device") == "nvme":
-            zero[section]["device"] = "cpu"
-    return small

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 import torch
@@ -118,6 +118,14 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
         param_persistence_threshold: Smaller parameters (elements: norms, biases, routers) stay
             unsharded in stage 3: a collective would cost more than their memory.
     """
+
+    NAMES: ClassVar[dict[str, dict[str, Any]]] = {  # in Lightning's registry, with arguments
+        "zero1": {"stage": 1},
+        "zero2": {"stage": 2},
+        "zero2_offload": {"stage": 2, "offload_optimizer": True},
+        "zero3": {"stage": 3},
+        "zero3_offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    }
 
     def __init__(
         self,

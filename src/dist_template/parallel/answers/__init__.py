@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
+from ...plugins import registered
 from .mesh import Mesh
 from .plain import Plain
-from .zero import Zero
 
-KINDS: dict[str, type[Mesh | Zero]] = {"MeshStrategy": Mesh, "ZeroStrategy": Zero}
+GROUP = "dist_template.shardings"  # entry points: name of a strategy's class, and a class such as Mesh
+
+
+@cache
+def _kinds() -> dict[str, Any]:
+    """Returns the classes that answer for a strategy's class, by its name."""
+    kinds: dict[str, Any] = {"MeshStrategy": Mesh}
+    for name, point in registered(GROUP, taken=kinds).items():
+        kinds[name] = point.load()
+    return kinds
 
 
 def sharding_of(strategy: Any) -> Plain:
@@ -22,9 +32,9 @@ def sharding_of(strategy: Any) -> Plain:
     if isinstance(strategy, Mapping):
         name = str(strategy["class_path"]).rpartition(".")[2]
         arguments = {**(strategy.get("init_args") or {}), **(strategy.get("dict_kwargs") or {})}
-        return KINDS[name].of(arguments) if name in KINDS else Plain(arguments, name)
+        return _kinds()[name].of(arguments) if name in _kinds() else Plain(arguments, name)
     bases = tuple(kind.__name__ for kind in type(strategy).__mro__)
     for name in bases:
-        if name in KINDS:
-            return KINDS[name].of(strategy.arguments)
+        if name in _kinds():
+            return _kinds()[name].of(strategy.arguments)
     return Plain(name=bases[0], bases=bases)

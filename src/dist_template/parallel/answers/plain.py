@@ -36,6 +36,10 @@ class Plain:
         """Returns the dimensions of the sharding that are above one, as proof.json names them."""
         return ["ddp"] if world_size > 1 else []
 
+    def reduced(self) -> tuple[dict[str, Any], list[str]]:
+        """Returns the arguments for a rehearsal, and a sentence for each difference from production."""
+        return dict(self.arguments), []
+
     def refusals(self, setup: Configured) -> Iterator[str]:
         """Yields a sentence for each thing of `setup` that cannot work."""
         given = setup.machine.precision

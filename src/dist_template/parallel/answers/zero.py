@@ -15,6 +15,9 @@ from .plain import Plain, selective_refusal
 
 BUCKET = 200_000_000  # elements of DeepSpeed's reduce bucket
 SECTIONS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
+PERSISTENT = 64  # elements: ZeRO-3 then keeps norms unsharded and shards matrices, as at full size
+REPLACED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+REPLACED += ("bf16", "fp16")  # keys of a DeepSpeed file that the Trainer's settings replace
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam")
 ELEMENTWISE += ("RMSprop", "Rprop", "SGD")
 
@@ -67,6 +70,18 @@ class Zero(Plain):
     def axes(self, world_size: int) -> list[str]:
         return [f"zero{self.stage}"]
 
+    def reduced(self) -> tuple[dict[str, Any], list[str]]:
+        options, notes = dict(self.arguments), list[str]()
+        if options.get("config") is not None:
+            options["config"] = _small_config(options["config"])
+        elif "param_persistence_threshold" in options:
+            options["param_persistence_threshold"] = PERSISTENT
+        for name in ("offload_optimizer_device", "offload_params_device"):
+            if options.get(name) == "nvme":
+                options[name] = "cpu"
+                notes.append(f"{name} is host memory here, not NVMe")
+        return options, notes
+
     def refusals(self, setup: Configured) -> Iterator[str]:
         try:
             require("deepspeed", self.name)
@@ -82,6 +97,12 @@ class Zero(Plain):
         if setup.saves_asynchronously and "nvme" in map(self._device, SECTIONS):
             why = "does not work with state on NVMe, which DeepSpeed copies synchronously"
             yield f"last_checkpoint.asynchronous true {why}: set it to false"
+        writer = (self.given.get("checkpoint") or {}).get("writer") or {}
+        if writer.get("decoupled") or self.given.get("datastates_ckpt", False) is not False:
+            yield (
+                "the DeepSpeed JSON's checkpoint.writer.decoupled or datastates_ckpt writes in the background, outside"
+                " of the commit that makes a checkpoint whole: remove it, and set last_checkpoint.asynchronous true"
+            )
         # DeepSpeed passes flat shards to the optimizer, which must be element-wise.
         module, _, name = setup.optimizer.get("class_path", "").rpartition(".")
         allowed = self.given.get("zero_allow_untested_optimizer") or not name
@@ -98,3 +119,18 @@ class Zero(Plain):
                 yield str(error)
         if self.stage == 3:
             yield from selective_refusal(setup, "ZeRO stage 3")
+
+
+def _small_config(config: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a user's DeepSpeed JSON without the keys that the Trainer's settings replace."""
+    text = Path(config).read_text(encoding="utf-8") if isinstance(config, str) else json.dumps(config)
+    small: dict[str, Any] = json.loads(text)
+    for key in REPLACED:
+        small.pop(key, None)
+    zero = small.get("zero_optimization", {})
+    if "stage3_param_persistence_threshold" in zero:
+        zero["stage3_param_persistence_threshold"] = PERSISTENT
+    for section in ("offload_optimizer", "offload_param"):
+        if zero.get(section, {}).get("device") == "nvme":
+            zero[section]["device"] = "cpu"
+    return small
