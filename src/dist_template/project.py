@@ -9,7 +9,6 @@ import argparse
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -78,19 +77,6 @@ def program_name() -> str:
 def has_command_line() -> bool:
     """Returns whether a project was started; else parts are used by a user's own Trainer."""
     return _program != __name__.split(".")[0]
-
-
-def without(words: Iterable[str], *flags: str) -> list[str]:
-    """Returns a command line's words without these flags and their values."""
-    kept, skip = [], False
-    for word in words:
-        if skip:
-            skip = False
-        elif word.split("=")[0] in flags:
-            skip = "=" not in word
-        else:
-            kept.append(word)
-    return kept
 
 
 def in_run(path: str | Path, trainer: Any) -> Path:

@@ -90,15 +90,6 @@ def compile_checkpointed_hooks() -> None:
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
-def on_optimizer_step(optimizer: Any, hook: Callable[..., None]) -> Any:
-    """Registers `hook` before each step; None for DeepSpeed's, which inherits from Optimizer but
-    never ran its constructor."""
-    is_torchs = isinstance(optimizer, torch.optim.Optimizer)
-    if is_torchs and hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        return optimizer.register_step_pre_hook(hook)
-    return None
-
-
 def reduce_pipeline_gradients(model: Any) -> None:
     """Reduces the gradients that FSDP2 has accumulated in all micro-batches of a pipeline's step: a
     schedule splits the backward pass, so autograd's hooks do not run as FSDP2 expects. torch's
