@@ -1,4 +1,5 @@
-"""The number of counted labels in a global batch is known on all ranks before the first forward pass of a step."""
+"""The number of counted labels in a global batch is known on all ranks before the first forward pass of a step,
+and no rank waits for it."""
 
 from __future__ import annotations
 
@@ -23,9 +24,14 @@ def read(accumulation: int) -> list[dict[str, Any]]:
     return list(loader.StepLoader(rows, accumulation, batch_size=None))
 
 
-def test_the_first_batch_of_a_step_has_its_count() -> None:
-    assert [batch.get(loader.COUNTED) for batch in read(2)] == [11, None, 3, None, 5]
-    assert [batch[loader.COUNTED] for batch in read(1)] == LABELS
+def steps(accumulation: int) -> list[loader.Counted]:
+    return [batch[loader.COUNTED] for batch in read(accumulation) if loader.COUNTED in batch]
+
+
+def test_the_first_batch_of_a_step_has_the_counts_of_the_step_and_the_next() -> None:
+    assert [loader.COUNTED in batch for batch in read(2)] == [True, False, True, False, True]
+    assert steps(2) == [loader.Counted(11, 3, True), loader.Counted(3, 5, False), loader.Counted(5, None, False)]
+    assert [counted.step for counted in steps(1)] == LABELS
 
 
 def test_an_evaluation_has_no_steps() -> None:
@@ -40,15 +46,63 @@ def test_labels_that_a_transform_masks_do_not_count() -> None:
         return {"labels": batch["labels"].index_fill(0, torch.arange(3), -100)}
 
     first, second = loader.StepLoader(rows, 2, mask, batch_size=None)
-    assert first[loader.COUNTED] == 10 and loader.COUNTED not in second
+    assert first[loader.COUNTED] == loader.Counted(10, None, True) and loader.COUNTED not in second
 
 
-def test_the_mean_is_over_ranks_and_at_least_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert loader.tokens_per_micro_batch(12, 4, CPU).item() == 3
-    assert loader.tokens_per_micro_batch(0, 1, CPU).item() == 1
-    others = {"is_initialized": lambda: True, "get_world_size": lambda: 2, "all_reduce": lambda total: total.add_(10)}
-    monkeypatch.setattr(loader, "dist", SimpleNamespace(**others))
-    assert loader.tokens_per_micro_batch(22, 4, CPU).item() == 4
+class TwoRanks:
+    """In place of torch.distributed: the other rank has 10 labels more; sums are there after a wait."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_world_size(self) -> int:
+        return 2
+
+    def all_reduce(self, tensor: Tensor, async_op: bool) -> Any:
+        assert async_op
+        name = f"{tensor.item():.0f}"
+        self.calls.append(f"start {name}")
+
+        class Work:
+            def wait(_) -> None:
+                self.calls.append(f"wait {name}")
+                tensor.add_(tensor + 10)
+
+        return Work()
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> TwoRanks:
+    ranks = TwoRanks()
+    monkeypatch.setattr(loader, "dist", ranks)
+    return ranks
+
+
+def test_the_sum_starts_a_step_early(ranks: TwoRanks) -> None:
+    tokens, means, calls = loader.TokensPerMicroBatch(), [], []
+    for counted in steps(2):
+        means.append(tokens.of(counted, 2, CPU).item())
+        calls.append(ranks.calls[:])
+        ranks.calls.clear()
+    assert means == [(11 + 21) / 2 / 2, (3 + 13) / 2 / 2, (5 + 15) / 2 / 2]
+    assert calls == [["start 11", "wait 11", "start 3"], ["wait 3", "start 5"], ["wait 5"]]
+
+
+def test_a_new_iteration_does_not_use_the_sum_of_the_one_before(ranks: TwoRanks) -> None:
+    """An epoch may end before the data do."""
+    tokens = loader.TokensPerMicroBatch()
+    tokens.of(loader.Counted(4, 6, True), 1, CPU)
+    assert tokens.of(loader.Counted(20, 2, True), 1, CPU).item() == 25
+    tokens.close()
+    assert ranks.calls[-1] == "wait 2", "no sum is left unfinished"
+
+
+def test_one_process_has_its_own_mean_of_at_least_1() -> None:
+    assert loader.TokensPerMicroBatch().of(loader.Counted(12, 3, True), 4, CPU).item() == 3
+    assert loader.TokensPerMicroBatch().of(loader.Counted(0, None, True), 1, CPU).item() == 1
 
 
 def test_memory_is_pinned_for_the_gpu_that_trains(data: DataModule, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ from ..callbacks.global_order import (
 )
 from ..cluster.signals import isolate_worker
 from ..parallel import run_strategy
-from .batches.loader import COUNTED, StepLoader, tokens_per_micro_batch
+from .batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
 from .batches.rows import ROWS, PackedRows, PairRows, Rows, WholeRows, last_answers, packing_of
 from .cache.token_cache import (
     SPLITS,
@@ -116,8 +116,8 @@ class PackedText(L.LightningDataModule):
         self._consumed: ConsumedSamples | None = None
         self._mixing: MixtureOrder | None = None  # the order of a mixture's rows
         self._sizes: dict[str, int] = {}  # rows of each source in the split that is evaluated
-        self._counted: int | None = None  # labels of the optimizer step that the newest batch starts
-        self._tokens_per_micro_batch = torch.ones(())
+        self._counted: Counted | None = None  # of the optimizer step that the newest batch starts
+        self._tokens, self._tokens_per_micro_batch = TokensPerMicroBatch(), torch.ones(())
 
     # ---- the token cache -------------------------------------------------------------------------
 
@@ -279,10 +279,13 @@ class PackedText(L.LightningDataModule):
         """Adds `tokens_per_micro_batch`, by which a training step divides its sum of losses."""
         if self._counted is not None:
             device = batch["labels"].device
-            self._tokens_per_micro_batch = tokens_per_micro_batch(self._counted, self.accumulation, device)
+            self._tokens_per_micro_batch = self._tokens.of(self._counted, self.accumulation, device)
         if self.trainer is None or not self.trainer.training:
             return batch
         return batch | {"tokens_per_micro_batch": self._tokens_per_micro_batch}
+
+    def teardown(self, stage: str) -> None:
+        self._tokens.close()
 
     def val_dataloader(self) -> DataLoader | list:
         return self._eval_loader("validation")

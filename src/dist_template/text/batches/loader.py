@@ -2,14 +2,15 @@
 
 Every strategy averages gradients over ranks and micro-batches. A sum of losses divided by the mean
 number of counted labels per rank and micro-batch therefore becomes the mean over all counted labels
-of the global batch. That number is one all-reduce of one value per optimizer step.
+of the global batch. That number is one all-reduce of one value per optimizer step. The all-reduce
+starts one step early, so that no rank waits for it: the loader reads one step ahead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +23,15 @@ from .rows import NOT_COUNTED, PAIRS
 
 Batch = dict[str, Any]
 Transform = Callable[[Batch], Batch]
-COUNTED = "counted"  # key in the first batch of an optimizer step: labels on this rank that contribute to the loss
+COUNTED = "counted"  # key in the first batch of an optimizer step: its Counted
+
+
+class Counted(NamedTuple):
+    """Numbers of labels on this rank that contribute to the loss."""
+
+    step: int  # in the optimizer step
+    following: int | None  # in the step after it; None: this is the last step
+    is_first: bool  # whether an iteration over the data starts with this step
 
 
 class StepLoader(DataLoader):
@@ -30,8 +39,8 @@ class StepLoader(DataLoader):
 
     Args:
         dataset: Returns batches by `__getitems__`.
-        accumulation: Micro-batches per optimizer step. They are read together, and the first of them gets the key
-            `COUNTED`. 0: an evaluation, which has no steps.
+        accumulation: Micro-batches per optimizer step. They are read together, one step ahead, and
+            the first of them gets the key `COUNTED`. 0: an evaluation, which has no steps.
         transform: Applied to each batch in this process, also where workers read.
         options: Of DataLoader; a batch of the data set is not collated.
     """
@@ -48,28 +57,63 @@ class StepLoader(DataLoader):
         batches = map(self.transform, batches)
         if not self.accumulation:
             yield from batches
-        while step := list(islice(batches, self.accumulation)):
-            yield step[0] | {COUNTED: sum(map(_counted, step))}
+            return
+        step, is_first = list(islice(batches, self.accumulation)), True
+        counted = _counted(step)
+        while step:
+            following = list(islice(batches, self.accumulation))
+            coming = _counted(following)
+            yield step[0] | {COUNTED: Counted(counted or 0, coming, is_first)}
             yield from step[1:]
+            step, counted, is_first = following, coming, False
 
 
-def _counted(batch: Batch) -> int:
-    """Returns the number of labels that count, or of pairs."""
-    if PAIRS in batch:
-        return len(batch[PAIRS])
-    return int(np.count_nonzero(batch["labels"].numpy() != NOT_COUNTED))
-
-
-def tokens_per_micro_batch(counted: int, accumulation: int, device: torch.device) -> Tensor:
-    """Returns (), at least 1: counted labels per micro-batch, averaged over the global batch and all ranks."""
-    return (_sum_over_ranks(counted, device) / accumulation).clamp(min=1)
-
-
-def _sum_over_ranks(counted: int, device: torch.device) -> Tensor:
-    """Returns the sum, divided by the number of ranks. On a GPU the stream waits for it, and the host does not;
-    Lightning's `reduce` waits at a barrier (2.6.6)."""
-    total = torch.full((), float(counted), device=device)
-    if dist.is_initialized():
-        dist.all_reduce(total)
-        total /= dist.get_world_size()
+def _counted(step: list[Batch]) -> int | None:
+    """Returns the number of labels that count, or of pairs; None: there is no batch."""
+    if not step:
+        return None
+    total = 0
+    for batch in step:
+        if PAIRS in batch:
+            total += len(batch[PAIRS])
+        else:
+            total += int(np.count_nonzero(batch["labels"].numpy() != NOT_COUNTED))
     return total
+
+
+class TokensPerMicroBatch:
+    """Counted labels per micro-batch, averaged over the global batch and all ranks."""
+
+    def __init__(self) -> None:
+        self._coming: tuple[Tensor, dist.Work | None] | None = None  # the next step's sum
+
+    def of(self, counted: Counted, accumulation: int, device: torch.device) -> Tensor:
+        """Returns () float32, at least 1, and starts the sum of the next step.
+
+        Collective over all ranks. On a GPU the stream waits for the sum and the host does not.
+        """
+        if counted.is_first or self._coming is None:
+            self._coming = _sum_over_ranks(accumulation, device, counted.step)
+        total, work = self._coming
+        if work is not None:
+            work.wait()
+            total /= dist.get_world_size()
+        self._coming = None
+        if counted.following is not None:
+            self._coming = _sum_over_ranks(accumulation, device, counted.following)
+        if accumulation > 1:
+            total = total / accumulation
+        return total if work is None else total.clamp(min=1)
+
+    def close(self) -> None:
+        """Waits for a started sum: a process that exits during a collective may be aborted."""
+        coming, self._coming = self._coming, None
+        if coming is not None and coming[1] is not None:
+            coming[1].wait()
+
+
+def _sum_over_ranks(least: int, device: torch.device, counted: int) -> tuple[Tensor, dist.Work | None]:
+    """Starts the sum, alone at least `least`; Lightning's `reduce` waits at a barrier (2.6.6)."""
+    several = dist.is_initialized()
+    total = torch.full((), float(counted if several else max(counted, least)), device=device)
+    return total, dist.all_reduce(total, async_op=True) if several else None
