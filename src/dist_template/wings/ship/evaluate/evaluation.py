@@ -115,6 +115,8 @@ def score_documents(
     if code := run_verb(project, [verb, "--config", str(path)]):
         why = f"evaluate: {model.name} was not evaluated; the reason is above"
         raise Ended(Exit(code) if code in [*Exit] else Exit.FAILED, why)
+    if not scores.exists():  # without documents the verb tests nothing
+        raise InputError(f"{model.name} has an empty {split} split: give --split, or train with data.{split}_share")
     from pandas import read_parquet
 
     return read_parquet(scores)

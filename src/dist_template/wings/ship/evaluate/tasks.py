@@ -29,9 +29,8 @@ def read(path: str | None) -> dict[str, Any]:
     try:
         keys = vars(parser.parse_object(read_keys(path) if path else {}))
     except ArgumentError as error:
-        known = {*vars(parser.get_defaults())}
-        why = one_sentence(" ".join(str(error).split()), known)
-        raise InputError(f"--config {path}: {why}; its keys are {', '.join(sorted(known))}") from error
+        why = one_sentence(" ".join(str(error).split()), {*vars(parser.get_defaults())})
+        raise InputError(f"--config {path}: {why}") from error
     if not all(map(str.strip, keys["tasks"])):
         raise InputError(f"--config {path}: tasks has an empty name; give names of lm-eval")
     if keys["tasks"]:
