@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 from collections import namedtuple
@@ -53,34 +52,12 @@ def test_a_blocked_version_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_torch_and_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "driver", lambda: "550.54")
     todo = one(doctor.check_gpus(), doctor.PROBLEM, "driver 550.54, no GPU(s)")
     assert "torch's build for this driver" in todo and "CUDA_VISIBLE_DEVICES" in todo
     monkeypatch.setattr(doctor, "driver", lambda: None)
     one(doctor.check_gpus(), doctor.OK, "no GPU(s)")
-
-
-@pytest.mark.parametrize(
-    ("script", "verdict", "found"),
-    [
-        ("echo '0, NVIDIA H100, 0'", doctor.OK, "GPU(s)"),
-        ("echo '0, RTX 4090, [N/A]'", doctor.OK, "GPU(s)"),
-        ("echo '0, A, 0'; echo '1, A, 3'", doctor.PROBLEM, "GPU 1, A: 3 uncorrected"),
-        ("echo 'Unable to determine the device handle: GPU is lost'; exit 15", doctor.PROBLEM, "GPU is lost"),
-        ("sleep 30", doctor.PROBLEM, "timed out after 0.5 seconds"),
-    ],
-)
-def test_what_nvidia_smi_reports(
-    script: str, verdict: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n{script.replace('sleep', 'exec sleep')}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(doctor, "TIMEOUT_S", 0.5)
-    one(doctor.check_gpus(), verdict, found)
 
 
 @pytest.mark.parametrize(("gib", "verdict"), [(100, doctor.OK), (10, doctor.WARNING), (0.5, doctor.PROBLEM)])
@@ -102,7 +79,7 @@ def test_shared_memory_and_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (-1, -1))
     assert "--shm-size" in one(doctor.check_limits(), doctor.WARNING, "0.06 GiB")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**40, 0, 0))
-    one(doctor.check_limits(), doctor.OK)
+    one(doctor.check_limits(), doctor.OK, "open files: -1")
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (1024, 8192))
     assert one(doctor.check_limits(), doctor.WARNING, "open files: 1024") == "ulimit -n 4096"
 

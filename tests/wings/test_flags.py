@@ -14,7 +14,7 @@ TOOLS = Path(dist_template.__file__).parent / "wings"
 BAD = {
     "serve MODEL": """--max_tokens=0 --max_tokens=-1 --max_tokens=99999999999 --max_requests=0
         --grace_s=nan --grace_s=-1 --grace_s=inf --port=99999 --max_tokens=many""",
-    "plan": "--tflops=0 --tflops=nan --tflops=inf --tflops=-1 --nodes=0 --nodes=100000 --devices=1:99999999999",
+    "plan": "--tflops=0 --tflops=nan --tflops=inf --tflops=-1 --nodes=0 --nodes=1000000 --devices=99999999999",
     "plan --bandwidth 1": "nan inf 0",
     "sweep --space=lr.yaml": "--trials=0 --trials=-1 --prune_after=-1",
     "rehearse": "--processes=0 --processes=-1 --nodes=0 --devices=-1 --nodes=1e3",
@@ -35,15 +35,6 @@ def test_every_numeric_flag_has_a_range() -> None:
     """argparse's int and float accept -1, nan and 10**12."""
     texts = {path: path.read_text(encoding="utf-8") for path in TOOLS.rglob("*.py")}
     assert [path.name for path, text in texts.items() if re.search(r"type=(int|float)\b", text)] == []
-
-
-@pytest.mark.parametrize("gpu", ["Voodoo", ""])
-def test_a_gpu_without_a_peak_needs_its_speed(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["plan", "--devices=1", "--memory=80GB", "--trainer.accelerator=gpu", "--trainer.precision=32-true"]
-    given += ["--model.architecture={model_type: llama, num_hidden_layers: 1, vocab_size: 257}", f"--gpu={gpu}"]
-    assert command(given) == 2
-    sentence = f"--gpu '{gpu}' has no known peak for 32-true: give --tflops, or one of NVIDIA B200, "
-    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("memory", ["0GB", "0.0GiB", "9" * 400 + "TB"], ids=["0", "0.0", "9…"])

@@ -121,10 +121,6 @@ def test_pyxis_and_gres_are_the_sites_own(flags: list[str], tmp_path: Path, caps
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a master that is an option": ({"master": "-x"}, "cluster.master has '-x'; give a name"),
-    "an image with a blank": (
-        {"image": "a b", "container": "pyxis", "partition": "a"},
-        "cluster.image, cluster.mounts or",
-    ),
     "a host twice": ({"hosts": ["a", "a"]}, "cluster.hosts has a twice"),
     "more nodes than hosts": ({"hosts": ["a"], "nodes": 3}, "the job has 3 nodes; name as many in cluster.hosts"),
     "nodes without names": ({"nodes": 2}, "the job has 2 nodes; name as many in cluster.hosts"),

@@ -100,34 +100,6 @@ def test_a_host_whose_login_hangs_is_named(
     assert one == "a: running\nb: no answer in 3 s"
 
 
-@pytest.mark.parametrize("is_elastic", [False, True])
-def test_a_launch_ends_when_a_host_does_not_answer_any_more(
-    is_elastic: bool, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nodes, "ANSWER_S", 0.3)
-    monkeypatch.setattr(nodes, "OTHERS_S", 0.3)
-    ssh = fake_ssh(tmp_path, "sleep 1000 & wait")
-    job_site = replace(job.site, ssh=ssh, min_nodes=1 if is_elastic else None)
-    job = replace(job, hosts=["a", "b"], nodes=2, site=job_site)
-    started: Any = [subprocess.Popen([*words], start_new_session=True) for words in (["true"], [ssh, "b", ""])]
-    start = time.monotonic()
-    nodes.wait(job, started)
-    assert [one.returncode for one in started] == [0, -signal.SIGKILL] and time.monotonic() - start < 20
-
-
-def test_ctrl_c_ends_a_launch_whose_host_does_not_answer(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that answers keeps its connection: it saves."""
-    monkeypatch.setattr(nodes, "ANSWER_S", 2.0)
-    ssh = fake_ssh(tmp_path, '[ "$1" = b ] && { sleep 1000 & wait; }; exit 0')
-    job = replace(job, hosts=["a", "b"], nodes=2, site=replace(job.site, ssh=ssh))
-    started: Any = [subprocess.Popen(["sleep", "1000"], start_new_session=True) for _ in job.hosts]
-    nodes.send_signal(job, started, signal.SIGINT)
-    assert started[1].wait(10) == -signal.SIGKILL and started[0].poll() is None
-    started[0].kill()
-
-
 # ---- a second launch of a run ---------------------------------------------------------------------------------------
 
 

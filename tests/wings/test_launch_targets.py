@@ -81,18 +81,6 @@ def test_its_name_is_in_the_help_and_a_wrong_name_is_a_sentence(lsf: Path, capsy
     assert "error: argument --on: invalid choice: 'slrum'" in error and "lsf" in error
 
 
-@pytest.mark.parametrize(
-    ("value", "why"), [("gone.target:Lsf", "No module named 'gone'"), ("json:Lsf", "no attribute 'Lsf'")]
-)
-def test_a_target_that_cannot_be_imported_is_named(
-    value: str, why: str, register: Register, capsys: pytest.CaptureFixture[str]
-) -> None:
-    register("site-tools", value)
-    assert main(["launch", "--on", "lsf"]) == Exit.BAD_INPUT
-    error = capsys.readouterr().err
-    assert f"target lsf ({value}) cannot be used: " in error and why in error
-
-
 def test_one_name_of_two_packages_is_refused_with_both(
     lsf: Path, register: Register, capsys: pytest.CaptureFixture[str]
 ) -> None:

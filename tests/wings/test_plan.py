@@ -22,7 +22,7 @@ from dist_template.wings.plan.estimate import Machine, Planned
 from dist_template.wings.plan.planner import Planner
 from tests.support.classifier import CLASSIFIER, PLAIN
 from tests.support.memory import Allocated, Live, State
-from tests.support.runs import Workers, run
+from tests.support.runs import PACKAGE, Workers, run
 from tests.support.strategies import ARGS, flags_of, settings_of
 from tests.support.tiers import tiers
 from tests.support.wings import Traced
@@ -206,8 +206,7 @@ def test_a_strategy_whose_trace_fails_does_not_end_the_plan(
     monkeypatch.setattr(Traced, "_short", failing)
     assert run("plan", *FLAGS, *(given := ["--devices=2", "--memory=80GB"])) == 0
     printed = capsys.readouterr().out
-    assert "as the trace of a block fails: tp 2 with checkpointing none, tp 2 with" in printed
-    assert "(shapes do not match)" in printed and "1 x 2    ddp" in printed
+    assert "fails: tp 2 with checkpointing none (shapes do not match)" in printed and "1 x 2    ddp" in printed
     monkeypatch.setattr(Traced, "_short", lambda *_: 1 / 0)
     assert run("plan", *FLAGS, *given) == 2
     assert capsys.readouterr().err.endswith("error: plan cannot trace this model: division by zero\n")
@@ -239,9 +238,9 @@ FLAGS = [f"--model.architecture={json.dumps(LLAMA | {'vocab_size': 257})}", "--t
     [
         (["--devices=8", "--memory=80"], "cluster.device_memory is '80'; give a number with a unit, as 80GB or 80GiB"),
         (["--devices=8"], "plan needs the memory of a device: give it, as --memory 80GB"),
-        (["--devices=eight", "--memory=80GB"], "--devices is 'eight': give 1 to 99,999, or a range such as 1:16"),
-        (["--devices=8", "--nodes=16:1", "--memory=80GB"],
-         "--nodes is '16:1': give 1 to 99,999, or a range such as 1:16"),
+        (["--devices=eight", "--memory=80GB"],
+         "argument --devices: 'eight' is not allowed, give a whole number from 1 to 100,000;"
+         f" `python -m {PACKAGE} plan --help` explains every flag"),
         (["--trainer.devices=auto", "--memory=80GB"], "trainer.devices is auto: give a node's devices, as --devices 8"),
         (["--devices=8", "--memory=80GB", "--model.architecture.num_key_value_heads=3"],
          "the model's num_attention_heads 4 is not a multiple of num_key_value_heads 3; edit model.architecture"),
@@ -262,9 +261,9 @@ def test_another_kind_of_model_is_refused(project: Project, capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_several_machines_and_a_cluster_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--cluster.nodes=1", "--cluster.device_memory=24GB", "--devices=1:4", "--gpu=NVIDIA A10"]
+def test_a_cluster_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--cluster.nodes=1", "--cluster.device_memory=24GB", "--devices=4", "--tflops=75"]
     assert run("plan", *FLAGS, *given) == 0
     printed = capsys.readouterr().out
-    assert re.findall(r"^1 x (\d) ", printed, re.MULTILINE) == ["1", "2", "4"]
+    assert {*re.findall(r"^1 x (\d) ", printed, re.MULTILINE)} == {"4"}
     assert "Not calibrated on a GPU" in printed and "--config configs/strategy/" in printed

@@ -74,7 +74,7 @@ class Site:
     time_limit: str | int | None = None
     save_s: int = 300
     hosts: list[str] = field(default_factory=list)
-    ssh: str = "ssh -o BatchMode=yes -o ConnectTimeout=10"
+    ssh: str = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=20"
     master: str | None = None
     port: int | None = None
     partition: str | None = None

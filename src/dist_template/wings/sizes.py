@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from ..project import Flags, program
 from .ranges import in_range
@@ -15,7 +14,7 @@ SIZES = (  # flag, key, what it is
 COUNT = in_range(int, 1, 100_000)
 
 
-def parser(verb: str, description: str, epilog: str = "", kind: Any = COUNT) -> Flags:
+def parser(verb: str, description: str, epilog: str = "") -> Flags:
     """Returns the parser of `verb`, with --nodes and --devices."""
     made = Flags(
         verb,
@@ -25,7 +24,7 @@ def parser(verb: str, description: str, epilog: str = "", kind: Any = COUNT) -> 
     )
     for name, key, what in SIZES:
         help = f"{what} of the real run (default: trainer.{key})"
-        made.add_argument(f"--{name}", type=kind, help=help)
+        made.add_argument(f"--{name}", type=COUNT, help=help)
     return made
 
 

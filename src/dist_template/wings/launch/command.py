@@ -10,9 +10,9 @@ import json
 import shlex
 import shutil
 from argparse import Namespace
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from ...cluster.launch import Variable
 from ...cluster.redaction import redacted_command, redacted_environment
@@ -28,12 +28,7 @@ VERBS = ("fit", "validate", "test", "predict", "prepare")
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Renders and submits a run, or asks about a submitted one.
-
-    Raises:
-        InputError: the configuration, the machines or the scheduler refuse it.
-        Ended: a launcher in the foreground has ended with another code than 0.
-    """
+    """Renders and submits a run, or asks about a submitted one. Raises Ended if it ends in an error."""
     if argv[1:2] and argv[1] in ("status", "logs", "stop"):
         folder = Path(" ".join(argv[2:])).absolute() / "launch"
         record = _read(folder)
@@ -50,10 +45,12 @@ def main(argv: list[str], project: Project) -> None:
     try:
         record["id"] = to.submit(job)
     except Ended as ended:
-        again = f"{Variable.RUN_ID}={job.run_id} and the same command resume the run"
+        again = f"{Variable.RUN_ID}={job.run.name} and the same command resume the run"
         raise Ended(ended.code, f"launch: {ended}; {again}") from ended
-    except InputError:
-        withdraw(job)
+    except InputError:  # a scheduler refuses it
+        shutil.rmtree(job.files)
+        with suppress(OSError):  # an earlier launch has written more
+            job.run.rmdir()
         raise
     if record["id"]:
         write_atomically(job.files / RECORD, json.dumps(record, indent=2))
@@ -66,13 +63,11 @@ def parse(argv: list[str]) -> tuple[Namespace, list[str]]:
         "launch",
         usage=f"{program('launch')} --config FILE… --on TARGET [--dry-run]\n"
         f"       {program('launch')} status|logs|stop RUN",
-        description="Renders a run's files for a launcher or scheduler, and submits them.",
         epilog=f"Every other key is fit's, `cluster` too: see `{program('fit')} --help`.",
     )
     parser.add_argument("--on", choices=[*registered(GROUP)], required=True, help="launcher or scheduler")
     parser.add_argument("--verb", choices=VERBS, default="fit", help="what is started (fit)")
-    dry = "print the files and the command; write and submit nothing"
-    parser.add_argument("--dry-run", "--dry_run", action="store_true", help=dry)
+    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print files and command, no more")
     return parser.parse_known_args(argv)
 
 
@@ -94,18 +89,11 @@ def write(job: Job, on: str, files: dict[str, str]) -> Record:
         path.write_text(text, encoding="utf-8")
         path.chmod(0o700 if name.endswith(".sh") else 0o600)
         print(f"written to {path}", flush=True)
-    record = Record(on=on, id="", hosts=job.hosts, ssh=job.site.ssh)
+    record = {"on": on, "id": "", "hosts": job.hosts, "ssh": job.site.ssh}
     write_atomically(job.files / RECORD, json.dumps(record, indent=2))
     return record
 
 
-def withdraw(job: Job) -> None:
-    """Removes the files of a job that a scheduler has refused."""
-    shutil.rmtree(job.files)
-    if not any(job.run.iterdir()):
-        job.run.rmdir()
-
-
 def _read(folder: Path) -> Record:
     where = "give a run that `launch` has started, as runs/<name>/<id>"
-    return cast(Record, read_mapping(folder / RECORD, where))
+    return read_mapping(folder / RECORD, where)

@@ -18,33 +18,20 @@ PORTS = range(20_000, 30_000)  # below those that Linux assigns to clients
 
 @dataclass(frozen=True)
 class Job:
-    """Job that a target renders and starts: `verb` of `package` with `flags`, on equal nodes.
-
-    Args:
-        run: The run's folder.
-        devices: Processes of each node.
-        hosts: The nodes' names; [] for this machine, or if a scheduler chooses the nodes.
-        accelerator: cpu, cuda, …
-        data: The data module.
-        folder: The project's folder; as `python`, the same path on all nodes.
-    """
+    """Job that a target renders and starts: `verb` of `package` with `flags`, on equal nodes."""
 
     package: str
     verb: str
     flags: list[str]
     site: Site
-    run: Path
+    run: Path  # the run's folder
     nodes: int
-    devices: int
-    hosts: list[str]
-    accelerator: str
-    data: object
-    folder: Path = field(default_factory=Path.cwd)
+    devices: int  # processes of each node
+    hosts: list[str]  # [] for this machine, or if a scheduler chooses the nodes
+    accelerator: str  # cpu, cuda, …
+    data: object  # the data module
+    folder: Path = field(default_factory=Path.cwd)  # the project's; the same path on all nodes
     python: str = sys.executable
-
-    @property
-    def run_id(self) -> str:
-        return self.run.name
 
     @property
     def files(self) -> Path:
@@ -59,7 +46,7 @@ class Job:
     @property
     def port(self) -> int:
         """TCP port of the rendezvous on the first node; a run keeps it."""
-        return self.site.port or PORTS[zlib.crc32(self.run_id.encode()) % len(PORTS)]
+        return self.site.port or PORTS[zlib.crc32(self.run.name.encode()) % len(PORTS)]
 
     @property
     def arguments(self) -> list[str]:
@@ -70,7 +57,7 @@ class Job:
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables of every process."""
-        return {Variable.RUN_ID: self.run_id, **self.site.environment}
+        return {Variable.RUN_ID: self.run.name, **self.site.environment}
 
     def require_data(self) -> None:
         """Raises InputError without prepared data; where nodes share this machine's disks."""
@@ -86,14 +73,10 @@ def exports(environment: dict[str, str]) -> str:
 def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> Job:
     """Reads a configuration, and makes the checks of `fit` for the machines that it describes.
 
-    `on_hosts`: the target starts the nodes that `cluster` names; else a scheduler chooses as many.
-
-    Raises:
-        InputError: the configuration cannot be run there.
-    """
+    `on_hosts`: the target starts the nodes that `cluster` names; else a scheduler chooses as many."""
     from ...cli.config_file import check
     from ...cli.fit import WithoutTrainer
-    from ...cli.limits import Machine, proven, violations
+    from ...cli.limits import Machine, violations
     from ..rehearse.command import model_config
 
     known = "fit" if verb == "prepare" else verb
@@ -111,16 +94,11 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
         why = "give cluster.devices_per_node, the devices of one node"
         raise InputError(f"trainer.devices is {devices!r}; {why}")
     machine = Machine.described({**trainer, "devices": int(devices), "num_nodes": nodes})
-    config = model_config(cli)
     if verb != "prepare":
         asynchronous = settings.last_checkpoint.asynchronous
-        setup = (machine, trainer, cli.model, data, config, verb == "fit")
+        setup = (machine, trainer, cli.model, data, model_config(cli), verb == "fit")
         if found := violations(*setup, saves_asynchronously=asynchronous):
             raise InputError(found[0])
-    if verb == "fit":
-        where = trainer["strategy"], machine.world_size, project.folder.parent
-        for note in proven.notes(config, cli.model, data, *where):
-            print(note, flush=True)
     hosts = site.hosts[:nodes] if on_hosts else []
     run, accelerator = cli.run.absolute(), machine.accelerator
     return Job(project.package, verb, flags, site, run, nodes, int(devices), hosts, accelerator, data)

@@ -52,11 +52,6 @@ class Planned:
         parts = {name: memory[name] for name in (*STATE, *MOVING)}
         return parts | {"buffers": buffers, "allowance": allowance}
 
-    @property
-    def state(self) -> float:
-        parts = self.parts()
-        return sum(parts[name] for name in STATE)
-
     def total(self) -> float:
         parts = self.parts()
         return sum(parts.values()) - min(parts["logits"], parts["backward"])
@@ -83,10 +78,7 @@ class Planned:
         return sum(one.sent for one in self.sharding.traffic(self.facts))
 
     def seconds(self) -> float:
-        """Returns the time of an optimizer step, 0 if a device's speed is not known. What no
-        computation waits for is hidden behind it."""
-        if not self.machine.flops:
-            return 0.0
+        """Returns the time of an optimizer step. What no computation waits for is hidden behind it."""
         facts, sharding = self.facts, self.sharding
         tokens = facts.global_batch_size * facts.seq_len / facts.world_size
         compute = tokens * self.flops_per_token * RECOMPUTED[facts.checkpointing] / self.machine.flops

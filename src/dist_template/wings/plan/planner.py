@@ -15,8 +15,6 @@ from ...parallel.estimates.candidates import Candidate, candidates
 from .estimate import RECOMPUTED, Machine, Planned
 from .trace import Traced
 
-MOST_ROWS = 64  # of a micro-batch
-
 
 class Planner:
     """Estimates the training of a module, by the Trainer's keyword arguments and the precision and
@@ -28,23 +26,19 @@ class Planner:
         self.traced = Traced(module, data, described.accelerator != "cpu")
         self._config = module.build_config(self.traced.data)
         self._stages = cache(lambda candidate, world: candidate.sharding.stage_facts(self.traced.model, world))
-        self.failed: dict[str, list[str]] = {}  # why a trace fails -> the strategies without it
+        self.failed: dict[str, str] = {}  # strategy and checkpointing -> why their trace fails
 
     def options(self, machine: Machine) -> list[Planned]:
-        """Returns the best micro-batch, checkpointing and schedule of each strategy, the best first.
-
-        Raises:
-            InputError: `fit` accepts no strategy, or no model of one can be traced.
-        """
+        """Returns the best micro-batch, checkpointing and schedule of each strategy, the best first."""
         best: dict[str, Planned] = {}
         for candidate, rows in self._accepted(machine).items():
-            for size in (2**n for n in range(MOST_ROWS.bit_length()) if rows % 2**n == 0):
+            for size in (size for size in (1, 2, 4, 8, 16, 32, 64) if rows % size == 0):
                 for option in self.by_checkpointing(candidate, machine, size):
                     name = candidate.name
                     if option.is_allowed and (name not in best or option.order < best[name].order):
                         best[name] = option
         if not best:
-            raise InputError(f"plan cannot trace this model: {next(iter(self.failed))}")
+            raise InputError(f"plan cannot trace this model: {next(iter(self.failed.values()))}")
         return sorted(best.values(), key=lambda option: option.order)
 
     def by_checkpointing(self, candidate: Candidate, machine: Machine, rows: int) -> list[Planned]:
@@ -57,17 +51,11 @@ class Planner:
                 option.total()
                 found.append(option)
             except Exception as error:  # of the model's own code, whose shapes are a rank's
-                names, name = self.failed.setdefault(reason(error), []), f"{candidate.name} with checkpointing {mode}"
-                if name not in names:
-                    names.append(name)
+                self.failed[f"{candidate.name} with checkpointing {mode}"] = reason(error)
         return found
 
     def _accepted(self, machine: Machine) -> dict[Candidate, int]:
-        """Returns the strategies that `fit` accepts, and the sequences of a rank in a step.
-
-        Raises:
-            InputError: `fit` accepts no strategy.
-        """
+        """Returns the strategies that `fit` accepts, and the sequences of a rank in a step."""
         nodes, devices, batch = machine.nodes, machine.devices, self.data.global_batch_size
         described = replace(self._described, devices=devices, num_nodes=nodes)
         refused, accepted = [], {}

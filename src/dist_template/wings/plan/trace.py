@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 
 
 class Traced:
-    """The model that `module` builds for `data`, whose sizes alone are read.
-
-    Raises:
-        InputError: it is no language model of transformers, or its vocabulary is not known.
-    """
+    """The model that `module` builds for `data`, whose sizes alone are read."""
 
     def __init__(self, module: Any, data: Any, on_gpu: bool) -> None:
         model, self._blocks = None, []
@@ -66,8 +62,7 @@ class Traced:
 
     def activations(self, rows: int, half: bool, casts: bool, tp: int, mode: str) -> tuple[float, float]:
         """Returns the bytes of `rows` sequences that forward keeps, and the most in backward, with
-        weights of 16 bits (`half`) or cast, on `tp` tensor-parallel ranks, checkpointed by `mode`.
-        """
+        weights of 16 bits (`half`) or cast, on `tp` tensor-parallel ranks, checkpointed by `mode`."""
         one = more = self._all_blocks(1, half, casts, tp, mode)
         if casts and not half:  # copies of weights do not grow with the tokens
             more = self._all_blocks(2, half, casts, tp, mode) - one

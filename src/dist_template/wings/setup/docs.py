@@ -14,7 +14,6 @@ from ...project import Flags, Project, program
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Shows the list or a page; raises InputError if it is not there."""
     parser = Flags("docs", description=__doc__)
     parser.add_argument("page", nargs="?", default="", help="a name of the list, or its end: zero")
     name = parser.parse_args(argv[1:]).page.removesuffix(".md").removeprefix("docs/")
@@ -33,11 +32,9 @@ def main(argv: list[str], project: Project) -> None:
 
 def folder_of_pages() -> Path:
     """Returns the folder of the installed version's pages. Raises InputError where there are none."""
-    package = Path(__file__).parents[2]
-    places = [package.parents[1] / "docs"]
-    for base in (package.parent, sysconfig.get_path("data"), site.getuserbase()):
-        places.append(Path(base) / "share/doc/dist-template")
-    for place in places:
+    package, installed = Path(__file__).parents[2], "share/doc/dist-template"
+    bases = (package.parent, sysconfig.get_path("data"), site.getuserbase())
+    for place in (package.parents[1] / "docs", *(Path(base, installed) for base in bases)):
         if (place / "index.md").is_file():
             return place
     raise InputError("no page is installed here; the project's README.md has the address of the documentation")

@@ -13,7 +13,6 @@ import re
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -29,22 +28,12 @@ from ...records import GIB
 Findings = Iterator[tuple[str, str, str]]
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 LOCK, BLOCKED = "constraints.txt", "requirements/blocked.txt"
-SCARCE_GIB, TOO_LITTLE_GIB = 20, 1  # free disk space: a few small checkpoints; not even one
-SHARED_MEMORY, SHARED_GIB = Path("/dev/shm"), 1  # Docker's 64 MiB are filled by loader workers
-OPEN_FILES = 4096  # sockets to other ranks, files of the token cache, pipes of loader workers
-TIMEOUT_S = 60.0  # for nvidia-smi
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Runs all checks and prints a line per finding.
-
-    Raises:
-        SystemExit: with 1, if there is a problem.
-        InputError: the configuration cannot be read.
-    """
+    """Runs all checks, prints a line per finding, and exits with 1 if there is a problem."""
     parser = Flags("doctor", description=__doc__)
-    as_json = "findings and environment as JSON, to compare machines"
-    parser.add_argument("--json", action="store_true", help=as_json)
+    parser.add_argument("--json", action="store_true", help="findings and environment, to compare machines")
     given, flags = parser.parse_known_args(argv[1:])
     checks = {
         "versions": check_versions(),
@@ -117,7 +106,7 @@ def check_packages(project: Path) -> Findings:
 
 
 def check_gpus() -> Findings:
-    """torch's build fits the driver; the GPUs answer and have no memory errors."""
+    """torch's build fits the driver."""
     import torch
 
     version, number = driver(), torch.cuda.device_count() or "no"
@@ -127,20 +116,6 @@ def check_gpus() -> Findings:
         yield PROBLEM, found, "install torch's build for this driver, or unset CUDA_VISIBLE_DEVICES"
     else:
         yield OK, found, ""
-    if not shutil.which("nvidia-smi"):
-        return
-    columns = "--query-gpu=index,name,ecc.errors.uncorrected.volatile.total"
-    query = ["nvidia-smi", columns, "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-        yield PROBLEM, f"{error} {error.stdout or ''}".strip(), "reboot the node, or exclude it"
-        return
-    for line in done.stdout.strip().splitlines():
-        index, name, errors = line.split(", ")
-        if errors.isdigit() and int(errors):  # "[N/A]" where there is no ECC
-            found = f"GPU {index}, {name}: {errors} uncorrected memory errors"
-            yield PROBLEM, found, "reset the GPU; if they return, exclude it"
 
 
 def check_disks(folders: dict[str, Path]) -> Findings:
@@ -155,25 +130,22 @@ def check_disks(folders: dict[str, Path]) -> Findings:
         except OSError as error:
             yield PROBLEM, f"{key} {path}: {error.strerror}", f"set {key} to another folder"
             continue
-        free = shutil.disk_usage(folder).free / GIB
-        verdict, todo = OK, ""
-        if free < SCARCE_GIB:
-            verdict = PROBLEM if free < TOO_LITTLE_GIB else WARNING
+        free, verdict, todo = shutil.disk_usage(folder).free / GIB, OK, ""
+        if free < 20:  # a few small checkpoints; below 1 not even one
+            verdict = PROBLEM if free < 1 else WARNING
             todo = f"free space, or set another {key}; checkpoints take 12 bytes per parameter"
         yield verdict, f"{key} {path}: {free:.1f} GiB free", todo
 
 
 def check_limits() -> Findings:
-    """NCCL and loader workers exchange data through /dev/shm, and ranks open many files."""
-    size = shutil.disk_usage(SHARED_MEMORY).total / GIB if SHARED_MEMORY.is_dir() else 0
-    found = f"{SHARED_MEMORY} has {size:.2f} GiB"
-    if size < SHARED_GIB:
-        yield WARNING, found, "docker run --shm-size 8g, or mount -o remount,size=8G /dev/shm"
-    else:
-        yield OK, found, ""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < OPEN_FILES:
-        yield WARNING, f"open files: {soft}", f"ulimit -n {OPEN_FILES}"
+    """NCCL and loader workers fill Docker's 64 MiB of /dev/shm; ranks, caches and workers open files."""
+    size, (soft, _) = shutil.disk_usage("/dev/shm").total / GIB, resource.getrlimit(resource.RLIMIT_NOFILE)
+    todo = ""
+    if size < 1:
+        todo = "docker run --shm-size 8g, or mount -o remount,size=8G /dev/shm"
+    if 0 <= soft < 4096:
+        todo = f"{todo}; ulimit -n 4096".removeprefix("; ")
+    yield WARNING if todo else OK, f"/dev/shm has {size:.2f} GiB; open files: {soft}", todo
 
 
 def check_network() -> Findings:

@@ -14,11 +14,7 @@ NUM_SHOWN = 3  # documents of the train split
 
 def main(argv: list[str], project: Project) -> None:
     """Writes the token cache of a configuration and prints a summary; an existing one is checked.
-    Prints the first documents as the model reads them, with marks around what is trained on.
-
-    Raises:
-        InputError: the data is missing, empty or unreadable, the disk is full, or another `prepare` runs.
-    """
+    Prints the first documents as the model reads them, with marks around what is trained on."""
     check(argv)
     from ...cli.fit import parse  # imports torch
 

@@ -21,61 +21,52 @@ from ...errors import InputError, first_line, require
 from ...project import Flags, Project
 
 RECORD = ".cruft.json"  # in cruft's format; the template's hook post_gen_project.py writes it
-RELEASE = re.compile(r"v\d+\.\d+\.\d+")
-Record = dict[str, Any]  # template: its address; commit; checkout: its tag; context.cookiecutter: answers
 
 
 def main(argv: list[str], project: Project) -> None:
     """Merges the template's new version as one commit. Raises InputError if there are conflicts."""
     flags = Flags("upgrade", description=__doc__)
-    what = "a tag or commit of the template; default: the newest release, else the last commit"
-    flags.add_argument("--to", help=what)
-    hooks = "run the template's hooks, programs of its address, on this machine without asking"
-    flags.add_argument("--trust", action="store_true", help=hooks)
+    flags.add_argument("--to", help="a tag or commit; default: the newest release, else the last commit")
+    flags.add_argument("--trust", action="store_true", help="run the template's hooks on this machine")
     given = flags.parse_args(argv[1:])
     require("cookiecutter", "upgrade")
     root = project.folder.absolute().parent
     record = read_record(root)
     address = record["template"]  # anybody who may edit the record could name another one
     print(f"the template is {address}", flush=True)
-    question = "its hooks run on this machine; do you trust this address? [y/N] "
-    if not given.trust and not (sys.stdin.isatty() and input(question).strip().lower() in ("y", "yes")):
+    if not given.trust:
         why = "give --trust (`make upgrade TRUST=1`) if you trust this address, or edit it there"
         raise InputError(f"upgrade runs the hooks of {address}, which {RECORD} names: {why}")
     with tempfile.TemporaryDirectory(prefix="upgrade-") as name:
         clone = Path(name, "template")
         _git(root, "clone", "--quiet", "--", address, str(clone))
         tags = _git(clone, "tag", "--list", "--sort=-version:refname").split()
-        releases = filter(RELEASE.fullmatch, tags)
+        releases = (tag for tag in tags if re.fullmatch(r"v\d+\.\d+\.\d+", tag))
         old = record.get("checkout") or record["commit"]
         new = given.to or next(releases, None) or _git(clone, "rev-parse", "HEAD")
         commits = []
         for version in (record["commit"], new):
-            commits.append(_git(clone, "rev-parse", "--verify", "-q", f"{version}^{{commit}}", check=False))
+            commits.append(_git(clone, "rev-parse", "--verify", f"{version}^{{commit}}", check=False))
             if not commits[-1]:
-                where = "give another TO, or the commit of the project in"
-                raise InputError(f"the template {address} has no {version}: {where} {RECORD}")
+                raise InputError(f"the template {address} has no {version}: edit {RECORD}, or give another TO")
         if commits[1] in (commits[0], not given.to and _git(clone, "merge-base", *commits, check=False)):
             print(f"nothing to upgrade: {address} has nothing newer than {old}")
             return
-        before = _commit(root, record, old, Path(name, "old"))
+        before = _commit(root, record, old, commits[0], Path(name, "old"))
         new = new if new in tags else commits[1]  # by this name the project pins the library
-        after = _commit(root, record, new, Path(name, "new"), "-p", before)
+        after = _commit(root, record, new, commits[1], Path(name, "new"), "-p", before)
     if _git(root, "cherry-pick", "--keep-redundant-commits", after, check=False):
         print(f"upgraded from {old} to {new} in one commit: `git show --stat` lists it")
         return
     names = _git(root, "diff", "--name-only", "--diff-filter=U", "--relative").splitlines()
     if not names:
-        _git(root, "cherry-pick", "--abort", check=False)
-        raise InputError(f"git changed nothing, `git cherry-pick {after}` says why")
-    raise InputError(
-        f"upgraded from {old} to {new} with conflicts in {', '.join(names)}: edit and `git"
-        " add` these, then `git cherry-pick --continue` and `make setup` (`git cherry-pick"
-        " --abort` undoes the upgrade)"
-    )
+        _git(root, "cherry-pick", after)  # raises InputError with git's reason
+    then = "edit and `git add` these, then `git cherry-pick --continue` and `make setup`"
+    why = f"{then} (`git cherry-pick --abort` undoes the upgrade)"
+    raise InputError(f"upgraded from {old} to {new} with conflicts in {', '.join(names)}: {why}")
 
 
-def read_record(root: Path) -> Record:
+def read_record(root: Path) -> dict[str, Any]:
     """Returns the record of a project without uncommitted changes. Raises InputError otherwise."""
     try:
         record = json.loads((root / RECORD).read_text(encoding="utf-8"))
@@ -84,19 +75,17 @@ def read_record(root: Path) -> Record:
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         what = f"{root / RECORD}, the record of the template's version and the answers,"
         raise InputError(f"{what} cannot be read: {first_line(error)}") from error
-    if not _git(root, "ls-tree", "--name-only", "HEAD", RECORD, check=False):
-        how = "run `git init`, `git add --all` and `git commit` there"
-        raise InputError(f"{root} is not committed to git, which merges the upgrade: {how}")
+    _git(root, "cat-file", "-e", f"HEAD:./{RECORD}")  # raises InputError if the project is not committed
     if changed := _git(root, "status", "--porcelain", "--untracked-files=no"):
         name = changed.splitlines()[0].split(maxsplit=1)[-1]
         raise InputError(f"{name} has uncommitted changes: commit or stash them, then upgrade")
     return record
 
 
-def _commit(root: Path, record: Record, version: str, out: Path, *parent: str) -> str:
+def _commit(root: Path, record: dict[str, Any], version: str, commit: str, out: Path, *parent: str) -> str:
     """Renders a version; returns a commit of it, on no branch. Raises InputError if it fails."""
     clone = out.parent / "template"
-    _git(clone, "checkout", "--quiet", "--detach", version)
+    _git(clone, "checkout", "--quiet", "--detach", commit)
     command = [sys.executable, "-m", "cookiecutter", "--no-input", "--default-config", "--checkout", version]
     command += ["--output-dir", f"{out}/new", "--", str(clone), f"_origin={record['template']}"]
     for key, value in record["context"]["cookiecutter"].items():

@@ -3,56 +3,39 @@
 from __future__ import annotations
 
 import subprocess
-from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 from ....errors import InputError, first_line
 from ....plugins import registered
 from ..job import Job
 
 GROUP = "dist_template.launch_targets"
+Record = dict[str, Any]  # on: the target's name; id: the scheduler's of the job, or ""; hosts; ssh
 
 
-class Record(TypedDict):
-    """The content of a run's launch.json."""
+class Target:
+    """Base of the launchers and schedulers. `folder` is RUN/launch, `record` is launch.json's content.
 
-    on: str  # the target's name
-    id: str  # the scheduler's identifier of the job; "" from a launcher
-    hosts: list[str]
-    ssh: str
-
-
-class Target(ABC):
-    """A launcher or scheduler. `folder` is RUN/launch, `record` the content of its launch.json."""
+    `render` returns the files by name, `commands` the commands that start the job, `status` its
+    state; `stop` asks the run to save and exit with 75.
+    """
 
     on_hosts = False  # True: it starts the nodes that `cluster` names; False: a scheduler does
 
-    @abstractmethod
     def render(self, job: Job) -> dict[str, str]:
-        """Returns the files by name. Raises InputError if the target cannot run the job."""
+        raise NotImplementedError
 
-    @abstractmethod
     def commands(self, job: Job) -> list[list[str]]:
-        """Returns the commands that start the job."""
+        raise NotImplementedError
 
-    def check(self, job: Job) -> None:  # noqa: B027  (optional)
+    def check(self, job: Job) -> None:
         """Raises InputError if the job cannot start now; nothing is written yet."""
 
     def submit(self, job: Job) -> str:
-        """Starts the job, after its files are written. Returns the scheduler's identifier of it; a
-        launcher returns "" when all processes have ended. By default the command prints it.
-
-        Raises InputError if the job is refused, and Ended with another code than 0."""
+        """Starts the job. Returns the scheduler's identifier, which the command prints by default;
+        a launcher returns "" when all processes have ended, and raises Ended by another code than 0."""
         return ask(*self.commands(job)[0])
-
-    @abstractmethod
-    def status(self, record: Record, folder: Path) -> str:
-        """Returns the state of the job."""
-
-    @abstractmethod
-    def stop(self, record: Record, folder: Path) -> str:
-        """Asks the run to save and exit with 75; returns what was done."""
 
     def logs(self, record: Record, folder: Path) -> str:
         """Returns the output of the run: by default, of all `*.log` files in the folder."""
@@ -61,11 +44,7 @@ class Target(ABC):
 
 
 def ask(*words: str) -> str:
-    """Returns what a scheduler's command prints.
-
-    Raises:
-        InputError: the command is not installed here, or it fails.
-    """
+    """Returns what a scheduler's command prints. Raises InputError if it is not here, or fails."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
@@ -77,15 +56,8 @@ def ask(*words: str) -> str:
 
 
 def target(name: str) -> Target:
-    """Creates the target that is registered as `name`.
-
-    Raises:
-        InputError: no package registers it, or its package cannot be imported.
-    """
+    """Creates the target that is registered as `name`."""
     known = registered(GROUP)
     if name not in known:
         raise InputError(f"{name!r} is no target of launch; allowed are {', '.join(known)}")
-    try:
-        return known[name].load()()
-    except (ImportError, AttributeError, TypeError) as error:
-        raise InputError(f"target {name} ({known[name].value}) cannot be used: {error}") from error
+    return known[name].load()()

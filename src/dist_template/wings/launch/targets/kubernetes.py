@@ -20,20 +20,14 @@ from . import Record, Target, ask
 
 FILE, LABEL = "kubernetes.yaml", "dist-template/run"
 WORKDIR = PurePosixPath("/app")  # of the project's Dockerfile
-EXIT_S = 15  # from the end of a save to the end of the pod
 
 
 class Kubernetes(Target):
     """Objects of Kubernetes, applied and deleted by kubectl."""
 
     def render(self, job: Job) -> dict[str, str]:
-        """Returns the manifests.
-
-        Raises:
-            InputError: the image, the volume or the queue is not given, or a secret is, by its value.
-        """
-        _check_site(job)
-        _check_secrets(job)
+        """Returns the manifests. Raises InputError if something is not given, or a secret is, by its value."""
+        _check(job)
         words = {word: json.dumps(value) for word, value in _values(job).items()}
         template = Path(__file__).with_suffix(".template").read_text(encoding="utf-8")
         objects = yaml.safe_load(Template(template).substitute(words))[job.site.kubernetes.kind]
@@ -58,37 +52,30 @@ class Kubernetes(Target):
         return ask("kubectl", "delete", "--filename", str(folder / FILE))
 
 
-def _check_site(job: Job) -> None:
-    site, runs = job.site, job.run.parents[1]
-    inside = WORKDIR / (runs.relative_to(job.folder) if runs.is_relative_to(job.folder) else runs)
+def _check(job: Job) -> None:
+    site, runs = job.site, PurePosixPath(job.run.parents[1])
+    if runs.is_relative_to(job.folder):
+        runs = WORKDIR / runs.relative_to(job.folder)
     if not site.image:
         raise InputError("cluster.image is not given; give the image of the pods as REGISTRY/NAME")
-    has_runs = False
-    for mount in site.mounts:
-        if not re.fullmatch(r"[a-z0-9.-]+:/.*", mount):
-            what = "write each as CLAIM:/in/the/container"
-            raise InputError(f"cluster.mounts is {site.mounts}; {what}")
-        has_runs |= inside.is_relative_to(mount.partition(":")[2])
-    if not has_runs:
-        what = f"give one that all pods can write, as CLAIM:{inside}"
-        raise InputError(f"cluster.mounts has no volume for {inside}; {what}")
+    paths = [mount.partition(":")[2] for mount in site.mounts]
+    if not any(path and runs.is_relative_to(path) for path in paths):
+        what = f"give a volume that all pods can write, as CLAIM:{runs}"
+        raise InputError(f"cluster.mounts has no volume for {runs}; {what}")
     if site.kubernetes.gang and not site.partition:
         raise InputError("cluster.partition is not given; Kueue needs the name of a LocalQueue")
-
-
-def _check_secrets(job: Job) -> None:
-    for name, reference in job.site.kubernetes.secrets.items():
+    for name, reference in site.kubernetes.secrets.items():
         if not re.fullmatch(r"[a-z0-9.-]+/[\w.-]+", reference):  # its text may be the secret
-            key = f"cluster.kubernetes.secrets.{name}"
-            raise InputError(f"{key} is not a reference; give SECRET/KEY")
-    what = "put it into a Secret and name that in cluster.kubernetes.secrets"
-    for name, text in job.site.environment.items():
-        if redacted_command([f"--{name}={text}"]) != [f"--{name}={text}"]:
-            raise InputError(f"cluster.environment.{name} has a secret, which the manifest would show; {what}")
-    references = "--cluster.kubernetes.secrets."  # checked above
-    words = [word for word in job.arguments if not word.startswith(references)]
-    if redacted_command(words) != words:
-        raise InputError(f"the command has a secret, which the manifest would show; {what}")
+            raise InputError(f"cluster.kubernetes.secrets.{name} is not a reference; give SECRET/KEY")
+    words = [word for word in job.arguments if not word.startswith("--cluster.kubernetes.secrets.")]
+    for name, text in site.environment.items():
+        words.append(f"--cluster.environment.{name}={text}")
+    for word, shown in zip(words, redacted_command(words), strict=True):
+        if word != shown:
+            where, what = "the command", "put it into a Secret and name that in cluster.kubernetes.secrets"
+            if word.startswith("--"):
+                where = word.partition("=")[0]
+            raise InputError(f"{where} has a secret, which the manifest would show; {what}")
 
 
 def _values(job: Job) -> dict[str, object]:
@@ -96,10 +83,11 @@ def _values(job: Job) -> dict[str, object]:
     site, kubernetes, name = job.site, job.site.kubernetes, _name(job)
     first = f"{name}-0" if kubernetes.kind == "Job" else f"{name}-node-0-0"
     settings = {"NNODES": job.nodes, "NPROC": job.devices, "PYTHON": "python", **job.environment}
-    settings |= {"RDZV_ENDPOINT": f"{first}.{name}:{job.port}", "SHUTDOWN_TIMEOUT": max(site.save_s - EXIT_S, 1)}
-    environment: list[object] = [{"name": key, "value": str(value)} for key, value in settings.items()]
+    settings |= {"RDZV_ENDPOINT": f"{first}.{name}:{job.port}", "SHUTDOWN_TIMEOUT": max(site.save_s - 15, 1)}
     address = {"fieldRef": {"fieldPath": "status.podIP"}}
-    environment.append({"name": "LOCAL_ADDR", "valueFrom": address})
+    environment: list[object] = [{"name": "LOCAL_ADDR", "valueFrom": address}]
+    for key, value in settings.items():
+        environment.append({"name": key, "value": str(value)})
     for variable, reference in kubernetes.secrets.items():
         secret, _, key = reference.partition("/")
         environment.append({"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
@@ -129,4 +117,4 @@ def _values(job: Job) -> dict[str, object]:
 
 
 def _name(job: Job) -> str:
-    return "run-" + re.sub(r"[^a-z0-9]+", "-", job.run_id.lower()).strip("-")
+    return "run-" + re.sub(r"[^a-z0-9]+", "-", job.run.name.lower()).strip("-")

@@ -1,8 +1,7 @@
-"""Ray Train: a TorchTrainer whose workers each run one process of a verb.
+"""Ray Train: a TorchTrainer whose workers each start a process of a verb, with torchrun's variables.
 
-Lightning's strategies of Ray know no TP, EP or ZeRO, and Ray Train calls a worker's function in a
-thread, where Python handles no signals. So each worker starts a process with torchrun's variables;
-Ray places and restarts the workers, and a restarted run resumes from its own checkpoint.
+Ray calls a worker's function in a thread, where Python handles no signals. It places and restarts
+the workers; a restarted run resumes from its own checkpoint.
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ from importlib import import_module
 from ....cluster.launch import Variable
 from ....cluster.signals import end_with_parent
 from ....errors import Exit, require
+from ...values import free_port
 from ..job import Job
 from ..nodes import OnNodes, script
-
-MAX_RESTARTS = 3  # as in launch/torchrun.sh
-OTHERS_S = 7 * 86_400  # a worker whose process has exited waits for the other workers' processes
 
 
 class Ray(OnNodes):
@@ -32,10 +29,9 @@ class Ray(OnNodes):
 
     def render(self, job: Job) -> dict[str, str]:
         """Returns node.sh, whose command is the driver: `main` with the command of a process."""
-        device = "cpu" if job.accelerator == "cpu" else "gpu"
         settings = [f"{name}={value}" for name, value in job.environment.items()]
         process = ["env", f"--chdir={job.folder}", *settings, job.python, "-m", job.package, *job.arguments]
-        driver = [job.python, "-m", __name__, str(job.nodes * job.devices), device]
+        driver = [job.python, "-m", __name__, str(job.nodes * job.devices), job.accelerator]
         return script(job, shlex.join([*driver, *process]))
 
     def check(self, job: Job) -> None:
@@ -50,24 +46,19 @@ def main(workers: str, device: str, *process: str) -> int:
     trainer = torch.TorchTrainer(
         work,
         train_loop_config={"process": process, "launch": launch},
-        torch_config=torch.TorchConfig(backend="gloo", timeout_s=OTHERS_S),
-        scaling_config=train.ScalingConfig(num_workers=int(workers), use_gpu=device == "gpu"),
-        run_config=train.RunConfig(failure_config=train.FailureConfig(max_failures=MAX_RESTARTS)),
+        # a week: a worker whose process has exited waits for the other workers' processes
+        torch_config=torch.TorchConfig(backend="gloo", timeout_s=7 * 86_400),
+        scaling_config=train.ScalingConfig(num_workers=int(workers), use_gpu=device != "cpu"),
+        run_config=train.RunConfig(failure_config=train.FailureConfig(max_failures=3)),
     )
     return trainer.fit().return_value
 
 
 def work(config: Mapping[str, str]) -> int:
-    """Runs a process in a worker of Ray.
-
-    Raises:
-        RuntimeError: processes have failed; Ray restarts all workers.
-    """
+    """Runs a process in a worker of Ray, which restarts all workers after a RuntimeError."""
     import torch.distributed as dist
 
-    with socket.socket() as probe:  # MASTER_PORT is in use by Ray's own process group
-        probe.bind(("", 0))
-        port = [probe.getsockname()[1]]
+    port = [free_port()]  # MASTER_PORT is in use by Ray's own process group
     dist.broadcast_object_list(port)
     environment = os.environ | {"MASTER_PORT": str(port[0]), "GROUP_RANK": os.environ["NODE_RANK"]}
     environment |= {Variable.LAUNCH: config["launch"], "TORCHELASTIC_RUN_ID": config["launch"]}

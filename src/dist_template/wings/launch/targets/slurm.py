@@ -6,7 +6,6 @@ import re
 import shlex
 from pathlib import Path
 
-from ....errors import InputError
 from ..job import Job, exports, project_file
 from . import Record, Target, ask
 
@@ -15,11 +14,17 @@ class Slurm(Target):
     """A job of Slurm; launch/slurm.sh adds its sizes to the flags, and requeues it."""
 
     def render(self, job: Job) -> dict[str, str]:
-        """Returns job.sh."""
         text = Path(project_file("launch/slurm.sh")).read_text(encoding="utf-8")
         lines = ["#!/usr/bin/env bash"]
         lines += re.findall(r"^#SBATCH --(?!gpus-per-node).*$", text, re.MULTILINE)
-        settings = {"PYTHON": "python" if job.site.container else job.python, **_container(job)}
+        image, settings = job.site.image, {"PYTHON": "python" if job.site.container else job.python}
+        mounts = ",".join([f"{job.folder}:{job.folder}", *job.site.mounts])
+        if job.site.container == "pyxis":
+            flags = f"--container-image={image} --container-mounts={mounts}"
+            settings["SRUN_FLAGS"] = f"{flags} --container-workdir={job.folder}"
+        elif job.site.container:
+            gpu = "--nv " if job.accelerator == "cuda" else ""
+            settings["CONTAINER"] = f"apptainer exec {gpu}--bind {mounts} --pwd {job.folder} {image}"
         settings |= {"DIST_PACKAGE": job.package, **job.environment}
         lines += [f"cd {shlex.quote(str(job.folder))}", exports(settings)]
         lines.append("# Each task of an array is a run.")
@@ -30,7 +35,7 @@ class Slurm(Target):
     def commands(self, job: Job) -> list[list[str]]:
         """Returns the command with the job's sizes and cluster.options, by their long names."""
         site = job.site
-        options: dict[str, object] = {"job-name": f"{job.run.parent.name}-{job.run_id}"}
+        options: dict[str, object] = {"job-name": f"{job.run.parent.name}-{job.run.name}"}
         options |= {"output": f"{job.files}/slurm-%j.log", "signal": f"SIGUSR1@{site.save_s}"}
         options |= {"nodes": job.nodes, "ntasks-per-node": job.devices}
         if job.accelerator == "cuda" and "gres" not in site.options:
@@ -50,11 +55,9 @@ class Slurm(Target):
             job.require_data()
 
     def submit(self, job: Job) -> str:
-        """Submits job.sh; returns the job's number."""
         return super().submit(job).partition(";")[0]
 
     def status(self, record: Record, folder: Path) -> str:
-        """Returns the state of the job, as long as Slurm remembers it."""
         columns = ["-o", "%i %T, %M, %R"]
         return ask("squeue", "--noheader", "--states=all", f"--jobs={record['id']}", *columns)
 
@@ -65,18 +68,3 @@ class Slurm(Target):
         ask("scancel", "--state=PENDING", number)
         ask("scancel", "--signal=USR1", number)
         return f"job {number} was asked to save and exit"
-
-
-def _container(job: Job) -> dict[str, str]:
-    """Returns the settings of launch/slurm.sh that run the tasks in the image."""
-    if not job.site.container:
-        return {}
-    image, mounts = job.site.image, ",".join([f"{job.folder}:{job.folder}", *job.site.mounts])
-    if re.search(r"\s", f"{image}{mounts}"):
-        what = "launch/slurm.sh splits its words at blanks: rename them"
-        raise InputError(f"cluster.image, cluster.mounts or {job.folder} has a blank; {what}")
-    if job.site.container == "pyxis":
-        flags = f"--container-image={image} --container-mounts={mounts}"
-        return {"SRUN_FLAGS": f"{flags} --container-workdir={job.folder}"}
-    gpu = "--nv " if job.accelerator == "cuda" else ""
-    return {"CONTAINER": f"apptainer exec {gpu}--bind {mounts} --pwd {job.folder} {image}"}
