@@ -85,3 +85,17 @@ def _pyproject(import_name: str) -> Path | None:
 def normalized(name: str) -> str:
     """Returns the name of a package as indexes compare it (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def file_of(module: str) -> Path | None:
+    """Returns the source of a module; the packages that contain it are not imported."""
+    root, *parts = module.split(".")
+    spec = importlib.util.find_spec(root) if root else None
+    if spec and spec.origin and not parts:
+        return Path(spec.origin)
+    for folder in getattr(spec, "submodule_search_locations", None) or ():
+        path = Path(folder, *parts)
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+    return None

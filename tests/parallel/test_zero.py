@@ -181,8 +181,6 @@ def test_the_json_is_printed_alone_and_is_accepted_as_a_file(tmp_path: Path, cap
     (tmp_path / "ds.json").write_text(printed)
     tool.main(["deepspeed-config", *flags, f"--trainer.strategy.config={tmp_path}/ds.json"], OURS)
     assert capfd.readouterr().out == printed
-    with pytest.raises(InputError, match="does not use DeepSpeed"):
-        tool.main(["deepspeed-config", f"--config={CONFIGS}/pretrain.yaml", "--trainer.strategy=ddp"], OURS)
 
 
 @pytest.mark.slow
@@ -248,7 +246,7 @@ def test_zero3_gets_its_parameters_back_from_the_host(monkeypatch: pytest.Monkey
     strategy = ZeroStrategy(stage=3)
     module: Any = nn.BatchNorm1d(4)
     strategy._lightning_module = module
-    strategy.setup(SimpleNamespace())  # ty: ignore[invalid-argument-type]
+    strategy.setup(SimpleNamespace())
     assert asked == [torch.device("cuda", 1)] * 5, "two parameters, three buffers"
 
 

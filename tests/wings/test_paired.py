@@ -49,9 +49,11 @@ def test_the_interval_holds_the_planted_difference_and_needs_pairs() -> None:
     found = [paired.compare(*losses(rng, 100, 0.01)) for _ in range(SIMULATIONS)]
     held = sum(each.low <= 0.01 <= each.high for each in found)
     assert held >= SIMULATIONS * 0.9
-    name, run, *others = losses(rng, 100, 0.05)
-    apart = paired.compare(name, run[::-1], *others)
-    assert paired.compare(name, run, *others).verdict == "worse" and apart.verdict == "cannot tell", "by documents"
+    name, run, baseline, sizes, is_lower = losses(rng, 100, 0.05)
+    apart = paired.compare(name, run[::-1], baseline, sizes, is_lower)
+    assert paired.compare(name, run, baseline, sizes, is_lower).verdict == "worse" and apart.verdict == "cannot tell", (
+        "by documents"
+    )
 
 
 def test_verdicts_of_tasks_are_corrected_for_their_number() -> None:

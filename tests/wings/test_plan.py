@@ -242,8 +242,6 @@ FLAGS = [f"--model.architecture={json.dumps(LLAMA | {'vocab_size': 257})}", "--t
          "argument --devices: 'eight' is not allowed, give a whole number from 1 to 100,000;"
          f" `python -m {PACKAGE} plan --help` explains every flag"),
         (["--trainer.devices=auto", "--memory=80GB"], "trainer.devices is auto: give a node's devices, as --devices 8"),
-        (["--devices=8", "--memory=80GB", "--model.architecture.num_key_value_heads=3"],
-         "the model's num_attention_heads 4 is not a multiple of num_key_value_heads 3; edit model.architecture"),
         (["--devices=7", "--memory=80GB"],
          "data.global_batch_size 16 is not a multiple of 1 x 7 devices: edit it"),
     ],

@@ -7,14 +7,12 @@ The value of an entry point is "module", whose `main(argv, project)` runs the ve
 from __future__ import annotations
 
 import ast
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from pathlib import Path
 
 from ..errors import first_line
-from ..plugins import LIBRARY, registered
+from ..plugins import LIBRARY, file_of, registered
 from ..project import Project
 
 __all__ = ["verbs"]
@@ -44,10 +42,12 @@ class Verb:
         name, attribute = self.point.name, self.point.attr
         if name in TRAINING:
             return TRAINING[name]
+        file = file_of(self.point.module)
+        if file is None:
+            return f"(not found: {self.point.value})"
         try:
-            spec = importlib.util.find_spec(self.point.module)
-            module = ast.parse(Path(getattr(spec, "origin", None) or self.point.value).read_text(encoding="utf-8"))
-        except (ImportError, OSError, ValueError, SyntaxError) as error:  # starting the verb reports it in full
+            module = ast.parse(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, SyntaxError) as error:  # starting the verb reports it in full
             return f"(cannot be read: {first_line(error)})"
         text = ast.get_docstring(module) if not attribute else None
         for node in module.body:

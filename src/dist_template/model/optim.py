@@ -99,6 +99,8 @@ def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False
     try:
         return kind(groups, **arguments)
     except (TypeError, ValueError) as error:
+        if chosen is None:
+            raise InputError(f"model.optim: {reason(error)}") from error
         raise _refused("--optimizer", kind, error) from error
 
 

@@ -257,7 +257,7 @@ def test_a_stage_keeps_what_its_schedule_has_in_flight() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_micro_batches_in_flight_match_torchs_orders(schedule: str) -> None:
+def test_micro_batches_in_flight_match_torchs_orders(schedule: Any) -> None:
     moves = {"F": 1, "B": -1}
     for ranks, micro_batches in ((2, 4), (4, 8), (4, 16), (8, 32)):
         v = stages_per_rank(schedule, 3)

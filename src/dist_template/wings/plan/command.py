@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...errors import InputError
-from ...parallel.facts import STATE
+from ...parallel.estimates.facts import STATE
 from ...project import Project, program
 from ...table import Table
 from .. import sizes
