@@ -14,10 +14,10 @@ from .parallel.mesh import MeshStrategy
 from .parallel.mesh_sizes import ReplicaAxis, TensorAxis
 from .plugins import registered
 
-__all__ = ["MeshStrategy"]
+__all__ = ["MeshStrategy", "ZeroStrategy"]  # noqa: F822  (by __getattr__)
 
 GROUP = "dist_template.strategies"
-CLASSES: dict[str, Any] = {name: point.load() for name, point in registered(GROUP, taken=__all__).items()}
+CLASSES: dict[str, Any] = {name: point.load() for name, point in registered(GROUP, taken=["MeshStrategy"]).items()}
 
 
 def __getattr__(name: str) -> Any:

@@ -37,10 +37,6 @@ def mask_all_labels() -> None:
     _edit_batches(lambda batch: batch | {"labels": torch.full_like(batch["labels"], -100)})
 
 
-def mask_most_labels() -> None:
-    _edit_batches(lambda batch: batch | {"labels": batch["labels"].index_fill(1, torch.arange(1, 64), -100)})
-
-
 def read_slowly(seconds: float) -> None:
     _edit_batches(lambda batch: time.sleep(seconds) or batch)
 
@@ -349,7 +345,6 @@ FAULTS = [
              "model.balance.aux_loss_coef", says="too weak", plant=partial(collapse_router, 2)),
     # data
     Training("masked_labels", [], "labels_masked", says="mask covers", plant=mask_all_labels),
-    Training("mostly_masked_labels", [], "labels_masked", says="mask covers", plant=mask_most_labels),
     Training("damaged_documents", [QWEN3, EACH_STEP, *FOUR], "loss_spikes", says="samples", text="damaged"),
     # speed and memory
     Training("slow_rank", DDP, "slow_rank", says="The machine on ", ranks=2,

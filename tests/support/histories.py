@@ -185,7 +185,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         _loss(lambda done: noisy(np.full_like(done, 10.82), 0.002)),
         _loss(lambda done: noisy(np.full_like(done, 3.0), 0.002)),  # fine-tuning: the first loss is low
     ),
-    "labels_masked": (_metric("data/counted_share", flat(0.0)), _metric("data/counted_share", flat(0.2))),
+    "labels_masked": (_metric("train/loss", flat(0.0)), _metric("train/loss", flat(0.2))),
     "experts_unused": (
         _metric("moe/unused_experts", flat(0.6 * LAYERS * EXPERTS)),
         _metric("moe/unused_experts", flat(3.0)),

@@ -15,7 +15,6 @@ import yaml
 
 from dist_template import Project
 from dist_template.wings.ship.evaluate import evaluation, paired, tasks
-from tests.support.plotted import plotted
 from tests.support.runs import CONFIGS, SENTENCES, Workers, newest, only_run, run, run_in_subprocess, small
 from tests.support.strategies import flags_of, settings_of
 from tests.support.tiers import tiers
@@ -231,16 +230,3 @@ def test_processes_of_their_own_run_the_models_strategy(trained: Path) -> None:
     assert done.returncode == 0 and "better with" in done.stdout, done.stdout + done.stderr
     found, _ = found_in(trained)
     assert found["models"][0]["figures"]["bits_per_byte"] < found["models"][1]["figures"]["bits_per_byte"]
-
-
-def test_the_report_shows_the_newest_evaluation(trained: Path) -> None:
-    assert run("evaluate", str(trained), "--baseline=start") == 0
-    found, _ = found_in(trained)
-    assert run("report", str(trained)) == 0
-    page, text = ((trained / f"report.{kind}").read_text() for kind in ("html", "md"))
-    assert "Differences to the baseline" in page and found["comparisons"][0]["sentence"] in text
-    (plot,) = [one for one in plotted(page) if "error_x" in one["data"][0]]
-    trace, first = plot["data"][0], found["comparisons"][0]
-    percent = 100 / first["baseline"]
-    assert trace["y"] == ["loss", "bits_per_byte"] and trace["x"][0] == pytest.approx(first["difference"] * percent)
-    assert trace["error_x"]["array"][0] == pytest.approx((first["high"] - first["difference"]) * percent)

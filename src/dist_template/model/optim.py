@@ -98,7 +98,7 @@ def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False
         kind = mixed(kind)
     try:
         return kind(groups, **arguments)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NotImplementedError) as error:
         if chosen is None:
             raise InputError(f"model.optim: {reason(error)}") from error
         raise _refused("--optimizer", kind, error) from error
@@ -144,7 +144,7 @@ def build_schedule(
         kind = resolve_name(chosen["class_path"])
         try:
             scheduler = kind(optimizer, **chosen["init_args"])
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, NotImplementedError) as error:
             raise _refused("--lr_scheduler", kind, error) from error
     if config.waits_for_validation:
         if scheduler is None:

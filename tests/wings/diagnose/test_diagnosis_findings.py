@@ -46,7 +46,7 @@ def test_a_rule_that_raises_becomes_a_finding(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_findings_are_sorted_and_consequences_are_dropped() -> None:
-    columns: dict[str, Any] = {"data/counted_share": flat(0.0), "train/loss": flat(10.8)}
+    columns: dict[str, Any] = {"train/loss": flat(0.0)}
     columns["perf/data_wait_share"] = flat(0.2)
     findings = engine.diagnose(a_run(columns=columns, config={"trainer.precision": "32-true"}))
     assert [each.rule for each in findings] == ["labels_masked", "fp32_on_gpu", "waits_for_data"]

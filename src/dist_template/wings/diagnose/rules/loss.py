@@ -22,7 +22,7 @@ SPIKE_SIGMAS, SPIKE_SHARE = 6.0, 0.15  # above the running median: in noise, and
 WIDTH = 9  # log steps of a running median
 ISOLATED = 0.7  # of the spikes' log steps have no spike next to them
 NO_DECREASE = 0.03  # of the first loss: any sensible learning rate decreases it by more
-FEW_LABELS = 0.05  # share of the labels; instruction data with long prompts have a tenth and more
+
 UNTRAINED = 0.8  # of ln(vocabulary): an untrained model has a higher loss
 
 
@@ -140,12 +140,9 @@ def _why_not_decreasing(history: History) -> Iterator[Cause]:
 
 
 def labels_masked(history: History) -> Iterator[Finding]:
-    counted = expected.metric(history, "data/counted_share")
+    """A loss of exactly 0 is a sum over no labels."""
     loss = expected.metric(history, "train/loss")
-    share = robust.median(counted.values)  # NaN without values
-    if len(loss) >= 3 and not robust.median(abs(loss.values)):
-        share = 0.0  # a loss of exactly 0 is a sum over no labels
-    if not share < FEW_LABELS:
+    if len(loss) < 3 or robust.median(abs(loss.values)):
         return
     longer = []
     if length := history.key("data.seq_len"):
@@ -155,6 +152,5 @@ def labels_masked(history: History) -> Iterator[Finding]:
         Cause("The markers of the chat template were not found: all text is masked as the prompt."),
         Cause("seq_len truncates the answers.", longer),
     ]
-    evidence, explains = f"{share:.2%} of the labels are not -100.", ("loss_not_decreasing",)
-    level, title = ("warning", "few labels count") if share else ("error", "no label counts")
-    yield Finding("labels_masked", level, "certain", title, evidence, causes, explains=explains)
+    explains = ("loss_not_decreasing",)
+    yield Finding("labels_masked", "error", "certain", "no label counts", "The loss is 0.", causes, explains=explains)

@@ -79,10 +79,9 @@ def slow_rank(history: History) -> Iterator[Finding]:
     host = f" on {hosts[rank]}" if rank < len(hosts) else ""
     causes = [
         Cause(f"The machine{host} runs another job, or has a failing disk or too few cores."),
+        Cause("Its GPU is throttled: cooling or power; `nvidia-smi -q -d PERFORMANCE` there names the reason."),
         Cause("Its shard of the data takes longer: longer rows, or a slower disk."),
     ]
-    if robust.tail(expected.metric(history, "gpu/throttled")) > 0:  # NaN without GPUs
-        causes.insert(0, Cause("Its GPU is throttled: cooling or power (gpu/temperature_c)."))
     evidence = f"Rank {rank}{host} takes {times:.2f} times the median rank's own time, and was the slowest at"
     evidence += f" {counts.max()} of {len(which)} log steps."
     confidence = "certain" if same >= ALWAYS_SAME_RANK and times > 1.5 else "likely"
