@@ -118,7 +118,7 @@ PLANTS = [
     Plant(faults.rank_killed, ("rank 1: killed", "device 1 has fallen off the bus")),
     Plant(faults.crash_in_c, ("rank 1", "Segmentation fault", "read_address_zero")),
     Plant(faults.error_on_one_rank, ("rank 1: ValueError: no such shard", FAULTS)),
-    Plant(faults.hang, ("rank 1 is stalled: step 2, micro-batch 1", FAULTS, "rank 0 waits for it")),
+    Plant(faults.hang, ("rank 1 is stalled: step 2, micro-batch 1", FAULTS, "rank 0 is waiting for it")),
     Plant(faults.collective_on_one_rank, (FAULTS,)),
     Plant(faults.random_state_not_saved, ("another random state", "dropout"), model=DROPPED, **RESUMED),
     Plant(faults.counter_in_python, ("no checkpoint holds num_calls",), **RESUMED),
