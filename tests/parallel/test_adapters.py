@@ -79,6 +79,9 @@ def test_each_rank_holds_its_share_of_adapted_experts(train: Trainings, strategy
 VARIANTS = {
     "recomputed experts": ("experts", "fsdp2_ep", "--model.blocks.checkpointing=full"),
     "loss in chunks": ("llama", "fsdp2_tp", "--model.loss_chunk=16"),
+    "scaled by the root of the rank": ("attention", "tp", "--model.adapter.rslora=true"),
+    "DoRA": ("llama", "fsdp2", "--model.adapter.dora=true"),
+    "DoRA under ZeRO-3": ("llama", "zero3", "--model.adapter.dora=true"),
     **{f"4 bits, {name}": ("llama", name, "--model.adapter.quantize=nf4") for name in OFFLOADED},
     **{
         f"one stacked parameter, {name}": ("experts", name, "--model.adapter.targets=[gate_up_proj]")

@@ -144,6 +144,10 @@ def test_the_reference_stays_as_it_was_and_is_not_saved(train: Trainings, strate
     (state,) = saved["optimizer_states"]
     assert not [name for name in state["state"] if "reference" in name]
     assert saved[REFERENCE]["sha256"] and "frozen_base" not in saved
+    without = train.run("copy", strategy, "--model.preference.loss=simpo").check()
+    assert without.loss[1] != pytest.approx(0.693147, abs=1e-3), "simpo has no reference"
+    sizes = [sum(file.stat().st_size for file in newest(r.run).rglob("*.*")) for r in (record, without)]
+    assert sizes[0] < 1.02 * sizes[1]
 
 
 @pytest.mark.slow

@@ -152,11 +152,12 @@ def test_a_configuration_error_is_one_sentence(case: str, flags: list[str], capf
     assert re.search(sentence, error), error
 
 
-def test_four_bits_with_tensor_parallelism_are_refused() -> None:
-    module, strategy = LanguageModule(adapter=AdapterConfig(quantize="nf4")), MeshStrategy(tp_size=2)
+@pytest.mark.parametrize(("key", "value"), [("quantize", "nf4"), ("dora", True)])
+def test_four_bits_and_dora_with_tensor_parallelism_are_refused(key: str, value: Any) -> None:
+    module, strategy = LanguageModule(adapter=AdapterConfig(**{key: value})), MeshStrategy(tp_size=2)
     trainer: dict[str, Any] = {"strategy": strategy, "max_steps": 1000}
     (found,) = violations(Machine("cuda", 8), trainer, module, DataModule(), trains=False)
-    assert re.search("quantize does not work with tensor parallelism: .*tp_size 2 to 1", found), found
+    assert re.search(f"{key} does not work with tensor parallelism: .*tp_size 2 to 1", found), found
 
 
 def test_dropout_of_experts_and_another_kind_of_model_are_refused() -> None:

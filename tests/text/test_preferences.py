@@ -134,7 +134,15 @@ def test_a_held_out_pair_is_shown_with_its_chosen_answer(tmp_path: Path) -> None
     assert known[decode(prompt)] == decode(answer)
 
 
-def test_the_loss_is_the_papers() -> None:
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ("dpo", -math.log(1 / (1 + math.exp(-0.5 * (-3.0 + 5.0))))),
+        ("ipo", ((-3.0 / 2 + 5.0) - 1.0) ** 2),
+        ("simpo", -math.log(1 / (1 + math.exp(-(0.5 * (-2.0 + 7.0) - 0.5))))),
+    ],
+)
+def test_the_losses_are_those_of_their_papers(loss: Any, expected: float) -> None:
     """A chosen answer of 2 tokens and a rejected one of 1, of a model whose logits are given."""
     log_probabilities = torch.tensor([-9.0, -1.0, -3.0, -9.0, -7.0])  # of labels; -9: not counted
     labels = torch.tensor([[NOT_COUNTED, 0, 0, NOT_COUNTED, 0]])
@@ -153,9 +161,9 @@ def test_the_loss_is_the_papers() -> None:
 
     module = Module(
         model=Model(log_probabilities), reference=Model(reference.clamp(max=-1e-9)),
-        balancer=SimpleNamespace(counts_now=True), preference=PreferenceConfig(beta=0.5),
+        balancer=SimpleNamespace(counts_now=True), preference=PreferenceConfig(loss=loss, beta=0.5),
     )  # fmt: skip
     sums = pair_sums(module, batch)
-    assert sums["loss"].item() == pytest.approx(-math.log(1 / (1 + math.exp(-0.5 * (-3.0 + 5.0)))), rel=1e-5)
+    assert sums["loss"].item() == pytest.approx(expected, rel=1e-5)
     assert sums["rewards/accuracy"].item() == 1
     assert module.model.values is log_probabilities and module.balancer.counts_now

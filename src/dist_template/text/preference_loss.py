@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +28,18 @@ from .batches.rows import PAIRS
 
 @dataclass
 class PreferenceConfig:
-    """The loss of pairs, DPO (arXiv:2305.18290), with data.source Preferences.
+    """The loss of pairs, with data.source Preferences.
 
     Args:
+        loss: dpo (arXiv:2305.18290). ipo (arXiv:2310.12036), which bounds the difference. simpo (arXiv:2405.14734),
+            which has no reference. ipo and simpo compare means per token.
         beta: Scale of the rewards: a larger one keeps the model closer to the reference.
+        margin: Of simpo alone: by how much the chosen answer's reward has to be larger.
     """
 
+    loss: Literal["dpo", "ipo", "simpo"] = "dpo"
     beta: float = 0.1
+    margin: float = 0.5
 
 
 def has_pairs(data: object) -> bool:
@@ -42,10 +47,10 @@ def has_pairs(data: object) -> bool:
 
 
 def add_reference(module: Any) -> None:
-    """Gives `module` a copy as its reference, if the data are pairs and no adapters can be switched off."""
+    """Gives `module` a copy as its reference, if the loss needs one and no adapters can be switched off."""
     module.reference = None
     has_base = module.adapter is not None and not module.adapter.trainable
-    if has_base or not has_pairs(module.data):
+    if has_base or not has_pairs(module.data) or module.preference.loss == "simpo":
         return
 
     def build() -> nn.Module:
@@ -64,13 +69,24 @@ def pair_sums(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
     A reward is beta times the log-ratio of an answer's probabilities, model to reference.
     """
-    with _as_reference(module), torch.no_grad():
-        reference = _log_probabilities(module, batch)
-    scores = _log_probabilities(module, batch) - reference  # (P, 2)
-    beta = module.preference.beta
-    chosen, rejected = (beta * scores.detach()).unbind(1)
+    config = module.preference
+    reference: Tensor | float = 0.0
+    if config.loss != "simpo":
+        with _as_reference(module), torch.no_grad():
+            reference, _ = _log_probabilities(module, batch)
+    scores, lengths = _log_probabilities(module, batch)  # (P, 2) each
+    scores = scores - reference
+    if config.loss != "dpo":
+        scores = scores / lengths
+    difference = scores[:, 0] - scores[:, 1]
+    if config.loss == "ipo":
+        losses = (difference - 1 / (2 * config.beta)).square()
+    else:
+        margin = config.margin if config.loss == "simpo" else 0.0
+        losses = -F.logsigmoid(config.beta * difference - margin)
+    chosen, rejected = (config.beta * scores.detach()).unbind(1)
     return {
-        "loss": -F.logsigmoid(beta * (scores[:, 0] - scores[:, 1])).sum(),
+        "loss": losses.sum(),
         "rewards/chosen": chosen.sum(),
         "rewards/rejected": rejected.sum(),
         "rewards/margin": (chosen - rejected).sum(),
@@ -78,15 +94,15 @@ def pair_sums(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _log_probabilities(module: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Returns the log-probability (P, 2) of each pair's answers."""
+def _log_probabilities(module: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the log-probability (P, 2) of each pair's answers, and their numbers of tokens."""
     labels = batch["labels"].flatten()
     logits = module(batch).float().flatten(0, 1)
     log_probabilities = -F.cross_entropy(logits, labels, reduction="none")  # 0 for label -100
     position = torch.arange(len(labels), device=labels.device)
     edges = batch[PAIRS].unsqueeze(-1)  # (P, 3, 1)
     inside = (edges[:, :2] <= position) & (position < edges[:, 1:])  # (P, 2, B x T)
-    return (inside * log_probabilities).sum(-1)
+    return (inside * log_probabilities).sum(-1), (inside & (labels != -100)).sum(-1)
 
 
 @contextmanager

@@ -46,8 +46,11 @@ class AdapterConfig:
             a longer name (layers.0.self_attn.q_proj) selects one layer. all-linear: all of them but the output layer,
             routers, and layers whose weight a kernel reads (out_proj of Mamba).
         rank: Width of the adapters.
-        alpha: Scale of the update: alpha / rank.
+        alpha: Scale of the update: alpha / rank, or with rslora alpha / sqrt(rank).
         dropout: Dropout probability of an adapter's input. 0: off, as it must be for experts.
+        rslora: Scale by the square root of the rank, which keeps large ranks stable.
+        dora: Learn the length of each output row besides its direction (DoRA); not under tensor
+            parallelism and not for experts.
         trainable: Names of modules that are trained in full besides, such as [embed_tokens, lm_head, norm].
         quantize: nf4 stores the frozen linear layers, but for the output layer and stacked experts,
             in 4 bits with double quantization (QLoRA); not under tensor parallelism. null: off.
@@ -57,6 +60,8 @@ class AdapterConfig:
     rank: int = 8
     alpha: float = 16.0
     dropout: float = 0.0
+    rslora: bool = False
+    dora: bool = False
     trainable: list[str] = field(default_factory=list)
     quantize: Literal["nf4"] | None = None
 
@@ -79,6 +84,8 @@ def add_adapters(model: Any, config: AdapterConfig) -> PreTrainedModel:
         r=config.rank,
         lora_alpha=config.alpha,  # ty: ignore[invalid-argument-type]
         lora_dropout=config.dropout,
+        use_rslora=config.rslora,
+        use_dora=config.dora,
         fan_in_fan_out=CONV1D in [type(layer).__name__ for layer in model.modules()],
         target_modules=modules,
         target_parameters=parameters,
@@ -182,7 +189,7 @@ def _rewrite_plans(model: PreTrainedModel) -> None:
 def proof_axes(config: AdapterConfig) -> list[str]:
     """Names adapters in the table of proven models: "lora", with the values that differ."""
     default, others = AdapterConfig(), []
-    for key in ("targets", "trainable", "quantize"):  # each value needs its own proof
+    for key in ("targets", "dora", "trainable", "quantize"):  # each value needs its own proof
         if (value := getattr(config, key)) != getattr(default, key):
             others.append(f"{key} {value}")
     return ["lora with " + ", ".join(others)] if others else ["lora"]
