@@ -53,12 +53,13 @@ def restarted(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.slow
-def test_tensorboard_has_every_metric_after_a_resume(restarted: Path) -> None:
+def test_tensorboard_has_every_metric_once_per_step_after_a_resume(restarted: Path) -> None:
     points, expected = read_back.tensorboard_points(restarted), read_back.metrics(restarted)
     assert set(points["train/loss"]) == set(range(1, 11)) and set(points["eval/loss"]) == {0, 5, 10}
     for step, metrics in expected.items():
         shown = {name: points[name][step][-1] for name in metrics}
         assert shown == pytest.approx(metrics, rel=1e-6, nan_ok=True), step  # TensorBoard has float32
+    assert all(len(values) == 1 for values in points["train/loss"].values()), "a step is there twice"
 
 
 @pytest.mark.slow
@@ -76,13 +77,15 @@ def test_wandb_continues_the_run_with_every_metric_configuration_commit_and_comm
 
 
 @pytest.mark.slow
-def test_tensorboard_has_the_configuration(restarted: Path) -> None:
+def test_tensorboard_has_the_configuration_and_the_samples(restarted: Path) -> None:
     events = read_back.tensorboard(restarted)
     texts = {
         tag.removesuffix("/text_summary"): tag for tag in events.Tags()["tensors"] if tag.endswith("/text_summary")
     }
+    assert {"run/config", "eval/sample"} <= set(texts)
     config = events.Tensors(texts["run/config"])[-1].tensor_proto.string_val[0].decode()
     assert "global_batch_size: 4" in config
+    assert {sample.step for sample in events.Tensors(texts["eval/sample"])} == {5, 10}
 
 
 @pytest.mark.slow

@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from dist_template.observe.loggers import wandb
-from dist_template.observe.loggers.wandb import WandB
+from dist_template import Ended
+from dist_template.errors import Exit
+from dist_template.observe.loggers.wandb import Uploads, WandB
+from dist_template.wings.diagnose import Finding, read_run
+from dist_template.wings.diagnose import callback as diagnosis
 from tests.support import read_back
 from tests.support.wandb_service import Service
+from tests.support.written import falling, write_run
 
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[Service]:
-    import wandb as library
+    import wandb
 
-    library.teardown()  # what an earlier test set up in this process
+    wandb.teardown()  # what an earlier test set up in this process
     service = Service()
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", service.url)
     yield service
-    library.teardown()
+    wandb.teardown()
     service.close()
 
 
-def started(run: Path) -> WandB:
-    logger = WandB("p", str(run))
+def started(run: Path, init_timeout_s: float = 20, finish_timeout_s: float = 20) -> WandB:
+    logger = WandB("p", str(run), init_timeout_s=init_timeout_s, finish_timeout_s=finish_timeout_s)
     logger.log_hyperparams({"data": {"seq_len": 32}})
     return logger
 
@@ -45,10 +52,10 @@ def log(logger: WandB, steps: range) -> None:
 
 def exit_process() -> None:
     """What wandb does when the process exits."""
-    import wandb as library
+    import wandb
 
-    library.finish()
-    library.teardown()
+    wandb.finish()
+    wandb.teardown()
 
 
 @pytest.mark.slow
@@ -64,18 +71,16 @@ def test_a_resumed_run_continues_as_the_same_run_online(tmp_path: Path, service:
     assert [line["_step"] for line in lines] == sorted({line["_step"] for line in lines}), "W&B dropped none"
 
 
-def test_a_service_that_goes_away_neither_stops_nor_delays_training(
-    tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wandb, "FINISH_TIMEOUT_S", 3.0)
-    log(logger := started(tmp_path / "one"), range(1, 4))
+def test_a_service_that_goes_away_neither_stops_nor_delays_training(tmp_path: Path, service: Service) -> None:
+    log(logger := started(tmp_path / "one", finish_timeout_s=3), range(1, 4))
     service.is_away = True
     begun = time.monotonic()
     log(logger, range(4, 7))
+    logger.log_sample("text", 6)
     assert time.monotonic() - begun < 20, "training waited"
     logger.finalize("success")
     exit_process()
-    assert time.monotonic() - begun < 60, "FINISH_TIMEOUT_S is 3"
+    assert time.monotonic() - begun < 60, "finish_timeout_s is 3"
     assert set(read_back.wandb_points(tmp_path / "one")["train/loss"]) == set(range(1, 7)), "it can be synced later"
 
 
@@ -86,9 +91,8 @@ import time
 import psutil
 from dist_template.cluster.exit import exit_process, skip_finalization
 skip_finalization()
-from dist_template.observe.loggers import wandb
-wandb.FINISH_TIMEOUT_S = 3.0
-logger = wandb.WandB("p", {str(tmp_path / "one")!r})
+from dist_template.observe.loggers.wandb import Uploads, WandB
+logger = WandB("p", {str(tmp_path / "one")!r}, finish_timeout_s=3)
 for step in range(1, 43):
     logger.log_metrics({{"train/loss": 1.0}}, step)
     time.sleep(0.05 if step > 3 else 0)  # a thread of wandb's notices that the connection has ended
@@ -101,22 +105,123 @@ exit_process(0)"""
     assert ended.stderr.count("UserWarning: W&B has failed (") == 1, ended.stderr
 
 
-def test_without_a_service_at_the_start_training_continues(
+def test_without_a_service_at_the_start_wandb_logs_offline(
     tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # no service listens there
-    monkeypatch.setattr(wandb, "INIT_TIMEOUT_S", 3.0)
-    with pytest.warns(UserWarning, match="training continues without it") as warned:
-        log(logger := started(tmp_path / "one"), range(1, 7))
-    assert len([each for each in warned if "continues without" in str(each.message)]) == 1
+    with pytest.warns(UserWarning, match="logging offline"):
+        log(logger := started(tmp_path / "one", init_timeout_s=3), range(1, 7))
     logger.finalize("success")
     exit_process()
+    assert set(read_back.wandb_points(tmp_path / "one")["train/loss"]) == set(range(1, 7))
+
+
+class FakeRun:
+    """Accepts artifacts, each once `may` is set."""
+
+    id = "r"
+
+    def __init__(self) -> None:
+        self.taken: list[dict[str, Any]] = []
+        self.alerts: list[tuple[str, ...]] = []
+        self.outlived: list[str] = []
+        self.may = threading.Event()
+
+    def log_artifact(self, artifact: Any, aliases: list[str]) -> None:
+        object.__setattr__(artifact, "wait", lambda _: self._wait(artifact))
+        paths = {name: entry.local_path for name, entry in artifact.manifest.entries.items()}
+        read = {name: Path(path).read_text() for name, path in paths.items()}
+        self.taken.append({"name": artifact.name, "aliases": aliases, "files": read})
+
+    def _wait(self, artifact: Any) -> None:
+        assert self.may.wait(120)
+        self.outlived += [Path(entry.local_path).read_text() for entry in artifact.manifest.entries.values()]
+
+    def alert(self, *message: str) -> None:
+        self.alerts.append(message)
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+
+def checkpoint(folder: Path, name: str) -> Path:
+    (folder / name / "part").mkdir(parents=True)
+    (folder / name / "part" / "weights").write_text(name)
+    return folder / name
+
+
+def test_checkpoints_are_uploaded_in_the_background_and_may_be_deleted_meanwhile(tmp_path: Path) -> None:
+    fake, uploads = FakeRun(), Uploads()
+    for step in (1, 2, 3):  # 1 is being uploaded, 2 waits until 3 replaces it
+        path = checkpoint(tmp_path, f"step{step}.ckpt")
+        uploads.add(fake, path, "last")
+        while step == 1 and not fake.taken:
+            time.sleep(0.01)
+        if step < 3:
+            shutil.rmtree(path)
+    uploads.add(fake, checkpoint(tmp_path, "best-step3.ckpt"), "best")
+    with pytest.warns(UserWarning, match="has not received all"):
+        uploads.wait(0.05)
+    fake.may.set()
+    uploads.wait(10)
+    assert [each["aliases"][1] for each in fake.taken] == ["step1", "best-step3", "step3"]
+    assert [each["files"]["part/weights"] for each in fake.taken] == ["step1.ckpt", "best-step3.ckpt", "step3.ckpt"]
+    assert fake.outlived == ["step1.ckpt", "best-step3.ckpt", "step3.ckpt"], "read after the checkpoint was deleted"
+    assert not (tmp_path / ".uploads").exists()
+
+
+def logger_of(fake: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> WandB:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    logger = WandB("p", str(tmp_path / "r"), **arguments)
+    logger._experiment = fake  # ty: ignore[invalid-assignment]
+    return logger
+
+
+def test_the_option_artifacts_selects_the_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, expected in {"none": 0, "best": 1, "last": 1, "all": 2}.items():
+        fake = FakeRun()
+        fake.may.set()
+        logger = logger_of(fake, tmp_path, monkeypatch, artifacts=kind)
+        for name in ("step1.ckpt", "best-step1.ckpt"):
+            logger.on_checkpoint(checkpoint(tmp_path / kind, name))
+        logger._uploads.wait(10)
+        assert len(fake.taken) == expected, kind
+
+
+def test_alerts_report_the_end_a_crash_and_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeRun()
+    logger = logger_of(fake, tmp_path, monkeypatch, alerts=True)
+    logger._trains = True
+    logger.finalize("success")
+    logger.finalize("success")  # of the validation after training
+    for error in RuntimeError("out of luck\nmore"), Ended(Exit.REQUEUE, "preempted"):
+        try:
+            raise error
+        except Exception:
+            logger.finalize("failed")
+    assert fake.alerts == [
+        ("training has finished", "r", "INFO"),
+        ("training has failed", "r: RuntimeError: out of luck", "ERROR"),
+        ("training was interrupted", "r: preempted", "WARN"),
+    ]
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_alerts_report_findings_of_level_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+    error, warning = Finding("a", "error", "certain", "t" * 70, "why"), Finding("b", "warning", "likely", "", "")
+    fake = FakeRun()
+    loggers = [SimpleNamespace(), logger_of(fake, tmp_path, monkeypatch, alerts=enabled)]
+    monkeypatch.setattr(diagnosis, "diagnose", lambda _: [error, warning])
+    callback = diagnosis.Diagnosis(folder=str(tmp_path))
+    callback._history = read_run(write_run(tmp_path / "a" / "1", falling(3)))
+    trainer: Any = SimpleNamespace(global_step=1, callbacks=[], loggers=loggers)
+    for _ in range(2):
+        callback._diagnose(trainer)
+    assert fake.alerts == [("t" * 63, "why", "ERROR")] * enabled
 
 
 def test_an_error_of_wandb_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "online")
-    logger = WandB("p", str(tmp_path / "r"))
-    logger._experiment = SimpleNamespace()  # ty: ignore[invalid-assignment]  (it has no `log`)
+    logger = logger_of(FakeRun(), tmp_path, monkeypatch)  # it has no `log`
     with pytest.warns(UserWarning, match="continues without it") as warned:
         logger.log_metrics({"train/loss": 1.0}, step=1)
         logger.log_metrics({"train/loss": 1.0}, step=2)

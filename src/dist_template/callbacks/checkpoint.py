@@ -22,6 +22,7 @@ from ..compat.lightning import accumulates
 from ..errors import Ended, Exit, InputError, check_least
 from ..project import has_command_line, in_run
 from ..records import GIB
+from .training_log import call
 
 
 class LastCheckpoint(Checkpoint):
@@ -137,15 +138,15 @@ class LastCheckpoint(Checkpoint):
     def _save(self, trainer: L.Trainer, is_last: bool = False) -> None:
         path = self.folder / manifest.name(trainer.global_step)
         _flush_loggers(trainer)
-        self._conclude(path, partial(commit.save, trainer, path), is_last)
+        self._conclude(trainer, path, partial(commit.save, trainer, path), is_last)
 
     def _settle(self, trainer: L.Trainer) -> None:
         """Waits for the save in the background, if there is one; on all ranks at the same step."""
         if self._saver is not None and self._pending is not None:
             path, self._pending = self._pending, None
-            self._conclude(path, self._saver.wait)
+            self._conclude(trainer, path, self._saver.wait)
 
-    def _conclude(self, path: Path, save: Callable[[], None], is_last: bool = False) -> None:
+    def _conclude(self, trainer: L.Trainer, path: Path, save: Callable[[], None], is_last: bool = False) -> None:
         """Calls `save` for `path` and deletes older checkpoints, or reports why it failed."""
         try:
             save()
@@ -156,6 +157,7 @@ class LastCheckpoint(Checkpoint):
             rank_zero_warn(f"{sentence}; training continues")
             return
         self.saved_step = manifest.step_of(path)
+        call(trainer.loggers, "on_checkpoint", path)
         if weights.is_rank_zero():
             for old in outdated(path, self.keep):
                 commit.remove(old)
@@ -245,6 +247,7 @@ class BestCheckpoint(Checkpoint):
         except commit.SaveError as error:
             rank_zero_warn(f"{_failure(path, error)}; training continues")
             return
+        call(trainer.loggers, "on_checkpoint", path)
         if trainer.is_global_zero:
             for worse in manifest.ranked(self.folder, self.mode)[self.keep :]:
                 commit.remove(worse)

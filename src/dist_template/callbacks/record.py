@@ -24,6 +24,7 @@ from ..model.flops import peak, text_config
 from ..observe.history.run import CONFIG, DEFAULTS, ENVIRONMENT, FACTS, without_folder
 from ..parallel import run_strategy
 from ..records import write_atomically
+from .training_log import call
 
 Facts = dict[str, Any]
 
@@ -56,6 +57,10 @@ class Record(Callback):
         write_atomically(self.folder / ENVIRONMENT, json.dumps(env, indent=2), keep_earlier=True)
         for logger in trainer.loggers:
             logger.log_hyperparams(self.config | {"environment": env, "facts": facts})
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_step:
+            call(trainer.loggers, "on_resume", trainer.global_step)
 
 
 def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> Facts:

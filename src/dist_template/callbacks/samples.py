@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 
 from ..model.any_module import data_of
 from .console import only_shows
+from .training_log import call
 
 CONVERSATIONS = 2  # of the validation split
 
@@ -53,3 +54,4 @@ class Samples(Callback):
             return
         with open(f"{self.folder}/samples.txt", "a", encoding="utf-8") as file:
             file.write(f"--- step {trainer.global_step}\n{text}\n")
+        call(trainer.loggers, "log_sample", text, trainer.global_step)

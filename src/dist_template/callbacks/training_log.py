@@ -40,7 +40,7 @@ class TrainingLog(Callback):
         if accumulates(trainer) or not logs(trainer, trainer.global_step):
             return
         callbacks, buffer = callbacks_of(trainer), metrics_of(pl_module)
-        _call(callbacks, "before_log_step", trainer, pl_module)
+        call(callbacks, "before_log_step", trainer, pl_module)
         rank, ranks = trainer.global_rank, trainer.world_size
         agree = run_strategy(trainer.strategy).layers.all_names
         metrics = buffer.read(_sum_over_ranks, pl_module.device, rank, ranks, agree)
@@ -50,10 +50,10 @@ class TrainingLog(Callback):
         metrics["train/learning_rate"] = trainer.optimizers[0].param_groups[0]["lr"]
         buffer.latest = metrics
         place = callbacks.index(self)
-        _call(callbacks[:place], "on_log_step", trainer, pl_module, metrics)
+        call(callbacks[:place], "on_log_step", trainer, pl_module, metrics)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
-        _call(callbacks[place:], "on_log_step", trainer, pl_module, metrics)
+        call(callbacks[place:], "on_log_step", trainer, pl_module, metrics)
 
 
 def _sum_over_ranks(vector: Tensor) -> Tensor:
@@ -63,7 +63,9 @@ def _sum_over_ranks(vector: Tensor) -> Tensor:
     return vector
 
 
-def _call(callbacks: list[Any], hook: str, *args: Any) -> None:
-    for callback in callbacks:
-        if hasattr(callback, hook):
-            getattr(callback, hook)(*args)
+def call(receivers: list[Any], hook: str, *args: Any) -> None:
+    """Calls the method `hook` of each callback or logger that has it. A logger may have `log_sample(text, step)`,
+    `on_checkpoint(path)` of a committed one, `on_resume(step)` and `alert(title, text, level)`."""
+    for receiver in receivers:
+        if hasattr(receiver, hook):
+            getattr(receiver, hook)(*args)

@@ -47,7 +47,8 @@ RULES = (  # what is allowed, least, most, keys
     ("1 to 65,536", 1, 65_536, "model.sample_tokens model.adapter.rank"),
     ("0 to 1,024", 0, 1024, "data.num_workers"),
     ("4 to 1,000,000", 4, 1_000_000, "numerics.spike_window"),
-    ("0 to 100,000,000 seconds", 0, 1e8, """watchdog.timeout_s watchdog.start_timeout_s"""),
+    ("0 to 100,000,000 seconds", 0, 1e8, """watchdog.timeout_s watchdog.start_timeout_s
+        trainer.logger.init_timeout_s trainer.logger.finish_timeout_s"""),
     ("1 to 100,000", 1, 100_000, "trainer.num_nodes cluster.nodes cluster.devices_per_node"),
     ("-1 to 1,024", -1, 1024, "trainer.devices"),
     ("1 to 65,535", 1, 65_535, "cluster.port"),

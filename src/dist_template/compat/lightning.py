@@ -70,6 +70,12 @@ def torch_optimizer(optimizer: Any) -> Any:
     return getattr(optimizer, "_optimizer", optimizer)
 
 
+def wandb_options(logger: Any) -> dict[str, Any]:
+    """Returns the arguments of `wandb.init`, which may be changed until the run starts: the mode
+    depends on whether W&B is reachable then."""
+    return logger._wandb_init
+
+
 def has_wandb_run(logger: Any) -> bool:
     """Whether the logger's run has started: reading its public `experiment` would start it."""
     return logger._experiment is not None

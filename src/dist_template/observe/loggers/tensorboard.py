@@ -1,4 +1,4 @@
-"""Lightning's TensorBoardLogger, with the configuration as text, and one event for each log step."""
+"""Lightning's TensorBoardLogger, with the configuration as text, and a resumed run as one."""
 
 from __future__ import annotations
 
@@ -49,9 +49,28 @@ class TensorBoard(TensorBoardLogger):
         self._buffer, self._handed_over = [], time.monotonic()
 
     @rank_zero_only
+    def on_resume(self, step: int) -> None:
+        """Has TensorBoard drop what earlier attempts logged after the checkpoint's `step`.
+
+        SummaryWriter's `purge_step` does the same, but must be known before the checkpoint is read.
+        """
+        from tensorboard.compat.proto import event_pb2
+
+        messages: Any = event_pb2
+        start = messages.SessionLog(status=messages.SessionLog.START)
+        self.experiment.file_writer.add_event(messages.Event(session_log=start), step + 1)
+
+    @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Logs the configuration as text."""
-        self.experiment.add_text("run/config", f"```\n{yaml.safe_dump(params, sort_keys=False)}\n```")
+        self._log_text("run/config", yaml.safe_dump(params, sort_keys=False))
+
+    @rank_zero_only
+    def log_sample(self, text: str, step: int) -> None:
+        self._log_text("eval/sample", text, step)
+
+    def _log_text(self, tag: str, text: str, step: int | None = None) -> None:
+        self.experiment.add_text(tag, f"```\n{text}\n```", step)
 
     @rank_zero_only
     def save(self) -> None:
