@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from dist_template import InputError
-from dist_template.wings.ship.export import command as export
 from tests.support.adapters import MODEL, TARGETS, flags, with_random_b
 from tests.support.library import quantize, read_full
 from tests.support.parity import PauseAfter, Trainings
 from tests.support.runs import OURS, SMALL_LLAMA, Workers, newest, only_run, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
+from tests.support.wings import export
 
 STEPS = ["--trainer.max_steps=6", "--model.optim.warmup=2"]
 

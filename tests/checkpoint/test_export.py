@@ -10,11 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dist_template import InputError
-from dist_template.wings.ship.export import command as export
 from tests.support.formats import write_distributed
 from tests.support.library import ZeroFormat, formats, read_full
 from tests.support.parity import MODELS
 from tests.support.runs import OURS, SMALL_LLAMA, Workers, logged, newest, only_run, run
+from tests.support.wings import export
 
 TIED_LLAMA = SMALL_LLAMA[:-1] + ", tie_word_embeddings: true}"
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from dist_template.checkpoint.identity import KEY
-from dist_template.wings.ship.export import command as export
 from tests.support import pairs
 from tests.support.library import manifest, read_full
 from tests.support.line import OURS
 from tests.support.runs import SMALL_LLAMA, newest, only_run, run, small
+from tests.support.wings import export
 
 ON = ["--ckpt_path=last", "--trainer.max_steps=4"]
 FIXED = {

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from dist_template.text import causal_lm, causal_lm_config
-from dist_template.wings.ship.export import command as export
 from tests.support import chats
 from tests.support.runs import CONFIGS, OURS, Workers, newest
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
-from tests.support.wings import RunRecord
+from tests.support.wings import RunRecord, export
 
 ANSWER = "Aye aye, captain."
 COMMON = [

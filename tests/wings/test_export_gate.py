@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dist_template import InputError, Project
-from dist_template.wings.ship.export import command
 from dist_template.wings.ship.export.gate import PROMPTS, prompts_of
 from tests.support.chats import TAGGED, UNTAGGED
 from tests.support.runs import OURS, disk, newest, only_run, run
 from tests.support.wings import Trained, load_trained
+from tests.support.wings import export as command
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from dist_template import InputError
-from dist_template.wings.ship.export import command as export
 from tests.support.runs import OURS, newest, only_run, run
-from tests.support.wings import Trained, load_trained
+from tests.support.wings import Trained, export, load_trained
 
 
 def logits(found: Trained) -> torch.Tensor:

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from dist_template import InputError
 from dist_template.wings.diagnose import expected, read_run
-from dist_template.wings.diagnose.report.tables import tables
 from dist_template.wings.launch import command as launch
 from dist_template.wings.setup.upgrade import read_record
 from tests.support.library import run_lock
-from tests.support.wings import Registry
+from tests.support.wings import Registry, tables
 
 GOOD = {
     "config.yaml": {"trainer": {"max_steps": 9}, "model": {"optim": {"warmup": 1}}},

@@ -11,8 +11,8 @@ import pytest
 from dist_template.table import Table
 from dist_template.wings.diagnose import History, read_run
 from dist_template.wings.diagnose.report import curves
-from dist_template.wings.diagnose.report.tables import tables
 from tests.support.runs import run
+from tests.support.wings import tables
 from tests.support.written import falling, write_run
 
 NAMES = ["r0", "r1", "r2"]

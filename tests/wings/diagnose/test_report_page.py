@@ -14,9 +14,9 @@ import pytest
 from dist_template.observe.history.run import PlotlyJs
 from dist_template.wings.diagnose import History, read_run
 from dist_template.wings.diagnose.report import curves, page
-from dist_template.wings.diagnose.report.tables import tables
 from tests.support.plotted import plotted
 from tests.support.runs import PROJECT, only_run, run
+from tests.support.wings import tables
 from tests.support.written import HOSTILE, falling, write_run
 
 
