@@ -33,10 +33,10 @@ from ..compat.torch import loss_scale, mark_overflow
 from ..errors import Ended, Exit, check_least
 from ..layout import local_shard, total_norm
 from ..model.any_module import metrics_of, tracks_metrics
-from ..observe.history.metrics import MAD_TO_SIGMA
 from ..observe.history.run import INCIDENTS
 from ..project import in_run
 
+MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation, of a normal distribution
 Policy = Literal["stop", "skip"]
 
 
