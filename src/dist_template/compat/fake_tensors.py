@@ -30,8 +30,10 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
-            if storage is not None and storage not in self._known:
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage not in self._known:
                 self._known[storage] = size = storage.nbytes()
                 weakref.finalize(storage, self._add, -size)
                 self._add(size)
@@ -53,7 +55,8 @@ def fake_tensors(on_gpu: bool, fp32: bool) -> Generator[None]:
 
     def padded(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
         size, more = value.shape[-1], query.shape[-1] - value.shape[-1]
-        value = F.pad(value, (0, more)) if more else value
+        if more:
+            value = F.pad(value, (0, more))
         return attention(query, key, value, *args, **options)[..., :size]
 
     fused = replaced(F, scaled_dot_product_attention=padded if on_gpu else attention)

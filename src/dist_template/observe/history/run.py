@@ -31,7 +31,9 @@ def is_number(value: Any) -> bool:
 
 
 def _integer(digits: str) -> float:
-    return int(digits) if len(digits) < 20 else float(digits)  # float() of a longer int may fail
+    if len(digits) < 20:
+        return int(digits)
+    return float(digits)  # float() of a longer int may fail
 
 
 def read_lines(path: Path, *numbers: str) -> list[dict[str, Any]]:
