@@ -17,7 +17,7 @@ import dist_template
 from tests.support import house
 
 COMPAT = Path(dist_template.__file__).parent / "compat"
-FILES = ("lightning", "torch", "deepspeed", "transformers", "torchrun", "lightning_cli")
+FILES = ("lightning", "torch", "deepspeed", "transformers", "torchrun", "lightning_cli", "fake_tensors")
 
 # "module:object.attribute" of a function -> its parameters
 FUNCTIONS = {

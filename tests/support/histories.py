@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dist_template.observe.history.metrics import Metrics
 from dist_template.wings.diagnose import History
+from dist_template.wings.history import Metrics
 
 Column = Callable[[np.ndarray], np.ndarray]  # maps the (N,) completed shares of a training to (N,) values
 

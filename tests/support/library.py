@@ -3,6 +3,9 @@
 # ruff: noqa: F401
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from dist_template import weights
 from dist_template.callbacks import global_order, numerics, preemption
 from dist_template.callbacks.training_log import logs
@@ -21,8 +24,7 @@ from dist_template.layout import total_norm
 from dist_template.model import optim, proof, training_module
 from dist_template.model.balance import Balancer
 from dist_template.model.metrics import MetricBuffer
-from dist_template.observe.history.metrics import read_lines, read_metrics
-from dist_template.observe.history.run import read_incidents
+from dist_template.observe.history.run import INCIDENTS, read_lines
 from dist_template.observe.loggers import tensorboard
 from dist_template.parallel.pipeline.schedule import SCHEDULES
 from dist_template.parallel.sequence import shard_batch
@@ -31,3 +33,8 @@ from dist_template.text.cache.token_cache import Corpus
 from dist_template.text.model.kernels import BOUNDS
 from dist_template.text.model.quantize import quantize
 from dist_template.text.preference_loss import PreferenceConfig
+from dist_template.wings.history import read_metrics
+
+
+def read_incidents(run: Path) -> list[dict[str, Any]]:
+    return read_lines(run / INCIDENTS)

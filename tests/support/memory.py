@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from dist_template.compat.torch import LiveBytes
+from dist_template.compat.fake_tensors import LiveBytes
 
 ZERO = ("averaged_gradients", "fp32_groups_gradients_flat", "single_partition_of_fp32_groups",
         "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer")  # fmt: skip

@@ -16,7 +16,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dist_template.observe.history.metrics import FILE
 from dist_template.wings import diagnose as diagnosis
 from dist_template.wings.diagnose import History, read_run
 from tests import PROJECT, ROOT
@@ -45,7 +44,7 @@ def record(run: Path, root: Path) -> None:
     """Writes the history of `run`, whose texts, caches and runs are under `root`."""
     history = read_run(run)
     start = history.environment["job_started"]
-    lines = read_lines(run / FILE)
+    lines = read_lines(run / "metrics.jsonl")
     metrics = [name for name in METRICS if any(name in line for line in lines)]
     data = {
         "config": {section: history.config[section] for section in SECTIONS},

@@ -108,12 +108,7 @@ class Console(Callback):
 
     @only_shows
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        title = "validation"  # the verb `validate` counts no steps
-        if trainer.sanity_checking:
-            title = "validation before training"
-        elif trainer.global_step:
-            title = f"validation at step {trainer.global_step}"
-        self._show_results(title, results_of(trainer, pl_module))
+        self._show_results(f"validation at step {trainer.global_step}", results_of(trainer, pl_module))
 
     @only_shows
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

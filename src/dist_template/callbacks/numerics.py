@@ -33,10 +33,10 @@ from ..compat.torch import loss_scale, mark_overflow
 from ..errors import Ended, Exit, check_least
 from ..layout import local_shard, total_norm
 from ..model.any_module import metrics_of, tracks_metrics
-from ..observe.history.metrics import MAD_TO_SIGMA
 from ..observe.history.run import INCIDENTS
 from ..project import in_run
 
+MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation, of a normal distribution
 Policy = Literal["stop", "skip"]
 
 
@@ -80,12 +80,6 @@ class StepCheck:
         of_loss = [rank for rank, loss in enumerate(self.losses) if not loss < highest]
         of_norm = [rank for rank, norm in enumerate(self.norms) if not math.isfinite(norm)]
         return of_loss or (of_norm if len(of_norm) < len(self.norms) else [])
-
-    def __str__(self) -> str:
-        limit = f" above {self.limit:.4g}" if self.is_spike else ""
-        norm = "" if self.norm < 0 else f", gradient norm {self.norm:.4g}"
-        ranks = f", from rank {', '.join(map(str, self.suspects))}" if self.suspects else ""
-        return f"step {self.step} was skipped: loss {self.loss:.4g}{limit}{norm}{ranks}"
 
 
 class Numerics(Callback):
@@ -276,9 +270,31 @@ class Numerics(Callback):
         decision, folder = self.on_spike if check.is_spike else self.on_non_finite, Path(self.folder)
         if self._in_a_row >= self.patience:
             decision = "stop"
-        write_incident(folder, check, decision, trainer.datamodule)
-        sentence = f"{check}; see {folder / INCIDENTS}"
+        local = {"data_parallel_rank": getattr(trainer.datamodule, "rank", 0), "rows": check.rows}
+        ranks = enumerate(weights.from_all_ranks(local))
+        incident = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "step": check.step,
+            "kind": "spike" if check.is_spike else "non_finite",
+            "decision": decision,
+            "loss": check.loss,
+            "limit": check.limit,
+            "gradient_norm": None if check.norm < 0 else check.norm,
+            "suspects": check.suspects,
+            "ranks": [{"rank": rank, "loss": check.losses[rank], **each} for rank, each in ranks],
+        }
+        sentence = f"step {check.step} was skipped: loss {check.loss:.4g}"
+        if check.is_spike:
+            sentence += f" above {check.limit:.4g}"
+        if check.norm >= 0 or math.isnan(check.norm):
+            sentence += f", gradient norm {check.norm:.4g}"
+        if check.suspects:
+            sentence += f", from rank {', '.join(map(str, check.suspects))}"
+        sentence += f"; see {folder / INCIDENTS}"
         if trainer.is_global_zero:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / INCIDENTS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(incident) + "\n")  # with Python's NaN and Infinity
             print(f"\nnumerics: {sentence}", flush=True)
         if decision == "stop":
             raise Ended(Exit.NON_FINITE, f"training stopped: {sentence}")
@@ -311,24 +327,3 @@ def _skip_step(optimizer: Any, is_anomalous: Tensor, non_finite: Any, scaler: An
             mark_overflow(scaler, optimizer)
         for parameter in parameters:
             parameter.grad = None  # every optimizer of torch ignores such a parameter
-
-
-def write_incident(folder: Path, check: StepCheck, decision: str, data: Any) -> None:
-    """Appends a line to `incidents.jsonl` on rank 0. Collective."""
-    local = {"data_parallel_rank": getattr(data, "rank", 0), "rows": check.rows}
-    ranks = weights.from_all_ranks(local)
-    incident = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "step": check.step,
-        "kind": "spike" if check.is_spike else "non_finite",
-        "decision": decision,
-        "loss": check.loss,
-        "limit": check.limit,
-        "gradient_norm": None if check.norm < 0 else check.norm,
-        "suspects": check.suspects,
-        "ranks": [{"rank": r, "loss": check.losses[r], **each} for r, each in enumerate(ranks)],
-    }
-    if weights.is_rank_zero():
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / INCIDENTS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(incident) + "\n")  # with Python's NaN and Infinity

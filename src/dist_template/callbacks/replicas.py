@@ -51,12 +51,12 @@ class Replicas(Callback):
 
     def __init__(self, ignore: list[str] = []) -> None:  # noqa: B006  (it is never modified)
         self.ignore = ignore
-        self._positions: dict[int, int] | None = None  # digest of a replica: position
+        self._shared: list[int] | None = None  # digests of the replicas
         self._early_step = EARLY
         self._has_warned = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._positions = None
+        self._shared = None
         self._early_step = trainer.global_step + EARLY
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
@@ -76,26 +76,21 @@ class Replicas(Callback):
         if weights.is_alone() or not run_strategy(trainer.strategy).has_replicas:
             return
         held = self._replicas(module)
-        if self._positions is None:
+        if self._shared is None:
             counts = Counter(chain.from_iterable(weights.from_all_ranks(list(held))))
-            several = sorted(digest for digest, count in counts.items() if count > 1)
-            self._positions = {digest: position for position, digest in enumerate(several)}
-        if not self._positions:
+            self._shared = sorted(digest for digest, count in counts.items() if count > 1)
+        if not (shared := self._shared):
             return
         device = trainer.strategy.root_device
-        largest = torch.full((2, len(self._positions)), NONE_HELD, device=device)
-        digests = list(self._positions)
-        compared = [digest for digest in digests if digest in held]
-        if compared:
-            sums = torch.stack([checksum(held[digest][1]).to(device) for digest in compared])
-            positions = [self._positions[digest] for digest in compared]
-            # ~ reverses the order
-            largest[:, torch.tensor(positions, device=device)] = torch.stack([sums, ~sums])
+        largest = torch.full((2, len(shared)), NONE_HELD, device=device)
+        if places := [place for place, digest in enumerate(shared) if digest in held]:
+            sums = torch.stack([checksum(held[shared[place]][1]).to(device) for place in places])
+            largest[:, torch.tensor(places, device=device)] = torch.stack([sums, ~sums])  # ~ reverses the order
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         differs = (largest[0] != ~largest[1]) & (largest.amax(0) != NONE_HELD)
         differ = differs.nonzero().flatten().tolist()
         if differ:
-            self._report(trainer, held, [digests[position] for position in differ])
+            self._report(trainer, held, [shared[place] for place in differ])
 
     def _replicas(self, module: nn.Module) -> dict[int, tuple[str, Tensor]]:
         """Returns names and tensors by digest; equal digests on two ranks stand for replicas.

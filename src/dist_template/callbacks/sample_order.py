@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from ..checkpoint.identity import OF_AN_ORDER, compare
 from ..cluster.signals import isolate_worker
-from ..compat.epochs import make_fit_resumable
+from ..compat.epochs import make_resumable
 from ..errors import InputError
 from ..model.any_module import callbacks_of, data_of, owns_order
 from ..parallel import run_strategy
@@ -53,7 +53,7 @@ class SampleOrder(Callback):
         self._trainer: Any = trainer
         if owns_order(data_of(trainer)):
             return
-        make_fit_resumable(trainer)
+        make_resumable(trainer)
         self._rank, self._num_ranks = run_strategy(trainer.strategy).data_rank
         if stage == "fit":
             self._consumed, self._loaded, self._settings = None, {}, {}

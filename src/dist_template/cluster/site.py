@@ -95,11 +95,10 @@ class Site:
             if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
                 what = "give the name of a variable: letters, digits and _"
                 raise InputError(f"cluster.environment has {name!r}; {what}")
-        if self.master:
-            self.check_host(self.master, "cluster.master")
-        for name in self.hosts:
-            self.check_host(name, "cluster.hosts")
-            if self.hosts.count(name) > 1:
+        for key, name in [*(("hosts", name) for name in self.hosts), ("master", self.master or None)]:
+            if name is not None and not re.fullmatch(r"[\w.@:%\[\]][\w.@:%\[\]-]*", name):  # no option or script
+                raise InputError(f"cluster.{key} has {name!r}; give a name as ssh knows it")
+            if self.hosts.count(name or "") > 1:
                 raise InputError(f"cluster.hosts has {name} twice; give each host once")
         _ = self.memory_bytes  # raises InputError
         limit = self.time_limit_s
@@ -131,9 +130,3 @@ class Site:
             raise InputError(f"cluster.time_limit is {given!r}; {what}")
         days, hours, minutes, seconds = map(int, found.groups(default=0))
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-    @staticmethod
-    def check_host(name: str, where: str) -> None:
-        """Raises InputError if `name`, of the key or file `where`, is an option or part of a script."""
-        if name.startswith("-") or not re.fullmatch(r"[\w.@:%\[\]-]+", name):
-            raise InputError(f"{where} has {name!r}; give a name as ssh knows it")

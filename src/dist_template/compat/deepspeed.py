@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
 from . import replaced
@@ -130,3 +132,30 @@ def link_optimizer_state(optimizer: Any) -> None:
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
+
+
+# ---- Lightning's strategy --------------------------------------------------------------------------
+
+
+def start_deepspeed(strategy: DeepSpeedStrategy) -> None:
+    """Starts DeepSpeed's process group; the public `setup_distributed` refuses CPUs."""
+    strategy._init_deepspeed_distributed()
+
+
+def set_deepspeed_config(strategy: DeepSpeedStrategy, make: Callable[[], dict[str, Any]]) -> None:
+    """Sets DeepSpeed's configuration to the result of `make`, once, before Lightning (2.6) adds the
+    accumulation and clipping, without a hook for more."""
+    if not strategy._config_initialized:
+        strategy.config = make()
+        strategy._config_initialized = True
+
+
+class EnginePrecision(DeepSpeedPrecision):
+    """Lightning's precision plugin for an engine that clips by itself."""
+
+    def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed clips after its reduction; in stage 1, `.grad` is a shard until then."""
+
+    def use_dtype(self, dtype: torch.dtype) -> None:
+        """Sets the type of inputs and new tensors (Lightning's is from the precision's name)."""
+        self._desired_dtype = dtype

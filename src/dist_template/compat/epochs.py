@@ -105,15 +105,11 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         return batches.is_last_batch or batches.current.ready >= self.trainer.num_training_batches
 
 
-def make_fit_resumable(trainer: Any) -> None:
-    """Gives a Trainer without the command line resumable loops, at `setup`."""
-    if not isinstance(trainer.fit_loop, FitLoop):
-        make_resumable(trainer)
-
-
 def make_resumable(trainer: Any, epoch_loop: type[ResumableEpochLoop] = ResumableEpochLoop) -> None:
-    """Gives `trainer` the loops of this file, before its first step."""
+    """Gives `trainer` the loops of this file, before its first step, unless it has them."""
     given = trainer.fit_loop
+    if isinstance(given, FitLoop):
+        return
     trainer.fit_loop = FitLoop(trainer, given.min_epochs, given.max_epochs)
     trainer.fit_loop.epoch_loop = epoch_loop(trainer, given.min_steps, given.max_steps)
     new = trainer.fit_loop  # its data source is set if `fit` has started

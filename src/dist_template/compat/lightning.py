@@ -14,14 +14,11 @@ from functools import partial
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.launchers import subprocess_script as launcher
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import (
     DDPStrategy,
-    DeepSpeedStrategy,
     ModelParallelStrategy,
     Strategy,
 )
@@ -173,30 +170,6 @@ def set_configure_model(module: L.LightningModule, configure: Callable[[], None]
 def set_mesh(strategy: ModelParallelStrategy, mesh: Any) -> None:
     """Sets the strategy's `device_mesh`, which has no public setter."""
     strategy._device_mesh = mesh
-
-
-def start_deepspeed(strategy: DeepSpeedStrategy) -> None:
-    """Starts DeepSpeed's process group; the public `setup_distributed` refuses CPUs."""
-    strategy._init_deepspeed_distributed()
-
-
-def set_deepspeed_config(strategy: DeepSpeedStrategy, make: Callable[[], dict[str, Any]]) -> None:
-    """Sets DeepSpeed's configuration to the result of `make`, once, before Lightning (2.6) adds the
-    accumulation and clipping, without a hook for more."""
-    if not strategy._config_initialized:
-        strategy.config = make()
-        strategy._config_initialized = True
-
-
-class EnginePrecision(DeepSpeedPrecision):
-    """Lightning's precision plugin for an engine that clips by itself."""
-
-    def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed clips after its reduction; in stage 1, `.grad` is a shard until then."""
-
-    def use_dtype(self, dtype: torch.dtype) -> None:
-        """Sets the type of inputs and new tensors (Lightning's is from the precision's name)."""
-        self._desired_dtype = dtype
 
 
 def _nothing(*_: Any, **__: Any) -> None:

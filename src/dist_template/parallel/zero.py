@@ -27,7 +27,8 @@ from ..checkpoint import formats
 from ..checkpoint.frozen import KEY, REFERENCE
 from ..checkpoint.zero import ZeroFormat
 from ..compat import deepspeed as compat
-from ..compat.lightning import EnginePrecision, accumulates, set_deepspeed_config, start_deepspeed
+from ..compat.deepspeed import EnginePrecision, set_deepspeed_config, start_deepspeed
+from ..compat.lightning import accumulates
 from ..errors import require
 from ..layout import refuse_scalars
 from . import deepspeed_config as config_file

@@ -1,1 +1,1 @@
-"""Reads the files in a run's folder, for `diagnose` and `report`, without torch or Lightning."""
+"""The files in a run's folder, without torch or Lightning; wings/history.py reads them into one object."""

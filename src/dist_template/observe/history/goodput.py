@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .metrics import is_number, read_lines
+from .run import is_number, read_lines
+
+__all__ = ["read", "read_attempts", "share"]
 
 KINDS = ("productive", "start", "restart", "checkpoint", "data_wait", "validation", "lost")
 FILE = "goodput.jsonl"

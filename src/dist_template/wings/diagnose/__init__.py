@@ -13,7 +13,7 @@ The names below are for rules of other packages.
 
 from __future__ import annotations
 
-from ...observe.history.run import History, read_run
+from ..history import History, read_run
 from .finding import Cause, Change, Finding
 
 __all__ = ["Cause", "Change", "Finding", "History", "read_run"]

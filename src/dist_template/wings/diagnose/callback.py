@@ -13,8 +13,8 @@ from lightning.pytorch import Callback
 from ...callbacks.console import console_of, only_shows
 from ...errors import Ended, InputError
 from ...model.any_module import metrics_of, results_of
-from ...observe.history.run import History, read_run
 from ...project import program
+from ..history import History, read_run
 from .engine import diagnose
 from .finding import Finding
 

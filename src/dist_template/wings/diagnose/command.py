@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 from ...errors import InputError
-from ...observe.history.run import CONFIG, last_write, read_run
+from ...observe.history.run import CONFIG
 from ...project import Flags, Project
+from ..history import last_write, read_run
 from .engine import diagnose
 from .expected import last_step, progress
 from .finding import as_text, counted

@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import cache
 
 from ...errors import first_line
-from ...observe.history.run import History
 from ...plugins import registered
+from ..history import History
 from .finding import LEVELS, Finding
 from .rules import ALL
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ...errors import InputError
 from ...observe.crash import record_of
-from ...observe.history.run import CONFIG, History, read_run
+from ...observe.history.run import CONFIG
+from ..history import History, read_run
 
 OF_MEMORY = ("out_of_memory", "memory_grows")
 NUM_FINDINGS = 3  # that are printed at the end of a run

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...observe.history.run import History
 from ...parallel import estimates
 from ...parallel.configured import ARGS
 from ...parallel.estimates.facts import Facts
 from ...parallel.estimates.plain import FILES
 from ...records import GIB
+from ..history import History
 
 
 def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple[estimates.Estimate, Facts]:

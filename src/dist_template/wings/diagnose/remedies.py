@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...observe.history.run import History
 from ...parallel.estimates.facts import Saving
 from ...records import GIB
+from ..history import History
 from .finding import Cause, Change
 from .memory import figures_of, parts_of
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...observe.history.metrics import Series
+from ..history import Series
 
 MAD_TO_SIGMA = 1.4826  # of a normal distribution
 NUM_BINS = 30  # medians that represent a curve: enough for its shape, with 435 pairs for a trend

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...compat.torch import LiveBytes, fake_tensors
+from ...compat.fake_tensors import LiveBytes, fake_tensors
 from ...compat.transformers import cast_experts
 from ...errors import InputError
 from ...model.flops import Size, find_experts, text_config

@@ -14,9 +14,9 @@ from ...cli.fit import parse
 from ...cli.limits import Machine, violations
 from ...cli.run import RunConfig
 from ...errors import Ended, Exit, InputError, reason, require
-from ...observe.history.run import read_run
 from ...project import Flags, Project, program
 from ...records import write_atomically
+from ..history import read_run
 from ..ranges import in_range
 from ..values import shown
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 
-from ....observe.history.run import History
+from ...history import History
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish, in shades that can be read on
 # the light page and on the dark one.

@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 
 from ....errors import require
-from ....observe.history.run import History, read_run
 from ....records import write_atomically
+from ...history import History, read_run
 from ..engine import diagnose
 from ..expected import progress
 from ..finding import Finding, counted

@@ -8,9 +8,10 @@ from itertools import chain
 
 import numpy as np
 
-from ....observe.history.run import History
+from ....observe.history.goodput import share
 from ....records import flatten
 from ....table import Table
+from ...history import History
 from ...values import shown
 from ..expected import last_step
 
@@ -63,7 +64,7 @@ def _results(history: History) -> dict[str, object]:
     if len(memory := history.metrics["memory/reserved_gib"].finite()):
         found["memory, most"] = f"{memory.values.max():.1f} GiB"
     if history.goodput:
-        found["goodput"] = f"{history.productive_share:.0%}"
+        found["goodput"] = f"{share(history.goodput):.0%}"
         found["duration"] = _duration(sum(history.goodput.values()))
     return found
 

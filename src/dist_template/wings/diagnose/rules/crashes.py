@@ -10,8 +10,8 @@ import numpy as np
 
 from ....cluster.hang import rank_ranges
 from ....observe.crash import sentence
-from ....observe.history.run import History
 from ....records import GIB
+from ...history import History
 from .. import expected
 from ..finding import Cause, Change, Finding, Level
 from ..memory import as_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ....observe.history.run import History
+from ...history import History
 from .. import expected, robust
 from ..finding import Cause, Change, Finding, Level
 

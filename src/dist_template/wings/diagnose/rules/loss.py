@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ....observe.history.run import History
+from ...history import History
 from .. import expected, robust
 from ..finding import Cause, Change, Finding
 

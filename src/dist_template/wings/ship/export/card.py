@@ -6,7 +6,7 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
-from ....observe.history.run import History, read_run
+from ...history import History, read_run
 from .trained import Trained
 
 FIGURES = ("eval/loss", "eval/bits_per_byte", "test/loss", "test/bits_per_byte")

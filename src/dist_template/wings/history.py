@@ -1,0 +1,210 @@
+"""What a run has recorded: its files in one object, and its metrics over steps. Without torch.
+
+Steps are optimizer steps, times seconds since 1970. A resumed run appends: for steps that it repeats, the newer line of
+metrics.jsonl counts.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from ..errors import InputError
+from ..observe.history import goodput
+from ..observe.history.run import (
+    CONFIG,
+    CRASHES,
+    DEFAULTS,
+    ENVIRONMENT,
+    FACTS,
+    INCIDENTS,
+    METRICS,
+    is_number,
+    read_lines,
+    without_folder,
+)
+from ..records import flatten, read_mapping
+
+Tree = dict[str, Any]  # the content of a JSON or YAML file
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric. All arrays have N entries, in the order of their steps."""
+
+    steps: np.ndarray  # int64
+    values: np.ndarray  # float64; NaN and infinities are kept
+    times: np.ndarray  # float64, seconds since 1970
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def last(self) -> float:
+        return float(self.values[-1])
+
+    def finite(self) -> Series:
+        return self[np.isfinite(self.values)]
+
+    def __getitem__(self, which: Any) -> Series:
+        """Returns a part of the series, by a slice, a mask or indices."""
+        return Series(self.steps[which], self.values[which], self.times[which])
+
+
+@dataclass
+class Metrics:
+    """Every metric of a run."""
+
+    limit: int = 0  # of entries of a metric; beyond it, every second one of the older half is dropped. 0: none
+    # steps, values, times: arrays, which NumPy copies faster than lists
+    _columns: dict[str, tuple[array[int], array[float], array[float]]] = field(default_factory=dict)
+
+    def add(self, line: dict[str, Any]) -> None:
+        step, time = int(line["step"]), float(line["time"])
+        for name, value in line.items():
+            if name in ("step", "time") or not isinstance(value, int | float):
+                continue
+            if name not in self._columns:
+                self._columns[name] = _empty()
+            steps, values, times = self._columns[name]
+            if steps and steps[-1] >= step:  # a resumed run repeats these steps
+                for column in (values, times, steps):
+                    del column[bisect_left(steps, step) :]
+            steps.append(step)
+            values.append(float(value))
+            times.append(time)
+            if self.limit and len(steps) > self.limit:
+                for column in (steps, values, times):
+                    del column[: self.limit // 2 : 2]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._columns)
+
+    def __getitem__(self, name: str) -> Series:
+        """Returns the metric; an empty series if it was never logged."""
+        steps, values, times = self._columns.get(name) or _empty()
+        return Series(np.array(steps, dtype=np.int64), np.array(values), np.array(times))
+
+
+def _empty() -> tuple[array[int], array[float], array[float]]:
+    return array("q"), array("d"), array("d")
+
+
+def read_metrics(run: Path, limit: int = 0) -> Metrics:
+    metrics = Metrics(limit)
+    for line in read_lines(run / METRICS, "step", "time"):
+        metrics.add(line)
+    return metrics
+
+
+@dataclass
+class History:
+    """Records of a run; `read_run` reads them, wings/diagnose/callback.py adds to them.
+
+    `metrics` are by name, over optimizer steps; `environment` is the newest attempt's; `goodput` has the seconds of
+    each kind over all attempts; `incidents` and `crashes` are in the order of time.
+    """
+
+    folder: Path
+    config: Tree = field(default_factory=dict)
+    defaults: Tree = field(default_factory=dict)
+    facts: Tree = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
+    environment: Tree = field(default_factory=dict)
+    incidents: list[Tree] = field(default_factory=list)
+    goodput: dict[str, float] = field(default_factory=dict)
+    crashes: list[Tree] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Returns <run.name>/<id>."""
+        return f"{self.folder.parent.name}/{self.folder.name}"
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of the files that rules need most and that the run's folder lacks."""
+        return [name for name in (METRICS, FACTS) if not (self.folder / name).exists()]
+
+    def key(self, path: str, default: object = None) -> Any:
+        """Returns the configuration's value at a path such as "trainer.max_steps".
+
+        `init_args` may be omitted in the path.
+        """
+        return _at(self.config, path, default)
+
+    def fact(self, path: str, default: object = None) -> Any:
+        """Returns the value of facts.json at a path such as "parameters.active"."""
+        return _at(self.facts, path, default)
+
+    def portable_config(self) -> Tree:
+        """Returns the flat configuration, with "{run}" for the run's own folder, as users write it."""
+        root, name = self.key("run.root", ""), self.key("run.name", "")
+        folder = str(Path(str(root) or "runs", str(name), self.folder.name))
+        return flatten(without_folder(folder, self.config))
+
+    def refresh(self) -> None:
+        """Reads incidents, goodput and crashes again, to which the run may have added."""
+        self.incidents = read_lines(self.folder / INCIDENTS)
+        self.goodput = goodput.read(self.folder)
+        crashes = [_read(path, json.loads) for path in (self.folder / CRASHES).glob("*.json")]
+        crashes = [crash for crash in crashes if is_number(crash.get("step") or 0)]
+        self.crashes = sorted(crashes, key=lambda crash: str(crash.get("time")))
+
+
+def read_run(folder: Path, limit: int = 0) -> History:
+    """Reads everything that `folder` has; missing parts are empty.
+
+    Args:
+        folder: runs/<name>/<id>.
+        limit: Entries kept of a metric, see `Metrics`. 0 keeps all.
+
+    Raises:
+        InputError: it is not the folder of a run.
+    """
+    if last_write(folder) is None:
+        raise InputError(
+            f"{folder} is not the folder of a run: it has neither {CONFIG} nor {METRICS}; give runs/<name>/<id>"
+        )
+    history = History(
+        folder=folder,
+        config=_read(folder / CONFIG, yaml.safe_load),
+        defaults=_read(folder / DEFAULTS, yaml.safe_load),
+        facts=_read(folder / FACTS, json.loads),
+        metrics=read_metrics(folder, limit),
+        environment=_read(folder / ENVIRONMENT, json.loads),
+    )
+    history.refresh()
+    return history
+
+
+def last_write(folder: Path) -> float | None:
+    """Returns the Unix time of a run's last write; None if `folder` is not the folder of a run."""
+    files = [folder / name for name in (CONFIG, METRICS)]
+    return max((file.stat().st_mtime for file in files if file.exists()), default=None)
+
+
+def _read(path: Path, parse: Callable[[str], object]) -> Tree:
+    cure = "restore it, or move it away: the rest of the run is then read without it"
+    return read_mapping(path, cure, parse) if path.exists() else {}
+
+
+def _at(tree: object, path: str, default: object) -> Any:
+    for part in path.split("."):
+        if isinstance(tree, dict) and part not in tree and "init_args" in tree:
+            tree = tree["init_args"]
+        if not isinstance(tree, dict) or part not in tree:
+            return default
+        tree = tree[part]
+    return tree
