@@ -87,19 +87,13 @@ def test_help_begins_with_the_verbs_own_flags(verb: str, capsys: pytest.CaptureF
     assert verb != "export" or ("--checkpoint" in shown and "--dtype" in shown)
 
 
-def test_help_of_fit_begins_with_the_keys_that_are_changed_most(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_fit_begins_with_the_names_of_the_sections(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("fit", "--help")
     _, first, rest = capsys.readouterr().out.split("\n\n", 2)
-    start, *lines = first.splitlines()
-    assert "All keys follow" in start and f"{PACKAGE} fit --help data" in start
-    rows = [line.split(maxsplit=2) for line in lines if line.startswith("  ")]
-    assert len(rows) == 12 and all(f"  --{key} " in rest for key, _, _ in rows), "a key that exists"
-    assert all(len(line) <= 100 for line in lines)
-    defaults = {key: default for key, default, _ in rows}
-    assert defaults["data.source"] == "StandardLibrary" and defaults["ckpt_path"] == "null"
-    sections = " ".join(lines[len(rows) :]).split()
-    assert sections[0] == "Sections:" and {"trainer", "model", "data", "cluster", "numerics"} < set(sections)
+    start, _, sections = first.partition(": ")
+    assert f"{PACKAGE} fit --help SECTION" in start and "  --data.seq_len " in rest
+    assert {"trainer", "model", "data", "cluster", "numerics"} < set(sections.split())
 
 
 @pytest.mark.parametrize(("verb", "section"), [("fit", "run"), ("test", "model.optim"), ("prepare", "data")])

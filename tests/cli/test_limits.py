@@ -34,10 +34,6 @@ def zero(**options: Any) -> dict[str, Any]:
     return {"strategy": ZeroStrategy(**options)}
 
 
-def plateau(**given: Any) -> dict[str, Any]:
-    return {"module": LanguageModule(optim=OptimConfig(schedule="reduce_on_plateau")), **given}
-
-
 FAST_FP64 = Machine("cuda", 8, precision="64-true")
 IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
     "sizes that do not make the processes": (mesh(fsdp_size=3), "fsdp_size 3 .* does not make 8"),
@@ -136,15 +132,6 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
         "warm-up of 1000 steps is not shorter than training",
     ),
     "a cosine without an end": ({"max_steps": -1, "max_epochs": -1}, "'cosine' .* needs to know how long"),
-    "a plateau without validation": (
-        plateau(data=DataModule(global_batch_size=8, micro_batch_size=1, validation_share=0)),
-        "needs validations, but data.validation_share is 0",
-    ),
-    "a plateau with validation switched off": (plateau(limit_val_batches=0), "trainer.limit_val_batches is 0"),
-    "a plateau whose first validation is too late": (
-        plateau(val_check_interval=2000),
-        "the first is at step 2000, after .* 1000",
-    ),
 }
 
 
@@ -206,7 +193,6 @@ POSSIBLE: dict[str, Mapping[str, Any]] = {
         "module": LanguageModule(optim=OptimConfig(schedule="constant", warmup=10)),
     },  # fmt: skip
     "validation after the end": {"val_check_interval": 2000},
-    "a plateau": plateau(val_check_interval=1000),
     "another machine's disk": zero(stage=3, offload_optimizer=True, offload_optimizer_device="nvme"),
 }
 

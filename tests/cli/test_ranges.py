@@ -103,7 +103,7 @@ OUTSIDE = {
     "model.architecture={model_type: llama, rms_norm_eps: .nan}": "model.architecture.rms_norm_eps is nan; give a",
     "trainer.callbacks={class_path: EarlyStopping, init_args: {monitor: x, min_delta: .nan}}":
         "trainer.callbacks.min_delta is nan; give a number",
-    "optimizer={class_path: torch.optim.SGD, init_args: {lr: .inf}}": "--optimizer SGD: lr is inf",
+    "optimizer={class_path: torch.optim.SGD, init_args: {lr: .inf}}": "optimizer.lr is inf; give 0 or more",
     "trainer.devices=0": "trainer.devices is 0; give 1 or more, or auto",
     "trainer.check_val_every_n_epoch=0": "trainer.check_val_every_n_epoch is 0; give 1 or more",
     "trainer.limit_train_batches=0": "trainer.limit_train_batches is 0; give more than 0",

@@ -34,7 +34,7 @@ FLAGS = {
     "a name outside of the root": (["--run.name=../../x"], r"run\.name '\.\./\.\./x' is not a folder below run\.root"),
     "a name from the top": (["--run.name=/x"], r"run\.name '/x' is not a folder below run\.root"),
     "no name": (["--run.name="], r"run\.name '' is not a folder below run\.root"),
-    "a name of 300 letters": (["--run.name=" + "x" * 300], r"run\.name 'x{59}…' .* may have 255 bytes"),
+    "a name of 300 letters": (["--run.name=" + "x" * 300], r"run\.root .* cannot be written: .*too long"),
     "a name with NUL": (["--run.name=a\0b"], r"run\.name has the character '\\x00'; give a text without it"),
     "a negative limit": (["--watchdog.timeout_s=-5"], r"watchdog\.timeout_s is -5\.0; give 0 to 100,000,000 seconds"),
     "a limit that is no number": (["--watchdog.start_timeout_s=.nan"], r"watchdog\.start_timeout_s is nan; give 0"),
@@ -193,7 +193,7 @@ def test_of_a_checkpoint(strategy: str, flags: list[str], tmp_path: Path, capfd:
     path = newest(only_run(tmp_path))
     larger = SMALL_LLAMA.replace("hidden_size: 32", "hidden_size: 64")
     error = refused("fit", [*flags, f"--ckpt_path={path}", f"--model.architecture={larger}"], capfd)
-    assert "is another model's: its model.model.embed_tokens.weight is (257, 32), here it is (257, 64)" in error
+    assert "was trained with model.architecture.hidden_size 32, now 64" in error and "restore what it was" in error
 
     renamed = shutil.copytree(path, tmp_path / "step00000009.ckpt")
     error = refused("fit", [*flags, f"--ckpt_path={renamed}"], capfd)

@@ -40,8 +40,3 @@ def test_manual_optimization_under_ddp_has_the_losses_of_one_process(tmp_path: P
 def test_manual_optimization_is_refused_where_the_weights_are_sharded(tmp_path: Path, strategy: str) -> None:
     refusal = fit(tmp_path, strategy, 2).refusal
     assert "Manual optimizes manually" in refusal and "configs/strategy/ddp.yaml" in refusal
-
-
-def test_a_clipping_value_that_the_user_wrote_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    refusal = fit(tmp_path, "auto", 1, "--trainer.gradient_clip_val=0.5").refusal
-    assert "trainer.gradient_clip_val 0.5" in refusal and "self.clip_gradients" in refusal

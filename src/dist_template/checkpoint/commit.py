@@ -49,15 +49,11 @@ T = TypeVar("T")
 
 
 class SaveError(Exception):
-    """No checkpoint was committed, on any rank; the folder still holds the ones before."""
+    """A rank's disk refused a write. Raised on all ranks: no checkpoint was committed, and the ones before are kept."""
 
 
 def save(trainer: L.Trainer, path: Path, **notes: object) -> None:
-    """Commits the present state as `path`, with `notes` in its manifest. Collective.
-
-    Raises:
-        SaveError: on all ranks, if a disk refused a write of one of them.
-    """
+    """Commits the present state as `path`, with `notes` in its manifest. Collective; raises SaveError."""
     path, checkpoint = Path(weights.broadcast(str(path))), checkpoint_of(trainer)
     entries = training_entries(trainer) | notes
     write_into(path, entries, lambda folder: trainer.strategy.save_checkpoint(checkpoint, folder))
@@ -84,11 +80,7 @@ def training_entries(trainer: L.Trainer) -> Entries:
 
 
 def begin(path: Path, group: Group = None) -> Path:
-    """Returns an empty folder, into which all ranks write before `finish`. Collective in `group`.
-
-    Raises:
-        SaveError: on all ranks, if it cannot be created.
-    """
+    """Returns an empty folder, into which all ranks write before `finish`. Collective in `group`; raises SaveError."""
     temporary, failure = _hidden(path, "tmp"), None
 
     def create() -> None:
@@ -250,10 +242,7 @@ class BackgroundSaver:
             self._group = dist.new_group(backend="gloo", timeout=timeout_of(strategy))
 
     def start(self, trainer: L.Trainer, path: Path) -> None:
-        """Copies the present state, and starts to write it as `path`. Collective.
-
-        Call `wait` before the next start.
-        """
+        """Copies the present state, and starts to write it as `path`. Collective; call `wait` before the next."""
         assert self._save is None
         path, checkpoint = Path(weights.broadcast(str(path))), checkpoint_of(trainer)
         write = format_for(trainer.strategy).stage(checkpoint, self._stager.stage, self._group)
@@ -261,11 +250,7 @@ class BackgroundSaver:
         self._save = self._thread.submit(write_into, path, entries, write, self._group)
 
     def wait(self) -> None:
-        """Waits until the checkpoint is committed. Collective.
-
-        Raises:
-            SaveError: on all ranks, if a disk refused a write of one of them.
-        """
+        """Waits until the checkpoint is committed. Collective; raises SaveError."""
         save, self._save = self._save, None
         if save is not None:
             save.result()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from itertools import filterfalse
 from pathlib import Path
 
@@ -33,9 +32,7 @@ RESTORED = re.compile(
     r"(optimizer\.lr|lr_scheduler\..*|model\.optim\.(?:learning_rate|plateau_(?:factor|patience)))"
     r"|optimizer.*|model\.optim\.(?:weight_decay|betas|eps)"
 )
-SAME_STATE = {"Adam", "AdamW"}
 MODEL = re.compile(r"model\.(architecture|pretrained)\.")
-WIDTH = re.compile(r"model\.\w+\.(hidden_size|n_embd)")  # loading refuses it and names the tensors
 OF_AN_ORDER = {"samples", "seed"}  # of a plain dataset: callbacks/sample_order.py compares them
 
 
@@ -44,8 +41,7 @@ def fixed_settings(trainer: L.Trainer, data: object, module: L.LightningModule) 
     found: dict[str, object] = getattr(data, KEY, dict)()
     for key in ("gradient_clip_val", "gradient_clip_algorithm", "precision"):
         found[f"trainer.{key}"] = getattr(trainer, key)
-    of_module: Callable[[object], dict[str, object]] | None = getattr(module, KEY, None)
-    if of_module is not None:
+    if of_module := getattr(module, KEY, None):
         found |= of_module(data)
     plain = {}
     for key, value in found.items():
@@ -66,13 +62,8 @@ def settings_of(path: Path) -> dict[str, object]:
 
 
 def compare(path: str | Path, before: dict[str, object], now: dict[str, object], accept: list[str]) -> list[str]:
-    """Prints a line for each key that differs, and returns those whose new value takes effect.
-
-    Args:
-        path: The checkpoint, for the message.
-        before: Its settings.
-        now: The settings of the run that resumes; values that the checkpoint restores are changed.
-        accept: Keys that may differ.
+    """Prints a line for each key that differs, and returns those whose new value takes effect. Changes values in `now`
+    that the checkpoint restores. Keys in `accept` may differ.
 
     Raises:
         InputError: one differs that is not accepted, and the samples or the function depend on it;
@@ -89,11 +80,7 @@ def compare(path: str | Path, before: dict[str, object], now: dict[str, object],
         is_field = all(starts) and MODEL.match(key) and (old or new)
         if old != new and (is_field or key in before and key in now):
             changed.append(key)
-    if any(map(WIDTH.fullmatch, changed)):
-        changed = list(filterfalse(MODEL.match, changed))
     fixed = list(filterfalse(PRINTED.fullmatch, changed))
-    if {before.get("optimizer"), now.get("optimizer")} == SAME_STATE:
-        fixed.remove("optimizer")
     if types := [key for key in fixed if MODEL.sub("", key) == "model_type"]:
         fixed = [*types, *filterfalse(MODEL.match, fixed)]  # other fields follow
     refused = [key for key in fixed if key not in accept]

@@ -10,13 +10,10 @@ import json
 import os
 import re
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, reason
-
-__all__ = ["SavedCheckpoint"]
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -113,33 +110,6 @@ def _has_every_entry(manifest: dict[str, Any], has_score: bool) -> bool:
     return all(isinstance(number, int | float) for number in numbers)
 
 
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """A checkpoint in a folder of checkpoints."""
-
-    path: Path
-
-    @classmethod
-    def all_in(cls, folder: Path) -> list[SavedCheckpoint]:
-        """Returns the checkpoints in `folder`, newest first; the best ones come last."""
-        return list(map(cls, found(folder)))
-
-    @property
-    def step(self) -> int:
-        """The optimizer step after which it was saved."""
-        return step_of(self.path)
-
-    @property
-    def damage(self) -> str | None:
-        """Why it is not valid, by its files' names and sizes; None if it is."""
-        return torn(self.path)
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """Format, step, number of ranks, strategy and files; raises ValueError if damaged."""
-        return read(self.path)
-
-
 # ---- verifying -----------------------------------------------------------------------------------
 
 
@@ -185,22 +155,19 @@ def crc32(path: Path) -> int:
 
 def newest(folder: Path) -> Path | None:
     """Returns the newest checkpoint that is not torn, and warns of newer ones that it skips."""
-    skipped = []
+    skipped, valid = [], None
     for path in found(folder):
         if (why := torn(path)) is None:
-            _warn_of(skipped, path)
-            return path
+            valid = path
+            break
         skipped.append(f"{path.name} ({why})")
-    _warn_of(skipped, None)
-    return None
+    _warn_of(skipped, valid)
+    return valid
 
 
 def agreed(path: Path) -> Path:
-    """Returns the checkpoint that all ranks load, verified by all ranks together. Collective.
-
-    Args:
-        path: A checkpoint; one of another library has no manifest and is not verified. Or a folder
-            of checkpoints: the newest valid one is returned.
+    """Returns the checkpoint that all ranks load, verified by all ranks together: `path`, or the newest valid one of a
+    folder. Another library's has no manifest and is not verified. Collective.
 
     Raises:
         InputError: on all ranks, if `path` is damaged, or all checkpoints in the folder are.
@@ -219,10 +186,10 @@ def agreed(path: Path) -> Path:
     if not candidates:
         return path
     if candidates == [path]:
-        sentence = f"checkpoint {str(path)!r} is damaged: {why}"
-        raise InputError(f"{sentence}; give another, or `last` for the newest valid one")
-    sentence = f"{path} holds damaged checkpoints only: {', '.join(skipped)}"
-    raise InputError(f"{sentence}; move it away to start a new run")
+        raise InputError(
+            f"checkpoint {str(path)!r} is damaged: {why}; give another, or `last` for the newest valid one"
+        )
+    raise InputError(f"{path} holds damaged checkpoints only: {', '.join(skipped)}; move it away to start a new run")
 
 
 def _warn_of(skipped: list[str], loaded: Path | None) -> None:

@@ -32,8 +32,7 @@ PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}
 
 
 def is_by_name(state: State) -> bool:
-    names = sum((list(group["params"]) for group in state["param_groups"]), [])
-    return any(isinstance(name, str) for name in names)
+    return any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
 
 
 def by_name(numbered: State, names: list[str]) -> State:
@@ -101,9 +100,8 @@ def without_moments(named: State, groups: list[list[str]]) -> set[str]:
     missing = set().union(*groups) - set(named["state"])
     if added := sorted(missing - trained):
         raise InputError(
-            f"--ckpt_path: the checkpoint has no optimizer state for {added[0]} ({len(added)} such"
-            " parameters); resume with the same trainable parameters, or export it and start a new"
-            " run with model.pretrained"
+            f"--ckpt_path: the checkpoint has no optimizer state for {added[0]} ({len(added)} such parameters); resume"
+            " with the same trainable parameters, or export it and start a new run with model.pretrained"
         )
     return missing
 
@@ -127,8 +125,7 @@ class ParameterNames(Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: State) -> None:
         if trainer.strategy.lightning_restore_optimizer:  # other formats have names
-            names = [sum(groups_of(pl_module, one), []) for one in trainer.optimizers]
-            checkpoint["parameter_names"] = names
+            checkpoint["parameter_names"] = [sum(groups_of(pl_module, one), []) for one in trainer.optimizers]
         for key in (KEY, REFERENCE):
             if base := getattr(pl_module, key, None):
                 checkpoint[key] = base
@@ -136,20 +133,17 @@ class ParameterNames(Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: State) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        callbacks = trainer.callbacks  # ty: ignore[missing-attribute]
-        averages = any(isinstance(each, WeightAveraging) for each in callbacks)
+        averages = any(isinstance(each, WeightAveraging) for each in trainer.callbacks)  # ty: ignore[missing-attribute]
         if "averaging_state" in checkpoint and not averages:
             raise InputError(
-                "the checkpoint's weights are averages of the callback WeightAveraging, with"
-                " which training cannot continue: give --trainer.callbacks that callback again,"
-                " on one device or under DDP"
+                "the checkpoint's weights are averages of the callback WeightAveraging, with which training cannot"
+                " continue: give --trainer.callbacks that callback again, on one device or under DDP"
             )
         if getattr(pl_module, ANEW, False):
             checkpoint["optimizer_states"] = []
         self._loaded = checkpoint
         self._fit_to(trainer, pl_module)
-        has_state = bool(checkpoint.get("optimizer_states"))
-        if trainer.strategy.lightning_restore_optimizer and not has_state:
+        if trainer.strategy.lightning_restore_optimizer and not checkpoint.get("optimizer_states"):
             report_missing_moments()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -158,9 +152,8 @@ class ParameterNames(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Sets the learning rates: a loaded schedule would set them only at its next step."""
         for config in trainer.lr_scheduler_configs:
-            scheduler = config.scheduler
-            rates = scheduler.get_last_lr()
-            for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            groups, rates = config.scheduler.optimizer.param_groups, config.scheduler.get_last_lr()
+            for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
     def _fit_to(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -198,8 +191,7 @@ def _fit_schedule(schedule: State, count: int) -> None:
             continue
         if any(value != values[0] for value in values):
             raise InputError(
-                f"--ckpt_path: the learning-rate schedule's {key} differs between"
-                f" {len(values)} parameter groups, and this strategy has {count}; resume under"
-                " the strategy that wrote the checkpoint"
+                f"--ckpt_path: the learning-rate schedule's {key} differs between {len(values)} parameter groups, and"
+                f" this strategy has {count}; resume under the strategy that wrote the checkpoint"
             )
         schedule[key] = values[:1] * count

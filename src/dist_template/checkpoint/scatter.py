@@ -59,10 +59,7 @@ def load_weights(module: nn.Module, full: dict[str, Tensor]) -> None:
 
 
 def copy_shard(target: Tensor | None, full: Tensor | None, meta: Tensor) -> None:
-    """Copies rank 0's `full` into `target`, this rank's shard; None: this rank has no shard.
-
-    `meta` has the shape and type of `full`, on every rank.
-    """
+    """Copies rank 0's `full` into `target`, this rank's shard, or None; `meta` is like `full`, on every rank."""
     if target is not None and weights.is_partitioned_by_zero(target):
         with weights.gathered_from_zero(target):
             if full is not None:
@@ -78,11 +75,8 @@ def copy_shard(target: Tensor | None, full: Tensor | None, meta: Tensor) -> None
 
 
 def tensor_from_rank_zero(tensor: Tensor | None, like: Tensor) -> Tensor:
-    """Returns rank 0's `tensor` on all ranks, with `like`'s shape and type.
-
-    It is on the GPU if the process group communicates by NCCL; otherwise on `like`'s device, or on
-    the CPU if that is the meta device.
-    """
+    """Returns rank 0's `tensor` on all ranks, with `like`'s shape and type: on the GPU if the process group is NCCL's;
+    otherwise on `like`'s device, or on the CPU if that is the meta device."""
     device = like.device
     if dist.is_initialized() and "nccl" in dist.get_backend():
         device = torch.device("cuda", torch.cuda.current_device())

@@ -37,14 +37,7 @@ from ..project import Project
 from . import limits, ranges
 from .defaults import TRAINER_DEFAULTS, always_on, hide_expected
 from .parser import OPTIMIZATION, ConfigFile, Parser, add_optimization, as_launched, inherit_rates
-from .run import (
-    RunConfig,
-    check_checkpoint,
-    check_writable,
-    choose_run,
-    fill_placeholders,
-    write_predictions,
-)
+from .run import RunConfig, check_checkpoint, check_writable, choose_run, fill_placeholders, write_predictions
 from .trainer import complete
 
 __all__ = ["CLI", "WithoutTrainer", "parse"]
@@ -109,8 +102,7 @@ class CLI(OpenCLI):
 
     def subcommands(self) -> dict[str, set[str]]:
         """Returns only the given verb: the parsers of all four take four times as long."""
-        every = super().subcommands()
-        return {verb: skipped for verb, skipped in every.items() if verb == self._verb}
+        return {verb: skipped for verb, skipped in super().subcommands().items() if verb == self._verb}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_class_arguments(RunConfig, "run")
@@ -149,8 +141,7 @@ class CLI(OpenCLI):
         filled = fill_placeholders(settings, self.run)
         if verb == "fit":
             for key in ("last_checkpoint", "best_checkpoint"):  # not hours later at the first save
-                folder = Path(filled[key].dirpath)
-                check_writable(f"{key}.dirpath", settings[key].dirpath, folder)
+                check_writable(f"{key}.dirpath", settings[key].dirpath, Path(filled[key].dirpath))
         if verb:
             self.config[verb] = filled
         else:
@@ -173,8 +164,9 @@ class CLI(OpenCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         self._pass_optimization()
         self._check_limits()
-        if not self.model.automatic_optimization:
-            kwargs["gradient_clip_val"] = None  # the default; limits/options.py refuses a user's
+        key = "gradient_clip_val"
+        if not self.model.automatic_optimization and self._trainer_arguments.get(key) == TRAINER_DEFAULTS[key]:
+            kwargs[key] = None  # Lightning refuses a user's
         try:
             # Without checkpointing, Lightning refuses callbacks that save; trainer.py removes them.
             trainer: Any = super().instantiate_trainer(**kwargs, enable_checkpointing=True)
@@ -247,8 +239,7 @@ class CLI(OpenCLI):
                 self.datamodule.prepare(report=WATCHDOG.report)
         self._check_limits(config := any_module.build_config(self.model, self.datamodule))
         if resumes:
-            compare = self._setting("last_checkpoint").compare
-            compare(Path(resumes), self.trainer, self.datamodule, self.model)
+            self._setting("last_checkpoint").compare(Path(resumes), self.trainer, self.datamodule, self.model)
         if is_fit:
             where = self.trainer.strategy, self.trainer.world_size, self._root
             for note in limits.proven.notes(config, self.model, self.datamodule, *where):

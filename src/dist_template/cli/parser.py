@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -55,21 +54,6 @@ HELP = {  # replaces Lightning's help where this command line behaves differentl
     " weights before training.",
 }
 
-MOST_CHANGED = {  # fit's help begins with these; a class of the user's own may lack some
-    "run.name": "Of the experiment: its runs are in run.root/run.name",
-    "data.source": "StandardLibrary, TextFiles, Jsonl, HubDataset, yours …",
-    "data.seq_len": "Tokens per sequence",
-    "data.global_batch_size": "Sequences per optimizer step, over all processes",
-    "data.micro_batch_size": "Sequences per process per forward: fewer save memory",
-    "model.architecture": "From scratch: model_type and fields of transformers",
-    "model.pretrained": "Instead: a folder of weights, or a name on the hub",
-    "model.optim.learning_rate": "At the peak; model.optim.schedule and .warmup shape it",
-    "trainer.max_steps": "Optimizer steps in all; -1: until trainer.max_epochs",
-    "trainer.devices": "Processes per node, one for each device",
-    "trainer.strategy": "ddp, or add --config with a file of configs/strategy",
-    "ckpt_path": "`last` resumes the newest run of run.name; or a path",
-}
-
 
 class Parser(LightningArgumentParser):
     """Reports an error in one sentence, without a page of usage.
@@ -85,7 +69,7 @@ class Parser(LightningArgumentParser):
         self.keys_of_fit: set[str] = set()
 
     def format_help(self, formatter: Any = None) -> str:
-        """Shows a section, or a verb's own flags, or the keys most changed and then all."""
+        """Shows a section, or a verb's own flags, or the names of the sections and then all keys."""
         fit, keys = program("fit"), keys_of(self)
         if self.section:
             title, end = f"keys of {self.section}", f"All sections: `{fit} --help`."
@@ -97,7 +81,8 @@ class Parser(LightningArgumentParser):
             shown = [key for key in keys if key.dest not in self.keys_of_fit]
         else:
             usage, _, all_keys = super().format_help(formatter).partition("\n\n")
-            return f"{usage}\n\n{self._most_changed(fit)}\n\n{all_keys}"
+            sections = " ".join(dict.fromkeys(key.dest.partition(".")[0] for key in keys if "." in key.dest))
+            return f"{usage}\n\n`{fit} --help SECTION` shows the keys of one: {sections}\n\n{all_keys}"
         formatter = formatter or formatter_of(self)
         formatter.add_usage(self.usage, [], [])
         formatter.start_section(title)
@@ -105,19 +90,6 @@ class Parser(LightningArgumentParser):
         formatter.end_section()
         formatter.add_text(end)
         return formatter.format_help()
-
-    def _most_changed(self, fit: str) -> str:
-        keys = {action.dest: action.default for action in keys_of(self)}
-        sections = dict.fromkeys(key.partition(".")[0] for key in keys if "." in key)
-        lines = [f"Most changed, with defaults. All keys follow; of one section: {fit} --help data"]
-        for key, text in MOST_CHANGED.items():
-            default = keys.get(key)
-            if isinstance(default, dict | Namespace):
-                kind = default.get("class_path") or default.get("model_type")
-                default = str(kind).rpartition(".")[2]
-            if key in keys:
-                lines.append(f"  {key:<25} {'null' if default is None else default!s:<16} {text}")
-        return "\n".join([*lines, textwrap.fill(f"Sections: {' '.join(sections)}", 100)])
 
     def add_method_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
         added = super().add_method_arguments(*args, **kwargs)

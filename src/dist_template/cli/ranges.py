@@ -31,7 +31,7 @@ RULES = (  # what is allowed, least, most, keys
         best_checkpoint.keep
         trainer.strategy.param_persistence_threshold lr_scheduler.eta_min lr_scheduler.min_lr
         lr_scheduler.base_lr lr_scheduler.factor lr_scheduler.end_factor lr_scheduler.patience
-        lr_scheduler.cooldown lr_scheduler.milestones trainer.strategy.prefetch_bucket_size"""),
+        lr_scheduler.cooldown lr_scheduler.milestones trainer.strategy.prefetch_bucket_size optimizer.lr"""),
     ("more than 0", ABOVE_0, FINITE, """trainer.val_check_interval model.optim.learning_rate
         model.optim.eps model.adapter.alpha model.preference.beta
         cluster.time_limit trainer.limit_train_batches lr_scheduler.gamma
@@ -74,22 +74,19 @@ def check(settings: Namespace, **classes: object) -> None:
     Raises:
         InputError: a number is out of the range of its key, or nan; or a text is no text.
     """
-    unchecked = set()
+    unchecked = set(classes)
     for section, kind in classes.items():
-        bases = getattr(kind, "__mro__", ())
-        if not any(base.__module__.startswith(f"{LIBRARY}.") for base in bases):
-            unchecked.add(section)
+        if any(base.__module__.startswith(f"{LIBRARY}.") for base in getattr(kind, "__mro__", ())):
+            unchecked.remove(section)
     if str(settings.trainer.get("devices")) == "0":  # in a list it is the first device
         raise InputError("trainer.devices is 0; give 1 or more, or auto")
-    for key, given in _leaves(settings):
-        if isinstance(given, str) and (found := NO_TEXT.search(given)):
-            raise InputError(f"{key} has the character {found[0]!r}; give a text without it")
-        if not isinstance(given, str):
-            value = given
-        elif key in RANGES and given.isdecimal():
-            value = int(given[:99])
-        else:
-            continue
+    for key, value in _leaves(settings):
+        if isinstance(value, str):
+            if found := NO_TEXT.search(value):
+                raise InputError(f"{key} has the character {found[0]!r}; give a text without it")
+            if key not in RANGES or not value.isdecimal():
+                continue
+            value = int(value[:99])
         allowed, least, most = ANY if isinstance(value, int) else ("a number", -math.inf, math.inf)
         if key.partition(".")[0] not in unchecked:
             allowed, least, most = RANGES.get(key, (allowed, least, most))
@@ -111,8 +108,7 @@ def _leaves(value: object, key: str = "") -> Iterator[tuple[str, int | float | s
             yield from _leaves(each, key)
     elif isinstance(value, Namespace | dict):
         items = vars(value) if isinstance(value, Namespace) else value
-        is_users = str(items.get("class_path", LIBRARY)).partition(".")[0] not in CHECKED
-        if is_users:
+        if is_users := str(items.get("class_path", LIBRARY)).partition(".")[0] not in CHECKED:
             items = dict(items.get("init_args") or {})
         for name, each in items.items():
             inner = key if name == "init_args" else f"{key}.{name}".lstrip(".")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -27,7 +28,7 @@ from ..observe.history.run import PlotlyJs
 
 __all__ = ["RunConfig", "is_checkpoint", "verified_checkpoint"]
 
-MAX_NAME_BYTES = 255  # of one part of a path, in the file systems of Linux and macOS
+CONTROL = re.compile("[\0-\x1f\x7f]")  # in a folder's name it would end a script's line
 PLACEHOLDER = "{run}"  # replaced by the run folder in any string of the configuration
 
 
@@ -49,20 +50,15 @@ class RunConfig:
     plotly: PlotlyJs = "shared"
 
     def check(self, writes: bool) -> None:
-        """Checks that the run folder can be made; leaves nothing on the disk.
-
-        Args:
-            writes: Whether the run's folder will be written.
+        """Checks the name, and if the verb `writes`, that the folder can be made; leaves nothing on the disk.
 
         Raises:
             InputError: the name leaves the root, or the folder cannot be made or written.
         """
-        for key, path in (("run.name", self.name), ("run.root", self.root)):
-            _check_name(key, path)
-        name = Path(self.name)
-        if not name.parts or name.is_absolute() or ".." in name.parts:
+        name, has_control = Path(self.name), CONTROL.search(self.root + self.name)
+        if not name.parts or name.is_absolute() or ".." in name.parts or has_control:
             raise InputError(
-                f"run.name {self.name!r} is not a folder below run.root: give a name such as"
+                f"run.name {self.name!r} is not a folder below run.root {self.root!r}: give a name such as"
                 " `baseline` or `sweep/lr-3e-4`, and the folder of all runs as run.root"
             )
         if writes:
@@ -73,17 +69,6 @@ class RunConfig:
         return Path(self.root) / self.name
 
 
-def _check_name(key: str, path: str) -> None:
-    """Raises InputError if a part is too long, or a control character would end a script's line."""
-    is_too_long = any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in Path(path).parts)
-    if is_too_long or any(character < " " or character == "\x7f" for character in path):
-        shown = path if len(path) <= 60 else f"{path[:59]}…"
-        raise InputError(
-            f"{key} {shown!r} is not a folder's name: each part of it may have"
-            f" {MAX_NAME_BYTES} bytes, and no control character"
-        )
-
-
 def check_writable(key: str, given: str, folder: Path) -> None:
     """Makes and removes a temporary folder in `folder`, or in its nearest existing parent.
 
@@ -92,7 +77,8 @@ def check_writable(key: str, given: str, folder: Path) -> None:
     """
     existing = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
     try:
-        folder.exists()  # raises if a name is too long
+        for name in folder.parts:
+            (existing / name).exists()  # raises if it is too long
         tempfile.TemporaryDirectory(prefix=".writable-", dir=existing).cleanup()
         if not shutil.disk_usage(existing).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -102,7 +88,7 @@ def check_writable(key: str, given: str, folder: Path) -> None:
         ) from error
 
 
-def new_run(config: RunConfig) -> Path:
+def new_run(settings: Any) -> Path:
     """Returns a new run folder, the same on every rank; it is created at the first write.
 
     A launcher or scheduler sets the run's id, so that the folder stays the same after a restart; the ranks that
@@ -121,41 +107,31 @@ def new_run(config: RunConfig) -> Path:
             launcher = psutil.Process(os.getppid())
             started = time.localtime(launcher.create_time())
             run_id = f"{time.strftime('%Y%m%d-%H%M%S', started)}-{launcher.pid}"
-    _check_name(Variable.RUN_ID, run_id)
-    if Path(run_id).name != run_id or run_id == "..":
+    is_too_long = len(os.fsencode(run_id)) > 255  # bytes, in the file systems of Linux and macOS
+    if Path(run_id).name != run_id or run_id == ".." or is_too_long or CONTROL.search(run_id):
         raise InputError(f"{Variable.RUN_ID} is {run_id!r}; give the name of one folder, as baseline-1")
     os.environ[Variable.RUN_ID] = run_id
-    return config.parent / run_id
-
-
-def _new_run(settings: Any) -> Path:
-    return new_run(RunConfig(**vars(settings.run)))
+    return RunConfig(**vars(settings.run)).parent / run_id
 
 
 def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
-    """Chooses the run folder and the checkpoint to load.
+    """Chooses the run folder and the checkpoint to load; `verb` is one of Lightning's, None for a tool.
 
     `last`, and an evaluation of a run's weights, use the existing run folder.
-
-    Args:
-        settings: The configuration, with "{run}" in it.
-        verb: One of Lightning's; None for a tool.
 
     Returns:
         The run folder; the checkpoint or None; a sentence for the user, which may be empty.
 
     Raises:
-        InputError: there is no such checkpoint.
+        InputError: there is no such checkpoint, or all of the run are damaged.
     """
     given, evaluates = settings.get("ckpt_path"), verb not in (None, "fit")
     if evaluates and given == "start":
         settings.ckpt_path = None
-        message = f"{verb}: the weights are the initial weights of training"
-        return _new_run(settings), None, message
+        return new_run(settings), None, f"{verb}: the weights are the initial weights of training"
     if evaluates and not given and (not settings.model.get("pretrained") or _last_writes(settings)):
         given = "best or last"
-    checkpoint, message = given, ""
-    run = None
+    checkpoint, message, run = given, "", None
     if given in ("last", "best", "best or last"):
         newest, path = newest_checkpoint(given, settings)
         checkpoint = str(path)
@@ -166,9 +142,14 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
     elif evaluates and not given:
         message = f"{verb}: the weights come from model.pretrained; run.name has no checkpoint"
     if run is None:
-        run = _new_run(settings)
+        run = new_run(settings)
     folder = Path(fill_placeholders(settings.last_checkpoint.dirpath, run))
-    if verb == "fit" and given != "last" and can_resume(folder):
+    if verb == "fit" and given != "last" and manifest.found(folder):
+        if manifest.newest(folder) is None:  # starting again would hide it
+            raise InputError(
+                f"the checkpoints of this run, in {folder}, are all damaged: {_damages(folder)};"
+                " move the folder away, or set another run.name"
+            )
         start = f", not from {checkpoint}, with which it started" if given else ""
         message = f"{run} has checkpoints: the run resumes from its newest{start}"
         message += " (another run.name starts a new run)"
@@ -189,9 +170,7 @@ def _last_writes(settings: Any) -> dict[Path, float]:
 def newest_checkpoint(which: str, settings: Any) -> tuple[Path, Path]:
     """Returns the run of run.name with the newest checkpoint, and its best or the folder of all.
 
-    Args:
-        which: `best`, `last` or `best or last`.
-        settings: The configuration, with "{run}" in it.
+    `which` is `best`, `last` or `best or last`.
 
     Raises:
         InputError: no run has a valid checkpoint, or the newest has no best one.
@@ -199,16 +178,13 @@ def newest_checkpoint(which: str, settings: Any) -> tuple[Path, Path]:
     written = _last_writes(settings)
     if not written:
         parent = RunConfig(**vars(settings.run)).parent
-        raise InputError(
-            f"there is no checkpoint under {parent}/*/checkpoints; train first, or set run.name and"
-            " run.root to where the run is"
-        )
+        where = "or set run.name and run.root to where the run is"
+        raise InputError(f"there is no checkpoint under {parent}/*/checkpoints; train first, {where}")
     run = max(written, key=lambda run: written[run])
     last, best = settings.last_checkpoint, settings.best_checkpoint
     ranked = manifest.ranked(Path(fill_placeholders(best.dirpath, run)), best.mode)
     if which == "best" and not ranked:
-        best = "train with best_checkpoint.keep 1 and validations"
-        raise InputError(f"{run} has no best-*.ckpt: give `last`, or {best}")
+        raise InputError(f"{run} has no best-*.ckpt: give `last`, or train with best_checkpoint.keep 1 and validations")
     if ranked and which != "last":
         return run, ranked[0]
     return run, Path(fill_placeholders(last.dirpath, run))
@@ -222,13 +198,11 @@ def check_checkpoint(path: Path, key: str = "--ckpt_path") -> None:
     """
     given = f"{key} {str(path)!r}"
     if not os.path.exists(path):  # Path.exists raises for a name that is too long
-        last = "or `last` or `best` of the newest run"
-        raise InputError(f"{given} does not exist; give a checkpoint, {last}")
+        raise InputError(f"{given} does not exist; give a checkpoint, or `last` or `best` of the newest run")
     if (found := manifest.found(path)) and all(manifest.torn(one) for one in found):
         raise InputError(f"{given} holds damaged checkpoints only: {_damages(path)}; give another")
     if not found and manifest.is_ours(path) and (why := manifest.torn(path)):
-        last = "or `last` for the newest valid one"
-        raise InputError(f"{given} is damaged: {why}; give another, {last}")
+        raise InputError(f"{given} is damaged: {why}; give another, or `last` for the newest valid one")
     if not found and format_of(path) is None:
         inside = path / "checkpoints"
         hint = inside if manifest.found(inside) else "another"
@@ -241,12 +215,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def verified_checkpoint(given: str | Path, key: str, settings: Any = None) -> Path:
-    """Returns the checkpoint at `given`, the newest valid one of a folder, with verified files.
-
-    Args:
-        given: A path; with `settings`, also `last` or `best` of the newest run.
-        key: The flag or argument to name in an error.
-        settings: The configuration, with "{run}" in it.
+    """Returns the checkpoint at `given`, the newest valid one of a folder, with verified files. With `settings`, it
+    may be `last` or `best` of the newest run.
 
     Raises:
         InputError: it does not exist, is damaged, or holds no checkpoint.
@@ -256,22 +226,6 @@ def verified_checkpoint(given: str | Path, key: str, settings: Any = None) -> Pa
         path = newest_checkpoint(str(given), settings)[1]
     check_checkpoint(path, key)
     return manifest.agreed(path)
-
-
-def can_resume(folder: Path) -> bool:
-    """Returns whether the run with its checkpoints in `folder` can be resumed.
-
-    Raises:
-        InputError: all checkpoints are damaged; starting again would hide it.
-    """
-    if not manifest.found(folder):
-        return False
-    if manifest.newest(folder) is None:
-        raise InputError(
-            f"the checkpoints of this run, in {folder}, are all damaged: {_damages(folder)};"
-            " move the folder away, or set another run.name"
-        )
-    return True
 
 
 def _damages(folder: Path) -> str:
@@ -295,10 +249,8 @@ def write_predictions(predictions: list[Any], path: Path) -> None:
     """Writes one JSON value per line; prints generated texts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
-        for prediction in predictions:
-            # Tensors and arrays have `tolist`.
-            plain = json.dumps(prediction, ensure_ascii=False, default=lambda value: value.tolist())
-            file.write(plain + "\n")
+        for prediction in predictions:  # tensors and arrays have `tolist`
+            file.write(json.dumps(prediction, ensure_ascii=False, default=lambda value: value.tolist()) + "\n")
             if isinstance(prediction, dict) and {"prompt", "continuation"} <= prediction.keys():
                 prompt = prediction["prompt"]
                 print(f"--- {prompt}\n{prompt}{prediction['continuation']}\n")

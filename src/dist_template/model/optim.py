@@ -128,10 +128,7 @@ def mixed(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def build_schedule(
-    optimizer: Optimizer,
-    config: OptimConfig,
-    num_steps: float,
-    batches_per_validation: int | None = None,
+    optimizer: Optimizer, config: OptimConfig, num_steps: float, batches_per_validation: int | None = None
 ) -> dict[str, Any]:
     """Returns Lightning's scheduler entry for `config` over `num_steps` optimizer steps (inf: no end is set).
     reduce_on_plateau checks its metric every `batches_per_validation` of a rank; None: at the end of each epoch.

@@ -42,12 +42,8 @@ class Verdict(NamedTuple):
 
 
 def verdict(config: PreTrainedConfig | None, axes: str, project: Path | None = None) -> Verdict:
-    """Returns what is known of a model under a strategy.
-
-    Args:
-        config: The transformers configuration; None for another kind of model.
-        axes: Of the strategy and the adapters (`axes_of`); "" on one process.
-        project: The folder that has the project's own proofs."""
+    """Returns what is known of a model under the axes of a strategy and adapters; `project` is the folder with the
+    project's own proofs, `config` is transformers', None for another kind of model."""
     if not axes:
         return Verdict("proven")
     if config is None:
@@ -93,11 +89,8 @@ def leaks(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def remember(config: PreTrainedConfig | None, axes: str, project: Path) -> Path | None:
-    """Adds a model and a strategy to what the project has proven.
-
-    Returns:
-        The file; None for one process and for a model without a transformers configuration.
-    """
+    """Adds a model and a strategy to what the project has proven. Returns the file; None for one process and for a
+    model without a transformers configuration."""
     if config is None or not axes:
         return None
     entries = [*_proven(project), _entry(config, axes)]
@@ -125,8 +118,7 @@ def axes_of(strategy: Any, world_size: int, module: object = None) -> str:
     """Returns the adapters of `module` and a strategy's dimensions above one, joined by "+"."""
     if world_size == 1:
         return ""
-    adapters = getattr(module, "adapter_axes", [])
-    return "+".join([*adapters, *sharding_of(strategy).axes(world_size)])
+    return "+".join([*getattr(module, "adapter_axes", []), *sharding_of(strategy).axes(world_size)])
 
 
 @cache

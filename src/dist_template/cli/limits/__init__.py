@@ -30,12 +30,10 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     options.replaced_keys,
     options.callbacks,
     options.manual_optimization,
-    options.batch_norm,
     training.precision,
     training.strategy,
     training.batches,
     training.optimization,
-    training.plateau,
     options.ignored,
     training.of_module,
 )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from torch import nn
 
 from ...errors import InputError, reason
-from ...model.any_module import has_validation
 from ...model.optim import build_optimizer, build_schedule
 from .machine import Setup
 
@@ -24,8 +22,7 @@ def strategy(setup: Setup) -> Iterator[str]:
 
 
 def precision(setup: Setup) -> Iterator[str]:
-    given = setup.machine.precision
-    if given == "16-mixed" and setup.machine.accelerator == "cpu":
+    if setup.machine.precision == "16-mixed" and setup.machine.accelerator == "cpu":
         yield "trainer.precision '16-mixed' does not exist on a CPU: set bf16-mixed or 32-true"
 
 
@@ -58,38 +55,8 @@ def optimization(setup: Setup) -> Iterator[str]:
             build_schedule(optimizer, optim, steps)
     except InputError as error:
         yield str(error)
-        return
     except ValueError as error:
         yield f"model.optim: {reason(error)}"
-        return
-    for key, value in optimizer.param_groups[0].items():
-        if isinstance(value, float) and not math.isfinite(value):
-            yield f"--optimizer {name}: {key} is {value}; give a number"
-
-
-def plateau(setup: Setup) -> Iterator[str]:
-    """reduce_on_plateau never acts without a validation."""
-    optim, trainer = setup.optim, setup.trainer
-    if not setup.trains or optim is None or not optim.waits_for_validation:
-        return
-    key = "model.optim.schedule 'reduce_on_plateau'"
-    if optim.lr_scheduler:
-        key = "--lr_scheduler ReduceLROnPlateau"
-    none = ""
-    if trainer.get("limit_val_batches") == 0:
-        none = "trainer.limit_val_batches is 0"
-    elif not has_validation(setup.module, setup.data):
-        has_share = hasattr(setup.data, "validation_share")
-        none = "data.validation_share is 0" if has_share else "there is no val_dataloader"
-    if none:
-        yield f"{key} needs validations, but {none}: edit one of the two"
-        return
-    every = trainer.get("val_check_interval")
-    if isinstance(every, int) and every > (setup.num_steps or every):
-        yield (
-            f"{key} needs validations, but the first is at step {every}, after the end at"
-            f" {trainer['max_steps']}: edit trainer.val_check_interval or trainer.max_steps"
-        )
 
 
 def of_module(setup: Setup) -> Iterator[str]:
