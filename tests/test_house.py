@@ -43,14 +43,14 @@ ORDER = tuple(ROOMS)
 MOST_ROOMS = 10  # folders; "public" and "ground" are the files beside them
 
 # Lines of Python in the library. Whoever deletes lowers it; only an issue that names its lines adds an entry to ADDED.
-LINES = 26_086
+LINES = 25_837
 ADDED: dict[str, int] = {}  # title of an issue: lines
 
 WING_MODULE = r"(dist_template|\.*)\.wings\.|wings\."  # as a string; entry points name them in pyproject.toml
 
 # What a reader of `fit` meets, always-on callbacks and late imports included, and of `strategies` alone. The aims are
 # 12,500 and 4,500.
-CLOSURES = {"cli.fit": 12_972, "strategies": 4_500}
+CLOSURES = {"cli.fit": 12_500, "strategies": 4_500}
 # Conditional expressions and comprehensions per 100 statements: of the library, and of a file.
 DENSITY, DENSITY_OF_A_FILE = 5.5, 10.0
 ANY = 0.1  # share of annotations outside compat
@@ -64,7 +64,7 @@ CACHES = {"__pycache__", ".ruff_cache", ".pytest_cache"}
 NOT_COUNTED = re.compile(r"LICENSE.*|constraints\.txt|locked\.txt|torch-.*\.txt|tools\.txt")
 
 # Names that wings take from the core (the aim is 60), and imports of internal names by tests.
-WING_NAMES = 85
+WING_NAMES = 93
 INTERNALS = 250
 INTERFACE = "For wings and packages"  # the section of docs/api.md
 NOT_YET = ("parallel.", "cli.limits.")  # not documented: of these rooms wings take more than the protocol
