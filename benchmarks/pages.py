@@ -55,7 +55,7 @@ def main() -> None:
     mpl.rcParams |= {"grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
     for folder in (FIGURES, RESULTS):
         folder.mkdir(exist_ok=True)
-    save(messages(), "traffic")
+    save(sent(), "traffic")
     if (RESULTS / "growth.json").exists():
         save(slopes(RESULTS / "growth.json"), "growth")
     (RESULTS / "README.md").write_text(readme(), encoding="utf-8")
@@ -106,30 +106,25 @@ def _line(comparison: Comparison, arm: str) -> tuple[list[int], list[float], lis
     return [int(name.split()[-1]) for name in names], middle, low, high
 
 
-def messages() -> Any:
-    """Bytes and messages of a rank and step: against ranks at 7 B, against the model's size at 64 ranks."""
+def sent() -> Any:
+    """Bytes of a rank and step: against ranks at 7 B, against the model's size at 64 ranks."""
     from matplotlib import pyplot
 
     models = {size: _llama(*shape) for size, shape in LLAMAS.items()}
-    figure, panels = pyplot.subplots(2, 2, figsize=(10, 7), sharey="row")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), sharey="row")
     for name in DENSE:
-        over_ranks = [_sent(name, models[6.7], ranks) for ranks in RANKS]
-        over_sizes = [_sent(name, model, 64) for model in models.values()]
-        for column, (at, points) in enumerate(((RANKS, over_ranks), (list(LLAMAS), over_sizes))):
-            for row in range(2):
-                panels[row][column].loglog(at, [point[row] for point in points], label=name, marker="o", markersize=3)
-    panels[0][0].set(title="Llama of 6.7 B parameters", ylabel="GB sent by a rank in a step")
-    panels[0][1].set(title="64 ranks, nodes of 8")
-    panels[1][0].set(xlabel="ranks", ylabel="messages of a rank in a step")
-    panels[1][1].set(xlabel="parameters, billions")
-    panels[0][0].legend(frameon=False, ncols=2)
+        left.loglog(RANKS, [_sent(name, models[6.7], ranks) for ranks in RANKS], label=name, marker="o", markersize=3)
+        sizes = [_sent(name, model, 64) for model in models.values()]
+        right.loglog(list(LLAMAS), sizes, label=name, marker="o", markersize=3)
+    left.set(title="Llama of 6.7 B parameters", xlabel="ranks", ylabel="GB sent by a rank in a step")
+    right.set(title="64 ranks, nodes of 8", xlabel="parameters, billions")
+    left.legend(frameon=False, ncols=2)
     return figure
 
 
-def _sent(name: str, model: nn.Module, ranks: int) -> tuple[float, int]:
-    """GB and messages, in bf16-mixed, with one micro-batch of TOKENS tokens a rank and step."""
-    calls = list(traffic(name, model, Setting(ranks, TOKENS, node=NODE)))
-    return sum(call.sent for call in calls) / 1e9, sum(call.messages for call in calls)
+def _sent(name: str, model: nn.Module, ranks: int) -> float:
+    """GB, in bf16-mixed, with one micro-batch of TOKENS tokens a rank and step."""
+    return sum(call.sent for call in traffic(name, model, Setting(ranks, TOKENS, node=NODE))) / 1e9
 
 
 def _llama(width: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> nn.Module:

@@ -48,8 +48,7 @@ ADDED: dict[str, int] = {}  # title of an issue: lines
 
 WING_MODULE = r"(dist_template|\.*)\.wings\.|wings\."  # as a string; entry points name them in pyproject.toml
 
-# What a reader of `fit` meets, always-on callbacks and late imports included, and of `strategies` alone. The aims are
-# 12,500 and 4,500.
+# What a reader of `fit` meets, always-on callbacks and late imports included, and of `strategies` alone.
 CLOSURES = {"cli.fit": 12_500, "strategies": 4_500}
 # Conditional expressions and comprehensions per 100 statements: of the library, and of a file.
 DENSITY, DENSITY_OF_A_FILE = 5.5, 10.0
