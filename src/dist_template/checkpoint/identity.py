@@ -54,8 +54,7 @@ def fixed_settings(trainer: L.Trainer, data: object, module: L.LightningModule) 
 
 def settings_of(path: Path) -> dict[str, object]:
     """Returns the settings of the checkpoint that would be loaded by `path`; {} if it has none."""
-    _, candidates = manifest.resolve(path)
-    for candidate in candidates:
+    for candidate in manifest.resolve(path)[1]:
         if not manifest.torn(candidate):
             return manifest.read(candidate).get(KEY, {})
     return {}

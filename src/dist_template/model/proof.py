@@ -123,8 +123,7 @@ def axes_of(strategy: Any, world_size: int, module: object = None) -> str:
 
 @cache
 def _table() -> dict[str, Any]:
-    path = Path(__file__).parents[1] / "proof.json"
-    return read_mapping(path, "install the library again")
+    return read_mapping(Path(__file__).parents[1] / "proof.json", "install the library again")
 
 
 def _proven(project: Path) -> list[dict[str, object]]:
