@@ -39,7 +39,7 @@ class RunConfig:
     Args:
         name: Name of the experiment; `last` is the newest run of this name.
         root: Folder of all runs.
-        report: Write report.html and report.md at the end of `fit`. false leaves it to the verb `report`.
+        report: Write report.html at the end of `fit`. false leaves it to the verb `report`.
         plotly: Where report.html loads plotly.js (5 MB) from. shared: one file in `root` for all
             runs; inline: the page contains it; cdn: plotly's CDN, which needs a network.
     """
