@@ -30,7 +30,7 @@ Nothing is called held that was measured before a change of what it measures, as
 LOOP = ("callbacks", "cli/trainer.py", "compat", "model", "observe/loggers", "parallel", "text/batches")
 MEASURED = {  # part -> files and folders of src/dist_template; a change of another is taken to leave its figures alone
     "step": LOOP, "dist": LOOP, "model": ("model", "parallel/blocks.py"), "data": ("text",), "chat": ("text",),
-    "balance": ("text/batches", "parallel"), "pipeline": ("parallel", "compat"),
+    "pipeline": ("parallel", "compat"),
     "checkpoint": ("checkpoint", "callbacks/checkpoint.py"), "startup": ("cli", "callbacks", "compat", "lazy.py"),
     "serving": ("wings/ship/serve",), "growth": LOOP, "gpu": LOOP, "gpu-check": LOOP,
     "zoo": ("model", "parallel"),

@@ -61,7 +61,7 @@ def test_help_shows_a_verb_whose_file_is_broken_or_missing(
     )
     assert command_line.run(["--help"], Project("a_trainer")) == 0
     lines = {
-        None: "(cannot be read: [Errno 2] No such file or directory: 'a_trainer.broken')",
+        None: "(not found: a_trainer.broken)",
         "def main(:": "(cannot be read: invalid syntax (<unknown>, line 1))",
     }
     assert f"\n  broken             {lines.get(text, 'does nothing')}\n" in capsys.readouterr().out

@@ -53,7 +53,7 @@ def test_a_wheel_holds_the_library_and_nothing_else(repository: Path, tmp_path: 
     pages = {path.relative_to(source / "docs").as_posix() for path in (source / "docs").rglob("*.md")}
     assert {name.partition("/share/doc/dist-template/")[2] for name in wheel.namelist() if ".data/" in name} == pages
     assert {"dist_template/py.typed", "dist_template/__init__.py"} <= library
-    suffixes = {".py", ".typed", ".css", ".html", ".json", ".md", ".template"}
+    suffixes = {".py", ".typed", ".css", ".html", ".json", ".template"}
     assert {Path(name).suffix for name in library} == suffixes
 
 

@@ -39,7 +39,7 @@ class Planner:
                         best[name] = option
         if not best:
             raise InputError(f"plan cannot trace this model: {next(iter(self.failed.values()))}")
-        return sorted(best.values(), key=lambda option: option.order)
+        return sorted(best.values(), key=lambda option: option.order[:3])  # then as `candidates` yields them
 
     def by_checkpointing(self, candidate: Candidate, machine: Machine, rows: int) -> list[Planned]:
         """Returns the estimates with micro-batches of `rows` sequences; without a checkpointing whose
