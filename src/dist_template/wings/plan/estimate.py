@@ -67,7 +67,7 @@ class Planned:
 
     @property
     def order(self) -> Any:
-        """Sort key: fitting first, then time (three digits) and recomputation; of one strategy, the largest micro-batch."""
+        """Sort key: fitting first, then time (three digits), recomputation; within a strategy, the micro-batch."""
         if not self.fits:
             return 1, self.total()
         took, recomputed = float(f"{self.seconds():.3g}"), RECOMPUTED[self.facts.checkpointing]
