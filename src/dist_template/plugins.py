@@ -20,8 +20,10 @@ import importlib.util
 import re
 import tomllib
 from collections.abc import Collection
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Any
 
 from .errors import InputError
 from .project import program_name
@@ -69,6 +71,12 @@ def registered(group: str, taken: Collection[str] = ()) -> dict[str, EntryPoint]
             )
         found.setdefault(point.name, point)
     return dict(sorted(found.items()))
+
+
+@cache
+def loaded(group: str, taken: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Returns what the entry points of a group name, imported once in a process; raises InputError as `registered`."""
+    return {name: point.load() for name, point in registered(group, taken).items()}
 
 
 def _pyproject(import_name: str) -> Path | None:

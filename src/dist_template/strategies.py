@@ -12,12 +12,12 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from .parallel.mesh import MeshStrategy
 from .parallel.mesh_sizes import ReplicaAxis, TensorAxis
-from .plugins import registered
+from .plugins import loaded
 
 __all__ = ["MeshStrategy", "ZeroStrategy"]  # noqa: F822  (by __getattr__)
 
 GROUP = "dist_template.strategies"
-CLASSES: dict[str, Any] = {name: point.load() for name, point in registered(GROUP, taken=["MeshStrategy"]).items()}
+CLASSES = loaded(GROUP, ("MeshStrategy",))
 
 
 def __getattr__(name: str) -> Any:

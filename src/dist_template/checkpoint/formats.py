@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -29,7 +28,7 @@ from torch.utils.serialization import config
 from .. import weights
 from ..errors import InputError
 from ..layout import full_shape
-from ..plugins import registered
+from ..plugins import loaded
 from .frozen import KEY, REFERENCE, exclude_frozen
 from .manifest import agreed
 from .optimizer import ANEW, State, by_name, is_by_name, report_missing_moments
@@ -55,16 +54,10 @@ def format_of(path: Path) -> type[CheckpointFormat] | None:
         return PlainFormat if zipfile.is_zipfile(file) else None
     if (path / ".metadata").is_file() and (path / META).is_file():
         return ShardedFormat
-    for format in _others():
+    for format in loaded(GROUP).values():
         if format.is_at(path):
             return format
     return None
-
-
-@cache
-def _others() -> list[type[CheckpointFormat]]:
-    """Returns the registered formats."""
-    return [point.load() for point in registered(GROUP).values()]
 
 
 def format_for(strategy: Strategy) -> CheckpointFormat:
@@ -73,7 +66,7 @@ def format_for(strategy: Strategy) -> CheckpointFormat:
     if found is not None:
         return found
     names = [kind.__name__ for kind in type(strategy).__mro__]
-    for format in (ShardedFormat, *_others()):
+    for format in (ShardedFormat, *loaded(GROUP).values()):
         if format.of_lightning in names:
             return format(strategy)  # ty: ignore[invalid-argument-type]
     return PlainFormat(strategy)

@@ -32,7 +32,7 @@ from ..errors import InputError, reason
 from ..model import any_module
 from ..model.optim import OptimConfig
 from ..parallel.mesh import MeshStrategy  # noqa: F401  (known to `class_path`)
-from ..plugins import registered
+from ..plugins import loaded
 from ..project import Project
 from . import limits, ranges
 from .defaults import TRAINER_DEFAULTS, always_on, hide_expected
@@ -43,8 +43,7 @@ from .trainer import complete
 __all__ = ["CLI", "WithoutTrainer", "parse"]
 
 for _group in ("strategies", "loggers"):  # known to `class_path` by their names
-    for _point in registered(f"dist_template.{_group}").values():
-        _point.load()
+    loaded(f"dist_template.{_group}")
 hide_expected()
 
 

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
-from ...plugins import registered
+from ...plugins import loaded
 from .mesh import Mesh
 from .plain import Plain
 
 GROUP = "dist_template.shardings"  # entry points: name of a strategy's class, and a class such as Mesh
 
 
-@cache
 def _kinds() -> dict[str, Any]:
     """Returns the classes that answer for a strategy's class, by its name."""
-    kinds: dict[str, Any] = {"MeshStrategy": Mesh}
-    for name, point in registered(GROUP, taken=kinds).items():
-        kinds[name] = point.load()
-    return kinds
+    return loaded(GROUP, ("MeshStrategy",)) | {"MeshStrategy": Mesh}
 
 
 def sharding_of(strategy: Any) -> Plain:

@@ -99,7 +99,7 @@ def _pipeline(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
         yield f"{ARGS}.cpu_offload true does not work in a pipeline: set it to false"
     if setup.setting("adapter.quantize"):
         yield "model.adapter.quantize does not work in a pipeline: set it to null, or pp_size to 1"
-    if type(getattr(setup.data, "source", None)).__name__ == "Preferences":
+    if getattr(getattr(setup.data, "source", None), "pairs", False):
         why = "runs the model twice in a step, which a pipeline cannot do"
         yield f"data.source Preferences {why}: set {ARGS}.pp_size to 1"
 

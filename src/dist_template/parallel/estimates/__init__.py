@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...plugins import registered
+from ...plugins import loaded
 from ..answers import Mesh, sharding_of
 from .mesh import MeshEstimate
 from .plain import Estimate
@@ -18,6 +18,6 @@ def estimate_of(strategy: Any) -> Estimate:
     sharding = sharding_of(strategy)
     if isinstance(sharding, Mesh):
         return MeshEstimate.of(sharding.arguments)
-    if point := registered(GROUP).get(sharding.name):
-        return point.load().of(sharding.arguments)
+    if kind := loaded(GROUP).get(sharding.name):
+        return kind.of(sharding.arguments)
     return Estimate(sharding.arguments, sharding.name, sharding.bases)
