@@ -78,11 +78,8 @@ class LastCheckpoint(Checkpoint):
             self.fixed_settings = fixed_settings(trainer, trainer.datamodule, pl_module)
 
     def compare(self, path: Path, trainer: L.Trainer, data: Any, module: L.LightningModule) -> None:
-        """Compares what the checkpoint `path` was trained on with what it would be now.
-
-        Raises:
-            InputError: it would not be the same training, and that is not accepted.
-        """
+        """Compares what the checkpoint `path` was trained on with what it would be now. Raises InputError if it would
+        not be the same training, and that is not accepted."""
         self.fixed_settings = now = fixed_settings(trainer, data, module)
         changed = compare(path, settings_of(path), now, self.accept_changes)
         setattr(module, ANEW, "optimizer" in changed)

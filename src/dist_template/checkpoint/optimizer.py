@@ -91,11 +91,8 @@ def numbered(named: State, groups: list[list[str]], settings: list[State]) -> St
 
 
 def without_moments(named: State, groups: list[list[str]]) -> set[str]:
-    """Returns the parameters without state in the checkpoint: they never had a gradient.
-
-    Raises:
-        InputError: the checkpoint's optimizer did not have one of the parameters.
-    """
+    """Returns the parameters without state in the checkpoint: they never had a gradient. Raises InputError if the
+    checkpoint's optimizer did not have one of the parameters."""
     trained = set().union(*(group["params"] for group in named["param_groups"]))
     missing = set().union(*groups) - set(named["state"])
     if added := sorted(missing - trained):

@@ -37,11 +37,8 @@ SAVERS = {
 
 
 def always_on() -> dict[str, EntryPoint]:
-    """Returns the callbacks of every run by configuration key, in the order of calls.
-
-    Raises:
-        InputError: a key is registered twice.
-    """
+    """Returns the callbacks of every run by configuration key, in the order of calls. Raises InputError if a key is
+    registered twice."""
     others = registered(CALLBACKS, taken=OBSERVERS.keys() | SAVERS.keys())
     return _entry_points(OBSERVERS) | others | _entry_points(SAVERS)
 

@@ -57,11 +57,8 @@ class Verb:
 
 
 def verbs() -> dict[str, Verb]:
-    """Returns every verb: TRAINING's, then the registered ones by name.
-
-    Raises:
-        InputError: a verb is registered twice.
-    """
+    """Returns every verb: TRAINING's, then the registered ones by name. Raises InputError if a verb is registered
+    twice."""
     points = {verb: EntryPoint(verb, f"{LIBRARY}.cli.fit", GROUP) for verb in TRAINING}
     points |= registered(GROUP, taken=TRAINING)
     return {verb: Verb(point) for verb, point in points.items()}

@@ -120,11 +120,8 @@ class MeshStrategy(MeshRanks):
         super().teardown()
 
     def shard(self, model: Any) -> nn.Module:
-        """Shards `model`, whose weights are on rank 0 only, over the mesh.
-
-        Raises:
-            InputError: the model's plans do not allow the configured sizes.
-        """
+        """Shards `model`, whose weights are on rank 0 only, over the mesh. Raises InputError if the model's plans do
+        not allow the configured sizes."""
         if not self.shards:
             return model
         refuse_scalars(model, "FSDP2")

@@ -24,11 +24,8 @@ from .run_strategy import run_strategy
 
 
 def place(build: Callable[[], nn.Module], strategy: Strategy, blocks: BlockConfig) -> nn.Module:
-    """Returns this rank's part of the model that `build` makes.
-
-    Raises:
-        InputError: the model has no blocks or no plan for what `blocks` or the strategy needs.
-    """
+    """Returns this rank's part of the model that `build` makes. Raises InputError if the model has no blocks or no
+    plan for what `blocks` or the strategy needs."""
     seed = torch.initial_seed()
     torch.manual_seed(seed)
     if weights.is_rank_zero():

@@ -121,11 +121,8 @@ def _style_of(rules: dict[str, str], name: str) -> str:
 
 
 def shard_by_plan(model: Any, strategy: MeshRanks) -> None:
-    """Shards `model`, which has plans of transformers, in place.
-
-    Raises:
-        InputError: the plans do not allow the strategy's sizes.
-    """
+    """Shards `model`, which has plans of transformers, in place. Raises InputError if the plans do not allow the
+    strategy's sizes."""
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh
 
@@ -158,11 +155,8 @@ def shard_by_plan(model: Any, strategy: MeshRanks) -> None:
 
 
 def shard_by_blocks(model: nn.Module, strategy: MeshRanks) -> None:
-    """Shards each block of `model`, and then the rest of it, in place.
-
-    Raises:
-        InputError: the strategy has tensor or expert parallelism, for which there must be a plan.
-    """
+    """Shards each block of `model`, and then the rest of it, in place. Raises InputError if the strategy has tensor
+    or expert parallelism, for which there must be a plan."""
     sizes = strategy.mesh_sizes
     with _refusing(model):
         if sizes.tp > 1 or sizes.ep > 1:

@@ -122,11 +122,8 @@ class PackedText(L.LightningDataModule):
     # ---- the token cache -------------------------------------------------------------------------
 
     def prepare(self, *, report: Callable[[str], None] = print) -> Corpus:
-        """Tokenizes into the cache, unless it is there; before any other process is started.
-
-        Raises:
-            InputError: the source is missing, empty or unreadable, the disk is full, or another process prepares.
-        """
+        """Tokenizes into the cache, unless it is there; before any other process is started. Raises InputError if the
+        source is missing, empty or unreadable, the disk is full, or another process prepares."""
         recipe = self._recipe
         try:
             corpus = open_cache(recipe, self.cache_dir, self.check_source)
@@ -142,11 +139,8 @@ class PackedText(L.LightningDataModule):
         return corpus
 
     def require(self) -> Corpus:
-        """Returns the prepared cache, in processes that must not tokenize.
-
-        Raises:
-            InputError: it is missing, stale or damaged, or too small for one global batch.
-        """
+        """Returns the prepared cache, in processes that must not tokenize. Raises InputError if it is missing, stale
+        or damaged, or too small for one global batch."""
         self._corpus = check_rows(self, open_cache(self._recipe, self.cache_dir, self.check_source))
         return self._corpus
 

@@ -25,11 +25,8 @@ class Plain:
     precisions: ClassVar[tuple[str, ...]] = ()  # that the strategy supports; (): all
 
     def data_parallel(self, world_size: int) -> int:
-        """Returns the number of ranks that read different batches.
-
-        Raises:
-            InputError: the sizes do not fit `world_size`.
-        """
+        """Returns the number of ranks that read different batches. Raises InputError if the sizes do not fit
+        `world_size`."""
         return world_size
 
     def axes(self, world_size: int) -> list[str]:

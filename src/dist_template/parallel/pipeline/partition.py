@@ -22,11 +22,7 @@ class ModelParts:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelParts:
-        """Finds the parts of `model`.
-
-        Raises:
-            InputError: it is no sequence of blocks.
-        """
+        """Finds the parts of `model`. Raises InputError if it is no sequence of blocks."""
         blocks, path, found = find_blocks(model), "", nn.ModuleList()
         for name, module in model.named_modules():
             if blocks and isinstance(module, nn.ModuleList) and [*module] == blocks:

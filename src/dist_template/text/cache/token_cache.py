@@ -228,11 +228,8 @@ def read_documents(recipe: Recipe, corpus: Corpus, split: str) -> Documents:
 
 
 def build_cache(recipe: Recipe, cache_dir: str, report: Callable[[str], None]) -> Corpus:
-    """Tokenizes into a new cache, which replaces an older one of the same recipe.
-
-    Raises:
-        InputError: another process is building it, the disk is full, or the source is unreadable or empty.
-    """
+    """Tokenizes into a new cache, which replaces an older one of the same recipe. Raises InputError if another
+    process is building it, the disk is full, or the source is unreadable or empty."""
     folder = recipe.folder(cache_dir)
     temporary = folder.with_name(folder.name + ".tmp")
     with _lock(folder):

@@ -115,11 +115,8 @@ def _cannot_load(name: str, error: Exception) -> InputError:
 
 
 def checked_fields(architecture: Mapping[str, object]) -> dict[str, object]:
-    """Returns the fields of a configuration, including `extra`'s, without `model_type`.
-
-    Raises:
-        InputError: neither the configuration class nor the model reads such a key.
-    """
+    """Returns the fields of a configuration, including `extra`'s, without `model_type`. Raises InputError if neither
+    the configuration class nor the model reads such a key."""
     from transformers import CONFIG_MAPPING
 
     fields = {key: value for key, value in architecture.items() if key not in ("model_type", EXTRA)}

@@ -37,11 +37,8 @@ class Template(NamedTuple):
 
 
 def training_template(tokenizer: Tokenizer, file: str | None, train_on: str) -> Template:
-    """Returns the template that conversations are encoded by for training.
-
-    Raises:
-        InputError: there is no template, or the file has no tags, which `train_on` needs.
-    """
+    """Returns the template that conversations are encoded by for training. Raises InputError if there is no template,
+    or the file has no tags, which `train_on` needs."""
     needs_tags = train_on != "all"
     if file:
         text = Path(file).read_text(encoding="utf-8")
@@ -70,11 +67,8 @@ def training_template(tokenizer: Tokenizer, file: str | None, train_on: str) -> 
 
 
 def encode(tokenizer: Tokenizer, template: Template, train_on: str, documents: Documents) -> list[Encoded]:
-    """Returns the tokens of conversations, which are JSON, and which of them count.
-
-    Raises:
-        InputError: the template refuses a conversation, or marks nothing in it.
-    """
+    """Returns the tokens of conversations, which are JSON, and which of them count. Raises InputError if the template
+    refuses a conversation, or marks nothing in it."""
     # A text source that shares the tokenizer sets it; a template's special tokens are such.
     tokenizer.backend_tokenizer.encode_special_tokens = False
     tags = template.has_tags and train_on != "all"

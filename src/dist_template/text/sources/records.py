@@ -23,11 +23,7 @@ Named = tuple[str, Record]  # name for messages, and the record
 
 
 def matching(patterns: list[str]) -> list[Path]:
-    """Returns the files that glob patterns match, sorted, each once.
-
-    Raises:
-        InputError: a pattern matches no file.
-    """
+    """Returns the files that glob patterns match, sorted, each once. Raises InputError if a pattern matches no file."""
     found: dict[str, str] = {}  # by the file itself: links may give it several names
     for pattern in patterns:
         files = filter(os.path.isfile, glob.iglob(str(Path(pattern).expanduser()), recursive=True))

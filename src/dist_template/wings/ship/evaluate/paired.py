@@ -59,11 +59,8 @@ def parse(requirement: str) -> tuple[str, float | None]:
 
 
 def failure(requirement: str, comparisons: Sequence[Comparison]) -> str | None:
-    """Returns why a requirement does not hold, in one sentence; None: it holds.
-
-    Raises:
-        InputError: its measure was not compared, or a task has to be named.
-    """
+    """Returns why a requirement does not hold, in one sentence; None: it holds. Raises InputError if its measure was
+    not compared, or a task has to be named."""
     name, margin = parse(requirement)
     found = [each for each in comparisons if f"/{each.name}".endswith(f"/{name}")]
     if len(found) != 1:

@@ -67,11 +67,8 @@ class Export(WithoutTrainer):
 
 @contextmanager
 def written_at_once(output: Path) -> Generator[Path]:
-    """Yields a temporary folder, which is renamed to `output` on success and removed otherwise.
-
-    Raises:
-        InputError: the disk is full, or the folder cannot be written.
-    """
+    """Yields a temporary folder, which is renamed to `output` on success and removed otherwise. Raises InputError if
+    the disk is full, or the folder cannot be written."""
     folder = output.with_name(f".{output.name}.unfinished")
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed export
     try:

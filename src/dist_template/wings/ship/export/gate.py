@@ -56,11 +56,8 @@ class Gate:
         self.logits = _logits(trained.model, self.tokens)
 
     def check(self, exported: Trained, dtype: str) -> str:
-        """Returns in words how far `exported`, loaded from its folder, is from the trained model.
-
-        Raises:
-            InputError: it has other tokens, another chat template or type than `dtype`, or other logits.
-        """
+        """Returns in words how far `exported`, loaded from its folder, is from the trained model. Raises InputError
+        if it has other tokens, another chat template or type than `dtype`, or other logits."""
         model, tokenizer = exported.model, exported.tokenizer
         for text in self.texts:
             if tokenizer.encode(text) != self.tokenizer.encode(text):
