@@ -32,7 +32,7 @@ from lightning.pytorch import Callback
 
 from dist_template.compat.lightning import accumulates
 from dist_template.observe.history import goodput
-from dist_template.observe.history.metrics import read_metrics
+from dist_template.wings.history import read_metrics
 
 from . import ROOT
 from .gpu import chosen, put

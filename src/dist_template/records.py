@@ -13,7 +13,7 @@ from yaml import YAMLError
 
 from .errors import InputError, first_line
 
-__all__ = ["GIB", "flatten", "read_mapping", "sha256", "write_atomically"]
+__all__ = ["flatten", "read_mapping", "write_atomically"]
 
 GIB = 2**30  # bytes
 

@@ -12,12 +12,13 @@ import pytest
 from trainer_dev.data import DataModule
 
 from dist_template.callbacks import goodput
-from dist_template.observe.history.goodput import FILE, describe, read, share
+from dist_template.observe.history.goodput import describe, read, share
+from dist_template.observe.history.run import RunFile
 from tests.support.runs import only_run, run
 
 
 def lines(folder: Path, *attempts: dict[str, float]) -> Path:
-    (folder / FILE).write_text("".join(json.dumps(line) + "\n" for line in attempts), encoding="utf-8")
+    (folder / RunFile.GOODPUT).write_text("".join(json.dumps(line) + "\n" for line in attempts), encoding="utf-8")
     return folder
 
 
@@ -49,7 +50,7 @@ def test_repeated_steps_are_lost_time_and_the_gap_is_restart(tmp_path: Path) -> 
 
 def test_an_incomplete_line_of_a_killed_process_is_skipped(tmp_path: Path) -> None:
     line = {"attempt": 1.0, "time": 3.0, "from_step": 0, "step": 1, "start": 1, "productive": 1}
-    with (lines(tmp_path, line) / FILE).open("a") as file:
+    with (lines(tmp_path, line) / RunFile.GOODPUT).open("a") as file:
         file.write('{"attempt": 1.0, "ti')
     assert read(tmp_path)["productive"] == 1
     assert read(tmp_path / "nowhere") == {}
@@ -77,7 +78,7 @@ def test_the_kinds_add_up_to_the_wall_time_across_a_restart(
     assert run("fit", *flags, "--ckpt_path=last") == 0
     seconds = read(only_run(tmp_path))
     wall = sum(seconds.values())
-    events = [json.loads(line) for line in (only_run(tmp_path) / FILE).read_text().splitlines()]
+    events = [json.loads(line) for line in (only_run(tmp_path) / RunFile.GOODPUT).read_text().splitlines()]
     assert wall == pytest.approx(events[-1]["time"] - events[0]["attempt"], abs=0.01)
     assert wall <= time.time() - began + 1.0
     assert seconds["restart"] >= 0.5

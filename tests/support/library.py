@@ -24,7 +24,7 @@ from dist_template.layout import total_norm
 from dist_template.model import optim, proof, training_module
 from dist_template.model.balance import Balancer
 from dist_template.model.metrics import MetricBuffer
-from dist_template.observe.history.run import INCIDENTS, read_lines
+from dist_template.observe.history.run import RunFile, read_lines
 from dist_template.observe.loggers import tensorboard
 from dist_template.parallel.pipeline.schedule import SCHEDULES
 from dist_template.parallel.sequence import shard_batch
@@ -37,4 +37,4 @@ from dist_template.wings.history import read_metrics
 
 
 def read_incidents(run: Path) -> list[dict[str, Any]]:
-    return read_lines(run / INCIDENTS)
+    return read_lines(run / RunFile.INCIDENTS)

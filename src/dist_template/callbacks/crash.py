@@ -26,7 +26,7 @@ from ..cluster.watchdog import WATCHDOG
 from ..compat.stacks import locate
 from ..errors import Ended, InputError, another_rank_is_gone, first_line, is_out_of_memory
 from ..observe.crash import RECORD, attempt, own_lines
-from ..observe.history.run import CRASHES
+from ..observe.history.run import RunFile
 from ..records import GIB, write_atomically
 
 REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")  # torch's allocators
@@ -41,7 +41,7 @@ class Crash(Callback):
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder / CRASHES
+        self.folder = folder / RunFile.CRASHES
         self._first_step: int | None = None
         self._before: Any = None  # psutil's memory_info before the model was built
 

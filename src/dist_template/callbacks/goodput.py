@@ -16,7 +16,8 @@ import lightning as L
 import psutil
 from lightning.pytorch.callbacks import Checkpoint
 
-from ..observe.history.goodput import FILE, KINDS
+from ..observe.history.goodput import KINDS
+from ..observe.history.run import RunFile
 from ..project import in_run
 
 LINE_S = 1.0
@@ -93,7 +94,7 @@ class Goodput(Checkpoint):
         line: dict[str, float] = {"attempt": self._began, "time": self._since}
         line |= {"from_step": self._first_step, "step": trainer.global_step}
         line |= {kind: round(seconds, 4) for kind, seconds in self._seconds.items() if seconds}
-        path = Path(self.folder) / FILE
+        path = Path(self.folder) / RunFile.GOODPUT
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -33,7 +33,7 @@ from ..compat.torch import loss_scale, mark_overflow
 from ..errors import Ended, Exit, check_least
 from ..layout import local_shard, total_norm
 from ..model.any_module import metrics_of, tracks_metrics
-from ..observe.history.run import INCIDENTS
+from ..observe.history.run import RunFile
 from ..project import in_run
 
 MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation, of a normal distribution
@@ -250,11 +250,8 @@ class Numerics(Callback):
             vars(optimizer).pop("found_inf", None)
 
     def _act_on(self, trainer: Any, check: StepCheck | None) -> None:
-        """Records an anomalous step and reacts as configured; the same on all ranks.
-
-        Raises:
-            Ended: the decision is to stop.
-        """
+        """Records an anomalous step and reacts as configured; the same on all ranks. Raises Ended if the decision is
+        to stop."""
         if check is None:
             return
         check.arrive()
@@ -290,10 +287,10 @@ class Numerics(Callback):
             sentence += f", gradient norm {check.norm:.4g}"
         if check.suspects:
             sentence += f", from rank {', '.join(map(str, check.suspects))}"
-        sentence += f"; see {folder / INCIDENTS}"
+        sentence += f"; see {folder / RunFile.INCIDENTS}"
         if trainer.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / INCIDENTS).open("a", encoding="utf-8") as file:
+            with (folder / RunFile.INCIDENTS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(incident) + "\n")  # with Python's NaN and Infinity
             print(f"\nnumerics: {sentence}", flush=True)
         if decision == "stop":

@@ -21,7 +21,7 @@ from ..cluster.environment import environment
 from ..model.any_module import data_of, network_of, size_of, typed_attribute
 from ..model.balance import Balancer
 from ..model.flops import peak, text_config
-from ..observe.history.run import CONFIG, DEFAULTS, ENVIRONMENT, FACTS, without_folder
+from ..observe.history.run import RunFile, without_folder
 from ..parallel import run_strategy
 from ..records import write_atomically
 from .training_log import call
@@ -52,9 +52,9 @@ class Record(Callback):
         config = without_folder(str(self.folder), self.config)  # to run it again with another name
         env = environment()
         text = yaml.safe_dump(config, sort_keys=False)
-        write_atomically(self.folder / DEFAULTS, self.defaults())
-        write_atomically(self.folder / CONFIG, text, keep_earlier=True)
-        write_atomically(self.folder / ENVIRONMENT, json.dumps(env, indent=2), keep_earlier=True)
+        write_atomically(self.folder / RunFile.DEFAULTS, self.defaults())
+        write_atomically(self.folder / RunFile.CONFIG, text, keep_earlier=True)
+        write_atomically(self.folder / RunFile.ENVIRONMENT, json.dumps(env, indent=2), keep_earlier=True)
         for logger in trainer.loggers:
             logger.log_hyperparams(self.config | {"environment": env, "facts": facts})
 
@@ -101,7 +101,7 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
         },
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / FACTS, json.dumps(facts, indent=2), keep_earlier=True)
+    write_atomically(folder / RunFile.FACTS, json.dumps(facts, indent=2), keep_earlier=True)
     return facts
 
 

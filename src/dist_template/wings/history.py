@@ -19,18 +19,7 @@ import yaml
 
 from ..errors import InputError
 from ..observe.history import goodput
-from ..observe.history.run import (
-    CONFIG,
-    CRASHES,
-    DEFAULTS,
-    ENVIRONMENT,
-    FACTS,
-    INCIDENTS,
-    METRICS,
-    is_number,
-    read_lines,
-    without_folder,
-)
+from ..observe.history.run import RunFile, is_number, read_lines, without_folder
 from ..records import flatten, read_mapping
 
 Tree = dict[str, Any]  # the content of a JSON or YAML file
@@ -104,7 +93,7 @@ def _empty() -> tuple[array[int], array[float], array[float]]:
 
 def read_metrics(run: Path, limit: int = 0) -> Metrics:
     metrics = Metrics(limit)
-    for line in read_lines(run / METRICS, "step", "time"):
+    for line in read_lines(run / RunFile.METRICS, "step", "time"):
         metrics.add(line)
     return metrics
 
@@ -135,7 +124,7 @@ class History:
     @property
     def missing(self) -> list[str]:
         """Names of the files that rules need most and that the run's folder lacks."""
-        return [name for name in (METRICS, FACTS) if not (self.folder / name).exists()]
+        return [name for name in (RunFile.METRICS, RunFile.FACTS) if not (self.folder / name).exists()]
 
     def key(self, path: str, default: object = None) -> Any:
         """Returns the configuration's value at a path such as "trainer.max_steps".
@@ -156,9 +145,9 @@ class History:
 
     def refresh(self) -> None:
         """Reads incidents, goodput and crashes again, to which the run may have added."""
-        self.incidents = read_lines(self.folder / INCIDENTS)
+        self.incidents = read_lines(self.folder / RunFile.INCIDENTS)
         self.goodput = goodput.read(self.folder)
-        crashes = [_read(path, json.loads) for path in (self.folder / CRASHES).glob("*.json")]
+        crashes = [_read(path, json.loads) for path in (self.folder / RunFile.CRASHES).glob("*.json")]
         crashes = [crash for crash in crashes if is_number(crash.get("step") or 0)]
         self.crashes = sorted(crashes, key=lambda crash: str(crash.get("time")))
 
@@ -175,15 +164,16 @@ def read_run(folder: Path, limit: int = 0) -> History:
     """
     if last_write(folder) is None:
         raise InputError(
-            f"{folder} is not the folder of a run: it has neither {CONFIG} nor {METRICS}; give runs/<name>/<id>"
+            f"{folder} is not the folder of a run: it has neither {RunFile.CONFIG} nor {RunFile.METRICS};"
+            " give runs/<name>/<id>"
         )
     history = History(
         folder=folder,
-        config=_read(folder / CONFIG, yaml.safe_load),
-        defaults=_read(folder / DEFAULTS, yaml.safe_load),
-        facts=_read(folder / FACTS, json.loads),
+        config=_read(folder / RunFile.CONFIG, yaml.safe_load),
+        defaults=_read(folder / RunFile.DEFAULTS, yaml.safe_load),
+        facts=_read(folder / RunFile.FACTS, json.loads),
         metrics=read_metrics(folder, limit),
-        environment=_read(folder / ENVIRONMENT, json.loads),
+        environment=_read(folder / RunFile.ENVIRONMENT, json.loads),
     )
     history.refresh()
     return history
@@ -191,7 +181,7 @@ def read_run(folder: Path, limit: int = 0) -> History:
 
 def last_write(folder: Path) -> float | None:
     """Returns the Unix time of a run's last write; None if `folder` is not the folder of a run."""
-    files = [folder / name for name in (CONFIG, METRICS)]
+    files = [folder / name for name in (RunFile.CONFIG, RunFile.METRICS)]
     return max((file.stat().st_mtime for file in files if file.exists()), default=None)
 
 

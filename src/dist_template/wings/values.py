@@ -7,6 +7,7 @@ import random
 import socket
 from contextlib import suppress
 
+GIB = 2**30  # bytes
 PORTS = range(20_000, 32_768)  # below those that kernels give to connections
 
 

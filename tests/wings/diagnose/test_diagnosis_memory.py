@@ -13,10 +13,10 @@ import torch
 
 from dist_template.parallel.estimates.plain import FILES
 from dist_template.parallel.pipeline.stages import stages_per_rank
-from dist_template.records import GIB
 from dist_template.wings.diagnose import Change, History, read_run
 from dist_template.wings.diagnose.memory import figures_of, parts_of
 from dist_template.wings.diagnose.remedies import memory_use, remedies
+from dist_template.wings.values import GIB
 from tests.support.histories import nested
 from tests.support.library import SCHEDULES
 from tests.support.memory import State

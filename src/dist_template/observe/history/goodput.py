@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .run import is_number, read_lines
+from .run import RunFile, is_number, read_lines
 
-__all__ = ["read", "read_attempts", "share"]
+__all__ = ["read"]
 
 KINDS = ("productive", "start", "restart", "checkpoint", "data_wait", "validation", "lost")
-FILE = "goodput.jsonl"
 
 
 def read_attempts(run: Path) -> list[dict[str, Any]]:
     found = []
-    for line in read_lines(run / FILE, "attempt", "time", "step", "from_step"):
+    for line in read_lines(run / RunFile.GOODPUT, "attempt", "time", "step", "from_step"):
         if all(map(is_number, (line.get(kind, 0.0) for kind in KINDS))):
             found.append(line)
     return found

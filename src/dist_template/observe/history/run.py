@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = [
-    "CONFIG",
-    "CRASHES",
-    "DEFAULTS",
-    "ENVIRONMENT",
-    "FACTS",
-    "INCIDENTS",
-    "METRICS",
-    "is_number",
-    "read_lines",
-    "without_folder",
-]
+__all__ = ["RunFile", "is_number", "read_lines", "without_folder"]
 
-CONFIG, DEFAULTS, ENVIRONMENT, FACTS = "config.yaml", "defaults.yaml", "environment.json", "facts.json"
-METRICS = "metrics.jsonl"  # a line for each log call: {"step": 40, "time": 1763766000.1, "train/loss": 2.31, …}
-INCIDENTS, CRASHES = "incidents.jsonl", "crash"
+
+class RunFile(StrEnum):
+    """Names in a run's folder."""
+
+    CONFIG = "config.yaml"
+    DEFAULTS = "defaults.yaml"  # of the keys
+    ENVIRONMENT = "environment.json"
+    FACTS = "facts.json"  # what is constant in a training
+    METRICS = "metrics.jsonl"  # a line for each log call: {"step": 40, "time": 1763766000.1, "train/loss": 2.31, …}
+    INCIDENTS = "incidents.jsonl"  # anomalous steps
+    CRASHES = "crash"  # a folder of records
+    GOODPUT = "goodput.jsonl"
+
+
 PlotlyJs = Literal["shared", "inline", "cdn"]  # run.plotly: where a report loads plotly.js from
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from ..history.run import METRICS
+from ..history.run import RunFile
 
 WRITE_S = 1.0  # lines are buffered for at most this long: the folder may be on a file server
 
@@ -46,7 +46,7 @@ class RunLog(Logger):
     def save(self) -> None:
         if self._buffer:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / METRICS).open("a", encoding="utf-8") as file:
+            with (self.folder / RunFile.METRICS).open("a", encoding="utf-8") as file:
                 for line in self._buffer:
                     file.write(json.dumps(line) + "\n")  # with Python's NaN and Infinity
         self._buffer, self._written = [], time.monotonic()

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from ...errors import InputError
-from ...observe.history.run import CONFIG
+from ...observe.history.run import RunFile
 from ...project import Flags, Project
 from ..history import last_write, read_run
 from .engine import diagnose
@@ -15,11 +15,7 @@ from .finding import as_text, counted
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Prints the findings of each given run, the most severe first.
-
-    Raises:
-        InputError: A run does not exist.
-    """
+    """Prints the findings of each given run, the most severe first. Raises InputError if a run does not exist."""
     parser = Flags("diagnose", description=__doc__)
     runs = "runs/<name>/<id>, or a folder: its newest run"
     parser.add_argument("runs", nargs="*", type=Path, default=[Path("runs")], help=runs)
@@ -42,17 +38,14 @@ def main(argv: list[str], project: Project) -> None:
 
 
 def newest(folder: Path) -> Path:
-    """Returns `folder` if it is a run folder, otherwise the run below it that was written last.
-
-    Raises:
-        InputError: there is no run.
-    """
-    if (folder / CONFIG).exists():
+    """Returns `folder` if it is a run folder, otherwise the run below it that was written last. Raises InputError if
+    there is no run."""
+    if (folder / RunFile.CONFIG).exists():
         return folder
     if last_write(folder) is not None:
-        raise InputError(f"{folder} has no {CONFIG}, which most rules need; give another run")
+        raise InputError(f"{folder} has no {RunFile.CONFIG}, which most rules need; give another run")
     written: dict[Path, float] = {}  # run: its last write
-    for config in [*folder.glob(f"*/{CONFIG}"), *folder.glob(f"*/*/{CONFIG}")]:
+    for config in [*folder.glob(f"*/{RunFile.CONFIG}"), *folder.glob(f"*/*/{RunFile.CONFIG}")]:
         written[config.parent] = last_write(config.parent) or 0.0
     if not written:
         raise InputError(f"{folder} is not a run folder and contains none; give runs/<name>/<id>")

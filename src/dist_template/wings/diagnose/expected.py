@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ...observe.history.goodput import read_attempts
+from ...observe.history.run import RunFile, read_lines
 from ..history import History, Series
 from . import robust
 from .finding import Cause, Change
@@ -23,7 +23,7 @@ def last_step(history: History) -> int:
     ends = [0]
     for name in history.metrics.names:
         ends.append(int(history.metrics[name].steps[-1]))
-    for line in read_attempts(history.folder)[-1:]:
+    for line in read_lines(history.folder / RunFile.GOODPUT, "step")[-1:]:
         ends.append(int(line["step"]))
     for crash in history.crashes:
         ends.append(int(crash.get("step") or 0))

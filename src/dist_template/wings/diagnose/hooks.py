@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...errors import InputError
 from ...observe.crash import record_of
-from ...observe.history.run import CONFIG
+from ...observe.history.run import RunFile
 from ..history import History, read_run
 
 OF_MEMORY = ("out_of_memory", "memory_grows")
@@ -37,7 +37,7 @@ def at_run_end(run: Path, error: BaseException | None) -> None:
     """Writes the report, and prints the first findings of a run that has finished."""
     from .report.page import HTML, write
 
-    if not (run / CONFIG).exists() or not read_run(run).key("run.report", True):
+    if not (run / RunFile.CONFIG).exists() or not read_run(run).key("run.report", True):
         return
     _, (findings,) = write([run], run)
     print(f"report            {run / HTML}", flush=True)

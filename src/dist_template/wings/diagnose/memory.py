@@ -6,15 +6,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...parallel import estimates
-from ...parallel.configured import ARGS
+from ...parallel.estimates import Estimate, estimate_of
 from ...parallel.estimates.facts import Facts
-from ...parallel.estimates.plain import FILES
-from ...records import GIB
 from ..history import History
+from ..values import GIB
 
 
-def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple[estimates.Estimate, Facts]:
+def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple[Estimate, Facts]:
     """Returns the strategy of a run and the figures that its memory is computed from.
 
     Args:
@@ -29,15 +27,8 @@ def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple
     def fact(path: str) -> int:
         return history.fact(path) or 0
 
-    strategy = FILES.get(changed.get("config", "")) or key("trainer.strategy")
-    if isinstance(strategy, dict):
-        given = dict(strategy.get("init_args") or {})
-        for path, value in changed.items():
-            if path.startswith(f"{ARGS}."):
-                given[path.removeprefix(f"{ARGS}.")] = value
-        strategy = {**strategy, "init_args": given}
     total = fact("parameters.total")
-    return estimates.estimate_of(strategy or "auto"), Facts(
+    return estimate_of(history.key("trainer.strategy"), changed), Facts(
         world_size=fact("machine.world_size") or 1,
         parameters=total,
         trainable=fact("parameters.trainable") or total,

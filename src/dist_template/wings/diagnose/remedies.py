@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...parallel.estimates.facts import Saving
-from ...records import GIB
 from ..history import History
+from ..values import GIB
 from .finding import Cause, Change
 from .memory import figures_of, parts_of
 

@@ -8,7 +8,6 @@ from itertools import chain
 
 import numpy as np
 
-from ....observe.history.goodput import share
 from ....records import flatten
 from ....table import Table
 from ...history import History
@@ -64,8 +63,9 @@ def _results(history: History) -> dict[str, object]:
     if len(memory := history.metrics["memory/reserved_gib"].finite()):
         found["memory, most"] = f"{memory.values.max():.1f} GiB"
     if history.goodput:
-        found["goodput"] = f"{share(history.goodput):.0%}"
-        found["duration"] = _duration(sum(history.goodput.values()))
+        total_s = sum(history.goodput.values())
+        found["goodput"] = f"{history.goodput['productive'] / max(total_s, 1e-9):.0%}"
+        found["duration"] = _duration(total_s)
     return found
 
 

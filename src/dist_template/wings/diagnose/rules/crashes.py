@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ....cluster.hang import rank_ranges
 from ....observe.crash import sentence
-from ....records import GIB
 from ...history import History
+from ...values import GIB
 from .. import expected
 from ..finding import Cause, Change, Finding, Level
 from ..memory import as_size
@@ -69,9 +68,8 @@ def crashed(history: History) -> Iterator[Finding]:
         by_error.setdefault(f"{crash['error']}: {crash['message']}", []).append(crash)
     for crashes in by_error.values():
         first, ranks = crashes[0], [crash["rank"] for crash in crashes]
-        who = f"Rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}"
         tracebacks = f"The tracebacks are in {history.folder / 'crash'}."
-        evidence = ". ".join([sentence(first), *first["own_lines"][-1:], who, tracebacks])
+        evidence = ". ".join([sentence(first), *first["own_lines"][-1:], tracebacks])
         title, steps = f"training crashed: {first['error']}", (first["step"] + 1, first["step"] + 1)
         yield Finding("crashed", "error", "certain", title, evidence, (), steps, ranks)
 
