@@ -18,7 +18,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from .cli.fit import parse
+from .cli.fit import WithoutTrainer
 from .cli.limits import Machine, violations
 from .project import Project
 from .wings.rehearse.checks import CHECKS, run_checks
@@ -40,7 +40,7 @@ def this_project(file: str) -> Project:
 def check_config(project: Project, *flags: str, gpus: int = 8) -> list[str]:
     """Returns a sentence for each thing in a configuration that cannot work on its machine: the configured devices and
     nodes; where it says auto, one node with `gpus`. Raises InputError or SystemExit if a file or value is wrong."""
-    cli = parse(["fit", *flags], project)
+    cli = WithoutTrainer.of(["fit", *flags], project)
     trainer = vars(cli.config_init.trainer)
     machine = Machine.described(trainer, default=gpus)
     return violations(machine, trainer, cli.model, cli.datamodule)
@@ -49,7 +49,7 @@ def check_config(project: Project, *flags: str, gpus: int = 8) -> list[str]:
 def build(project: Project, *flags: str) -> tuple[Any, Any]:
     """Returns the project's module with its network built on this CPU, in training mode, and its
     prepared data; raises InputError if the configuration or the data are wrong."""
-    cli = parse(["fit", *flags], project)
+    cli = WithoutTrainer.of(["fit", *flags], project)
     module, data = cli.model, cli.datamodule
     torch.manual_seed(0)
     trainer: Any = L.Trainer(

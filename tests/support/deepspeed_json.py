@@ -7,13 +7,13 @@ import json
 import sys
 
 from dist_template import Project
-from dist_template.cli.fit import parse
+from dist_template.cli.fit import WithoutTrainer
 from dist_template.cli.limits.machine import Machine, Setup
 
 
 def main(argv: list[str], project: Project) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout
-        cli = parse(argv, project)
+        cli = WithoutTrainer.of(argv, project)
         trainer = vars(cli.config_init.trainer)
         machine = Machine.described(trainer, default=1)
         setup = Setup(machine, trainer, cli.model, cli.datamodule, model_config=None, trains=True)

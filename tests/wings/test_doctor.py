@@ -53,10 +53,10 @@ def test_a_blocked_version_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_torch_and_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor, "driver", lambda: "550.54")
+    monkeypatch.setattr(doctor, "comparable", lambda: {"driver": "550.54"})
     todo = one(doctor.check_gpus(), doctor.PROBLEM, "driver 550.54, no GPU(s)")
     assert "torch's build for this driver" in todo and "CUDA_VISIBLE_DEVICES" in todo
-    monkeypatch.setattr(doctor, "driver", lambda: None)
+    monkeypatch.setattr(doctor, "comparable", lambda: {"driver": None})
     one(doctor.check_gpus(), doctor.OK, "no GPU(s)")
 
 

@@ -16,7 +16,7 @@ from dist_template import Project
 from dist_template.cli.limits.machine import Machine as Described
 from dist_template.cli.main import command
 from dist_template.parallel.estimates import estimate_of
-from dist_template.parallel.estimates.candidates import Candidate, candidates
+from dist_template.parallel.estimates.candidates import Candidate
 from dist_template.parallel.estimates.facts import STATE
 from dist_template.wings.plan.estimate import Machine, Planned
 from dist_template.wings.plan.planner import Planner
@@ -143,7 +143,7 @@ def test_the_best_schedule_of_a_pipeline_is_shown() -> None:
     best = shown["pp 2 x fsdp2 4"].candidate
     assert best.flags.endswith("--trainer.strategy.pp_size 2 --trainer.strategy.pp_schedule Interleaved1F1B")
     assert "pp_schedule" not in shown["pp 4 x fsdp2 2"].candidate.options, "4 blocks are too few for 8 stages"
-    every = {each.options.get("pp_schedule", "1F1B"): each for each in candidates(4, 2) if each.name == best.name}
+    every = {each.options.get("pp_schedule", "1F1B"): each for each in Candidate.of(4, 2) if each.name == best.name}
     planned = {name: made.option(each, slow, 1, "none") for name, each in every.items()}
     assert planned["1F1B"].seconds() > planned["Interleaved1F1B"].seconds()
     made._module.adapter = SimpleNamespace(quantize="nf4", rank=4)
@@ -155,7 +155,7 @@ def test_fsdp2_without_expert_parallelism_gathers_a_whole_layer_of_experts() -> 
     """11.5 B parameters: 21 GiB each of two layers in bf16, 43 GiB of gradients in fp32."""
     made = planner(DEEPSEEK_V3, 4096, 4096, "bf16-mixed", "cuda")
     assert made.traced.size.total == 671_026_404_352
-    machine, every = replace(H100S, nodes=32, devices=8), {each.name: each for each in candidates(32, 8)}
+    machine, every = replace(H100S, nodes=32, devices=8), {each.name: each for each in Candidate.of(32, 8)}
     found = {name: made.option(every[name], machine, 1, "full") for name in ("fsdp2 256", "fsdp2 256 x ep 64")}
     alone, by_experts = found.values()
     assert alone.parts()["buffers"] > 2 * 21 * 2**30 and alone.parts()["backward"] > 43 * 2**30
@@ -177,7 +177,7 @@ def test_the_best_fits_and_its_flags_are_accepted_by_fit() -> None:
 
 
 def test_the_flags_of_every_candidate_describe_its_arguments() -> None:
-    for candidate in candidates(2, 8):
+    for candidate in Candidate.of(2, 8):
         file = settings_of(candidate.file)
         given = {**(file["init_args"] if isinstance(file, dict) else {}), **candidate.options}
         for key, value in (candidate.sharding.arguments).items():

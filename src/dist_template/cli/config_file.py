@@ -14,7 +14,7 @@ import yaml
 from ..errors import InputError
 from .defaults import always_on
 
-__all__ = ["check", "read"]
+__all__ = ["read"]
 
 TOP_LEVEL = {"trainer", "model", "data", "run", "cluster", "optimizer", "lr_scheduler"}
 TOP_LEVEL |= {"config", "help", "print_config", "seed_everything"}
@@ -23,11 +23,8 @@ TOP_LEVEL |= OF_SOME_VERBS
 
 
 def check(argv: list[str]) -> None:
-    """Checks the sections in the flags and files of `argv`, a verb and what follows it.
-
-    Raises:
-        InputError: a file cannot be read, or a section is unknown.
-    """
+    """Checks the sections in the flags and files of `argv`, a verb and what follows it. Raises InputError if a file
+    cannot be read, or a section is unknown."""
     flags, known = argv[1:], TOP_LEVEL | always_on().keys()
     for word, following in zip(flags, [*flags[1:], ""], strict=False):
         name, has_value, value = word.lstrip("-").partition("=")
@@ -50,11 +47,8 @@ def _refuse_unknown(section: str, known: set[str], where: str) -> None:
 
 
 def read(path: str, flag: str = "--config") -> dict[str, Any]:
-    """Returns the keys of the file at `path`.
-
-    Raises:
-        InputError: it cannot be read, is not YAML, has no keys, or has a key twice.
-    """
+    """Returns the keys of the file at `path`. Raises InputError if it cannot be read, is not YAML, has no keys, or
+    has a key twice."""
     where = f"{flag} {path}"
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)

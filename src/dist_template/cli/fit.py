@@ -16,7 +16,7 @@ import re
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import lightning as L
 from lightning.pytorch.cli import LightningArgumentParser
@@ -34,13 +34,13 @@ from ..model.optim import OptimConfig
 from ..parallel.mesh import MeshStrategy  # noqa: F401  (known to `class_path`)
 from ..plugins import loaded
 from ..project import Project
-from . import limits, ranges
+from . import config_file, limits, ranges
 from .defaults import TRAINER_DEFAULTS, always_on, hide_expected
 from .parser import OPTIMIZATION, ConfigFile, Parser, add_optimization, as_launched, inherit_rates
 from .run import RunConfig, check_checkpoint, check_writable, choose_run, fill_placeholders, write_predictions
 from .trainer import complete
 
-__all__ = ["CLI", "WithoutTrainer", "parse"]
+__all__ = ["CLI", "WithoutTrainer"]
 
 for _group in ("strategies", "loggers"):  # known to `class_path` by their names
     loaded(f"dist_template.{_group}")
@@ -48,21 +48,12 @@ hide_expected()
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Runs one of Lightning's verbs.
-
-    Raises:
-        InputError: the configuration cannot be run.
-    """
+    """Runs one of Lightning's verbs. Raises InputError if the configuration cannot be run."""
     try:
         with RUN_LOCK:
             CLI(project, argv, run=True)
     except MisconfigurationException as error:  # the later sentences name the key
         raise InputError(f"trainer: {str(error).replace('. ', '; ')}") from error
-
-
-def parse(argv: list[str], project: Project) -> CLI:
-    """Returns the objects that `argv`, a tool's verb and flags, describes, without a Trainer."""
-    return WithoutTrainer(project, argv[1:], run=False, verb=argv[0])
 
 
 class CLI(OpenCLI):
@@ -270,6 +261,13 @@ class WithoutTrainer(CLI):
     """A verb that does not run, or a tool's: its keys, model, data and run folder."""
 
     executes = False
+
+    @classmethod
+    def of(cls, argv: list[str], project: Project, run: bool = False) -> Self:
+        """Returns the objects that `argv` describes, a verb and keys of fit; of one of Lightning's verbs with `run`.
+        Raises InputError if a file cannot be read, or a section or a value is wrong."""
+        config_file.check(argv)
+        return cls(project, argv if run else argv[1:], run, verb=argv[0])
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         self._pass_optimization()

@@ -26,7 +26,7 @@ from ..cluster.launch import Variable
 from ..errors import InputError
 from ..observe.history.run import PlotlyJs
 
-__all__ = ["RunConfig", "is_checkpoint", "verified_checkpoint"]
+__all__ = ["verified_checkpoint"]
 
 CONTROL = re.compile("[\0-\x1f\x7f]")  # in a folder's name it would end a script's line
 PLACEHOLDER = "{run}"  # replaced by the run folder in any string of the configuration
@@ -50,11 +50,8 @@ class RunConfig:
     plotly: PlotlyJs = "shared"
 
     def check(self, writes: bool) -> None:
-        """Checks the name, and if the verb `writes`, that the folder can be made; leaves nothing on the disk.
-
-        Raises:
-            InputError: the name leaves the root, or the folder cannot be made or written.
-        """
+        """Checks the name, and if the verb `writes`, that the folder can be made; leaves nothing on the disk. Raises
+        InputError if the name leaves the root, or the folder cannot be made or written."""
         name, has_control = Path(self.name), CONTROL.search(self.root + self.name)
         if not name.parts or name.is_absolute() or ".." in name.parts or has_control:
             raise InputError(
@@ -70,11 +67,8 @@ class RunConfig:
 
 
 def check_writable(key: str, given: str, folder: Path) -> None:
-    """Makes and removes a temporary folder in `folder`, or in its nearest existing parent.
-
-    Raises:
-        InputError: it cannot be made: no permission, a file in its place, no space, no inode.
-    """
+    """Makes and removes a temporary folder in `folder`, or in its nearest existing parent. Raises InputError if it
+    cannot be made: no permission, a file in its place, no space, no inode."""
     existing = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
     try:
         for name in folder.parts:
@@ -191,11 +185,8 @@ def newest_checkpoint(which: str, settings: Any) -> tuple[Path, Path]:
 
 
 def check_checkpoint(path: Path, key: str = "--ckpt_path") -> None:
-    """Checks that `path` can be a checkpoint; its content is verified when it is loaded.
-
-    Raises:
-        InputError: it does not exist, is damaged, or holds no checkpoint.
-    """
+    """Checks that `path` can be a checkpoint; its content is verified when it is loaded. Raises InputError if it does
+    not exist, is damaged, or holds no checkpoint."""
     given = f"{key} {str(path)!r}"
     if not os.path.exists(path):  # Path.exists raises for a name that is too long
         raise InputError(f"{given} does not exist; give a checkpoint, or `last` or `best` of the newest run")
@@ -207,11 +198,6 @@ def check_checkpoint(path: Path, key: str = "--ckpt_path") -> None:
         inside = path / "checkpoints"
         hint = inside if manifest.found(inside) else "another"
         raise InputError(f"{given} is not a checkpoint, or is incomplete; give {hint}, or `last`")
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Returns whether `path` is a checkpoint, is in one, or is a folder of checkpoints."""
-    return bool(manifest.resolve(path)[1] or format_of(path))
 
 
 def verified_checkpoint(given: str | Path, key: str, settings: Any = None) -> Path:

@@ -16,7 +16,7 @@ from ..plugins import normalized
 from .redaction import recorded_variables, redacted_command
 from .signals import job_started
 
-__all__ = ["comparable", "driver", "packages"]
+__all__ = ["comparable"]
 
 DRIVER = Path("/proc/driver/nvidia/version")
 CGROUPS = Path("/sys/fs/cgroup")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["find_stalled", "rank_ranges"]
+__all__ = ["find_stalled"]
 
 
 def find_stalled(statuses: Mapping[int, Mapping[str, Any]], silent: list[int]) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import InputError
+from .redaction import redacted_environment
 
 __all__ = ["Site"]
 
@@ -105,6 +106,10 @@ class Site:
         if limit is not None and limit <= self.save_s:
             how = f"the run saves {self.save_s} s before it (cluster.save_s); give more time"
             raise InputError(f"cluster.time_limit is {limit} s, and {how}")
+
+    def without_secrets(self) -> Site:
+        """Returns the site with a text in place of each secret in `environment`."""
+        return replace(self, environment=redacted_environment(self.environment))
 
     @property
     def memory_bytes(self) -> int | None:

@@ -18,6 +18,8 @@ from ..compat.torch import EXPENSIVE, compile_checkpointed_hooks
 from ..compat.transformers import names_of_blocks
 from ..errors import InputError
 
+__all__ = ["find_blocks", "wrap_blocks"]
+
 Function = Callable[..., object]
 OF_EXPERTS = ("aten._grouped_mm.default", "aten.bmm.default")
 
@@ -55,11 +57,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def wrap_blocks(model: nn.Module, config: BlockConfig) -> None:
-    """Applies `config` to every block of `model`, in place.
-
-    Raises:
-        InputError: `config` is not empty, and the model has no blocks.
-    """
+    """Applies `config` to every block of `model`, in place. Raises InputError if `config` is not empty, and the model
+    has no blocks."""
     if config.checkpointing == "none" and not config.compile:
         return
     blocks = find_blocks(model)

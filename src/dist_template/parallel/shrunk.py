@@ -10,6 +10,8 @@ from .answers import Mesh, sharding_of
 from .mesh_sizes import AXES, Size, data_parallel_size, given_size, sizes_of
 from .pipeline.stages import stages_per_rank
 
+__all__ = ["shrunk"]
+
 MOST = 4  # processes of a rehearsal
 
 

@@ -16,6 +16,8 @@ name of a key. Checks that need the built model (its blocks, several optimizers)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import lightning as L
@@ -24,7 +26,7 @@ from ...parallel.configured import NOT_READ_YET
 from . import options, proven, training
 from .machine import Machine, Setup
 
-__all__ = ["Machine", "proven", "violations"]
+__all__ = ["Machine", "refusal_of_strategy", "violations"]
 
 TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     options.replaced_keys,
@@ -62,3 +64,16 @@ def violations(
     setup = Setup(machine, trainer, module, data, model_config, trains, saves_asynchronously)
     found = [sentence for topic in TOPICS for sentence in topic(setup)]
     return found or [*proven.refused(setup)]
+
+
+def refusal_of_strategy(
+    machine: Machine, trainer: Mapping[str, Any], module: L.LightningModule, data: Any, model_config: Any | None
+) -> str:
+    """Returns why `fit` refuses the strategy and the precision whatever the batches are; "" if it does not.
+
+    The arguments are those of `violations`.
+    """
+    setup = Setup(machine, trainer, module, data, model_config, trains=False)
+    for_training = replace(setup, trains=True)
+    found = chain(training.precision(setup), training.strategy(setup), proven.refused(for_training))
+    return next(found, "")

@@ -3,21 +3,37 @@ machine allows. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ...plugins import loaded
 from ..answers import Mesh, sharding_of
+from ..configured import ARGS
 from .mesh import MeshEstimate
-from .plain import Estimate
+from .plain import FILES, Estimate
+
+__all__ = ["Estimate", "estimate_of"]
 
 GROUP = "dist_template.estimates"  # entry points: name of a strategy's class, and a class such as MeshEstimate
 
 
-def estimate_of(strategy: Any) -> Estimate:
-    """Returns the estimate of `trainer.strategy`, which `sharding_of` accepts too."""
-    sharding = sharding_of(strategy)
+def estimate_of(strategy: Any, changes: Mapping[str, Any] | None = None) -> Estimate:
+    """Returns the estimate of `trainer.strategy`, which `sharding_of` accepts too, with the `changes` of a `Saving`:
+    keys with new values, of which those of other sections have no effect."""
+    sharding = sharding_of(_changed(strategy, changes or {}))
     if isinstance(sharding, Mesh):
         return MeshEstimate.of(sharding.arguments)
     if kind := loaded(GROUP).get(sharding.name):
         return kind.of(sharding.arguments)
     return Estimate(sharding.arguments, sharding.name, sharding.bases)
+
+
+def _changed(strategy: Any, changes: Mapping[str, Any]) -> Any:
+    strategy = FILES.get(changes.get("config", "")) or changes.get("trainer.strategy", strategy)
+    if not isinstance(strategy, dict):
+        return strategy or "auto"
+    arguments = dict(strategy.get("init_args") or {})
+    for key, value in changes.items():
+        if key.startswith(f"{ARGS}."):
+            arguments[key.removeprefix(f"{ARGS}.")] = value
+    return {**strategy, "init_args": arguments}

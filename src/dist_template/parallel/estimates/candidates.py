@@ -10,6 +10,8 @@ from typing import Any
 from . import estimate_of
 from .plain import Estimate
 
+__all__ = ["Candidate"]
+
 SCHEDULES = ("", "Interleaved1F1B")  # "": the file's, 1F1B
 OFFLOAD = {"offload_optimizer": True}
 ZERO: tuple[tuple[str, str, dict[str, Any]], ...] = (  # name, file, and options unlike the file's
@@ -38,24 +40,24 @@ class Candidate:
             found.append(f"--trainer.strategy.{key} {'true' if value is True else value}")
         return " ".join(found)
 
-
-def candidates(nodes: int, devices: int) -> Iterator[Candidate]:
-    """Yields all strategies of `nodes` x `devices` ranks, simple ones first; parallel sizes are powers of two."""
-    world = nodes * devices
-    yield Candidate("ddp" if world > 1 else "one device", "ddp", {}, estimate_of("ddp"))
-    for replicas in sorted({1, nodes}):
-        for tp, ep in product(_powers(devices), _powers(world // replicas)):
-            if world > 1 and (ep % tp == 0 or ep == 1):
-                yield _of_sizes(1, replicas, world // replicas // tp, tp, ep)
-    for name, file, options in ZERO:
-        if world > 1 or options.get("offload_optimizer"):  # one process has nothing to shard
-            arguments = {"stage": int(file[-1]), **options}
-            yield Candidate(name, file, options, estimate_of({"class_path": "ZeroStrategy", "init_args": arguments}))
-    yield _of_mesh("fsdp2, offload", "fsdp2", {"cpu_offload": True})
-    for pp in _powers(nodes if nodes > 1 else devices)[1:]:
-        for replicas in sorted({1, max(1, nodes // pp)}):
-            for ep, schedule in product(_powers(world // pp // replicas), SCHEDULES):
-                yield _of_sizes(pp, replicas, world // pp // replicas, 1, ep, schedule)
+    @classmethod
+    def of(cls, nodes: int, devices: int) -> Iterator[Candidate]:
+        """Yields all strategies of `nodes` x `devices` ranks, simple ones first; parallel sizes are powers of two."""
+        world = nodes * devices
+        yield cls("ddp" if world > 1 else "one device", "ddp", {}, estimate_of("ddp"))
+        for replicas in sorted({1, nodes}):
+            for tp, ep in product(_powers(devices), _powers(world // replicas)):
+                if world > 1 and (ep % tp == 0 or ep == 1):
+                    yield _of_sizes(1, replicas, world // replicas // tp, tp, ep)
+        for name, file, options in ZERO:
+            if world > 1 or options.get("offload_optimizer"):  # one process has nothing to shard
+                arguments = {"stage": int(file[-1]), **options}
+                yield cls(name, file, options, estimate_of({"class_path": "ZeroStrategy", "init_args": arguments}))
+        yield _of_mesh("fsdp2, offload", "fsdp2", {"cpu_offload": True})
+        for pp in _powers(nodes if nodes > 1 else devices)[1:]:
+            for replicas in sorted({1, max(1, nodes // pp)}):
+                for ep, schedule in product(_powers(world // pp // replicas), SCHEDULES):
+                    yield _of_sizes(pp, replicas, world // pp // replicas, 1, ep, schedule)
 
 
 def _of_sizes(pp: int, replicas: int, fsdp: int, tp: int, ep: int, schedule: str = "") -> Candidate:

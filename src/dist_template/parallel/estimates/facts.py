@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 
 from ..pipeline.stages import StageFacts
 
+__all__ = ["STATE", "Facts", "Saving"]
+
 STATE = ("weights", "gradients", "optimizer state")  # parts of `Estimate.memory`
 
 

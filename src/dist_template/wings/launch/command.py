@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...cluster.launch import Variable
-from ...cluster.redaction import redacted_command, redacted_environment
+from ...cluster.redaction import redacted_command
 from ...errors import Ended, InputError
 from ...plugins import registered
 from ...project import Flags, Project, program
@@ -73,8 +73,7 @@ def parse(argv: list[str]) -> tuple[Namespace, list[str]]:
 
 def show(job: Job, to: Target) -> None:
     """Prints the files and the commands of a launch, without secrets; it writes nothing."""
-    site = replace(job.site, environment=redacted_environment(job.site.environment))
-    shown = replace(job, site=site, flags=redacted_command(job.flags))
+    shown = replace(job, site=job.site.without_secrets(), flags=redacted_command(job.flags))
     for name, text in to.render(shown).items():
         print(f"# {job.files / name}\n{text}")
     for words in to.commands(shown):

@@ -74,14 +74,12 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
     """Reads a configuration, and makes the checks of `fit` for the machines that it describes.
 
     `on_hosts`: the target starts the nodes that `cluster` names; else a scheduler chooses as many."""
-    from ...cli.config_file import check
     from ...cli.fit import WithoutTrainer
     from ...cli.limits import Machine, violations
     from ..rehearse.command import model_config
 
     known = "fit" if verb == "prepare" else verb
-    check([known, *flags])
-    cli = WithoutTrainer(project, [known, *flags, "--trainer.logger=false"], run=True)
+    cli = WithoutTrainer.of([known, *flags, "--trainer.logger=false"], project, run=True)
     settings = cli.config_init[known]
     site, trainer, data = settings.cluster, vars(settings.trainer), cli.datamodule
     nodes = site.nodes or len(site.hosts) or trainer["num_nodes"]

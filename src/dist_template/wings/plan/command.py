@@ -35,12 +35,12 @@ def main(argv: list[str], project: Project) -> None:
     own, flags = parser.parse_known_args(argv[1:])
     if own.memory:
         flags.append(f"--cluster.device_memory={own.memory}")
-    from ...cli.fit import parse
-    from ...cli.limits.machine import Machine as Described
+    from ...cli.fit import WithoutTrainer
+    from ...cli.limits import Machine as Described
     from .estimate import Machine
     from .planner import Planner
 
-    cli = parse([argv[0], *flags], project)
+    cli = WithoutTrainer.of([argv[0], *flags], project)
     trainer, site = {**cli.config_init.trainer}, cli.config_init.cluster
     described = Described.described(trainer, default=1)
     nodes = own.nodes or site.nodes or described.num_nodes

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import chain
 from typing import Any
 
-from ...cli.limits import proven, training
-from ...cli.limits.machine import Machine as Described
-from ...cli.limits.machine import Setup
+from ...cli.limits import Machine as Described
+from ...cli.limits import refusal_of_strategy
 from ...errors import InputError, reason
-from ...parallel.estimates.candidates import Candidate, candidates
+from ...parallel.estimates.candidates import Candidate
 from .estimate import RECOMPUTED, Machine, Planned
 from .trace import Traced
 
@@ -59,7 +57,7 @@ class Planner:
         nodes, devices, batch = machine.nodes, machine.devices, self.data.global_batch_size
         described = replace(self._described, devices=devices, num_nodes=nodes)
         refused, accepted = [], {}
-        for candidate in candidates(nodes, devices):
+        for candidate in Candidate.of(nodes, devices):
             if why := self._refusal(candidate, described):
                 refused.append(why)
                 continue
@@ -74,14 +72,11 @@ class Planner:
     def _refusal(self, candidate: Candidate, described: Described) -> str:
         """Returns why `fit` would refuse a strategy with any micro-batches; "" if it would not."""
         trainer = {**self._trainer, "strategy": candidate.sharding}
-        setup = Setup(described, trainer, self._module, self.data, self._config, trains=False)
         try:
             self._stages(candidate, described.world_size)
         except InputError as error:  # too few blocks
             return str(error)
-        checks = (training.precision, training.strategy)
-        found = chain.from_iterable(check(setup) for check in checks)
-        return next(chain(found, proven.refused(replace(setup, trains=True))), "")
+        return refusal_of_strategy(described, trainer, self._module, self.data, self._config)
 
     def option(self, candidate: Candidate, machine: Machine, rows: int, mode: str) -> Planned:
         """Returns the estimate with micro-batches of `rows` sequences."""

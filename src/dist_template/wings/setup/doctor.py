@@ -16,14 +16,15 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import psutil
 
-from ...cluster.environment import comparable, driver, packages
+from ...cluster.environment import comparable
 from ...errors import Exit
 from ...project import Flags, Project
-from ...records import GIB
+from ..values import GIB
 
 Findings = Iterator[tuple[str, str, str]]
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -60,17 +61,27 @@ def written_folders(flags: list[str], project: Project) -> dict[str, Path]:
     """Returns the folders that a training writes to, by the keys that set them."""
     root, cache = "runs", "data_cache"
     if flags:
-        from ...cli.fit import parse
+        from ...cli.fit import WithoutTrainer
 
-        cli = parse(["doctor", *flags], project)
+        cli = WithoutTrainer.of(["doctor", *flags], project)
         root, cache = cli.config_init.run.root, getattr(cli.datamodule, "cache_dir", cache)
     return {"run.root": Path(root), "data.cache_dir": Path(cache)}
 
 
+def packages() -> dict[str, str]:
+    """Returns the versions of the installed packages, by their normalized names."""
+    from packaging.utils import canonicalize_name
+
+    found: dict[str, str] = {}
+    for each in metadata.distributions():
+        found.setdefault(canonicalize_name(each.name), each.version)  # the first one on the path is imported
+    return found
+
+
 def check_versions() -> Findings:
     """Reports versions and machine: two lines that a bug report needs first."""
-    names = ("dist-template", "torch", "lightning", "transformers", "deepspeed")
-    versions = [f"{name} {packages().get(name, 'missing')}" for name in names]
+    names, installed = ("dist-template", "torch", "lightning", "transformers", "deepspeed"), packages()
+    versions = [f"{name} {installed.get(name, 'missing')}" for name in names]
     yield OK, f"{', '.join(versions)}, Python {platform.python_version()}", ""
     memory = psutil.virtual_memory().total / GIB
     yield OK, f"{platform.platform()}, {os.cpu_count()} CPU cores, {memory:.1f} GiB of memory", ""
@@ -109,7 +120,7 @@ def check_gpus() -> Findings:
     """torch's build fits the driver."""
     import torch
 
-    version, number = driver(), torch.cuda.device_count() or "no"
+    version, number = comparable()["driver"], torch.cuda.device_count() or "no"
     build = torch.version.cuda or torch.version.hip or "none"
     found = f"torch {torch.__version__}, its CUDA {build}, driver {version or 'none'}, {number} GPU(s)"
     if version and not torch.cuda.is_available():

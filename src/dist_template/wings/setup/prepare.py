@@ -6,7 +6,6 @@ import sys
 
 import numpy as np
 
-from ...cli.config_file import check
 from ...project import Project
 
 NUM_SHOWN = 3  # documents of the train split
@@ -15,10 +14,9 @@ NUM_SHOWN = 3  # documents of the train split
 def main(argv: list[str], project: Project) -> None:
     """Writes the token cache of a configuration and prints a summary; an existing one is checked.
     Prints the first documents as the model reads them, with marks around what is trained on."""
-    check(argv)
-    from ...cli.fit import parse  # imports torch
+    from ...cli.fit import WithoutTrainer  # imports torch
 
-    data = parse(argv, project).datamodule
+    data = WithoutTrainer.of(argv, project).datamodule
     corpus = getattr(data, "prepare", data.prepare_data)()  # Lightning's hook has no token cache
     if corpus is None or not corpus.is_whole("train"):
         return

@@ -9,6 +9,7 @@ Each change is one rename, so that a process that is killed leaves the versions 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from ...errors import InputError, reason
 from ...project import Flags, Project
-from ...records import sha256, write_atomically
+from ...records import write_atomically
 from ..diagnose.command import newest
 from .evaluate import command as evaluate
 from .export import command as export
@@ -90,7 +91,8 @@ class Registry:
         """Renames an exported folder on the same disk to the next version, now the latest; returns it."""
         digests = {}
         for path in sorted(filter(Path.is_file, exported.rglob("*"))):
-            digests[str(path.relative_to(exported))] = sha256(path)
+            with path.open("rb") as file:
+                digests[str(path.relative_to(exported))] = hashlib.file_digest(file, "sha256").hexdigest()
         time = datetime.now(UTC).isoformat(timespec="seconds")
         known = {"time": time, **facts, "sha256": digests}
         write_atomically(exported / "version.json", json.dumps(known, indent=2))
@@ -99,11 +101,8 @@ class Registry:
         return folder
 
     def roll_back(self) -> tuple[Path, Path]:
-        """Withdraws the latest version; the newest one before it that is not withdrawn replaces it.
-
-        Raises:
-            InputError: there is no earlier version.
-        """
+        """Withdraws the latest version; the newest one before it that is not withdrawn replaces it. Raises InputError
+        if there is no earlier version."""
         latest = self.latest
         if latest is None:
             raise InputError(f"--registry {str(self.folder)!r} has no version: promote a run first")

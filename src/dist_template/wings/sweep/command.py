@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ...cli.config_file import read as read_keys
-from ...cli.fit import parse
+from ...cli.fit import WithoutTrainer
 from ...cli.limits import Machine, violations
-from ...cli.run import RunConfig
 from ...errors import Ended, Exit, InputError, reason, require
 from ...project import Flags, Project, program
 from ...records import write_atomically
@@ -68,7 +67,7 @@ def _checked(given: Namespace, flags: list[str], project: Project) -> tuple[Path
         given.trials = min(given.trials, math.prod(map(len, ends.values())))
     for n in range(max(map(len, ends.values()))):
         values = flags_of({key: each[n % len(each)] for key, each in ends.items()})
-        cli = parse(["sweep", *flags, *values], project)
+        cli = WithoutTrainer.of(["sweep", *flags, *values], project)
         config, trainer = cli.config_init, vars(cli.config_init.trainer)
         best, machine = config.best_checkpoint, Machine.of(trainer)
         if found := violations(machine, trainer, cli.model, cli.datamodule):
@@ -76,7 +75,7 @@ def _checked(given: Namespace, flags: list[str], project: Project) -> tuple[Path
     definition = {key: vars(given)[key] for key in ("sampler", "pruner", "prune_after")}
     definition |= {"space": space, "flags": flags, "metric": best.monitor, "mode": best.mode}
     definition["name"] = given.name or f"{config.run.name}-{Path(given.space).stem}"
-    RunConfig(name=definition["name"], root=config.run.root).check(writes=False)
+    WithoutTrainer.of(["sweep", *flags, f"--run.name={definition['name']}"], project)  # refuses a wrong name
     folder = Path(config.run.root) / definition["name"]
     folder.mkdir(parents=True, exist_ok=True)
     return folder, definition | {"of": config.run.name}

@@ -19,7 +19,7 @@ from ....cli.fit import WithoutTrainer
 from ....cli.run import verified_checkpoint
 from ....cluster.signals import end_with_parent
 from ....errors import Ended, Exit, InputError
-from ....observe.history.run import CONFIG
+from ....observe.history.run import RunFile
 from ....project import Project
 from ....records import read_mapping, write_atomically
 from ....text.cache.token_cache import Corpus
@@ -35,11 +35,8 @@ if TYPE_CHECKING:
 
 
 def evaluate(given: argparse.Namespace, name: str, project: Project) -> list[Comparison]:
-    """Writes <name>.json and .parquet, a row for each model and sample; returns the comparisons.
-
-    Raises:
-        InputError: a name is no model, or there are too few documents.
-    """
+    """Writes <name>.json and .parquet, a row for each model and sample; returns the comparisons. Raises InputError if
+    a name is no model, or there are too few documents."""
     keys, split = tasks.read(given.config), given.split
     run = find(given.run, project)
     models = [run]
@@ -93,8 +90,8 @@ def score_documents(
     Raises:
         Ended: it failed; the reason is on the screen.
     """
-    config = read_mapping(model.run / CONFIG, "restore it", yaml.safe_load)
-    path, scores = work / CONFIG, work / "scores.parquet"
+    config = read_mapping(model.run / RunFile.CONFIG, "restore it", yaml.safe_load)
+    path, scores = work / RunFile.CONFIG, work / "scores.parquet"
     trainer = config["trainer"]
     if model.folder:
         found = Pretrained(model.folder).fit(iter(()))

@@ -4,35 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
-from jsonargparse import ArgumentError, ArgumentParser
-from jsonargparse.typing import PositiveInt
-
 from ....cli.config_file import read as read_keys
-from ....cli.parser import one_sentence
 from ....errors import InputError, first_line, require
 from ..export.trained import Trained
 
+KEYS: dict[str, tuple[object, str]] = {  # configs/evaluate.yaml describes them: default, what is allowed
+    "tasks": ([], "a list of names of lm-eval"),
+    "task_folder": (None, "a folder, or null"),
+    "chat_template": (False, "true or false"),
+    "limit": (None, "samples of each task, 1 or more, or null"),
+}
 COLUMNS = ["model", "measure", "lower", "sample", "value"]  # lower: is better
 
 
 def read(path: str | None) -> dict[str, Any]:
-    """Returns the keys of a configuration.
-
-    Raises:
-        InputError: a key is unknown or has another type, or lm-eval is missing.
-    """
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--tasks", type=list[str], default=[])  # configs/evaluate.yaml describes them
-    parser.add_argument("--task_folder", type=str | None)
-    parser.add_argument("--chat_template", type=bool, default=False)
-    parser.add_argument("--limit", type=PositiveInt | None)
-    try:
-        keys = vars(parser.parse_object(read_keys(path) if path else {}))
-    except ArgumentError as error:
-        why = one_sentence(" ".join(str(error).split()), {*vars(parser.get_defaults())})
-        raise InputError(f"--config {path}: {why}") from error
-    if not all(map(str.strip, keys["tasks"])):
-        raise InputError(f"--config {path}: tasks has an empty name; give names of lm-eval")
+    """Returns the keys of a configuration. Raises InputError if a key is unknown or has another type, or lm-eval is
+    missing."""
+    given = read_keys(path) if path else {}
+    keys: dict[str, Any] = {name: default for name, (default, _) in KEYS.items()} | given
+    names, limit = keys["tasks"], keys["limit"]
+    is_right = {
+        "tasks": isinstance(names, list) and all(isinstance(name, str) and name.strip() for name in names),
+        "task_folder": isinstance(keys["task_folder"], str | None),
+        "chat_template": isinstance(keys["chat_template"], bool),
+        "limit": limit is None or (type(limit) is int and limit > 0),
+    }
+    for name, value in given.items():
+        if name not in KEYS:
+            raise InputError(f"--config {path}: {name} is not a key of evaluate; its keys are {', '.join(KEYS)}")
+        if not is_right[name]:
+            raise InputError(f"--config {path}: {name} is {value!r}; give {KEYS[name][1]}")
     if keys["tasks"]:
         require("lm_eval", "tasks")
     return keys

@@ -12,9 +12,9 @@ import yaml
 from ....checkpoint.formats import load_full
 from ....cli.config_file import read
 from ....cli.fit import WithoutTrainer
-from ....cli.run import is_checkpoint, verified_checkpoint
+from ....cli.run import verified_checkpoint
 from ....errors import InputError, reason, require
-from ....observe.history.run import CONFIG
+from ....observe.history.run import RunFile
 from ....project import Project
 from ...diagnose.command import newest
 
@@ -69,30 +69,32 @@ def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path
     if not path.exists():
         allowed = "the folder of a run, a checkpoint, or a Hugging Face folder"
         raise InputError(f"{key} {name!r} does not exist: give {allowed}")
-    is_folder_of_run = not is_checkpoint(path)
-    run = newest(path) if is_folder_of_run else run_of(path)
-    if run is None:
-        raise InputError(f"{key} {name!r} is not in a run's folder, with its {CONFIG}")
-    keys = read(str(run / CONFIG))
+    try:
+        run, is_checkpoint = newest(path), False
+    except InputError as no_run:
+        inside, is_checkpoint = run_of(path), True
+        if inside is None and path.is_dir():
+            raise
+        if inside is None:
+            raise InputError(f"{key} {name!r} is not in a run's folder, with its {RunFile.CONFIG}") from no_run
+        run = inside
+    keys = read(str(run / RunFile.CONFIG))
     for key in OF_FIT:
         keys.pop(key, None)
     flags = ["--config", yaml.safe_dump(keys)]
-    if is_folder_of_run:
+    if not is_checkpoint:
         path = Path(keys["last_checkpoint"]["dirpath"].replace("{run}", str(run)))
     return flags, path, run
 
 
 def run_of(checkpoint: Path) -> Path | None:
     """Returns the folder of the run that wrote a checkpoint."""
-    return next((each for each in checkpoint.absolute().parents if (each / CONFIG).is_file()), None)
+    return next((each for each in checkpoint.absolute().parents if (each / RunFile.CONFIG).is_file()), None)
 
 
 def trained(cli: WithoutTrainer, path: Path, run: Path | None = None) -> Trained:
-    """Returns the model of a configuration with the weights of the verified checkpoint `path`.
-
-    Raises:
-        InputError: the checkpoint is another model's.
-    """
+    """Returns the model of a configuration with the weights of the verified checkpoint `path`. Raises InputError if
+    the checkpoint is another model's."""
     module, data = cli.model, cli.datamodule
     if not hasattr(module, "build_model"):
         raise InputError(f"{type(module).__name__} has no build_model to export")

@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Serves until SIGTERM or Ctrl-C.
-
-    Raises:
-        InputError: there is no model, it differs from what was trained, the port is in use, or the extra is missing.
-    """
+    """Serves until SIGTERM or Ctrl-C. Raises InputError if there is no model, it differs from what was trained, the
+    port is in use, or the extra is missing."""
     given = flags(argv[1:])
     require("fastapi", program("serve"))
     try:
@@ -64,10 +61,10 @@ def on_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
     """Moves `model` to `device`, with parameters in bf16 on a GPU that computes in it."""
     import torch
 
-    from ....parallel.half import HalfParameters
-
     if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        HalfParameters("bf16-true").convert_module(model)
+        for parameter in model.parameters():  # buffers keep fp32: rotary frequencies in bf16 are wrong in long texts
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.bfloat16()
     return model.to(torch.device(device))
 
 
