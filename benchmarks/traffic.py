@@ -14,10 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from dist_template.model.flops import Size
 from dist_template.parallel.estimates import estimate_of
 from dist_template.parallel.estimates.facts import Sent
-from dist_template.wings.plan.trace import measured
+from dist_template.text.model.facts import facts_of
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def traffic(name: str, model: nn.Module, at: Setting) -> Iterator[Sent]:
         strategy = {"class_path": "MeshStrategy", "init_args": {"reduce_each_micro_batch": at.reduces_each, **given}}
     sharding = estimate_of(strategy)
     facts = replace(
-        measured(model, Size.of(model)),
+        facts_of(model, model)[1],
         world_size=at.ranks,
         precision="bf16-mixed" if at.half else "32-true",
         seq_len=at.tokens * (at.shared if name == "cp" else 1),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .errors import InputError
 
-__all__ = ["local_shard", "shard_place"]
+__all__ = ["shard_of"]
 
 PART = 2**15  # elements whose squares may be added one by one
 T = TypeVar("T")
@@ -40,19 +40,26 @@ def local_shard(parameter: Tensor) -> Tensor:
     return getattr(parameter, "ds_tensor", parameter)
 
 
-def shard_place(tensor: Tensor) -> str | None:
-    """Returns the coordinate of this rank's shard, by which ranks hold the same values; "" for a tensor that is not
-    sharded, None for a ZeRO-3 parameter: no two ranks hold the same partition of it."""
+class Shard(NamedTuple):
+    """A rank's part of a tensor."""
+
+    values: Tensor
+    place: str | None  # ranks of the same place hold the same values; "": not sharded; None: no two ranks do (ZeRO-3)
+
+
+def shard_of(tensor: Tensor) -> Shard:
+    """Returns this rank's shard of a tensor of any layout, and its coordinate."""
+    values = local_shard(tensor)
     if hasattr(tensor, "ds_tensor"):
-        return None
+        return Shard(values, None)
     if not isinstance(tensor, DTensor):
-        return ""
+        return Shard(values, "")
     coordinate = tensor.device_mesh.get_coordinate() or []
     found = ""
     for index, placement in zip(coordinate, tensor.placements, strict=True):
         if not placement.is_replicate():
             found += f" {placement}:{index}"
-    return found
+    return Shard(values, found)
 
 
 def refuse_scalars(model: nn.Module, what: str) -> None:

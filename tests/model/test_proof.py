@@ -77,7 +77,7 @@ def test_another_version_is_unproven(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_project_remembers_what_it_has_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = llama(mlp_bias=True)
-    proof.remember(config, "tp", tmp_path)
+    proof.remember(config, MeshStrategy(fsdp_size=1, tp_size=2), 2, None, tmp_path)
     assert proof.verdict(config, "tp", tmp_path).kind == "proven"
     assert proof.verdict(config, "fsdp+cp", tmp_path).kind == "unproven"
     assert proof.verdict(llama(mlp_bias=True, attention_bias=True), "tp", tmp_path).kind == "unproven"
@@ -105,11 +105,14 @@ def test_adapters_have_verdicts_of_their_own(axes: str, kind: str, why: str, mon
 
 
 def test_a_proof_with_adapters_is_none_without_them(tmp_path: Path) -> None:
+    def module(**keys: Any) -> SimpleNamespace:
+        return SimpleNamespace(adapter_axes=proof_axes(AdapterConfig(**keys)))
+
     def axes(**keys: Any) -> str:
-        return proof.axes_of("ddp", 2, SimpleNamespace(adapter_axes=proof_axes(AdapterConfig(**keys))))
+        return proof.axes_of("ddp", 2, module(**keys))
 
     config = AutoConfig.for_model("gpt2")
-    proof.remember(config, axes(rank=2), tmp_path)
+    proof.remember(config, "ddp", 2, module(rank=2), tmp_path)
     assert proof.verdict(config, axes(rank=64, alpha=1.0), tmp_path).kind == "proven"
     others = ["ddp", axes(targets=["c_attn"]), axes(quantize="nf4"), axes(trainable=["wte"])]
     assert {proof.verdict(config, other, tmp_path).kind for other in others} == {"unproven"}

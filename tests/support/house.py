@@ -192,10 +192,9 @@ def wing_names(package: Path) -> set[str]:
                 continue
             for alias in node.names:
                 target = f"{base}.{alias.name}".lstrip(".")
-                if target in files:
-                    found |= {f"{target}.{used}" for used in _attributes(tree, alias.asname or alias.name)}
-                else:
-                    found.add(target)
+                # a package may offer a function by the name of a module
+                used = _attributes(tree, alias.asname or alias.name) if target in files else set()
+                found |= {f"{target}.{each}" for each in used} or {target}
     return {name for name in found if name.split(".")[0] not in NOT_CORE}
 
 

@@ -29,7 +29,7 @@ from ..cluster.hang import rank_ranges
 from ..compat.lightning import accumulates
 from ..compat.torch import is_persistent
 from ..errors import Ended, Exit
-from ..layout import local_shard, shard_place
+from ..layout import local_shard, shard_of
 from ..parallel import run_strategy
 
 EARLY = 2  # steps of an attempt: the rate of the first one may be 0
@@ -99,11 +99,10 @@ class Replicas(Callback):
         """
         found = {}
         for name, tensor in _compared(module):
-            shard = local_shard(tensor)
+            shard, place = shard_of(tensor)
             # A quantized tensor may be of a class without bits of its own.
             is_special = shard.is_meta or hasattr(shard, "__tensor_flatten__")
             is_ignored = any(fnmatchcase(name, pattern) for pattern in self.ignore)
-            place = shard_place(tensor)
             if is_special or is_ignored or place is None:
                 continue
             key = f"{name}{place} {tuple(shard.shape)} {shard.dtype}"

@@ -26,7 +26,7 @@ from .training_module import NOT_DECISIVE
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["axes_of", "remember"]
+__all__ = ["remember"]
 
 PACKAGES = ("transformers", "torch")  # another release of one may change what a model computes
 LAYERS = ("layer_types", "layers_block_type")
@@ -88,9 +88,12 @@ def leaks(config: PreTrainedConfig) -> dict[str, str]:
     return _table()["models"].get(config.model_type, {}).get("leaks", {})
 
 
-def remember(config: PreTrainedConfig | None, axes: str, project: Path) -> Path | None:
-    """Adds a model and a strategy to what the project has proven. Returns the file; None for one process and for a
-    model without a transformers configuration."""
+def remember(
+    config: PreTrainedConfig | None, strategy: Any, world_size: int, module: object, project: Path
+) -> Path | None:
+    """Adds a model, `trainer.strategy` and the adapters of `module` to what the project has proven. Returns the file;
+    None for one process and for a model without a transformers configuration."""
+    axes = axes_of(strategy, world_size, module)
     if config is None or not axes:
         return None
     entries = [*_proven(project), _entry(config, axes)]

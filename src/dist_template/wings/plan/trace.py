@@ -8,7 +8,7 @@ their gradients, and the 16-bit copies of weights that autocast keeps.
 from __future__ import annotations
 
 import copy
-import re
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from ...compat.fake_tensors import LiveBytes, fake_tensors
 from ...compat.transformers import cast_experts
 from ...errors import InputError
-from ...model.flops import Size, find_experts, text_config
-from ...parallel.blocks import BlockConfig, find_blocks, wrap_blocks
-from ...parallel.estimates.facts import Facts
+from ...parallel.blocks import find_blocks, wrap_blocks
+from ...text.model.facts import facts_of, style_of
 from ...text.model.head import without_head
 from ...text.model.kernels import BOUNDS
 from ...text.model.quantize import quantize
@@ -54,8 +53,7 @@ class Traced:
         packed, adapter = copy.deepcopy(self.model), getattr(module, "adapter", None)
         if adapter and adapter.quantize:
             quantize(packed)
-        self.size = Size.of(packed)
-        self.facts = measured(self.model, self.size)
+        self.size, self.facts = facts_of(self.model, packed)
         self._peaks = cache(self._trace)
         self.flops_per_token = self.size.flops_per_token(self._seq_len) or 0.0
         cast_experts()
@@ -80,7 +78,7 @@ class Traced:
     def _trace(self, numbers: tuple[int, ...], rows: int, half: bool, casts: bool, tp: int, mode: Any) -> Tensor:
         """Returns (2,): the bytes at the end of forward, and the peak of backward."""
         short, leaf = self._short(numbers, tp), []
-        wrap_blocks(short, BlockConfig(mode))
+        wrap_blocks(short, replace(self._module.blocks, checkpointing=mode, checkpoint_every=1, compile=False))
 
         def detach(*given: Any) -> Tensor:
             leaf.append(given[-1].detach().requires_grad_())
@@ -132,51 +130,3 @@ def _vocab_size(module: object, data: Any) -> int:
     if not given and not getattr(module, "pretrained", None):
         raise InputError("plan needs the vocabulary's size: set model.architecture.vocab_size")
     return given or 1
-
-
-def measured(model: PreTrainedModel, size: Size) -> Facts:
-    """Returns the figures of a model of transformers on which memory and messages depend."""
-    config, moe, blocks = text_config(model), find_experts(model), find_blocks(model)
-    experts = {id(p): p.numel() for p in nn.ModuleList(moe).parameters()}
-    block = block_experts = replicated = 0
-    for each in blocks:
-        numbers = {id(p): p.numel() for p in each.parameters()}
-        if sum(numbers.values()) > block:
-            block, block_experts = sum(numbers.values()), sum(numbers[key] for key in numbers.keys() & experts.keys())
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in experts and not style_of(model, name):
-            replicated += parameter.numel()
-    reduced = []  # widths that tensor parallelism all-reduces, in forward or backward
-    for name, module in model.named_modules():
-        style = style_of(model, name)
-        width = "out_features" if style == "rowwise" else "in_features"
-        number = getattr(module, width, getattr(module, "embedding_dim", 0))
-        if style and number:
-            reduced.append(number)
-    heads = getattr(config, "num_attention_heads", None) or 1
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Facts(
-        world_size=1,
-        parameters=size.total,
-        trainable=size.trainable,
-        in_4_bits=size.in_4_bits,
-        embedding=size.embedding,
-        experts=sum(experts.values()),
-        tp_replicates=replicated,
-        block=block,
-        block_experts=block_experts,
-        layers=len(blocks),
-        width=config.hidden_size,
-        vocab_size=model.get_output_embeddings().weight.shape[0],
-        moe_layers=len(moe),
-        experts_per_token=size.experts_per_token or 0,
-        tp_widths=sum(reduced),
-        heads=(heads, key_heads, head_dim),
-    )
-
-
-def style_of(model: PreTrainedModel, name: str) -> str:
-    """Returns the tensor-parallel style of a parameter or its module; `*` is a layer there."""
-    pattern, plan = re.sub(r"\.\d+(?=\.|$)", ".*", name), model.tp_plan
-    return plan.get(pattern) or plan.get(pattern.rpartition(".")[0], "")

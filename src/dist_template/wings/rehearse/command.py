@@ -20,7 +20,7 @@ from ..ranges import in_range
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from ...cli.fit import CLI
+    from ...cli.fit import WithoutTrainer
     from .runs import Runs
 
 REAL_SIZES = "the real sizes fit together"
@@ -37,7 +37,7 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     """
     options, flags = rehearse_flags().parse_known_args(argv[1:])
     from ...cli.limits import Machine, violations
-    from ...model.proof import axes_of, remember
+    from ...model.proof import remember
     from .checks import CHECKS, run_checks
     from .report import Report, Result
     from .runs import RunFailed
@@ -79,8 +79,8 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     if not report.ok:
         sys.exit(Exit.FAILED)
     if machine and not options.only:  # the model is proven under the strategy: `fit` is silent
-        axes = axes_of(trainer["strategy"], machine.world_size, cli.model)
-        if file := remember(model_config, axes, project.folder.parent):
+        where = project.folder.parent
+        if file := remember(model_config, trainer["strategy"], machine.world_size, cli.model, where):
             print(f"{file} has it")
 
 
@@ -103,7 +103,7 @@ def make_small(
     folder: Path,
     project: Project,
     prelude: Callable[[], None] | None = None,
-) -> tuple[CLI, PretrainedConfig | None, Runs]:
+) -> tuple[WithoutTrainer, PretrainedConfig | None, Runs]:
     """Returns the configuration's objects, the full-size model's configuration, and the trainings.
 
     Raises InputError if the configuration cannot be read or made small.
@@ -121,13 +121,13 @@ def make_small(
             super().before_instantiate_classes()
 
     os.environ.pop(Variable.RUN_ID, None)
-    cli = Resolved(project, [*flags, *sizes.as_flags(options)], run=False)
+    cli = Resolved.of(["rehearse", *flags, *sizes.as_flags(options)], project)
     config = model_config(cli)
     small = shrink(cli.resolved, config, folder, options.processes, options.keep_data)
     return cli, config, Runs(small, folder.absolute(), project, prelude)
 
 
-def model_config(cli: CLI) -> PretrainedConfig | None:
+def model_config(cli: WithoutTrainer) -> PretrainedConfig | None:
     """Returns the transformers configuration at full size; None for another kind of model."""
     data, build = cli.datamodule, getattr(cli.model, "build_config", None)
     if build is None or not hasattr(data, "seq_len"):

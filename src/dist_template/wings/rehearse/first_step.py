@@ -9,13 +9,12 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...compat.deepspeed import gradient_of
 from ...compat.lightning import accumulates
 from ...compat.randomness import turn_dropout_off
 from ...parallel import run_strategy
-from ...parallel.pipeline.division import RemoteModule
 from ...project import is_users
 from ...weights import from_all_ranks
 from .forward_hooks import ForwardHooks, full, location
@@ -65,7 +64,7 @@ class FirstStep(Callback):
         self._hooks = ForwardHooks(pl_module, tensors)
         places: dict[str, str] = {}
         for name, module in pl_module.named_modules():
-            if not isinstance(module, RemoteModule):
+            if type(module).forward is not nn.Module.forward:  # a list, or a module of another stage
                 places[name] = f"{type(module).__name__}, {location(module.forward)}"
         for name in METHODS:
             places[name] = location(getattr(pl_module, name))

@@ -27,7 +27,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from ...layout import local_shard, shard_place
+from ...layout import shard_of
 from ...model.any_module import metrics_of, results_of
 from ...parallel import run_strategy
 from ...weights import gather
@@ -114,7 +114,7 @@ def replica_hashes(tensors: Iterable[tuple[str, Tensor | None]]) -> dict[str, tu
     """
     found: dict[str, tuple[str, str]] = {}
     for name, tensor in tensors:
-        if tensor is not None and (place := shard_place(tensor)) is not None:
+        if tensor is not None and (place := shard_of(tensor).place) is not None:
             found[name] = (place, fingerprint(tensor))
     return found
 
@@ -143,7 +143,7 @@ def python_state(trainer: L.Trainer, module: nn.Module) -> dict[str, str]:
 
 def fingerprint(tensor: Tensor) -> str:
     """Returns a hash of the bits of this rank's shard."""
-    data = local_shard(tensor).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data = shard_of(tensor).values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return _digest(data.numpy().tobytes())
 
 

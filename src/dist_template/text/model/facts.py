@@ -1,0 +1,73 @@
+"""The figures of a language model of transformers that estimates are computed from, and its tensor-parallel plan."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ...model.flops import Size, find_experts, text_config
+from ...parallel.blocks import find_blocks
+from ...parallel.estimates.facts import Facts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def facts_of(model: PreTrainedModel, packed: nn.Module) -> tuple[Size, Facts]:
+    """Returns the sizes of a model on one rank, and the figures on which its memory and messages depend.
+
+    Args:
+        model: On any device; weights are not read.
+        packed: The same model with quantized weights, or `model` itself.
+    """
+    size = Size.of(packed)
+    config, moe, blocks = text_config(model), find_experts(model), find_blocks(model)
+    experts = {id(p): p.numel() for p in nn.ModuleList(moe).parameters()}
+    block = block_experts = replicated = 0
+    for each in blocks:
+        of_block = of_experts = 0
+        for parameter in each.parameters():
+            of_block += parameter.numel()
+            of_experts += parameter.numel() * (id(parameter) in experts)
+        if of_block > block:
+            block, block_experts = of_block, of_experts
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in experts and not style_of(model, name):
+            replicated += parameter.numel()
+    reduced = []  # widths that tensor parallelism all-reduces, in forward or backward
+    for name, module in model.named_modules():
+        style = style_of(model, name)
+        width = "out_features" if style == "rowwise" else "in_features"
+        number = getattr(module, width, getattr(module, "embedding_dim", 0))
+        if style and number:
+            reduced.append(number)
+    heads = getattr(config, "num_attention_heads", None) or 1
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    facts = Facts(
+        world_size=1,
+        parameters=size.total,
+        trainable=size.trainable,
+        in_4_bits=size.in_4_bits,
+        embedding=size.embedding,
+        experts=sum(experts.values()),
+        tp_replicates=replicated,
+        block=block,
+        block_experts=block_experts,
+        layers=len(blocks),
+        width=config.hidden_size,
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+        moe_layers=len(moe),
+        experts_per_token=size.experts_per_token or 0,
+        tp_widths=sum(reduced),
+        heads=(heads, key_heads, head_dim),
+    )
+    return size, facts
+
+
+def style_of(model: PreTrainedModel, name: str) -> str:
+    """Returns the tensor-parallel style of a parameter or its module; `*` is a layer there."""
+    pattern, plan = re.sub(r"\.\d+(?=\.|$)", ".*", name), model.tp_plan
+    return plan.get(pattern) or plan.get(pattern.rpartition(".")[0], "")
