@@ -210,7 +210,8 @@ def marked(page: Path, folder: Path) -> list[list[str]]:
         if entry.name not in {"runs", "data_cache"}:
             (folder / entry.name).symlink_to(entry.resolve())
     found = [each for code in MARKED.findall(text_of(page)) for each in commands(code)]
-    found = [each for each in found if "plan" in each or not any(re.match("(configs/)?cluster/", word) for word in each)]
+    on_cluster = re.compile("(configs/)?cluster/")
+    found = [each for each in found if "plan" in each or not any(map(on_cluster.match, each))]
     for run in sorted({word for each in found for word in each if re.match(r"runs/\w+/\w", word)}):
         write_run(folder / run, falling(20))
     return found
