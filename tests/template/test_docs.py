@@ -210,7 +210,8 @@ def marked(page: Path, folder: Path) -> list[list[str]]:
         if entry.name not in {"runs", "data_cache"}:
             (folder / entry.name).symlink_to(entry.resolve())
     found = [each for code in MARKED.findall(text_of(page)) for each in commands(code)]
-    found = [each for each in found if not any(word.startswith("configs/cluster/") for word in each) or "plan" in each]
+    on_cluster = re.compile("(configs/)?cluster/")
+    found = [each for each in found if "plan" in each or not any(map(on_cluster.match, each))]
     for run in sorted({word for each in found for word in each if re.match(r"runs/\w+/\w", word)}):
         write_run(folder / run, falling(20))
     return found
@@ -240,15 +241,15 @@ def test_the_marked_trainings_of_a_page_run(page: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, (argv, done.stdout[-2000:] + done.stderr[-2000:])
 
 
-@pytest.mark.usefixtures("keys", "generated")  # before the tutorial's own class is there
-def test_the_code_of_the_tutorial_is_valid_and_its_yaml_is_accepted(parser: Any, package: Any) -> None:
+@pytest.mark.usefixtures("keys", "generated")  # before the page's own class is there
+def test_the_code_of_the_start_is_valid_and_its_yaml_is_accepted(parser: Any, package: Any) -> None:
     data = import_module("trainer_dev.data")
-    for code in blocks(DOCS / "tutorial.md", "python"):
+    for code in blocks(DOCS / "start.md", "python"):
         ast.parse(textwrap.dedent(code))
         if code.startswith("# data.py"):  # what a user would have written there
             head = "from __future__ import annotations\nfrom pathlib import Path\n"
-            exec(compile(head + code, "tutorial.md", "exec"), vars(data))
-    yamls = blocks(DOCS / "tutorial.md", "yaml")
+            exec(compile(head + code, "start.md", "exec"), vars(data))
+    yamls = blocks(DOCS / "start.md", "yaml")
     assert yamls
     for text in yamls:
         parser.parse_string(text)

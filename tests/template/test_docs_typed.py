@@ -24,7 +24,7 @@ from tests.support.line import PACKAGE
 from tests.support.wings import free_port
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("tutorial", "finetune", "adapters", "preferences", "evaluate", "export", "serve", "release")
+PAGES = ("start", "finetune", "adapters", "preferences", "evaluate", "export", "serve", "release")
 BASH = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ELSEWHERE = ("pip", "cookiecutter", "cd", "make", "source", "launch/", "sbatch", "docker", "MODEL=", "kubectl")
 QUICKSTART = f"python -m {PACKAGE} fit --config configs/quickstart.yaml"
@@ -41,7 +41,7 @@ def lines(page: str) -> Iterator[str]:
             line = re.sub(r"\s+", " ", re.sub(r"\s#\s.*", "", line)).strip()
             if line and not line.startswith(ELSEWHERE):
                 line = re.sub(r"my_trainer|<package>", PACKAGE, line)
-                yield line.replace("--config configs/cluster/gpu.yaml", ON_CPUS)
+                yield re.sub(r"--config (configs/)?cluster/gpu(\.yaml)?\b", ON_CPUS, line)
 
 
 def environment() -> dict[str, str]:
@@ -91,7 +91,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(project: Path) -> Path:
-    """The quickstart's run, by the command that the tutorial and the release give."""
+    """The quickstart's run, by the command that the start and the release give."""
     typed(project, QUICKSTART)
     return next((project / "runs" / "quickstart").glob("2*"))
 
