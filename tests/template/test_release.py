@@ -152,7 +152,7 @@ def test_a_workflow_calls_what_exists_and_pins_its_actions(path: Path) -> None:
 
 
 def test_the_table_of_supported_versions_is_that_of_pyproject() -> None:
-    page = (ROOT / "docs" / "compatibility.md").read_text("utf-8")
+    page = (ROOT / "docs" / "upgrade.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| `([\w-]+)` \| `([^`]+)` \|", page, flags=re.MULTILINE))
     extras = LIBRARY["optional-dependencies"]
     asked = [*LIBRARY["dependencies"], *(each for extra in extras for each in extras[extra])]
