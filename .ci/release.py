@@ -96,7 +96,7 @@ def build(tag: str = "") -> None:
     with tempfile.TemporaryDirectory() as folder:
         run("git", "archive", "--format=tar", f"--output={folder}/source.tar", "HEAD")
         shutil.unpack_archive(folder + "/source.tar", folder + "/source", filter="data")
-        require(Path("docs/reference.md").is_file(), "docs/reference.md, which git does not have, is missing: `make docs`")
+        require(Path("docs/reference.md").is_file(), "docs/reference.md is missing: `make docs` writes it")
         shutil.copy("docs/reference.md", folder + "/source/docs")
         hook = "from setuptools import build_meta; import sys; build_meta.build_sdist(sys.argv[1])"
         run(sys.executable, "-c", hook, str(OUT / "dist"), cwd=folder + "/source")

@@ -157,7 +157,8 @@ def _own_sections(cli: Any, parser: Any) -> Iterator[str]:
     yield from _group("Model", module, {k: a for k, a in keys_of_model.items() if k.count(".") == 1})
     yield from _group("Optimizer and schedule", optim, _under("model.optim", found))
     for group in dict.fromkeys(key.split(".")[1] for key in keys_of_model if key.count(".") > 1):
-        above = (inspect.signature(kind).parameters for kind in module.__mro__)  # `**kwargs` passes a base class its own
+        # `**kwargs` passes a base class its arguments
+        above = (inspect.signature(kind).parameters for kind in module.__mro__)
         kind = type(next(parameters[group].default for parameters in above if group in parameters))
         if kind is not optim:
             yield from _group(f"`model.{group}`", kind, _under(f"model.{group}", found))

@@ -1,4 +1,4 @@
-"""The code of docs/extend.md about any LightningModule: its package trains by the command line, its script with a Trainer of its own."""
+"""Any LightningModule, as docs/extend.md has one: by the command line, and with a Trainer of its own."""
 
 from __future__ import annotations
 
