@@ -96,6 +96,8 @@ def build(tag: str = "") -> None:
     with tempfile.TemporaryDirectory() as folder:
         run("git", "archive", "--format=tar", f"--output={folder}/source.tar", "HEAD")
         shutil.unpack_archive(folder + "/source.tar", folder + "/source", filter="data")
+        require(Path("docs/reference.md").is_file(), "docs/reference.md is missing: `make docs` writes it")
+        shutil.copy("docs/reference.md", folder + "/source/docs")
         hook = "from setuptools import build_meta; import sys; build_meta.build_sdist(sys.argv[1])"
         run(sys.executable, "-c", hook, str(OUT / "dist"), cwd=folder + "/source")
     sdist, archive = OUT / "dist" / f"dist_template-{version}.tar.gz", OUT / f"dist-template-{version}.zip"

@@ -3,7 +3,8 @@
     .venv/bin/python docs/reference.py
 
 Keys, types, defaults and help come from the parser of `fit`, the reasons for Trainer defaults from the
-comments beside them in defaults.py, the shipped files from `configs/`. A test fails when the page is out of date.
+comments beside them in defaults.py, the shipped files from `configs/`. git does not have the page: `make docs` and
+`make dist` write it for the site and the wheel, or into the file that is given as argument.
 """
 
 from __future__ import annotations
@@ -155,6 +156,12 @@ def _own_sections(cli: Any, parser: Any) -> Iterator[str]:
     keys_of_model = _under("model", found)
     yield from _group("Model", module, {k: a for k, a in keys_of_model.items() if k.count(".") == 1})
     yield from _group("Optimizer and schedule", optim, _under("model.optim", found))
+    for group in dict.fromkeys(key.split(".")[1] for key in keys_of_model if key.count(".") > 1):
+        # `**kwargs` passes a base class its arguments
+        above = (inspect.signature(kind).parameters for kind in module.__mro__)
+        kind = type(next(parameters[group].default for parameters in above if group in parameters))
+        if kind is not optim:
+            yield from _group(f"`model.{group}`", kind, _under(f"model.{group}", found))
     yield from _group("Runs", cli.RunConfig, _under("run", found))
     yield from _group("Cluster", cli.Site, _under("cluster", found))
     yield "## Callbacks that always run\n\nEach has a key at the top level. Others go to `trainer.callbacks`."
@@ -274,5 +281,6 @@ def _cell(text: str) -> str:
 
 if __name__ == "__main__":
     with package() as cli_module:
-        PAGE.write_text(page(cli_module), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+        written = Path(*sys.argv[1:2]) if sys.argv[1:] else PAGE
+        written.write_text(page(cli_module), encoding="utf-8")
+    print(f"wrote {written}")

@@ -70,7 +70,6 @@ INTERFACE = "For wings and packages"  # the section of docs/api.md
 PAGE_LINES = 150
 LONG_PAGES = {
     "api.md": 180,
-    "reference.md": 477,
 }  # fmt: skip
 
 MOST_PRONOUNS = 10
@@ -152,6 +151,7 @@ def broken_project(project: Path) -> list[str]:
 def broken_pages(docs: Path) -> list[str]:
     """Pages above the limit, or above their length in the table of exceptions."""
     lengths = {page.relative_to(docs).as_posix(): house.lines([page]) for page in docs.rglob("*.md")}
+    lengths.pop("reference.md", 0)  # generated, not in git
     return [f"{name}: {n}" for name, n in lengths.items() if n > LONG_PAGES.get(name, PAGE_LINES)]
 
 

@@ -1,4 +1,4 @@
-"""The code of docs/any_module.md: its package trains by the command line, its script with a Trainer of its own."""
+"""Any LightningModule, as docs/extend.md has one: by the command line, and with a Trainer of its own."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.support.library import manifest, read_full
 from tests.support.runs import OF_ANOTHER_RUN, logged, only_run
 from tests.support.tiers import tiers
 
-PAGE = Path(__file__).parents[2] / "docs" / "any_module.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("any_module")
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    module, data, main, script = blocks
+    section = PAGE.read_text("utf-8").partition("## Any LightningModule")[2]
+    module, main, script = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     (folder / "images").mkdir()
-    for name, text in {"__init__": "", "module": module, "data": data, "__main__": main}.items():
+    for name, text in {"__init__": "", "module": module, "__main__": main}.items():
         (folder / "images" / f"{name}.py").write_text(text, encoding="utf-8")
-    imports = "from images.data import Images\nfrom images.module import Classifier\n"
+    imports = "from images.module import Classifier, Images\n"
     (folder / "own.py").write_text(imports + script, encoding="utf-8")
     return folder
 
@@ -91,8 +91,7 @@ import os, signal, sys
 import lightning as L
 from dist_template import Ended
 from dist_template.callbacks import LastCheckpoint, Preemption, Watchdog
-from images.data import Images
-from images.module import Classifier
+from images.module import Classifier, Images
 
 class Signal(L.Callback):
     def on_train_batch_end(self, trainer, *_):

@@ -24,7 +24,7 @@ from tests.support.line import PACKAGE
 from tests.support.wings import free_port
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("start", "finetune", "adapters", "preferences", "evaluate", "export", "serve", "release")
+PAGES = ("start", "finetune", "evaluate")
 BASH = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ELSEWHERE = ("pip", "cookiecutter", "cd", "make", "source", "launch/", "sbatch", "docker", "MODEL=", "kubectl")
 QUICKSTART = f"python -m {PACKAGE} fit --config configs/quickstart.yaml"

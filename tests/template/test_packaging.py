@@ -46,6 +46,7 @@ def test_the_version_is_the_one_that_a_project_asks_for(default: BakedProject) -
 def test_a_wheel_holds_the_library_and_nothing_else(repository: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"  # where pip leaves its build/ folder
     shutil.copytree(repository, source)
+    (source / "docs" / "reference.md").write_text("# Configuration reference\n")  # as `make docs` writes it
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source))
     wheel = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
     library = {path.relative_to(source / "src").as_posix() for path in (source / "src" / "dist_template").rglob("*.*")}

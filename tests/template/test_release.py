@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ def checkout(repository: Path, tmp_path: Path) -> Path:
     """A clone of the repository whose newest tag is v0.0.9."""
     run("git", "clone", "-q", "--no-tags", str(repository), "checkout", cwd=tmp_path)
     run("git", "tag", "v0.0.9", cwd=tmp_path / "checkout")
+    (tmp_path / "checkout" / "docs" / "reference.md").write_text("# Configuration reference\n")  # by `make docs`
     return tmp_path / "checkout"
 
 
@@ -101,6 +103,8 @@ def test_two_builds_of_a_commit_have_the_same_bytes(checkout: Path, tmp_path: Pa
     one, two = ({str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
                 for out in (tmp_path / "first", checkout / "build" / "release"))  # fmt: skip
     assert len(one) == 5 and one == two
+    wheel = zipfile.ZipFile(next((tmp_path / "first").rglob("*.whl")))
+    assert any(name.endswith("/share/doc/dist-template/reference.md") for name in wheel.namelist())
     assert one["NOTES.md"].startswith(b"Nothing was") or one["NOTES.md"].startswith(b"### What you have to do")
 
 
@@ -148,7 +152,7 @@ def test_a_workflow_calls_what_exists_and_pins_its_actions(path: Path) -> None:
 
 
 def test_the_table_of_supported_versions_is_that_of_pyproject() -> None:
-    page = (ROOT / "docs" / "compatibility.md").read_text("utf-8")
+    page = (ROOT / "docs" / "upgrade.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| `([\w-]+)` \| `([^`]+)` \|", page, flags=re.MULTILINE))
     extras = LIBRARY["optional-dependencies"]
     asked = [*LIBRARY["dependencies"], *(each for extra in extras for each in extras[extra])]

@@ -23,6 +23,8 @@ def test_pages_are_listed_found_by_the_end_of_their_name_and_read_from_a_wheels_
         assert main(["docs", name]) == 0
         assert capsys.readouterr().out.startswith((DOCS / "strategies" / "zero.md").read_text())
     assert main(["docs", "zer"]) == 2 and "there is no page 'zer'" in capsys.readouterr().err
+    if not (DOCS / "reference.md").exists():
+        assert main(["docs", "reference"]) == 2 and "as `make docs` writes it" in capsys.readouterr().err
     monkeypatch.setattr(docs, "__file__", str(tmp_path / "lib" / "dist_template" / "wings" / "setup" / "docs.py"))
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(docs.InputError, match="no page is installed here; the project's README.md has"):

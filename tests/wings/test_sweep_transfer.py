@@ -1,4 +1,4 @@
-"""docs/learning_rate.md's program: a power law over the best learning rates of several widths."""
+"""docs/sweep.md's program: a power law over the best learning rates of several widths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_docs_program_finds_a_planted_power_law(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Losses are a parabola around the optimum 0.3 / width^0.75, and high where a training would diverge."""
-    page = (DOCS / "learning_rate.md").read_text()
+    page = (DOCS / "sweep.md").read_text()
     (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     folders = [tmp_path / str(width) for width in (64, 128, 256)]
     for folder in folders:

@@ -25,7 +25,8 @@ def main(argv: list[str], project: Project) -> None:
         elif f"/{page}".endswith(f"/{name}"):
             shown.append(text)
     if not shown:
-        raise InputError(f"there is no page {name!r}: `{program('docs')}` lists all")
+        generated = f" here, as `make docs` writes it (`{program('fit')} --help` has the keys)" * (name == "reference")
+        raise InputError(f"there is no page {name!r}{generated}: `{program('docs')}` lists all")
     with suppress(BrokenPipeError):  # of `docs | head`
         pydoc.pager("\n".join(shown) + "\n")
 
