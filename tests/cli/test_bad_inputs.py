@@ -18,26 +18,31 @@ from tests.support.library import RANGES, keys_of
 from tests.support.line import command, main
 
 LONGEST = 2_100  # characters of a sentence: a value that is longer is shown without its middle
-SECTIONS = ["data", "model", "trainer", "run", "cluster", "model.optim", "model.adapter", "model.architecture"]
+SECTIONS = [
+    "data", "model", "trainer", "run", "cluster", "model.optim", "model.adapter",
+    "model.architecture",
+]  # fmt: skip
 BELOW = [
-    *("model.adapter.rank", "model.adapter.targets", "model.architecture.hidden_size", "model.architecture.model_type"),
+    *("model.adapter.rank", "model.adapter.targets", "model.architecture.hidden_size",
+        "model.architecture.model_type"),
     *("data.source.paths", "data.tokenizer.vocab_size", "trainer.strategy.init_args.tp_size"),
-]
+]  # fmt: skip
 
 texts = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
-    st.sampled_from(["", "null", "../..", "/proc/x", "a\0b", "\ud800", "x" * 5_000, "%s{}{run}", "[", "!!int x", "-1"]),
+    st.sampled_from(["", "null", "../..", "/proc/x", "a\0b", "\ud800", "x" * 5_000, "%s{}{run}",
+        "[", "!!int x", "-1"]),
+)  # fmt: skip
+numbers = st.one_of(
+    st.integers(), st.floats(), st.sampled_from([0, -1, 1, 10**9, -(10**9), 10**30, 2**63, 1e300])
 )
-numbers = st.one_of(st.integers(), st.floats(), st.sampled_from([0, -1, 1, 10**9, -(10**9), 10**30, 2**63, 1e300]))
 scalars = st.one_of(st.none(), st.booleans(), numbers, texts)
 values = st.recursive(
     scalars,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(st.one_of(texts, st.sampled_from(["class_path", "init_args"])), inner, max_size=3),
-    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.one_of(texts,
+        st.sampled_from(["class_path", "init_args"])), inner, max_size=3)),
     max_leaves=4,
-)
+)  # fmt: skip
 
 
 # An example takes 0.1 s: finding a shorter one that fails too takes minutes.
@@ -74,7 +79,11 @@ def outcome(
     """The sentence that refuses `key: value`, or "" where it is accepted."""
 
     def of(key: str, value: Any, in_file: bool, run: Callable[[list[str]], Any]) -> str:
-        text = yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("\n...\n").strip()
+        text = (
+            yaml.safe_dump(value, default_flow_style=True, width=math.inf)
+            .removesuffix("\n...\n")
+            .strip()
+        )
         more = [f"--{key}={text}"]
         if in_file:
             for name in reversed(key.split(".")):
@@ -94,7 +103,10 @@ def outcome(
         if run is command:  # it may also train, or diverge
             assert code in (0, 2, 65), (more, shown)
             return shown if code == 2 else ""
-        assert code == 2 and shown.startswith("error: ") and len(shown.splitlines()) == 1, (more, shown)
+        assert code == 2 and shown.startswith("error: ") and len(shown.splitlines()) == 1, (
+            more,
+            shown,
+        )
         assert len(shown) <= LONGEST, (more, len(shown))
         return shown
 
@@ -107,7 +119,12 @@ def all_keys(parsers: dict[str, Any]) -> list[str]:
     return sorted(name for name in names - others if not name.endswith(".help")) + SECTIONS + BELOW
 
 
-def check(outcome: Callable[..., str], parsers: dict[str, Any], run: Callable[[list[str]], Any], examples: int) -> None:
+def check(
+    outcome: Callable[..., str],
+    parsers: dict[str, Any],
+    run: Callable[[list[str]], Any],
+    examples: int,
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if run is main:
             patch.setattr(CLI, "_run_subcommand", accept)
@@ -132,11 +149,8 @@ def test_no_value_of_a_key_gives_a_traceback(outcome: Any, parsers: dict[str, An
 
 
 @pytest.mark.nightly
-def test_none_of_many_values_does(outcome: Any, parsers: dict[str, Any]) -> None:
-    check(outcome, parsers, main, 4_000)
-
-
-@pytest.mark.nightly
-def test_what_is_accepted_trains_or_is_refused(outcome: Any, parsers: dict[str, Any], flags: list[str]) -> None:
+def test_what_is_accepted_trains_or_is_refused(
+    outcome: Any, parsers: dict[str, Any], flags: list[str]
+) -> None:
     flags.append("--trainer.max_steps=1")
     check(outcome, parsers, command, 400)

@@ -30,28 +30,20 @@ def violations_of(
 
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "fewer micro-batches than stages": (
-        {"rows": 4},
-        "has 1 micro-batches .* 1F1B needs 2 or more, one for each stage: edit",
-    ),
-    "rounds of an interleaved schedule": (
-        {"rows": 20, "pp_schedule": "Interleaved1F1B"},
-        "has 5 micro-batches .* Interleaved1F1B needs a multiple of 2: edit",
-    ),
-    "more stages than blocks": (
-        {"pp_schedule": "Interleaved1F1B", "config": SMALL},
-        "3 blocks cannot be divided into 4 stages: lower .*pp_size, or set another pp_schedule",
-    ),
-    "offload": ({"cpu_offload": True}, "cpu_offload true does not work in a pipeline: set it to false"),
-    "4-bit weights": (
-        {"module": LanguageModule(adapter=AdapterConfig(quantize="nf4"))},
-        "adapter.quantize does not work in a pipeline: set it to null, or pp_size to 1",
-    ),
-    "preferences": (
-        {"given": {"source": Preferences(paths=["pairs.jsonl"])}},
-        "Preferences runs the model twice in a step, .* set .*pp_size to 1",
-    ),
-}
+    "fewer micro-batches than stages":
+        ({"rows": 4}, "has 1 micro-batches .* 1F1B needs 2 or more, one for each stage: edit"),
+    "rounds of an interleaved schedule":
+        ({"rows": 20, "pp_schedule": "Interleaved1F1B"},
+        "has 5 micro-batches .* Interleaved1F1B needs a multiple of 2: edit"),
+    "more stages than blocks": ({"pp_schedule": "Interleaved1F1B", "config": SMALL},
+        "3 blocks cannot be divided into 4 stages: lower .*pp_size, or set another pp_schedule"),
+    "offload": ({"cpu_offload": True},
+        "cpu_offload true does not work in a pipeline: set it to false"),
+    "4-bit weights": ({"module": LanguageModule(adapter=AdapterConfig(quantize="nf4"))},
+        "adapter.quantize does not work in a pipeline: set it to null, or pp_size to 1"),
+    "preferences": ({"given": {"source": Preferences(paths=["pairs.jsonl"])}},
+        "Preferences runs the model twice in a step, .* set .*pp_size to 1"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -46,6 +46,7 @@ def test_a_training_needs_nothing_that_only_linux_has(flags: list[str]) -> None:
     short = ["--trainer.max_steps=2", "--model.optim.warmup=0", "--run.report=true"]
     command = [sys.executable, "-c", AS_ON_A_MAC, "fit", *flags, *short]
     done = subprocess.run(
-        command, env=environment, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False
-    )
+        command, env=environment, cwd=PROJECT, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -22,7 +22,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     monkeypatch.syspath_prepend(tmp_path)
 
     def written(name: str, points: str) -> None:
-        write_metadata(tmp_path, name, {GROUP: dict(line.split(" = ") for line in points.splitlines())})
+        write_metadata(
+            tmp_path, name, {GROUP: dict(line.split(" = ") for line in points.splitlines())}
+        )
 
     return written
 
@@ -33,13 +35,17 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("dist_template.project._program", "dist_template")
     (tmp_path / "a_trainer").mkdir()
     file = tmp_path / "pyproject.toml"
-    file.write_text(f'[project]\nname = "A.Trainer"\n[project.entry-points."{GROUP}"]\nb = "a_trainer.b:B"\na = "x"\n')
+    file.write_text(
+        f'[project]\nname = "A.Trainer"\n[project.entry-points."{GROUP}"]\nb = "a_trainer.b:B"\na = "x"\n'
+    )
     monkeypatch.syspath_prepend(tmp_path)
     Project("a_trainer").start()
     return file
 
 
-def test_entry_points_of_packages_and_of_the_project_are_sorted_by_name(install: Install, project: Path) -> None:
+def test_entry_points_of_packages_and_of_the_project_are_sorted_by_name(
+    install: Install, project: Path
+) -> None:
     install("other", "ab = other:AB")
     found = plugins.registered(GROUP)
     assert list(found) == ["a", "ab", "b"] and found["b"] == EntryPoint("b", "a_trainer.b:B", GROUP)
@@ -47,7 +53,10 @@ def test_entry_points_of_packages_and_of_the_project_are_sorted_by_name(install:
 
 def test_a_projects_pyproject_replaces_its_older_metadata(install: Install, project: Path) -> None:
     install("a_trainer", "a = old\nremoved = old")
-    assert {name: point.value for name, point in plugins.registered(GROUP).items()} == {"a": "x", "b": "a_trainer.b:B"}
+    assert {name: point.value for name, point in plugins.registered(GROUP).items()} == {
+        "a": "x",
+        "b": "a_trainer.b:B",
+    }
 
 
 @pytest.mark.parametrize("text", ["def main(:", '"""`broken`: does nothing."""', None])
@@ -69,12 +78,13 @@ def test_help_shows_a_verb_whose_file_is_broken_or_missing(
 
 def test_one_name_of_two_packages_is_refused_with_both(install: Install, project: Path) -> None:
     install("other", "b = other:B")
-    with pytest.raises(InputError, match=f"a-trainer and other both have 'b' in the group {GROUP}: "):
+    with pytest.raises(
+        InputError, match=f"a-trainer and other both have 'b' in the group {GROUP}: "
+    ):
         plugins.registered(GROUP)
-
-
-def test_a_name_of_the_library_is_refused(project: Path) -> None:
-    with pytest.raises(InputError, match=f"dist_template and a-trainer both have 'a' in the group {GROUP}: "):
+    with pytest.raises(
+        InputError, match=f"dist_template and a-trainer both have 'a' in the group {GROUP}: "
+    ):
         plugins.registered(GROUP, taken={"a"})
 
 

@@ -28,10 +28,20 @@ class Mistaken(Source):
 
 @pytest.mark.parametrize("verb", ["fit", "prepare"])
 def test_an_error_in_a_source_is_reported_with_its_line(
-    verb: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    verb: str,
+    flags: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    flags = [flag for flag in flags if not flag.startswith(("--data.source.", "--data.cache_dir", "--trainer"))]
-    flags = [verb, *flags, f"--data.source={__name__}.Mistaken", f"--data.cache_dir={tmp_path}/cache"]
+    flags = [
+        flag
+        for flag in flags
+        if not flag.startswith(("--data.source.", "--data.cache_dir", "--trainer"))
+    ]
+    flags = [
+        verb, *flags, f"--data.source={__name__}.Mistaken", f"--data.cache_dir={tmp_path}/cache",
+    ]  # fmt: skip
     flags += ["--trainer.accelerator=cpu"]
     assert command(flags) == Exit.FAILED
     error = capfd.readouterr().err
