@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,19 +40,15 @@ exit_process(75)
 
 def exit_of(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", program.replace("PACKAGE", PACKAGE), *arguments]
-    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def test_a_collective_that_finishes_late_does_not_abort_the_process(tmp_path: Path) -> None:
     left = exit_of(PROGRAM, str(tmp_path / "store"), "skip")
     assert (left.returncode, left.stderr) == (Exit.REQUEUE, "")
     assert left.stdout == "exit functions run\n"
-
-
-def test_the_program_of_this_test_aborts_where_the_interpreter_is_finalized(tmp_path: Path) -> None:
-    aborted = exit_of(PROGRAM, str(tmp_path / "store"))
-    assert aborted.returncode in (-signal.SIGABRT, Exit.REQUEUE)  # a future torch may have mended it
-    assert aborted.returncode == Exit.REQUEUE or "without an active exception" in aborted.stderr
 
 
 def test_process_groups_are_destroyed_where_the_run_is_done(tmp_path: Path) -> None:
@@ -68,4 +63,6 @@ exit_process(int(sys.argv[1]))
 """
     assert exit_of(program, "0").stdout == "False\n"
     failed = exit_of(program, "1")
-    assert (failed.returncode, failed.stdout) == (1, "True\n"), "another rank may be in a collective"
+    assert (failed.returncode, failed.stdout) == (1, "True\n"), (
+        "another rank may be in a collective"
+    )

@@ -20,6 +20,7 @@ from dist_template.cluster import torchrun
 from dist_template.compat import torchrun as names
 from dist_template.errors import Exit
 from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, run
+from tests.support.tiers import tiers
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -32,7 +33,10 @@ HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
         ([75, -6], Exit.REQUEUE),  # the peer was aborted because this one had exited
         ([1, 65], Exit.NON_FINITE),
         ([75, 2], Exit.BAD_INPUT),
-        ([1, 69, -6], Exit.OUT_OF_MEMORY),  # the peers' errors are about the one that had no memory left
+        (
+            [1, 69, -6],
+            Exit.OUT_OF_MEMORY,
+        ),  # the peers' errors are about the one that had no memory left
         ([-9, 1], Exit.REQUEUE),  # the peer's error is about the killed one
         ([1, 71], Exit.REQUEUE),
         ([1, -6], Exit.FAILED),
@@ -53,8 +57,14 @@ class Launched:
     def run(self, *by_rank: str, restarts: int = 2, shutdown_timeout_s: int = 5) -> int:
         cases = "".join(f"{rank}) {command};; " for rank, command in enumerate(by_rank))
         script = f"echo >> {self.folder}/starts.$RANK; case $RANK in {cases}esac"
-        flags = [f"--nproc-per-node={len(by_rank)}", f"--max-restarts={restarts}", "--rdzv-backend=c10d"]
-        flags += ["--rdzv-endpoint=localhost:0", "--monitor-interval=0.05", "--signals-to-handle=SIGTERM,SIGUSR1"]
+        flags = [
+            f"--nproc-per-node={len(by_rank)}", f"--max-restarts={restarts}", "--rdzv-backend=c10d",
+        ]  # fmt: skip
+        flags += [
+            "--rdzv-endpoint=localhost:0",
+            "--monitor-interval=0.05",
+            "--signals-to-handle=SIGTERM,SIGUSR1",
+        ]
         flags += [f"--shutdown-timeout={shutdown_timeout_s}", "--no-python", "sh", "-c", script]
         return torchrun.main(flags)
 
@@ -86,11 +96,16 @@ class Launched:
 
 
 @pytest.fixture
-def launched(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
+def launched(
+    tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Launched]:
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     monkeypatch.setattr(names, "PEERS_S", 0.5)
     monkeypatch.setattr(torchrun.Agent, "instances", [])
-    replaced = ((names.launcher, "LocalElasticAgent"), (names.processes, "_terminate_process_handler"))
+    replaced = (
+        (names.launcher, "LocalElasticAgent"),
+        (names.processes, "_terminate_process_handler"),
+    )
     for module, name in (*replaced, (names.subprocess_handler, "Popen")):
         monkeypatch.setattr(module, name, getattr(module, name))  # puts it back after the test
     before = {number: signal.getsignal(number) for number in HANDLED}
@@ -99,17 +114,12 @@ def launched(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.M
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("code", [Exit.BAD_INPUT, Exit.NON_FINITE, Exit.OUT_OF_MEMORY, Exit.MISMATCH])
+@pytest.mark.parametrize(
+    "code", [Exit.BAD_INPUT, Exit.NON_FINITE, Exit.OUT_OF_MEMORY, Exit.MISMATCH]
+)
 def test_a_process_that_exits_by_decision_is_not_restarted(launched: Launched, code: Exit) -> None:
     assert launched.run(f"exit {code:d}", f"exit {code:d}") == code
     assert launched.starts == 1 and launched.printed == "", "rank 0 has printed why"
-
-
-@pytest.mark.slow
-def test_torchruns_own_agent_restarts_it(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun.Agent, "_monitor_workers", names.LocalElasticAgent._monitor_workers)
-    launched.run("exit 2")
-    assert launched.starts == 3
 
 
 @pytest.mark.slow
@@ -117,7 +127,10 @@ def test_killed_workers_are_restarted_and_then_relaunched(launched: Launched) ->
     assert launched.run("kill -9 $$$$", "exec sleep 60", restarts=1) == Exit.REQUEUE
     assert launched.starts == 2
     printed = launched.printed
-    assert "rank 0 was killed by SIGKILL; restarting, 0 more left" in printed and "no restart is left" in printed
+    assert (
+        "rank 0 was killed by SIGKILL; restarting, 0 more left" in printed
+        and "no restart is left" in printed
+    )
     assert "Traceback" not in printed and "=====" not in printed
 
 
@@ -141,7 +154,9 @@ def test_one_ranks_decision_ends_those_that_wait_for_it(launched: Launched) -> N
     assert time.monotonic() - begun < 25, "rank 0 would sleep for 60 s, and torchrun wait for 30"
 
 
-def test_a_signal_is_handed_on_once_and_the_workers_code_is_the_launchers(launched: Launched) -> None:
+def test_a_signal_is_handed_on_once_and_the_workers_code_is_the_launchers(
+    launched: Launched,
+) -> None:
     """The workers save until the second signal has come: they end with 75 only if it did not end them."""
     here = launched.folder
     saves = f"touch {here}/saves.$RANK; while [ ! -e {here}/after_saves.0 ]; do sleep 0.05; done; exit 75"
@@ -160,14 +175,18 @@ def test_workers_that_cannot_save_in_time_are_killed_and_relaunched(launched: La
     assert torchrun.codes() == [-signal.SIGKILL]
 
 
-def test_a_lost_rendezvous_is_one_sentence(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_rendezvous_is_one_sentence(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lost(self: Any) -> int:
         raise RendezvousConnectionError("The connection to the C10d store has failed.")
 
     monkeypatch.setattr(DynamicRendezvousHandler, "num_nodes_waiting", lost)
     assert launched.run("exec sleep 60") == Exit.REQUEUE
     printed = launched.printed
-    assert "the rendezvous is lost" in printed and "relaunch" in printed and "Traceback" not in printed
+    assert (
+        "the rendezvous is lost" in printed and "relaunch" in printed and "Traceback" not in printed
+    )
 
 
 NEVER_ANSWERS = """
@@ -184,13 +203,17 @@ sys.exit(torchrun.main(["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-
 @pytest.mark.slow
 def test_a_rendezvous_that_never_answers_is_given_up() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", NEVER_ANSWERS], cwd=PROJECT, capture_output=True, text=True, timeout=60
-    )
+        [sys.executable, "-c", NEVER_ANSWERS], cwd=PROJECT, capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
     assert ended.returncode == Exit.REQUEUE and "the rendezvous does not answer" in ended.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "codes"), [(signal.SIGTERM, {Exit.REQUEUE}), (signal.SIGKILL, {1, Exit.REQUEUE})])
+@pytest.mark.parametrize(
+    ("number", "codes"),
+    tiers([(signal.SIGTERM, {75}), (signal.SIGKILL, {1, 75})], daily=[(signal.SIGTERM, {75})]),
+)
 def test_lightnings_own_launcher_ends_with_a_code(
     flags: list[str], tmp_path: Path, number: int, codes: set[int]
 ) -> None:
@@ -198,13 +221,17 @@ def test_lightnings_own_launcher_ends_with_a_code(
     run("prepare", *flags)
     more = ["--trainer.strategy=ddp", "--trainer.devices=2", "--trainer.max_steps=100000"]
     environment = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN}
-    command = [sys.executable, "-m", PACKAGE, "fit", *flags, *more, "--last_checkpoint.every_n_steps=5"]
+    command = [
+        sys.executable, "-m", PACKAGE, "fit", *flags, *more, "--last_checkpoint.every_n_steps=5",
+    ]  # fmt: skip
     with (tmp_path / "log").open("w") as log:
         first = subprocess.Popen(command, env=environment, cwd=PROJECT, stdout=log, stderr=log)
     try:
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob("runs/*/*/checkpoints/step*")):
-            assert first.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            assert first.poll() is None and time.monotonic() < deadline, (
+                tmp_path / "log"
+            ).read_text()
             time.sleep(0.05)
         (child,) = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
         os.kill(int(child), number)

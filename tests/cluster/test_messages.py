@@ -16,7 +16,9 @@ warnings.warn('odd'); logging.getLogger('x').warning('long'); logging.error('bad
 def printed(**environment: str) -> str:
     env = os.environ | environment
     command = [sys.executable, "-c", WARN]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False).stderr
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=60, check=False
+    ).stderr
 
 
 def test_rank_0_prints_warnings_and_every_rank_errors() -> None:

@@ -53,7 +53,9 @@ class Late:
 
 prctl, signals.LIBC = signals.LIBC.prctl, Late()
 """
-LATE_WORKERS = LATE + WORKER_THAT_LOOPS.replace("num_workers=1", "num_workers=2").replace("return 1", "return 2")
+LATE_WORKERS = LATE + WORKER_THAT_LOOPS.replace("num_workers=1", "num_workers=2").replace(
+    "return 1", "return 2"
+)
 
 
 def lives(pid: int) -> bool:
@@ -74,7 +76,9 @@ CODES = {
 @pytest.mark.parametrize("code", [*CODES.values()], ids=[*CODES])
 def test_what_a_rank_has_started_ends_with_it(code: str) -> None:
     env = os.environ
-    process = subprocess.Popen([sys.executable, "-c", code, "3"], env=env, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "3"], env=env, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     pid = int(process.stdout.readline())  # no more: what was started may hold the pipe open
     try:
@@ -90,7 +94,10 @@ def test_what_a_rank_has_started_ends_with_it(code: str) -> None:
 
 @pytest.mark.parametrize(("missing_first", "speaker"), [(False, "0"), (True, "1")])
 def test_where_rank_zero_is_missing_its_neighbour_says_so(
-    missing_first: bool, speaker: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    missing_first: bool,
+    speaker: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     def end(argv: list[str], project: Any) -> None:
         raise Ended(Exit.HUNG, "rank 0 of 2 did not connect", local_rank=int(missing_first))
@@ -111,7 +118,9 @@ if os.environ.get("RANK") == "0":
 
 @LINUX
 @pytest.mark.slow
-def test_a_rank_zero_that_never_starts_under_torchrun_is_named_at_the_limit(flags: list[str], tmp_path: Path) -> None:
+def test_a_rank_zero_that_never_starts_under_torchrun_is_named_at_the_limit(
+    flags: list[str], tmp_path: Path
+) -> None:
     assert run("prepare", *flags) == 0
     (tmp_path / "sitecustomize.py").write_text(STUCK)
     env = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_RUN}
@@ -120,7 +129,9 @@ def test_a_rank_zero_that_never_starts_under_torchrun_is_named_at_the_limit(flag
     argv = ["fit", *flags, "--trainer.strategy=ddp", "--watchdog.start_timeout_s=4"]
     command = ["bash", str(PROJECT / "launch" / "torchrun.sh"), *argv]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, env=env, cwd=PROJECT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, env=env, cwd=PROJECT, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    )
     try:
         printed = process.communicate(timeout=100)[0]
     finally:

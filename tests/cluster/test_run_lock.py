@@ -64,7 +64,11 @@ def test_a_second_process_is_refused_while_the_first_lives(
     path = held_by(tmp_path, **neighbour(process))
     before = path.read_bytes()
     why = lock.take(tmp_path)
-    assert why and why.startswith(f"{tmp_path} is in use by process {process.pid} on ") and Variable.RUN_ID in why
+    assert (
+        why
+        and why.startswith(f"{tmp_path} is in use by process {process.pid} on ")
+        and Variable.RUN_ID in why
+    )
     assert path.read_bytes() == before
     process.kill()
     time.sleep(0.1)  # its parent has not waited for it: a zombie
@@ -72,7 +76,9 @@ def test_a_second_process_is_refused_while_the_first_lives(
     assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
-def test_a_process_number_that_means_another_process_by_now_holds_nothing(lock: RunLock, tmp_path: Path) -> None:
+def test_a_process_number_that_means_another_process_by_now_holds_nothing(
+    lock: RunLock, tmp_path: Path
+) -> None:
     held_by(tmp_path, **dict(run_lock.this_process()) | {"pid": os.getppid(), "since": 1.0})
     assert lock.take(tmp_path) is None
 
@@ -107,7 +113,9 @@ def test_a_restart_of_the_same_launch_does_not_wait(
     assert lock.take(tmp_path) is None
 
 
-def test_a_file_that_was_not_written_to_its_end_is_taken_over(lock: RunLock, tmp_path: Path) -> None:
+def test_a_file_that_was_not_written_to_its_end_is_taken_over(
+    lock: RunLock, tmp_path: Path
+) -> None:
     (tmp_path / FILE).touch()
     assert lock.take(tmp_path) is None
     lock.release()
@@ -119,7 +127,10 @@ def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
     code = "import sys, pathlib; from {0}.cluster.run_lock import RUN_LOCK; print(RUN_LOCK.take(pathlib.Path({1!r})));"
     code = code.format("dist_template", str(tmp_path)) + "sys.stdout.flush(); input()"
     command = [sys.executable, "-c", code]
-    starts = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    starts = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
     answers = [start.stdout.readline().strip() for start in starts if start.stdout]
     for start in starts:
         start.communicate("\n")
@@ -146,14 +157,20 @@ def test_all_ranks_of_a_refused_launch_say_so() -> None:
 
 
 def test_a_run_that_is_in_use_is_refused_before_anything_is_written(
-    flags: list[str], process: subprocess.Popen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    flags: list[str],
+    process: subprocess.Popen,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: Any,
 ) -> None:
     monkeypatch.setenv(Variable.RUN_ID, "one")
     folder = tmp_path / "runs" / "default" / "one"
     folder.mkdir(parents=True)
     held_by(folder, **neighbour(process))
     assert main(["fit", *flags]) == 2
-    (sentence,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    (sentence,) = [
+        line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")
+    ]
     assert "is in use by process" in sentence
     assert [path.name for path in folder.iterdir()] == [FILE]
     monkeypatch.setenv(Variable.RUN_ID, "one")

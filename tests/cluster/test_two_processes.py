@@ -27,7 +27,10 @@ class Threads(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         path = Path(os.environ["THREADS_INTO"]) / f"rank{trainer.global_rank}"
-        path.write_text(json.dumps([torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")]), encoding="utf-8")
+        path.write_text(
+            json.dumps([torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")]),
+            encoding="utf-8",
+        )
 
 
 class Typed(NamedTuple):
@@ -46,10 +49,14 @@ def typed(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -
     ]  # fmt: skip
     two = ["--run.name=two", "--trainer.devices=2", "--trainer.strategy=ddp"]
     two += [f"--trainer.callbacks+={each.__module__}.{each.__name__}" for each in (Warns, Threads)]
-    env = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN and k != "OMP_NUM_THREADS"}
+    env = {
+        k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN and k != "OMP_NUM_THREADS"
+    }
     env |= {"THREADS_INTO": str(folder)}
     command = [sys.executable, "-m", PACKAGE, "fit", *flags, *two]
-    result = subprocess.run(command, env=env, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(
+        command, env=env, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False
+    )
     assert result.returncode == 0, result.stderr
     yield Typed(folder, flags, result.stderr)
 
@@ -64,12 +71,16 @@ def test_one_and_two_processes_have_the_same_loss_at_each_of_20_steps(typed: Typ
     norms = logged(one, "train/grad_norm")
     assert logged(two, "train/grad_norm") == pytest.approx(norms, rel=1e-4)
     assert sum(norm > 0.5 for norm in norms.values()) >= 10, "clipping must have been at work"
-    assert len(set(logged(one, "train/learning_rate").values())) > 10, "the schedule must have been at work"
+    assert len(set(logged(one, "train/learning_rate").values())) > 10, (
+        "the schedule must have been at work"
+    )
     assert logged(two, "eval/loss") == pytest.approx(logged(one, "eval/loss"), rel=1e-5)
 
 
 def test_they_share_a_terminal_and_rank_0_prints_warnings(typed: Typed) -> None:
-    assert typed.printed.count("all say this") == 2, "one line, and the source line that Python adds"
+    assert typed.printed.count("all say this") == 2, (
+        "one line, and the source line that Python adds"
+    )
     assert "only rank 1 says this" not in typed.printed and "a library's log" not in typed.printed
 
 

@@ -19,8 +19,9 @@ from dist_template.errors import Exit
 def python(code: str) -> subprocess.CompletedProcess[str]:
     env = os.environ
     return subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
-    )
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
 
 
 def test_a_start_that_hangs_in_an_import_is_ended() -> None:
@@ -42,7 +43,9 @@ command.run(["fit"], OURS)
     assert ended.returncode == Exit.HUNG, ended.stderr
     assert "most recent call first" in ended.stderr
     assert re.search(
-        r"^no progress for 1 s: rank 0 is stalled: start-up, importing, .*:9$", ended.stderr, re.MULTILINE
+        r"^no progress for 1 s: rank 0 is stalled: start-up, importing, .*:9$",
+        ended.stderr,
+        re.MULTILINE,
     ), ended.stderr
 
 
@@ -75,7 +78,10 @@ def test_a_rank_that_waits_for_its_gpu_waits_for_the_others(
             {0: (7, "a", False), 1: (5, "b", True), 2: (7, "a", True)},
             "rank 1 is stalled: b, f:1; ranks 0, 2 are waiting for it in a",
         ),
-        ({0: (7, "a", False), 1: (7, "a", True)}, "rank 0 is stalled: a, f:1; rank 1 is waiting for it in a"),
+        (
+            {0: (7, "a", False), 1: (7, "a", True)},
+            "rank 0 is stalled: a, f:1; rank 1 is waiting for it in a",
+        ),
         (
             {0: (7, "a", True), 2: (7, "a", True)},
             "rank 1 is unresponsive: the process is stopped or its node is lost; ranks 0, 2 are waiting for it in a",
@@ -88,5 +94,8 @@ def test_a_rank_that_waits_for_its_gpu_waits_for_the_others(
 )
 def test_the_stalled_rank_is_named(words: dict[int, tuple[int, str, bool]], sentence: str) -> None:
     """Rank: (progress, place, whether it waits for others); a rank in between that is missing does not answer."""
-    statuses = {r: {"beats": b, "place": p, "waits": waits, "line": "f:1"} for r, (b, p, waits) in words.items()}
+    statuses = {
+        r: {"beats": b, "place": p, "waits": waits, "line": "f:1"}
+        for r, (b, p, waits) in words.items()
+    }
     assert find_stalled(statuses, [r for r in range(max(words)) if r not in words]) == sentence
