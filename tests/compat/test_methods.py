@@ -32,7 +32,9 @@ def test_a_wrapped_forward_runs_inside_of_the_hooks_of_its_instance_alone() -> N
 def test_lightning_sees_a_hook_that_is_set_and_not_one_that_is_wrapped() -> None:
     module = L.LightningModule()
     wrap_method(module, "configure_model", lambda configure: configure())
-    assert not is_overridden("configure_model", module), "wrap_method can set the hook now: remove set_configure_model"
+    assert not is_overridden("configure_model", module), (
+        "wrap_method can set the hook now: remove set_configure_model"
+    )
     set_configure_model(module, lambda: None)
     assert is_overridden("configure_model", module)
     set_configure_model(module, None)

@@ -17,7 +17,9 @@ import dist_template
 from tests.support import house
 
 COMPAT = Path(dist_template.__file__).parent / "compat"
-FILES = ("lightning", "torch", "deepspeed", "transformers", "torchrun", "lightning_cli", "fake_tensors")
+FILES = (
+    "lightning", "torch", "deepspeed", "transformers", "torchrun", "lightning_cli", "fake_tensors",
+)  # fmt: skip
 
 # "module:object.attribute" of a function -> its parameters
 FUNCTIONS = {
@@ -173,6 +175,12 @@ def test_another_signature_and_a_name_that_is_gone_are_noticed() -> None:
 def test_every_private_name_of_the_file_is_checked_here(file: str) -> None:
     listed = IMPORTED | {part for place in FUNCTIONS for part in re.split(r"[.:]", place)}
     listed |= {name for names in ATTRIBUTES.values() for name in names.split()}
-    used = {part for one in house.private_names(COMPAT / f"{file}.py") for part in one.split(": ")[1].split(".")}
+    used = {
+        part
+        for one in house.private_names(COMPAT / f"{file}.py")
+        for part in one.split(": ")[1].split(".")
+    }
     used = {name for name in used if house.is_private(name)}
-    assert {name for name in used - listed if not hasattr(import_module("torch").ops.aten, name)} == set()
+    assert {
+        name for name in used - listed if not hasattr(import_module("torch").ops.aten, name)
+    } == set()
