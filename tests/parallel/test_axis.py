@@ -61,13 +61,26 @@ def mirrors() -> Iterator[None]:
 @pytest.mark.usefixtures("mirrors")
 def test_a_new_axis_has_sizes_refusals_memory_messages_and_a_small_form() -> None:
     sharding: Any = estimate_of(MIRRORED)
-    assert sharding.sizes(8) == {"pp": 1, "dp_replicate": 1, "fsdp": 2, "tp": 1, "mirror": 4, "ep": 1, "cp": 1}
+    assert sharding.sizes(8) == {
+        "pp": 1,
+        "dp_replicate": 1,
+        "fsdp": 2,
+        "tp": 1,
+        "mirror": 4,
+        "ep": 1,
+        "cp": 1,
+    }
     assert sharding.data_parallel(8) == 2 and sharding.axes(8) == ["fsdp"]
     assert violations_of(MIRRORED, Machine("cuda", 8)) == ["mirror_size 4: two mirrors are enough"]
-    assert any("mirror_size 4 does not make 6" in each for each in violations_of(MIRRORED, Machine("cuda", 6)))
+    assert any(
+        "mirror_size 4 does not make 6" in each
+        for each in violations_of(MIRRORED, Machine("cuda", 6))
+    )
     memory, alone = sharding.memory(FACTS), estimate_of("ddp").memory(FACTS)
     assert memory["weights"] == alone["weights"] and memory["checksums"] == 64
-    assert [one for one in sharding.traffic(FACTS) if one.size == 8] == [Sent("all_reduce", 8, 8, 4, 4)]
+    assert [one for one in sharding.traffic(FACTS) if one.size == 8] == [
+        Sent("all_reduce", 8, 8, 4, 4)
+    ]
     small = shrunk(MIRRORED)
     assert (small.arguments["mirror_size"], small.processes, small.data_parallel) == (2, 4, 2)
     half = shrunk({**MIRRORED, "dict_kwargs": {"mirror_size": 2, "fsdp_size": 1}}, 1)
@@ -79,7 +92,10 @@ def test_a_new_axis_trains(flags: list[str], tmp_path: Path) -> None:
     """Two mirrors compute what one process computes."""
     (tmp_path / "mirror.yaml").write_text(YAML, encoding="utf-8")
     losses = []
-    for num, more in ((1, []), (2, [f"--config={tmp_path / 'mirror.yaml'}", "--trainer.devices=2"])):
+    for num, more in (
+        (1, []),
+        (2, [f"--config={tmp_path / 'mirror.yaml'}", "--trainer.devices=2"]),
+    ):
         argv = ["fit", *flags, *more, "--trainer.max_steps=4", "--trainer.val_check_interval=4"]
         with Workers(num) as workers:
             record = workers.run(argv, tmp_path / f"record{num}", prelude=add_mirrors).check()

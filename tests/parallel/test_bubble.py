@@ -13,7 +13,9 @@ from tests.support.library import SCHEDULES
 UNITS = {"F": 1, "B": 2}  # of time: forward, backward
 
 
-def orders(name: Any, ranks: int, per_rank: int, micro_batches: int) -> list[list[tuple[int, str, int]]]:
+def orders(
+    name: Any, ranks: int, per_rank: int, micro_batches: int
+) -> list[list[tuple[int, str, int]]]:
     """Returns each rank's passes in torch's order: stage, kind, micro-batch."""
     num = ranks * per_rank
     stages: Any = [
@@ -62,7 +64,10 @@ def test_the_bubble_is_what_a_schedule_waits(name: str) -> None:
         for ranks in (2, 4, 8):
             for micro_batches in (2 * ranks, 3 * ranks, 8 * ranks):
                 bubble = stage_facts(name, ranks, per_rank, [], [])["bubble"] / micro_batches
-                assert waiting(name, ranks, per_rank, micro_batches) == pytest.approx(bubble), (ranks, per_rank)
+                assert waiting(name, ranks, per_rank, micro_batches) == pytest.approx(bubble), (
+                    ranks,
+                    per_rank,
+                )
 
 
 def test_a_bubble_in_numbers() -> None:

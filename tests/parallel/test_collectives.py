@@ -43,7 +43,9 @@ class Collectives(ToGroups):
 
     def take(self, name: str, args: Any, kwargs: Any) -> None:
         self.counts[name.strip("_")] += 1
-        self.counts["bytes"] += sum(each.nbytes for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+        self.counts["bytes"] += sum(
+            each.nbytes for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)
+        )
 
 
 class CountSteps(Callback):
@@ -55,7 +57,9 @@ class CountSteps(Callback):
             if isinstance(callback, Preemption):
                 callback._until_vote = 1000  # it comes once in seconds, not in steps
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == (FIRST - 1) * ACCUMULATION:
             self.batch = batch
             self.mode.__enter__()
@@ -94,7 +98,11 @@ def ddp(trainer: Any, module: Any) -> Step:
 def fsdp2(trainer: Any, module: Any) -> Step:
     model: Any = built(module)
     mesh = trainer.strategy.device_mesh
-    mesh = mesh["dp_replicate", "fsdp"] if trainer.strategy.mesh_sizes.dp_replicate > 1 else mesh["fsdp"]
+    mesh = (
+        mesh["dp_replicate", "fsdp"]
+        if trainer.strategy.mesh_sizes.dp_replicate > 1
+        else mesh["fsdp"]
+    )
     for unit in (model.model.embed_tokens, *model.model.layers):
         fully_shard(unit, mesh=mesh)
     fully_shard([model.model.norm, model.lm_head], mesh=mesh, reshard_after_forward=False)
@@ -119,7 +127,9 @@ def fsdp2(trainer: Any, module: Any) -> Step:
 def zero(trainer: Any, module: Any) -> Step:
     model = built(module)
     engine: Any = deepspeed.initialize(
-        model=model, optimizer=optim.build_optimizer(model, module.optim), config=dict(trainer.strategy.config)
+        model=model,
+        optimizer=optim.build_optimizer(model, module.optim),
+        config=dict(trainer.strategy.config),
     )[0]
 
     def step(batch: Any) -> None:
@@ -138,7 +148,9 @@ def built(module: Any) -> nn.Module:
 
 
 def loss(module: Any, model: nn.Module, batch: Any) -> Tensor:
-    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    logits = model(
+        input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
+    ).logits
     return module.sums(logits, batch["labels"])["loss"] / batch["tokens_per_micro_batch"]
 
 
@@ -162,9 +174,15 @@ def counted(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[
         record_folder = folder / "-".join([strategy, *(flag.split(".")[-1] for flag in more)])
         with Workers(ranks) as workers:
             record = workers.run(argv, record_folder, callbacks=[CountSteps()]).check()
-        lines = dict(line.split(" ", 1) for line in record.log(0).splitlines() if line.startswith(("fit {", "hand {")))
+        lines = dict(
+            line.split(" ", 1)
+            for line in record.log(0).splitlines()
+            if line.startswith(("fit {", "hand {"))
+        )
         fit, hand = (Counter(json.loads(lines[name])) for name in ("fit", "hand"))
-        assert fit == hand + OURS + Counter(bytes=4 + 8 + 8 * ranks), "a float32, and two that become two a rank"
+        assert fit == hand + OURS + Counter(bytes=4 + 8 + 8 * ranks), (
+            "a float32, and two that become two a rank"
+        )
         return fit, hand
 
     yield count
@@ -182,8 +200,9 @@ CHUNKED = "--model.loss_chunk=16"  # of 32 tokens; the hand-written loop compute
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "times"),
-    tiers([([], ACCUMULATION), ([REDUCED_ONCE], 1), ([CHUNKED], ACCUMULATION)], daily=[([REDUCED_ONCE], 1)]),
-)
+    tiers([([], ACCUMULATION), ([REDUCED_ONCE], 1), ([CHUNKED], ACCUMULATION)],
+        daily=[([REDUCED_ONCE], 1)]),
+)  # fmt: skip
 def test_fsdp2_reduces_as_often_as_configured(counted: Any, more: list[str], times: int) -> None:
     fit, _ = counted("fsdp2", *more)
     assert fit["reduce_scatter_base"] == times * UNITS
@@ -193,7 +212,9 @@ def test_fsdp2_reduces_as_often_as_configured(counted: Any, more: list[str], tim
 def test_hsdp_sends_between_its_copies_once(counted: Any) -> None:
     fit, _ = counted("hsdp", ranks=4)
     assert fit["reduce_scatter_base"] == ACCUMULATION * UNITS
-    assert fit["allreduce"] == UNITS + 1 + OURS["allreduce"], "gradients between copies, their norm, and ours"
+    assert fit["allreduce"] == UNITS + 1 + OURS["allreduce"], (
+        "gradients between copies, their norm, and ours"
+    )
 
 
 @pytest.mark.slow
@@ -202,6 +223,8 @@ def test_hsdp_sends_between_its_copies_once(counted: Any) -> None:
 )
 def test_zero_sends_what_deepspeed_by_hand_sends(counted: Any, stage: int, more: list[str]) -> None:
     """In stage 3 nothing stays unsharded, and modules that were fetched ahead cause the all-gathers."""
-    nothing_kept = ["--trainer.strategy.init_args.param_persistence_threshold=0"] if stage == 3 else []
+    nothing_kept = (
+        ["--trainer.strategy.init_args.param_persistence_threshold=0"] if stage == 3 else []
+    )
     _, hand = counted(f"zero{stage}", *nothing_kept, *more)
     assert hand["broadcast"] == 0

@@ -14,10 +14,10 @@ from tests.support.runs import logged, only_run, run, small
 from tests.support.strategies import flags_of
 
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.nightly,
-    pytest.mark.skipif(fake_cuda.COMPILER is None, reason="the fake device is compiled by g++, which is missing"),
-]
+    pytest.mark.slow, pytest.mark.nightly,
+    pytest.mark.skipif(fake_cuda.COMPILER is None,
+        reason="the fake device is compiled by g++, which is missing"),
+]  # fmt: skip
 STEPS = [
     f"--model.architecture={MODELS['llama']}", "--trainer.max_steps=12", "--trainer.log_every_n_steps=3",
     "--trainer.val_check_interval=16", "--last_checkpoint.every_n_steps=5", "--model.optim.learning_rate=0.01",
@@ -62,7 +62,11 @@ class Fits:
             if strategy == "zero3":  # else so small a model would not be sharded
                 flags += ["--trainer.strategy.init_args.param_persistence_threshold=16"]
             rows = 4 if strategy in (*BOTH_READ_ALL, "one") else 2
-            flags += ["--trainer.accelerator=gpu", f"--trainer.devices={num}", f"--data.micro_batch_size={rows}"]
+            flags += [
+                "--trainer.accelerator=gpu",
+                f"--trainer.devices={num}",
+                f"--data.micro_batch_size={rows}",
+            ]
             folder = self.folder / str(len(self._done))
             argv = ["fit", *self.flags, f"--run.root={folder}/runs", *flags, *extra]
             self._done[key] = fake_cuda.run(folder, argv, num, FAULT + prelude if prelude else "")
@@ -114,5 +118,7 @@ def test_planted_each_fault_is_found(fits: Fits) -> None:
     assert fits("zero3", prelude="parameters_left_on_the_host").code != 0
     synchronized = fits("zero2", prelude="deepspeeds_clock").waits()["plain"]
     assert synchronized > WAITS["zero2"][0]
-    asynchronous = fits("fsdp2", "--last_checkpoint.asynchronous=true", prelude="thread_that_copies_ahead")
+    asynchronous = fits(
+        "fsdp2", "--last_checkpoint.asynchronous=true", prelude="thread_that_copies_ahead"
+    )
     assert asynchronous.waits()["background save"] > 0

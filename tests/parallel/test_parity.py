@@ -19,59 +19,50 @@ from tests.support.tiers import tiers
 
 FOR_EXPERTS = {"fsdp2_ep", "fsdp2_tp_ep", "pp_ep"}
 SHARDING = ["ddp", "fsdp2", "tp", "fsdp2_ep", "zero2", "zero3"]  # one of each kind
-COMBINED = {"zero2_offload", "zero3_offload", "fsdp2_tp_ep"}  # of strategies that are trained by themselves too
+COMBINED = {
+    "zero2_offload",
+    "zero3_offload",
+    "fsdp2_tp_ep",
+}  # of strategies that are trained by themselves too
 DAILY = [strategy for strategy in PROCESSES if strategy not in COMBINED]
 CASES = tiers(
-    [
-        *(("deepseek_v3", strategy) for strategy in PROCESSES),
-        *(("llama", strategy) for strategy in PROCESSES if strategy not in FOR_EXPERTS),
-    ],
+    [*(("deepseek_v3", strategy) for strategy in PROCESSES),
+        *(("llama", strategy) for strategy in PROCESSES if strategy not in FOR_EXPERTS)],
     daily=[("deepseek_v3", strategy) for strategy in DAILY],
-)
+)  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "strategy"), CASES)
-def test_a_strategy_trains_to_the_numbers_of_one_process(train: Trainings, model: str, strategy: str) -> None:
+def test_a_strategy_trains_to_the_numbers_of_one_process(
+    train: Trainings, model: str, strategy: str
+) -> None:
     one, many = train(model, "one"), train(model, strategy)
-    assert sum(norm > CLIP for norm in one.grad_norm.values()) >= 6, "gradients must have been clipped"
+    assert sum(norm > CLIP for norm in one.grad_norm.values()) >= 6, (
+        "gradients must have been clipped"
+    )
     assert list(one.loss) == list(range(1, STEPS + 1))
+    for name, tensor in one.start.items():
+        assert torch.equal(tensor, many.start[name]), f"{name}: initial weights are bit-identical"
     assert many.loss == pytest.approx(one.loss, rel=1e-6)
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
     rates, expected = (run.metric("train/learning_rate") for run in (many, one))
     assert rates == pytest.approx(expected, rel=1e-12)
     assert_close(many.end, one.end, 1e-5)
+    assert list(one.eval()) == list(many.eval()) == [STEPS // 2, STEPS]
+    for step, metrics in one.eval().items():
+        assert many.eval()[step] == pytest.approx(metrics, rel=1e-5), "every sample once"
+    samples = [
+        {step: sorted(row for row, _ in rows) for step, rows in run.rows().items()}
+        for run in (one, many)
+    ]
+    assert samples[0] == samples[1], "every global batch has the same samples"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "strategy"), CASES)
-def test_initial_weights_are_bit_identical(train: Trainings, model: str, strategy: str) -> None:
-    one, many = train(model, "one").start, train(model, strategy).start
-    assert one.keys() == many.keys()
-    for name in one:
-        assert torch.equal(one[name], many[name]), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "strategy"), CASES)
-def test_validation_covers_every_sample_once(train: Trainings, model: str, strategy: str) -> None:
-    one, many = train(model, "one").eval(), train(model, strategy).eval()
-    assert list(one) == [STEPS // 2, STEPS]
-    for step, metrics in one.items():
-        assert many[step] == pytest.approx(metrics, rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(PROCESSES, DAILY))
-def test_every_global_batch_has_the_same_samples(train: Trainings, strategy: str) -> None:
-    one, many = train("deepseek_v3", "one").rows(), train("deepseek_v3", strategy).rows()
-    assert {step: sorted(row for row, _ in rows) for step, rows in many.items()} == {
-        step: sorted(row for row, _ in rows) for step, rows in one.items()
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", tiers([1, 2, 4], daily=[]))  # daily: fsdp2 on 2 and hsdp on 4, above
+@pytest.mark.parametrize(
+    "processes", tiers([1, 2, 4], daily=[])
+)  # daily: fsdp2 on 2 and hsdp on 4, above
 def test_the_number_of_processes_does_not_matter(train: Trainings, processes: int) -> None:
     one, many = train("llama", "one"), train("llama", "fsdp2", processes=processes)
     assert many.loss == pytest.approx(one.loss, rel=1e-5)
@@ -80,7 +71,10 @@ def test_the_number_of_processes_does_not_matter(train: Trainings, processes: in
 
 @pytest.mark.slow
 def test_accumulation_equals_one_big_batch(train: Trainings) -> None:
-    big, small = train("deepseek_v3", "one", accumulation=1), train("deepseek_v3", "one", accumulation=8)
+    big, small = (
+        train("deepseek_v3", "one", accumulation=1),
+        train("deepseek_v3", "one", accumulation=8),
+    )
     assert small.loss == pytest.approx(big.loss, rel=1e-5)
     assert small.grad_norm == pytest.approx(big.grad_norm, rel=1e-4)
     assert_close(small.end, big.end, 1e-5)
@@ -94,8 +88,12 @@ def test_a_training_continues_from_strategy_to_strategy(train: Trainings, num_le
     legs = ["ddp", "fsdp2", "zero2", "tp", "zero3", "one"]
     checkpoint: list[str] = []
     for number, strategy in enumerate(legs[:num_legs]):
-        leg = train.run("fit", "deepseek_v3", strategy, *checkpoint, callbacks=[PauseAfter(2 * number + 2)])
-        assert leg.loss == pytest.approx({s: expected[s] for s in (2 * number + 1, 2 * number + 2)}, rel=1e-5), strategy
+        leg = train.run(
+            "fit", "deepseek_v3", strategy, *checkpoint, callbacks=[PauseAfter(2 * number + 2)]
+        )
+        assert leg.loss == pytest.approx(
+            {s: expected[s] for s in (2 * number + 1, 2 * number + 2)}, rel=1e-5
+        ), strategy
         checkpoint = [f"--ckpt_path={newest(leg.run)}"]
 
 
@@ -105,7 +103,9 @@ def test_a_checkpoint_is_tested_and_predicted_from(train: Trainings, strategy: s
     checkpoint = newest(train("deepseek_v3", strategy).run)
     tested = train.test("deepseek_v3", strategy)
     assert tested == pytest.approx(train.test("deepseek_v3", "one"), rel=1e-5)
-    train.run("predict", "deepseek_v3", strategy, f"--ckpt_path={checkpoint}", "--data.prompts=[the]")
+    train.run(
+        "predict", "deepseek_v3", strategy, f"--ckpt_path={checkpoint}", "--data.prompts=[the]"
+    )
 
 
 @pytest.mark.slow
@@ -113,7 +113,9 @@ def test_a_checkpoint_is_tested_and_predicted_from(train: Trainings, strategy: s
 def test_a_checkpoint_is_exported(train: Trainings, strategy: str, tmp_path: Path) -> None:
     checkpoint = newest(train("deepseek_v3", strategy).run)
     exported = tmp_path / "exported"
-    train.run("export", "deepseek_v3", strategy, f"--checkpoint={checkpoint}", f"--output={exported}")
+    train.run(
+        "export", "deepseek_v3", strategy, f"--checkpoint={checkpoint}", f"--output={exported}"
+    )
     weights = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).state_dict()
     for name, tensor in train("deepseek_v3", strategy).end.items():
         assert torch.equal(weights[name.removeprefix("model.")], tensor), name
@@ -122,7 +124,9 @@ def test_a_checkpoint_is_exported(train: Trainings, strategy: str, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(["fsdp2_ep", "hsdp"], daily=["hsdp"]))
 def test_reducing_gradients_once_changes_no_number(train: Trainings, strategy: str) -> None:
-    once = train("deepseek_v3", strategy, "--trainer.strategy.init_args.reduce_each_micro_batch=false", SHORT)
+    once = train(
+        "deepseek_v3", strategy, "--trainer.strategy.init_args.reduce_each_micro_batch=false", SHORT
+    )
     plain = train("deepseek_v3", "one", SHORT)
     assert once.loss == pytest.approx(plain.loss, rel=1e-5)
     assert once.grad_norm == pytest.approx(plain.grad_norm, rel=1e-4)
@@ -131,13 +135,15 @@ def test_reducing_gradients_once_changes_no_number(train: Trainings, strategy: s
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "checkpointing"),
-    tiers(
-        [*((strategy, "full") for strategy in SHARDING), *((name, "selective") for name in ("fsdp2", "tp", "zero2"))],
-        daily=[("fsdp2", "full"), ("zero2", "selective")],
-    ),
-)
-def test_activation_checkpointing_changes_no_number(train: Trainings, strategy: str, checkpointing: str) -> None:
-    flags = [f"--model.blocks.checkpointing={checkpointing}", "--model.blocks.checkpoint_every=2", SHORT]
+    tiers([*((strategy, "full") for strategy in SHARDING), *((name, "selective") for name in (
+        "fsdp2", "tp", "zero2"))], daily=[("fsdp2", "full"), ("zero2", "selective")]),
+)  # fmt: skip
+def test_activation_checkpointing_changes_no_number(
+    train: Trainings, strategy: str, checkpointing: str
+) -> None:
+    flags = [
+        f"--model.blocks.checkpointing={checkpointing}", "--model.blocks.checkpoint_every=2", SHORT,
+    ]  # fmt: skip
     plain = train("deepseek_v3", "one", SHORT)
     assert train("deepseek_v3", strategy, *flags).loss == pytest.approx(plain.loss, rel=1e-5)
 
@@ -146,24 +152,27 @@ def test_activation_checkpointing_changes_no_number(train: Trainings, strategy: 
 @pytest.mark.parametrize("strategy", tiers(["one", "fsdp2", "zero2"], daily=["zero2"]))
 def test_compiling_the_blocks_changes_no_number(train: Trainings, strategy: str) -> None:
     plain = train("llama", "one", SHORT)
-    compiled = train("llama", strategy, "--model.blocks.compile=true", "--model.blocks.checkpointing=full", SHORT)
+    compiled = train(
+        "llama", strategy, "--model.blocks.compile=true", "--model.blocks.checkpointing=full", SHORT
+    )
     assert compiled.loss == pytest.approx(plain.loss, rel=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "strategy"),
-    tiers(
-        [("llama", "one"), ("llama", "fsdp2_tp"), ("llama", "tp"), ("llama", "zero3"), ("deepseek_v3", "fsdp2")],
-        daily=[("llama", "tp"), ("llama", "zero3")],
-    ),
-)
+    tiers([("llama", "one"), ("llama", "fsdp2_tp"), ("llama", "tp"), ("llama", "zero3"), (
+        "deepseek_v3", "fsdp2")], daily=[("llama", "tp"), ("llama", "zero3")]),
+)  # fmt: skip
 def test_the_loss_in_chunks_changes_no_number(train: Trainings, model: str, strategy: str) -> None:
     """2 or 4 rows of 32 tokens in chunks of 24, the last one smaller.
 
     Llama's output layer is tied to the embeddings, in FSDP2's root group; DeepSeek-V3's is in a group with the norm.
     """
-    plain, chunked = train(model, "one", SHORT), train(model, strategy, "--model.loss_chunk=24", SHORT)
+    plain, chunked = (
+        train(model, "one", SHORT),
+        train(model, strategy, "--model.loss_chunk=24", SHORT),
+    )
     assert chunked.loss == pytest.approx(plain.loss, rel=1e-5)
     assert chunked.grad_norm == pytest.approx(plain.grad_norm, rel=1e-4)
     assert_close(chunked.end, plain.end, 1e-5)
@@ -174,9 +183,13 @@ def test_the_loss_in_chunks_changes_no_number(train: Trainings, model: str, stra
 def test_bf16_mixed_stays_within_the_rounding_of_bf16(train: Trainings, strategy: str) -> None:
     exact = train("deepseek_v3", "one")
     rounded = train("deepseek_v3", strategy, "--trainer.precision=bf16-mixed")
-    assert rounded.loss == pytest.approx(exact.loss, rel=2e-2)  # bf16 keeps 8 bits: 2**-8 = 0.4 % each operation
+    assert rounded.loss == pytest.approx(
+        exact.loss, rel=2e-2
+    )  # bf16 keeps 8 bits: 2**-8 = 0.4 % each operation
     kept = read_full(newest(rounded.run))["state_dict"]
-    assert all(tensor.dtype == torch.float32 for tensor in kept.values()), "weights are kept in float32"
+    assert all(tensor.dtype == torch.float32 for tensor in kept.values()), (
+        "weights are kept in float32"
+    )
 
 
 @pytest.mark.slow

@@ -56,7 +56,9 @@ def test_a_pipeline_trains_to_the_numbers_of_one_process(train: Trainings, case:
     many = train(model, strategy, SHORT, *flags, accumulation=4, processes=processes)
     assert many.loss == pytest.approx(one.loss, rel=1e-6)
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
-    assert many.eval() == {step: pytest.approx(metrics, rel=1e-5) for step, metrics in one.eval().items()}
+    assert many.eval() == {
+        step: pytest.approx(metrics, rel=1e-5) for step, metrics in one.eval().items()
+    }
     assert_close(many.start, one.start, 0.0)
     assert_close(many.end, one.end, 1e-5)
 
@@ -78,7 +80,9 @@ FEATURES = {  # model, flags, tolerance of the loss
 @pytest.mark.parametrize("feature", tiers(FEATURES, ["losses of routers", "adapters"]))
 def test_what_a_training_step_can_have_works_in_stages(train: Trainings, feature: str) -> None:
     model, flags, tolerance = FEATURES[feature]
-    one, many = (train(model, strategy, SHORT, *flags, accumulation=4) for strategy in ("one", "pp"))
+    one, many = (
+        train(model, strategy, SHORT, *flags, accumulation=4) for strategy in ("one", "pp")
+    )
     assert many.loss == pytest.approx(one.loss, rel=tolerance)
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=10 * tolerance)
 
@@ -87,10 +91,16 @@ def test_what_a_training_step_can_have_works_in_stages(train: Trainings, feature
 def test_a_checkpoint_is_resumed_exactly_and_on_other_numbers_of_stages(train: Trainings) -> None:
     model, four = "llama_of_4", [f"{ARGS}.pp_size=4"]
     whole = train(model, "pp", SHORT, accumulation=4, processes=2)
-    legs: list[tuple[str, int, list[str]]] = [("pp", 2, []), ("pp", 2, []), ("fsdp2", 2, []), ("pp", 4, four)]
+    legs: list[tuple[str, int, list[str]]] = [
+        ("pp", 2, []), ("pp", 2, []), ("fsdp2", 2, []), ("pp", 4, four),
+    ]  # fmt: skip
     checkpoint: list[str] = []
     for number, (strategy, processes, flags) in enumerate(legs):
-        options: Any = {"callbacks": [PauseAfter(number + 1)], "accumulation": 4, "processes": processes}
+        options: Any = {
+            "callbacks": [PauseAfter(number + 1)],
+            "accumulation": 4,
+            "processes": processes,
+        }
         leg = train.run("fit", model, strategy, SHORT, *flags, *checkpoint, **options)
         if number < 2:
             assert leg.loss[number + 1] == whole.loss[number + 1], "the same stages: the same bits"
@@ -112,13 +122,19 @@ class Bytes(Callback):
 
 
 @pytest.mark.slow
-def test_parameters_and_optimizer_state_fall_with_the_number_of_stages(train: Trainings, tmp_path: Path) -> None:
+def test_parameters_and_optimizer_state_fall_with_the_number_of_stages(
+    train: Trainings, tmp_path: Path
+) -> None:
     sizes = {}
     for stages in (1, 2, 4):
         folder = tmp_path / str(stages)
         folder.mkdir()
         flags = [f"{ARGS}.pp_size={stages}"] if stages > 1 else []
-        options: Any = {"accumulation": 4, "processes": stages, "callbacks": [PauseAfter(1), Bytes(str(folder))]}
+        options: Any = {
+            "accumulation": 4,
+            "processes": stages,
+            "callbacks": [PauseAfter(1), Bytes(str(folder))],
+        }
         strategy, model = ("pp" if stages > 1 else "one"), "llama_of_4"
         train.run("fit", model, strategy, SHORT, *flags, **options)
         sizes[stages] = [json.loads(path.read_text()) for path in sorted(folder.glob("bytes-*"))]
@@ -130,39 +146,6 @@ def test_parameters_and_optimizer_state_fall_with_the_number_of_stages(train: Tr
         assert max(blocks) <= whole / stages
 
 
-class Passes(Callback):
-    """Writes of the first step how often a rank ran its blocks."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder, self.calls = folder, 0
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        pipeline: Any = trainer.strategy.layers  # ty: ignore[missing-attribute]
-
-        def count(*_: Any) -> None:
-            stages = [stage for _, own in pipeline._schedules.values() for stage in own]
-            self.calls += bool(stages)  # not in the forward pass that finds the messages' sizes
-
-        for name, module in pl_module.model.named_modules():
-            if name.endswith("self_attn"):
-                module.register_forward_pre_hook(count)
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        path = Path(self.folder) / f"passes-{trainer.global_rank}.json"
-        path.write_text(json.dumps(self.calls))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "passes"), [("1F1B", 2), ("Interleaved1F1B", 2)])
-def test_blocks_are_recomputed_once(train: Trainings, tmp_path: Path, schedule: str, passes: int) -> None:
-    flags = [f"{ARGS}.pp_schedule={schedule}", "--model.blocks.checkpointing=full"]
-    callbacks = [PauseAfter(1), Passes(str(tmp_path))]
-    train.run("fit", "llama_of_4", "pp", SHORT, *flags, accumulation=8, processes=2, callbacks=callbacks)
-    for rank in (0, 1):
-        calls = json.loads((tmp_path / f"passes-{rank}.json").read_text())
-        assert 2 * 16 <= calls <= passes * 16, "a rank has two of four blocks, and 8 micro-batches"
-
-
 # ---- the division of a model -----------------------------------------------------------------------------------------
 
 
@@ -172,7 +155,9 @@ class Sequence(nn.Module):
     def __init__(self, sizes: tuple[int, ...] = (8, 8, 8, 8)) -> None:
         super().__init__()
         self.embedding = nn.Embedding(10, 8)
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, n), nn.Linear(n, 8)) for n in sizes])
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(8, n), nn.Linear(n, 8)) for n in sizes]
+        )
         self.head = nn.Linear(8, 10)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -185,12 +170,17 @@ class Sequence(nn.Module):
 def test_stages_get_blocks_by_their_cost() -> None:
     assert partition.blocks_of_stages(Sequence(), 2, "even") == [2, 2]
     assert partition.blocks_of_stages(Sequence((8,) * 8), 3, "even") == [3, 2, 3]
-    assert partition.blocks_of_stages(Sequence(), 2, "cost") == [2, 2], "the head has half of a block's weights"
+    assert partition.blocks_of_stages(Sequence(), 2, "cost") == [2, 2], (
+        "the head has half of a block's weights"
+    )
     big_head = Sequence()
     big_head.head = nn.Linear(8, 60)
     assert partition.blocks_of_stages(big_head, 2, "cost") == [3, 1]
     assert partition.blocks_of_stages(Sequence(), 2, [1, 3]) == [1, 3]
-    for layers, sentence in (([1, 2], "cannot divide 4 blocks into 2"), ([4], "give a number of blocks for each")):
+    for layers, sentence in (
+        ([1, 2], "cannot divide 4 blocks into 2"),
+        ([4], "give a number of blocks for each"),
+    ):
         with pytest.raises(InputError, match=sentence):
             partition.blocks_of_stages(Sequence(), 2, layers)
     with pytest.raises(InputError, match="cannot divide 4 blocks into 5 stages"):
@@ -226,11 +216,17 @@ def test_models_that_are_no_sequence_are_refused() -> None:
         (nn.Linear(1, 1), "its blocks are not the items of one nn.ModuleList"),
         (Residual(), "scale is a parameter of Residual: give it a module"),
     ):
-        with pytest.raises(InputError, match=f"cannot be a pipeline: {sentence}.*or set pp_size to 1"):
+        with pytest.raises(
+            InputError, match=f"cannot be a pipeline: {sentence}.*or set pp_size to 1"
+        ):
             partition.ModelParts.of(model)
     for model, stage, sentence in (
         (Late(), 0, "Embedding is defined on one side of the blocks, and called on the other"),
-        (Between(), 1, r"given the block before's output, unchanged: .* \(a residual sum, a dropout\)"),
+        (
+            Between(),
+            1,
+            r"given the block before's output, unchanged: .* \(a residual sum, a dropout\)",
+        ),
     ):
         bounds = [(0, 2), (2, 4)]
         division = Division(model, bounds, [stage])

@@ -30,14 +30,24 @@ from tests.support.tiers import tiers
 from tests.support.wings import clean_processes
 
 ROWS, SEQ_LEN, VOCAB = 2, 16, 32
-BASE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCAB}
+BASE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCAB,
+}
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 LATENT = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1, "moe_intermediate_size": 16,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "num_mtp_layers": 0,
 }  # fmt: skip
-WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1, "tie_word_embeddings": True}
+WINDOW = {
+    "use_sliding_window": True,
+    "sliding_window": 3,
+    "max_window_layers": 1,
+    "tie_word_embeddings": True,
+}
 MODELS = {
     "fewer heads of keys than ranks": {"model_type": "llama", **GROUPED, "num_key_value_heads": 1},
     "a window in one layer": {"model_type": "qwen3", **GROUPED, **WINDOW},
@@ -53,13 +63,24 @@ def batch(*ends: int) -> dict[str, Any]:
     """Rows with documents that end at `ends` and at the end of a row; some labels do not count."""
     tokens = torch.randint(VOCAB, (2, ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     tokens[1, :, SEQ_LEN - 5 :] = -100
-    starts = torch.tensor(sorted({0, *ends, *range(0, ROWS * SEQ_LEN + 1, SEQ_LEN)}), dtype=torch.int32)
-    positions = torch.cat([torch.arange(length) for length in starts.diff().tolist()]).view(ROWS, SEQ_LEN)
-    found = {"input_ids": tokens[0], "labels": tokens[1], "position_ids": positions, "cu_seq_lens": starts}
+    starts = torch.tensor(
+        sorted({0, *ends, *range(0, ROWS * SEQ_LEN + 1, SEQ_LEN)}), dtype=torch.int32
+    )
+    positions = torch.cat([torch.arange(length) for length in starts.diff().tolist()]).view(
+        ROWS, SEQ_LEN
+    )
+    found = {
+        "input_ids": tokens[0],
+        "labels": tokens[1],
+        "position_ids": positions,
+        "cu_seq_lens": starts,
+    }
     return found | {"tokens_per_micro_batch": (tokens[1] != -100).sum()}
 
 
-def loss_and_gradients(architecture: dict[str, Any], batch: dict[str, Any], group: Any = None) -> list[Tensor]:
+def loss_and_gradients(
+    architecture: dict[str, Any], batch: dict[str, Any], group: Any = None
+) -> list[Tensor]:
     torch.manual_seed(0)
     model = build(**architecture)
     if group is not None:
@@ -68,10 +89,15 @@ def loss_and_gradients(architecture: dict[str, Any], batch: dict[str, Any], grou
     with known_documents(model, batch) as known:
         tokens, positions = batch["input_ids"], batch["position_ids"]
         logits = model(input_ids=tokens, position_ids=positions, use_cache=False, **known).logits
-    cross_entropy = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    cross_entropy = F.cross_entropy(
+        logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+    )
     loss = cross_entropy / batch["tokens_per_micro_batch"]
     loss.backward()
-    found = [loss.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())]
+    found = [
+        loss.detach(),
+        *(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()),
+    ]
     for tensor in found if group is not None else ():
         dist.all_reduce(tensor)
         tensor /= group.size()
@@ -99,7 +125,10 @@ def test_losses_and_gradients_are_those_of_one_process(num: int) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = clean_processes()
-    ranks = [processes.Process(target=compare, args=(rank, num, port, cases, expected)) for rank in range(num)]
+    ranks = [
+        processes.Process(target=compare, args=(rank, num, port, cases, expected))
+        for rank in range(num)
+    ]
     for each in ranks:
         each.start()
     for each in ranks:
@@ -120,20 +149,13 @@ PRODUCTS = {  # processes, those that read different batches, flags
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "product"),
-    tiers(
-        [
-            ("llama", "tp"),
-            ("llama", "four"),
-            ("llama", "offload"),
-            ("deepseek_v3", "ep"),
-            ("deepseek_v3", "replicas"),
-            ("llama", "pipeline"),
-            ("deepseek_v3", "pipeline"),
-        ],
-        daily=[("llama", "tp"), ("deepseek_v3", "ep"), ("llama", "pipeline")],
-    ),
-)
-def test_a_product_trains_to_the_numbers_of_one_process(train: Trainings, model: str, product: str) -> None:
+    tiers([("llama", "tp"), ("llama", "four"), ("llama", "offload"), ("deepseek_v3", "ep"), (
+        "deepseek_v3", "replicas"), ("llama", "pipeline"), ("deepseek_v3", "pipeline")],
+        daily=[("llama", "tp"), ("deepseek_v3", "ep"), ("llama", "pipeline")]),
+)  # fmt: skip
+def test_a_product_trains_to_the_numbers_of_one_process(
+    train: Trainings, model: str, product: str
+) -> None:
     processes, batches, sizes = PRODUCTS[product]
     flags = [f"--trainer.strategy.init_args.{size}" for size in sizes]
     flags += [f"--data.micro_batch_size={4 // batches}", SHORT]
@@ -176,7 +198,10 @@ def test_only_training_needs_shards(pair: Any) -> None:
     model, tokens = build(**MODELS["a window in one layer"]), batch()["input_ids"]
     expected = model(tokens).logits
     share_attention(model, 2, pair)
-    for grad, answer in ((torch.no_grad(), nullcontext()), (nullcontext(), pytest.raises(InputError, match="as in"))):
+    for grad, answer in (
+        (torch.no_grad(), nullcontext()),
+        (nullcontext(), pytest.raises(InputError, match="as in")),
+    ):
         with grad, answer:
             assert torch.equal(model(tokens).logits, expected)
 
@@ -188,11 +213,6 @@ def test_what_does_not_divide_is_refused(pair: Any) -> None:
     share_attention(model, 2, pair)
     with pytest.raises(InputError, match="1 attention heads cannot be shared by cp_size 2"):
         model(batch()["input_ids"], is_sequence_shard=True)
-
-
-def test_a_prompt_is_not_sharded(pair: Any) -> None:
-    prompt = {"input_ids": torch.ones(1, 3), "prompt": "the"}
-    assert shard_batch(prompt, pair) is prompt
 
 
 REFUSED = {
@@ -243,15 +263,27 @@ def test_the_impossible_is_refused_before_the_start(case: str) -> None:
 LLAMA_4 = AutoConfig.for_model("llama4_text", num_attention_heads=8)
 SIX = AutoConfig.for_model("llama", num_attention_heads=6, hidden_size=36)
 REFUSED_MODELS = [  # sizes, configuration, sentence
-    ({"cp_size": 2}, LLAMA_4, "a layer of it numbers a rank's tokens as if they were all"),  # by proof.json
-    ({"cp_size": 2, "tp_size": 2}, SIX, "cp_size 2 does not divide a rank's (tp_size 2) 3 attention heads"),
+    (
+        {"cp_size": 2},
+        LLAMA_4,
+        "a layer of it numbers a rank's tokens as if they were all",
+    ),  # by proof.json
+    (
+        {"cp_size": 2, "tp_size": 2},
+        SIX,
+        "cp_size 2 does not divide a rank's (tp_size 2) 3 attention heads",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("sizes", "config", "fragment"), REFUSED_MODELS)
-def test_a_model_that_cannot_share_is_refused(sizes: dict[str, int], config: Any, fragment: str) -> None:
+def test_a_model_that_cannot_share_is_refused(
+    sizes: dict[str, int], config: Any, fragment: str
+) -> None:
     trainer = {"strategy": MeshStrategy(**sizes), "max_steps": 10}  # ty: ignore[invalid-argument-type]
-    (sentence,) = violations(Machine("cuda", 4), trainer, LanguageModule(), DataModule(seq_len=64), config)
+    (sentence,) = violations(
+        Machine("cuda", 4), trainer, LanguageModule(), DataModule(seq_len=64), config
+    )
     assert fragment in sentence
 
 
