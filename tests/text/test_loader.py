@@ -20,7 +20,10 @@ CPU = torch.device("cpu")
 
 
 def read(accumulation: int) -> list[dict[str, Any]]:
-    rows = [{"labels": torch.from_numpy(np.where(np.arange(8) < counted, 7, -100))} for counted in LABELS]
+    rows = [
+        {"labels": torch.from_numpy(np.where(np.arange(8) < counted, 7, -100))}
+        for counted in LABELS
+    ]
     return list(loader.StepLoader(rows, accumulation, batch_size=None))
 
 
@@ -30,13 +33,10 @@ def steps(accumulation: int) -> list[loader.Counted]:
 
 def test_the_first_batch_of_a_step_has_the_counts_of_the_step_and_the_next() -> None:
     assert [loader.COUNTED in batch for batch in read(2)] == [True, False, True, False, True]
-    assert steps(2) == [loader.Counted(11, 3, True), loader.Counted(3, 5, False), loader.Counted(5, None, False)]
+    assert steps(2) == [
+        loader.Counted(11, 3, True), loader.Counted(3, 5, False), loader.Counted(5, None, False),
+    ]  # fmt: skip
     assert [counted.step for counted in steps(1)] == LABELS
-
-
-def test_an_evaluation_has_no_steps() -> None:
-    batches = read(0)
-    assert len(batches) == len(LABELS) and not [batch for batch in batches if loader.COUNTED in batch]
 
 
 def test_labels_that_a_transform_masks_do_not_count() -> None:
@@ -105,7 +105,9 @@ def test_one_process_has_its_own_mean_of_at_least_1() -> None:
     assert loader.TokensPerMicroBatch().of(loader.Counted(0, None, True), 1, CPU).item() == 1
 
 
-def test_memory_is_pinned_for_the_gpu_that_trains(data: DataModule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_pinned_for_the_gpu_that_trains(
+    data: DataModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not on a machine with GPUs whose training uses CPUs: each rank would start CUDA on the first GPU."""
     data.prepare(report=quiet)
     data.setup("fit")

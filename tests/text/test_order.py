@@ -33,7 +33,9 @@ class Attempt:
 
 def attempts() -> st.SearchStrategy[list[Attempt]]:
     sizes = st.integers(1, 4)
-    return st.lists(st.builds(Attempt, sizes, sizes, sizes, st.integers(1, 6)), min_size=1, max_size=4)
+    return st.lists(
+        st.builds(Attempt, sizes, sizes, sizes, st.integers(1, 6)), min_size=1, max_size=4
+    )
 
 
 class Run:
@@ -44,14 +46,18 @@ class Run:
         self.seed = seed
         self.rows: list[int] = []  # in the order in which they were read
         self.start = 0  # consumed samples when the newest attempt started
-        counters = {name: SimpleNamespace(**dict.fromkeys(COUNTERS, 0)) for name in ("total", "current")}
+        counters = {
+            name: SimpleNamespace(**dict.fromkeys(COUNTERS, 0)) for name in ("total", "current")
+        }
         self.saved: tuple[Any, dict[str, Any]] = (SimpleNamespace(**counters), {})
 
     def train(self, attempt: Attempt) -> None:
         progress, state = copy.deepcopy(self.saved)
         loop = SimpleNamespace(batch_progress=SimpleNamespace(total=SimpleNamespace(processed=0)))
         trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop), callbacks=[])
-        counter = global_order.ConsumedSamples.attach(trainer, attempt.global_batch, attempt.micro * attempt.ranks)
+        counter = global_order.ConsumedSamples.attach(
+            trainer, attempt.global_batch, attempt.micro * attempt.ranks
+        )
         loop.batch_progress = progress  # Lightning restores its counters after `setup`
         counter.load(state)
         module: Any = None
@@ -62,7 +68,9 @@ class Run:
             self._epoch(attempt, trainer, counter, wanted)
         self.saved = (progress, counter.as_state(trainer))
 
-    def _epoch(self, attempt: Attempt, trainer: Any, counter: global_order.ConsumedSamples, wanted: int) -> None:
+    def _epoch(
+        self, attempt: Attempt, trainer: Any, counter: global_order.ConsumedSamples, wanted: int
+    ) -> None:
         progress = trainer.fit_loop.epoch_loop.batch_progress
         orders = [
             global_order.GlobalOrder(
@@ -108,7 +116,9 @@ def test_a_run_of_any_attempts_reads_the_stream_without_a_gap(
 
 @PROPERTY
 @given(st.integers(2, 60), st.integers(0, 5), st.integers(0, 5))
-def test_each_pass_has_every_row_once_in_an_order_of_its_own(num_rows: int, seed: int, epoch: int) -> None:
+def test_each_pass_has_every_row_once_in_an_order_of_its_own(
+    num_rows: int, seed: int, epoch: int
+) -> None:
     rows = global_order.permutation(num_rows, seed, epoch).tolist()
     assert sorted(rows) == [*range(num_rows)]
     assert rows[-1] == num_rows - 1, "the last row, in which only a part may count, stays the last"
@@ -119,19 +129,18 @@ def test_each_pass_has_every_row_once_in_an_order_of_its_own(num_rows: int, seed
 
 @PROPERTY
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 6))
-def test_evaluation_reads_every_row_once_in_equally_many_full_batches(rows: int, micro: int, ranks: int) -> None:
+def test_evaluation_reads_every_row_once_in_equally_many_full_batches(
+    rows: int, micro: int, ranks: int
+) -> None:
     read = []
     for rank in range(ranks):
         batches = global_order.eval_batches({"": rows}, micro, rank, ranks)
-        assert len(batches) == -(-rows // (micro * ranks)) and all(len(batch) == micro for batch in batches)
+        assert len(batches) == -(-rows // (micro * ranks)) and all(
+            len(batch) == micro for batch in batches
+        )
         read += [row for batch in batches for row in batch]
     assert sorted(row for row in read if row != global_order.PADDING) == [*range(rows)]
     assert len(read) - rows < ranks * micro, "no more padding than it takes"
-
-
-def test_an_epoch_has_one_length_wherever_it_starts() -> None:
-    order = global_order.GlobalOrder(53, 12, 3, 1, 2, consumed=lambda: 30)
-    assert len(order) == len(list(order)) == 53 // 12 * 2
 
 
 def test_the_first_batch_can_be_repeated() -> None:
