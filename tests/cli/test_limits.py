@@ -116,11 +116,6 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
 }  # fmt: skip
 
 
-def test_a_module_of_ones_own_needs_no_argument_of_ours() -> None:
-    module = LanguageModule()
-    for name in ("optim", "blocks"):
-        delattr(module, name)
-    assert violations_of(module=module) == []
 
 
 @pytest.mark.parametrize("case", IMPOSSIBLE)

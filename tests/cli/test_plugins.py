@@ -51,12 +51,6 @@ def test_entry_points_of_packages_and_of_the_project_are_sorted_by_name(
     assert list(found) == ["a", "ab", "b"] and found["b"] == EntryPoint("b", "a_trainer.b:B", GROUP)
 
 
-def test_a_projects_pyproject_replaces_its_older_metadata(install: Install, project: Path) -> None:
-    install("a_trainer", "a = old\nremoved = old")
-    assert {name: point.value for name, point in plugins.registered(GROUP).items()} == {
-        "a": "x",
-        "b": "a_trainer.b:B",
-    }
 
 
 @pytest.mark.parametrize("text", ["def main(:", '"""`broken`: does nothing."""', None])

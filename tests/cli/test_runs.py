@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from trainer_dev.module import LanguageModule
 
-from tests.support.runs import CONFIGS, logged, only_run, run
+from tests.support.runs import logged, only_run, run
 
 
 def test_a_run_records_what_ran_and_where(
@@ -41,22 +39,8 @@ def test_a_run_records_what_ran_and_where(
     assert learned[20] < learned[0]
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_samples_are_generated_in_the_trainings_precision(
-    flags: list[str], precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[Any] = []
-    monkeypatch.setattr(
-        LanguageModule, "generate", lambda self, ids: found.append(_precision()) or ids
-    )
-    assert run("fit", *flags, f"--trainer.precision={precision}", "--trainer.max_steps=2") == 0
-    assert found == [
-        (True, torch.float32) if precision == "bf16-mixed" else (False, torch.bfloat16)
-    ]
 
 
-def _precision() -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
 
 
 def test_a_second_run_never_collides_and_a_resumed_one_keeps_its_folder(
@@ -139,13 +123,3 @@ def test_plateau_lowers_the_learning_rate_after_a_validation_without_improvement
     assert {step: rates[step] for step in expected} == pytest.approx(expected)
 
 
-@pytest.mark.slow
-def test_early_stopping_by_its_preset(flags: list[str], tmp_path: Path) -> None:
-    flags = [
-        *flags,
-        f"--config={CONFIGS}/preset/early_stopping.yaml",
-        "--model.optim.learning_rate=1e-9",
-    ]
-    assert run("fit", *flags, "--trainer.val_check_interval=2") == 0
-    # patience 3: the validation at step 2 sets the mark, those at 4, 6 and 8 do not beat it
-    assert max(logged(only_run(tmp_path), "train/loss")) == 8

@@ -6,13 +6,15 @@ import gzip
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dist_template.errors import Exit
+from dist_template.text import Source
 from tests.support.runs import CONFIGS, SMALL_LLAMA, command, disk, newest, only_run, refused, run
 
 LLAMA = json.dumps({"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -262,3 +264,43 @@ def test_of_a_checkpoint(flags: list[str], tmp_path: Path, capfd: Any) -> None:
         content = (foreign / damaged).read_bytes()
         (foreign / damaged).write_bytes(content[:100] + b"\xff\x00zz")
         assert words in error(foreign)
+
+
+@pytest.fixture(autouse=True)
+def in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRACEBACK", raising=False)
+
+
+class Mistaken(Source):
+    """Somebody's own, in data.py for instance."""
+
+    def documents(self) -> Iterator[tuple[str, str]]:
+        yield "first", "a text\n" * 99
+        yield "second", {"body": "a text"}["text"]
+
+
+@pytest.mark.parametrize("verb", ["fit", "prepare"])
+def test_an_error_in_a_source_is_reported_with_its_line(
+    verb: str,
+    flags: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = [
+        flag
+        for flag in flags
+        if not flag.startswith(("--data.source.", "--data.cache_dir", "--trainer"))
+    ]
+    flags = [
+        verb, *flags, f"--data.source={__name__}.Mistaken", f"--data.cache_dir={tmp_path}/cache",
+    ]  # fmt: skip
+    flags += ["--trainer.accelerator=cpu"]
+    assert command(flags) == Exit.FAILED
+    error = capfd.readouterr().err
+    assert "Traceback" not in error and "error: KeyError: 'text'\n" in error
+    assert """in documents: yield "second", {"body": "a text"}["text"]\n""" in error
+    assert not (tmp_path / "runs").exists()
+    monkeypatch.setenv("TRACEBACK", "1")
+    assert command(flags) == Exit.FAILED
+    assert "Traceback" in capfd.readouterr().err

@@ -79,12 +79,6 @@ def test_what_the_parser_refuses_comes_after_the_imports(tmp_path: Path) -> None
     )
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="torch asks for huge pages on Linux alone")
-def test_large_tensors_in_host_memory_begin_at_a_page(tmp_path: Path) -> None:
-    allocate = "import torch; print(torch.empty(2**20).data_ptr() % 4096)"  # 4 MiB; 64 where no page is asked for
-    done = python(f"import dist_template.cli.main; {allocate}", tmp_path)
-    assert done.stdout == "0\n", done.stderr
 
 
 def test_a_syntax_error_in_the_users_file_is_reported_with_its_line(
@@ -182,12 +176,3 @@ def test_a_file_that_is_no_configuration_is_refused_before_the_imports(
         config_file.check(["fit", "--config", f"{tmp_path}/x.yaml"])
 
 
-def test_a_key_beside_the_mapping_that_is_merged_is_given_once(tmp_path: Path) -> None:
-    """The file means to replace the value."""
-    text = "run: &base\n  name: a\n  root: b\nmodel:\n  <<: *base\n  name: c\n"
-    (tmp_path / "x.yaml").write_text(text)
-    assert config_file.read(f"{tmp_path}/x.yaml")["model"] == {"name": "c", "root": "b"}
-    (tmp_path / "x.yaml").write_text(
-        "run.name: a\nrun.root: b\nmodel: {plan: {layers: a, layers.up: b}}"
-    )
-    assert len(config_file.read(f"{tmp_path}/x.yaml")) == 3

@@ -134,10 +134,6 @@ def test_killed_workers_are_restarted_and_then_relaunched(launched: Launched) ->
     assert "Traceback" not in printed and "=====" not in printed
 
 
-@pytest.mark.slow
-def test_a_failure_is_restarted_and_then_final(launched: Launched) -> None:
-    assert launched.run("exit 1", "exit 1", restarts=1) == Exit.FAILED
-    assert launched.starts == 2
 
 
 @pytest.mark.slow
@@ -167,12 +163,6 @@ def test_a_signal_is_handed_on_once_and_the_workers_code_is_the_launchers(
     assert launched.starts == 1 and torchrun.codes() == [75, 75], "they have saved"
 
 
-@pytest.mark.slow
-def test_workers_that_cannot_save_in_time_are_killed_and_relaunched(launched: Launched) -> None:
-    launched.when(["trains.0"], signal.SIGTERM)
-    deaf = f"trap '' TERM; touch {launched.folder}/trains.$RANK; while [ -d {launched.folder} ]; do sleep 0.05; done"
-    assert launched.run(deaf, shutdown_timeout_s=1) == Exit.REQUEUE
-    assert torchrun.codes() == [-signal.SIGKILL]
 
 
 def test_a_lost_rendezvous_is_one_sentence(
@@ -189,24 +179,8 @@ def test_a_lost_rendezvous_is_one_sentence(
     )
 
 
-NEVER_ANSWERS = """
-import sys, time
-from dist_template.cluster import torchrun
-from dist_template.compat import torchrun as names
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-names.LOST_S = 1
-DynamicRendezvousHandler.num_nodes_waiting = lambda self: time.sleep(1000)
-sys.exit(torchrun.main(["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--no-python", "sleep", "100"]))
-"""
 
 
-@pytest.mark.slow
-def test_a_rendezvous_that_never_answers_is_given_up() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", NEVER_ANSWERS], cwd=PROJECT, capture_output=True, text=True,
-        timeout=60,
-    )  # fmt: skip
-    assert ended.returncode == Exit.REQUEUE and "the rendezvous does not answer" in ended.stderr
 
 
 @pytest.mark.slow
@@ -239,3 +213,45 @@ def test_lightnings_own_launcher_ends_with_a_code(
     finally:
         first.kill()
         first.wait()
+
+
+# One of two processes posts an all-reduce that nobody waits for, and exits. The other joins it a second later, when the
+# first one is in its interpreter's finalization, if there is one: that takes three seconds.
+PROGRAM = """
+import atexit, os, sys, time
+from dist_template.cluster.exit import exit_process, skip_finalization
+if "skip" in sys.argv:
+    skip_finalization()
+import torch
+import torch.distributed as dist
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(3)
+
+is_peer = os.fork() == 0
+group = dist.ProcessGroupGloo(dist.FileStore(sys.argv[1], 2), int(is_peer), 2)
+if is_peer:
+    try:
+        time.sleep(1)
+        group.allreduce([torch.ones(1)]).wait()  # fails where the other process is gone
+    finally:
+        os._exit(0)
+atexit.register(print, "exit functions run")
+slow = Slow()
+group.allreduce([torch.ones(1)])
+exit_process(75)
+"""
+
+
+def exit_of(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program.replace("PACKAGE", PACKAGE), *arguments]
+    return subprocess.run(
+        command, cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_a_collective_that_finishes_late_does_not_abort_the_process(tmp_path: Path) -> None:
+    left = exit_of(PROGRAM, str(tmp_path / "store"), "skip")
+    assert (left.returncode, left.stderr) == (Exit.REQUEUE, "")
+    assert left.stdout == "exit functions run\n"

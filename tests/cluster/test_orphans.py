@@ -7,15 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dist_template import Ended
-from dist_template.cli.verbs import Verb
 from dist_template.errors import Exit
 from tests.support.injury import children
-from tests.support.runs import OF_ANOTHER_RUN, PROJECT, main, run
+from tests.support.runs import OF_ANOTHER_RUN, PROJECT, run
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the end of a parent")
 
@@ -92,21 +89,6 @@ def test_what_a_rank_has_started_ends_with_it(code: str) -> None:
             os.kill(pid, 9)
 
 
-@pytest.mark.parametrize(("missing_first", "speaker"), [(False, "0"), (True, "1")])
-def test_where_rank_zero_is_missing_its_neighbour_says_so(
-    missing_first: bool,
-    speaker: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    def end(argv: list[str], project: Any) -> None:
-        raise Ended(Exit.HUNG, "rank 0 of 2 did not connect", local_rank=int(missing_first))
-
-    monkeypatch.setattr(Verb, "load", lambda verb: end)
-    for rank in ("0", "1", "2"):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        assert main(["diagnose"]) == Exit.HUNG
-        assert ("did not connect" in capfd.readouterr().err) == (rank == speaker)
 
 
 STUCK = """

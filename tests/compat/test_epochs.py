@@ -24,11 +24,8 @@ from dist_template import Ended
 from dist_template.callbacks import BestCheckpoint, LastCheckpoint, Preemption
 from dist_template.callbacks.preemption import TIME_IS_UP
 from dist_template.text import Bytes, TextFiles
-from tests.support import saves
 from tests.support.library import formats, lighten, manifest
-from tests.support.runs import newest
 from tests.support.tiers import tiers
-from tests.support.wings import KillAt
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),
@@ -255,17 +252,6 @@ def differences(
     return {chain: what for chain, what in found.items() if what}
 
 
-def test_the_rest_of_an_epoch_is_trained_and_no_epoch_twice(tmp_path: Path) -> None:
-    """By `max_steps` inside an epoch; at an epoch's end and again inside the next one; inside a validation."""
-    chains: list[Chain] = [
-        (("max_steps", EPOCH - 1),),
-        (("max_steps", EPOCH), ("max_steps", EPOCH + 1)),
-    ]
-    chains += [
-        (("kill", EPOCH), ("kill", EPOCH + 1)),
-        (("sigterm", EPOCH), ("sigterm_in_validation", 2 * EPOCH)),
-    ]
-    assert not differences(tmp_path, BY_STEPS, lambda _: chains)
 
 
 def around_the_first_boundary(once: list[Stop]) -> list[Stop]:
@@ -293,25 +279,3 @@ def test_no_two_interruptions_change_anything(limits: dict[str, Any], tmp_path: 
     assert not differences(tmp_path, limits, wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy", tiers(["ddp", "fsdp2"], daily=[])
-)  # daily: test_exact_resume.py
-def test_a_real_training_too(strategy: str, corpus: Path, cache: Path, tmp_path: Path) -> None:
-    """Two epochs of 4 steps, killed at the end of the first, stopped by `max_steps` inside the second."""
-    train = saves.Trainings(tmp_path, corpus, cache)
-    flags = [
-        "--trainer.max_epochs=2",
-        "--trainer.limit_train_batches=4",
-        "--model.optim.schedule=constant",
-    ]
-    flags += ["--trainer.log_every_n_steps=1"]
-    unlimited = [*flags, "--trainer.max_steps=-1"]
-    whole = train.run(strategy, "whole", *unlimited).check()
-    assert train.run(strategy, "stopped", *unlimited, callbacks=[KillAt(4)]).was_killed
-    train.run(
-        strategy, "stopped", *flags, "--trainer.max_steps=6", "--last_checkpoint.every_n_steps=9"
-    ).check()
-    last = train.run(strategy, "stopped", *unlimited).check()
-    assert sorted(last.loss) == [7, 8]
-    saves.assert_same(newest(whole.run), newest(last.run))

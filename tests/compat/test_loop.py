@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dist_template.compat.loop import EpochLoop, MixedPrecision
+from dist_template.compat.torch import step_of
 from tests.support.library import lighten
 
 
@@ -84,3 +90,41 @@ def test_a_resume_from_the_end_of_an_epoch_validates_and_counts_as_lightnings_lo
         module, ckpt_path=saver.best_model_path, weights_only=True
     )
     assert module.seen == [(6, 2), (9, 2)]
+
+
+@pytest.fixture
+def optimizer() -> torch.optim.AdamW:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    return torch.optim.AdamW([parameter], lr=0.1)
+
+
+def is_short(optimizer: torch.optim.Optimizer) -> bool:
+    return step_of(optimizer) != optimizer.step
+
+
+
+
+def test_a_schedule_knows_that_the_optimizer_was_called(optimizer: torch.optim.AdamW) -> None:
+    schedule = LambdaLR(optimizer, lambda step: 1.0)
+    assert is_short(optimizer)
+    step_of(optimizer)()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns where a schedule comes before its optimizer
+        schedule.step()
+
+
+def test_hooks_are_called(optimizer: torch.optim.AdamW) -> None:
+    calls: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *call: calls.append(call))
+    optimizer.register_step_post_hook(lambda *call: calls.append(call))
+    handle = register_optimizer_step_post_hook(lambda *call: calls.append(call))
+    step_of(optimizer)()
+    handle.remove()
+    assert len(calls) == 3
+
+
+def test_a_profiler_sees_the_range(optimizer: torch.optim.AdamW) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step_of(optimizer)()
+    assert "Optimizer.step#AdamW.step" in {event.key for event in profiler.key_averages()}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -17,12 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from trainer_dev.module import LanguageModule
 
-from dist_template import OptimConfig
-from dist_template.callbacks import garbage
 from dist_template.cli import trainer as cli
 from dist_template.compat.epochs import make_resumable
 from dist_template.observe.loggers import run_log
-from tests.support.library import PackedRows, optim, read_full, tensorboard
+from tests.support.library import read_full, tensorboard
 from tests.support.operations import Ops
 from tests.support.runs import logged, newest, only_run, run
 from tests.support.tiers import tiers
@@ -102,39 +98,8 @@ def counted(flags: list[str], counter: str = "Counting", *more: str) -> Counting
     return Counting.counted
 
 
-def manual() -> Ops:
-    """The operations of as many steps of a hand-written loop with the same metrics."""
-    model = Vector()
-    optimizer = optim.build_optimizer(model, OptimConfig())
-    scheduler = optim.build_schedule(optimizer, OptimConfig(), 40)["scheduler"]
-    rows, sums = PackedRows(np.zeros(2000, dtype=np.uint16), 32, 256), torch.zeros(4)
-    with Ops() as ops:
-        for step in range(FIRST, LAST):
-            rows.__getitems__(list(range(8)))
-            loss = model.loss()
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            sums += torch.stack([loss.detach(), loss.detach(), norm, (norm > 1.0).float()])
-            if step % 10 == 0:
-                (sums / 10).tolist()
-                sums.zero_()
-    return ops
 
 
-def test_a_step_does_at_most_eight_operations_more_than_a_hand_written_one(
-    flags: list[str], vector: None
-) -> None:
-    """Kernels, views and profiler ranges. The numerics guard, the metrics and the count of tokens are in it."""
-    ours, hand, steps = counted(flags).ops.seen, manual().seen, LAST - FIRST
-    more = {
-        name: (ours[name] - hand[name]) / steps for name in ours | hand if ours[name] != hand[name]
-    }
-    assert sum(more.values()) <= 8, "\n".join(
-        map(str, sorted(more.items(), key=lambda item: -item[1]))
-    )
 
 
 def test_a_step_makes_no_more_calls_than_when_it_was_last_made_fast(
@@ -152,50 +117,10 @@ def test_a_step_makes_no_more_calls_than_when_it_was_last_made_fast(
     ]
 
 
-class Gradients(Callback):
-    """Whether there are any, where they are cleared."""
-
-    cleared: Any = []  # noqa: RUF012  (a test gives its own)
-
-    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        Gradients.cleared.append(has_gradients(pl_module))
 
 
-def has_gradients(module: nn.Module) -> bool:
-    return any(parameter.grad is not None for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("looks", [False, True])
-def test_a_forward_pass_has_the_memory_of_the_gradients_before_it(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: bool
-) -> None:
-    """Unless a callback looks at them where Lightning clears them. What a step's own backward leaves is cleared too."""
-    as_shipped, forward = LanguageModule.training_step, []
-
-    def step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        forward.append(has_gradients(self))
-        if batch_idx % 2 == 0:
-            (as_shipped(self, batch, batch_idx) * 1e6).backward()
-        return as_shipped(self, batch, batch_idx)
-
-    flags = [
-        *flags,
-        *OFF,
-        "--data.micro_batch_size=4",
-        "--trainer.max_steps=3",
-    ]  # two micro-batches a step
-    flags += [f"--trainer.callbacks+={__name__}.Gradients"] if looks else []
-    assert run("fit", *flags, "--run.name=expected") == 0
-    monkeypatch.setattr(LanguageModule, "training_step", step)
-    monkeypatch.setattr(Gradients, "cleared", [])
-    assert run("fit", *flags, "--run.name=got") == 0
-    # The second micro-batch meets the gradients of the first.
-    assert forward == ([False, True, True, True, True, True] if looks else [False, True] * 3)
-    assert Gradients.cleared == ([True] * 3 if looks else [])
-    got, expected = (
-        logged(only_run(tmp_path, name), "train/grad_norm") for name in ("got", "expected")
-    )
-    assert got == expected and got
 
 
 class Diary(Callback):
@@ -271,15 +196,3 @@ def plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return {keystr(path): v.numpy().tobytes() if isinstance(v, Tensor) else v for path, v in found}
 
 
-@pytest.mark.slow
-def test_the_collector_passes_over_what_was_there_before(
-    flags: list[str], vector: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    frozen = []
-    monkeypatch.setattr(garbage, "AFTER_STEPS", 5)
-    monkeypatch.setattr(
-        Counting, "on_train_batch_start", lambda *_: frozen.append(gc.get_freeze_count() > 100_000)
-    )
-    counted(flags)
-    assert frozen == [False] * 5 + [True] * 35
-    assert not gc.get_freeze_count()

@@ -72,24 +72,6 @@ def test_four_bit_weights_train_to_the_numbers_of_one_process(
         }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(["fsdp2_ep", "fsdp2_tp_ep"], daily=["fsdp2_ep"]))
-def test_each_rank_holds_its_share_of_adapted_experts(
-    train: Trainings, strategy: str, tmp_path: Path
-) -> None:
-    sizes = []
-    for name in ("one", strategy):
-        written = LocalBytes(tmp_path / name)
-        keys = ["--trainer.max_steps=1", "--model.optim.warmup=0", *flags(TARGETS["experts"])]
-        train.run("fit", "deepseek_v3", name, *keys, callbacks=[written])
-        sizes.append(written.read())
-    (one,), many = sizes
-    experts = [name for name in one if ".mlp.experts." in name]
-    assert len(experts) == 6  # two stacked parameters, each with A and B
-    for rank in many:
-        assert {name: rank[name] * len(many) for name in experts} == {
-            name: one[name] for name in experts
-        }
 
 
 VARIANTS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from dist_template.parallel.estimates import estimate_of
 from dist_template.parallel.estimates.facts import Facts, Sent
 from dist_template.parallel.shrunk import shrunk
 from tests.support.limits import violations_of
-from tests.support.runs import Workers, logged
 
 
 class MirrorAxis(mesh_sizes.Axis):
@@ -35,13 +33,6 @@ class MirrorAxis(mesh_sizes.Axis):
         yield Sent("all_reduce", facts.layers, 8, self.size, self.size)
 
 
-YAML = """
-trainer:
-  strategy:
-    class_path: MeshStrategy
-    init_args: {fsdp_size: auto}
-    dict_kwargs: {mirror_size: 2}
-"""
 MIRRORED = {"class_path": "MeshStrategy", "dict_kwargs": {"mirror_size": 4}}
 FACTS = Facts(world_size=4, parameters=10**6, trainable=10**6, layers=8, global_batch_size=8)
 
@@ -87,17 +78,3 @@ def test_a_new_axis_has_sizes_refusals_memory_messages_and_a_small_form() -> Non
     assert (half.arguments["mirror_size"], half.processes) == (1, 1)
 
 
-@pytest.mark.slow
-def test_a_new_axis_trains(flags: list[str], tmp_path: Path) -> None:
-    """Two mirrors compute what one process computes."""
-    (tmp_path / "mirror.yaml").write_text(YAML, encoding="utf-8")
-    losses = []
-    for num, more in (
-        (1, []),
-        (2, [f"--config={tmp_path / 'mirror.yaml'}", "--trainer.devices=2"]),
-    ):
-        argv = ["fit", *flags, *more, "--trainer.max_steps=4", "--trainer.val_check_interval=4"]
-        with Workers(num) as workers:
-            record = workers.run(argv, tmp_path / f"record{num}", prelude=add_mirrors).check()
-        losses.append(logged(record.run, "train/loss"))
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -70,6 +70,3 @@ def test_the_bubble_is_what_a_schedule_waits(name: str) -> None:
                 )
 
 
-def test_a_bubble_in_numbers() -> None:
-    assert stage_facts("1F1B", 4, 1, [], [])["bubble"] / 8 == 3 / 8
-    assert stage_facts("Interleaved1F1B", 4, 2, [], [])["bubble"] / 8 == 3 / 16

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -194,16 +193,6 @@ def pair() -> Iterator[Any]:
     AttentionInterface.register("sdpa", kernel)
 
 
-def test_only_training_needs_shards(pair: Any) -> None:
-    model, tokens = build(**MODELS["a window in one layer"]), batch()["input_ids"]
-    expected = model(tokens).logits
-    share_attention(model, 2, pair)
-    for grad, answer in (
-        (torch.no_grad(), nullcontext()),
-        (nullcontext(), pytest.raises(InputError, match="as in")),
-    ):
-        with grad, answer:
-            assert torch.equal(model(tokens).logits, expected)
 
 
 def test_what_does_not_divide_is_refused(pair: Any) -> None:
@@ -287,6 +276,3 @@ def test_a_model_that_cannot_share_is_refused(
     assert fragment in sentence
 
 
-def test_an_own_network_is_refused(pair: Any) -> None:
-    with pytest.raises(ValueError, match="set cp_size to 1"):
-        share_attention(torch.nn.Linear(2, 2), 2, pair)

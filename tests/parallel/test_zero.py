@@ -16,7 +16,6 @@ from trainer_dev.module import LanguageModule
 from dist_template import InputError
 from dist_template.cli.limits.machine import Setup
 from dist_template.parallel import deepspeed_config
-from dist_template.parallel.zero import _materialize
 from dist_template.strategies import ZeroStrategy
 from tests.support.library import Machine
 from tests.support.runs import logged, only_run, run
@@ -154,20 +153,6 @@ def test_one_process_trains_as_without_deepspeed_compiles_nothing_and_leaves_no_
             )
 
 
-def test_a_skeleton_gets_memory_and_keeps_its_ties() -> None:
-    with torch.device("meta"):
-        model = nn.ModuleDict(
-            {"embedding": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)}
-        )
-    shared: Any = model["embedding"].weight
-    model["head"].weight = shared
-    vars(shared)["of_note"] = "kept"
-    for parameter in model.parameters():
-        _materialize(parameter, torch.device("cpu"))
-    assert model["head"].weight is model["embedding"].weight is shared
-    assert (
-        shared.device.type == "cpu" and shared.shape == (5, 3) and vars(shared)["of_note"] == "kept"
-    )
 
 
 def test_nvme_refuses_asynchronous_checkpoints_before_anything_starts(
@@ -197,9 +182,3 @@ def test_zero3_gets_its_parameters_back_from_the_host(monkeypatch: pytest.Monkey
     assert asked == [torch.device("cuda", 1)] * 5, "two parameters, three buffers"
 
 
-def test_deepspeeds_own_clock_is_off_unless_the_file_has_it() -> None:
-    """It waits for the device before and after each micro-batch."""
-    zero = {"zero_optimization": {"stage": 2}}
-    assert resolved(zero, settings())["timers"] == {"throughput": {"enabled": False}}
-    own = {"timers": {"throughput": {"enabled": True, "synchronized": False}}}
-    assert resolved(zero | own, settings())["timers"] == own["timers"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ from trainer_dev.module import LanguageModule
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from benchmarks.zoo_models import variants
-from dist_template import AdapterConfig, InputError, OptimConfig
+from dist_template import AdapterConfig, InputError
 from dist_template.model.flops import Size
 from dist_template.parallel.shard import refuse_adapters
 from dist_template.strategies import MeshStrategy
 from dist_template.text.model import adapters
 from dist_template.text.model.quantize import Linear4bit, dequantize
-from tests.support.library import Machine, optim, quantize, violations
+from tests.support.library import Machine, quantize, violations
 from tests.support.parity import MODELS
 
 LLAMA = "{model_type: llama, hidden_size: 128, intermediate_size: 192, num_hidden_layers: 1, num_attention_heads: 2}"
@@ -93,17 +92,6 @@ def test_all_linear_means_layers_that_compute_as_one(architecture: str, adapted:
     assert model(torch.arange(8)[None], use_cache=False).logits.isfinite().all()
 
 
-def test_the_optimizer_gets_what_is_trained() -> None:
-    config = AdapterConfig(targets=["layers.0.self_attn.q_proj"], trainable=["norm", "lm_head"])
-    model = adapters.add_adapters(built(), config)
-    path = "model.layers.0.self_attn.q_proj.lora"
-    expected = {
-        f"{path}_A.default.weight", f"{path}_B.default.weight", "model.norm.weight",
-        "lm_head.weight",
-    }  # fmt: skip
-    assert trainable(model) == expected
-    optimizer = optim.build_optimizer(model, OptimConfig())
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(expected)
 
 
 @pytest.mark.parametrize(
@@ -127,23 +115,6 @@ def test_sizes_and_operations_count_frozen_and_packed_weights(architecture: str)
     )
 
 
-def test_a_skeleton_has_the_tensors_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks build on the meta device, with 4-bit layers too, and quantize nothing."""
-    config, kinds = AdapterConfig(), []
-    for device in ("cpu", "meta"):
-        if device == "meta":
-            monkeypatch.setattr("bitsandbytes.functional.quantize_4bit", None)
-        with torch.device(device):
-            model = adapters.add_adapters(built(), config)
-            quantize(model)
-        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-        kinds.append(
-            {
-                name: (tensor.shape, tensor.dtype, tensor.requires_grad)
-                for name, tensor in tensors.items()
-            }
-        )
-    assert kinds[0] == kinds[1]
 
 
 def test_four_bit_layers_have_the_values_that_transformers_gives_them(tmp_path: Path) -> None:
@@ -206,18 +177,5 @@ def test_experts_that_tensor_parallelism_shards_in_another_way_get_no_adapters(k
     refuse_adapters(adapters.add_adapters(built(MODELS["deepseek_v3"]), AdapterConfig()))
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for package, act in (
-        ("peft", lambda: adapters.add_adapters(built(), AdapterConfig())),
-        ("bitsandbytes", quantize_all),
-    ):
-        monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(
-            InputError,
-            match=rf"needs the package {package}: pip install 'dist-template\[adapters\]'",
-        ):
-            act()
 
 
-def quantize_all() -> None:
-    quantize(built().requires_grad_(False))

@@ -7,8 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from math import log2
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,10 @@ import pytest
 from trainer_dev.data import DataModule
 
 from dist_template import InputError
-from dist_template.text import ByteBPE, Bytes
+from dist_template.text import ByteBPE, Bytes, TextFiles
 from dist_template.text.cache.token_cache import SPLITS
-from dist_template.text.sources import documents as documents_module
 from tests.support.library import NOT_COUNTED
-from tests.support.runs import quiet
+from tests.support.runs import SENTENCES, disk, quiet
 
 
 def documents_of(data: DataModule, split: str) -> list[str]:
@@ -54,18 +52,6 @@ def test_the_cache_holds_every_document_once_in_one_split(
         assert os.path.getsize(corpus.folder / f"{split}.bin") == 2 * corpus.num_tokens(split)
 
 
-def test_splits_keep_duplicates_together_and_ignore_names_and_seed(
-    data: DataModule, texts: Path
-) -> None:
-    data.prepare(report=quiet)
-    before = {split: Counter(documents_of(data, split)) for split in SPLITS}
-    double = (texts / "00.txt").read_text(encoding="utf-8")
-    assert sorted(counts[double] for counts in before.values()) == [0, 0, 2]
-    for path in list(texts.iterdir()):
-        path.rename(path.with_name(path.name[::-1].replace("txt.", "") + "-renamed.txt"))
-    data.seed = 5
-    data.prepare(report=quiet)
-    assert {split: Counter(documents_of(data, split)) for split in SPLITS} == before
 
 
 def test_rows_count_every_token_once_and_only_the_last_is_not_full(data: DataModule) -> None:
@@ -98,30 +84,8 @@ def test_positions_restart_after_each_end_of_a_document(data: DataModule) -> Non
     assert batch["position_ids"].tolist() == [list(range(32))] * 8
 
 
-def test_unigram_bits_equal_a_direct_computation(data: DataModule) -> None:
-    data.tokenizer = ByteBPE(vocab_size=280)
-    corpus = data.prepare(report=quiet)
-    train, validation = (corpus.tokens(split).tolist() for split in ("train", "validation"))
-    counts = Counter(train)
-    bits = -sum(log2((counts[token] + 1) / (len(train) + 280)) for token in validation)
-    assert data.vocab_size == 280
-    assert data.unigram_bits_per_byte == pytest.approx(
-        bits / corpus.num_bytes("validation"), rel=1e-12
-    )
-    assert data.bytes_per_token("validation") == corpus.num_bytes("validation") / len(validation)
 
 
-@pytest.mark.parametrize("tokenizer", [Bytes(), ByteBPE(vocab_size=300)], ids=["bytes", "bpe"])
-def test_the_tokens_do_not_depend_on_how_texts_are_batched(
-    data: DataModule, tokenizer: Bytes | ByteBPE, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data.tokenizer = tokenizer
-    together = data.prepare(report=quiet)
-    monkeypatch.setattr(documents_module, "BATCH_CHARACTERS", 300)
-    data.cache_dir += "-of-small-batches"
-    divided = data.prepare(report=quiet)
-    assert together.folder != divided.folder
-    assert together.manifest == divided.manifest, "the checksums of all tokens are in it"
 
 
 class Failing(Bytes):
@@ -157,10 +121,6 @@ def refused(data: DataModule) -> str:
     return message
 
 
-def test_other_settings_need_another_cache(data: DataModule) -> None:
-    data.prepare(report=quiet)
-    data.validation_share = 0.3
-    assert "run `prepare` first" in refused(data)
 
 
 def test_a_stale_cache_is_refused_until_prepared_again(data: DataModule, texts: Path) -> None:
@@ -216,3 +176,27 @@ def test_a_second_prepare_at_the_same_time_is_refused(data: DataModule) -> None:
             data.prepare(report=quiet)
         other.communicate("\n")
     data.prepare(report=quiet)  # the lock went with its holder
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    with disk(tmp_path / "disk", "256k") as folder:
+        yield folder
+
+
+def test_a_full_disk_leaves_nothing_behind_and_the_older_cache_usable(
+    texts: Path, tiny_disk: Path
+) -> None:
+    data = DataModule(
+        TextFiles([f"{texts}/*.txt"]), Bytes(), 32, validation_share=0.2, test_share=0.2,
+        cache_dir=str(tiny_disk),
+    )  # fmt: skip
+    folder = data.prepare(report=quiet).folder
+    before = {path.name: path.read_bytes() for path in folder.glob("*.bin")}
+    (texts / "large.txt").write_text(SENTENCES * 5000, encoding="utf-8")
+    with pytest.raises(InputError, match="is full and nothing was kept"):
+        data.prepare(report=quiet)
+    assert sorted(path.name for path in tiny_disk.iterdir()) == [folder.name, folder.name + ".lock"]
+    assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == before
+    (texts / "large.txt").unlink()
+    data.require()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -135,13 +134,6 @@ def test_a_template_without_marks_is_refused_and_named(tmp_path: Path) -> None:
     assert "is no file" in refused(tmp_path, template=str(tmp_path / "missing.jinja"))
 
 
-def test_without_trl_the_command_that_installs_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "trl", None)
-    assert "needs the package trl: pip install 'dist-template[chat]'" in refused(tmp_path)
-    path = write(tmp_path / "a.jsonl", [GOOD])
-    prepared(tmp_path, Chat([str(path)]), template=chats.TAGGED)  # it needs none
 
 
 def test_an_empty_mask_is_refused_with_template_and_line(tmp_path: Path) -> None:
@@ -152,15 +144,6 @@ def test_an_empty_mask_is_refused_with_template_and_line(tmp_path: Path) -> None
     assert message.startswith(f"{own} marks no token of {tmp_path}/a.jsonl:2 as the assistant's")
 
 
-def test_a_conversation_that_the_template_refuses_is_named(tmp_path: Path) -> None:
-    own = tmp_path / "own.jinja"
-    own.write_text(
-        chats.TAGGED
-        + "{% if messages[0].content == 'a' %}{{ raise_exception('No a!') }}{% endif %}"
-    )
-    records = [GOOD, {"messages": messages(("user", "a"), ("assistant", "b"))}]
-    message = refused(tmp_path, template=str(own), records=records)
-    assert "a.jsonl:2 of data.source cannot be rendered" in message and "No a!" in message
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -230,14 +213,48 @@ def test_a_damaged_file_of_conversations_is_refused(kind: str, tmp_path: Path) -
         data.require()
 
 
-def test_another_template_needs_another_cache(tmp_path: Path) -> None:
-    own = tmp_path / "own.jinja"
-    own.write_text(chats.TAGGED)
-    data = prepared(tmp_path, Chat([str(many(tmp_path))], template=str(own)))
-    own.write_text(chats.TAGGED + " ")
-    with pytest.raises(InputError, match="own.jinja has changed"):
-        data.require()
-    data = prepared(tmp_path, Chat([str(many(tmp_path))]), template=chats.TAGGED)
-    (tmp_path / "qwen3" / "chat_template.jinja").write_text(chats.TAGGED + " ")
-    with pytest.raises(InputError, match="chat_template.jinja has changed"):
-        data.require()
+@pytest.mark.parametrize(
+    ("family", "end"),
+    [("llama3_1", "<|eot_id|>"), ("gemma4_v5", "<turn|>\n"), ("lfm2_2_5", "<|im_end|>\n")],
+)
+def test_answers_of_families_without_marks_follow_a_servers_prompt(
+    family: str, end: str, tmp_path: Path
+) -> None:
+    path, text = write(tmp_path / "a.jsonl", [GOOD]), chats.published(family)
+    assert counted_text(prepared(tmp_path, Chat([str(path)]), template=text)) == [
+        f"Uno.{end}",
+        f"Due, ok.{end}",
+    ]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama3", "lfm2", "qwen3_instruct_2507"])
+def test_without_marks_the_same_tokens_count(family: str, tmp_path: Path) -> None:
+    path, text = (
+        write(tmp_path / "a.jsonl", [GOOD, {"messages": messages(*TURNS[1:3], ("user", "ß?"), (
+            "assistant", "日 ß"))}]),
+        chats.published(family),
+    )  # fmt: skip
+    marked = counted_text(prepared(tmp_path / "marked", Chat([str(path)]), template=text))
+    unknown = text + "{# a family that trl does not know #}"
+    assert counted_text(prepared(tmp_path, Chat([str(path)]), template=unknown)) == marked != []
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "what"),
+    [
+        ("{{ m.content }}<|im_end|>{% else %}", "{{ m.content }}{% else %}", "an answer without an end"),
+        ("{% if add_generation_prompt %}<|im_start|>", "{% if add_generation_prompt %}<start>", "another prompt"),
+        ("{{ m.content }}<|im_end|>{% else %}", "{{ m.content[1:] }}<|im_end|>{% else %}", "another content"),
+        ("<|im_end|>{% else %}", "{% if loop.last %}<last>{% endif %}<|im_end|>{% else %}", "another last turn"),
+    ],
+)  # fmt: skip
+def test_answers_that_cannot_be_told_from_a_prompt_are_refused(
+    was: str, becomes: str, what: str, tmp_path: Path
+) -> None:
+    assert was in chats.UNTAGGED, what
+    said = refused(tmp_path, tokenizers=chats.UNTAGGED.replace(was, becomes))
+    assert (
+        "a.jsonl:1" in said
+        and "message 3 does not continue a server's prompt, or has no end" in said
+    )
+    assert "give data.source.template" in said

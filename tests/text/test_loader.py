@@ -13,6 +13,7 @@ from torch import Tensor
 from trainer_dev.data import DataModule
 
 from dist_template.text.batches import loader
+from dist_template.text.batches.rows import best_fit
 from tests.support.runs import quiet
 
 LABELS = [3, 8, 1, 2, 5]  # labels that count, in each batch of 8
@@ -39,14 +40,6 @@ def test_the_first_batch_of_a_step_has_the_counts_of_the_step_and_the_next() -> 
     assert [counted.step for counted in steps(1)] == LABELS
 
 
-def test_labels_that_a_transform_masks_do_not_count() -> None:
-    rows = [{"labels": torch.arange(8)} for _ in range(2)]
-
-    def mask(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"labels": batch["labels"].index_fill(0, torch.arange(3), -100)}
-
-    first, second = loader.StepLoader(rows, 2, mask, batch_size=None)
-    assert first[loader.COUNTED] == loader.Counted(10, None, True) and loader.COUNTED not in second
 
 
 class TwoRanks:
@@ -100,9 +93,6 @@ def test_a_new_iteration_does_not_use_the_sum_of_the_one_before(ranks: TwoRanks)
     assert ranks.calls[-1] == "wait 2", "no sum is left unfinished"
 
 
-def test_one_process_has_its_own_mean_of_at_least_1() -> None:
-    assert loader.TokensPerMicroBatch().of(loader.Counted(12, 3, True), 4, CPU).item() == 3
-    assert loader.TokensPerMicroBatch().of(loader.Counted(0, None, True), 1, CPU).item() == 1
 
 
 def test_memory_is_pinned_for_the_gpu_that_trains(
@@ -118,3 +108,22 @@ def test_memory_is_pinned_for_the_gpu_that_trains(
         assert data._loader(data.rows_of("train"), [[0]], 0).pin_memory == (name == "cuda")
     data.trainer = None
     assert not data._loader(data.rows_of("train"), [[0]], 0).pin_memory
+
+
+def log_normal(number: int, median: float, sigma: float, seed: int = 0) -> np.ndarray:
+    """Lengths of conversations: a log-normal distribution describes published sets well."""
+    lengths = np.exp(np.random.default_rng(seed).normal(np.log(median), sigma, number))
+    return np.maximum(lengths.astype(np.int64), 8)
+
+
+@pytest.mark.parametrize(
+    ("median", "sigma", "seq_len"), [(250, 0.9, 2048), (700, 0.8, 4096), (60, 1.2, 1024)]
+)
+def test_rows_are_at_least_98_percent_full_and_hold_every_item_once(
+    median: int, sigma: float, seq_len: int
+) -> None:
+    sizes = np.minimum(log_normal(20_000, median, sigma), seq_len)
+    rows = best_fit(sizes, seq_len)
+    assert sorted(item for row in rows for item in row) == [*range(len(sizes))]
+    assert max(int(sizes[row].sum()) for row in rows) <= seq_len
+    assert sizes.sum() / (len(rows) * seq_len) >= 0.98

@@ -64,18 +64,6 @@ def test_each_source_gives_its_share_and_all_its_rows_in_each_epoch(
         )
 
 
-@PROPERTY
-@given(SIZES, CHANGES, st.lists(st.integers(0, 5000), min_size=1, max_size=20))
-def test_a_position_has_one_row_whatever_was_read_before(
-    sizes: Any, changes: Any, positions: list[int]
-) -> None:
-    order = mixture.MixtureOrder(sizes, changes, 0)
-    read = [order(position) for position in positions]
-    assert read == [mixture.MixtureOrder(sizes, changes, 0)(position) for position in positions]
-    assert (
-        read != [mixture.MixtureOrder(sizes, changes, 1)(position) for position in positions]
-        or len({*read}) < 5
-    )
 
 
 @PROPERTY
@@ -120,18 +108,6 @@ def test_new_weights_lose_and_repeat_no_sample(
     assert again.changes == new.changes or before != after
 
 
-def test_evaluation_reads_each_row_once_in_batches_of_one_source() -> None:
-    sizes = {"a": 7, "b": 1, "c": 20}
-    ranks = [global_order.eval_batches(sizes, 3, rank, 2) for rank in range(2)]
-    read: list[int] = []
-    for pair in zip(*ranks, strict=True):
-        assert len({global_order.source_of(sizes, row) for batch in pair for row in batch}) == 1, (
-            "on all ranks at the same time"
-        )
-        read += [row for batch in pair for row in batch if row >= 0]
-    assert sorted(read) == [*range(28)]
-    half = [global_order.source_of(sizes, batch[0]) for batch in ranks[0][:3]]
-    assert {*half} == {"a", "b", "c"}, "a limited validation sees all sources"
 
 
 def texts(folder: Path) -> dict[str, Source]:

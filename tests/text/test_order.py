@@ -143,7 +143,3 @@ def test_evaluation_reads_every_row_once_in_equally_many_full_batches(
     assert len(read) - rows < ranks * micro, "no more padding than it takes"
 
 
-def test_the_first_batch_can_be_repeated() -> None:
-    batches = list(global_order.GlobalOrder(53, 12, 6, repeat_first_batch=True))
-    assert batches[0] != batches[1]
-    assert batches == batches[:2] * 4

@@ -61,10 +61,6 @@ def test_a_wrong_pair_is_one_sentence_with_file_and_line(case: str, tmp_path: Pa
     assert f"{path}:2" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_conversations_must_differ_in_an_assistants_turn(tmp_path: Path) -> None:
-    other = messages(("user", "Two?"), GOOD)
-    with pytest.raises(InputError, match="that do not start with an assistant's turn"):
-        read(write(tmp_path / "bad.jsonl", [{"chosen": messages(PROMPT, GOOD), "rejected": other}]))
 
 
 def prepared(
@@ -116,12 +112,6 @@ def test_a_pair_is_two_sequences_of_one_row_that_do_not_attend_to_each_other(
         assert batch["position_ids"].flatten()[a:c].tolist() == [*range(b - a), *range(c - b)]
 
 
-def test_messages_are_rendered_by_the_chat_template(tmp_path: Path) -> None:
-    data = prepared(tmp_path, [IN_MESSAGES], template=chats.UNTAGGED, seq_len=128)
-    ((chosen, rejected),) = sequences(data, data.rows_of("train").__getitems__([0]))
-    start = "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n"
-    assert chosen == (f"{start}Uno.<|im_end|>", "Uno.<|im_end|>\n")
-    assert rejected == (f"{start}Due.<|im_end|>", "Due.<|im_end|>\n")
 
 
 def test_a_pair_longer_than_a_row_is_dropped_and_counted(tmp_path: Path) -> None:

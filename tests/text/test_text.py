@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,10 @@ from dist_template.text import (
     Parquet,
     Pretrained,
     Source,
-    StandardLibrary,
     TextFiles,
     TokenizerSpec,
 )
+from dist_template.text.sources.records import matching
 from dist_template.text.tokenizers import EOS
 
 TEXTS = [
@@ -61,18 +63,6 @@ def test_paths_that_match_nothing_are_named(tmp_path: Path) -> None:
     )  # a folder: says how to write it
 
 
-def test_too_little_text_is_refused_with_the_numbers(tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("x" * 99, encoding="utf-8")
-    data = DataModule(
-        TextFiles([f"{tmp_path}/short.txt"]), Bytes(), 64, 2, 2, validation_share=0.0,
-        test_share=0.0, cache_dir=str(tmp_path / "cache"),
-    )  # fmt: skip
-    with pytest.raises(
-        InputError, match="100 tokens in 1 documents, which fill 1 sequences of data.seq_len 64"
-    ):
-        data.prepare()
-    data.seq_len = 49
-    data.prepare()
 
 
 def write_jsonl(path: Path, field: str = "text") -> Path:
@@ -83,11 +73,6 @@ def write_jsonl(path: Path, field: str = "text") -> Path:
     return path
 
 
-def test_a_json_file_may_be_one_array(tmp_path: Path) -> None:
-    array = tmp_path / "array.json"
-    for indent in (None, 1):
-        array.write_text(json.dumps([{"text": text} for text in TEXTS], indent=indent))
-        assert read(Jsonl([str(array)])) == TEXTS
 
 
 def test_a_missing_field_is_reported_with_the_existing_ones(tmp_path: Path) -> None:
@@ -149,13 +134,6 @@ def test_any_text_comes_back_and_an_end_in_the_text_stays_text(spec: TokenizerSp
         assert tokenizer.eos_token_id not in ids
 
 
-def test_bpe_learns_the_same_from_the_same_text_and_saves_the_same_files(tmp_path: Path) -> None:
-    texts = [path.read_text(encoding="utf-8") for path in StandardLibrary().files()[:15]]
-    saved = []
-    for name in ("first", "second"):
-        ByteBPE(vocab_size=1000).fit(iter(texts)).save_pretrained(tmp_path / name)
-        saved.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
-    assert saved[0] == saved[1] and "tokenizer.json" in saved[0]
 
 
 def test_bpe_learns_from_the_train_split_alone(tmp_path: Path) -> None:
@@ -190,11 +168,6 @@ def test_a_saved_tokenizer_serves_as_a_pretrained_one(tmp_path: Path) -> None:
     assert tmp_path / "tokenizer.json" in spec.files()
 
 
-def test_a_missing_or_too_small_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="data.tokenizer.path"):
-        Pretrained(str(tmp_path / "nothing")).fit(iter([]))
-    with pytest.raises(InputError, match="below 257"):
-        ByteBPE(vocab_size=100)
 
 
 def test_sizes_that_do_not_divide_and_shares_that_leave_nothing_are_refused() -> None:
@@ -204,3 +177,42 @@ def test_sizes_that_do_not_divide_and_shares_that_leave_nothing_are_refused() ->
         data.check(world_size=4)
     with pytest.raises(InputError, match="nothing to train on"):
         DataModule(validation_share=0.5, test_share=0.5).check(world_size=1)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """corpus/ with texts at three depths, and a file elsewhere."""
+    for name in (
+        "corpus/a.txt",
+        "corpus/deep/b.txt",
+        "corpus/deep/er/c.txt",
+        "corpus/.hidden/d.txt",
+        "other/e.txt",
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    return tmp_path / "corpus"
+
+
+PATTERNS = [
+    "*.txt", "**/*.txt", "**", "**/er/*", "*/*.txt", "**/deep/**/*.txt", "d**/*.txt",
+    ".hidden/*.txt", "a.txt",
+]  # fmt: skip
+
+
+def test_without_links_it_is_what_glob_finds(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tree)
+    for pattern in PATTERNS:
+        files = {
+            path for path in glob.glob(f"{tree}/{pattern}", recursive=True) if os.path.isfile(path)
+        }
+        assert [str(path) for path in matching([f"{tree}/{pattern}"])] == sorted(files), pattern
+        assert [str(tree / path) for path in matching([pattern])] == sorted(files), pattern
+
+
+def test_links_in_a_circle_give_each_file_once(tree: Path) -> None:
+    (tree / "loop").symlink_to(tree, target_is_directory=True)
+    (tree / "deep" / "again.txt").symlink_to(tree / "a.txt")
+    found = [path.relative_to(tree).as_posix() for path in matching([f"{tree}/**/*.txt"])]
+    assert found == ["a.txt", "deep/b.txt", "deep/er/c.txt"]
