@@ -146,11 +146,3 @@ def accept(self: CLI, subcommand: str) -> None:
 
 def test_no_value_of_a_key_gives_a_traceback(outcome: Any, parsers: dict[str, Any]) -> None:
     check(outcome, parsers, main, 150)
-
-
-@pytest.mark.nightly
-def test_what_is_accepted_trains_or_is_refused(
-    outcome: Any, parsers: dict[str, Any], flags: list[str]
-) -> None:
-    flags.append("--trainer.max_steps=1")
-    check(outcome, parsers, command, 400)

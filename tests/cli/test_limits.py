@@ -116,8 +116,6 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
 }  # fmt: skip
 
 
-
-
 @pytest.mark.parametrize("case", IMPOSSIBLE)
 def test_the_impossible_is_refused_in_one_sentence(case: str) -> None:
     given, fragment = IMPOSSIBLE[case]

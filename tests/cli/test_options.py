@@ -20,7 +20,7 @@ from dist_template.cli.defaults import always_on
 from dist_template.cli.fit import CLI
 from dist_template.strategies import MeshStrategy
 from dist_template.text import Source, TokenizerSpec
-from tests.support.library import RANGES, keys_of, optim
+from tests.support.library import RANGES, keys_of
 from tests.support.line import OURS
 from tests.support.runs import logged, only_run, run
 
@@ -30,9 +30,7 @@ class Seen(Exception):
 
 
 @pytest.fixture
-def trainer_of(
-    flags: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Any:
+def trainer_of(flags: list[str], monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Any:
     """The CLI of `fit` with further flags, before it trains; or the sentence that refuses them."""
 
     def stop(self: CLI, subcommand: str) -> None:
@@ -124,9 +122,7 @@ def has(objects: list[Any], name: str) -> bool:
     return any(name in kind.__name__ for one in objects for kind in type(one).__mro__)
 
 
-def test_every_option_is_in_one_of_the_tables(
-    trainer_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_option_is_in_one_of_the_tables(trainer_of: Any, monkeypatch: Any) -> None:
     """A new version of Lightning may have new ones."""
     parsers = []
     parse = CLI.parse_arguments
@@ -144,9 +140,7 @@ def test_every_option_is_in_one_of_the_tables(
     assert lightnings == {*HONOURED, *ELSEWHERE, *REFUSED}
 
 
-def test_every_option_that_is_not_refused_is_honoured(
-    trainer_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_option_that_is_not_refused_is_honoured(trainer_of: Any, monkeypatch: Any) -> None:
     values = {
         key: value.replace("Plugin", f"{__name__}.Plugin") for key, (value, _) in HONOURED.items()
     }
@@ -158,22 +152,6 @@ def test_every_option_that_is_not_refused_is_honoured(
     finally:
         torch.use_deterministic_algorithms(False)
     assert trainer_of("--trainer.fast_dev_run=2").trainer.fast_dev_run == 2
-
-
-@pytest.mark.parametrize("name", ["torch.optim.SGD", "torch.optim.Adafactor", "NAdam", "Rprop"])
-def test_an_optimizer_by_name_is_built_over_the_parameter_groups(
-    name: str, trainer_of: Any
-) -> None:
-    cli = trainer_of(f"--optimizer={name}", "--model.optim.learning_rate=0.5")
-    built = built_optimizer(cli)
-    assert type(built).__name__ == name.rpartition(".")[2]
-    assert {group["lr"] for group in built.param_groups} == {0.5}
-    decay = [group.get("weight_decay") for group in built.param_groups]
-    assert decay == ([None, None] if name == "Rprop" else [0.1, 0.0]), "no decay on vectors"
-
-
-def built_optimizer(cli: Any) -> Any:
-    return optim.build_optimizer(torch.nn.Linear(2, 2), cli.model.optim)
 
 
 def test_a_run_trains_by_the_optimizer_and_the_schedule_that_are_named(

@@ -51,8 +51,6 @@ def test_entry_points_of_packages_and_of_the_project_are_sorted_by_name(
     assert list(found) == ["a", "ab", "b"] and found["b"] == EntryPoint("b", "a_trainer.b:B", GROUP)
 
 
-
-
 @pytest.mark.parametrize("text", ["def main(:", '"""`broken`: does nothing."""', None])
 def test_help_shows_a_verb_whose_file_is_broken_or_missing(
     text: str | None, project: Path, capsys: pytest.CaptureFixture[str]

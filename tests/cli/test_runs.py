@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,7 @@ import yaml
 from tests.support.runs import logged, only_run, run
 
 
-def test_a_run_records_what_ran_and_where(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_run_records_what_ran_and_where(flags: list[str], tmp_path: Path, capfd: Any) -> None:
     assert run("fit", *flags) == 0
     folder = only_run(tmp_path)
     config = yaml.safe_load((folder / "config.yaml").read_text())
@@ -37,10 +36,6 @@ def test_a_run_records_what_ran_and_where(
     assert "\r" not in shown, "a log file gets lines"
     learned = logged(folder, "eval/bits_per_byte")
     assert learned[20] < learned[0]
-
-
-
-
 
 
 def test_a_second_run_never_collides_and_a_resumed_one_keeps_its_folder(
@@ -121,5 +116,3 @@ def test_plateau_lowers_the_learning_rate_after_a_validation_without_improvement
         3 * every + 1: 2.5e-7,
     }
     assert {step: rates[step] for step in expected} == pytest.approx(expected)
-
-

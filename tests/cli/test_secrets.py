@@ -44,8 +44,6 @@ def test_variables_are_those_of_an_allow_list() -> None:
 SECRET = ["api_key", "--a.init_args.api_key", "WANDB_API_KEY", "hf_token", "dbPassword", "pw"]
 
 
-
-
 def test_a_configuration_keeps_all_but_the_text_of_secrets() -> None:
     given: dict[str, Any] = {
         "a": {"api_key": "k", "token": None, "key": 3, "eos_token": "</s>"},

@@ -14,7 +14,7 @@ import pytest
 from dist_template import InputError, Project
 from dist_template.cli import config_file
 from dist_template.cli.fit import CLI
-from tests.support.runs import FIT_CONFIGS, OF_ANOTHER_RUN, OURS, PACKAGE
+from tests.support.runs import OF_ANOTHER_RUN, OURS, PACKAGE
 
 HEAVY = ["torch", "lightning", "transformers", "jsonargparse", "numpy"]
 EARLY = {
@@ -79,8 +79,6 @@ def test_what_the_parser_refuses_comes_after_the_imports(tmp_path: Path) -> None
     )
 
 
-
-
 def test_a_syntax_error_in_the_users_file_is_reported_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,12 +104,6 @@ def test_no_key_that_the_parser_has_is_refused(monkeypatch: pytest.MonkeyPatch) 
     known = {key for key in found.value.args[0] if not key.endswith("help")}
     assert {"data.seq_len", "model.optim.learning_rate", "trainer.max_steps"} <= known
     config_file.check(["fit", *(f"--{key}=null" for key in known - {"print_config", "config"})])
-
-
-def test_no_shipped_file_is_refused() -> None:
-    config_file.check(
-        ["fit", *(f"--config={path}" for path in FIT_CONFIGS), "--data.check_source=false"]
-    )
 
 
 class Found(Exception):
@@ -174,5 +166,3 @@ def test_a_file_that_is_no_configuration_is_refused_before_the_imports(
     (tmp_path / "x.yaml").write_text(text, encoding="utf-8", errors="surrogatepass")
     with pytest.raises(InputError, match=sentence):
         config_file.check(["fit", "--config", f"{tmp_path}/x.yaml"])
-
-

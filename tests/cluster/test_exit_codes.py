@@ -96,9 +96,7 @@ class Launched:
 
 
 @pytest.fixture
-def launched(
-    tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Launched]:
+def launched(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     monkeypatch.setattr(names, "PEERS_S", 0.5)
     monkeypatch.setattr(torchrun.Agent, "instances", [])
@@ -134,8 +132,6 @@ def test_killed_workers_are_restarted_and_then_relaunched(launched: Launched) ->
     assert "Traceback" not in printed and "=====" not in printed
 
 
-
-
 @pytest.mark.slow
 def test_a_failure_stays_one_if_another_rank_has_to_be_killed(launched: Launched) -> None:
     """The rank waits in a collective operation; 75 would make a scheduler start the same failure for ever."""
@@ -163,11 +159,7 @@ def test_a_signal_is_handed_on_once_and_the_workers_code_is_the_launchers(
     assert launched.starts == 1 and torchrun.codes() == [75, 75], "they have saved"
 
 
-
-
-def test_a_lost_rendezvous_is_one_sentence(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_rendezvous_is_one_sentence(launched: Launched, monkeypatch: Any) -> None:
     def lost(self: Any) -> int:
         raise RendezvousConnectionError("The connection to the C10d store has failed.")
 
@@ -177,10 +169,6 @@ def test_a_lost_rendezvous_is_one_sentence(
     assert (
         "the rendezvous is lost" in printed and "relaunch" in printed and "Traceback" not in printed
     )
-
-
-
-
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -90,9 +89,7 @@ def strategy(rank: int, port: int) -> Any:
 
 
 @pytest.mark.parametrize(("here", "missing"), [(0, 1), (1, 0)])
-def test_a_rank_that_never_comes_is_named(
-    here: int, missing: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_never_comes_is_named(here: int, missing: int, monkeypatch: Any) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     started = time.monotonic()
     with pytest.raises(Ended, match=rf"rank {missing} of 2 did not connect within 0.5 s") as ended:
@@ -102,9 +99,7 @@ def test_a_rank_that_never_comes_is_named(
     assert ended.value.code == Exit.HUNG and time.monotonic() - started < 60
 
 
-def test_a_changed_file_of_git_changes_the_digest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_file_of_git_changes_the_digest(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert comparable()["git_commit"] is None
@@ -179,16 +174,3 @@ def test_without_the_comparison_they_train_on_unlike(two: list[str], tmp_path: P
 def unlike_and_not_compared(folder: Path) -> None:
     other_on_rank_1(folder)
     SameEnvironment.compare = lambda *args: None  # ty: ignore[invalid-assignment]
-
-
-def test_ranks_meet_at_a_port_that_no_other_process_is_given(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        given = taken.getsockname()[1]
-        assert given not in values.PORTS  # what the kernel gives to a connection
-        monkeypatch.setattr(values, "PORTS", range(given, given + 1))
-        with pytest.raises(OSError, match=f"all ports from {given} to {given} are taken"):
-            values.free_port()
-    assert values.free_port() == given

@@ -89,8 +89,6 @@ def test_what_a_rank_has_started_ends_with_it(code: str) -> None:
             os.kill(pid, 9)
 
 
-
-
 STUCK = """
 import os, time
 if os.environ.get("RANK") == "0":

@@ -74,8 +74,6 @@ def test_a_second_process_is_refused_while_the_first_lives(
     assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
-
-
 def test_another_machines_holder_is_refused_if_it_renews_and_taken_over_after_the_lease(
     lock: RunLock, tmp_path: Path
 ) -> None:
@@ -106,8 +104,6 @@ def test_a_restart_of_the_same_launch_does_not_wait(
     assert lock.take(tmp_path) is None
 
 
-
-
 def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
     held_by(tmp_path, **dict(run_lock.this_process()) | {"pid": os.getppid(), "since": 1.0})
     code = "import sys, pathlib; from {0}.cluster.run_lock import RUN_LOCK; print(RUN_LOCK.take(pathlib.Path({1!r})));"
@@ -121,8 +117,6 @@ def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
     for start in starts:
         start.communicate("\n")
     assert answers.count("None") == 1, answers
-
-
 
 
 def test_a_run_that_is_in_use_is_refused_before_anything_is_written(

@@ -252,8 +252,6 @@ def differences(
     return {chain: what for chain, what in found.items() if what}
 
 
-
-
 def around_the_first_boundary(once: list[Stop]) -> list[Stop]:
     return [stop for stop in once if stop[0] in TWICE and abs(stop[1] - EPOCH) <= 1]
 
@@ -277,5 +275,3 @@ def test_no_two_interruptions_change_anything(limits: dict[str, Any], tmp_path: 
         ]
 
     assert not differences(tmp_path, limits, wanted)
-
-

@@ -103,8 +103,6 @@ def is_short(optimizer: torch.optim.Optimizer) -> bool:
     return step_of(optimizer) != optimizer.step
 
 
-
-
 def test_a_schedule_knows_that_the_optimizer_was_called(optimizer: torch.optim.AdamW) -> None:
     schedule = LambdaLR(optimizer, lambda step: 1.0)
     assert is_short(optimizer)

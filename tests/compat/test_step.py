@@ -98,10 +98,6 @@ def counted(flags: list[str], counter: str = "Counting", *more: str) -> Counting
     return Counting.counted
 
 
-
-
-
-
 def test_a_step_makes_no_more_calls_than_when_it_was_last_made_fast(
     flags: list[str], vector: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,12 +111,6 @@ def test_a_step_makes_no_more_calls_than_when_it_was_last_made_fast(
     assert calls.total() <= CALLS * steps, [
         (file, count / steps) for file, count in calls.most_common(20)
     ]
-
-
-
-
-
-
 
 
 class Diary(Callback):
@@ -194,5 +184,3 @@ def plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Path -> value, of tensors their bytes."""
     found, _ = tree_flatten_with_path(checkpoint)
     return {keystr(path): v.numpy().tobytes() if isinstance(v, Tensor) else v for path, v in found}
-
-

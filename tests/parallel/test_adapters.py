@@ -72,8 +72,6 @@ def test_four_bit_weights_train_to_the_numbers_of_one_process(
         }
 
 
-
-
 VARIANTS = {
     "recomputed experts": ("experts", "fsdp2_ep", "--model.blocks.checkpointing=full"),
     "loss in chunks": ("llama", "fsdp2_tp", "--model.loss_chunk=16"),

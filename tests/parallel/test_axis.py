@@ -76,5 +76,3 @@ def test_a_new_axis_has_sizes_refusals_memory_messages_and_a_small_form() -> Non
     assert (small.arguments["mirror_size"], small.processes, small.data_parallel) == (2, 4, 2)
     half = shrunk({**MIRRORED, "dict_kwargs": {"mirror_size": 2, "fsdp_size": 1}}, 1)
     assert (half.arguments["mirror_size"], half.processes) == (1, 1)
-
-

@@ -68,5 +68,3 @@ def test_the_bubble_is_what_a_schedule_waits(name: str) -> None:
                     ranks,
                     per_rank,
                 )
-
-

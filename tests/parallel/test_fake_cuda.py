@@ -89,17 +89,11 @@ def test_a_fit_equals_the_cpus_and_waits_for_the_device_so_often(fits: Fits, str
     assert found == WAITS[strategy], report.of("SYNC")
 
 
-
-
-
-
 @pytest.mark.parametrize("strategy", ["one", "fsdp2"])
 def test_an_asynchronous_save_waits_for_nothing_in_its_thread(fits: Fits, strategy: str) -> None:
     report = fits(strategy, "--last_checkpoint.asynchronous=true")
     assert report.code == 0, report.text
     assert not report.waits().get("background save")
-
-
 
 
 def test_planted_each_fault_is_found(fits: Fits) -> None:

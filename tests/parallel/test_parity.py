@@ -59,8 +59,6 @@ def test_a_strategy_trains_to_the_numbers_of_one_process(
     assert samples[0] == samples[1], "every global batch has the same samples"
 
 
-
-
 @pytest.mark.slow
 def test_accumulation_equals_one_big_batch(train: Trainings) -> None:
     big, small = (
@@ -141,16 +139,6 @@ def test_activation_checkpointing_changes_no_number(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(["one", "fsdp2", "zero2"], daily=["zero2"]))
-def test_compiling_the_blocks_changes_no_number(train: Trainings, strategy: str) -> None:
-    plain = train("llama", "one", SHORT)
-    compiled = train(
-        "llama", strategy, "--model.blocks.compile=true", "--model.blocks.checkpointing=full", SHORT
-    )
-    assert compiled.loss == pytest.approx(plain.loss, rel=1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "strategy"),
     tiers([("llama", "one"), ("llama", "fsdp2_tp"), ("llama", "tp"), ("llama", "zero3"), (
@@ -182,5 +170,3 @@ def test_bf16_mixed_stays_within_the_rounding_of_bf16(train: Trainings, strategy
     assert all(tensor.dtype == torch.float32 for tensor in kept.values()), (
         "weights are kept in float32"
     )
-
-

@@ -187,56 +187,6 @@ def test_stages_get_blocks_by_their_cost() -> None:
         partition.blocks_of_stages(Sequence(), 5, "even")
 
 
-class Residual(Sequence):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(8))
-
-
-class Between(Sequence):
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(tokens)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        return self.head(hidden)
-
-
-class Late(Sequence):
-    """Uses what is defined before the blocks after them."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = torch.zeros(1, 2, 8)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        return self.head(hidden) + self.embedding(tokens).sum()
-
-
-def test_models_that_are_no_sequence_are_refused() -> None:
-    for model, sentence in (
-        (nn.Linear(1, 1), "its blocks are not the items of one nn.ModuleList"),
-        (Residual(), "scale is a parameter of Residual: give it a module"),
-    ):
-        with pytest.raises(
-            InputError, match=f"cannot be a pipeline: {sentence}.*or set pp_size to 1"
-        ):
-            partition.ModelParts.of(model)
-    for model, stage, sentence in (
-        (Late(), 0, "Embedding is defined on one side of the blocks, and called on the other"),
-        (
-            Between(),
-            1,
-            r"given the block before's output, unchanged: .* \(a residual sum, a dropout\)",
-        ),
-    ):
-        bounds = [(0, 2), (2, 4)]
-        division = Division(model, bounds, [stage])
-        division.gate(model)
-        received = torch.ones(1, 2, 8) if stage else None
-        running = division.stage.running(bounds[stage], received, ends_step=False)
-        with running, pytest.raises(InputError, match=sentence):
-            model(torch.zeros(1, 2, dtype=torch.int64))
-
-
 def test_each_stage_of_a_users_own_model_computes_its_part() -> None:
     torch.manual_seed(0)
     whole, tokens = Sequence(), torch.tensor([[1, 2, 3]])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from trainer_dev.module import LanguageModule
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from dist_template import BalanceConfig, InputError
+from dist_template import BalanceConfig
 from dist_template.compat.transformers import reason_against_sequence_shards
 from dist_template.parallel.sequence import share_attention
 from dist_template.strategies import MeshStrategy
@@ -181,29 +179,6 @@ def test_options_of_blocks_and_loss_change_no_number(train: Trainings, options: 
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
 
 
-def group_of(num: int) -> Any:
-    return SimpleNamespace(size=lambda: num, rank=lambda: 0)
-
-
-@pytest.fixture
-def pair() -> Iterator[Any]:
-    """A group of two ranks for what does not send."""
-    kernel = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    yield group_of(2)
-    AttentionInterface.register("sdpa", kernel)
-
-
-
-
-def test_what_does_not_divide_is_refused(pair: Any) -> None:
-    with pytest.raises(InputError, match="16 tokens cannot be shared by cp_size 3"):
-        shard_batch(batch(), group_of(3))
-    model = build(model_type="llama", num_attention_heads=1)
-    share_attention(model, 2, pair)
-    with pytest.raises(InputError, match="1 attention heads cannot be shared by cp_size 2"):
-        model(batch()["input_ids"], is_sequence_shard=True)
-
-
 REFUSED = {
     "a state": ({"model_type": "mamba2", "num_heads": 8, "head_dim": 8, "n_groups": 1}, "transformers' kernels"),
     "convolutions": (
@@ -274,5 +249,3 @@ def test_a_model_that_cannot_share_is_refused(
         Machine("cuda", 4), trainer, LanguageModule(), DataModule(seq_len=64), config
     )
     assert fragment in sentence
-
-

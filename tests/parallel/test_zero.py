@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy
-from torch import nn
 from trainer_dev.module import LanguageModule
 
 from dist_template import InputError
@@ -153,8 +151,6 @@ def test_one_process_trains_as_without_deepspeed_compiles_nothing_and_leaves_no_
             )
 
 
-
-
 def test_nvme_refuses_asynchronous_checkpoints_before_anything_starts(
     flags: list[str], capfd: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
@@ -164,21 +160,3 @@ def test_nvme_refuses_asynchronous_checkpoints_before_anything_starts(
         "last_checkpoint.asynchronous true does not work with state on NVMe"
         in capfd.readouterr().err
     )
-
-
-def test_zero3_gets_its_parameters_back_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's teardown after `fit` moves the model to the host; DeepSpeed would leave it there in stage 3."""
-    asked: list[Any] = []
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: asked.append(device) or self)
-    monkeypatch.setattr(ZeroStrategy, "root_device", torch.device("cuda", 1))
-    monkeypatch.setattr(
-        ZeroStrategy, "_config_of_trainer", lambda self: {"zero_optimization": {"stage": 3}}
-    )
-    monkeypatch.setattr(DeepSpeedStrategy, "setup", lambda self, trainer: None)
-    strategy = ZeroStrategy(stage=3)
-    module: Any = nn.BatchNorm1d(4)
-    strategy._lightning_module = module
-    strategy.setup(SimpleNamespace())
-    assert asked == [torch.device("cuda", 1)] * 5, "two parameters, three buffers"
-
-

@@ -92,8 +92,6 @@ def test_all_linear_means_layers_that_compute_as_one(architecture: str, adapted:
     assert model(torch.arange(8)[None], use_cache=False).logits.isfinite().all()
 
 
-
-
 @pytest.mark.parametrize(
     "architecture", [LLAMA, MODELS["deepseek_v3"]], ids=["llama", "deepseek_v3"]
 )
@@ -113,8 +111,6 @@ def test_sizes_and_operations_count_frozen_and_packed_weights(architecture: str)
     assert packed.in_4_bits == sum(
         2 * m.weight.numel() for m in model.modules() if isinstance(m, Linear4bit)
     )
-
-
 
 
 def test_four_bit_layers_have_the_values_that_transformers_gives_them(tmp_path: Path) -> None:
@@ -155,13 +151,6 @@ def test_four_bits_and_dora_with_tensor_parallelism_are_refused(key: str, value:
     assert re.search(f"{key} does not work with tensor parallelism: .*tp_size 2 to 1", found), found
 
 
-def test_dropout_of_experts_and_another_kind_of_model_are_refused() -> None:
-    with pytest.raises(InputError, match="model.adapter: .*lora_dropout"):
-        adapters.add_adapters(built(MODELS["deepseek_v3"]), AdapterConfig(dropout=0.1))
-    with pytest.raises(InputError, match="needs a model of transformers, not Linear"):
-        adapters.add_adapters(nn.Linear(2, 2), AdapterConfig())
-
-
 PLANS = {"aria_text": "packed_rowwise, colwise", "inkling2_text": "colwise, rowwise"}
 
 
@@ -175,7 +164,3 @@ def test_experts_that_tensor_parallelism_shards_in_another_way_get_no_adapters(k
         refuse_adapters(adapters.add_adapters(built(architecture), AdapterConfig()))
     refuse_adapters(adapters.add_adapters(built(architecture), AdapterConfig(["q_proj"])))
     refuse_adapters(adapters.add_adapters(built(MODELS["deepseek_v3"]), AdapterConfig()))
-
-
-
-

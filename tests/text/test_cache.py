@@ -7,9 +7,8 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -52,8 +51,6 @@ def test_the_cache_holds_every_document_once_in_one_split(
         assert os.path.getsize(corpus.folder / f"{split}.bin") == 2 * corpus.num_tokens(split)
 
 
-
-
 def test_rows_count_every_token_once_and_only_the_last_is_not_full(data: DataModule) -> None:
     tokens = np.asarray(data.prepare(report=quiet).tokens("train")).astype(np.int64)
     rows = data.rows_of("train")
@@ -84,26 +81,6 @@ def test_positions_restart_after_each_end_of_a_document(data: DataModule) -> Non
     assert batch["position_ids"].tolist() == [list(range(32))] * 8
 
 
-
-
-
-
-class Failing(Bytes):
-    """Cannot encode one of the texts."""
-
-    def encode(self, tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
-        if any(text.startswith("33") for text in texts):
-            raise KeyError("33")
-        return super().encode(tokenizer, texts)
-
-
-def test_a_failing_tokenizer_leaves_nothing_behind(data: DataModule) -> None:
-    data.tokenizer = Failing()
-    with pytest.raises(KeyError):
-        data.prepare(report=quiet)
-    assert not [path for path in Path(data.cache_dir).iterdir() if path.suffix != ".lock"]
-
-
 def reported(data: DataModule) -> list[str]:
     lines: list[str] = []
     data.prepare(report=lines.append)
@@ -119,8 +96,6 @@ def refused(data: DataModule) -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
-
-
 
 
 def test_a_stale_cache_is_refused_until_prepared_again(data: DataModule, texts: Path) -> None:

@@ -134,16 +134,12 @@ def test_a_template_without_marks_is_refused_and_named(tmp_path: Path) -> None:
     assert "is no file" in refused(tmp_path, template=str(tmp_path / "missing.jinja"))
 
 
-
-
 def test_an_empty_mask_is_refused_with_template_and_line(tmp_path: Path) -> None:
     own = tmp_path / "own.jinja"
     own.write_text(chats.TAGGED.replace("m.role == 'assistant'", "m.content == 'Uno.'"))
     records = [GOOD, {"messages": messages(("user", "a"), ("assistant", "b"))}]
     message = refused(tmp_path, template=str(own), records=records)
     assert message.startswith(f"{own} marks no token of {tmp_path}/a.jsonl:2 as the assistant's")
-
-
 
 
 # ---- rows ----------------------------------------------------------------------------------------

@@ -77,37 +77,6 @@ def test_a_model_learns_the_format_of_conversations_and_is_exported(
     torch.testing.assert_close(logits, trained_logits(record, exported), atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_an_adapter_learns_the_format_and_peft_loads_it(tmp_path: Path) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    # random embeddings stay frozen: they need room to differ
-    model = chats.weights(chats.tokenizer(tmp_path / "model"), hidden_size=192)
-    given = flags(model, chats.taught(tmp_path / "chats.jsonl"), "--model.optim.learning_rate=0.02")
-    given += [
-        "--model.adapter.targets=all-linear", "--model.adapter.rank=32", "--model.adapter.alpha=32",
-    ]  # fmt: skip
-    steps = [
-        "--trainer.max_steps=100", "--trainer.max_epochs=-1", "--trainer.val_check_interval=100",
-    ]  # fmt: skip
-    with Workers(2) as workers:
-        workers.run(["prepare", *given], tmp_path / "prepare").check()
-        training = [*given, *steps, "--trainer.devices=2", *flags_of("fsdp2")]
-        record = workers.run(["fit", *training], tmp_path / "lora").check()
-    samples = (record.run / "samples.txt").read_text(encoding="utf-8")
-    assert answers(samples, 100) and all(ANSWER in answer for answer in answers(samples, 100)), (
-        samples
-    )
-    export.main(
-        ["export", *given, f"--checkpoint={newest(record.run)}", f"--output={tmp_path}/out"], OURS
-    )
-    base: Any = AutoModelForCausalLM.from_pretrained(model)
-    loaded: Any = PeftModel.from_pretrained(base, str(tmp_path / "out")).eval()
-    assert ANSWER in answer_of(loaded, AutoTokenizer.from_pretrained(tmp_path / "out"))
-
-
 def answer_of(model: Any, tokenizer: Any) -> str:
     """What it says when it is served with the tokenizer's template."""
     question = chats.messages(("user", "99: a gnu?"))

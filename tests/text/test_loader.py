@@ -40,8 +40,6 @@ def test_the_first_batch_of_a_step_has_the_counts_of_the_step_and_the_next() -> 
     assert [counted.step for counted in steps(1)] == LABELS
 
 
-
-
 class TwoRanks:
     """In place of torch.distributed: the other rank has 10 labels more; sums are there after a wait."""
 
@@ -84,20 +82,7 @@ def test_the_sum_starts_a_step_early(ranks: TwoRanks) -> None:
     assert calls == [["start 11", "wait 11", "start 3"], ["wait 3", "start 5"], ["wait 5"]]
 
 
-def test_a_new_iteration_does_not_use_the_sum_of_the_one_before(ranks: TwoRanks) -> None:
-    """An epoch may end before the data do."""
-    tokens = loader.TokensPerMicroBatch()
-    tokens.of(loader.Counted(4, 6, True), 1, CPU)
-    assert tokens.of(loader.Counted(20, 2, True), 1, CPU).item() == 25
-    tokens.close()
-    assert ranks.calls[-1] == "wait 2", "no sum is left unfinished"
-
-
-
-
-def test_memory_is_pinned_for_the_gpu_that_trains(
-    data: DataModule, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_pinned_for_the_gpu_that_trains(data: DataModule, monkeypatch: Any) -> None:
     """Not on a machine with GPUs whose training uses CPUs: each rank would start CUDA on the first GPU."""
     data.prepare(report=quiet)
     data.setup("fit")

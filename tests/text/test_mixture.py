@@ -15,11 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_dev.data import DataModule
 
-from dist_template import InputError
-from dist_template.text import Bytes, Chat, Jsonl, Mixture, Pretrained, Source, TextFiles
+from dist_template.text import Bytes, Jsonl, Mixture, Source
 from dist_template.text.sources import mixture
-from tests.support import chats
-from tests.support.chats import TURNS, messages
 from tests.support.library import NOT_COUNTED, global_order
 from tests.support.parity import PauseAfter
 from tests.support.runs import CONFIGS, SMALL_LLAMA, Workers, logged, newest, only_run, quiet, run
@@ -64,8 +61,6 @@ def test_each_source_gives_its_share_and_all_its_rows_in_each_epoch(
         )
 
 
-
-
 @PROPERTY
 @given(SIZES, CHANGES, st.integers(1, 4), st.integers(1, 4), st.integers(0, 900))
 def test_ranks_read_the_stream_together(
@@ -108,8 +103,6 @@ def test_new_weights_lose_and_repeat_no_sample(
     assert again.changes == new.changes or before != after
 
 
-
-
 def texts(folder: Path) -> dict[str, Source]:
     """200 documents of capitals, 60 of digits."""
     rng = np.random.default_rng(0)
@@ -145,38 +138,6 @@ def test_rows_are_of_one_source_and_weights_are_not_part_of_the_cache(tmp_path: 
     other = module_of(tmp_path, {"words": 1, "digits": 0})
     assert other.require().folder == corpus.folder
     assert "words" in corpus.describe() and "digits" in corpus.describe()
-
-
-def test_rows_of_conversations_are_of_one_source(tmp_path: Path) -> None:
-    for name, answer in (("short", "no"), ("long", "yes, " * 20)):
-        talk = messages(("user", name), ("assistant", answer))
-        chats.write(tmp_path / f"{name}.jsonl", [{"messages": [*talk, *messages(*TURNS[1:3])]}] * 9)
-    sources: dict[str, Source] = {
-        name: Chat([str(tmp_path / f"{name}.jsonl")]) for name in ("short", "long")
-    }
-    source = Mixture(sources, {"short": 1, "long": 1})
-    data = DataModule(
-        source, Pretrained(str(chats.tokenizer(tmp_path / "tokenizer"))), 256, 2, 2, validation_share=0.0,
-        test_share=0.0, cache_dir=str(tmp_path / "cache"),
-    )  # fmt: skip
-    data.prepare(report=quiet)
-    rows = data.rows_of("train")
-    for row in range(len(rows)):
-        text = data.text_tokenizer.decode(rows.__getitems__([row])["input_ids"][0].tolist())
-        assert ("yes, " in text) == (global_order.source_of(rows.sizes, row) == "long")
-    with pytest.raises(InputError, match="conversations and plain text"):
-        Mixture(sources | {"plain": TextFiles(["a"])}, {"short": 1, "long": 1, "plain": 1})
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [({"a": 1}, "data.source.weights is {'a': 1}: give each of a, b a number of at least 0"),
-        ({"a": 1, "b": 1, "d": 1}, "data.source.weights is"), ({"a": 1, "b": -1}, "at least 0"),
-        ({"a": 0, "b": 0}, "not 0 to all")],
-)  # fmt: skip
-def test_weights_that_cannot_be_are_refused(weights: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Mixture({"a": TextFiles(["a"]), "b": TextFiles(["b"])}, weights)
 
 
 @pytest.mark.slow

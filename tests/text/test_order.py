@@ -141,5 +141,3 @@ def test_evaluation_reads_every_row_once_in_equally_many_full_batches(
         read += [row for batch in batches for row in batch]
     assert sorted(row for row in read if row != global_order.PADDING) == [*range(rows)]
     assert len(read) - rows < ranks * micro, "no more padding than it takes"
-
-

@@ -61,8 +61,6 @@ def test_a_wrong_pair_is_one_sentence_with_file_and_line(case: str, tmp_path: Pa
     assert f"{path}:2" in str(caught.value) and "\n" not in str(caught.value)
 
 
-
-
 def prepared(
     tmp_path: Path, records: list[Any], template: str | None = None, **options: Any
 ) -> DataModule:
@@ -110,8 +108,6 @@ def test_a_pair_is_two_sequences_of_one_row_that_do_not_attend_to_each_other(
     for a, b, c in batch[PAIRS].tolist():
         assert a // 64 == (c - 1) // 64, "in one row"
         assert batch["position_ids"].flatten()[a:c].tolist() == [*range(b - a), *range(c - b)]
-
-
 
 
 def test_a_pair_longer_than_a_row_is_dropped_and_counted(tmp_path: Path) -> None:
