@@ -17,21 +17,22 @@ from dist_template.cli.verbs import verbs
 from tests.support.runs import CONFIGS, FIT_CONFIGS, PACKAGE, run
 
 
+def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    options |= {"env": os.environ, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, *arguments], check=False, **options)
+
+
 def test_help_imports_nothing_heavy_and_names_every_verb() -> None:
     code = (
-        "import sys; from tests.support.line import main; main(['--help']);"
-        "assert not {'torch', 'lightning', 'transformers', 'jsonargparse', 'dist_template.wings'} & set(sys.modules)"
+        "import sys; from tests.support.line import main; main(['--help']); assert not {'torch',"
+        " 'lightning', 'transformers', 'jsonargparse', 'dist_template.wings'} & set(sys.modules)"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    env = os.environ
-    shown = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
-    )
+    shown = python("-c", code)
     assert shown.returncode == 0, shown.stderr
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3, (
-        "seconds of CPU"
-    )
+    took_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert took_s < 0.3, "seconds of CPU"
     (listed,) = re.findall(r"verbs:\n(.*?)\n\n", shown.stdout, re.DOTALL)
     lines = listed.splitlines()
     assert [line.split()[0] for line in lines] == [*verbs()]
@@ -43,30 +44,20 @@ def test_a_python_without_the_dependencies_is_refused_by_every_verb(
     has_venv: bool, tmp_path: Path
 ) -> None:
     """-S: without site-packages, as a Python whose environment is not activated."""
+    cure = "`(make setup` in .* builds|source /)"
     if has_venv:
         (tmp_path / ".venv/bin").mkdir(parents=True)
         (tmp_path / ".venv/bin/python").touch()
+        cure = "`source .venv/bin/activate`, or start .venv/bin/python -m"
     code = (
         "from dist_template.cli.verbs import verbs; from tests.support.line import command;"
         "print([int(command([verb, '--help'])) for verb in verbs()])"
     )
-    env = os.environ
-    command = [sys.executable, "-S", "-c", code]
-    shown = subprocess.run(
-        command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    codes = yaml.safe_load(shown.stdout)
-    assert codes and set(codes) == {2}, shown.stderr
-    cure = (
-        "`source .venv/bin/activate`, or start .venv/bin/python -m"
-        if has_venv
-        else "`(make setup` in .* builds|source /)"
-    )
-    lines = shown.stderr.splitlines()
-    assert len(lines) == len(codes)
-    assert all(
-        re.match(f"error: .* has no torch, .* environment: {cure}", line) for line in lines
-    ), shown.stderr
+    shown = python("-S", "-c", code, cwd=tmp_path)
+    codes, lines = yaml.safe_load(shown.stdout), shown.stderr.splitlines()
+    assert codes and set(codes) == {2} and len(lines) == len(codes), shown.stderr
+    said = re.compile(f"error: .* has no torch, .* environment: {cure}")
+    assert all(said.match(line) for line in lines), shown.stderr
 
 
 def test_every_knob_of_ours_is_explained(capsys: Any) -> None:
@@ -128,15 +119,10 @@ def test_every_shipped_file_parses_and_stays_in_its_place(path: Path, capsys: An
         run("fit", f"--config={path}", "--print_config")
     assert stopped.value.code in (0, None), capsys.readouterr().err
     content = yaml.safe_load(path.read_text())
-    allowed = {
-        "strategy": {"strategy"},
-        "cluster": {"accelerator", "devices", "num_nodes", "precision"},
-    }
-    if path.parent.name in allowed:
-        assert (
-            set(content) - {path.parent.name} == {"trainer"}
-            and set(content["trainer"]) <= allowed[path.parent.name]
-        )
+    allowed = {"strategy": {"strategy"}}
+    allowed["cluster"] = {"accelerator", "devices", "num_nodes", "precision"}
+    if keys := allowed.get(path.parent.name):
+        assert set(content) - {path.parent.name} == {"trainer"} and set(content["trainer"]) <= keys
     assert path.read_text().startswith("# "), "the first line says what the file is for"
     if path.parent.name == "strategy":
         assert "\n# When: " in path.read_text() and "\n# Communication" in path.read_text()
@@ -154,33 +140,26 @@ ZERO = {"stage": 3, "offload_parameters": True, "config": "own.json", "timeout":
 MESH = {"tp_size": 4, "tp_plan": {"a": "b"}, "cpu_offload": True, "timeout": "00:01:00"}
 
 
-@pytest.mark.parametrize(
-    ("name", "earlier", "arguments"),
-    [("fsdp2", "ZeroStrategy", ZERO), ("zero2", "ZeroStrategy", ZERO),
-        ("fsdp2", "MeshStrategy", MESH)],
-)  # fmt: skip
-def test_a_strategy_file_leaves_nothing_of_an_earlier_strategy(
-    name: str, earlier: str, arguments: Any, tmp_path: Path, capsys: Any
-) -> None:
-    strategy = {"class_path": earlier, "init_args": arguments}
+def test_a_strategy_file_leaves_nothing_of_an_earlier_strategy(tmp_path: Path, capsys: Any) -> None:
     own = tmp_path / "own.yaml"
-    own.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
-    path = CONFIGS / "strategy" / f"{name}.yaml"
-    both = parsed_strategy(capsys, "--config", own, "-c", path)
-    assert both == parsed_strategy(capsys, f"--config={path}")
+    for name, earlier, arguments in (
+        ("fsdp2", "ZeroStrategy", ZERO),
+        ("zero2", "MeshStrategy", MESH),
+    ):
+        strategy = {"class_path": earlier, "init_args": arguments}
+        own.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+        path = CONFIGS / "strategy" / f"{name}.yaml"
+        both = parsed_strategy(capsys, "--config", own, "-c", path)
+        assert both == parsed_strategy(capsys, f"--config={path}")
 
 
 def test_a_file_and_a_flag_may_change_one_size_of_a_strategy(tmp_path: Path, capsys: Any) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("trainer: {strategy: {init_args: {dp_replicate_size: 4}}}")
     hsdp = f"--config={CONFIGS}/strategy/hsdp.yaml"
-    changed = parsed_strategy(capsys, hsdp, "--config", own, "--trainer.strategy.fsdp_size=8")[
-        "init_args"
-    ]
-    assert changed == parsed_strategy(capsys, hsdp)["init_args"] | {
-        "dp_replicate_size": 4,
-        "fsdp_size": 8,
-    }
+    changed = parsed_strategy(capsys, hsdp, "--config", own, "--trainer.strategy.fsdp_size=8")
+    sizes = {"dp_replicate_size": 4, "fsdp_size": 8}
+    assert changed["init_args"] == parsed_strategy(capsys, hsdp)["init_args"] | sizes
     assert parsed_strategy(capsys, hsdp, "--trainer.strategy=ddp") == "ddp"
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.support.extras import without_extras
 from tests.support.line import PACKAGE
 from tests.support.runs import CONFIGS, OF_ANOTHER_RUN, run, run_in_subprocess
 
+SHORT = ["--trainer.max_steps=2", "--model.optim.warmup=0", "--run.report=true"]
 LIBRARY = "'dist-template["
 NEED = {
     "deepspeed": ("fit", [f"--config={CONFIGS}/strategy/zero2.yaml"],
@@ -29,10 +31,7 @@ NEED = {
 def test_a_training_needs_none_of_them(flags: list[str], tmp_path: Path) -> None:
     """In a Python in which these packages cannot be imported; DDP, with the default loggers and the report."""
     path = os.pathsep.join([without_extras(tmp_path), os.environ["PYTHONPATH"]])
-    short = [
-        "--trainer.strategy=ddp", "--trainer.max_steps=2", "--model.optim.warmup=0",
-        "--run.report=true",
-    ]  # fmt: skip
+    short = ["--trainer.strategy=ddp", *SHORT]
     done = run_in_subprocess("fit", *flags, *short, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
     cure = "the report needs the package plotly: pip install 'dist-template[report]'"
@@ -41,11 +40,7 @@ def test_a_training_needs_none_of_them(flags: list[str], tmp_path: Path) -> None
 
 @pytest.mark.parametrize("package", NEED)
 def test_what_needs_one_says_how_to_install_it(
-    package: str,
-    flags: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture,
+    package: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "one"}\n')
@@ -53,9 +48,8 @@ def test_what_needs_one_says_how_to_install_it(
     monkeypatch.setitem(sys.modules, package, None)
     assert run(verb, *flags, *(flag.format(texts) for flag in given)) == 2
     error = capfd.readouterr().err
-    assert (
-        f" needs the package {package}: {command}{package}]'" in error and error.count("\n") == 1
-    ), error
+    said = f" needs the package {package}: {command}{package}]'"
+    assert said in error and error.count("\n") == 1, error
 
 
 # The libraries are imported first: they decide by the true platform.
@@ -89,10 +83,5 @@ run_module("{PACKAGE}", run_name="__main__", alter_sys=True)
 @pytest.mark.slow
 def test_a_training_needs_nothing_that_only_linux_has(flags: list[str]) -> None:
     environment = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_RUN}
-    short = ["--trainer.max_steps=2", "--model.optim.warmup=0", "--run.report=true"]
-    command = [sys.executable, "-c", AS_ON_A_MAC, "fit", *flags, *short]
-    done = subprocess.run(
-        command, env=environment, cwd=PROJECT, capture_output=True, text=True, timeout=300,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, "-c", AS_ON_A_MAC, "fit", *flags, *SHORT]
+    subprocess.run(command, env=environment, cwd=PROJECT, timeout=300, check=True)

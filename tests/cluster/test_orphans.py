@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from dist_template.errors import Exit
-from tests.support.injury import children
-from tests.support.runs import OF_ANOTHER_RUN, PROJECT, run
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the end of a parent")
 
@@ -87,38 +85,3 @@ def test_what_a_rank_has_started_ends_with_it(code: str) -> None:
     finally:
         if lives(pid):
             os.kill(pid, 9)
-
-
-STUCK = """
-import os, time
-if os.environ.get("RANK") == "0":
-    time.sleep(600)
-"""
-
-
-@LINUX
-@pytest.mark.slow
-def test_a_rank_zero_that_never_starts_under_torchrun_is_named_at_the_limit(
-    flags: list[str], tmp_path: Path
-) -> None:
-    assert run("prepare", *flags) == 0
-    (tmp_path / "sitecustomize.py").write_text(STUCK)
-    env = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_RUN}
-    env |= {"PYTHON": sys.executable, "PYTHONPATH": f"{tmp_path}:{env['PYTHONPATH']}"}
-    env |= {"NPROC": "2", "MAX_RESTARTS": "0"}
-    argv = ["fit", *flags, "--trainer.strategy=ddp", "--watchdog.start_timeout_s=4"]
-    command = ["bash", str(PROJECT / "launch" / "torchrun.sh"), *argv]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        command, env=env, cwd=PROJECT, stdout=pipe, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        printed = process.communicate(timeout=100)[0]
-    finally:
-        for pid in children(process.pid).values():
-            os.kill(pid, 9)
-        process.kill()
-    assert process.returncode == Exit.REQUEUE, printed
-    lines = [line for line in printed.splitlines() if line.strip()]
-    assert [line for line in lines if "rank 0 of 2 did not connect within 4 s" in line], printed
-    assert len(lines) <= 4 and "frame #" not in printed, printed

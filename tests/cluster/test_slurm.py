@@ -59,32 +59,3 @@ def test_a_job_is_requeued_where_that_helps(
     ]  # fmt: skip
     asked = tmp_path / "scontrol.called"
     assert (asked.read_text().split() == ["requeue", "7"]) if requeued else not asked.exists()
-
-
-@pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sh"])
-def test_of_two_packages_the_named_one_is_started(name: str, tmp_path: Path) -> None:
-    for folder in ("clf", "my_trainer", "launch"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "__main__.py").touch()
-    (tmp_path / "launch" / "__main__.py").unlink()
-    (tmp_path / "launch" / name).write_bytes((PROJECT / "launch" / name).read_bytes())
-    script(tmp_path / "python", 'echo "$@"')
-    script(tmp_path / "srun", 'echo "$@"')
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NTASKS_PER_NODE": "1"}
-    environment = slurm | {
-        "SLURM_JOB_NUM_NODES": "1",
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHON": "python",
-    }
-
-    def started(**more: str) -> subprocess.CompletedProcess[str]:
-        command = ["bash", str(tmp_path / "launch" / name), "fit"]
-        options = {"capture_output": True, "text": True, "check": False, "timeout": 20}
-        return subprocess.run(command, env=environment | more, **options)  # ty: ignore
-
-    refused = started()
-    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
-    assert "set DIST_PACKAGE to one of: clf my_trainer" in refused.stderr
-    assert " -m my_trainer fit" in started(DIST_PACKAGE="my_trainer").stdout
-    (tmp_path / "clf" / "__main__.py").unlink()
-    assert " -m my_trainer fit" in started().stdout
