@@ -23,13 +23,13 @@ from tests.support.strategies import ARGS
 from tests.support.tiers import tiers
 
 EXPERTS = (  # with an auxiliary loss
-    "hidden_size: 36, intermediate_size: 20, num_hidden_layers: 4, num_attention_heads: 6, num_key_value_heads: 2,"
-    " num_experts_per_tok: 2, router_aux_loss_coef: 0.01"
+    "hidden_size: 36, intermediate_size: 20, num_hidden_layers: 4, num_attention_heads: 6,"
+    " num_key_value_heads: 2, num_experts_per_tok: 2, router_aux_loss_coef: 0.01"
 )
 MODELS |= {
     "mixtral_of_4": f"{{model_type: mixtral, num_local_experts: 4, {EXPERTS}}}",
-    "qwen2_moe_of_4": f"{{model_type: qwen2_moe, num_experts: 4, moe_intermediate_size: 20,"
-    f" shared_expert_intermediate_size: 12, decoder_sparse_step: 1, {EXPERTS}}}",
+    "qwen2_moe_of_4": f"{{model_type: qwen2_moe, num_experts: 4, moe_intermediate_size: 20, {EXPERTS},"
+    " shared_expert_intermediate_size: 12, decoder_sparse_step: 1}",
 }
 INTERLEAVED = f"{ARGS}.pp_schedule=Interleaved1F1B"
 CASES = {
@@ -56,17 +56,15 @@ def test_a_pipeline_trains_to_the_numbers_of_one_process(train: Trainings, case:
     many = train(model, strategy, SHORT, *flags, accumulation=4, processes=processes)
     assert many.loss == pytest.approx(one.loss, rel=1e-6)
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
-    assert many.eval() == {
-        step: pytest.approx(metrics, rel=1e-5) for step, metrics in one.eval().items()
-    }
+    for step, metrics in one.eval().items():
+        assert many.eval()[step] == pytest.approx(metrics, rel=1e-5)
     assert_close(many.start, one.start, 0.0)
     assert_close(many.end, one.end, 1e-5)
 
 
+ROUTERS = [f"--model.balance.{name}_coef=0.01" for name in ("aux_loss", "sequence_loss", "z_loss")]
 FEATURES = {  # model, flags, tolerance of the loss
-    "losses of routers": (
-        "deepseek_v3", [f"--model.balance.{name}_coef=0.01" for name in ("aux_loss", "sequence_loss", "z_loss")], 1e-6,
-    ),
+    "losses of routers": ("deepseek_v3", ROUTERS, 1e-6),
     "adapters": ("llama_of_4", ["--model.adapter={rank: 4}"], 1e-6),
     "chunks": ("llama_of_4", ["--model.loss_chunk=16"], 1e-6),
     "compile": ("llama_of_4", ["--model.blocks.compile=true"], 1e-5),
@@ -80,9 +78,7 @@ FEATURES = {  # model, flags, tolerance of the loss
 @pytest.mark.parametrize("feature", tiers(FEATURES, ["losses of routers", "adapters"]))
 def test_what_a_training_step_can_have_works_in_stages(train: Trainings, feature: str) -> None:
     model, flags, tolerance = FEATURES[feature]
-    one, many = (
-        train(model, strategy, SHORT, *flags, accumulation=4) for strategy in ("one", "pp")
-    )
+    one, many = (train(model, each, SHORT, *flags, accumulation=4) for each in ("one", "pp"))
     assert many.loss == pytest.approx(one.loss, rel=tolerance)
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=10 * tolerance)
 
@@ -96,11 +92,8 @@ def test_a_checkpoint_is_resumed_exactly_and_on_other_numbers_of_stages(train: T
     ]  # fmt: skip
     checkpoint: list[str] = []
     for number, (strategy, processes, flags) in enumerate(legs):
-        options: Any = {
-            "callbacks": [PauseAfter(number + 1)],
-            "accumulation": 4,
-            "processes": processes,
-        }
+        options: Any = {"callbacks": [PauseAfter(number + 1)], "processes": processes}
+        options["accumulation"] = 4
         leg = train.run("fit", model, strategy, SHORT, *flags, *checkpoint, **options)
         if number < 2:
             assert leg.loss[number + 1] == whole.loss[number + 1], "the same stages: the same bits"
@@ -130,11 +123,8 @@ def test_parameters_and_optimizer_state_fall_with_the_number_of_stages(
         folder = tmp_path / str(stages)
         folder.mkdir()
         flags = [f"{ARGS}.pp_size={stages}"] if stages > 1 else []
-        options: Any = {
-            "accumulation": 4,
-            "processes": stages,
-            "callbacks": [PauseAfter(1), Bytes(str(folder))],
-        }
+        options: Any = {"callbacks": [PauseAfter(1), Bytes(str(folder))], "processes": stages}
+        options["accumulation"] = 4
         strategy, model = ("pp" if stages > 1 else "one"), "llama_of_4"
         train.run("fit", model, strategy, SHORT, *flags, **options)
         sizes[stages] = [json.loads(path.read_text()) for path in sorted(folder.glob("bytes-*"))]
@@ -146,18 +136,14 @@ def test_parameters_and_optimizer_state_fall_with_the_number_of_stages(
         assert max(blocks) <= whole / stages
 
 
-# ---- the division of a model -----------------------------------------------------------------------------------------
-
-
 class Sequence(nn.Module):
     """A model of one's own: an embedding, blocks, an output layer."""
 
     def __init__(self, sizes: tuple[int, ...] = (8, 8, 8, 8)) -> None:
         super().__init__()
         self.embedding = nn.Embedding(10, 8)
-        self.layers = nn.ModuleList(
-            [nn.Sequential(nn.Linear(8, n), nn.Linear(n, 8)) for n in sizes]
-        )
+        blocks = [nn.Sequential(nn.Linear(8, n), nn.Linear(n, 8)) for n in sizes]
+        self.layers = nn.ModuleList(blocks)
         self.head = nn.Linear(8, 10)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -170,21 +156,17 @@ class Sequence(nn.Module):
 def test_stages_get_blocks_by_their_cost() -> None:
     assert partition.blocks_of_stages(Sequence(), 2, "even") == [2, 2]
     assert partition.blocks_of_stages(Sequence((8,) * 8), 3, "even") == [3, 2, 3]
-    assert partition.blocks_of_stages(Sequence(), 2, "cost") == [2, 2], (
-        "the head has half of a block's weights"
-    )
+    assert partition.blocks_of_stages(Sequence(), 2, "cost") == [2, 2], "the head is half a block"
     big_head = Sequence()
     big_head.head = nn.Linear(8, 60)
     assert partition.blocks_of_stages(big_head, 2, "cost") == [3, 1]
     assert partition.blocks_of_stages(Sequence(), 2, [1, 3]) == [1, 3]
-    for layers, sentence in (
-        ([1, 2], "cannot divide 4 blocks into 2"),
-        ([4], "give a number of blocks for each"),
+    for stages, layers, sentence in (
+        (2, [1, 2], "4 blocks into 2"),
+        (5, "even", "4 blocks into 5"),
     ):
-        with pytest.raises(InputError, match=sentence):
-            partition.blocks_of_stages(Sequence(), 2, layers)
-    with pytest.raises(InputError, match="cannot divide 4 blocks into 5 stages"):
-        partition.blocks_of_stages(Sequence(), 5, "even")
+        with pytest.raises(InputError, match=f"cannot divide {sentence}"):
+            partition.blocks_of_stages(Sequence(), stages, layers)
 
 
 def test_each_stage_of_a_users_own_model_computes_its_part() -> None:

@@ -16,7 +16,7 @@ from dist_template.cli.limits.machine import Setup
 from dist_template.parallel import deepspeed_config
 from dist_template.strategies import ZeroStrategy
 from tests.support.library import Machine
-from tests.support.runs import logged, only_run, run
+from tests.support.runs import logged, only_run, refused, run
 from tests.support.strategies import flags_of
 
 ZERO = "--trainer.strategy=dist_template.parallel.zero.ZeroStrategy"
@@ -49,16 +49,10 @@ def resolved(given: Any, used: Any) -> Any:
 def test_every_auto_of_a_hugging_face_file_is_filled_in() -> None:
     filled = resolved(EVERY_AUTO, settings())
     assert "auto" not in json.dumps(filled)
-    assert {key: filled[key] for key in EVERY_AUTO if key.startswith(("train", "gradient"))} == {
-        "train_batch_size": 256,
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 4,
-        "gradient_clipping": 1.0,
-    }
-    assert filled["bf16"]["enabled"] is True and filled["fp16"] == {
-        "enabled": False,
-        "loss_scale": 0,
-    }
+    found = [filled[key] for key in EVERY_AUTO if key.startswith(("train", "gradient"))]
+    assert found == [256, 4, 4, 1.0]
+    assert filled["bf16"]["enabled"] is True
+    assert filled["fp16"] == {"enabled": False, "loss_scale": 0}
     assert not {"optimizer", "scheduler"} & set(filled), "module.py builds them"
     zero = filled["zero_optimization"]
     assert zero.keys() == {"stage", "offload_optimizer"}, "buckets have DeepSpeed's defaults"
@@ -68,25 +62,22 @@ def test_every_auto_of_a_hugging_face_file_is_filled_in() -> None:
     assert on_cpu["bf16"]["enabled"] is False
 
 
-CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
-    "micro-batch": ({"train_micro_batch_size_per_gpu": 8}, "_per_gpu 8, and trainer and data 4"),
-    "global batch": ({"train_batch_size": 64}, "train_batch_size 64, and trainer and data 256"),
-    "accumulation": ({"gradient_accumulation_steps": 1}, "_steps 1, and trainer and data 4"),
-    "clipping": ({"gradient_clipping": 0.5}, "gradient_clipping 0.5, and trainer and data 1.0"),
-    "the other half": ({"fp16": {"enabled": True}},
-        "fp16.enabled true, and trainer and data false"),
-    "autocast": ({"torch_autocast": {"enabled": True, "dtype": "float16"}},
-        "float16.*and data .bfloat16"),
-    "optimizer": ({"optimizer": {"type": "Lion"}}, "optimizer.type is .Lion.*model.optim sets"),
-    "schedule": ({"scheduler": {"type": "WarmupDecayLR"}},
+CONFLICTS: list[tuple[dict[str, Any], str]] = [
+    ({"train_micro_batch_size_per_gpu": 8}, "_per_gpu 8, and trainer and data 4"),
+    ({"train_batch_size": 64}, "train_batch_size 64, and trainer and data 256"),
+    ({"gradient_accumulation_steps": 1}, "_steps 1, and trainer and data 4"),
+    ({"gradient_clipping": 0.5}, "gradient_clipping 0.5, and trainer and data 1.0"),
+    ({"fp16": {"enabled": True}}, "fp16.enabled true, and trainer and data false"),
+    ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "float16.*and data .bfloat16"),
+    ({"optimizer": {"type": "Lion"}}, "optimizer.type is .Lion.*model.optim sets"),
+    ({"scheduler": {"type": "WarmupDecayLR"}},
         "scheduler.type is .WarmupDecayLR.*model.optim sets"),
-}  # fmt: skip
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CONFLICTS)
-def test_a_conflict_names_both_places(case: str) -> None:
-    change, sentence = CONFLICTS[case]
-    with pytest.raises(InputError, match=sentence):
+@pytest.mark.parametrize(("change", "words"), CONFLICTS, ids=[words for _, words in CONFLICTS])
+def test_a_conflict_names_both_places(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
         resolved({"zero_optimization": {"stage": 2}} | change, settings())
 
 
@@ -111,10 +102,8 @@ def test_one_process_trains_as_without_deepspeed_compiles_nothing_and_leaves_no_
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     linear = torch.nn.functional.linear
     # 8 sequences a step: 4 micro-batches of 2
-    flags = [
-        *flags, "--trainer.max_steps=6", "--trainer.gradient_clip_val=0.5",
-        "--model.optim.learning_rate=0.01",
-    ]  # fmt: skip
+    flags = [*flags, "--trainer.max_steps=6", "--trainer.gradient_clip_val=0.5"]
+    flags += ["--model.optim.learning_rate=0.01"]
     assert run("fit", *flags, "--run.name=plain") == 0
 
     def clips(*args: Any, **kwargs: Any) -> None:
@@ -122,41 +111,29 @@ def test_one_process_trains_as_without_deepspeed_compiles_nothing_and_leaves_no_
 
     steps: list[int] = []
     monkeypatch.setattr(LanguageModule, "configure_gradient_clipping", clips)
-    monkeypatch.setattr(
-        LanguageModule,
-        "on_before_optimizer_step",
-        lambda module, _: steps.append(module.global_step),
-    )
+    count = lambda module, _: steps.append(module.global_step)  # noqa: E731
+    monkeypatch.setattr(LanguageModule, "on_before_optimizer_step", count)
     for stage in (3, 2, 1):
-        assert (
-            run("fit", *flags, f"--run.name=zero{stage}", ZERO, f"--trainer.strategy.stage={stage}")
-            == 0
-        )
+        more = [f"--run.name=zero{stage}", ZERO, f"--trainer.strategy.stage={stage}"]
+        assert run("fit", *flags, *more) == 0
         assert steps == [0, 1, 2, 3, 4, 5], "once per optimizer step, not per micro-batch"
         steps.clear()
         assert torch.nn.functional.linear is linear, "ZeRO-3 puts another function in its place"
     assert not any((tmp_path / "extensions").iterdir()), "nothing is compiled"
 
     plain = only_run(tmp_path, "plain")
-    assert len(norms := logged(plain, "train/grad_norm")) == 6 and min(norms.values()) > 0.5, (
-        "clipping is at work"
-    )
+    norms = logged(plain, "train/grad_norm")
+    assert len(norms) == 6 and min(norms.values()) > 0.5, "clipping is at work"
     for stage in (1, 2, 3):
         zero = only_run(tmp_path, f"zero{stage}")
         assert logged(zero, "train/grad_norm") == pytest.approx(norms, rel=1e-4), stage
         for metric in ("train/loss", "eval/loss", "train/learning_rate"):
-            assert logged(zero, metric) == pytest.approx(logged(plain, metric), rel=1e-5), (
-                stage,
-                metric,
-            )
+            assert logged(zero, metric) == pytest.approx(logged(plain, metric), rel=1e-5), metric
 
 
-def test_nvme_refuses_asynchronous_checkpoints_before_anything_starts(
-    flags: list[str], capfd: pytest.CaptureFixture, tmp_path: Path
+def test_nvme_refuses_asynchronous_checkpoints(
+    flags: list[str], capfd: Any, tmp_path: Path
 ) -> None:
-    strategy = [*flags_of("zero3_nvme"), f"--trainer.strategy.init_args.nvme_path={tmp_path}"]
-    assert run("fit", *flags, *strategy, "--last_checkpoint.asynchronous=true") == 2
-    assert (
-        "last_checkpoint.asynchronous true does not work with state on NVMe"
-        in capfd.readouterr().err
-    )
+    flags += [*flags_of("zero3_nvme"), f"--trainer.strategy.init_args.nvme_path={tmp_path}"]
+    error = refused("fit", [*flags, "--last_checkpoint.asynchronous=true"], capfd)
+    assert "last_checkpoint.asynchronous true does not work with state on NVMe" in error
