@@ -24,15 +24,10 @@ from tests.support.library import lighten
 
 
 def trainer_in(folder: Path, is_lightnings: bool = False, **options: Any) -> L.Trainer:
-    defaults: dict[str, Any] = {
-        "max_steps": 2,
-        "limit_val_batches": 0,
-        "enable_checkpointing": False,
-    }
-    trainer = L.Trainer(
-        accelerator="cpu", logger=False, default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
-        **(defaults | options),
-    )  # fmt: skip
+    off = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    defaults: dict[str, Any] = {"max_steps": 2, "limit_val_batches": 0} | dict.fromkeys(off, False)
+    given = defaults | options
+    trainer = L.Trainer(accelerator="cpu", default_root_dir=folder, **given)
     if not is_lightnings:
         lighten(trainer)
     return trainer
@@ -66,7 +61,7 @@ def test_the_closure_is_lightnings_and_must_be_called(tmp_path: Path) -> None:
 
 
 class Validations(BoringModel):
-    """Records after which steps it was validated, and how many batches of this epoch's validations are counted."""
+    """Records after which steps it was validated, and how many batches of the epoch are counted."""
 
     def on_train_start(self) -> None:
         self.seen: list[tuple[int, int]] = []
@@ -80,15 +75,14 @@ class Validations(BoringModel):
 def test_a_resume_from_the_end_of_an_epoch_validates_and_counts_as_lightnings_loop(
     tmp_path: Path, is_lightnings: bool
 ) -> None:
-    """With `max_steps`, from a checkpoint that either loop wrote. Epochs have 3 steps, validations 2 batches."""
+    """With `max_steps`, by either loop's checkpoint. Epochs have 3 steps, validations 2 batches."""
     options: Any = {"limit_train_batches": 3, "limit_val_batches": 2, "num_sanity_val_steps": 0}
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_on_train_epoch_end=True)
     saving = options | {"max_steps": 3, "enable_checkpointing": True, "callbacks": [saver]}
     trainer_in(tmp_path, is_lightnings, **saving).fit(Validations())
     module = Validations()
-    trainer_in(tmp_path, max_steps=9, **options).fit(
-        module, ckpt_path=saver.best_model_path, weights_only=True
-    )
+    trainer = trainer_in(tmp_path, max_steps=9, **options)
+    trainer.fit(module, ckpt_path=saver.best_model_path, weights_only=True)
     assert module.seen == [(6, 2), (9, 2)]
 
 
@@ -99,13 +93,9 @@ def optimizer() -> torch.optim.AdamW:
     return torch.optim.AdamW([parameter], lr=0.1)
 
 
-def is_short(optimizer: torch.optim.Optimizer) -> bool:
-    return step_of(optimizer) != optimizer.step
-
-
 def test_a_schedule_knows_that_the_optimizer_was_called(optimizer: torch.optim.AdamW) -> None:
     schedule = LambdaLR(optimizer, lambda step: 1.0)
-    assert is_short(optimizer)
+    assert step_of(optimizer) != optimizer.step
     step_of(optimizer)()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns where a schedule comes before its optimizer

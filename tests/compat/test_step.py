@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,12 @@ from dist_template.cli import trainer as cli
 from dist_template.compat.epochs import make_resumable
 from dist_template.observe.loggers import run_log
 from tests.support.library import read_full, tensorboard
-from tests.support.operations import Ops
 from tests.support.runs import logged, newest, only_run, run
 from tests.support.tiers import tiers
 
-OFF = [
-    "--trainer.limit_val_batches=0",
-    "--trainer.logger=false",
-    "--last_checkpoint.every_n_steps=1000",
-]
+OFF = ["--trainer.limit_val_batches=0", "--last_checkpoint.every_n_steps=1000"]
 OFF += ["--data.micro_batch_size=8", "--trainer.log_every_n_steps=10", "--trainer.max_steps=40"]
-FIRST, LAST = (
-    11,
-    31,
-)  # batches that are counted, from the start of one to the start of the other: two log steps
+FIRST, LAST = 11, 31  # batches that are counted, from start to start: two log steps
 SHIPPED = ["--trainer.logger=TensorBoard", "--trainer.logger.save_dir={run}"]
 CALLS = 540  # of Python's functions in a null step
 
@@ -55,62 +46,46 @@ def training_step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor
     return loss
 
 
-@pytest.fixture
-def vector(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LanguageModule, "build_model", lambda self, data: Vector())
-    monkeypatch.setattr(LanguageModule, "training_step", training_step)
+class Calls(Callback):
+    """Counts calls of Python's functions, from one batch's start to another's."""
 
-
-class Counting(Callback):
-    """Operations of torch, and calls of Python's functions, from one batch's start to another's."""
-
-    counted: Any = None
-
-    def __init__(self) -> None:
-        self.ops, self.calls = Ops(), Counter[str]()
-        Counting.counted = self
+    counted: Counter[str] = Counter()  # noqa: RUF012  (of the newest training)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx == FIRST:
-            self.ops.__enter__()
+            Calls.counted = Counter()
             sys.setprofile(self._called)
         elif batch_idx == LAST:
             sys.setprofile(None)
-            self.ops.__exit__(None, None, None)
 
     def _called(self, frame: Any, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename != __file__:
-            self.calls[frame.f_code.co_filename.rpartition("site-packages/")[2]] += 1
-
-
-class Calls(Counting):
-    """Without the operations, whose count takes calls too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: Any = nullcontext()
-
-
-def counted(flags: list[str], counter: str = "Counting", *more: str) -> Counting:
-    assert run("fit", *flags, *OFF, *more, f"--trainer.callbacks+={__name__}.{counter}") == 0
-    return Counting.counted
+            self.counted[frame.f_code.co_filename.rpartition("site-packages/")[2]] += 1
 
 
 def test_a_step_makes_no_more_calls_than_when_it_was_last_made_fast(
-    flags: list[str], vector: None, monkeypatch: pytest.MonkeyPatch
+    flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As shipped, with TensorBoard. The figure does not depend on the machine, as a time would; it has three percent
-    of room. Who needs more calls in each step measures `make bench PART=step`, and says so with the new figure."""
+    """As shipped, with TensorBoard. The figure does not depend on the machine, as a time would.
+
+    It has three percent of room. Who needs more calls in each step measures `make bench PART=step`, and says so with
+    the new figure.
+    """
+    monkeypatch.setattr(LanguageModule, "build_model", lambda self, data: Vector())
+    monkeypatch.setattr(LanguageModule, "training_step", training_step)
     for logger in (run_log, tensorboard):
-        monkeypatch.setattr(
-            logger, "WRITE_S", 1000.0
-        )  # whether the window has a second's writing in it is chance
-    calls, steps = counted(flags, "Calls", *SHIPPED).calls, LAST - FIRST
-    assert calls.total() <= CALLS * steps, [
-        (file, count / steps) for file, count in calls.most_common(20)
-    ]
+        monkeypatch.setattr(logger, "WRITE_S", 1000.0)  # a second's writing in the window is chance
+    assert run("fit", *flags, *OFF, *SHIPPED, f"--trainer.callbacks+={__name__}.Calls") == 0
+    steps = LAST - FIRST
+    figures = [(file, count / steps) for file, count in Calls.counted.most_common(20)]
+    assert 0 < Calls.counted.total() <= CALLS * steps, figures
+
+
+HOOKS = "train_epoch_start train_batch_start before_zero_grad before_backward after_backward"
+HOOKS += " before_optimizer_step train_batch_end validation_start validation_batch_end"
+HOOKS += " validation_end train_epoch_end train_end"
 
 
 class Diary(Callback):
@@ -124,12 +99,8 @@ class Diary(Callback):
         def note(name: str) -> Any:
             return lambda trainer, *args: pages.append((name, trainer.global_step, len(args)))
 
-        for name in (
-            "on_train_epoch_start on_train_batch_start on_before_zero_grad on_before_backward on_after_backward"
-            " on_before_optimizer_step on_train_batch_end on_validation_start on_validation_batch_end on_validation_end"
-            " on_train_epoch_end on_train_end"
-        ).split():
-            setattr(self, name, note(name))
+        for name in HOOKS.split():
+            setattr(self, f"on_{name}", note(name))
 
 
 VARIANTS = {
@@ -144,32 +115,17 @@ VARIANTS = {
 def test_training_is_as_by_lightnings_own_loop(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:
-    """Hooks and their order, losses, and all that a checkpoint holds, with a resume in the midst of an epoch."""
-    flags = [
-        *flags, *VARIANTS[variant], "--last_checkpoint.every_n_steps=7",
-        "--trainer.val_check_interval=5",
-    ]  # fmt: skip
+    """Hooks and their order, losses, and all that a checkpoint holds, with a resume in an epoch."""
+    flags += [*VARIANTS[variant], "--last_checkpoint.every_n_steps=7", "--model.optim.warmup=2"]
     flags += ["--data.prompts=[]", "--trainer.logger=false", "--trainer.limit_val_batches=1"]
-    flags.append(f"--trainer.callbacks+={__name__}.Diary")
+    flags += ["--trainer.val_check_interval=5", f"--trainer.callbacks+={__name__}.Diary"]
     pages = {}
     for name in ("ours", "lightnings"):
         if name == "lightnings":
             monkeypatch.setattr(cli, "lighten", make_resumable)
-        assert (
-            run(
-                "fit",
-                *flags,
-                f"--run.name={name}",
-                "--trainer.max_steps=7",
-                "--model.optim.warmup=2",
-            )
-            == 0
-        )
+        assert run("fit", *flags, f"--run.name={name}", "--trainer.max_steps=7") == 0
         first = Diary.pages
-        assert (
-            run("fit", *flags, f"--run.name={name}", "--model.optim.warmup=2", "--ckpt_path=last")
-            == 0
-        )
+        assert run("fit", *flags, f"--run.name={name}", "--ckpt_path=last") == 0
         pages[name] = first + Diary.pages
     assert pages["ours"] == pages["lightnings"]
     ours, lightnings = (only_run(tmp_path, name) for name in pages)
