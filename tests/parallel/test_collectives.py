@@ -58,8 +58,10 @@ class CountSteps(Callback):
             self.mode.__enter__()
         if batch_idx == (FIRST - 1 + STEPS) * ACCUMULATION:
             self.mode.__exit__(None, None, None)
-            counts = {kind: count / STEPS for kind, count in self.mode.counts.items()}
-            print("sent", json.dumps(counts))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        counts = {kind: count / STEPS for kind, count in self.mode.counts.items()}
+        print("\nsent", json.dumps(counts), flush=True)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ from dist_template.text import Bytes, Jsonl, Mixture, Source
 from dist_template.text.sources import mixture
 from tests.support.library import NOT_COUNTED, global_order
 from tests.support.parity import PauseAfter
-from tests.support.runs import CONFIGS, SMALL_LLAMA, Workers, logged, newest, only_run, quiet, run
+from tests.support.runs import SMALL_LLAMA, Workers, logged, newest, only_run, quiet, run
+from tests.support.strategies import flags_of
 
 PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
 NAMES = ("a", "b", "c")
@@ -40,25 +41,15 @@ def test_each_source_gives_its_share_and_all_its_rows_in_each_epoch(
     rows = [order(position) for position in range(length)]
     for name in NAMES:
         own = [row for row in rows if global_order.source_of(sizes, row) == name]
-        shares = [
-            next(
-                weights[name] / sum(weights.values())
-                for start, weights in reversed(changes)
-                if start <= position
-            )
-            for position in range(length)
-        ]
-        assert abs(len(own) - sum(shares)) <= 2.51, (
-            "rounded, at a block's end that is moved by the sources' rounding"
-        )
-        epochs = (
-            global_order.shuffled(sizes[name], seed, crc32(name.encode()), epoch)
-            for epoch in count()
-        )
+        shares = 0.0
+        for position in range(length):
+            weights = next(each for start, each in reversed(changes) if start <= position)
+            shares += weights[name] / sum(weights.values())
+        assert abs(len(own) - shares) <= 2.51, "rounded, at a block's end that rounding moves"
+        seeds = (sizes[name], seed, crc32(name.encode()))
+        epochs = (global_order.shuffled(*seeds, epoch) for epoch in count())
         stream = (order._starts[name] + row for epoch in epochs for row in epoch.tolist())
-        assert own == [*islice(stream, len(own))], (
-            "its own rows, all of them in each epoch, in random order"
-        )
+        assert own == [*islice(stream, len(own))], "all of its rows in each epoch, in random order"
 
 
 @PROPERTY
@@ -66,19 +57,11 @@ def test_each_source_gives_its_share_and_all_its_rows_in_each_epoch(
 def test_ranks_read_the_stream_together(
     sizes: Any, changes: Any, ranks: int, micro: int, start: int
 ) -> None:
-    stream, size, num = mixture.MixtureOrder(sizes, changes, 0), ranks * micro, sum(sizes.values())
-    orders = [
-        global_order.GlobalOrder(
-            num, size, micro, rank, ranks, consumed=lambda: start, stream=stream
-        )
-        for rank in range(ranks)
-    ]
-    read = [
-        row
-        for batches in islice(zip(*orders, strict=True), 40)
-        for batch in batches
-        for row in batch
-    ]
+    given: Any = {"consumed": lambda: start, "stream": mixture.MixtureOrder(sizes, changes, 0)}
+    batch = (sum(sizes.values()), ranks * micro, micro)
+    orders = [global_order.GlobalOrder(*batch, rank, ranks, **given) for rank in range(ranks)]
+    together = islice(zip(*orders, strict=True), 40)
+    read = [row for batches in together for batch in batches for row in batch]
     expected = mixture.MixtureOrder(sizes, changes, 0)
     assert read == [expected(start + at) for at in range(len(read))]
 
@@ -88,7 +71,7 @@ def test_ranks_read_the_stream_together(
 def test_new_weights_lose_and_repeat_no_sample(
     sizes: Any, before: Any, after: Any, position: int
 ) -> None:
-    """They take effect at the next block: until then the order is the old one, and then each source continues."""
+    """They take effect at the next block: until then the order is the old one."""
     old, new = mixture.MixtureOrder(sizes, before, 0), mixture.MixtureOrder(sizes, after, 0)
     new.resume([*map(list, before)], position)
     assert [new(at) for at in range(position)] == [old(at) for at in range(position)]
@@ -114,9 +97,8 @@ def texts(folder: Path) -> dict[str, Source]:
 
 def module_of(folder: Path, weights: dict[str, float]) -> DataModule:
     source = Mixture(texts(folder), weights)
-    return DataModule(
-        source, Bytes(), 16, 8, 4, cache_dir=str(folder / "cache"), validation_share=0.1
-    )
+    cache = str(folder / "cache")
+    return DataModule(source, Bytes(), 16, 8, 4, cache_dir=cache, validation_share=0.1)
 
 
 def test_rows_are_of_one_source_and_weights_are_not_part_of_the_cache(tmp_path: Path) -> None:
@@ -129,10 +111,8 @@ def test_rows_are_of_one_source_and_weights_are_not_part_of_the_cache(tmp_path: 
     for row in range(len(rows)):
         batch = rows.__getitems__([row])
         text = data.text_tokenizer.decode(batch["input_ids"][0].tolist(), skip_special_tokens=True)
-        assert (
-            text.isalpha() == (global_order.source_of(rows.sizes, row) == "words")
-            and text.isdigit() != text.isalpha()
-        )
+        assert text.isalpha() == (global_order.source_of(rows.sizes, row) == "words")
+        assert text.isdigit() != text.isalpha()
         counted += int((batch["labels"] != NOT_COUNTED).sum())
     assert counted == tokens - 2, "each token is a label once, but for the first of each source"
     other = module_of(tmp_path, {"words": 1, "digits": 0})
@@ -141,14 +121,9 @@ def test_rows_are_of_one_source_and_weights_are_not_part_of_the_cache(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_mixture_trains_on_any_number_of_processes_and_is_evaluated_by_source(
-    tmp_path: Path,
-) -> None:
-    texts(tmp_path)
-    source = {
-        name: {"class_path": "Jsonl", "init_args": {"paths": [str(tmp_path / f"{name}.jsonl")]}}
-        for name in ("words", "digits")
-    }
+def test_a_mixture_trains_on_any_number_of_ranks_and_is_evaluated_by_source(tmp_path: Path) -> None:
+    paths = {name: [str(tmp_path / f"{name}.jsonl")] for name in texts(tmp_path)}
+    source = {n: {"class_path": "Jsonl", "init_args": {"paths": p}} for n, p in paths.items()}
     weights = {"sources": source, "weights": {"words": 1, "digits": 1}}
     flags = [
         f"--run.root={tmp_path / 'runs'}", "--run.report=false", "--data.tokenizer=Bytes", "--data.seq_len=16",
@@ -160,32 +135,21 @@ def test_a_mixture_trains_on_any_number_of_processes_and_is_evaluated_by_source(
     ]  # fmt: skip
     assert run("fit", *flags, "--data.micro_batch_size=4", "--trainer.devices=1") == 0
     folder = only_run(tmp_path)
-    found = {
-        name: logged(folder, name)
-        for name in ("train/loss", "data/words/epochs", "data/digits/epochs")
-    }
-    words, digits = (list(found[f"data/{name}/epochs"].values()) for name in ("words", "digits"))
-    assert words == sorted({*words}) and digits == sorted({*digits})
+    for name in paths:
+        epochs = list(logged(folder, f"data/{name}/epochs").values())
+        assert epochs == sorted({*epochs})
     with Workers(2) as workers:
-        more = [
-            f"--config={CONFIGS}/strategy/fsdp2.yaml",
-            "--trainer.devices=2",
-            "--data.micro_batch_size=2",
-        ]
+        more = [*flags_of("fsdp2"), "--trainer.devices=2", "--data.micro_batch_size=2"]
         record = workers.run(["fit", *flags, *more], tmp_path / "two").check()
         cut = ["fit", *flags, *more, "--run.name=cut"]
         first = workers.run(cut, tmp_path / "cut", callbacks=[PauseAfter(4)]).check()
-    assert record.loss == pytest.approx(found["train/loss"], rel=1e-5)
-    one = [
-        "--data.micro_batch_size=8", "--trainer.devices=1", "--run.name=cut",
-        f"--ckpt_path={newest(first.run)}",
-    ]  # fmt: skip
-    assert run("fit", *flags, *one) == 0
+    assert record.loss == pytest.approx(logged(folder, "train/loss"), rel=1e-5)
+    one = ["--data.micro_batch_size=8", "--trainer.devices=1", f"--ckpt_path={newest(first.run)}"]
+    assert run("fit", *flags, *one, "--run.name=cut") == 0
     (folder_of_rest,) = {*(tmp_path / "runs" / "cut").iterdir()} - {first.run}
     rest = logged(folder_of_rest, "train/loss")
-    assert [rest[step] for step in (5, 6)] == pytest.approx(
-        [record.loss[step] for step in (5, 6)], rel=1e-5
-    )
+    for step in (5, 6):
+        assert rest[step] == pytest.approx(record.loss[step], rel=1e-5)
     (metrics,) = [each for step, each in record.eval().items() if step == 6]
     assert metrics["eval/words/loss"] != pytest.approx(metrics["eval/digits/loss"], rel=1e-3)
     for name in ("eval/words/loss", "eval/digits/loss", "eval/digits/token_accuracy"):
