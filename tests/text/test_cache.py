@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 from trainer_dev.data import DataModule
 
 from dist_template import InputError
-from dist_template.text import ByteBPE, Bytes, TextFiles
+from dist_template.text import ByteBPE, Bytes
 from dist_template.text.cache.token_cache import SPLITS
 from tests.support.library import NOT_COUNTED
 from tests.support.runs import SENTENCES, disk, quiet
@@ -67,9 +66,8 @@ def test_positions_restart_after_each_end_of_a_document(data: DataModule) -> Non
     data.prepare(report=quiet)
     batch = next(iter(data.train_dataloader()))
     restarts = 0
-    for ids, positions in zip(
-        batch["input_ids"].tolist(), batch["position_ids"].tolist(), strict=True
-    ):
+    rows = (batch[name].tolist() for name in ("input_ids", "position_ids"))
+    for ids, positions in zip(*rows, strict=True):
         position = 0
         for previous, got in zip([None, *ids], positions, strict=False):
             restarts += previous == data.eos_token_id
@@ -79,15 +77,6 @@ def test_positions_restart_after_each_end_of_a_document(data: DataModule) -> Non
     data.cross_document_attention = True
     batch = next(iter(data.train_dataloader()))
     assert batch["position_ids"].tolist() == [list(range(32))] * 8
-
-
-def reported(data: DataModule) -> list[str]:
-    lines: list[str] = []
-    data.prepare(report=lines.append)
-    return lines
-
-
-# ---- refused -------------------------------------------------------------------------------------
 
 
 def refused(data: DataModule) -> str:
@@ -120,30 +109,35 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    ("name", "harm"),
-    [("train.bin", flip_a_bit), ("test.bin", lambda path: os.truncate(path, 10)),
-        ("manifest.json", Path.unlink),
-        ("manifest.json", lambda path: path.write_text('{"dtype": 3}', encoding="utf-8")),
-        ("tokenizer/tokenizer.json", flip_a_bit)],
-)  # fmt: skip
+def no_manifest(path: Path) -> None:
+    path.write_text('{"dtype": 3}', encoding="utf-8")
+
+
+HARMS = [("train.bin", flip_a_bit), ("tokenizer/tokenizer.json", flip_a_bit)]
+HARMS += [("manifest.json", Path.unlink), ("manifest.json", no_manifest)]
+HARMS += [("test.bin", lambda path: os.truncate(path, 10))]
+
+
+@pytest.mark.parametrize(("name", "harm"), HARMS)
 def test_a_damaged_cache_is_refused_and_prepare_repairs_it(
-    data: DataModule, name: str, harm
+    data: DataModule, name: str, harm: Any
 ) -> None:
     harm(data.prepare(report=quiet).folder / name)
+    lines: list[str] = []
     assert "damaged" in refused(data)
-    assert "damaged" in reported(data)[0]
+    data.prepare(report=lines.append)
+    assert "damaged" in lines[0]
     data.require()
 
 
 def test_a_second_prepare_at_the_same_time_is_refused(data: DataModule) -> None:
     corpus = data.prepare(report=quiet)
     lock = str(corpus.folder) + ".lock"
-    code = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2); print('held', flush=True); input()"
+    code = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2);"
+    code += "print('held', flush=True); input()"
     command = [sys.executable, "-c", code, lock]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
         assert other.stdout and other.stdout.readline() == "held\n"
         data.prepare(report=quiet)  # what is ready can be used all the same
         shutil.rmtree(corpus.folder)
@@ -153,25 +147,17 @@ def test_a_second_prepare_at_the_same_time_is_refused(data: DataModule) -> None:
     data.prepare(report=quiet)  # the lock went with its holder
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    with disk(tmp_path / "disk", "256k") as folder:
-        yield folder
-
-
 def test_a_full_disk_leaves_nothing_behind_and_the_older_cache_usable(
-    texts: Path, tiny_disk: Path
+    data: DataModule, texts: Path, tmp_path: Path
 ) -> None:
-    data = DataModule(
-        TextFiles([f"{texts}/*.txt"]), Bytes(), 32, validation_share=0.2, test_share=0.2,
-        cache_dir=str(tiny_disk),
-    )  # fmt: skip
-    folder = data.prepare(report=quiet).folder
-    before = {path.name: path.read_bytes() for path in folder.glob("*.bin")}
-    (texts / "large.txt").write_text(SENTENCES * 5000, encoding="utf-8")
-    with pytest.raises(InputError, match="is full and nothing was kept"):
-        data.prepare(report=quiet)
-    assert sorted(path.name for path in tiny_disk.iterdir()) == [folder.name, folder.name + ".lock"]
-    assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == before
-    (texts / "large.txt").unlink()
-    data.require()
+    with disk(tmp_path / "disk", "256k") as tiny:
+        data.cache_dir = str(tiny)
+        folder = data.prepare(report=quiet).folder
+        before = {path.name: path.read_bytes() for path in folder.glob("*.bin")}
+        (texts / "large.txt").write_text(SENTENCES * 5000, encoding="utf-8")
+        with pytest.raises(InputError, match="is full and nothing was kept"):
+            data.prepare(report=quiet)
+        assert {path.name for path in tiny.iterdir()} == {folder.name, folder.name + ".lock"}
+        assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == before
+        (texts / "large.txt").unlink()
+        data.require()

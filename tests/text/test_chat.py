@@ -24,9 +24,6 @@ def read(source: Chat) -> list[Any]:
     return [json.loads(text) for _, text in source.documents()]
 
 
-# ---- reading -------------------------------------------------------------------------------------
-
-
 def test_all_shapes_give_the_same_conversation(tmp_path: Path) -> None:
     expected = [{"messages": messages(*TURNS)}]
     turns = [{"from": FROM[role], "value": content} for role, content in TURNS]
@@ -51,14 +48,13 @@ def test_arrays_compressed_files_parquet_and_hub_folders_are_read(
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "hf")
     records = [{"messages": messages(*TURNS)}, {"messages": messages(*TURNS[1:3])}]
     (tmp_path / "a.json").write_text(json.dumps(records))
-    (tmp_path / "a.jsonl.gz").write_bytes(
-        gzip.compress("\n".join(map(json.dumps, records)).encode())
-    )
+    lines = "\n".join(map(json.dumps, records)).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.jsonl", records)
-    for paths in (["a.json"], ["a.jsonl.gz"], ["a.parquet"]):
-        assert read(Chat([str(tmp_path / path) for path in paths])) == records, paths
+    for path in ("a.json", "a.jsonl.gz", "a.parquet"):
+        assert read(Chat([str(tmp_path / path)])) == records, path
     assert read(Chat(name=str(tmp_path / "set"))) == records
 
 
@@ -81,23 +77,11 @@ def test_a_wrong_record_is_one_sentence_with_file_and_line(case: str, tmp_path: 
     assert f"{path}:2" in str(caught.value) and "\n" not in str(caught.value)
 
 
-# ---- encoding ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("family", "answers"),
-    [("qwen3", ["<think>\n\n</think>\n\nUno.<|im_end|>\n",
-        "<think>\n\n</think>\n\nDue, ok.<|im_end|>\n"]),
-        ("llama3", ["Uno.<|eot_id|>", "Due, ok.<|eot_id|>"]),
-        ("deepseekv3", [f"<｜Assistant｜>{t}<｜end▁of▁sentence｜>" for t in ("Uno.", "Due, ok.")])],
-)  # fmt: skip
-def test_the_families_templates_train_on_the_answers(
-    family: str, answers: list[str], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "deepseekv3"])
+def test_a_conversation_is_rendered_as_published(family: str, tmp_path: Path) -> None:
+    """test_families.py shows what counts."""
     path = write(tmp_path / "a.jsonl", [GOOD])
     data = prepared(tmp_path, Chat([str(path)]), family)
-    assert counted_text(data) == answers
-    original = chats.published(family)
     published = data.text_tokenizer.apply_chat_template(messages(*TURNS), tokenize=False)
     trained = data.text_tokenizer.decode(data.corpus.tokens("train"))
     if family == "qwen3":  # docs/finetune.md has these two differences
@@ -105,26 +89,20 @@ def test_the_families_templates_train_on_the_answers(
         published = published.replace("<think>\n\n</think>\n\n", "")
         trained = trained.replace("<think>\n\n</think>\n\n", "")
     assert trained == published
-    assert data.text_tokenizer.chat_template == original, "what is saved and exported serves"
+    assert data.text_tokenizer.chat_template == chats.published(family), "what is exported serves"
 
 
 def test_what_counts_is_all_answers_the_last_or_everything(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [GOOD])
     template = tmp_path / "own.jinja"
     template.write_text(chats.TAGGED)
-    assert counted_text(prepared(tmp_path, Chat([str(path)], template=str(template)))) == [
-        "Uno.<|im_end|>",
-        "Due, ok.<|im_end|>",
-    ]
-    assert counted_text(
-        prepared(tmp_path, Chat([str(path)], template=str(template), train_on="last"))
-    ) == ["Due, ok.<|im_end|>"]
-    (whole,) = counted_text(
-        prepared(tmp_path, Chat([str(path)], train_on="all"), template=chats.UNTAGGED)
-    )
-    assert whole.startswith("<|im_start|>system\nBe brief.") and whole.endswith(
-        "Due, ok.<|im_end|>\n"
-    )
+    own: Any = {"paths": [str(path)], "template": str(template)}
+    answers = ["Uno.<|im_end|>", "Due, ok.<|im_end|>"]
+    assert counted_text(prepared(tmp_path, Chat(**own))) == answers
+    assert counted_text(prepared(tmp_path, Chat(**own, train_on="last"))) == answers[1:]
+    everything = Chat([str(path)], train_on="all")
+    (whole,) = counted_text(prepared(tmp_path, everything, template=chats.UNTAGGED))
+    assert whole.startswith("<|im_start|>system\nBe brief.") and whole.endswith(f"{answers[1]}\n")
 
 
 def test_a_template_without_marks_is_refused_and_named(tmp_path: Path) -> None:
@@ -142,15 +120,11 @@ def test_an_empty_mask_is_refused_with_template_and_line(tmp_path: Path) -> None
     assert message.startswith(f"{own} marks no token of {tmp_path}/a.jsonl:2 as the assistant's")
 
 
-# ---- rows ----------------------------------------------------------------------------------------
-
-
 def many(tmp_path: Path, number: int = 40) -> Path:
     rng = np.random.default_rng(0)
-    records = [
-        {"messages": messages(("user", f"{i}?"), ("assistant", "ab" * int(rng.integers(1, 60))))}
-        for i in range(number)
-    ]
+    answers = ["ab" * int(rng.integers(1, 60)) for _ in range(number)]
+    talks = [messages(("user", f"{i}?"), ("assistant", each)) for i, each in enumerate(answers)]
+    records = [{"messages": talk} for talk in talks]
     return write(tmp_path / "many.jsonl", records)
 
 
@@ -158,9 +132,8 @@ def test_rows_hold_whole_conversations_that_do_not_attend_to_each_other(tmp_path
     data = prepared(tmp_path, Chat([str(many(tmp_path))]), template=chats.TAGGED)
     rows = data.rows_of("train")
     batch = rows.__getitems__(list(range(len(rows))))
-    tokens, counted, starts = (
-        data.corpus.tokens("train"), data.corpus.counted("train"), data.corpus.starts("train"),
-    )  # fmt: skip
+    corpus = data.corpus
+    tokens, counted, starts = (of("train") for of in (corpus.tokens, corpus.counted, corpus.starts))
     documents = {
         tuple(tokens[a : b - 1].tolist()): counted[a + 1 : b].copy()
         for a, b in zip(starts, starts[1:], strict=False)
@@ -183,15 +156,10 @@ def test_rows_hold_whole_conversations_that_do_not_attend_to_each_other(tmp_path
 
 def test_a_conversation_longer_than_a_row_is_cut_or_dropped_and_counted(tmp_path: Path) -> None:
     records = [GOOD] * 3
-    records += [
-        {"messages": messages(("user", "a"), ("assistant", "b" * 400))}
-    ]  # its answer is cut
-    records += [
-        {"messages": messages(("user", "a" * 400), ("assistant", "b"))}
-    ]  # nothing of its answer is left
-    data = prepared(
-        tmp_path, Chat([str(write(tmp_path / "a.jsonl", records))]), template=chats.TAGGED
-    )
+    for question, answer in (("a", "b" * 400), ("a" * 400, "b")):  # no answer is left of the second
+        records += [{"messages": messages(("user", question), ("assistant", answer))}]
+    source = Chat([str(write(tmp_path / "a.jsonl", records))])
+    data = prepared(tmp_path, source, template=chats.TAGGED)
     lines: list[str] = []
     data.prepare(report=lines.append)
     packing = data.rows_of("train").packing
@@ -209,48 +177,31 @@ def test_a_damaged_file_of_conversations_is_refused(kind: str, tmp_path: Path) -
         data.require()
 
 
-@pytest.mark.parametrize(
-    ("family", "end"),
-    [("llama3_1", "<|eot_id|>"), ("gemma4_v5", "<turn|>\n"), ("lfm2_2_5", "<|im_end|>\n")],
-)
-def test_answers_of_families_without_marks_follow_a_servers_prompt(
-    family: str, end: str, tmp_path: Path
-) -> None:
-    path, text = write(tmp_path / "a.jsonl", [GOOD]), chats.published(family)
-    assert counted_text(prepared(tmp_path, Chat([str(path)]), template=text)) == [
-        f"Uno.{end}",
-        f"Due, ok.{end}",
-    ]
-
-
 @pytest.mark.parametrize("family", ["gemma3", "llama3", "lfm2", "qwen3_instruct_2507"])
 def test_without_marks_the_same_tokens_count(family: str, tmp_path: Path) -> None:
-    path, text = (
-        write(tmp_path / "a.jsonl", [GOOD, {"messages": messages(*TURNS[1:3], ("user", "ß?"), (
-            "assistant", "日 ß"))}]),
-        chats.published(family),
-    )  # fmt: skip
+    other = {"messages": messages(*TURNS[1:3], ("user", "ß?"), ("assistant", "日 ß"))}
+    path, text = write(tmp_path / "a.jsonl", [GOOD, other]), chats.published(family)
     marked = counted_text(prepared(tmp_path / "marked", Chat([str(path)]), template=text))
     unknown = text + "{# a family that trl does not know #}"
     assert counted_text(prepared(tmp_path, Chat([str(path)]), template=unknown)) == marked != []
 
 
-@pytest.mark.parametrize(
-    ("was", "becomes", "what"),
-    [
-        ("{{ m.content }}<|im_end|>{% else %}", "{{ m.content }}{% else %}", "an answer without an end"),
-        ("{% if add_generation_prompt %}<|im_start|>", "{% if add_generation_prompt %}<start>", "another prompt"),
-        ("{{ m.content }}<|im_end|>{% else %}", "{{ m.content[1:] }}<|im_end|>{% else %}", "another content"),
-        ("<|im_end|>{% else %}", "{% if loop.last %}<last>{% endif %}<|im_end|>{% else %}", "another last turn"),
-    ],
-)  # fmt: skip
-def test_answers_that_cannot_be_told_from_a_prompt_are_refused(
-    was: str, becomes: str, what: str, tmp_path: Path
-) -> None:
+ENDS = "{{ m.content }}<|im_end|>{% else %}"
+PROMPTS = "{% if add_generation_prompt %}<|im_start|>"
+CHANGES = {
+    "an answer without an end": (ENDS, "{{ m.content }}{% else %}"),
+    "another prompt": (PROMPTS, "{% if add_generation_prompt %}<start>"),
+    "another content": (ENDS, "{{ m.content[1:] }}<|im_end|>{% else %}"),
+    "another last turn": (ENDS,
+        "{{ m.content }}{% if loop.last %}<last>{% endif %}<|im_end|>{% else %}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_answers_that_cannot_be_told_from_a_prompt_are_refused(what: str, tmp_path: Path) -> None:
+    was, becomes = CHANGES[what]
     assert was in chats.UNTAGGED, what
     said = refused(tmp_path, tokenizers=chats.UNTAGGED.replace(was, becomes))
-    assert (
-        "a.jsonl:1" in said
-        and "message 3 does not continue a server's prompt, or has no end" in said
-    )
+    assert "a.jsonl:1" in said
+    assert "message 3 does not continue a server's prompt, or has no end" in said
     assert "give data.source.template" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from trainer_dev.data import DataModule
@@ -29,7 +30,7 @@ TEXTS = [
 ]  # fmt: skip
 EVERY_BYTE = "".join(
     map(chr, range(0x250))
-)  # all lead and most continuation bytes of two-byte characters
+)  # all lead, most continuation bytes of two-byte characters
 
 
 def read(source: Source) -> list[str]:
@@ -43,9 +44,6 @@ def error_of(source: Source) -> str:
     return str(caught.value)
 
 
-# ---- sources -------------------------------------------------------------------------------------
-
-
 def test_text_files_are_read_in_one_order_each_once_and_to_the_byte(tmp_path: Path) -> None:
     for number, text in enumerate(TEXTS):
         (tmp_path / f"{number}.txt").write_bytes(text.encode())
@@ -56,16 +54,12 @@ def test_paths_that_match_nothing_are_named(tmp_path: Path) -> None:
     (tmp_path / "there.txt").write_text("text", encoding="utf-8")
     message = error_of(TextFiles([f"{tmp_path}/there.txt", f"{tmp_path}/*.rst"]))
     assert f"{tmp_path}/*.rst" in message and "there.txt" not in message
-    assert f"{tmp_path}/**/*" in error_of(
-        TextFiles([str(tmp_path)])
-    )  # a folder: says how to write it
+    assert f"{tmp_path}/**/*" in error_of(TextFiles([str(tmp_path)]))  # how to write a folder
 
 
 def write_jsonl(path: Path, field: str = "text") -> Path:
-    path.write_text(
-        "".join(json.dumps({"id": i, field: t}) + "\n" for i, t in enumerate(TEXTS)),
-        encoding="utf-8",
-    )
+    lines = [json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(TEXTS)]
+    path.write_text("".join(lines), encoding="utf-8")
     return path
 
 
@@ -73,9 +67,7 @@ def test_a_missing_field_is_reported_with_the_existing_ones(tmp_path: Path) -> N
     path = write_jsonl(tmp_path / "a.jsonl", "body")
     message = error_of(Jsonl([str(path)]))
     assert "'text'" in message and "body, id" in message and str(path) in message
-    assert ":1, which has body, id" in error_of(
-        Jsonl([str(path)], "id")
-    )  # it is there, and no text
+    assert ":1, which has body, id" in error_of(Jsonl([str(path)], "id"))  # it is no text
 
 
 def test_parquet_gives_its_column(tmp_path: Path) -> None:
@@ -116,9 +108,6 @@ def test_a_custom_source_is_one_class(tmp_path: Path) -> None:
         data.require()
 
 
-# ---- tokenizers ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("spec", [Bytes(), ByteBPE(vocab_size=400)], ids=["bytes", "bpe"])
 def test_any_text_comes_back_and_an_end_in_the_text_stays_text(spec: TokenizerSpec) -> None:
     texts = [*TEXTS, EVERY_BYTE]
@@ -137,10 +126,8 @@ def test_bpe_learns_from_the_train_split_alone(tmp_path: Path) -> None:
             return super().fit(iter(self.seen))
 
     source = TextFiles([str(Path(__file__))], separator="\n\n")
-    data = DataModule(
-        source, Recorded(300), 16, 2, 2, validation_share=0.2, test_share=0.2,
-        cache_dir=str(tmp_path),
-    )  # fmt: skip
+    shares: Any = {"validation_share": 0.2, "test_share": 0.2, "cache_dir": str(tmp_path)}
+    data = DataModule(source, Recorded(300), 16, 2, 2, **shares)
     data.prepare()
     assert Recorded.seen
     assert {data._recipe.split_of(text) for text in Recorded.seen} == {"train"}
@@ -154,9 +141,8 @@ def test_a_saved_tokenizer_serves_as_a_pretrained_one(tmp_path: Path) -> None:
     spec = Pretrained(str(tmp_path))
     loaded = spec.fit(iter([]))
     assert loaded.eos_token_id == tokenizer.eos_token_id
-    assert [i.tolist() for i in spec.encode(loaded, TEXTS)] == [
-        i.tolist() for i in made.encode(tokenizer, TEXTS)
-    ]
+    found, expected = spec.encode(loaded, TEXTS), made.encode(tokenizer, TEXTS)
+    assert [ids.tolist() for ids in found] == [ids.tolist() for ids in expected]
     assert tmp_path / "tokenizer.json" in spec.files()
 
 
@@ -169,23 +155,11 @@ def test_sizes_that_do_not_divide_and_shares_that_leave_nothing_are_refused() ->
         DataModule(validation_share=0.5, test_share=0.5).check(world_size=1)
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """corpus/ with texts at three depths, and a file elsewhere."""
-    for name in (
-        "corpus/a.txt",
-        "corpus/deep/b.txt",
-        "corpus/deep/er/c.txt",
-        "corpus/.hidden/d.txt",
-        "other/e.txt",
-    ):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(name)
-    return tmp_path / "corpus"
-
-
-def test_links_in_a_circle_give_each_file_once(tree: Path) -> None:
+def test_links_in_a_circle_give_each_file_once(tmp_path: Path) -> None:
+    tree = tmp_path / "corpus"
+    for name in ("a.txt", "deep/b.txt", "deep/er/c.txt", ".hidden/d.txt"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(name)
     (tree / "loop").symlink_to(tree, target_is_directory=True)
     (tree / "deep" / "again.txt").symlink_to(tree / "a.txt")
     found = [path.relative_to(tree).as_posix() for path in matching([f"{tree}/**/*.txt"])]
