@@ -53,16 +53,13 @@ def compare(*of_ranks: dict[str, Any], ignore: list[str] | None = None) -> list[
     return ends
 
 
-DIFFERENCES = {
+DIFFERENCES = {  # what differs, its key, its group, its value on rank 2
     "python": ({"python": "3.12.1"}, "python", "python", "3.12.1"),
-    "a package's version": ({"packages": {"numpy": "1.26", "torch": "2.13.0"}}, "packages.numpy",
-        "packages", "1.26"),
-    "a package that is not there":
-        ({"packages": {"torch": "2.13.0"}}, "packages.numpy", "packages", "-"),
-    "a variable": ({"variables": {"NCCL_DEBUG": "WARN"}}, "variables.NCCL_DEBUG", "variables",
-        "WARN"),
-    "a changed file": ({"git_diff": "0a1b"}, "git_diff", "git_diff", "0a1b"),
-    "a key": ({"config": {"data.seq_len": "64"}}, "config.data.seq_len", "config", "64"),
+    "version": ({"packages": {"numpy": "1.26", "torch": "2.13.0"}}, "packages.numpy", "packages", "1.26"),
+    "package": ({"packages": {"torch": "2.13.0"}}, "packages.numpy", "packages", "-"),
+    "variable": ({"variables": {"NCCL_DEBUG": "WARN"}}, "variables.NCCL_DEBUG", "variables", "WARN"),
+    "changed file": ({"git_diff": "0a1b"}, "git_diff", "git_diff", "0a1b"),
+    "key": ({"config": {"data.seq_len": "64"}}, "config.data.seq_len", "config", "64"),
 }  # fmt: skip
 
 
@@ -81,11 +78,9 @@ def test_one_table_says_which_ranks_have_what(case: str) -> None:
 
 
 def strategy(rank: int, port: int) -> Any:
-    address = SimpleNamespace(main_address="127.0.0.1", main_port=port)
-    return SimpleNamespace(
-        global_rank=rank, local_rank=rank, world_size=2, num_processes=2,
-        cluster_environment=address,
-    )  # fmt: skip
+    found = SimpleNamespace(global_rank=rank, local_rank=rank, world_size=2, num_processes=2)
+    found.cluster_environment = SimpleNamespace(main_address="127.0.0.1", main_port=port)
+    return found
 
 
 @pytest.mark.parametrize(("here", "missing"), [(0, 1), (1, 0)])
@@ -93,9 +88,8 @@ def test_a_rank_that_never_comes_is_named(here: int, missing: int, monkeypatch: 
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     started = time.monotonic()
     with pytest.raises(Ended, match=rf"rank {missing} of 2 did not connect within 0.5 s") as ended:
-        rendezvous.connect(
-            strategy(here, values.free_port()), 0.5, lambda met: SameEnvironment().compare(met, OWN)
-        )
+        same: Any = lambda met: SameEnvironment().compare(met, OWN)  # noqa: E731
+        rendezvous.connect(strategy(here, values.free_port()), 0.5, same)
     assert ended.value.code == Exit.HUNG and time.monotonic() - started < 60
 
 
@@ -135,24 +129,17 @@ def two(flags: list[str]) -> list[str]:
 @pytest.mark.slow
 def test_two_processes_that_differ_both_exit_with_78(two: list[str], tmp_path: Path) -> None:
     """Started manually, each process with its own command."""
-    port = values.free_port()
     env = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_RUN}
-    env |= {"OMP_NUM_THREADS": "1", "DIST_RUN_ID": "by-hand", "WORLD_SIZE": "2"}
-    env |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "x",
-        "LOCAL_WORLD_SIZE": "2",
-    }
+    env |= {"OMP_NUM_THREADS": "1", "DIST_RUN_ID": "by-hand", "TORCHELASTIC_RUN_ID": "x"}
+    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(values.free_port())}
     processes = []
     for rank in range(2):
-        of_rank = env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+        of_rank = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         of_rank |= {"NCCL_ALGO": "Ring"} if rank else {}
         command = [sys.executable, "-m", PACKAGE, *two, f"--data.seed={rank}"]
-        pipe = subprocess.PIPE
-        processes.append(
-            subprocess.Popen(command, env=of_rank, cwd=PROJECT, stdout=pipe, stderr=pipe, text=True)
-        )
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen(command, env=of_rank, cwd=PROJECT, **pipes))
     printed = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [Exit.MISMATCH] * 2, printed
     rows = [line.split() for line in "".join(printed).splitlines()]
@@ -166,9 +153,8 @@ def test_without_the_comparison_they_train_on_unlike(two: list[str], tmp_path: P
     with Workers(2) as workers:
         ended = workers.run(two, tmp_path / "on", prelude=partial(other_on_rank_1, tmp_path))
         assert all(answer.startswith("Ended:") for answer in ended.answers.values()), ended.answers
-        workers.run(
-            two, tmp_path / "off", prelude=partial(unlike_and_not_compared, tmp_path)
-        ).check()
+        unlike = partial(unlike_and_not_compared, tmp_path)
+        workers.run(two, tmp_path / "off", prelude=unlike).check()
 
 
 def unlike_and_not_compared(folder: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from lightning.pytorch import Callback
 
 from dist_template.errors import Exit
-from tests.support.runs import SMALL_LLAMA, Workers, run
+from tests.support.runs import Workers, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
 from tests.support.wings import RunRecord
@@ -76,38 +76,23 @@ def hang_in_data(rank: int, call: int, folder: Path) -> None:
 
 
 def train(
-    flags: list[str],
-    folder: Path,
-    *extra: str,
-    strategy: str = "ddp",
-    num: int = 2,
-    timeout_s: float = 60.0,
-    **options: Any,
+    flags: list[str], folder: Path, *extra: str, strategy: str = "ddp", num: int = 2, **options: Any
 ) -> RunRecord:
     flags = [*flags, f"--trainer.devices={num}"] + (flags_of(strategy) if num > 1 else [])
-    flags += [
-        f"--model.architecture={SMALL_LLAMA}",
-        "--data.global_batch_size=8",
-        "--data.micro_batch_size=1",
-    ]
+    flags += ["--data.global_batch_size=8", "--data.micro_batch_size=1"]
     flags += ["--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0"]
     limits = [f"--watchdog.timeout_s={LIMIT_S}", f"--watchdog.start_timeout_s={10 * LIMIT_S}"]
     folder.mkdir(parents=True, exist_ok=True)
     with Workers(num) as workers:
-        return workers.run(
-            ["fit", *flags, *limits, *extra], folder / "record", timeout_s=timeout_s, **options
-        )
+        argv = ["fit", *flags, *limits, *extra]
+        return workers.run(argv, folder / "record", **{"timeout_s": 60.0} | options)
 
 
 def check_all_ended(record: RunRecord, folder: Path, limit_s: float = LIMIT_S) -> str:
-    """The sentence that the log ends with, when every rank ended with Exit.HUNG in time and wrote its stacks."""
+    """The sentence that the log ends with, when each rank ended in time and wrote its stacks."""
     took_s = time.time() - float((folder / "hangs_since").read_text())
     for rank, answer in record.answers.items():
-        assert answer == f"killed: exit code {int(Exit.HUNG)}", (
-            record.answers,
-            record.log(rank)[-3000:],
-        )
-    for rank in record.answers:
+        assert answer == f"killed: exit code {int(Exit.HUNG)}", record.log(rank)[-3000:]
         assert "most recent call first" in record.log(rank), "in the log"
     printed = "".join(record.log(rank) for rank in record.answers)
     print(f"noticed and ended after {took_s:.2f} s")
@@ -165,9 +150,8 @@ def test_a_rank_that_hangs_is_named_and_all_end(
 @pytest.mark.slow
 def test_without_the_watchdog_a_hang_stays(prepared: list[str], tmp_path: Path) -> None:
     off = ["--watchdog.timeout_s=0", "--watchdog.start_timeout_s=0"]
-    record = train(
-        prepared, tmp_path, *off, callbacks=[HangAt(1, STEP, tmp_path, 6)], timeout_s=LIMIT_S + 8
-    )
+    options: Any = {"callbacks": [HangAt(1, STEP, tmp_path, 6)], "timeout_s": LIMIT_S + 8}
+    record = train(prepared, tmp_path, *off, **options)
     assert (tmp_path / "hangs_since").exists()
     assert all(answer.startswith("hung:") for answer in record.answers.values()), record.answers
 
@@ -181,8 +165,6 @@ class SlowValidation(Callback):
 
 @pytest.mark.slow
 def test_a_long_validation_that_lives_is_let_live(prepared: list[str], tmp_path: Path) -> None:
-    limits = [
-        "--watchdog.timeout_s=3", "--watchdog.start_timeout_s=3", "--trainer.limit_val_batches=8",
-    ]  # fmt: skip
-    flags = [*limits, "--trainer.max_steps=2", "--trainer.val_check_interval=2"]
+    flags = ["--watchdog.timeout_s=3", "--watchdog.start_timeout_s=3", "--trainer.max_steps=2"]
+    flags += ["--trainer.limit_val_batches=8", "--trainer.val_check_interval=2"]
     train(prepared, tmp_path, *flags, num=1, callbacks=[SlowValidation()]).check()

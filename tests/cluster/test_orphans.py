@@ -1,4 +1,4 @@
-"""Child processes of a rank that exits, and ranks that wait for one that never started."""
+"""Child processes of a rank that exits."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ class Late:
 
 prctl, signals.LIBC = signals.LIBC.prctl, Late()
 """
-LATE_WORKERS = LATE + WORKER_THAT_LOOPS.replace("num_workers=1", "num_workers=2").replace(
+TWO_WORKERS = WORKER_THAT_LOOPS.replace("num_workers=1", "num_workers=2").replace(
     "return 1", "return 2"
 )
+CODES = {"a worker": WORKER_THAT_LOOPS, "workers that are late": LATE + TWO_WORKERS}
 
 
 def lives(pid: int) -> bool:
@@ -60,20 +61,12 @@ def lives(pid: int) -> bool:
         return False
 
 
-CODES = {
-    "a worker": WORKER_THAT_LOOPS,
-    "workers that are late": LATE_WORKERS,
-}
-
-
 @LINUX
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [*CODES.values()], ids=[*CODES])
 def test_what_a_rank_has_started_ends_with_it(code: str) -> None:
-    env = os.environ
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "3"], env=env, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", code, "3"]
+    process = subprocess.Popen(command, env=os.environ, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pid = int(process.stdout.readline())  # no more: what was started may hold the pipe open
     try:

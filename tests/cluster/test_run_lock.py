@@ -18,7 +18,7 @@ import pytest
 from dist_template.cluster.launch import Variable
 from dist_template.cluster.run_lock import FILE, RunLock
 from tests.support.library import run_lock
-from tests.support.runs import main
+from tests.support.runs import main, refused
 
 ELSEWHERE = {"host": "node7", "machine": "node7 another boot", "pid": 4, "since": 1.0, "launch": ""}
 
@@ -62,11 +62,8 @@ def test_a_second_process_is_refused_while_the_first_lives(
     path = held_by(tmp_path, **neighbour(process))
     before = path.read_bytes()
     why = lock.take(tmp_path)
-    assert (
-        why
-        and why.startswith(f"{tmp_path} is in use by process {process.pid} on ")
-        and Variable.RUN_ID in why
-    )
+    assert why and why.startswith(f"{tmp_path} is in use by process {process.pid} on ")
+    assert Variable.RUN_ID in why
     assert path.read_bytes() == before
     process.kill()
     time.sleep(0.1)  # its parent has not waited for it: a zombie
@@ -106,13 +103,10 @@ def test_a_restart_of_the_same_launch_does_not_wait(
 
 def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
     held_by(tmp_path, **dict(run_lock.this_process()) | {"pid": os.getppid(), "since": 1.0})
-    code = "import sys, pathlib; from {0}.cluster.run_lock import RUN_LOCK; print(RUN_LOCK.take(pathlib.Path({1!r})));"
-    code = code.format("dist_template", str(tmp_path)) + "sys.stdout.flush(); input()"
-    command = [sys.executable, "-c", code]
-    starts = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(4)
-    ]
+    code = "import sys, pathlib; from dist_template.cluster.run_lock import RUN_LOCK;"
+    code += f"print(RUN_LOCK.take(pathlib.Path({str(tmp_path)!r}))); sys.stdout.flush(); input()"
+    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    starts = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(4)]
     answers = [start.stdout.readline().strip() for start in starts if start.stdout]
     for start in starts:
         start.communicate("\n")
@@ -120,21 +114,13 @@ def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_in_use_is_refused_before_anything_is_written(
-    flags: list[str],
-    process: subprocess.Popen,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: Any,
+    flags: list[str], process: subprocess.Popen, tmp_path: Path, monkeypatch: Any, capfd: Any
 ) -> None:
     monkeypatch.setenv(Variable.RUN_ID, "one")
     folder = tmp_path / "runs" / "default" / "one"
     folder.mkdir(parents=True)
     held_by(folder, **neighbour(process))
-    assert main(["fit", *flags]) == 2
-    (sentence,) = [
-        line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")
-    ]
-    assert "is in use by process" in sentence
+    assert "is in use by process" in refused("fit", flags, capfd)
     assert [path.name for path in folder.iterdir()] == [FILE]
     monkeypatch.setenv(Variable.RUN_ID, "one")
     process.kill()
