@@ -1,4 +1,4 @@
-"""Drawn values for every key of `fit`: each is accepted, or refused in one sentence. None gives a traceback."""
+"""Drawn values for every key of `fit`: each is accepted, or refused in one sentence."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Accepted(Exception):
 
 @pytest.fixture
 def parsers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """What LightningCLI builds from the classes' signatures, built once: it is the same for every example."""
+    """What LightningCLI builds from the classes' signatures, built once."""
     kept: dict[str, Any] = {}
     setup = CLI.setup_parser
 

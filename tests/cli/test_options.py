@@ -1,4 +1,4 @@
-"""Every option of LightningCLI and of the Trainer: honoured, or refused with a sentence that says what to use."""
+"""Every option of LightningCLI and of the Trainer is honoured, and every number has a range."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class Parsed(Exception):
 
 
 def numeric(hint: Any, key: str) -> Iterator[str]:
-    """Yields the keys of a type that take a number, in its dataclasses, lists and unions of numbers."""
+    """Yields the keys of a type that take a number, in dataclasses, lists and unions of numbers."""
     if hint in (int, float):
         yield key
     elif is_dataclass(hint):

@@ -1,4 +1,4 @@
-"""Entry points: found in installed packages and in the pyproject.toml of a project that is not installed."""
+"""Entry points of installed packages, and of the pyproject.toml of a project that is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command imports before it answers: nothing heavy for help and unknown keys, nothing unused for training."""
+"""What a command imports before it answers: nothing heavy for help, nothing unused for training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def python(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
 
 
 def sentences_of(cases: dict[str, str], folder: Path) -> str:
-    """Runs `fit` with the flags of each case in one process, checks each sentence, returns which modules it loaded."""
+    """Runs `fit` with the flags of each case, checks each sentence, returns the loaded modules."""
     (folder / "group.yaml").write_text("wachdog: {timeout_s: 3}\n")
     (folder / "broken.yaml").write_text("data: [1\n")
     code = (
@@ -104,7 +104,7 @@ class Found(Exception):
 
 @pytest.mark.slow
 def test_training_imports_nothing_that_it_does_not_use(flags: list[str], tmp_path: Path) -> None:
-    """Besides what torch, lightning and the model bring; what those bring depends on the machine."""
+    """Besides what torch, lightning and the model bring, which depends on the machine."""
     code = (
         "import sys, torch, lightning\n"
         "from transformers import AutoModelForCausalLM, LlamaForCausalLM\n"

@@ -45,7 +45,7 @@ def test_one_code_is_made_of_all_processes() -> None:
 
 
 class Launched:
-    """torchrun in this process, with shell commands for workers that count their starts in `folder`."""
+    """torchrun in this process; its workers are shell commands that count their starts."""
 
     def __init__(self, folder: Path, capfd: pytest.CaptureFixture) -> None:
         self.folder, self.capfd = folder, capfd
@@ -60,7 +60,7 @@ class Launched:
         return torchrun.main(flags)
 
     def when(self, files: list[str], number: int) -> None:
-        """Signal this process once workers have written these files, and torchrun's agent knows the workers."""
+        """Signals this process once workers have written these files and the agent knows them."""
 
         def ready() -> bool:
             knows = any(agent.workers() for agent in torchrun.Agent.instances)

@@ -1,4 +1,4 @@
-"""Ranks whose environments differ exit before their first collective, with one table of the differences."""
+"""Ranks whose environments differ exit before their first collective, with one table."""
 
 from __future__ import annotations
 
@@ -53,11 +53,13 @@ def compare(*of_ranks: dict[str, Any], ignore: list[str] | None = None) -> list[
     return ends
 
 
+OLDER = {"numpy": "1.26", "torch": "2.13.0"}
+WARN = {"NCCL_DEBUG": "WARN"}
 DIFFERENCES = {  # what differs, its key, its group, its value on rank 2
     "python": ({"python": "3.12.1"}, "python", "python", "3.12.1"),
-    "version": ({"packages": {"numpy": "1.26", "torch": "2.13.0"}}, "packages.numpy", "packages", "1.26"),
+    "version": ({"packages": OLDER}, "packages.numpy", "packages", "1.26"),
     "package": ({"packages": {"torch": "2.13.0"}}, "packages.numpy", "packages", "-"),
-    "variable": ({"variables": {"NCCL_DEBUG": "WARN"}}, "variables.NCCL_DEBUG", "variables", "WARN"),
+    "variable": ({"variables": WARN}, "variables.NCCL_DEBUG", "variables", "WARN"),
     "changed file": ({"git_diff": "0a1b"}, "git_diff", "git_diff", "0a1b"),
     "key": ({"config": {"data.seq_len": "64"}}, "config.data.seq_len", "config", "64"),
 }  # fmt: skip

@@ -20,7 +20,7 @@ from tests.support.tiers import tiers
 from tests.support.wings import RunRecord
 
 LIMIT_S = 3.0
-BUSY_S = 20.0  # for a machine on which everything is slow; a collective's own limit would be 60 s more than LIMIT_S
+BUSY_S = 20.0  # for a slow machine; a collective's own limit would be 60 s more than LIMIT_S
 
 
 class HangAt(Callback):

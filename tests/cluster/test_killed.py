@@ -1,4 +1,4 @@
-"""Killed ranks under the real launcher: the run resumes by itself, and ends with an uninterrupted run's weights."""
+"""Killed ranks under the real launcher: the run resumes, with an uninterrupted run's weights."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ time.sleep(float(sys.argv[1]))
 os._exit(71)  # as the watchdog does
 """
 
-# The rank exits before its two workers ask the kernel for a signal; each holds the other's pipe to the rank.
+# The rank exits before its two workers ask for a signal; each holds the other's pipe to the rank.
 LATE = """
 import os, sys, time
 from dist_template.cluster import signals

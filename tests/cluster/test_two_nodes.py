@@ -1,4 +1,4 @@
-"""Two nodes, each a network namespace: a worker, the link, a node and the rendezvous's host are lost, one by one."""
+"""Two nodes, each a network namespace: a worker, the link, a node and the rendezvous are lost."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def restarted(training: Training) -> Callable[[], bool]:
 
 @pytest.mark.netns
 @pytest.mark.slow
-@pytest.mark.nightly  # minutes; test_killed.py relaunches, and test_exit_codes.py restarts, in `make test`
+@pytest.mark.nightly  # minutes; test_killed.py and test_exit_codes.py are in `make test`
 def test_what_is_left_goes_on(hosts: TwoHosts, flags: list[str], tmp_path: Path) -> None:
     run("prepare", *flags)
     argv = [

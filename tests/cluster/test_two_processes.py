@@ -1,4 +1,4 @@
-"""`fit` as a user types it for two processes: Lightning starts the second one. One training, for several tests."""
+"""`fit` as a user types it for two processes: Lightning starts the second one."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ STALLED = [
 
 @pytest.mark.parametrize(("words", "sentence"), STALLED)
 def test_the_stalled_rank_is_named(words: dict[int, tuple[int, str, bool]], sentence: str) -> None:
-    """Rank: (progress, place, whether it waits for others); a rank that is missing does not answer."""
+    """Rank: (progress, place, whether it waits); a rank that is missing does not answer."""
     names = ("beats", "place", "waits")
     statuses = {r: dict(zip(names, of, strict=True)) | {"line": "f:1"} for r, of in words.items()}
     assert find_stalled(statuses, [r for r in range(max(words)) if r not in words]) == sentence

@@ -1,6 +1,6 @@
-"""Interrupted anywhere in an epoch, once or twice, in every way: the samples, validations and epochs are the same.
+"""Interrupted anywhere in an epoch, once or twice, in every way: a training stays the same.
 
-All combinations, in this process, with a model of one weight: 3 epochs of 3 optimizer steps, 2 micro-batches a step.
+All combinations, in this process, with one weight: 3 epochs of 3 steps of 2 micro-batches.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Recorder(L.LightningModule):
 
 
 class StopAt(Checkpoint):
-    """Interrupts training after an optimizer step, as `kind` does; called last, as checkpoints are."""
+    """Interrupts training after an optimizer step, as `kind` does; called last."""
 
     def __init__(self, kind: str, step: int) -> None:
         self.kind, self.step = kind, step
@@ -178,7 +178,7 @@ Done = tuple[Recorder, dict[str, Any]]
 
 
 def difference(found: Done, whole: Done, stops_early: bool) -> str:
-    """What an interrupted training did that the other one did not, or the reverse; "" for nothing."""
+    """What one of an interrupted training and the other one did alone; "" for nothing."""
     events, expected = found[0].events, whole[0].events
     if stops_early:  # Lightning validates then, due or not
         events, expected = ([event[:3] for event in each] for each in (events, expected))
@@ -199,7 +199,7 @@ VALIDATED = "epoch_loop.val_loop.batch_progress"
 
 
 def differences(folder: Path, limits: dict[str, Any], wanted: Callable[[list[Stop]], Any]) -> Any:
-    """A chain of interruptions -> what it changed, of those that `wanted` chooses from all stops."""
+    """A chain of interruptions -> what it changed, of those that `wanted` chooses."""
     trainings, module = Trainings(folder, **limits), Recorder()
     whole = module, trainings.fit(module, folder / "whole").fit_loop.state_dict()
     trained = [epoch for kind, epoch, *_ in module.events if kind == "step"]

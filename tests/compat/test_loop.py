@@ -1,4 +1,4 @@
-"""What a user sees of the training loop is Lightning's own: closures, errors, counts, a Trainer that can be pickled."""
+"""What a user sees of the training loop is Lightning's own: closures, errors, counts, pickles."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The private names in compat/ exist, with the parameters that the library uses: a version that drops one fails here.
+"""The private names in compat/ exist, with the parameters that the library uses.
 
-Names that the library reaches by an import statement need no entry: importing their file fails without them.
+Names that the library reaches by an import statement need no entry: importing their file fails.
 """
 
 from __future__ import annotations
@@ -35,24 +35,32 @@ FUNCTIONS = {
     "L.loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx": "self data_fetcher",
     "L.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor": "self",
     "L.trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers": "self",
-    "L.trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint": "self weights_only",
+    "L.trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint":
+        "self weights_only",
     "F.utilities.distributed:_set_num_threads_if_needed": "num_processes",
     "L.strategies:ModelParallelStrategy._setup_distributed": "self",
     "L.strategies:DeepSpeedStrategy._init_deepspeed_distributed": "self",
-    "L.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.log_metrics": "self metrics step",
-    "L:LightningModule.configure_gradient_clipping": "self optimizer gradient_clip_val gradient_clip_algorithm",
-    "L.plugins.precision:DeepSpeedPrecision._clip_gradients": "self model optimizer clip_val gradient_clip_algorithm",
-    "F.strategies.launchers.subprocess_script:_ChildProcessObserver": "main_pid child_processes sleep_period",
+    "L.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.log_metrics":
+        "self metrics step",
+    "L:LightningModule.configure_gradient_clipping":
+        "self optimizer gradient_clip_val gradient_clip_algorithm",
+    "L.plugins.precision:DeepSpeedPrecision._clip_gradients":
+        "self model optimizer clip_val gradient_clip_algorithm",
+    "F.strategies.launchers.subprocess_script:_ChildProcessObserver":
+        "main_pid child_processes sleep_period",
     "F.strategies.launchers.subprocess_script:_ChildProcessObserver._terminate_all": "self",
     "L.cli:LightningCLI._get": "self config key default",
     "L.cli:LightningCLI._dump_config": "self",
     "L.cli:LightningCLI._parser": "self subcommand",
     "L.cli:LightningCLI._parse_ckpt_path": "self",
     "argparse:ArgumentParser._get_formatter": "self",
-    "D.elastic.agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers": "self worker_group",
-    "D.elastic.agent.server.local_elastic_agent:LocalElasticAgent._shutdown": "self death_sig timeout",
+    "D.elastic.agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers":
+        "self worker_group",
+    "D.elastic.agent.server.local_elastic_agent:LocalElasticAgent._shutdown":
+        "self death_sig timeout",
     "D.elastic.multiprocessing.api:_terminate_process_handler": "signum frame",
-    "D.checkpoint.state_dict_loader:_load_state_dict": "state_dict storage_reader process_group coordinator_rank no_dist planner",
+    "D.checkpoint.state_dict_loader:_load_state_dict":
+        "state_dict storage_reader process_group coordinator_rank no_dist planner",
     "D.checkpoint:FileSystemReader._get_metadata_path": "self rank",
     "D.distributed_c10d:_set_pg_timeout": "timeout group",
     "D.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback": "self",
@@ -61,18 +69,23 @@ FUNCTIONS = {
     "torch.utils._pytree:tree_map": "func tree rests is_leaf",
     "torch.utils._pytree:tree_leaves": "tree is_leaf",
     "Z.utils.zero_to_fp32:_zero3_merge_frozen_params": "state_dict world_size zero_model_states",
-    "Z.utils.zero_to_fp32:_zero3_merge_trainable_params": "state_dict world_size fp32_flat_groups zero_model_states",
-    "Z.utils.zero_to_fp32:_zero2_merge_trainable_params": "state_dict world_size fp32_flat_groups zero_model_states param_alignment_paddings",
+    "Z.utils.zero_to_fp32:_zero3_merge_trainable_params":
+        "state_dict world_size fp32_flat_groups zero_model_states",
+    "Z.utils.zero_to_fp32:_zero2_merge_trainable_params":
+        "state_dict world_size fp32_flat_groups zero_model_states param_alignment_paddings",
     "Z.runtime.engine:DeepSpeedEngine._copy_recovery_script": "self save_path",
     "Z.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale": "self has_overflow",
     "Z.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._update_scale": "self has_overflow",
-    "Z.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": "self",
+    "Z.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state":
+        "self",
     "H.masking_utils:find_packed_sequence_indices": "position_ids",
     "H.integrations.moe:_grouped_mm": "input weight offs",
     "H.distributed.sharding_utils:DtensorShardOperation": "param",
-    "H.distributed.sharding_utils:DtensorShardOperation.shard_tensor": "self source tensor_idx device dtype",
-    "H.distributed.mixin:apply_fully_sharded_data_parallelism": "model mesh_manager fsdp_plan ep_plan",
-}
+    "H.distributed.sharding_utils:DtensorShardOperation.shard_tensor":
+        "self source tensor_idx device dtype",
+    "H.distributed.mixin:apply_fully_sharded_data_parallelism":
+        "model mesh_manager fsdp_plan ep_plan",
+}  # fmt: skip
 
 # "module:class" or "module" -> what its source reads or sets
 ATTRIBUTES = {

@@ -1,4 +1,4 @@
-"""The functions by which a hang's phase is known exist, and a hook before the process group's start is called."""
+"""The functions by which a hang's phase is known exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step costs little beside what the model needs, and training is the same as by Lightning's own loop."""
+"""A step costs little beside what the model needs, and trains as by Lightning's own loop."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_a_step_makes_no_more_calls_than_when_it_was_last_made_fast(
 ) -> None:
     """As shipped, with TensorBoard. The figure does not depend on the machine, as a time would.
 
-    It has three percent of room. Who needs more calls in each step measures `make bench PART=step`, and says so with
-    the new figure.
+    It has three percent of room. Who needs more calls in each step measures `make bench PART=step`,
+    and says so with the new figure.
     """
     monkeypatch.setattr(LanguageModule, "build_model", lambda self, data: Vector())
     monkeypatch.setattr(LanguageModule, "training_step", training_step)

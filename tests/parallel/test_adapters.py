@@ -1,4 +1,4 @@
-"""Adapters train to the same numbers under every strategy, and each rank holds only its share of them."""
+"""Adapters train to the same numbers under every strategy."""
 
 from __future__ import annotations
 

@@ -19,9 +19,17 @@ def orders(
     """Returns each rank's passes in torch's order: stage, kind, micro-batch."""
     num = ranks * per_rank
     stages: Any = [
-        SimpleNamespace(stage_index=i, num_stages=num, group_size=ranks, group_rank=0, is_first=i == 0, is_last=False,
-                        submod=None) for i in range(0, num, ranks)
-    ]  # fmt: skip
+        SimpleNamespace(
+            stage_index=i,
+            num_stages=num,
+            group_size=ranks,
+            group_rank=0,
+            is_first=i == 0,
+            is_last=False,
+            submod=None,
+        )
+        for i in range(0, num, ranks)
+    ]
     given = stages if per_rank > 1 else stages[0]
     schedule = SCHEDULES[name](given, micro_batches, lambda loss, _: loss, scale_grads=False)
     found: list[list[tuple[int, str, int]]] = []

@@ -1,7 +1,7 @@
 """A training step sends what its strategy must send, and two numbers besides.
 
-Each strategy trains a small model with accumulation; what it hands to the process groups is counted. The figures are
-those of a loop of ten lines that trains the same model by the strategy's own library.
+Each strategy trains a small model with accumulation; what it hands to process groups is counted.
+The figures are those of a loop of ten lines that trains it by the strategy's own library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.tiers import tiers
 
 ACCUMULATION = 2
 FIRST, STEPS = 3, 2  # optimizer steps: the first that is counted, how many are; none is a log step
-# What a mean over the global batch's counted tokens takes, and the one decision of all ranks whether a step is taken.
+# For a mean over the global batch's counted tokens, and the decision whether a step is taken.
 OURS = Counter({"allreduce": 1, "allgather_base": 1})
 
 

@@ -1,4 +1,4 @@
-"""`fit` on a CUDA device that computes on the host, under each strategy: equal to the CPU, and no plain step waits."""
+"""`fit` on a CUDA device that computes on the host: equal to the CPU, and no plain step waits."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ pytestmark = [
         reason="the fake device is compiled by g++, which is missing"),
 ]  # fmt: skip
 STEPS = [
-    f"--model.architecture={MODELS['llama']}", "--trainer.max_steps=12", "--trainer.log_every_n_steps=3",
-    "--trainer.val_check_interval=16", "--last_checkpoint.every_n_steps=5", "--model.optim.learning_rate=0.01",
+    f"--model.architecture={MODELS['llama']}", "--trainer.max_steps=12",
+    "--trainer.log_every_n_steps=3", "--trainer.val_check_interval=16",
+    "--last_checkpoint.every_n_steps=5", "--model.optim.learning_rate=0.01",
     "--model.optim.warmup=2", "--trainer.precision=32-true",
 ]  # fmt: skip
 BOTH_READ_ALL = ("tp", "cp", "pp")  # ranks share their batches
-# How often the host waits for the device on rank 0: in 15 micro-batches of which 6 end a plain step, in the last
-# micro-batches of 3 log steps, and in 2 validations. A log step reads its metrics at once. DeepSpeed reads the norm of
-# the gradients in each step, and FSDP2 waits for each offloaded gradient. The guard of
-# replicas reads once after the second step.
+# How often the host waits for the device on rank 0: in 15 micro-batches of which 6 end a plain step,
+# in the last micro-batches of 3 log steps, and in 2 validations. A log step reads its metrics.
+# DeepSpeed reads the gradients' norm in each step, FSDP2 waits for each offloaded gradient, and the
+# guard of replicas reads once after the second step.
 WAITS = {
     "one": (0, 3, 16),
     "ddp": (1, 3, 30),

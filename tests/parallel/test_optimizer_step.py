@@ -1,4 +1,4 @@
-"""A module's hooks of an optimizer step run once per step under every strategy, accumulated or not."""
+"""A module's hooks of an optimizer step run once per step under every strategy."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def values(
     given = [
         "fit", f"--run.root={folder / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
         "--trainer.devices=2", f"--trainer.max_steps={STEPS}", "--trainer.log_every_n_steps=1",
-        f"--trainer.accumulate_grad_batches={accumulation}", "--data.batch_size=2", "--data.num_train=40",
-        f"--run.name={strategy}", "--best_checkpoint.monitor=val_loss", *flags_of(strategy), *more,
+        f"--trainer.accumulate_grad_batches={accumulation}", "--data.batch_size=2",
+        "--data.num_train=40", f"--run.name={strategy}", "--best_checkpoint.monitor=val_loss",
+        *flags_of(strategy), *more,
     ]  # fmt: skip
     with Workers(2, project) as workers:
         record = workers.run(given, folder / strategy).check()

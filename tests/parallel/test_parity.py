@@ -1,7 +1,7 @@
 """Every strategy trains to the same numbers as one process.
 
-Each training runs once, on CPU processes, and several tests read its record. Labels are masked unevenly over rows, so
-that a loss averaged per rank or per micro-batch would be detected.
+Each training runs once, on CPU processes, and several tests read its record. Labels are masked
+unevenly over rows, so that a loss averaged per rank or per micro-batch would be detected.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_accumulation_equals_one_big_batch(train: Trainings) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_legs", tiers([5, STEPS // 2], daily=[5]))
 def test_a_training_continues_from_strategy_to_strategy(train: Trainings, num_legs: int) -> None:
-    """Weights, moments, schedule and samples: each leg has the losses of an uninterrupted training."""
+    """Weights, moments, schedule and samples: each leg has an uninterrupted training's losses."""
     expected = train("deepseek_v3", "one").loss
     legs = ["ddp", "fsdp2", "zero2", "tp", "zero3", "one"]
     checkpoint: list[str] = []
@@ -94,22 +94,20 @@ def test_a_checkpoint_is_tested_predicted_from_and_exported(
 BLOCKS = "--model.blocks."
 FULL = [f"{BLOCKS}checkpointing=full", f"{BLOCKS}checkpoint_every=2"]
 COMPILED = [f"{BLOCKS}compile=true", f"{BLOCKS}checkpointing=full"]
+ONCE, CHUNKS = [f"{ARGS}.reduce_each_micro_batch=false"], ["--model.loss_chunk=24"]
+IN_PART, MIXED = [f"{BLOCKS}checkpointing=selective"], ["--trainer.precision=bf16-mixed"]
 OPTIONS = {  # model, flags, tolerance of the loss, strategies, those in `make test`
-    "reduced once": (
-        "deepseek_v3", [f"{ARGS}.reduce_each_micro_batch=false"], 1e-5, ["fsdp2_ep", "hsdp"], ["hsdp"]
-    ),
+    "reduced once": ("deepseek_v3", ONCE, 1e-5, ["fsdp2_ep", "hsdp"], ["hsdp"]),
     "recomputed": ("deepseek_v3", FULL, 1e-5, SHARDING, ["fsdp2"]),
     "recomputed, llama": ("llama", FULL, 1e-6, ["cp"], []),
-    "recomputed in part": (
-        "deepseek_v3", [f"{BLOCKS}checkpointing=selective"], 1e-5, ["fsdp2", "tp", "zero2"], ["zero2"]
-    ),
-    "recomputed in part, llama": ("llama", [f"{BLOCKS}checkpointing=selective"], 1e-6, ["cp"], ["cp"]),
+    "in part": ("deepseek_v3", IN_PART, 1e-5, ["fsdp2", "tp", "zero2"], ["zero2"]),
+    "in part, llama": ("llama", IN_PART, 1e-6, ["cp"], ["cp"]),
     "compiled": ("llama", COMPILED, 1e-5, ["one", "fsdp2", "zero2", "cp"], ["zero2"]),
-    # 2 or 4 rows of 32 tokens, the last chunk smaller; Llama's output layer is tied to the embeddings
-    "chunks": ("llama", ["--model.loss_chunk=24"], 1e-5, ["one", "fsdp2_tp", "tp", "zero3", "cp"], ["tp", "zero3"]),
-    "chunks, not tied": ("deepseek_v3", ["--model.loss_chunk=24"], 1e-5, ["fsdp2"], []),
+    # 2 or 4 rows of 32 tokens, the last chunk smaller; Llama's output layer is tied
+    "chunks": ("llama", CHUNKS, 1e-5, ["one", "fsdp2_tp", "tp", "zero3", "cp"], ["tp", "zero3"]),
+    "chunks, not tied": ("deepseek_v3", CHUNKS, 1e-5, ["fsdp2"], []),
     # bf16 keeps 8 bits: 2**-8 = 0.4 % each operation
-    "bf16-mixed": ("deepseek_v3", ["--trainer.precision=bf16-mixed"], 2e-2, ["one", *SHARDING], ["fsdp2"]),
+    "bf16-mixed": ("deepseek_v3", MIXED, 2e-2, ["one", *SHARDING], ["fsdp2"]),
     "bf16-true": ("llama", ["--trainer.precision=bf16-true"], 5e-2, ["fsdp2", "zero3"], ["zero3"]),
 }  # fmt: skip
 WITH = [(name, strategy) for name, option in OPTIONS.items() for strategy in option[3]]

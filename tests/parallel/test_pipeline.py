@@ -1,4 +1,4 @@
-"""A pipeline trains to the numbers of one process, under every schedule, whatever is inside a stage.
+"""A pipeline trains to the numbers of one process, under every schedule, whatever a stage has.
 
 test_parity.py has the files pp.yaml, pp_fsdp2.yaml and pp_ep.yaml among the other strategies."""
 
@@ -28,8 +28,8 @@ EXPERTS = (  # with an auxiliary loss
 )
 MODELS |= {
     "mixtral_of_4": f"{{model_type: mixtral, num_local_experts: 4, {EXPERTS}}}",
-    "qwen2_moe_of_4": f"{{model_type: qwen2_moe, num_experts: 4, moe_intermediate_size: 20, {EXPERTS},"
-    " shared_expert_intermediate_size: 12, decoder_sparse_step: 1}",
+    "qwen2_moe_of_4": f"{{model_type: qwen2_moe, num_experts: 4, {EXPERTS},"
+    " moe_intermediate_size: 20, shared_expert_intermediate_size: 12, decoder_sparse_step: 1}",
 }
 INTERLEAVED = f"{ARGS}.pp_schedule=Interleaved1F1B"
 CASES = {

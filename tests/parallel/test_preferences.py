@@ -74,9 +74,10 @@ class Trainings:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.flags = [
-            *pairs.flags(folder, pairs.LENGTHS), *CPU, f"--run.root={folder / 'runs'}", "--data.seq_len=64",
-            "--data.global_batch_size=4", "--trainer.max_steps=4", f"--model.architecture={MODELS['llama']}",
-            "--model.optim.learning_rate=0.01", "--model.optim.warmup=0", "--data.validation_share=0.2",
+            *pairs.flags(folder, pairs.LENGTHS), *CPU, f"--run.root={folder / 'runs'}",
+            "--data.seq_len=64", "--data.global_batch_size=4", "--trainer.max_steps=4",
+            f"--model.architecture={MODELS['llama']}", "--model.optim.learning_rate=0.01",
+            "--model.optim.warmup=0", "--data.validation_share=0.2",
             "--trainer.val_check_interval=4",
         ]  # fmt: skip
         self._done: dict[tuple[str, ...], RunRecord] = {}

@@ -1,4 +1,4 @@
-"""Ranks that share sequences compute what one process computes, and refuse what they cannot share."""
+"""Ranks that share sequences compute what one process computes, and refuse the rest."""
 
 from __future__ import annotations
 
@@ -36,10 +36,21 @@ BASE: dict[str, Any] = {
 }
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 LATENT = {
-    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1, "moe_intermediate_size": 16,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "num_mtp_layers": 0,
-}  # fmt: skip
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_mtp_layers": 0,
+}
 WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
 MODELS = {
     "fewer heads of keys than ranks": {"model_type": "llama", **GROUPED, "num_key_value_heads": 1},
@@ -101,7 +112,7 @@ def compare(rank: int, num: int, port: int, cases: list[Any], expected: list[lis
 @pytest.mark.slow
 @pytest.mark.parametrize("num", tiers([2, 4], daily=[2]))
 def test_losses_and_gradients_are_those_of_one_process(num: int) -> None:
-    """Of rows with one document, and with documents that end in a rank's tokens and between two's."""
+    """Rows with one document, and with documents that end in a rank's tokens or between two's."""
     cases = [(model, batch(*ends)) for model in MODELS.values() for ends in [(), (5, 8, 27)]]
     expected = [loss_and_gradients(*case) for case in cases]
     with socket.socket() as free:

@@ -1,4 +1,4 @@
-"""Gradients that transformers' tensor-parallel plans forget are summed; what is not known is refused."""
+"""Gradients that transformers' tensor-parallel plans forget are summed, or refused."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ from tests.support.parity import MODELS, SHORT, Trainings, assert_close
 from tests.support.tiers import tiers
 
 BASE: dict[str, Any] = {
-    "hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 3, "vocab_size": 61, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "hidden_size": 36,
+    "intermediate_size": 44,
+    "num_hidden_layers": 3,
+    "vocab_size": 61,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
 EXPERTS = {
     "moe_intermediate_size": 14,
     "n_routed_experts": 6,
@@ -44,10 +49,11 @@ KNOWN = {  # architecture: the modules that its plan forgets
 }
 MODELS |= {
     "glm4_moe": "{model_type: glm4_moe, use_qk_norm: true, hidden_size: 36, intermediate_size: 44,"
-    " moe_intermediate_size: 16, num_hidden_layers: 2, num_attention_heads: 6, num_key_value_heads: 2, head_dim: 6,"
-    " first_k_dense_replace: 1, n_routed_experts: 4, num_experts_per_tok: 2, partial_rotary_factor: 1.0}",
-    "phi": "{model_type: phi, qk_layernorm: true, hidden_size: 36, intermediate_size: 44, num_hidden_layers: 2,"
-    " num_attention_heads: 6, partial_rotary_factor: 1.0, resid_pdrop: 0.0}",
+    " moe_intermediate_size: 16, num_hidden_layers: 2, num_attention_heads: 6, head_dim: 6,"
+    " num_key_value_heads: 2, first_k_dense_replace: 1, n_routed_experts: 4,"
+    " num_experts_per_tok: 2, partial_rotary_factor: 1.0}",
+    "phi": "{model_type: phi, qk_layernorm: true, hidden_size: 36, intermediate_size: 44,"
+    " num_hidden_layers: 2, num_attention_heads: 6, partial_rotary_factor: 1.0, resid_pdrop: 0.0}",
     "apertus": "{model_type: apertus, hidden_size: 36, intermediate_size: 44, num_hidden_layers: 2,"
     " num_attention_heads: 6, num_key_value_heads: 2}",
 }

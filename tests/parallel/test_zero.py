@@ -1,4 +1,4 @@
-"""DeepSpeed: its configuration agrees with the rest, nothing is compiled, and the numbers are those without it."""
+"""DeepSpeed: its configuration agrees with the rest, and the numbers are those without it."""
 
 from __future__ import annotations
 

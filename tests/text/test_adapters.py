@@ -53,13 +53,13 @@ def test_all_linear_means_every_projection_and_the_experts() -> None:
 
 OF_2 = "num_key_value_heads: 2"
 LAYERS = [
-    # Its router derives from nn.Linear and returns a tuple, to which no adapter's output can be added.
+    # Its router derives from nn.Linear and returns a tuple, to which nothing can be added.
     (f"model_type: llama4_text, num_local_experts: 2, head_dim: 8, pad_token_id: 0, {OF_2}", 4),
     ("model_type: falcon", 4),  # of a class of its own
     # A convolution's 3-D weight is no stack of experts: w1, w2 and w3 would have no adapter.
     (f"model_type: lfm2, layer_types: [conv], {OF_2}", 5),
     ("model_type: gpt2, n_embd: 16", 3),  # of a class of transformers' own; c_proj is there twice
-    # Weights of three dimensions in one matrix's place, of a gate's heads and a mixer's, are neither.
+    # Weights of three dimensions in one matrix's place, of a gate's heads or a mixer's, too.
     ("model_type: rwkv, attention_hidden_size: 16, num_hidden_layers: 2", 4),
     (f"model_type: recurrent_gemma, {OF_2}, lru_width: 16, block_types: [recurrent]", 6),
     # Mamba's kernels take the weights of out_proj and dt_proj without their adapters.

@@ -1,4 +1,4 @@
-"""Conversations under fifteen templates: what counts is the answers, and what precedes them is a served prompt."""
+"""Conversations under fifteen templates: the answers count, and a served prompt precedes them."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ FAMILIES = {  # by their templates
     "cohere2": Family("{}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", seq_len=2560),
     "chatml": Family("{}<|im_end|>\n"),
 }
-# trl has copies of the published templates, with marks or without. Not of Mistral's, written here in the published
-# format, nor of OLMo 2's, for which ChatML stands in.
+# trl has copies of the published templates, with marks or without. Not of Mistral's, written here
+# in the published format, nor of OLMo 2's, for which ChatML stands in.
 WRITTEN = {
-    "mistral": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
+    "mistral": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+    "[INST] {{ m.content }} [/INST]{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
     "chatml": chats.UNTAGGED,
 }
 

@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: configs/finetune.yaml teaches a small model a format, on two processes."""
+"""Fine-tuning: configs/finetune.yaml teaches a small model a format, on two processes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from tests.support.wings import RunRecord, export
 
 ANSWER = "Aye aye, captain."
 COMMON = [
-    "--run.report=false", "--data.seq_len=128", "--data.global_batch_size=8", "--data.micro_batch_size=2",
-    "--data.validation_share=0.1", "--data.test_share=0", "--model.sample_tokens=48", "--trainer.accelerator=cpu",
-    "--trainer.log_every_n_steps=1", "--trainer.logger=false",
+    "--run.report=false", "--data.seq_len=128", "--data.global_batch_size=8",
+    "--data.micro_batch_size=2", "--data.validation_share=0.1", "--data.test_share=0",
+    "--model.sample_tokens=48", "--trainer.accelerator=cpu", "--trainer.log_every_n_steps=1",
+    "--trainer.logger=false",
 ]  # fmt: skip
 
 
 def flags(folder: Path, source: Path, *more: str) -> list[str]:
     return [
-        f"--config={CONFIGS}/finetune.yaml", f"--data.source.paths=[{source}]", f"--model.pretrained={folder}",
-        f"--data.tokenizer.path={folder}", f"--run.root={folder}/runs", f"--data.cache_dir={folder}/cache",
-        *COMMON, *more,
+        f"--config={CONFIGS}/finetune.yaml", f"--data.source.paths=[{source}]",
+        f"--model.pretrained={folder}", f"--data.tokenizer.path={folder}",
+        f"--run.root={folder}/runs", f"--data.cache_dir={folder}/cache", *COMMON, *more,
     ]  # fmt: skip
 
 

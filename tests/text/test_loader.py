@@ -1,5 +1,4 @@
-"""The number of counted labels in a global batch is known on all ranks before the first forward pass of a step,
-and no rank waits for it."""
+"""The counted labels of a global batch are known on all ranks before a step, and no rank waits."""
 
 from __future__ import annotations
 

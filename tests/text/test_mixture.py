@@ -1,4 +1,4 @@
-"""Mixtures: each source gives its share, in an order that depends on neither ranks nor interruptions."""
+"""Mixtures: each source gives its share, in an order without regard to ranks and interruptions."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
 NAMES = ("a", "b", "c")
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.0, 0.1, 1.0, 3.0]) for name in NAMES})
 CHANGES = st.lists(
-    st.tuples(st.integers(1, 3000), WEIGHTS.filter(lambda weights: any(weights.values()))), min_size=1, max_size=3,
-    unique_by=lambda change: change[0],
+    st.tuples(st.integers(1, 3000), WEIGHTS.filter(lambda weights: any(weights.values()))),
+    min_size=1, max_size=3, unique_by=lambda change: change[0],
 ).map(lambda changes: [(0, changes[0][1]), *sorted(changes[1:])])  # fmt: skip
 SIZES = st.fixed_dictionaries({name: st.integers(1, 400) for name in NAMES})
 
@@ -126,11 +126,13 @@ def test_a_mixture_trains_on_any_number_of_ranks_and_is_evaluated_by_source(tmp_
     source = {n: {"class_path": "Jsonl", "init_args": {"paths": p}} for n, p in paths.items()}
     weights = {"sources": source, "weights": {"words": 1, "digits": 1}}
     flags = [
-        f"--run.root={tmp_path / 'runs'}", "--run.report=false", "--data.tokenizer=Bytes", "--data.seq_len=16",
+        f"--run.root={tmp_path / 'runs'}", "--run.report=false", "--data.tokenizer=Bytes",
+        "--data.seq_len=16",
         f"--data.source={json.dumps({'class_path': 'Mixture', 'init_args': weights})}",
-        f"--data.cache_dir={tmp_path / 'cache'}", "--data.global_batch_size=8", "--data.validation_share=0.1",
-        f"--model.architecture={SMALL_LLAMA}", "--model.optim.warmup=1", "--trainer.accelerator=cpu",
-        "--trainer.max_steps=6", "--trainer.log_every_n_steps=1", "--trainer.val_check_interval=6",
+        f"--data.cache_dir={tmp_path / 'cache'}", "--data.global_batch_size=8",
+        "--data.validation_share=0.1", f"--model.architecture={SMALL_LLAMA}",
+        "--model.optim.warmup=1", "--trainer.accelerator=cpu", "--trainer.max_steps=6",
+        "--trainer.log_every_n_steps=1", "--trainer.val_check_interval=6",
         "--model.sample_tokens=2", "--trainer.logger=false",
     ]  # fmt: skip
     assert run("fit", *flags, "--data.micro_batch_size=4", "--trainer.devices=1") == 0

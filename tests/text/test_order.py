@@ -1,4 +1,4 @@
-"""The order of samples does not depend on who reads them, and a run resumes exactly at its position in the stream."""
+"""The order of samples does not depend on who reads them, and a run resumes exactly."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def attempts() -> st.SearchStrategy[list[Attempt]]:
 
 
 class Run:
-    """A run over several attempts: counts batches as Lightning's loops do, and keeps a checkpoint."""
+    """A run over several attempts: counts batches as Lightning's loops, keeps a checkpoint."""
 
     def __init__(self, num_rows: int, seed: int | None) -> None:
         self.num_rows = num_rows

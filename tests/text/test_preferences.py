@@ -1,4 +1,4 @@
-"""Pairs: every usual shape is read, both answers count and nothing else, and a pair stays together."""
+"""Pairs: every usual shape is read, both answers count, and a pair stays together."""
 
 from __future__ import annotations
 

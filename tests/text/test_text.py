@@ -1,4 +1,4 @@
-"""Sources and tokenizers: each kind reads back what was written, and says what it could not read."""
+"""Sources and tokenizers: each kind reads back what was written, and names what it could not."""
 
 from __future__ import annotations
 
