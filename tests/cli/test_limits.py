@@ -146,8 +146,8 @@ def test_the_merely_unusual_is_not_refused(given: dict[str, Any]) -> None:
 
 
 def test_evaluation_needs_no_batch_that_divides_and_no_schedule() -> None:
-    trainer = {"strategy": "ddp", "max_steps": 1}
+    trainer: Any = {"strategy": "ddp", "max_steps": 1}
     given: Any = (Machine("cuda", 8), trainer, *module(warmup=1000).values())
-    data = DataModule(global_batch_size=12)
-    assert len(violations(*given, data, LLAMA)) == 2
-    assert violations(*given, data, LLAMA, trains=False) == []
+    given += (DataModule(global_batch_size=12), LLAMA)
+    assert len(violations(*given)) == 2
+    assert violations(*given, trains=False) == []

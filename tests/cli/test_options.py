@@ -55,7 +55,6 @@ HONOURED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "lr_scheduler": ("ConstantLR", lambda cli: "ConstantLR" in cli.model.optim.lr_scheduler[
         "class_path"]),
     "trainer.accelerator": ("cpu", lambda cli: isinstance(cli.trainer.accelerator, CPUAccelerator)),
-
     "trainer.strategy": ("ddp", lambda cli: type(cli.trainer.strategy).__name__ == "DDPStrategy"),
     "trainer.devices": ("1", lambda cli: cli.trainer.num_devices == 1),
     "trainer.num_nodes": ("1", lambda cli: cli.trainer.num_nodes == 1),
@@ -99,7 +98,6 @@ HONOURED: dict[str, tuple[str, Callable[[Any], bool]]] = {
         ("1", lambda cli: cli.trainer.reload_dataloaders_every_n_epochs == 1),
     "trainer.default_root_dir": ("/x", lambda cli: cli.trainer.default_root_dir == "/x"),
     "trainer.enable_autolog_hparams": ("false", lambda cli: not cli.trainer.enable_autolog_hparams),
-
 }  # fmt: skip
 ELSEWHERE = {"config", "ckpt_path", "trainer.fast_dev_run"}  # test_cli.py, test_runs.py, below
 REFUSED = {

@@ -36,19 +36,6 @@ def test_a_run_records_what_ran_and_where(flags: list[str], tmp_path: Path, capf
     assert learned[20] < learned[0]
 
 
-def test_a_second_run_never_collides_and_a_resumed_one_keeps_its_folder(
-    flags: list[str], tmp_path: Path
-) -> None:
-    for _ in range(2):
-        assert run("fit", *flags, "--trainer.max_steps=2") == 0
-    assert len(list((tmp_path / "runs/default").iterdir())) == 2
-    assert run("fit", *flags, "--ckpt_path=last", "--trainer.max_steps=4") == 0
-    folders = list((tmp_path / "runs/default").iterdir())
-    assert len(folders) == 2
-    (resumed,) = [folder for folder in folders if (folder / "config.0.yaml").exists()]
-    assert set(logged(resumed, "train/loss")) == {1, 2, 3, 4}
-
-
 def test_test_and_predict_use_the_checkpoint(flags: list[str], tmp_path: Path, capfd: Any) -> None:
     assert run("fit", *flags, "--trainer.max_steps=10") == 0
     folder = only_run(tmp_path)

@@ -13,18 +13,21 @@ from dist_template.cluster.redaction import redacted_command
 from tests.support.runs import only_run, run
 
 HIDDEN = redaction.HIDDEN
-RECORDED = dict.fromkeys(
-    "NCCL_DEBUG TORCH_NCCL_BLOCKING_WAIT PYTHONPATH MKL_NUM_THREADS".split(), "1"
-)
-NOT_RECORDED = dict.fromkeys(
-    "CUDA_VISIBLE_DEVICES OMP_NUM_THREADS TORCHELASTIC_RESTART_COUNT".split(), "1"
-)
-SECRETS = "WANDB_API_KEY HF_TOKEN TORCH_REGISTRY DS_STORAGE_PASSWORD PYTHON_KEYRING_BACKEND"
-NOT_RECORDED |= dict.fromkeys(SECRETS.split(), "s3cr3t")
+
+
+def variables(names: str, value: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), value)
+
+
+RECORDED = variables("NCCL_DEBUG TORCH_NCCL_BLOCKING_WAIT PYTHONPATH MKL_NUM_THREADS", "1")
+NOT_RECORDED = variables("CUDA_VISIBLE_DEVICES OMP_NUM_THREADS TORCHELASTIC_RESTART_COUNT", "1")
+NOT_RECORDED |= variables("WANDB_API_KEY HF_TOKEN TORCH_REGISTRY NCCL_OWN_PLUGIN_LOGIN", "s3cr3t")
+NOT_RECORDED |= variables("DS_STORAGE_PASSWORD PYTHON_KEYRING_BACKEND", "s3cr3t")
 
 
 def test_variables_are_those_of_an_allow_list() -> None:
-    assert redaction.recorded_variables(RECORDED | NOT_RECORDED) == RECORDED
+    given: Any = RECORDED | NOT_RECORDED
+    assert redaction.recorded_variables(given) == RECORDED
     secret = ("KEY", "TOKEN", "SECRET", "PASS", "PW")
     assert not [name for name in redaction.RECORDED.split() if any(word in name for word in secret)]
     with_password = {"PYTHONPATH": "http://me:s3cr3t@host/x"}

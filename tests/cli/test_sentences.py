@@ -27,8 +27,6 @@ def without_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRACEBACK", raising=False)
 
 
-# ---- flags of `fit` ----------------------------------------------------------------------------
-
 LONG = "x" * 300
 UNEVEN_HEADS = SMALL_LLAMA.replace("hidden_size: 32", "hidden_size: 65")
 MESH = "--trainer.devices=2 --trainer.strategy.class_path=MeshStrategy --trainer.strategy"
@@ -163,8 +161,6 @@ def test_of_a_disk_that_fills_up(flags: list[str], tmp_path: Path, capfd: Any) -
         assert "Traceback" not in error and len(sentences) == 1
 
 
-# ---- flags of other verbs ----------------------------------------------------------------------
-
 OF_VERBS = {
     "plan --bandwidth=300": "argument --bandwidth: expected 2 arguments",
     "launch --on=torch": "argument --on: invalid choice: 'torch'",
@@ -179,8 +175,6 @@ def test_of_a_verbs_own_flag(words: str, capfd: Any) -> None:
     error = refused(verb, flags, capfd)
     assert f"error: {OF_VERBS[words]}" in error and f" {verb} --help` explains every flag" in error
 
-
-# ---- data --------------------------------------------------------------------------------------
 
 BAD_LINE = LINES + b'{"text": "\xff"}\n'
 JSONL = {
@@ -198,9 +192,6 @@ def test_of_a_jsonl_file(case: str, flags: list[str], tmp_path: Path, capfd: Any
     (tmp_path / name).write_bytes(content)
     given = [*flags, "--data.source=Jsonl", f"--data.source.paths=[{tmp_path / name}]"]
     assert error in refused("prepare", given, capfd)
-
-
-# ---- weights -----------------------------------------------------------------------------------
 
 
 def half_a_file(folder: Path) -> None:
@@ -223,9 +214,6 @@ def test_of_published_weights(
     assert run("prepare", *flags) == 0
     error = refused("fit", [*flags, f"--model.pretrained={folder}"], capfd)
     assert f"model.pretrained '{folder}' cannot be loaded: " in error
-
-
-# ---- checkpoints -------------------------------------------------------------------------------
 
 
 class AsksToRun:
@@ -266,11 +254,6 @@ def test_of_a_checkpoint(flags: list[str], tmp_path: Path, capfd: Any) -> None:
         assert words in error(foreign)
 
 
-@pytest.fixture(autouse=True)
-def in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRACEBACK", raising=False)
-
-
 class Mistaken(Source):
     """Somebody's own, in data.py for instance."""
 
@@ -281,20 +264,11 @@ class Mistaken(Source):
 
 @pytest.mark.parametrize("verb", ["fit", "prepare"])
 def test_an_error_in_a_source_is_reported_with_its_line(
-    verb: str,
-    flags: list[str],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    verb: str, flags: list[str], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = [
-        flag
-        for flag in flags
-        if not flag.startswith(("--data.source.", "--data.cache_dir", "--trainer"))
-    ]
-    flags = [
-        verb, *flags, f"--data.source={__name__}.Mistaken", f"--data.cache_dir={tmp_path}/cache",
-    ]  # fmt: skip
+    others = ("--data.source.", "--data.cache_dir", "--trainer")
+    flags = [verb, *(flag for flag in flags if not flag.startswith(others))]
+    flags += [f"--data.source={__name__}.Mistaken", f"--data.cache_dir={tmp_path}/cache"]
     flags += ["--trainer.accelerator=cpu"]
     assert command(flags) == Exit.FAILED
     error = capfd.readouterr().err

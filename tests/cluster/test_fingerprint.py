@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from dist_template import Ended
 from dist_template.cluster import rendezvous
-from dist_template.cluster.environment import comparable, environment
 from dist_template.errors import Exit
 from dist_template.wings import values
 from tests.support.library import Rendezvous, SameEnvironment
@@ -93,24 +92,6 @@ def test_a_rank_that_never_comes_is_named(here: int, missing: int, monkeypatch: 
         same: Any = lambda met: SameEnvironment().compare(met, OWN)  # noqa: E731
         rendezvous.connect(strategy(here, values.free_port()), 0.5, same)
     assert ended.value.code == Exit.HUNG and time.monotonic() - started < 60
-
-
-def test_a_changed_file_of_git_changes_the_digest(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert comparable()["git_commit"] is None
-    git = ["git", "-c", "user.name=n", "-c", "user.email=e"]
-    (tmp_path / "a.py").write_text("1")
-    for command in (["init", "-q"], ["add", "a.py"], ["commit", "-qm", "x"]):
-        subprocess.run([*git, *command], check=True)
-    (tmp_path / "log.txt").write_text("untracked, and written by one rank alone")
-    clean: Any = comparable()
-    assert len(clean["git_commit"]) == 40 and clean["git_diff"] is None
-    (tmp_path / "a.py").write_text("2")
-    once = comparable()["git_diff"]
-    (tmp_path / "a.py").write_text("3")
-    assert once and comparable()["git_diff"] not in (None, once)
-    assert "a.py" in str(environment()["git_changes"])
 
 
 def other_on_rank_1(folder: Path) -> None:

@@ -61,16 +61,12 @@ def test_what_is_left_goes_on(hosts: TwoHosts, flags: list[str], tmp_path: Path)
         "--trainer.val_check_interval=5000",
     ]  # fmt: skip
     argv += [
-        "--last_checkpoint.every_n_steps=20",
-        "--watchdog.timeout_s=10",
+        "--last_checkpoint.every_n_steps=20", "--watchdog.timeout_s=10",
         "--trainer.log_every_n_steps=50",
-    ]
+    ]  # fmt: skip
     options = {
-        "NNODES": "1:2",
-        "MAX_RESTARTS": "10",
-        "DIST_RUN_ID": "hosts",
-        "SHUTDOWN_TIMEOUT": "10",
-    }
+        "NNODES": "1:2", "MAX_RESTARTS": "10", "DIST_RUN_ID": "hosts", "SHUTDOWN_TIMEOUT": "10",
+    }  # fmt: skip
     a, b = (hosts.training(host, tmp_path / "steps", argv, **options) for host in (0, 1))
     with a, b:
         a.reach(10)

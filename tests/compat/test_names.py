@@ -24,11 +24,8 @@ FILES = (
 # "module:object.attribute" of a function -> its parameters
 # The first part of a place stands for a package.
 SHORT = {
-    "L": "lightning.pytorch",
-    "F": "lightning.fabric",
-    "D": "torch.distributed",
-    "Z": "deepspeed",
-}
+    "L": "lightning.pytorch", "F": "lightning.fabric", "D": "torch.distributed", "Z": "deepspeed",
+}  # fmt: skip
 SHORT |= {"H": "transformers"}
 FUNCTIONS = {
     "L.loops.fit_loop:_FitLoop._should_accumulate": "self",

@@ -14,25 +14,18 @@ from tests.support.wings import RunRecord
 
 STRATEGIES = ["ddp", "fsdp2", "hsdp", "tp", "fsdp2_tp", "fsdp2_ep", "fsdp2_tp_ep", "zero2", "zero3"]
 OFFLOADED = ["fsdp2_offload", "zero2_offload", "zero3_offload"]
-CASES = tiers(
-    [(kind, s) for kind in TARGETS for s in STRATEGIES if not (kind == "llama" and "ep" in s)],
-    daily=[("llama", "tp"), ("experts", "fsdp2_ep")],
-)
+CASES = [(k, s) for k in TARGETS for s in STRATEGIES if not (k == "llama" and "ep" in s)]
+DAILY = [("llama", "tp"), ("experts", "fsdp2_ep")]
 
 
 def trained(train: Trainings, kind: str, strategy: str, *more: str, **options: Any) -> RunRecord:
-    keys = [
-        *flags(TARGETS[kind], *more),
-        f"--trainer.precision={options.pop('precision', '32-true')}",
-    ]
-    return train(
-        MODEL[kind], strategy, SHORT, "--model.optim.warmup=2", *keys, prelude=with_random_b,
-        **options,
-    )  # fmt: skip
+    keys = [SHORT, "--model.optim.warmup=2", *flags(TARGETS[kind], *more)]
+    keys += ["--trainer.precision=32-true"]
+    return train(MODEL[kind], strategy, *keys, prelude=with_random_b, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "strategy"), CASES)
+@pytest.mark.parametrize(("kind", "strategy"), tiers(CASES, DAILY))
 def test_adapters_train_to_the_numbers_of_one_process(
     train: Trainings, kind: str, strategy: str
 ) -> None:
@@ -54,10 +47,8 @@ def test_four_bit_weights_train_to_the_numbers_of_one_process(
     train: Trainings, strategy: str, tmp_path: Path
 ) -> None:
     """And where they are sharded by the bytes of each rank: by FSDP2 and ZeRO-3."""
-    kind, (one_bytes, many_bytes) = (
-        "attention" if "ep" in strategy else "llama",
-        map(LocalBytes, (tmp_path / "1", tmp_path / "n")),
-    )
+    kind = "attention" if "ep" in strategy else "llama"
+    one_bytes, many_bytes = map(LocalBytes, (tmp_path / "1", tmp_path / "n"))
     one = trained(train, kind, "one", "quantize=nf4", callbacks=[one_bytes])
     many = trained(train, kind, strategy, "quantize=nf4", callbacks=[many_bytes])
     assert many.loss == pytest.approx(one.loss, rel=1e-6)
@@ -67,11 +58,11 @@ def test_four_bit_weights_train_to_the_numbers_of_one_process(
     assert packed
     shards = {"ddp": 1, "zero2": 1}.get(strategy, 2)
     for rank in ranks:
-        assert {name: rank[name] * shards for name in packed} == {
-            name: full[name] for name in packed
-        }
+        assert [rank[name] * shards for name in packed] == [full[name] for name in packed]
 
 
+STACKED = "--model.adapter.targets=[gate_up_proj]"
+MODULES = "--model.adapter.trainable=[embed_tokens, lm_head, norm]"
 VARIANTS = {
     "recomputed experts": ("experts", "fsdp2_ep", "--model.blocks.checkpointing=full"),
     "loss in chunks": ("llama", "fsdp2_tp", "--model.loss_chunk=16"),
@@ -79,10 +70,9 @@ VARIANTS = {
     "DoRA": ("llama", "fsdp2", "--model.adapter.dora=true"),
     "DoRA under ZeRO-3": ("llama", "zero3", "--model.adapter.dora=true"),
     **{f"4 bits, {name}": ("llama", name, "--model.adapter.quantize=nf4") for name in OFFLOADED},
-    **{f"one stacked parameter, {name}": ("experts", name,
-        "--model.adapter.targets=[gate_up_proj]") for name in ("fsdp2_ep", "fsdp2_tp")},
-    "embedding and norms too": ("attention", "fsdp2_tp",
-        "--model.adapter.trainable=[embed_tokens, lm_head, norm]"),
+    "stacked": ("experts", "fsdp2_ep", STACKED),
+    "stacked, sharded": ("experts", "fsdp2_tp", STACKED),
+    "embedding and norms too": ("attention", "fsdp2_tp", MODULES),
 }  # fmt: skip
 
 
@@ -91,7 +81,6 @@ VARIANTS = {
 def test_a_variant_trains_to_the_numbers_of_one_process(train: Trainings, variant: str) -> None:
     kind, strategy, flag = VARIANTS[variant]
     keys = [SHORT, "--model.optim.warmup=2", *flags(TARGETS[kind]), flag]
-    one, many = (
-        train(MODEL[kind], name, *keys, prelude=with_random_b) for name in ("one", strategy)
-    )
+    both = ("one", strategy)
+    one, many = (train(MODEL[kind], name, *keys, prelude=with_random_b) for name in both)
     assert many.loss == pytest.approx(one.loss, rel=1e-6)

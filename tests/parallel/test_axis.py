@@ -37,14 +37,9 @@ MIRRORED = {"class_path": "MeshStrategy", "dict_kwargs": {"mirror_size": 4}}
 FACTS = Facts(world_size=4, parameters=10**6, trainable=10**6, layers=8, global_batch_size=8)
 
 
-def add_mirrors() -> None:
-    """In each worker."""
-    mesh_sizes.AXES.append(MirrorAxis)
-
-
 @pytest.fixture
 def mirrors() -> Iterator[None]:
-    add_mirrors()
+    mesh_sizes.AXES.append(MirrorAxis)
     yield
     mesh_sizes.AXES.remove(MirrorAxis)
 
@@ -52,26 +47,16 @@ def mirrors() -> Iterator[None]:
 @pytest.mark.usefixtures("mirrors")
 def test_a_new_axis_has_sizes_refusals_memory_messages_and_a_small_form() -> None:
     sharding: Any = estimate_of(MIRRORED)
-    assert sharding.sizes(8) == {
-        "pp": 1,
-        "dp_replicate": 1,
-        "fsdp": 2,
-        "tp": 1,
-        "mirror": 4,
-        "ep": 1,
-        "cp": 1,
-    }
+    others = dict.fromkeys(("pp", "dp_replicate", "tp", "ep", "cp"), 1)
+    assert sharding.sizes(8) == others | {"fsdp": 2, "mirror": 4}
     assert sharding.data_parallel(8) == 2 and sharding.axes(8) == ["fsdp"]
     assert violations_of(MIRRORED, Machine("cuda", 8)) == ["mirror_size 4: two mirrors are enough"]
-    assert any(
-        "mirror_size 4 does not make 6" in each
-        for each in violations_of(MIRRORED, Machine("cuda", 6))
-    )
+    refused = violations_of(MIRRORED, Machine("cuda", 6))
+    assert any("mirror_size 4 does not make 6" in each for each in refused)
     memory, alone = sharding.memory(FACTS), estimate_of("ddp").memory(FACTS)
     assert memory["weights"] == alone["weights"] and memory["checksums"] == 64
-    assert [one for one in sharding.traffic(FACTS) if one.size == 8] == [
-        Sent("all_reduce", 8, 8, 4, 4)
-    ]
+    sent = [one for one in sharding.traffic(FACTS) if one.size == 8]
+    assert sent == [Sent("all_reduce", 8, 8, 4, 4)]
     small = shrunk(MIRRORED)
     assert (small.arguments["mirror_size"], small.processes, small.data_parallel) == (2, 4, 2)
     half = shrunk({**MIRRORED, "dict_kwargs": {"mirror_size": 2, "fsdp_size": 1}}, 1)

@@ -41,10 +41,9 @@ def test_a_gpu_trains_like_the_cpu(flags: list[str], tmp_path: Path, strategy: s
     for accelerator, folder in folders.items():
         more = flags_of(strategy) if strategy != "one" and accelerator == "gpu" else []
         more += [
-            f"--run.root={folder}/runs",
-            f"--trainer.accelerator={accelerator}",
+            f"--run.root={folder}/runs", f"--trainer.accelerator={accelerator}",
             "--trainer.devices=1",
-        ]
+        ]  # fmt: skip
         assert run("fit", *flags, *STEPS, *more) == 0
     losses = {name: logged(only_run(folder), "train/loss") for name, folder in folders.items()}
     assert losses["gpu"] == pytest.approx(losses["cpu"], rel=1e-3)

@@ -16,9 +16,10 @@ STEPS = 8
 ZERO = ("zero1", "zero2", "zero3")
 
 
-def values(
-    folder: Path, strategy: str, project: Project, accumulation: int, *more: str
-) -> dict[str, dict[int, float]]:
+Series = dict[str, dict[int, float]]
+
+
+def values(folder: Path, strategy: str, project: Project, accumulation: int, *more: str) -> Series:
     given = [
         "fit", f"--run.root={folder / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
         "--trainer.devices=2", f"--trainer.max_steps={STEPS}", "--trainer.log_every_n_steps=1",
@@ -28,12 +29,11 @@ def values(
     ]  # fmt: skip
     with Workers(2, project) as workers:
         record = workers.run(given, folder / strategy).check()
-    return {
-        name: logged(record.run, name) for name in (*HOOKS, "teacher", "train/loss", "val_loss")
-    }
+    names = (*HOOKS, "teacher", "train/loss", "val_loss")
+    return {name: logged(record.run, name) for name in names}
 
 
-def assert_equal(got: dict[str, dict[int, float]], expected: dict[str, dict[int, float]]) -> None:
+def assert_equal(got: Series, expected: Series) -> None:
     for name, series in expected.items():
         assert got[name] == pytest.approx(series, rel=1e-5), name
 
@@ -45,14 +45,11 @@ def test_the_hooks_of_a_step_run_once_under_zero_and_an_average_of_the_weights_i
 ) -> None:
     """With a profiler, Lightning's own loop runs."""
     expected = values(tmp_path, "ddp", STUDENT, 2, f"--trainer.profiler={profiler}")
-    assert list(expected["optimizer_step"].values()) == list(range(STEPS)), (
-        "in the first step, none has run"
-    )
+    assert [*expected["optimizer_step"].values()] == [*range(STEPS)], "none before the first"
     assert expected["teacher"][STEPS] > 0
     for strategy in ZERO:
-        assert_equal(
-            values(tmp_path, strategy, STUDENT, 2, f"--trainer.profiler={profiler}"), expected
-        )
+        got = values(tmp_path, strategy, STUDENT, 2, f"--trainer.profiler={profiler}")
+        assert_equal(got, expected)
 
 
 @pytest.mark.slow

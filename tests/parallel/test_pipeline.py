@@ -4,14 +4,10 @@ test_parity.py has the files pp.yaml, pp_fsdp2.yaml and pp_ep.yaml among the oth
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import nn
 
 from dist_template import InputError
@@ -99,41 +95,6 @@ def test_a_checkpoint_is_resumed_exactly_and_on_other_numbers_of_stages(train: T
             assert leg.loss[number + 1] == whole.loss[number + 1], "the same stages: the same bits"
         assert leg.loss == {number + 1: pytest.approx(whole.loss[number + 1], rel=1e-6)}, strategy
         checkpoint = [f"--ckpt_path={newest(leg.run)}"]
-
-
-class Bytes(Callback):
-    """Writes how many bytes of parameters and of optimizer state each rank has."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        held: list[Any] = list(pl_module.parameters())
-        held += [each for state in trainer.optimizers[0].state.values() for each in state.values()]
-        size = sum(tensor.numel() * tensor.element_size() for tensor in held)
-        (Path(self.folder) / f"bytes-{trainer.global_rank}.json").write_text(json.dumps(size))
-
-
-@pytest.mark.slow
-def test_parameters_and_optimizer_state_fall_with_the_number_of_stages(
-    train: Trainings, tmp_path: Path
-) -> None:
-    sizes = {}
-    for stages in (1, 2, 4):
-        folder = tmp_path / str(stages)
-        folder.mkdir()
-        flags = [f"{ARGS}.pp_size={stages}"] if stages > 1 else []
-        options: Any = {"callbacks": [PauseAfter(1), Bytes(str(folder))], "processes": stages}
-        options["accumulation"] = 4
-        strategy, model = ("pp" if stages > 1 else "one"), "llama_of_4"
-        train.run("fit", model, strategy, SHORT, *flags, **options)
-        sizes[stages] = [json.loads(path.read_text()) for path in sorted(folder.glob("bytes-*"))]
-    ((whole,),) = (sizes[1],)
-    tied = whole - sum(sizes[2])  # the first and the last stage have a copy each
-    for stages in (2, 4):
-        assert len(sizes[stages]) == stages and sum(sizes[stages]) == whole - tied
-        blocks = [size for size in sizes[stages][1:-1]] or [whole // stages]
-        assert max(blocks) <= whole / stages
 
 
 class Sequence(nn.Module):

@@ -29,28 +29,15 @@ from tests.support.wings import clean_processes
 
 ROWS, SEQ_LEN, VOCAB = 2, 16, 32
 BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "vocab_size": VOCAB,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCAB,
+}  # fmt: skip
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 LATENT = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_mtp_layers": 0,
-}
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "num_mtp_layers": 0,
+}  # fmt: skip
 WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
 MODELS = {
     "fewer heads of keys than ranks": {"model_type": "llama", **GROUPED, "num_key_value_heads": 1},
@@ -207,8 +194,8 @@ TWELVE = AutoConfig.for_model("llama", num_attention_heads=12, hidden_size=768)
 
 @pytest.mark.parametrize(("given", "words"), IMPOSSIBLE, ids=[words for _, words in IMPOSSIBLE])
 def test_the_impossible_is_refused_before_the_start(given: dict[str, Any], words: str) -> None:
-    sizes = {"cp_size": 4} | {name: size for name, size in given.items() if "size" in name}
-    others = {"data": DataModule(), "config": TWELVE} | {
+    sizes: Any = {"cp_size": 4} | {name: size for name, size in given.items() if "size" in name}
+    others: Any = {"data": DataModule(), "config": TWELVE} | {
         n: v for n, v in given.items() if n not in sizes
     }
     (sentence,) = violations_of(MeshStrategy(**sizes), **others)

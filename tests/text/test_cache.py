@@ -114,7 +114,7 @@ def no_manifest(path: Path) -> None:
     path.write_text('{"dtype": 3}', encoding="utf-8")
 
 
-HARMS = [("train.bin", flip_a_bit), ("tokenizer/tokenizer.json", flip_a_bit)]
+HARMS: list[tuple[str, Any]] = [("train.bin", flip_a_bit), ("tokenizer/tokenizer.json", flip_a_bit)]
 HARMS += [("manifest.json", Path.unlink), ("manifest.json", no_manifest)]
 HARMS += [("test.bin", lambda path: os.truncate(path, 10))]
 
