@@ -40,9 +40,7 @@ def test_help_imports_nothing_heavy_and_names_every_verb() -> None:
 
 
 @pytest.mark.parametrize("has_venv", [True, False])
-def test_a_python_without_the_dependencies_is_refused_by_every_verb(
-    has_venv: bool, tmp_path: Path
-) -> None:
+def test_every_verb_refuses_a_python_without_packages(has_venv: bool, tmp_path: Path) -> None:
     """-S: without site-packages, as a Python whose environment is not activated."""
     cure = "`(make setup` in .* builds|source /)"
     if has_venv:
@@ -142,10 +140,8 @@ MESH = {"tp_size": 4, "tp_plan": {"a": "b"}, "cpu_offload": True, "timeout": "00
 
 def test_a_strategy_file_leaves_nothing_of_an_earlier_strategy(tmp_path: Path, capsys: Any) -> None:
     own = tmp_path / "own.yaml"
-    for name, earlier, arguments in (
-        ("fsdp2", "ZeroStrategy", ZERO),
-        ("zero2", "MeshStrategy", MESH),
-    ):
+    cases = (("fsdp2", "ZeroStrategy", ZERO), ("zero2", "MeshStrategy", MESH))
+    for name, earlier, arguments in cases:
         strategy = {"class_path": earlier, "init_args": arguments}
         own.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
         path = CONFIGS / "strategy" / f"{name}.yaml"

@@ -50,10 +50,8 @@ def trainer_of(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
 HONOURED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "seed_everything": ("5", lambda cli: cli.config.fit.seed_everything == 5),
     "weights_only": ("true", lambda cli: cli.config.fit.weights_only is True),
-    "optimizer": ("ASGD", lambda cli: cli.model.optim.optimizer[
-        "class_path"] == "torch.optim.ASGD"),
-    "lr_scheduler": ("ConstantLR", lambda cli: "ConstantLR" in cli.model.optim.lr_scheduler[
-        "class_path"]),
+    "optimizer": ("ASGD", lambda cli: "optim.ASGD" in str(cli.model.optim.optimizer)),
+    "lr_scheduler": ("ConstantLR", lambda cli: "ConstantLR" in str(cli.model.optim.lr_scheduler)),
     "trainer.accelerator": ("cpu", lambda cli: isinstance(cli.trainer.accelerator, CPUAccelerator)),
     "trainer.strategy": ("ddp", lambda cli: type(cli.trainer.strategy).__name__ == "DDPStrategy"),
     "trainer.devices": ("1", lambda cli: cli.trainer.num_devices == 1),
@@ -134,9 +132,7 @@ def test_every_option_that_is_not_refused_is_honoured(trainer_of: Any, monkeypat
     assert trainer_of("--trainer.fast_dev_run=2").trainer.fast_dev_run == 2
 
 
-def test_a_run_trains_by_the_optimizer_and_the_schedule_that_are_named(
-    flags: list[str], tmp_path: Path
-) -> None:
+def test_a_run_trains_by_the_named_optimizer_and_schedule(flags: list[str], tmp_path: Path) -> None:
     chosen = ["--optimizer=torch.optim.SGD", "--optimizer.momentum=0.9", "--lr_scheduler=StepLR"]
     chosen += [
         "--lr_scheduler.step_size=1", "--lr_scheduler.gamma=0.5", "--model.optim.learning_rate=0.5",

@@ -42,9 +42,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_entry_points_of_packages_and_of_the_project_are_sorted_by_name(
-    install: Install, project: Path
-) -> None:
+def test_entry_points_of_packages_and_project_are_sorted(install: Install, project: Path) -> None:
     install("other", "ab = other:AB")
     found = plugins.registered(GROUP)
     assert list(found) == ["a", "ab", "b"] and found["b"] == EntryPoint("b", "a_trainer.b:B", GROUP)

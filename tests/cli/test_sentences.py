@@ -140,9 +140,7 @@ def test_of_flags(words: str, flags: list[str], tmp_path: Path, capfd: Any) -> N
     assert sorted(tmp_path.rglob("*")) == before, "a refused run leaves nothing"
 
 
-def test_a_metric_that_is_not_measured_is_refused_before_the_first_step(
-    flags: list[str], capfd: Any
-) -> None:
+def test_a_metric_that_is_not_measured_is_refused_at_once(flags: list[str], capfd: Any) -> None:
     assert run("fit", *flags, "--best_checkpoint.monitor=eval/of_my_own") == 2
     shown = capfd.readouterr()
     assert "best_checkpoint.monitor is 'eval/of_my_own', and what is measured is" in shown.err

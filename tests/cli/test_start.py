@@ -71,14 +71,10 @@ def test_what_the_parser_refuses_comes_after_the_imports(tmp_path: Path) -> None
     assert "torch" in modules and "frozen" in modules, "no later collection visits these objects"
 
 
-def test_a_syntax_error_in_the_users_file_is_reported_with_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_syntax_error_in_the_users_file_has_its_line(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "broken").mkdir()
-    for name in ("__init__.py", "data.py", "module.py"):
-        (tmp_path / "broken" / name).write_text(
-            "x = 1\nclass LanguageModule(:\n"[: 99 * ("mod" in name)]
-        )
+    (tmp_path / "broken" / "__init__.py").touch()
+    (tmp_path / "broken" / "module.py").write_text("x = 1\nclass LanguageModule(:\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InputError, match=r"module.py:2: .*: class LanguageModule\(:"):
         Project("broken").class_of(".module:LanguageModule")
@@ -126,10 +122,7 @@ def test_training_imports_nothing_that_it_does_not_use(flags: list[str], tmp_pat
 FILES = [
     ("- trainer\n- model", "x.yaml is a list: give keys"),
     ("run:\n  name: a\nmodel:\n  optim: {}\nrun: {}", "the key run twice, in lines 1 and 5"),
-    (
-        "model.optim.warmup: 1\nmodel:\n  optim: {warmup: 2}",
-        "has model and model.optim.warmup: move",
-    ),
+    ("model.optim.warmup: 1\nmodel:\n  optim: {warmup: 2}", "has model and model.optim.warmup"),
     ("model:\n  optim:\n    warmup: 1\n    'warmup': 2", "the key warmup twice, in lines 3 and 4"),
     ("data: " + "[" * 20_000 + "]" * 20_000, "x.yaml is nested too deeply"),
     ("trainer: {max_steps: " + "9" * 5000 + "}", "x.yaml is not YAML"),

@@ -40,9 +40,8 @@ class HangAt(Callback):
             return
         if self.hook == "setup":
             self._hang()
-        owner: Any = (
-            pl_module if hasattr(type(pl_module), self.hook) and "step" in self.hook else self
-        )
+        is_modules = hasattr(type(pl_module), self.hook) and "step" in self.hook
+        owner: Any = pl_module if is_modules else self
         before, count = getattr(owner, self.hook), iter(range(1, 10**9))
 
         def hook(*args: Any, **kwargs: Any) -> Any:

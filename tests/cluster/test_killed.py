@@ -43,9 +43,7 @@ def same(one: Path, other: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.nightly  # minutes; test_exact_resume.py kills ranks in `make test`
-def test_ranks_killed_at_any_time_cost_at_most_one_interval_each(
-    flags: list[str], tmp_path: Path
-) -> None:
+def test_a_kill_at_any_time_costs_at_most_one_interval(flags: list[str], tmp_path: Path) -> None:
     """`KILLS=50 pytest …` for more; the times are printed (`-s`)."""
     run("prepare", *flags)
     argv = ["fit", *flags, "--trainer.strategy=ddp", f"--trainer.max_steps={30 * KILLS}"]
@@ -66,17 +64,13 @@ def test_ranks_killed_at_any_time_cost_at_most_one_interval_each(
             waits.append(lives(hurt)[-1][0].at - at)
             lost.append(lives(hurt)[-2][-1].step - lives(hurt)[-1][0].step)
         assert hurt.end(300) == Exit.DONE, hurt.log.read_text()[-3000:]
-    print(
-        f"first batch after {min(waits):.1f} to {max(waits):.1f} s, {max(lost)} steps lost at most"
-    )
+    print(f"first batch after {min(waits):.1f} to {max(waits):.1f} s, {max(lost)} steps lost")
     assert max(lost) <= EVERY
     assert same(newest(tmp_path, "hurt"), newest(tmp_path, "reference"))
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_launcher_or_its_death_saves_and_a_relaunch_goes_on(
-    flags: list[str], tmp_path: Path
-) -> None:
+def test_a_signal_to_the_launcher_or_its_death_saves(flags: list[str], tmp_path: Path) -> None:
     run("prepare", *flags)
     argv = ["fit", *flags, "--trainer.strategy=ddp", "--trainer.max_steps=200"]
     argv += ["--last_checkpoint.every_n_steps=100"]

@@ -27,10 +27,8 @@ from dist_template.text import Bytes, TextFiles
 from tests.support.library import formats, lighten, manifest
 from tests.support.tiers import tiers
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
-    pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable"),
-]
+FILTERS = ("ignore:Checkpoint directory", "ignore:.*your dataloader is not resumable")
+pytestmark = [pytest.mark.filterwarnings(each) for each in FILTERS]
 
 EPOCH, EPOCHS = 3, 3  # optimizer steps of an epoch; epochs
 STEPS = EPOCH * EPOCHS

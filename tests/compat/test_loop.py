@@ -72,9 +72,7 @@ class Validations(BoringModel):
 
 
 @pytest.mark.parametrize("is_lightnings", [False, True])
-def test_a_resume_from_the_end_of_an_epoch_validates_and_counts_as_lightnings_loop(
-    tmp_path: Path, is_lightnings: bool
-) -> None:
+def test_a_resume_at_an_epochs_end_is_lightnings(tmp_path: Path, is_lightnings: bool) -> None:
     """With `max_steps`, by either loop's checkpoint. Epochs have 3 steps, validations 2 batches."""
     options: Any = {"limit_train_batches": 3, "limit_val_batches": 2, "num_sanity_val_steps": 0}
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_on_train_epoch_end=True)

@@ -51,9 +51,7 @@ class Calls(Callback):
 
     counted: Counter[str] = Counter()  # noqa: RUF012  (of the newest training)
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == FIRST:
             Calls.counted = Counter()
             sys.setprofile(self._called)

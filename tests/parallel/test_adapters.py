@@ -26,9 +26,7 @@ def trained(train: Trainings, kind: str, strategy: str, *more: str, **options: A
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "strategy"), tiers(CASES, DAILY))
-def test_adapters_train_to_the_numbers_of_one_process(
-    train: Trainings, kind: str, strategy: str
-) -> None:
+def test_adapters_train_as_one_process(train: Trainings, kind: str, strategy: str) -> None:
     one, many = trained(train, kind, "one"), trained(train, kind, strategy)
     assert many.loss == pytest.approx(one.loss, rel=1e-6)
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
@@ -43,7 +41,7 @@ QLORA = ["ddp", "fsdp2", "hsdp", "fsdp2_ep", "zero2", "zero3"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(QLORA, daily=["zero3"]))
-def test_four_bit_weights_train_to_the_numbers_of_one_process(
+def test_four_bit_weights_train_as_one_process(
     train: Trainings, strategy: str, tmp_path: Path
 ) -> None:
     """And where they are sharded by the bytes of each rank: by FSDP2 and ZeRO-3."""

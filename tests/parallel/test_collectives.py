@@ -51,9 +51,7 @@ class CountSteps(Callback):
             if isinstance(callback, Preemption):
                 callback._until_vote = 1000  # it comes once in seconds, not in steps
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == (FIRST - 1) * ACCUMULATION:
             self.mode.__enter__()
         if batch_idx == (FIRST - 1 + STEPS) * ACCUMULATION:
@@ -105,9 +103,7 @@ DAILY = ["ddp", "fsdp2, reduced once", "zero2", "zero3"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", tiers(CASES, DAILY))
-def test_a_step_sends_what_its_strategy_must_send(
-    case: str, flags: list[str], tmp_path: Path
-) -> None:
+def test_a_step_sends_what_it_must(case: str, flags: list[str], tmp_path: Path) -> None:
     strategy, ranks, more, expected = CASES[case]
     argv = ["fit", *flags, *flags_of(strategy), f"--trainer.devices={ranks}", *more]
     argv += [f"--data.global_batch_size={ranks * ACCUMULATION}"]

@@ -40,9 +40,7 @@ def assert_equal(got: Series, expected: Series) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("profiler", tiers(["null", "simple"], daily=["null"]))
-def test_the_hooks_of_a_step_run_once_under_zero_and_an_average_of_the_weights_is_that_of_ddp(
-    tmp_path: Path, profiler: str
-) -> None:
+def test_hooks_and_averages_of_a_step_are_those_of_ddp(tmp_path: Path, profiler: str) -> None:
     """With a profiler, Lightning's own loop runs."""
     expected = values(tmp_path, "ddp", STUDENT, 2, f"--trainer.profiler={profiler}")
     assert [*expected["optimizer_step"].values()] == [*range(STEPS)], "none before the first"

@@ -112,16 +112,13 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
 
 
 STRATEGIES = ["ddp", "fsdp2", "tp", "zero2", "zero3"]
+DAILY = [("copy", "fsdp2"), ("adapters", "fsdp2")]
 CASES = [(kind, strategy) for kind in ("copy", "adapters") for strategy in STRATEGIES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "strategy"), tiers(CASES, daily=[("copy", "fsdp2"), ("adapters", "fsdp2")])
-)
-def test_a_strategy_has_the_losses_and_rewards_of_one_process(
-    train: Trainings, kind: str, strategy: str
-) -> None:
+@pytest.mark.parametrize(("kind", "strategy"), tiers(CASES, DAILY))
+def test_losses_and_rewards_are_one_processs(train: Trainings, kind: str, strategy: str) -> None:
     one, many = train(kind, "one").check(), train(kind, strategy).check()
     assert list(one.loss) == [1, 2, 3, 4] and one.loss[4] < 0.67
     # with adapters the reference differs from the start: B is not zero
@@ -164,9 +161,7 @@ def test_the_reference_stays_as_it_was_and_is_not_saved(train: Trainings, strate
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(["one", "ddp", "fsdp2", "zero3"], daily=["fsdp2"]))
-def test_a_resumed_training_has_exactly_the_losses_of_an_uninterrupted_one(
-    train: Trainings, strategy: str
-) -> None:
+def test_a_resumed_training_has_exactly_the_same_losses(train: Trainings, strategy: str) -> None:
     first = train.run("copy", strategy, callbacks=[PauseAfter(2)]).check()
     checkpoint = f"--ckpt_path={newest(first.run)}"
     resumed = train.run("copy", strategy, checkpoint).check()

@@ -132,9 +132,7 @@ DAILY = [("llama", "tp"), ("deepseek_v3", "ep"), ("llama", "pipeline")]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "product"), tiers(PAIRS, DAILY))
-def test_a_product_trains_to_the_numbers_of_one_process(
-    train: Trainings, model: str, product: str
-) -> None:
+def test_a_product_trains_as_one_process(train: Trainings, model: str, product: str) -> None:
     processes, batches, sizes = PRODUCTS[product]
     flags = [f"--trainer.strategy.init_args.{size}" for size in sizes]
     flags += [f"--data.micro_batch_size={4 // batches}", SHORT]
@@ -147,11 +145,9 @@ def test_a_product_trains_to_the_numbers_of_one_process(
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 CONVOLUTION = {"layer_types": ["conv", "full_attention"]}
+MAMBA = {"num_heads": 8, "head_dim": 8, "n_groups": 1}
 REFUSED = [
-    (
-        {"model_type": "mamba2", "num_heads": 8, "head_dim": 8, "n_groups": 1},
-        "transformers' kernels",
-    ),
+    ({"model_type": "mamba2", **MAMBA}, "transformers' kernels"),
     ({"model_type": "lfm2", **GROUPED, **CONVOLUTION}, "layers other than attention"),
     ({"model_type": "gpt_oss", **GROUPED}, "transformers' kernels"),  # attention sinks
     ({"model_type": "llama", **GROUPED, "attn_implementation": "eager"}, "transformers' kernels"),
@@ -160,9 +156,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("architecture", "words"), REFUSED)
-def test_a_model_whose_tokens_are_combined_otherwise_is_refused(
-    architecture: Any, words: str
-) -> None:
+def test_a_model_that_combines_tokens_otherwise_is_refused(architecture: Any, words: str) -> None:
     with torch.device("meta"):
         assert words in reason_against_sequence_shards(build(**architecture))
 
@@ -174,20 +168,14 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"cp_size": 3}, "cp_size 3 must divide fsdp_size 8"),
     ({"data": DataModule(seq_len=102)}, "data.seq_len 102 is not a multiple of cp_size 4"),
     ({"cp_size": 8}, "cp_size 8 does not divide the model's 12 attention heads"),
-    (
-        {"cp_size": 2, "tp_size": 2, "config": SIX},
-        "not divide a rank's (tp_size 2) 3 attention heads",
-    ),
-    (
-        {"data": DataModule(Preferences(["nowhere"]))},
-        "would split pairs of data.source Preferences",
-    ),
+    ({"cp_size": 2, "tp_size": 2, "config": SIX}, "not divide a rank's (tp_size 2) 3 attention"),
+    ({"data": DataModule(Preferences(["nowhere"]))}, "would split pairs of data.source"),
     ({"module": OF_SEQUENCES}, "coef needs full sequences"),
     ({"config": None}, "cp_size 4 needs a model of transformers"),
     (
         {"config": LLAMA_4},
         "a layer of it numbers a rank's tokens as if they were all",
-    ),  # by proof.json
+    ),  # proof.json
 ]
 TWELVE = AutoConfig.for_model("llama", num_attention_heads=12, hidden_size=768)
 

@@ -77,9 +77,7 @@ def test_a_parameter_beside_the_heads_that_is_not_known_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", tiers(["glm4_moe", "phi", "apertus"], daily=["glm4_moe", "phi"]))
-def test_tensor_parallelism_trains_to_the_numbers_of_one_process(
-    train: Trainings, model: str
-) -> None:
+def test_tensor_parallelism_trains_as_one_process(train: Trainings, model: str) -> None:
     one, many = train(model, "one", SHORT), train(model, "tp", SHORT)
     assert many.loss == pytest.approx(one.loss, rel=1e-6)
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)

@@ -38,9 +38,7 @@ def test_all_shapes_give_the_same_conversation(tmp_path: Path) -> None:
     assert read(Chat([str(pair)])) == [{"messages": messages(*TURNS[1:3])}]
 
 
-def test_arrays_compressed_files_parquet_and_hub_folders_are_read(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_arrays_archives_parquet_and_hub_folders_are_read(tmp_path: Path, monkeypatch) -> None:
     import pyarrow
     import pyarrow.parquet
     from datasets import config

@@ -34,9 +34,7 @@ SIZES = st.fixed_dictionaries({name: st.integers(1, 400) for name in NAMES})
 
 @PROPERTY
 @given(SIZES, CHANGES, st.integers(0, 3))
-def test_each_source_gives_its_share_and_all_its_rows_in_each_epoch(
-    sizes: Any, changes: Any, seed: int
-) -> None:
+def test_each_source_gives_its_share_and_all_its_rows(sizes: Any, changes: Any, seed: int) -> None:
     order, length = mixture.MixtureOrder(sizes, changes, seed), 4 * mixture.BLOCK
     rows = [order(position) for position in range(length)]
     for name in NAMES:
@@ -54,7 +52,7 @@ def test_each_source_gives_its_share_and_all_its_rows_in_each_epoch(
 
 @PROPERTY
 @given(SIZES, CHANGES, st.integers(1, 4), st.integers(1, 4), st.integers(0, 900))
-def test_ranks_read_the_stream_together(
+def test_ranks_read_one_stream(
     sizes: Any, changes: Any, ranks: int, micro: int, start: int
 ) -> None:
     given: Any = {"consumed": lambda: start, "stream": mixture.MixtureOrder(sizes, changes, 0)}

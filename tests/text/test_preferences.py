@@ -81,9 +81,7 @@ def sequences(data: DataModule, batch: dict[str, Any]) -> list[list[tuple[str, s
     return found
 
 
-def test_a_pair_is_two_sequences_of_one_row_that_do_not_attend_to_each_other(
-    tmp_path: Path,
-) -> None:
+def test_a_pair_is_two_sequences_of_one_row_that_are_apart(tmp_path: Path) -> None:
     data = prepared(tmp_path, pairs.LENGTHS)
     rows = data.rows_of("train")
     numbers = [*range(len(rows)), global_order.PADDING]

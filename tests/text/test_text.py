@@ -28,9 +28,7 @@ TEXTS = [
     "def f(x):\n    return x\n", "  two  spaces\tand tabs\r\n", "Grüße, 世界 😀 \x00\x7f",
     f"say {EOS} aloud",
 ]  # fmt: skip
-EVERY_BYTE = "".join(
-    map(chr, range(0x250))
-)  # all lead, most continuation bytes of two-byte characters
+EVERY_BYTE = "".join(map(chr, range(0x250)))  # all lead bytes of two-byte characters
 
 
 def read(source: Source) -> list[str]:
