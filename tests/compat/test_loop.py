@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dist_template.compat.loop import EpochLoop, MixedPrecision
@@ -91,15 +89,6 @@ def optimizer() -> torch.optim.AdamW:
     return torch.optim.AdamW([parameter], lr=0.1)
 
 
-def test_a_schedule_knows_that_the_optimizer_was_called(optimizer: torch.optim.AdamW) -> None:
-    schedule = LambdaLR(optimizer, lambda step: 1.0)
-    assert step_of(optimizer) != optimizer.step
-    step_of(optimizer)()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns where a schedule comes before its optimizer
-        schedule.step()
-
-
 def test_hooks_are_called(optimizer: torch.optim.AdamW) -> None:
     calls: list[Any] = []
     optimizer.register_step_pre_hook(lambda *call: calls.append(call))
@@ -108,9 +97,3 @@ def test_hooks_are_called(optimizer: torch.optim.AdamW) -> None:
     step_of(optimizer)()
     handle.remove()
     assert len(calls) == 3
-
-
-def test_a_profiler_sees_the_range(optimizer: torch.optim.AdamW) -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        step_of(optimizer)()
-    assert "Optimizer.step#AdamW.step" in {event.key for event in profiler.key_averages()}

@@ -51,7 +51,8 @@ class Calls(Callback):
 
     counted: Counter[str] = Counter()  # noqa: RUF012  (of the newest training)
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        batch_idx = args[3]
         if batch_idx == FIRST:
             Calls.counted = Counter()
             sys.setprofile(self._called)

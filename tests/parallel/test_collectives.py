@@ -51,7 +51,8 @@ class CountSteps(Callback):
             if isinstance(callback, Preemption):
                 callback._until_vote = 1000  # it comes once in seconds, not in steps
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        batch_idx = args[3]
         if batch_idx == (FIRST - 1) * ACCUMULATION:
             self.mode.__enter__()
         if batch_idx == (FIRST - 1 + STEPS) * ACCUMULATION:
