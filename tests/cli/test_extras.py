@@ -1,30 +1,37 @@
-"""Without the packages of the extras: most of it trains; what needs one names the command that installs it."""
+"""Without the extras most trains; what needs one names the command that installs it."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests import PROJECT
 from tests.support.extras import without_extras
-from tests.support.runs import CONFIGS, run, run_in_subprocess
+from tests.support.line import PACKAGE
+from tests.support.runs import CONFIGS, OF_ANOTHER_RUN, run, run_in_subprocess
 
+SHORT = ["--trainer.max_steps=2", "--model.optim.warmup=0", "--run.report=true"]
 LIBRARY = "'dist-template["
 NEED = {
-    "deepspeed": ("fit", [f"--config={CONFIGS}/strategy/zero2.yaml"], f"pip install --no-build-isolation {LIBRARY}"),
+    "deepspeed": ("fit", [f"--config={CONFIGS}/strategy/zero2.yaml"],
+        f"pip install --no-build-isolation {LIBRARY}"),
     "wandb": ("fit", [f"--config={CONFIGS}/logger/wandb.yaml"], f"pip install {LIBRARY}"),
     "tensorboard": ("fit", ["--trainer.logger=TensorBoard"], f"pip install {LIBRARY}"),
-    "datasets": ("prepare", ["--data.source=HubDataset", "--data.source.name={}"], f"pip install {LIBRARY}"),
-}
+    "datasets": ("prepare", ["--data.source=HubDataset", "--data.source.name={}"],
+        f"pip install {LIBRARY}"),
+}  # fmt: skip
 
 
 @pytest.mark.slow
 def test_a_training_needs_none_of_them(flags: list[str], tmp_path: Path) -> None:
-    """In a Python in which these packages cannot be imported; DDP, with the default loggers and the report."""
+    """Where these packages cannot be imported; DDP, with the default loggers and the report."""
     path = os.pathsep.join([without_extras(tmp_path), os.environ["PYTHONPATH"]])
-    short = ["--trainer.strategy=ddp", "--trainer.max_steps=2", "--model.optim.warmup=0", "--run.report=true"]
+    short = ["--trainer.strategy=ddp", *SHORT]
     done = run_in_subprocess("fit", *flags, *short, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
     cure = "the report needs the package plotly: pip install 'dist-template[report]'"
@@ -33,7 +40,7 @@ def test_a_training_needs_none_of_them(flags: list[str], tmp_path: Path) -> None
 
 @pytest.mark.parametrize("package", NEED)
 def test_what_needs_one_says_how_to_install_it(
-    package: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+    package: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "one"}\n')
@@ -41,4 +48,42 @@ def test_what_needs_one_says_how_to_install_it(
     monkeypatch.setitem(sys.modules, package, None)
     assert run(verb, *flags, *(flag.format(texts) for flag in given)) == 2
     error = capfd.readouterr().err
-    assert f" needs the package {package}: {command}{package}]'" in error and error.count("\n") == 1, error
+    said = f" needs the package {package}: {command}{package}]'"
+    assert said in error and error.count("\n") == 1, error
+
+
+# The libraries are imported first: they decide by the true platform.
+AS_ON_A_MAC = f"""
+import builtins, ctypes, io, os, sys
+import datasets, lightning.pytorch, psutil, torch.distributed.fsdp, transformers
+from runpy import run_module
+
+for name in "getaffinity setaffinity".split():
+    delattr(os, "sched_" + name)
+for name in "pidfd_open posix_fadvise posix_fallocate memfd_create".split():
+    delattr(os, name)
+
+def open_without_proc(path, *args, real=io.open, **options):
+    is_psutils = "psutil" in sys._getframe(1).f_code.co_filename  # it is built for one system
+    if str(path).startswith(("/proc/", "/sys/", "/dev/shm")) and not is_psutils:
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+    return real(path, *args, **options)
+
+class LibraryWithoutPrctl(ctypes.CDLL):
+    def __getattr__(self, name):
+        if name == "prctl":
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+io.open = builtins.open = open_without_proc
+ctypes.CDLL = LibraryWithoutPrctl
+sys.platform = "darwin"
+run_module("{PACKAGE}", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_training_needs_nothing_that_only_linux_has(flags: list[str]) -> None:
+    environment = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_RUN}
+    command = [sys.executable, "-c", AS_ON_A_MAC, "fit", *flags, *SHORT]
+    subprocess.run(command, env=environment, cwd=PROJECT, timeout=300, check=True)

@@ -1,4 +1,4 @@
-"""Input that is wrong in a way that only a library would notice: one sentence, exit code 2, no traceback."""
+"""Input that is wrong: one sentence names it and what to do, with exit code 2 and no traceback."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import gzip
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from dist_template.errors import Exit
+from dist_template.text import Source
 from tests.support.runs import CONFIGS, SMALL_LLAMA, command, disk, newest, only_run, refused, run
 
-LLAMA = json.dumps({"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-                    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300})  # fmt: skip
+LLAMA = yaml.safe_load(SMALL_LLAMA) | {"vocab_size": 300}
 LINES = b'{"text": "abc"}\n' * 10
 
 
@@ -25,66 +27,131 @@ def without_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRACEBACK", raising=False)
 
 
-# ---- flags -----------------------------------------------------------------------------------------------------------
-
+LONG = "x" * 300
+UNEVEN_HEADS = SMALL_LLAMA.replace("hidden_size: 32", "hidden_size: 65")
+MESH = "--trainer.devices=2 --trainer.strategy.class_path=MeshStrategy --trainer.strategy"
+ZERO = "--trainer.devices=2 --trainer.strategy.class_path=ZeroStrategy"
+# Flags after a complete small training's -> a pattern in the sentence; {here} is the test's folder.
 FLAGS = {
-    "a root that is a file": (["--run.root={here}/file"], r"run\.root .*file' cannot be written: .*Not a directory"),
-    "a root below a file": (["--run.root={here}/file/x"], r"run\.root .* cannot be written: .*Not a directory"),
-    "a root that takes nothing": (["--run.root=/proc/x"], r"run\.root '/proc/x' cannot be written: /"),
-    "a name outside of the root": (["--run.name=../../x"], r"run\.name '\.\./\.\./x' is not a folder below run\.root"),
-    "a name from the top": (["--run.name=/x"], r"run\.name '/x' is not a folder below run\.root"),
-    "no name": (["--run.name="], r"run\.name '' is not a folder below run\.root"),
-    "a name of 300 letters": (["--run.name=" + "x" * 300], r"run\.root .* cannot be written: .*too long"),
-    "a name with NUL": (["--run.name=a\0b"], r"run\.name has the character '\\x00'; give a text without it"),
-    "a negative limit": (["--watchdog.timeout_s=-5"], r"watchdog\.timeout_s is -5\.0; give 0 to 100,000,000 seconds"),
-    "a limit that is no number": (["--watchdog.start_timeout_s=.nan"], r"watchdog\.start_timeout_s is nan; give 0"),
-    "a precision without its package": (
-        ["--trainer.precision=transformer-engine"], r"trainer: .*transformer_engine"
-    ),
-    "checkpoints where nothing can be written": (
-        ["--last_checkpoint.dirpath={here}/file/x"], r"last_checkpoint\.dirpath .* cannot be written: .*Not a directory"
-    ),
-    "checkpoints in a folder with a name of 300 letters": (
-        ["--last_checkpoint.dirpath={here}/" + "x" * 300], r"last_checkpoint\.dirpath .* cannot be written: .*too long"
-    ),
-    "a key that steers the terminal": (
-        ['--model.balance={"\\e[2Jab": 1}'], r"does not accept option 'model\.balance\.\\x1b\[2Jab'"
-    ),
-    "a validation every 0 steps": (["--trainer.val_check_interval=0"], r"val_check_interval is 0; give more than 0"),
-    "a log line every 0 steps": (["--trainer.log_every_n_steps=0"], r"trainer\.log_every_n_steps is 0; give 1 or more"),
-    "a negative norm": (["--trainer.gradient_clip_val=-1"], r"trainer\.gradient_clip_val is -1"),
-    "fewer than no workers": (["--data.num_workers=-1"], r"data\.num_workers is -1; give 0 to 1,024"),
-    "heads that do not divide": (
-        ["--model.architecture=" + SMALL_LLAMA.replace("hidden_size: 32", "hidden_size: 65")],
-        r"model\.architecture .*hidden size \(65\) is not a multiple of the number of attention heads \(2\)",
-    ),
+    # names
+    "--trainer.max_stepz=3": "trainer.max_stepz .* mean trainer.max_steps?",
+    "--config={here}/deep.yaml": "trainer.max_stepz .* mean trainer.max_steps?",
+    "--data.seqlen=3": r"data.seqlen .* mean data.seq_len\?",
+    "--last_checkpoint.every_n_step=3": r"mean last_checkpoint.every_n_steps\?",
+    "--model.optim={learning_rates: 3}": r"mean model.optim.learning_rate\?",
+    "--model.sample_token=3": r"mean model.sample_tokens\?",
+    "--data.source.pathz=3": "pathz is not an argument of the class",
+    "--trainer.nothing_like_this=3": "trainer.nothing_like_this is not a key of this program",
+    "--data.source=TextFile": "data.source.* no class TextFile",
+    "--trainer.callbacks=EarlyStoping": "no class EarlyStoping; did you mean EarlyStopping",
+    "--model.architecture={model_type: llama, num_hiden_layers: 2}":
+        "architecture.num_hiden_layers is no field of LlamaConfig: did you mean num_hidden_layers?",
+    "--model.architecture={model_type: gpt99}": "gpt99",
+    '--model.balance={"\\e[2Jab": 1}': r"does not accept option 'model\.balance\.\\x1b\[2Jab'",
+    # types
+    "--data.seq_len=long": "data.seq_len is 'long': expected an integer; see",
+    "--trainer.limit_val_batches=x": "x is not possible: expected an integer, exp",
+    "--trainer.num_nodes=two": "trainer.num_nodes",
+    "--model.optim=3": "model.optim is '3': it takes keys, as in model.optim.KEY",
+    "--model.optim.schedule=exponential": "cosine",
+    "--trainer.gradient_clip_algorithm=median": "median",
+    # ranges
+    "--model.optim.warmup=-1": "model.optim.warmup is -1.0; give 0 or more",
+    "--model.optim.learning_rate=.inf": "model.optim.learning_rate is inf; give more than 0",
+    "--model.adapter={alpha: .nan}": "model.adapter.alpha is nan; give more than 0",
+    "--model.adapter.rank=1000000000": "model.adapter.rank is 1000000000; give 1 to 65,536",
+    "--model.optim.betas=[0.9, 1]": "model.optim.betas is 1.0; give 0 or more, below 1",
+    "--cluster.port=99999": "cluster.port is 99999; give 1 to 65,535",
+    "--seed_everything=-1": "seed_everything is -1; give 0 to 4,294,967,295",
+    "--trainer.max_steps=0x1" + 20 * "0": "max_steps is 1208925819614629174706176; give fewer",
+    "--model.architecture={model_type: llama, rms_norm_eps: .nan}": "rms_norm_eps is nan; give a",
+    "--trainer.callbacks={class_path: EarlyStopping, init_args: {monitor: x, min_delta: .nan}}":
+        "trainer.callbacks.min_delta is nan; give a number",
+    "--optimizer={class_path: torch.optim.SGD, init_args: {lr: .inf}}": "lr is inf; give 0",
+    "--lr_scheduler={class_path: StepLR, init_args: {step_size: 0}}": "size is 0; give 1 or more",
+    "--lr_scheduler={class_path: ExponentialLR, init_args: {gamma: -3}}": "gamma is -3.0; give",
+    "--data.tokenizer={class_path: ByteBPE, init_args: {train_mib: 0}}": "train_mib is 0; give 1",
+    "--trainer.devices=0": "trainer.devices is 0; give 1 or more, or auto",
+    "--trainer.limit_train_batches=0": "trainer.limit_train_batches is 0; give more than 0",
+    "--trainer.num_sanity_val_steps=-5": "trainer.num_sanity_val_steps is -5; give -1 or more",
+    "--trainer.gradient_clip_val=-1": r"trainer\.gradient_clip_val is -1",
+    "--watchdog.start_timeout_s=.nan": r"watchdog\.start_timeout_s is nan; give 0",
+    f"--model.architecture={UNEVEN_HEADS}": r"hidden size \(65\) is not a multiple",
+    # folders and files
+    "--run.root={here}/file/x": r"run\.root .* cannot be written: .*Not a directory",
+    "--run.root=/proc/x": r"run\.root '/proc/x' cannot be written: /",
+    "--run.name=../../x": r"run\.name '\.\./\.\./x' is not a folder below run\.root",
+    "--run.name=": r"run\.name '' is not a folder below run\.root",
+    f"--run.name={LONG}": r"run\.root .* cannot be written: .*too long",
+    "--run.name=a\0b": r"run\.name has the character '\\x00'; give a text without it",
+    "--last_checkpoint.dirpath={here}/file/x": r"dirpath .* cannot be written: .*Not a directory",
+    "--config=nowhere.yaml": "nowhere.yaml",
+    "--data.source.paths=[nowhere/*.txt]": "nowhere",
+    "--data.source.paths=[{here}/empty.txt]": "no text in it",
+    "--data.seq_len=1000000": "seq_len",
+    "--ckpt_path=nowhere.ckpt": "nowhere.ckpt.* does not exist",
+    "--ckpt_path=last": "no checkpoint under",
+    "--ckpt_path={here}/file": "is not a checkpoint",
+    "--model.pretrained=./nowhere": "nowhere",
+    # what cannot work together: test_limits.py has the rest
+    "--data.global_batch_size=9": "global_batch_size 9 .* micro_batch_size 2",
+    "--trainer.devices=3 --trainer.strategy=ddp": "data_parallel 3",
+    "--trainer.accelerator=tpu": "trainer.accelerator 'tpu'.* this machine has no GPU",
+    "--trainer.precision=transformer-engine": "trainer: .*transformer_engine",
+    "--trainer.strategy=ddpp": "invalid strategy name",
+    "--trainer.strategy=ZeroStrategy": "invalid strategy name",
+    f"{MESH}.tp_size=3": "tp_size 3 does not make 2",
+    f"{MESH}.tp_size=2 --model.architecture.num_key_value_heads=1": "heads 1 is not a multiple",
+    f"{ZERO} --trainer.strategy.config=nowhere.json": "cannot read 'nowhere.json'",
+    "--model.preference.beta=0.5":
+        r"beta is 0.5 and has no effect \(data.source yields no pairs: set Preferences",
+    "--optimizer=torch.optim.SGD --model.optim.eps=1e-6":
+        r"model.optim.eps is 1e-06 and has no effect \(--optimizer SGD has its own",
+    # what is replaced, with what to use
+    "--trainer.overfit_batches=4": "data.repeat_first_batch true",
+    "--trainer.barebones=true": "remove the key",
+    "--trainer.accumulate_grad_batches=2": "it is derived: edit data.global_batch_size",
+    "--trainer.use_distributed_sampler=true": "remove the key",
+    "--trainer.model_registry=mine": "--ckpt_path a folder",
+    "--trainer.strategy=FSDPStrategy": "configs/strategy/fsdp2.yaml",
+    "--trainer.strategy=deepspeed_stage_2": "configs/strategy/zero2.yaml",
+    "--trainer.callbacks={class_path: StochasticWeightAveraging, init_args: {swa_lrs: 0.1}}":
+        "EMAWeightAveraging",
+    "--trainer.callbacks=[LearningRateFinder]": "model.optim.learning_rate",
+    "--trainer.callbacks+=BatchSizeFinder": "the verb `compare`",
+    "--optimizer=torch.optim.Muon": "--optimizer Muon: it updates matrices alone",
+    "--optimizer=LBFGS": "--optimizer LBFGS: .*parameter groups",
+    "--optimizer=SparseAdam": "--optimizer SparseAdam: .*dense",
+    "--lr_scheduler={class_path: OneCycleLR, init_args: {max_lr: 1}}": "OneCycleLR: .*total_steps",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", FLAGS)
-def test_of_a_flag(case: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    wrong, error = FLAGS[case]
-    (tmp_path / "file").write_text("x")
-    if "--model.architecture=" in wrong[0]:
+@pytest.mark.parametrize("words", FLAGS, ids=lambda words: words[-60:].replace("\0", "NUL"))
+def test_of_flags(words: str, flags: list[str], tmp_path: Path, capfd: Any) -> None:
+    (tmp_path / "file").write_text("not a checkpoint")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "deep.yaml").write_text("trainer:\n  max_stepz: 3\n")
+    if words.startswith("--model.architecture="):
         assert run("prepare", *flags) == 0
-    before = sorted(tmp_path.parent.rglob("*"))
-    assert re.search(error, refused("fit", [*flags, *(flag.replace("{here}", str(tmp_path)) for flag in wrong)], capfd))
-    assert sorted(tmp_path.parent.rglob("*")) == before, "a refused run leaves nothing"
+    before = sorted(tmp_path.rglob("*"))
+    wrong = re.split(" (?=--)", words.replace("{here}", str(tmp_path)))
+    error = refused("fit", [*flags, *wrong], capfd)
+    assert re.search(FLAGS[words], error) and "object at 0x" not in error, error
+    assert sorted(tmp_path.rglob("*")) == before, "a refused run leaves nothing"
 
 
-def test_a_metric_that_is_not_measured_is_refused_before_the_first_step(
-    flags: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_metric_that_is_not_measured_is_refused_at_once(flags: list[str], capfd: Any) -> None:
     assert run("fit", *flags, "--best_checkpoint.monitor=eval/of_my_own") == 2
     shown = capfd.readouterr()
-    assert "best_checkpoint.monitor is 'eval/of_my_own', and what is measured is eval/bits_per_byte" in shown.err
+    assert "best_checkpoint.monitor is 'eval/of_my_own', and what is measured is" in shown.err
     assert "step 1/" not in shown.out + shown.err
 
 
-def test_of_a_disk_that_fills_up(flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_of_a_disk_that_fills_up(flags: list[str], tmp_path: Path, capfd: Any) -> None:
     with disk(tmp_path / "full", "4k") as folder:
         (folder / "all").write_bytes(bytes(4096))
-        assert "full: No space left on device" in refused("fit", [*flags, f"--run.root={folder}"], capfd)
+        error = refused("fit", [*flags, f"--run.root={folder}"], capfd)
+        assert "full: No space left on device" in error
     with disk(tmp_path / "small", "16k") as folder:
         assert command(["fit", *flags, f"--run.root={folder}"]) == 1
         error = capfd.readouterr().err
@@ -92,51 +159,41 @@ def test_of_a_disk_that_fills_up(flags: list[str], tmp_path: Path, capfd: pytest
         assert "Traceback" not in error and len(sentences) == 1
 
 
-# ---- data ------------------------------------------------------------------------------------------------------------
-
-JSONL: dict[str, tuple[bytes, str, str]] = {
-    "empty": (b"", "x.jsonl", "data.source Jsonl has no text in it"),
-    "empty, compressed": (gzip.compress(b""), "x.jsonl.gz", "data.source Jsonl has no text in it"),
-    "no UTF-8": (
-        LINES + b'{"text": "\xff"}\n' + LINES,
-        "x.jsonl",
-        "x.jsonl of data.source cannot be read after record 10: 'utf-8'",
-    ),
-    "no UTF-8, compressed": (gzip.compress(LINES + b'{"text": "\xff"}\n'), "x.jsonl.gz", "after record 10: 'utf-8'"),
-    "no JSON": (
-        LINES + b'{"text": "x"\n' + LINES,
-        "x.jsonl",
-        "x.jsonl of data.source cannot be read after record 10: ",
-    ),
-    "half a gzip file": (
-        gzip.compress(LINES)[:25],
-        "x.jsonl.gz",
-        "x.jsonl.gz of data.source cannot be read after record 0: ",
-    ),
+OF_VERBS = {
+    "plan --bandwidth=300": "argument --bandwidth: expected 2 arguments",
+    "launch --on=torch": "argument --on: invalid choice: 'torch'",
+    "launch --config=x.yaml": "the following arguments are required: --on",
+    "rehearse --nodes=two": "argument --nodes: 'two' is not allowed, give a whole number from 1",
 }
 
 
+@pytest.mark.parametrize("words", OF_VERBS)
+def test_of_a_verbs_own_flag(words: str, capfd: Any) -> None:
+    verb, *flags = words.split()
+    error = refused(verb, flags, capfd)
+    assert f"error: {OF_VERBS[words]}" in error and f" {verb} --help` explains every flag" in error
+
+
+BAD_LINE = LINES + b'{"text": "\xff"}\n'
+JSONL = {
+    "empty": (b"", "x.jsonl", "data.source Jsonl has no text in it"),
+    "not UTF-8": (BAD_LINE + LINES, "x.jsonl", "cannot be read after record 10: 'utf-8'"),
+    "not UTF-8, compressed": (gzip.compress(BAD_LINE), "x.jsonl.gz", "after record 10: 'utf-8'"),
+    "not JSON": (LINES + b'{"text": "x"\n' + LINES, "x.jsonl", "cannot be read after record 10: "),
+    "half a gzip file": (gzip.compress(LINES)[:25], "x.jsonl.gz", "be read after record 0: "),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("case", JSONL)
-def test_of_a_jsonl_file(case: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_of_a_jsonl_file(case: str, flags: list[str], tmp_path: Path, capfd: Any) -> None:
     content, name, error = JSONL[case]
     (tmp_path / name).write_bytes(content)
     given = [*flags, "--data.source=Jsonl", f"--data.source.paths=[{tmp_path / name}]"]
     assert error in refused("prepare", given, capfd)
 
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
-
-
-def no_file(folder: Path) -> None:
-    pass
-
-
 def half_a_file(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
-
-
-def an_empty_file(folder: Path) -> None:
-    (folder / "model.safetensors").touch()
 
 
 def one_of_two(folder: Path) -> None:
@@ -144,39 +201,17 @@ def one_of_two(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("made", [no_file, half_a_file, an_empty_file, one_of_two])
+@pytest.mark.parametrize("made", [lambda folder: None, half_a_file, one_of_two])
 def test_of_published_weights(
-    made: Callable[[Path], None], flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    made: Callable[[Path], None], flags: list[str], tmp_path: Path, capfd: Any
 ) -> None:
     folder = tmp_path / "published"
     folder.mkdir()
-    (folder / "config.json").write_text(LLAMA)
+    (folder / "config.json").write_text(json.dumps(LLAMA))
     made(folder)
     assert run("prepare", *flags) == 0
     error = refused("fit", [*flags, f"--model.pretrained={folder}"], capfd)
     assert f"model.pretrained '{folder}' cannot be loaded: " in error
-
-
-# ---- flags of other verbs --------------------------------------------------------------------------------------------
-
-OF_VERBS = {
-    "plan --bandwidth=300": "argument --bandwidth: expected 2 arguments",
-    "launch --on=torch": "argument --on: invalid choice: 'torch'",
-    "launch --config=x.yaml": "the following arguments are required: --on",
-    "sweep --trials=1": "the following arguments are required: --space",
-    "rehearse --nodes=two": "argument --nodes: 'two' is not allowed, give a whole number from 1 to 100,000",
-    "compare": "the following arguments are required: runs",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("words", OF_VERBS)
-def test_of_a_verbs_own_flag(words: str, capfd: pytest.CaptureFixture[str]) -> None:
-    verb, *flags = words.split()
-    error = refused(verb, flags, capfd)
-    assert f"error: {OF_VERBS[words]}" in error and f" {verb} --help` explains every flag" in error
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 class AsksToRun:
@@ -184,32 +219,60 @@ class AsksToRun:
         return print, ("it ran",)
 
 
-@pytest.mark.parametrize("strategy", ["one process", pytest.param("fsdp2", marks=pytest.mark.slow)])
-def test_of_a_checkpoint(strategy: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_of_a_checkpoint(flags: list[str], tmp_path: Path, capfd: Any) -> None:
     """Several in one test: each needs the same trained checkpoint."""
-    if strategy == "fsdp2":
-        flags = [*flags, f"--config={CONFIGS}/strategy/fsdp2.yaml", "--trainer.devices=1", "--trainer.accelerator=cpu"]
+    flags = [*flags, f"--config={CONFIGS}/strategy/fsdp2.yaml", "--trainer.devices=1"]
+    flags += ["--trainer.accelerator=cpu"]
     assert run("fit", *flags, "--trainer.max_steps=1") == 0
     path = newest(only_run(tmp_path))
+
+    def error(checkpoint: Path, *more: str) -> str:
+        return refused("fit", [*flags, f"--ckpt_path={checkpoint}", *more], capfd)
+
     larger = SMALL_LLAMA.replace("hidden_size: 32", "hidden_size: 64")
-    error = refused("fit", [*flags, f"--ckpt_path={path}", f"--model.architecture={larger}"], capfd)
-    assert "was trained with model.architecture.hidden_size 32, now 64" in error and "restore what it was" in error
-
+    said = error(path, f"--model.architecture={larger}")
+    assert "was trained with model.architecture.hidden_size 32, now 64" in said
     renamed = shutil.copytree(path, tmp_path / "step00000009.ckpt")
-    error = refused("fit", [*flags, f"--ckpt_path={renamed}"], capfd)
-    assert "its manifest says step 1, and its name another" in error
-
-    for content, expected in (
-        ({"state_dict": {}, "x": AsksToRun()}, "cannot be read: it names the class print; only tensors"),
-        ([1], "has no `state_dict`"),
-    ):
+    assert "its manifest says step 1, and its name another" in error(renamed)
+    asks = {"state_dict": {}, "x": AsksToRun()}
+    expected = "cannot be read: it names the class print; only tensors"
+    for content, words in ((asks, expected), ([1], "has no `state_dict`")):
         torch.save(content, tmp_path / "made.ckpt")
-        error = refused("fit", [*flags, f"--ckpt_path={tmp_path}/made.ckpt"], capfd)
-        assert expected in error and "weights_only" not in error and "it ran" not in error
-    if strategy == "fsdp2":
-        for damaged, expected in ((".metadata", "its .metadata is damaged"), ("__0_0.distcp", "cannot be read")):
-            foreign = shutil.copytree(path, tmp_path / damaged)
-            (foreign / "manifest.json").unlink()  # which would notice, by its CRC-32
-            content = (foreign / damaged).read_bytes()
-            (foreign / damaged).write_bytes(content[:100] + b"\xff\x00zz")
-            assert expected in refused("fit", [*flags, f"--ckpt_path={foreign}"], capfd)
+        said = error(tmp_path / "made.ckpt")
+        assert words in said and "weights_only" not in said and "it ran" not in said
+    for damaged, words in (
+        (".metadata", "its .metadata is damaged"),
+        ("__0_0.distcp", "cannot be read"),
+    ):
+        foreign = shutil.copytree(path, tmp_path / damaged)
+        (foreign / "manifest.json").unlink()  # which would notice, by its CRC-32
+        content = (foreign / damaged).read_bytes()
+        (foreign / damaged).write_bytes(content[:100] + b"\xff\x00zz")
+        assert words in error(foreign)
+
+
+class Mistaken(Source):
+    """Somebody's own, in data.py for instance."""
+
+    def documents(self) -> Iterator[tuple[str, str]]:
+        yield "first", "a text\n" * 99
+        yield "second", {"body": "a text"}["text"]
+
+
+@pytest.mark.parametrize("verb", ["fit", "prepare"])
+def test_an_error_in_a_source_is_reported_with_its_line(
+    verb: str, flags: list[str], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = ("--data.source.", "--data.cache_dir", "--trainer")
+    flags = [verb, *(flag for flag in flags if not flag.startswith(others))]
+    flags += [f"--data.source={__name__}.Mistaken", f"--data.cache_dir={tmp_path}/cache"]
+    flags += ["--trainer.accelerator=cpu"]
+    assert command(flags) == Exit.FAILED
+    error = capfd.readouterr().err
+    assert "Traceback" not in error and "error: KeyError: 'text'\n" in error
+    assert """in documents: yield "second", {"body": "a text"}["text"]\n""" in error
+    assert not (tmp_path / "runs").exists()
+    monkeypatch.setenv("TRACEBACK", "1")
+    assert command(flags) == Exit.FAILED
+    assert "Traceback" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Killed ranks under the real launcher: the run resumes by itself, and ends with an uninterrupted run's weights."""
+"""Killed ranks under the real launcher: the run resumes, with an uninterrupted run's weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ EVERY = 10  # steps between two checkpoints
 
 def lives(training: Training) -> list[list[Step]]:
     """Rank 0's steps, by process."""
-    steps = training.steps()
-    return [[step for step in steps if step.life == life] for life in dict.fromkeys(step.life for step in steps)]
+    found: dict[Any, list[Step]] = {}
+    for step in training.steps():
+        found.setdefault(step.life, []).append(step)
+    return [*found.values()]
 
 
 def newest(root: Path, run_id: str) -> Path:
@@ -40,12 +43,12 @@ def same(one: Path, other: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.nightly  # minutes; test_exact_resume.py kills ranks in `make test`
-def test_ranks_killed_at_any_time_cost_at_most_one_interval_each(flags: list[str], tmp_path: Path) -> None:
+def test_a_kill_at_any_time_costs_at_most_one_interval(flags: list[str], tmp_path: Path) -> None:
     """`KILLS=50 pytest …` for more; the times are printed (`-s`)."""
     run("prepare", *flags)
-    steps = 30 * KILLS
-    argv = ["fit", *flags, "--trainer.strategy=ddp", f"--trainer.max_steps={steps}", "--trainer.val_check_interval=500"]
-    argv += [f"--last_checkpoint.every_n_steps={EVERY}", "--trainer.log_every_n_steps=50"]
+    argv = ["fit", *flags, "--trainer.strategy=ddp", f"--trainer.max_steps={30 * KILLS}"]
+    argv += ["--trainer.val_check_interval=500", "--trainer.log_every_n_steps=50"]
+    argv += [f"--last_checkpoint.every_n_steps={EVERY}"]
     with Training(tmp_path / "reference", argv, NPROC="2") as reference:
         assert reference.end() == Exit.DONE, reference.log.read_text()[-3000:]
     chance = random.Random(KILLS)
@@ -61,15 +64,16 @@ def test_ranks_killed_at_any_time_cost_at_most_one_interval_each(flags: list[str
             waits.append(lives(hurt)[-1][0].at - at)
             lost.append(lives(hurt)[-2][-1].step - lives(hurt)[-1][0].step)
         assert hurt.end(300) == Exit.DONE, hurt.log.read_text()[-3000:]
-    print(f"\n{KILLS} kills: first batch after {min(waits):.1f} to {max(waits):.1f} s, {max(lost)} steps lost at most")
+    print(f"first batch after {min(waits):.1f} to {max(waits):.1f} s, {max(lost)} steps lost")
     assert max(lost) <= EVERY
     assert same(newest(tmp_path, "hurt"), newest(tmp_path, "reference"))
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_launcher_or_its_death_saves_and_a_relaunch_goes_on(flags: list[str], tmp_path: Path) -> None:
+def test_a_signal_to_the_launcher_or_its_death_saves(flags: list[str], tmp_path: Path) -> None:
     run("prepare", *flags)
-    argv = ["fit", *flags, "--trainer.strategy=ddp", "--trainer.max_steps=200", "--last_checkpoint.every_n_steps=100"]
+    argv = ["fit", *flags, "--trainer.strategy=ddp", "--trainer.max_steps=200"]
+    argv += ["--last_checkpoint.every_n_steps=100"]
     with Training(tmp_path / "run", argv, NPROC="2") as training:
         for number, code in ((signal.SIGTERM, Exit.REQUEUE), (signal.SIGKILL, -signal.SIGKILL)):
             begun = training.steps()[-1].step if training.steps() else 0
@@ -77,7 +81,7 @@ def test_a_signal_to_the_launcher_or_its_death_saves_and_a_relaunch_goes_on(flag
             ranks = training.ranks()
             kill(training.launcher.pid, number)
             assert training.end(10) == code
-            for pid in ranks.values():  # whose launcher was killed: they are not its children any more
+            for pid in ranks.values():  # not the launcher's children any more, if that was killed
                 _wait_for_death(pid)
             last = training.steps()[-1].step
             assert newest(tmp_path, "run").name == f"step{last:08}.ckpt", "no step is lost"
@@ -88,8 +92,6 @@ def test_a_signal_to_the_launcher_or_its_death_saves_and_a_relaunch_goes_on(flag
 
 
 def _wait_for_death(pid: int, timeout_s: float = 10.0) -> None:
-    import time
-
     deadline = time.monotonic() + timeout_s
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""Two nodes, each a network namespace: a worker, the link, a node and the rendezvous's host are lost, one by one."""
+"""Two nodes, each a network namespace: a worker, the link, a node and the rendezvous are lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def no_namespaces() -> str:
     """Why there can be none here; "" where they can."""
     if not shutil.which("ip"):
         return "needs `ip` (iproute2)"
-    made = subprocess.run(["ip", "netns", "add", "injury-try"], capture_output=True, text=True, check=False)
+    add = ["ip", "netns", "add", "injury-try"]
+    made = subprocess.run(add, capture_output=True, text=True, check=False)
     subprocess.run(["ip", "netns", "delete", "injury-try"], capture_output=True, check=False)
     return f"`ip netns add` is not allowed: {made.stderr.strip()}" if made.returncode else ""
 
@@ -51,12 +52,14 @@ def restarted(training: Training) -> Callable[[], bool]:
 
 @pytest.mark.netns
 @pytest.mark.slow
-@pytest.mark.nightly  # minutes; test_killed.py relaunches, and test_exit_codes.py restarts, in `make test`
+@pytest.mark.nightly  # minutes; test_killed.py and test_exit_codes.py are in `make test`
 def test_what_is_left_goes_on(hosts: TwoHosts, flags: list[str], tmp_path: Path) -> None:
     run("prepare", *flags)
-    argv = ["fit", *flags, "--trainer.strategy=ddp", "--trainer.max_steps=100000", "--trainer.val_check_interval=5000"]
-    argv += ["--last_checkpoint.every_n_steps=20", "--watchdog.timeout_s=10", "--trainer.log_every_n_steps=50"]
-    options = {"NNODES": "1:2", "MAX_RESTARTS": "10", "DIST_RUN_ID": "hosts", "SHUTDOWN_TIMEOUT": "10"}
+    argv = ["fit", *flags, "--trainer.strategy=ddp", "--trainer.max_steps=100000"]
+    argv += ["--trainer.val_check_interval=5000", "--last_checkpoint.every_n_steps=20"]
+    argv += ["--watchdog.timeout_s=10", "--trainer.log_every_n_steps=50"]
+    options = {"NNODES": "1:2", "MAX_RESTARTS": "10", "DIST_RUN_ID": "hosts"}
+    options["SHUTDOWN_TIMEOUT"] = "10"
     a, b = (hosts.training(host, tmp_path / "steps", argv, **options) for host in (0, 1))
     with a, b:
         a.reach(10)
@@ -89,6 +92,7 @@ def test_what_is_left_goes_on(hosts: TwoHosts, flags: list[str], tmp_path: Path)
         a.reach(a.steps()[-1].step + 25)
 
         hosts.kill(0)
-        seconds("the rendezvous's host killed, to the other's exit", lambda: b.launcher.poll() is not None)
+        ended = lambda: b.launcher.poll() is not None  # noqa: E731
+        seconds("the rendezvous's host killed, to the other's exit", ended)
         assert b.launcher.returncode == Exit.REQUEUE
         assert "the rendezvous is lost" in b.log.read_text()

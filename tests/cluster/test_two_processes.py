@@ -1,4 +1,4 @@
-"""`fit` as a user types it for two processes: Lightning starts the second one. One training, for several tests."""
+"""`fit` as a user types it for two processes: Lightning starts the second one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Threads(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         path = Path(os.environ["THREADS_INTO"]) / f"rank{trainer.global_rank}"
-        path.write_text(json.dumps([torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")]), encoding="utf-8")
+        found = [torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")]
+        path.write_text(json.dumps(found), encoding="utf-8")
 
 
 class Typed(NamedTuple):
@@ -40,16 +41,16 @@ class Typed(NamedTuple):
 def typed(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Typed]:
     """With clipping; nobody has set the number of threads."""
     folder = tmp_path_factory.mktemp("typed")
-    flags = [
-        *small(corpus, cache, folder), f"--model.architecture={MODELS['deepseek_v3']}",
-        "--model.optim.learning_rate=0.01", "--model.optim.warmup=5", "--trainer.gradient_clip_val=0.5",
-    ]  # fmt: skip
+    flags = [*small(corpus, cache, folder), f"--model.architecture={MODELS['deepseek_v3']}"]
+    flags += ["--model.optim.learning_rate=0.01", "--model.optim.warmup=5"]
+    flags += ["--trainer.gradient_clip_val=0.5"]
     two = ["--run.name=two", "--trainer.devices=2", "--trainer.strategy=ddp"]
     two += [f"--trainer.callbacks+={each.__module__}.{each.__name__}" for each in (Warns, Threads)]
-    env = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN and k != "OMP_NUM_THREADS"}
-    env |= {"THREADS_INTO": str(folder)}
+    unset = {*OF_ANOTHER_RUN, "OMP_NUM_THREADS"}
+    env = {k: v for k, v in os.environ.items() if k not in unset} | {"THREADS_INTO": str(folder)}
     command = [sys.executable, "-m", PACKAGE, "fit", *flags, *two]
-    result = subprocess.run(command, env=env, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False)
+    options: Any = {"env": env, "cwd": PROJECT, "capture_output": True, "text": True}
+    result = subprocess.run(command, timeout=300, check=False, **options)
     assert result.returncode == 0, result.stderr
     yield Typed(folder, flags, result.stderr)
 
@@ -64,17 +65,36 @@ def test_one_and_two_processes_have_the_same_loss_at_each_of_20_steps(typed: Typ
     norms = logged(one, "train/grad_norm")
     assert logged(two, "train/grad_norm") == pytest.approx(norms, rel=1e-4)
     assert sum(norm > 0.5 for norm in norms.values()) >= 10, "clipping must have been at work"
-    assert len(set(logged(one, "train/learning_rate").values())) > 10, "the schedule must have been at work"
+    assert len(set(logged(one, "train/learning_rate").values())) > 10, "the schedule is at work"
     assert logged(two, "eval/loss") == pytest.approx(logged(one, "eval/loss"), rel=1e-5)
 
 
 def test_they_share_a_terminal_and_rank_0_prints_warnings(typed: Typed) -> None:
-    assert typed.printed.count("all say this") == 2, "one line, and the source line that Python adds"
+    assert typed.printed.count("all say this") == 2, "one line, and the source line by Python"
     assert "only rank 1 says this" not in typed.printed and "a library's log" not in typed.printed
 
 
 def test_where_nobody_has_set_the_threads_each_process_has_its_share(typed: Typed) -> None:
-    """Lightning would do so in the first alone, when it has started the others, and they would have all cores each."""
+    """Lightning would do so in the first alone, and the others would have all cores each."""
     share = _suggested_max_num_threads(2)
     for rank in range(2):
         assert json.loads((typed.folder / f"rank{rank}").read_text()) == [share, str(share)]
+
+
+WARN = """
+from dist_template.cluster.messages import hide_warnings; hide_warnings()
+import warnings, logging
+warnings.warn('odd'); logging.getLogger('x').warning('long'); logging.error('bad')
+"""
+
+
+def printed(**environment: str) -> str:
+    options: Any = {"env": os.environ | environment, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, "-c", WARN], timeout=60, check=False, **options).stderr
+
+
+def test_rank_0_prints_warnings_and_every_rank_errors() -> None:
+    first = printed()
+    assert "UserWarning: odd" in first and "long\n" in first and "bad" in first
+    assert printed(RANK="3").strip() == "ERROR:root:bad"
+    assert printed(RANK="3", DIST_WARNINGS="all") == first

@@ -1,6 +1,6 @@
-"""Interrupted anywhere in an epoch, once or twice, in every way: the samples, validations and epochs are the same.
+"""Interrupted anywhere in an epoch, once or twice, in every way: a training stays the same.
 
-All combinations, in this process, with a model of one weight: 3 epochs of 3 optimizer steps, 2 micro-batches a step.
+All combinations, in this process, with one weight: 3 epochs of 3 steps of 2 micro-batches.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,11 @@ from dist_template import Ended
 from dist_template.callbacks import BestCheckpoint, LastCheckpoint, Preemption
 from dist_template.callbacks.preemption import TIME_IS_UP
 from dist_template.text import Bytes, TextFiles
-from tests.support import saves
 from tests.support.library import formats, lighten, manifest
-from tests.support.runs import newest
 from tests.support.tiers import tiers
-from tests.support.wings import KillAt
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
-    pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable"),
-]
+FILTERS = ("ignore:Checkpoint directory", "ignore:.*your dataloader is not resumable")
+pytestmark = [pytest.mark.filterwarnings(each) for each in FILTERS]
 
 EPOCH, EPOCHS = 3, 3  # optimizer steps of an epoch; epochs
 STEPS = EPOCH * EPOCHS
@@ -74,9 +69,9 @@ class Recorder(L.LightningModule):
         self.log("eval/loss", self.weight)
 
     def on_validation_epoch_end(self) -> None:
-        counted: Any = self.trainer.fit_loop.epoch_loop.val_loop.batch_progress.total  # of this epoch
-        event = ("validation", self.trainer.global_step, round(self.weight.item(), 4), counted.completed)
-        self.events.append(event)
+        counted: Any = self.trainer.fit_loop.epoch_loop.val_loop.batch_progress  # of this epoch
+        weight, number = round(self.weight.item(), 4), counted.total.completed
+        self.events.append(("validation", self.trainer.global_step, weight, number))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -85,7 +80,7 @@ class Recorder(L.LightningModule):
 
 
 class StopAt(Checkpoint):
-    """Interrupts training after an optimizer step, as `kind` does; Lightning calls it last, as it does checkpoints."""
+    """Interrupts training after an optimizer step, as `kind` does; called last."""
 
     def __init__(self, kind: str, step: int) -> None:
         self.kind, self.step = kind, step
@@ -100,7 +95,8 @@ class StopAt(Checkpoint):
         trainer.should_stop = self.kind == "early_stop"
 
     def on_validation_batch_end(self, trainer: Any, *batch: Any, **more: Any) -> None:
-        if self.kind == "sigterm_in_validation" and (trainer.global_step, batch[3]) == (self.step, 1):
+        is_here = (trainer.global_step, batch[3]) == (self.step, 1)
+        if self.kind == "sigterm_in_validation" and is_here:
             self._preempt(trainer)
 
     def _preempt(self, trainer: Any) -> None:
@@ -119,18 +115,12 @@ class Trainings:
     def __init__(self, folder: Path, **options: Any) -> None:
         self.folder = folder
         self.options = options
-        path = folder / "rows.txt"  # 14 rows, each with its own first byte: two stay for the next epoch
-        path.write_text("".join(chr(32 + row) + "." * (SEQ_LEN - 1) for row in range(14)) + "!", encoding="utf-8")
-        self.data = lambda: DataModule(
-            TextFiles([str(path)]),
-            Bytes(),
-            SEQ_LEN,
-            GLOBAL,
-            MICRO,
-            validation_share=0.0,
-            test_share=0.0,
-            cache_dir=str(folder / "cache"),
-        )
+        # 14 rows, each with its own first byte: two stay for the next epoch
+        rows = "".join(chr(32 + row) + "." * (SEQ_LEN - 1) for row in range(14)) + "!"
+        (folder / "rows.txt").write_text(rows, encoding="utf-8")
+        source, sizes = TextFiles([f"{folder}/rows.txt"]), (SEQ_LEN, GLOBAL, MICRO)
+        given: Any = {"validation_share": 0.0, "test_share": 0.0, "cache_dir": f"{folder}/cache"}
+        self.data = lambda: DataModule(source, Bytes(), *sizes, **given)
         self.data().prepare(report=lambda _: None)
         self.interrupted = cache(self._interrupted)
 
@@ -142,7 +132,8 @@ class Trainings:
         if before:
             shutil.copytree(before[1], folder)
         (kind, step) = stops[-1]
-        trainer = self.fit(module, folder, StopAt(kind, step), max_steps=step if kind == "max_steps" else None)
+        limit = {"max_steps": step} if kind == "max_steps" else {}
+        trainer = self.fit(module, folder, StopAt(kind, step), **limit)
         assert trainer.global_step == step
         if before:
             module.events = before[0].events + module.events
@@ -160,16 +151,15 @@ class Trainings:
         module.ended_epochs = before.ended_epochs + module.ended_epochs
         return module, trainer.fit_loop.state_dict()
 
-    def fit(self, module: Recorder, folder: Path, *stop: StopAt, max_steps: int | None = None) -> L.Trainer:
+    def fit(self, module: Recorder, folder: Path, *stop: StopAt, **limit: int) -> L.Trainer:
         every = 1 if stop and stop[0].kind == "kill" else 2 * STEPS
         best = BestCheckpoint(mode="max", keep=0 if stop else 1, dirpath=str(folder))
         last = LastCheckpoint(every, dirpath=str(folder))
-        options: Any = {"max_epochs": EPOCHS} | self.options | ({"max_steps": max_steps} if max_steps else {})
-        trainer = L.Trainer(
-            accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
-            use_distributed_sampler=False, num_sanity_val_steps=0, callbacks=[last, best, Preemption(), *stop],
-            **options,
-        )  # fmt: skip
+        off = "logger enable_progress_bar enable_model_summary use_distributed_sampler"
+        options: Any = dict.fromkeys(off.split(), False) | {"num_sanity_val_steps": 0, "devices": 1}
+        options |= {"max_epochs": EPOCHS} | self.options | limit
+        callbacks = [last, best, Preemption(), *stop]
+        trainer = L.Trainer(accelerator="cpu", callbacks=callbacks, **options)
         trainer.strategy.checkpoint_io = formats.PlainFormat(trainer.strategy)
         lighten(trainer)
         data = self.data()
@@ -182,50 +172,44 @@ class Trainings:
         return trainer
 
 
-def difference(
-    found: tuple[Recorder, dict[str, Any]], whole: tuple[Recorder, dict[str, Any]], stops_early: bool
-) -> str:
-    """What an interrupted training did that the uninterrupted one did not, or the reverse; "" for nothing."""
+Done = tuple[Recorder, dict[str, Any]]
+
+
+def difference(found: Done, whole: Done, stops_early: bool) -> str:
+    """What one of an interrupted training and the other one did alone; "" for nothing."""
     events, expected = found[0].events, whole[0].events
     if stops_early:  # Lightning validates then, due or not
         events, expected = ([event[:3] for event in each] for each in (events, expected))
         events = [event for event in events if event[0] != "validation" or event in expected]
     if events != expected:
-        first = next(i for i, pair in enumerate(itertools.zip_longest(events, expected)) if pair[0] != pair[1])
-        return f"event {first}: {events[first:][:1]} and not {expected[first:][:1]}"
+        pairs = itertools.zip_longest(events, expected)
+        return "{} and not {}".format(*next(pair for pair in pairs if pair[0] != pair[1]))
     if set(found[0].ended_epochs) != set(whole[0].ended_epochs):
         return f"ended epochs {found[0].ended_epochs} and not {whole[0].ended_epochs}"
-    keys = [key for key in whole[1] if key != "epoch_loop.val_loop.batch_progress" and found[1][key] != whole[1][key]]
+    keys = [key for key in whole[1] if found[1][key] != whole[1][key] and key != VALIDATED]
     return "".join(f"{key} is {found[1][key]} and not {whole[1][key]}" for key in keys)
 
 
 BY_STEPS = {"max_epochs": EPOCHS, "val_check_interval": 2, "check_val_every_n_epoch": None}
 BY_EPOCHS = {"max_epochs": EPOCHS, "val_check_interval": 1.0, "check_val_every_n_epoch": 2}
-IN_STEPS = {"max_epochs": -1, "max_steps": STEPS, "val_check_interval": 1, "check_val_every_n_epoch": None}
+IN_STEPS = BY_STEPS | {"max_epochs": -1, "max_steps": STEPS, "val_check_interval": 1}
+VALIDATED = "epoch_loop.val_loop.batch_progress"
 
 
-def differences(folder: Path, limits: dict[str, Any], wanted: Callable[[list[Stop]], Iterable[Chain]]) -> Any:
-    """A chain of interruptions -> what they changed, of those that `wanted` chooses from all single ones."""
+def differences(folder: Path, limits: dict[str, Any], wanted: Callable[[list[Stop]], Any]) -> Any:
+    """A chain of interruptions -> what it changed, of those that `wanted` chooses."""
     trainings, module = Trainings(folder, **limits), Recorder()
     whole = module, trainings.fit(module, folder / "whole").fit_loop.state_dict()
     trained = [epoch for kind, epoch, *_ in module.events if kind == "step"]
     assert trained == [step // EPOCH for step in range(STEPS)]
     validated = {event[1] for event in module.events if event[0] == "validation"}
     once = itertools.product(KINDS, range(1, STEPS))
-    chains = wanted([(kind, step) for kind, step in once if kind != "sigterm_in_validation" or step in validated])
-    found = {chain: difference(trainings.resumed(*chain), whole, chain[0][0] == "early_stop") for chain in chains}
+    stops = [stop for stop in once if stop[0] != "sigterm_in_validation" or stop[1] in validated]
+    found = {}
+    for chain in wanted(stops):
+        stops_early = chain[0][0] == "early_stop"
+        found[chain] = difference(trainings.resumed(*chain), whole, stops_early)
     return {chain: what for chain, what in found.items() if what}
-
-
-def test_the_rest_of_an_epoch_is_trained_and_no_epoch_twice(tmp_path: Path) -> None:
-    """By `max_steps` inside an epoch; at an epoch's end and again inside the next one; inside a validation."""
-    chains: list[Chain] = [(("max_steps", EPOCH - 1),), (("max_steps", EPOCH), ("max_steps", EPOCH + 1))]
-    chains += [(("kill", EPOCH), ("kill", EPOCH + 1)), (("sigterm", EPOCH), ("sigterm_in_validation", 2 * EPOCH))]
-    assert not differences(tmp_path, BY_STEPS, lambda _: chains)
-
-
-def around_the_first_boundary(once: list[Stop]) -> list[Stop]:
-    return [stop for stop in once if stop[0] in TWICE and abs(stop[1] - EPOCH) <= 1]
 
 
 @pytest.mark.slow
@@ -234,28 +218,11 @@ def test_no_single_interruption_changes_anything(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "limits", tiers([BY_STEPS, BY_EPOCHS, IN_STEPS], daily=[BY_EPOCHS]), ids=["by_steps", "by_epochs", "in_steps"]
-)
+@pytest.mark.parametrize("limits", tiers([BY_STEPS, BY_EPOCHS, IN_STEPS], daily=[BY_EPOCHS]))
 def test_no_two_interruptions_change_anything(limits: dict[str, Any], tmp_path: Path) -> None:
-    def wanted(once: list[Stop]) -> Iterable[Chain]:
-        few = around_the_first_boundary(once)
-        return [(stop,) for stop in few] + [(one, two) for one in few for two in few if one[1] < two[1]]
+    def wanted(once: list[Stop]) -> list[Chain]:
+        few = [stop for stop in once if stop[0] in TWICE and abs(stop[1] - EPOCH) <= 1]
+        twice = [(one, two) for one in few for two in few if one[1] < two[1]]
+        return [(stop,) for stop in few] + twice
 
     assert not differences(tmp_path, limits, wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2"], daily=["ddp"]))  # fsdp2: test_exact_resume.py
-def test_a_real_training_too(strategy: str, corpus: Path, cache: Path, tmp_path: Path) -> None:
-    """Two epochs of 4 steps, killed at the end of the first, stopped by `max_steps` inside the second."""
-    train = saves.Trainings(tmp_path, corpus, cache)
-    flags = ["--trainer.max_epochs=2", "--trainer.limit_train_batches=4", "--model.optim.schedule=constant"]
-    flags += ["--trainer.log_every_n_steps=1"]
-    unlimited = [*flags, "--trainer.max_steps=-1"]
-    whole = train.run(strategy, "whole", *unlimited).check()
-    assert train.run(strategy, "stopped", *unlimited, callbacks=[KillAt(4)]).was_killed
-    train.run(strategy, "stopped", *flags, "--trainer.max_steps=6", "--last_checkpoint.every_n_steps=9").check()
-    last = train.run(strategy, "stopped", *unlimited).check()
-    assert sorted(last.loss) == [7, 8]
-    saves.assert_same(newest(whole.run), newest(last.run))

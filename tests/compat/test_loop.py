@@ -1,4 +1,4 @@
-"""What a user sees of the training loop is Lightning's own: closures, errors, counts, a Trainer that can be pickled."""
+"""What a user sees of the training loop is Lightning's own: closures, errors, counts, pickles."""
 
 from __future__ import annotations
 
@@ -8,50 +8,46 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dist_template.compat import lightning
 from dist_template.compat.loop import EpochLoop, MixedPrecision
+from dist_template.compat.torch import step_of
 from tests.support.library import lighten
 
 
 def trainer_in(folder: Path, is_lightnings: bool = False, **options: Any) -> L.Trainer:
-    defaults: dict[str, Any] = {"max_steps": 2, "limit_val_batches": 0, "enable_checkpointing": False}
-    trainer = L.Trainer(
-        accelerator="cpu", logger=False, default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
-        **(defaults | options),
-    )  # fmt: skip
+    off = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    defaults: dict[str, Any] = {"max_steps": 2, "limit_val_batches": 0} | dict.fromkeys(off, False)
+    given = defaults | options
+    trainer = L.Trainer(accelerator="cpu", default_root_dir=folder, **given)
     if not is_lightnings:
         lighten(trainer)
     return trainer
 
 
-@pytest.mark.parametrize("has_trained", [False, True])
-def test_a_trainer_can_be_pickled(tmp_path: Path, has_trained: bool) -> None:
+def test_a_trainer_can_be_pickled(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path, precision="bf16-mixed")
-    if has_trained:
-        trainer.fit(BoringModel())
+    trainer.fit(BoringModel())
     restored = pickle.loads(pickle.dumps(trainer))
     assert type(restored.fit_loop.epoch_loop) is EpochLoop
     assert type(restored.strategy.precision_plugin) is MixedPrecision
-    assert restored.max_steps == 2 and restored.global_step == (2 if has_trained else 0)
+    assert restored.max_steps == 2 and restored.global_step == 2
 
 
 class Unusual(BoringModel):
     calls_closure = True
-    logs_in = "nowhere"
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         assert isinstance(optimizer_closure, Closure)
         optimizer.step(optimizer_closure if self.calls_closure else None)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        if self.logs_in == "on_after_batch_transfer":
-            self.log("a", 1.0)
-        return batch
 
 
 def test_the_closure_is_lightnings_and_must_be_called(tmp_path: Path) -> None:
@@ -62,16 +58,8 @@ def test_the_closure_is_lightnings_and_must_be_called(tmp_path: Path) -> None:
         trainer_in(tmp_path).fit(module)
 
 
-def test_a_skipped_step_of_several_ranks_is_refused_in_lightnings_words(tmp_path: Path) -> None:
-    trainer, module = trainer_in(tmp_path), BoringModel()
-    vars(module)["training_step"] = lambda batch, batch_idx: None
-    vars(trainer.strategy)["world_size"] = 2
-    with pytest.raises(RuntimeError, match="Skipping the `training_step` by returning None .* is not supported"):
-        trainer.fit(module)
-
-
 class Validations(BoringModel):
-    """Records after which steps it was validated, and how many batches of this epoch's validations are counted."""
+    """Records after which steps it was validated, and how many batches of the epoch are counted."""
 
     def on_train_start(self) -> None:
         self.seen: list[tuple[int, int]] = []
@@ -82,40 +70,30 @@ class Validations(BoringModel):
 
 
 @pytest.mark.parametrize("is_lightnings", [False, True])
-def test_a_resume_from_the_end_of_an_epoch_validates_and_counts_as_lightnings_loop(
-    tmp_path: Path, is_lightnings: bool
-) -> None:
-    """With `max_steps`, from a checkpoint that either loop wrote. Epochs have 3 steps, validations 2 batches."""
+def test_a_resume_at_an_epochs_end_is_lightnings(tmp_path: Path, is_lightnings: bool) -> None:
+    """With `max_steps`, by either loop's checkpoint. Epochs have 3 steps, validations 2 batches."""
     options: Any = {"limit_train_batches": 3, "limit_val_batches": 2, "num_sanity_val_steps": 0}
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_on_train_epoch_end=True)
     saving = options | {"max_steps": 3, "enable_checkpointing": True, "callbacks": [saver]}
     trainer_in(tmp_path, is_lightnings, **saving).fit(Validations())
     module = Validations()
-    trainer_in(tmp_path, max_steps=9, **options).fit(module, ckpt_path=saver.best_model_path, weights_only=True)
+    trainer = trainer_in(tmp_path, max_steps=9, **options)
+    trainer.fit(module, ckpt_path=saver.best_model_path, weights_only=True)
     assert module.seen == [(6, 2), (9, 2)]
 
 
-def test_a_value_logged_in_a_hook_that_forbids_it_is_refused_as_by_lightning(tmp_path: Path) -> None:
-    module = Unusual()
-    module.logs_in = "on_after_batch_transfer"
-    with pytest.raises(MisconfigurationException, match=r"You can't `self.log\(\)` inside `on_after_batch_transfer`"):
-        trainer_in(tmp_path).fit(module)
+@pytest.fixture
+def optimizer() -> torch.optim.AdamW:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    return torch.optim.AdamW([parameter], lr=0.1)
 
 
-class Clipping(BoringModel):
-    clipped = 0.0
-
-    def on_train_start(self) -> None:
-        lightning.replace_clipping(self, self.clip)
-
-    def clip(self, original: Any, optimizer: Any, **options: Any) -> None:
-        original(optimizer, **options)
-        self.clipped = options["gradient_clip_val"]
-
-
-@pytest.mark.parametrize("is_lightnings", [False, True])
-def test_clipping_is_replaced_and_batches_are_counted(tmp_path: Path, is_lightnings: bool) -> None:
-    trainer, module = trainer_in(tmp_path, is_lightnings, gradient_clip_val=0.5), Clipping()
-    trainer.fit(module)
-    assert module.clipped == 0.5
-    assert lightning.batch_progress(trainer).total.processed == 2
+def test_hooks_are_called(optimizer: torch.optim.AdamW) -> None:
+    calls: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *call: calls.append(call))
+    optimizer.register_step_post_hook(lambda *call: calls.append(call))
+    handle = register_optimizer_step_post_hook(lambda *call: calls.append(call))
+    step_of(optimizer)()
+    handle.remove()
+    assert len(calls) == 3

@@ -1,6 +1,6 @@
-"""The private names in compat/ exist, with the parameters that the library uses: a version that drops one fails here.
+"""The private names in compat/ exist, with the parameters that the library uses.
 
-Names that the library reaches by an import statement need no entry: importing their file fails without them.
+Names that the library reaches by an import statement need no entry: importing their file fails.
 """
 
 from __future__ import annotations
@@ -17,112 +17,112 @@ import dist_template
 from tests.support import house
 
 COMPAT = Path(dist_template.__file__).parent / "compat"
-FILES = ("lightning", "torch", "deepspeed", "transformers", "torchrun", "lightning_cli", "fake_tensors")
+FILES = (
+    "lightning", "torch", "deepspeed", "transformers", "torchrun", "lightning_cli", "fake_tensors",
+)  # fmt: skip
 
 # "module:object.attribute" of a function -> its parameters
+# The first part of a place stands for a package.
+SHORT = {
+    "L": "lightning.pytorch", "F": "lightning.fabric", "D": "torch.distributed", "Z": "deepspeed",
+}  # fmt: skip
+SHORT |= {"H": "transformers"}
 FUNCTIONS = {
-    "lightning.pytorch.loops.fit_loop:_FitLoop._should_accumulate": "self",
-    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx": "self data_fetcher",
-    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor": "self",
-    "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers": "self",
-    "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint": (
-        "self weights_only"
-    ),
-    "lightning.fabric.utilities.distributed:_set_num_threads_if_needed": "num_processes",
-    "lightning.pytorch.strategies:ModelParallelStrategy._setup_distributed": "self",
-    "lightning.pytorch.strategies:DeepSpeedStrategy._init_deepspeed_distributed": "self",
-    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.log_metrics": (
-        "self metrics step"
-    ),
-    "lightning.pytorch:LightningModule.configure_gradient_clipping": (
-        "self optimizer gradient_clip_val gradient_clip_algorithm"
-    ),
-    "lightning.pytorch.plugins.precision:DeepSpeedPrecision._clip_gradients": (
-        "self model optimizer clip_val gradient_clip_algorithm"
-    ),
-    "lightning.fabric.strategies.launchers.subprocess_script:_ChildProcessObserver": (
-        "main_pid child_processes sleep_period"
-    ),
-    "lightning.fabric.strategies.launchers.subprocess_script:_ChildProcessObserver._terminate_all": "self",
-    "lightning.pytorch.cli:LightningCLI._get": "self config key default",
-    "lightning.pytorch.cli:LightningCLI._dump_config": "self",
-    "lightning.pytorch.cli:LightningCLI._parser": "self subcommand",
-    "lightning.pytorch.cli:LightningCLI._parse_ckpt_path": "self",
+    "L.loops.fit_loop:_FitLoop._should_accumulate": "self",
+    "L.loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx": "self data_fetcher",
+    "L.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor": "self",
+    "L.trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers": "self",
+    "L.trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint":
+        "self weights_only",
+    "F.utilities.distributed:_set_num_threads_if_needed": "num_processes",
+    "L.strategies:ModelParallelStrategy._setup_distributed": "self",
+    "L.strategies:DeepSpeedStrategy._init_deepspeed_distributed": "self",
+    "L.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.log_metrics":
+        "self metrics step",
+    "L:LightningModule.configure_gradient_clipping":
+        "self optimizer gradient_clip_val gradient_clip_algorithm",
+    "L.plugins.precision:DeepSpeedPrecision._clip_gradients":
+        "self model optimizer clip_val gradient_clip_algorithm",
+    "F.strategies.launchers.subprocess_script:_ChildProcessObserver":
+        "main_pid child_processes sleep_period",
+    "F.strategies.launchers.subprocess_script:_ChildProcessObserver._terminate_all": "self",
+    "L.cli:LightningCLI._get": "self config key default",
+    "L.cli:LightningCLI._dump_config": "self",
+    "L.cli:LightningCLI._parser": "self subcommand",
+    "L.cli:LightningCLI._parse_ckpt_path": "self",
     "argparse:ArgumentParser._get_formatter": "self",
-    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers": (
-        "self worker_group"
-    ),
-    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._shutdown": (
-        "self death_sig timeout"
-    ),
-    "torch.distributed.elastic.multiprocessing.api:_terminate_process_handler": "signum frame",
-    "torch.distributed.checkpoint.state_dict_loader:_load_state_dict": (
-        "state_dict storage_reader process_group coordinator_rank no_dist planner"
-    ),
-    "torch.distributed.checkpoint:FileSystemReader._get_metadata_path": "self rank",
-    "torch.distributed.distributed_c10d:_set_pg_timeout": "timeout group",
-    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback": "self",
+    "D.elastic.agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers":
+        "self worker_group",
+    "D.elastic.agent.server.local_elastic_agent:LocalElasticAgent._shutdown":
+        "self death_sig timeout",
+    "D.elastic.multiprocessing.api:_terminate_process_handler": "signum frame",
+    "D.checkpoint.state_dict_loader:_load_state_dict":
+        "state_dict storage_reader process_group coordinator_rank no_dist planner",
+    "D.checkpoint:FileSystemReader._get_metadata_path": "self rank",
+    "D.distributed_c10d:_set_pg_timeout": "timeout group",
+    "D.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback": "self",
     "torch.utils.data.dataloader:_BaseDataLoaderIter._next_data": "self",
     "torch.amp:GradScaler._get_scale_async": "self",
     "torch.utils._pytree:tree_map": "func tree rests is_leaf",
     "torch.utils._pytree:tree_leaves": "tree is_leaf",
-    "deepspeed.utils.zero_to_fp32:_zero3_merge_frozen_params": "state_dict world_size zero_model_states",
-    "deepspeed.utils.zero_to_fp32:_zero3_merge_trainable_params": (
-        "state_dict world_size fp32_flat_groups zero_model_states"
-    ),
-    "deepspeed.utils.zero_to_fp32:_zero2_merge_trainable_params": (
-        "state_dict world_size fp32_flat_groups zero_model_states param_alignment_paddings"
-    ),
-    "deepspeed.runtime.engine:DeepSpeedEngine._copy_recovery_script": "self save_path",
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale": "self has_overflow",
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._update_scale": "self has_overflow",
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": "self",
-    "transformers.masking_utils:find_packed_sequence_indices": "position_ids",
-    "transformers.integrations.moe:_grouped_mm": "input weight offs",
-    "transformers.distributed.sharding_utils:DtensorShardOperation": "param",
-    "transformers.distributed.sharding_utils:DtensorShardOperation.shard_tensor": "self source tensor_idx device dtype",
-    "transformers.distributed.mixin:apply_fully_sharded_data_parallelism": "model mesh_manager fsdp_plan ep_plan",
-}
+    "Z.utils.zero_to_fp32:_zero3_merge_frozen_params": "state_dict world_size zero_model_states",
+    "Z.utils.zero_to_fp32:_zero3_merge_trainable_params":
+        "state_dict world_size fp32_flat_groups zero_model_states",
+    "Z.utils.zero_to_fp32:_zero2_merge_trainable_params":
+        "state_dict world_size fp32_flat_groups zero_model_states param_alignment_paddings",
+    "Z.runtime.engine:DeepSpeedEngine._copy_recovery_script": "self save_path",
+    "Z.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale": "self has_overflow",
+    "Z.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._update_scale": "self has_overflow",
+    "Z.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state":
+        "self",
+    "H.masking_utils:find_packed_sequence_indices": "position_ids",
+    "H.integrations.moe:_grouped_mm": "input weight offs",
+    "H.distributed.sharding_utils:DtensorShardOperation": "param",
+    "H.distributed.sharding_utils:DtensorShardOperation.shard_tensor":
+        "self source tensor_idx device dtype",
+    "H.distributed.mixin:apply_fully_sharded_data_parallelism":
+        "model mesh_manager fsdp_plan ep_plan",
+}  # fmt: skip
 
 # "module:class" or "module" -> what its source reads or sets
 ATTRIBUTES = {
-    "lightning.pytorch:Trainer": "_signal_connector _checkpoint_connector _logger_connector",
-    "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop": "_results",
-    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop": "batch_progress",
-    "lightning.pytorch.trainer.setup": "_val_check_time_interval",
-    "lightning.pytorch.loops.fit_loop:_FitLoop": "_data_fetcher",
-    "lightning.pytorch.strategies:DDPStrategy": "_ddp_kwargs _timeout",
-    "lightning.pytorch.strategies:ModelParallelStrategy": "_device_mesh _process_group_backend _timeout",
-    "lightning.pytorch.strategies:DeepSpeedStrategy": "_config_initialized _timeout",
-    "lightning.pytorch.plugins.precision:DeepSpeedPrecision": "_desired_dtype",
-    "lightning.pytorch.core.optimizer:LightningOptimizer": "_optimizer",
-    "lightning.fabric.strategies.launchers.subprocess_script:_ChildProcessObserver": "_child_processes",
-    "lightning.pytorch.loggers:WandbLogger": "_wandb_init _experiment",
+    "L:Trainer": "_signal_connector _checkpoint_connector _logger_connector",
+    "L.loops.evaluation_loop:_EvaluationLoop": "_results",
+    "L.loops.training_epoch_loop:_TrainingEpochLoop": "batch_progress",
+    "L.trainer.setup": "_val_check_time_interval",
+    "L.loops.fit_loop:_FitLoop": "_data_fetcher",
+    "L.strategies:DDPStrategy": "_ddp_kwargs _timeout",
+    "L.strategies:ModelParallelStrategy": "_device_mesh _process_group_backend _timeout",
+    "L.strategies:DeepSpeedStrategy": "_config_initialized _timeout",
+    "L.plugins.precision:DeepSpeedPrecision": "_desired_dtype",
+    "L.core.optimizer:LightningOptimizer": "_optimizer",
+    "F.strategies.launchers.subprocess_script:_ChildProcessObserver": "_child_processes",
+    "L.loggers:WandbLogger": "_wandb_init _experiment",
     "argparse:ArgumentParser": "_actions",
     "jsonargparse._typehints": "_typehint",
-    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent": "_pcontext",
-    "torch.distributed.elastic.agent.server.api:SimpleElasticAgent": "_remaining_restarts _shutdown_timeout",
-    "torch.distributed.launcher.api": "LocalElasticAgent",
-    "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler": "Popen",
+    "D.elastic.agent.server.local_elastic_agent:LocalElasticAgent": "_pcontext",
+    "D.elastic.agent.server.api:SimpleElasticAgent": "_remaining_restarts _shutdown_timeout",
+    "D.launcher.api": "LocalElasticAgent",
+    "D.elastic.multiprocessing.subprocess_handler.subprocess_handler": "Popen",
     "torch.optim:Optimizer": "_optimizer_step_pre_hooks _optimizer_step_post_hooks hooked",
     "torch.optim.optimizer": "_global_optimizer_pre_hooks _global_optimizer_post_hooks",
     "torch.optim.lr_scheduler:LRScheduler": "_wrapped_by_lr_sched _opt_called",
     "torch.autograd": "_profiler_enabled",
     "torch.amp:GradScaler": "_per_optimizer_states found_inf_per_device",
     "torch.nn:Module": "_non_persistent_buffers_set",
-    "torch.distributed.distributed_c10d": "_world pg_map",
-    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_state_ctx _fsdp_param_groups",
+    "D.distributed_c10d": "_world pg_map",
+    "D.fsdp._fully_shard._fsdp_state:FSDPState": "_state_ctx _fsdp_param_groups",
     "torch._dynamo.config": "skip_fwd_side_effects_in_bwd_under_checkpoint",
-    "deepspeed.comm.torch": "__compatible_ops__",
-    "deepspeed.runtime.zero.partition_parameters": "linear_bk",
-    "deepspeed.runtime.torch_autocast": "TORCH_AUTOCAST_INITIALIZED",
-    "deepspeed.runtime.zero.parameter_offload": "fwd_pre_hook get_param_coordinator",
-    "deepspeed.utils.tensor_fragment": "_hp_mapping",
-    "deepspeed.runtime.zero.stage_1_and_2": "_hp_optimizer_states_linked",
-    "transformers.configuration_utils": "_attn_implementation",
-    "transformers.modeling_utils": "_no_split_modules",
-    "transformers.modeling_utils:PreTrainedModel": "_supports_attention_backend _supports_sdpa _is_stateful",
-    "transformers.distributed.fsdp": "CPUOffloadPolicy",
+    "Z.comm.torch": "__compatible_ops__",
+    "Z.runtime.zero.partition_parameters": "linear_bk",
+    "Z.runtime.torch_autocast": "TORCH_AUTOCAST_INITIALIZED",
+    "Z.runtime.zero.parameter_offload": "fwd_pre_hook get_param_coordinator",
+    "Z.utils.tensor_fragment": "_hp_mapping",
+    "Z.runtime.zero.stage_1_and_2": "_hp_optimizer_states_linked",
+    "H.configuration_utils": "_attn_implementation",
+    "H.modeling_utils": "_no_split_modules",
+    "H.modeling_utils:PreTrainedModel": "_supports_attention_backend _supports_sdpa _is_stateful",
+    "H.distributed.fsdp": "CPUOffloadPolicy",
     "peft.tuners.tuners_utils:BaseTunerLayer": "_disable_adapters",
 }
 # Checked by importing compat/torch.py, and built-in attributes of tensors.
@@ -132,7 +132,8 @@ IMPORTED |= {"_subclasses", "_python_dispatch"}
 
 def found(place: str) -> Any:
     module, _, path = place.partition(":")
-    one: Any = import_module(module)
+    first, dot, rest = module.partition(".")
+    one: Any = import_module(SHORT.get(first, first) + dot + rest)
     for name in filter(None, path.split(".")):
         one = getattr(one, name)
     return one
@@ -173,6 +174,12 @@ def test_another_signature_and_a_name_that_is_gone_are_noticed() -> None:
 def test_every_private_name_of_the_file_is_checked_here(file: str) -> None:
     listed = IMPORTED | {part for place in FUNCTIONS for part in re.split(r"[.:]", place)}
     listed |= {name for names in ATTRIBUTES.values() for name in names.split()}
-    used = {part for one in house.private_names(COMPAT / f"{file}.py") for part in one.split(": ")[1].split(".")}
+    used = {
+        part
+        for one in house.private_names(COMPAT / f"{file}.py")
+        for part in one.split(": ")[1].split(".")
+    }
     used = {name for name in used if house.is_private(name)}
-    assert {name for name in used - listed if not hasattr(import_module("torch").ops.aten, name)} == set()
+    assert {
+        name for name in used - listed if not hasattr(import_module("torch").ops.aten, name)
+    } == set()

@@ -1,19 +1,14 @@
-"""The functions by which a hang's phase is known exist, and a hook before the process group's start is called."""
+"""The functions by which a hang's phase is known exist."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 from pathlib import Path
-from typing import Any
 
-import lightning as L
 import pytest
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from dist_template.compat import stacks
-from dist_template.compat.lightning import before_setup_environment
 
 ROOTS = ("torch", "lightning/pytorch", "deepspeed", "dist_template/compat")
 
@@ -30,11 +25,16 @@ def sources(part: str) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("part", "function"), [(part, function) for part, function, _ in stacks.PHASES if part[:1] != "<"]
+    ("part", "function"),
+    [(part, function) for part, function, _ in stacks.PHASES if part[:1] != "<"],
 )
 def test_a_phases_function_is_there(part: str, function: str) -> None:
     """Functions without a file are hooks of Lightning, or torch's."""
-    files = sources(part or ".py") if part else [*sources("lightning/pytorch"), *sources("torch/distributed"), *OURS]
+    files = (
+        sources(part or ".py")
+        if part
+        else [*sources("lightning/pytorch"), *sources("torch/distributed"), *OURS]
+    )
     defined = re.compile(rf"^ *def {function or '[a-z_]+'}\(", re.MULTILINE)
     assert any(defined.search(file.read_text(encoding="utf-8")) for file in files), (part, function)
 
@@ -45,23 +45,3 @@ OURS = sources("dist_template/compat")
 def test_the_places_where_a_rank_waits_are_there() -> None:
     assert [part for part in stacks.WAITING if not sources(part)] == []
     assert sources("torch/gone/") == []
-
-
-class Started(SingleDeviceStrategy):
-    def __init__(self, calls: list[str]) -> None:
-        super().__init__("cpu")
-        self.calls = calls
-
-    def setup_environment(self) -> None:
-        self.calls.append("environment")
-        super().setup_environment()
-
-
-def test_the_function_is_called_before_the_strategys_start() -> None:
-    calls: list[str] = []
-    strategy: Strategy = Started(calls)
-    off: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(strategy=strategy, accelerator="cpu", max_steps=1, limit_val_batches=0, **off)
-    before_setup_environment(trainer.strategy, lambda: calls.append("function"))
-    trainer.fit(BoringModel())
-    assert calls == ["function", "environment"]

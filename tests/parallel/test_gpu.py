@@ -1,4 +1,4 @@
-"""On a real GPU: a training equals the CPU's, and torch finds no wait for the device in a plain step."""
+"""On a real GPU: a training equals the CPU's, and a plain step does not wait for the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WARM_UP = 3  # steps
 
 
 class RefuseWaits(Callback):
-    """Lets torch raise an error where a plain step waits for the device; waits for events are allowed."""
+    """Lets torch raise an error where a plain step waits for the device; events are allowed."""
 
     def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
         is_plain = trainer.global_step >= WARM_UP and not logs(trainer, trainer.global_step + 1)
@@ -40,7 +40,10 @@ def test_a_gpu_trains_like_the_cpu(flags: list[str], tmp_path: Path, strategy: s
     folders = {"cpu": tmp_path / "cpu", "gpu": tmp_path / "gpu"}
     for accelerator, folder in folders.items():
         more = flags_of(strategy) if strategy != "one" and accelerator == "gpu" else []
-        more += [f"--run.root={folder}/runs", f"--trainer.accelerator={accelerator}", "--trainer.devices=1"]
+        more += [
+            f"--run.root={folder}/runs", f"--trainer.accelerator={accelerator}",
+            "--trainer.devices=1",
+        ]  # fmt: skip
         assert run("fit", *flags, *STEPS, *more) == 0
     losses = {name: logged(only_run(folder), "train/loss") for name, folder in folders.items()}
     assert losses["gpu"] == pytest.approx(losses["cpu"], rel=1e-3)

@@ -1,4 +1,4 @@
-"""A module's hooks of an optimizer step run once per step under every strategy, accumulated or not."""
+"""A module's hooks of an optimizer step run once per step under every strategy."""
 
 from __future__ import annotations
 
@@ -16,34 +16,38 @@ STEPS = 8
 ZERO = ("zero1", "zero2", "zero3")
 
 
-def values(folder: Path, strategy: str, project: Project, accumulation: int, *more: str) -> dict[str, dict[int, float]]:
+Series = dict[str, dict[int, float]]
+
+
+def values(folder: Path, strategy: str, project: Project, accumulation: int, *more: str) -> Series:
     given = [
         "fit", f"--run.root={folder / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
         "--trainer.devices=2", f"--trainer.max_steps={STEPS}", "--trainer.log_every_n_steps=1",
-        f"--trainer.accumulate_grad_batches={accumulation}", "--data.batch_size=2", "--data.num_train=40",
-        f"--run.name={strategy}", "--best_checkpoint.monitor=val_loss", *flags_of(strategy), *more,
+        f"--trainer.accumulate_grad_batches={accumulation}", "--data.batch_size=2",
+        "--data.num_train=40", f"--run.name={strategy}", "--best_checkpoint.monitor=val_loss",
+        *flags_of(strategy), *more,
     ]  # fmt: skip
     with Workers(2, project) as workers:
         record = workers.run(given, folder / strategy).check()
-    return {name: logged(record.run, name) for name in (*HOOKS, "teacher", "train/loss", "val_loss")}
+    names = (*HOOKS, "teacher", "train/loss", "val_loss")
+    return {name: logged(record.run, name) for name in names}
 
 
-def assert_equal(got: dict[str, dict[int, float]], expected: dict[str, dict[int, float]]) -> None:
+def assert_equal(got: Series, expected: Series) -> None:
     for name, series in expected.items():
         assert got[name] == pytest.approx(series, rel=1e-5), name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("profiler", tiers(["null", "simple"], daily=["null"]))
-def test_the_hooks_of_a_step_run_once_under_zero_and_an_average_of_the_weights_is_that_of_ddp(
-    tmp_path: Path, profiler: str
-) -> None:
+def test_hooks_and_averages_of_a_step_are_those_of_ddp(tmp_path: Path, profiler: str) -> None:
     """With a profiler, Lightning's own loop runs."""
     expected = values(tmp_path, "ddp", STUDENT, 2, f"--trainer.profiler={profiler}")
-    assert list(expected["optimizer_step"].values()) == list(range(STEPS)), "in the first step, none has run"
+    assert [*expected["optimizer_step"].values()] == [*range(STEPS)], "none before the first"
     assert expected["teacher"][STEPS] > 0
     for strategy in ZERO:
-        assert_equal(values(tmp_path, strategy, STUDENT, 2, f"--trainer.profiler={profiler}"), expected)
+        got = values(tmp_path, strategy, STUDENT, 2, f"--trainer.profiler={profiler}")
+        assert_equal(got, expected)
 
 
 @pytest.mark.slow

@@ -1,12 +1,9 @@
-"""Ranks that share sequences compute what one process computes, and refuse what they cannot share."""
+"""Ranks that share sequences compute what one process computes, and refuse the rest."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,30 +16,35 @@ from trainer_dev.module import LanguageModule
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from dist_template import BalanceConfig, InputError
+from dist_template import BalanceConfig
 from dist_template.compat.transformers import reason_against_sequence_shards
 from dist_template.parallel.sequence import share_attention
 from dist_template.strategies import MeshStrategy
 from dist_template.text import Preferences, known_documents
-from tests.support.library import Machine, shard_batch, violations
+from tests.support.library import shard_batch
+from tests.support.limits import violations_of
 from tests.support.parity import SHORT, Trainings, assert_close
 from tests.support.tiers import tiers
 from tests.support.wings import clean_processes
 
 ROWS, SEQ_LEN, VOCAB = 2, 16, 32
-BASE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCAB}
+BASE: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCAB,
+}  # fmt: skip
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 LATENT = {
-    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1, "moe_intermediate_size": 16,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "num_mtp_layers": 0,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "num_mtp_layers": 0,
 }  # fmt: skip
-WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1, "tie_word_embeddings": True}
+WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
 MODELS = {
     "fewer heads of keys than ranks": {"model_type": "llama", **GROUPED, "num_key_value_heads": 1},
-    "a window in one layer": {"model_type": "qwen3", **GROUPED, **WINDOW},
+    "a window in one layer": {"model_type": "qwen3", **GROUPED, **WINDOW,
+        "tie_word_embeddings": True},
     "latent attention and experts": {"model_type": "deepseek_v3", **LATENT},
-}
+}  # fmt: skip
 
 
 def build(**architecture: Any) -> Any:
@@ -53,13 +55,17 @@ def batch(*ends: int) -> dict[str, Any]:
     """Rows with documents that end at `ends` and at the end of a row; some labels do not count."""
     tokens = torch.randint(VOCAB, (2, ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     tokens[1, :, SEQ_LEN - 5 :] = -100
-    starts = torch.tensor(sorted({0, *ends, *range(0, ROWS * SEQ_LEN + 1, SEQ_LEN)}), dtype=torch.int32)
-    positions = torch.cat([torch.arange(length) for length in starts.diff().tolist()]).view(ROWS, SEQ_LEN)
-    found = {"input_ids": tokens[0], "labels": tokens[1], "position_ids": positions, "cu_seq_lens": starts}
+    edges = sorted({0, *ends, *range(0, ROWS * SEQ_LEN + 1, SEQ_LEN)})
+    starts = torch.tensor(edges, dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in starts.diff().tolist()])
+    found = {"input_ids": tokens[0], "labels": tokens[1], "cu_seq_lens": starts}
+    found |= {"position_ids": positions.view(ROWS, SEQ_LEN)}
     return found | {"tokens_per_micro_batch": (tokens[1] != -100).sum()}
 
 
-def loss_and_gradients(architecture: dict[str, Any], batch: dict[str, Any], group: Any = None) -> list[Tensor]:
+def loss_and_gradients(
+    architecture: dict[str, Any], batch: dict[str, Any], group: Any = None
+) -> list[Tensor]:
     torch.manual_seed(0)
     model = build(**architecture)
     if group is not None:
@@ -68,10 +74,11 @@ def loss_and_gradients(architecture: dict[str, Any], batch: dict[str, Any], grou
     with known_documents(model, batch) as known:
         tokens, positions = batch["input_ids"], batch["position_ids"]
         logits = model(input_ids=tokens, position_ids=positions, use_cache=False, **known).logits
-    cross_entropy = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-    loss = cross_entropy / batch["tokens_per_micro_batch"]
+    logits, labels = logits.flatten(0, 1), batch["labels"].flatten()
+    loss = F.cross_entropy(logits, labels, reduction="sum") / batch["tokens_per_micro_batch"]
     loss.backward()
-    found = [loss.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())]
+    grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
+    found = [loss.detach(), *grads]
     for tensor in found if group is not None else ():
         dist.all_reduce(tensor)
         tensor /= group.size()
@@ -90,16 +97,17 @@ def compare(rank: int, num: int, port: int, cases: list[Any], expected: list[lis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num", tiers([2, 4], daily=[2, 4]))
+@pytest.mark.parametrize("num", tiers([2, 4], daily=[2]))
 def test_losses_and_gradients_are_those_of_one_process(num: int) -> None:
-    """Of rows with one document, and with documents that end within a rank's tokens and between two ranks'."""
+    """Rows with one document, and with documents that end in a rank's tokens or between two's."""
     cases = [(model, batch(*ends)) for model in MODELS.values() for ends in [(), (5, 8, 27)]]
     expected = [loss_and_gradients(*case) for case in cases]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = clean_processes()
-    ranks = [processes.Process(target=compare, args=(rank, num, port, cases, expected)) for rank in range(num)]
+    given = [(rank, num, port, cases, expected) for rank in range(num)]
+    ranks = [processes.Process(target=compare, args=each) for each in given]
     for each in ranks:
         each.start()
     for each in ranks:
@@ -117,23 +125,14 @@ PRODUCTS = {  # processes, those that read different batches, flags
 }
 
 
+PAIRS = [("llama", product) for product in ("tp", "four", "offload", "pipeline")]
+PAIRS += [("deepseek_v3", product) for product in ("ep", "replicas", "pipeline")]
+DAILY = [("llama", "tp"), ("deepseek_v3", "ep"), ("llama", "pipeline")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "product"),
-    tiers(
-        [
-            ("llama", "tp"),
-            ("llama", "four"),
-            ("llama", "offload"),
-            ("deepseek_v3", "ep"),
-            ("deepseek_v3", "replicas"),
-            ("llama", "pipeline"),
-            ("deepseek_v3", "pipeline"),
-        ],
-        daily=[("llama", "tp"), ("deepseek_v3", "ep"), ("llama", "pipeline")],
-    ),
-)
-def test_a_product_trains_to_the_numbers_of_one_process(train: Trainings, model: str, product: str) -> None:
+@pytest.mark.parametrize(("model", "product"), tiers(PAIRS, DAILY))
+def test_a_product_trains_as_one_process(train: Trainings, model: str, product: str) -> None:
     processes, batches, sizes = PRODUCTS[product]
     flags = [f"--trainer.strategy.init_args.{size}" for size in sizes]
     flags += [f"--data.micro_batch_size={4 // batches}", SHORT]
@@ -144,117 +143,48 @@ def test_a_product_trains_to_the_numbers_of_one_process(train: Trainings, model:
     assert many.eval()[6] == pytest.approx(one.eval()[6], rel=1e-5)
 
 
-OPTIONS = {
-    "chunks": ["--model.loss_chunk=24"],
-    "recomputed": ["--model.blocks.checkpointing=full"],
-    "recomputed in part": ["--model.blocks.checkpointing=selective"],
-    "compiled": ["--model.blocks.compile=true"],
-}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+CONVOLUTION = {"layer_types": ["conv", "full_attention"]}
+MAMBA = {"num_heads": 8, "head_dim": 8, "n_groups": 1}
+REFUSED = [
+    ({"model_type": "mamba2", **MAMBA}, "transformers' kernels"),
+    ({"model_type": "lfm2", **GROUPED, **CONVOLUTION}, "layers other than attention"),
+    ({"model_type": "gpt_oss", **GROUPED}, "transformers' kernels"),  # attention sinks
+    ({"model_type": "llama", **GROUPED, "attn_implementation": "eager"}, "transformers' kernels"),
+    ({"model_type": "llama", **GROUPED, "rope_parameters": DYNAMIC}, "largest position"),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", tiers(OPTIONS, daily=["recomputed in part"]))
-def test_options_of_blocks_and_loss_change_no_number(train: Trainings, options: str) -> None:
-    one, many = train("llama", "one", SHORT), train("llama", "cp", *OPTIONS[options], SHORT)
-    assert many.loss == pytest.approx(one.loss, rel=1e-6)
-    assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
-
-
-def group_of(num: int) -> Any:
-    return SimpleNamespace(size=lambda: num, rank=lambda: 0)
-
-
-@pytest.fixture
-def pair() -> Iterator[Any]:
-    """A group of two ranks for what does not send."""
-    kernel = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    yield group_of(2)
-    AttentionInterface.register("sdpa", kernel)
-
-
-def test_only_training_needs_shards(pair: Any) -> None:
-    model, tokens = build(**MODELS["a window in one layer"]), batch()["input_ids"]
-    expected = model(tokens).logits
-    share_attention(model, 2, pair)
-    for grad, answer in ((torch.no_grad(), nullcontext()), (nullcontext(), pytest.raises(InputError, match="as in"))):
-        with grad, answer:
-            assert torch.equal(model(tokens).logits, expected)
-
-
-def test_what_does_not_divide_is_refused(pair: Any) -> None:
-    with pytest.raises(InputError, match="16 tokens cannot be shared by cp_size 3"):
-        shard_batch(batch(), group_of(3))
-    model = build(model_type="llama", num_attention_heads=1)
-    share_attention(model, 2, pair)
-    with pytest.raises(InputError, match="1 attention heads cannot be shared by cp_size 2"):
-        model(batch()["input_ids"], is_sequence_shard=True)
-
-
-def test_a_prompt_is_not_sharded(pair: Any) -> None:
-    prompt = {"input_ids": torch.ones(1, 3), "prompt": "the"}
-    assert shard_batch(prompt, pair) is prompt
-
-
-REFUSED = {
-    "a state": ({"model_type": "mamba2", "num_heads": 8, "head_dim": 8, "n_groups": 1}, "transformers' kernels"),
-    "convolutions": (
-        {"model_type": "lfm2", **GROUPED, "layer_types": ["conv", "full_attention"]}, "layers other than attention"
-    ),
-    "attention sinks": ({"model_type": "gpt_oss", **GROUPED}, "transformers' kernels"),
-    "eager attention": ({"model_type": "llama", **GROUPED, "attn_implementation": "eager"}, "transformers' kernels"),
-    "positions of the batch": (
-        {"model_type": "llama", **GROUPED, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0,
-         "rope_theta": 1e4}}, "largest position"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_model_whose_tokens_are_combined_otherwise_is_refused(case: str) -> None:
-    architecture, fragment = REFUSED[case]
+@pytest.mark.parametrize(("architecture", "words"), REFUSED)
+def test_a_model_that_combines_tokens_otherwise_is_refused(architecture: Any, words: str) -> None:
     with torch.device("meta"):
-        assert fragment in reason_against_sequence_shards(build(**architecture))
-
-
-LLAMA = AutoConfig.for_model("llama", num_attention_heads=12, hidden_size=768)
-IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
-    "no group": ({"cp_size": 3}, "cp_size 3 must divide fsdp_size 8"),
-    "tokens": ({"data": DataModule(seq_len=102)}, "data.seq_len 102 is not a multiple of cp_size 4"),
-    "heads": ({"cp_size": 8}, "cp_size 8 does not divide the model's 12 attention heads"),
-    "pairs": ({"data": DataModule(Preferences(["nowhere"]))}, "would split pairs of data.source Preferences"),
-    "a loss of full sequences": (
-        {"module": LanguageModule(balance=BalanceConfig(sequence_loss_coef=1e-4))}, "coef needs full sequences"
-    ),
-    "an own model": ({"config": None}, "cp_size 4 needs a model of transformers"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", IMPOSSIBLE)
-def test_the_impossible_is_refused_before_the_start(case: str) -> None:
-    given, fragment = IMPOSSIBLE[case]
-    strategy = MeshStrategy(cp_size=given.get("cp_size", 4))
-    trainer = {"strategy": strategy, "max_steps": 1000}
-    data, module = given.get("data", DataModule()), given.get("module", LanguageModule())
-    machine = Machine("cuda", 8, precision="bf16-mixed")
-    (sentence,) = violations(machine, trainer, module, data, given.get("config", LLAMA))
-    assert fragment in sentence
+        assert words in reason_against_sequence_shards(build(**architecture))
 
 
 LLAMA_4 = AutoConfig.for_model("llama4_text", num_attention_heads=8)
 SIX = AutoConfig.for_model("llama", num_attention_heads=6, hidden_size=36)
-REFUSED_MODELS = [  # sizes, configuration, sentence
-    ({"cp_size": 2}, LLAMA_4, "a layer of it numbers a rank's tokens as if they were all"),  # by proof.json
-    ({"cp_size": 2, "tp_size": 2}, SIX, "cp_size 2 does not divide a rank's (tp_size 2) 3 attention heads"),
+OF_SEQUENCES = LanguageModule(balance=BalanceConfig(sequence_loss_coef=1e-4))
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    ({"cp_size": 3}, "cp_size 3 must divide fsdp_size 8"),
+    ({"data": DataModule(seq_len=102)}, "data.seq_len 102 is not a multiple of cp_size 4"),
+    ({"cp_size": 8}, "cp_size 8 does not divide the model's 12 attention heads"),
+    ({"cp_size": 2, "tp_size": 2, "config": SIX}, "not divide a rank's (tp_size 2) 3 attention"),
+    ({"data": DataModule(Preferences(["nowhere"]))}, "would split pairs of data.source"),
+    ({"module": OF_SEQUENCES}, "coef needs full sequences"),
+    ({"config": None}, "cp_size 4 needs a model of transformers"),
+    (
+        {"config": LLAMA_4},
+        "a layer of it numbers a rank's tokens as if they were all",
+    ),  # proof.json
 ]
+TWELVE = AutoConfig.for_model("llama", num_attention_heads=12, hidden_size=768)
 
 
-@pytest.mark.parametrize(("sizes", "config", "fragment"), REFUSED_MODELS)
-def test_a_model_that_cannot_share_is_refused(sizes: dict[str, int], config: Any, fragment: str) -> None:
-    trainer = {"strategy": MeshStrategy(**sizes), "max_steps": 10}  # ty: ignore[invalid-argument-type]
-    (sentence,) = violations(Machine("cuda", 4), trainer, LanguageModule(), DataModule(seq_len=64), config)
-    assert fragment in sentence
-
-
-def test_an_own_network_is_refused(pair: Any) -> None:
-    with pytest.raises(ValueError, match="set cp_size to 1"):
-        share_attention(torch.nn.Linear(2, 2), 2, pair)
+@pytest.mark.parametrize(("given", "words"), IMPOSSIBLE, ids=[words for _, words in IMPOSSIBLE])
+def test_the_impossible_is_refused_before_the_start(given: dict[str, Any], words: str) -> None:
+    sizes: Any = {"cp_size": 4} | {name: size for name, size in given.items() if "size" in name}
+    others: Any = {"data": DataModule(), "config": TWELVE} | {
+        n: v for n, v in given.items() if n not in sizes
+    }
+    (sentence,) = violations_of(MeshStrategy(**sizes), **others)
+    assert words in sentence

@@ -1,4 +1,4 @@
-"""Gradients that transformers' tensor-parallel plans forget are summed; what is not known is refused."""
+"""Gradients that transformers' tensor-parallel plans forget are summed, or refused."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ from tests.support.parity import MODELS, SHORT, Trainings, assert_close
 from tests.support.tiers import tiers
 
 BASE: dict[str, Any] = {
-    "hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 3, "vocab_size": 61, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "pad_token_id": 0,
+    "hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 3, "vocab_size": 61,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "pad_token_id": 0,
 }  # fmt: skip
-EXPERTS = {"moe_intermediate_size": 14, "n_routed_experts": 6, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
-LATENT = {"q_lora_rank": 10, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6}
+EXPERTS = {
+    "moe_intermediate_size": 14, "n_routed_experts": 6, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 10, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}  # fmt: skip
 FULL = {"num_key_value_heads": 6, "n_group": 1, "topk_group": 1}
 PHI = {"qk_layernorm": True, "partial_rotary_factor": 1.0}
 HEADS = "model.layers.*.self_attn"
@@ -33,10 +39,11 @@ KNOWN = {  # architecture: the modules that its plan forgets
 }
 MODELS |= {
     "glm4_moe": "{model_type: glm4_moe, use_qk_norm: true, hidden_size: 36, intermediate_size: 44,"
-    " moe_intermediate_size: 16, num_hidden_layers: 2, num_attention_heads: 6, num_key_value_heads: 2, head_dim: 6,"
-    " first_k_dense_replace: 1, n_routed_experts: 4, num_experts_per_tok: 2, partial_rotary_factor: 1.0}",
-    "phi": "{model_type: phi, qk_layernorm: true, hidden_size: 36, intermediate_size: 44, num_hidden_layers: 2,"
-    " num_attention_heads: 6, partial_rotary_factor: 1.0, resid_pdrop: 0.0}",
+    " moe_intermediate_size: 16, num_hidden_layers: 2, num_attention_heads: 6, head_dim: 6,"
+    " num_key_value_heads: 2, first_k_dense_replace: 1, n_routed_experts: 4,"
+    " num_experts_per_tok: 2, partial_rotary_factor: 1.0}",
+    "phi": "{model_type: phi, qk_layernorm: true, hidden_size: 36, intermediate_size: 44,"
+    " num_hidden_layers: 2, num_attention_heads: 6, partial_rotary_factor: 1.0, resid_pdrop: 0.0}",
     "apertus": "{model_type: apertus, hidden_size: 36, intermediate_size: 44, num_hidden_layers: 2,"
     " num_attention_heads: 6, num_key_value_heads: 2}",
 }
@@ -58,7 +65,8 @@ def test_forgotten_rules_are_added(kind: str) -> None:
 
 def test_a_parameter_beside_the_heads_that_is_not_known_is_refused() -> None:
     model = build("cohere", use_qk_norm=True)
-    with pytest.raises(InputError, match=r"how the gradient of .*q_norm.weight is computed: .*give a rule as tp_plan"):
+    said = r"how the gradient of .*q_norm.weight is computed: .*give a rule as tp_plan"
+    with pytest.raises(InputError, match=said):
         complete_plan(model, model.tp_plan)
     given = {f"{HEADS}.{name}": "replicate" for name in ("q_norm", "k_norm")}
     complete_plan(model, model.tp_plan | given)
@@ -69,7 +77,7 @@ def test_a_parameter_beside_the_heads_that_is_not_known_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", tiers(["glm4_moe", "phi", "apertus"], daily=["glm4_moe", "phi"]))
-def test_tensor_parallelism_trains_to_the_numbers_of_one_process(train: Trainings, model: str) -> None:
+def test_tensor_parallelism_trains_as_one_process(train: Trainings, model: str) -> None:
     one, many = train(model, "one", SHORT), train(model, "tp", SHORT)
     assert many.loss == pytest.approx(one.loss, rel=1e-6)
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +17,8 @@ from trainer_dev.data import DataModule
 from dist_template import InputError
 from dist_template.text import ByteBPE, Bytes
 from dist_template.text.cache.token_cache import SPLITS
-from dist_template.text.sources import documents as documents_module
 from tests.support.library import NOT_COUNTED
-from tests.support.runs import quiet
+from tests.support.runs import SENTENCES, disk, quiet
 
 
 def documents_of(data: DataModule, split: str) -> list[str]:
@@ -41,9 +37,7 @@ def documents_of(data: DataModule, split: str) -> list[str]:
 
 
 @pytest.mark.parametrize("tokenizer", [Bytes(), ByteBPE(vocab_size=300)], ids=["bytes", "bpe"])
-def test_the_cache_holds_every_document_once_in_one_split(
-    data: DataModule, texts: Path, tokenizer: Bytes | ByteBPE
-) -> None:
+def test_the_cache_holds_every_document_once(data: DataModule, texts: Path, tokenizer: Any) -> None:
     data.tokenizer = tokenizer
     corpus = data.prepare(report=quiet)
     held = {split: documents_of(data, split) for split in SPLITS}
@@ -53,18 +47,6 @@ def test_the_cache_holds_every_document_once_in_one_split(
     for split, documents in held.items():
         assert corpus.num_bytes(split) == sum(len(text.encode()) for text in documents)
         assert os.path.getsize(corpus.folder / f"{split}.bin") == 2 * corpus.num_tokens(split)
-
-
-def test_splits_keep_duplicates_together_and_ignore_names_and_seed(data: DataModule, texts: Path) -> None:
-    data.prepare(report=quiet)
-    before = {split: Counter(documents_of(data, split)) for split in SPLITS}
-    double = (texts / "00.txt").read_text(encoding="utf-8")
-    assert sorted(counts[double] for counts in before.values()) == [0, 0, 2]
-    for path in list(texts.iterdir()):
-        path.rename(path.with_name(path.name[::-1].replace("txt.", "") + "-renamed.txt"))
-    data.seed = 5
-    data.prepare(report=quiet)
-    assert {split: Counter(documents_of(data, split)) for split in SPLITS} == before
 
 
 def test_rows_count_every_token_once_and_only_the_last_is_not_full(data: DataModule) -> None:
@@ -83,7 +65,8 @@ def test_positions_restart_after_each_end_of_a_document(data: DataModule) -> Non
     data.prepare(report=quiet)
     batch = next(iter(data.train_dataloader()))
     restarts = 0
-    for ids, positions in zip(batch["input_ids"].tolist(), batch["position_ids"].tolist(), strict=True):
+    rows = (batch[name].tolist() for name in ("input_ids", "position_ids"))
+    for ids, positions in zip(*rows, strict=True):
         position = 0
         for previous, got in zip([None, *ids], positions, strict=False):
             restarts += previous == data.eos_token_id
@@ -95,88 +78,12 @@ def test_positions_restart_after_each_end_of_a_document(data: DataModule) -> Non
     assert batch["position_ids"].tolist() == [list(range(32))] * 8
 
 
-def test_evaluation_covers_the_split_and_padding_has_no_labels(data: DataModule) -> None:
-    data.prepare(report=quiet)
-    rows = data.rows_of("validation")
-    assert len(rows) % 8, "the test needs a last batch that is not full"
-    batches = list(data.val_dataloader())
-    labels = [row for batch in batches for row in batch["labels"].tolist()]
-    assert labels[: len(rows)] == rows.__getitems__(list(range(len(rows))))["labels"].tolist()
-    assert labels[len(rows) :] == [[-100] * 32] * (-len(rows) % 8)
-
-
-def test_unigram_bits_equal_a_direct_computation(data: DataModule) -> None:
-    data.tokenizer = ByteBPE(vocab_size=280)
-    corpus = data.prepare(report=quiet)
-    train, validation = (corpus.tokens(split).tolist() for split in ("train", "validation"))
-    counts = Counter(train)
-    bits = -sum(log2((counts[token] + 1) / (len(train) + 280)) for token in validation)
-    assert data.vocab_size == 280
-    assert data.unigram_bits_per_byte == pytest.approx(bits / corpus.num_bytes("validation"), rel=1e-12)
-    assert data.bytes_per_token("validation") == corpus.num_bytes("validation") / len(validation)
-
-
-def test_a_second_prepare_does_not_tokenize_again(data: DataModule) -> None:
-    manifest = data.prepare(report=quiet).folder / "manifest.json"
-    before = manifest.stat().st_ino
-    assert any("ready" in line for line in reported(data))
-    assert manifest.stat().st_ino == before
-
-
-@pytest.mark.parametrize("tokenizer", [Bytes(), ByteBPE(vocab_size=300)], ids=["bytes", "bpe"])
-def test_the_tokens_do_not_depend_on_how_texts_are_batched(
-    data: DataModule, tokenizer: Bytes | ByteBPE, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data.tokenizer = tokenizer
-    together = data.prepare(report=quiet)
-    monkeypatch.setattr(documents_module, "BATCH_CHARACTERS", 300)
-    data.cache_dir += "-of-small-batches"
-    divided = data.prepare(report=quiet)
-    assert together.folder != divided.folder
-    assert together.manifest == divided.manifest, "the checksums of all tokens are in it"
-
-
-class Failing(Bytes):
-    """Cannot encode one of the texts."""
-
-    def encode(self, tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
-        if any(text.startswith("33") for text in texts):
-            raise KeyError("33")
-        return super().encode(tokenizer, texts)
-
-
-def test_a_failing_tokenizer_leaves_nothing_behind(data: DataModule) -> None:
-    data.tokenizer = Failing()
-    with pytest.raises(KeyError):
-        data.prepare(report=quiet)
-    assert not [path for path in Path(data.cache_dir).iterdir() if path.suffix != ".lock"]
-
-
-def reported(data: DataModule) -> list[str]:
-    lines: list[str] = []
-    data.prepare(report=lines.append)
-    return lines
-
-
-# ---- refused -------------------------------------------------------------------------------------
-
-
 def refused(data: DataModule) -> str:
     with pytest.raises(InputError) as caught:
         data.require()
     message = str(caught.value)
     assert "\n" not in message
     return message
-
-
-def test_a_missing_cache_is_refused(data: DataModule) -> None:
-    assert "run `prepare` first" in refused(data)
-
-
-def test_other_settings_need_another_cache(data: DataModule) -> None:
-    data.prepare(report=quiet)
-    data.validation_share = 0.3
-    assert "run `prepare` first" in refused(data)
 
 
 def test_a_stale_cache_is_refused_until_prepared_again(data: DataModule, texts: Path) -> None:
@@ -195,37 +102,39 @@ def test_a_stale_cache_is_refused_until_prepared_again(data: DataModule, texts: 
     assert text.upper() in [text for split in SPLITS for text in documents_of(data, split)]
 
 
-def test_a_touched_file_with_the_same_content_is_not_stale(data: DataModule, texts: Path) -> None:
-    data.prepare(report=quiet)
-    os.utime(texts / "03.txt", ns=(1, 1))
-    data.require()
-
-
 def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["train.bin", "test.bin", "manifest.json", "tokenizer/tokenizer.json"])
-@pytest.mark.parametrize("harm", [Path.unlink, flip_a_bit, lambda path: os.truncate(path, 10)])
-def test_a_damaged_cache_is_refused_and_prepare_repairs_it(data: DataModule, name: str, harm) -> None:
-    folder = data.prepare(report=quiet).folder
-    if name == "manifest.json" and harm is flip_a_bit:
-        (folder / name).write_text('{"dtype": 3}', encoding="utf-8")  # a bit of an mtime does no harm
-    else:
-        harm(folder / name)
+def no_manifest(path: Path) -> None:
+    path.write_text('{"dtype": 3}', encoding="utf-8")
+
+
+HARMS: list[tuple[str, Any]] = [("train.bin", flip_a_bit), ("tokenizer/tokenizer.json", flip_a_bit)]
+HARMS += [("manifest.json", Path.unlink), ("manifest.json", no_manifest)]
+HARMS += [("test.bin", lambda path: os.truncate(path, 10))]
+
+
+@pytest.mark.parametrize(("name", "harm"), HARMS)
+def test_a_damaged_cache_is_refused_and_repaired(data: DataModule, name: str, harm: Any) -> None:
+    harm(data.prepare(report=quiet).folder / name)
+    lines: list[str] = []
     assert "damaged" in refused(data)
-    assert "damaged" in reported(data)[0]
+    data.prepare(report=lines.append)
+    assert "damaged" in lines[0]
     data.require()
 
 
 def test_a_second_prepare_at_the_same_time_is_refused(data: DataModule) -> None:
     corpus = data.prepare(report=quiet)
     lock = str(corpus.folder) + ".lock"
-    code = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2); print('held', flush=True); input()"
+    code = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2);"
+    code += "print('held', flush=True); input()"
     command = [sys.executable, "-c", code, lock]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
         assert other.stdout and other.stdout.readline() == "held\n"
         data.prepare(report=quiet)  # what is ready can be used all the same
         shutil.rmtree(corpus.folder)
@@ -235,12 +144,17 @@ def test_a_second_prepare_at_the_same_time_is_refused(data: DataModule) -> None:
     data.prepare(report=quiet)  # the lock went with its holder
 
 
-def test_the_manifest_says_what_the_cache_was_made_from(data: DataModule, texts: Path) -> None:
-    manifest = json.loads((data.prepare(report=quiet).folder / "manifest.json").read_text(encoding="utf-8"))
-    assert manifest["spec"]["source"] == {
-        "class": "TextFiles",
-        "paths": [f"{texts}/*.txt"],
-        "separator": None,
-    }
-    assert set(manifest["splits"]["train"]) == {"documents", "bytes", "tokens", "sha256"}, "as in version 1.0"
-    assert [entry["path"] for entry in manifest["files"]] == [str(path) for path in sorted(texts.iterdir())]
+def test_a_full_disk_leaves_the_older_cache_alone(
+    data: DataModule, texts: Path, tmp_path: Path
+) -> None:
+    with disk(tmp_path / "disk", "256k") as tiny:
+        data.cache_dir = str(tiny)
+        folder = data.prepare(report=quiet).folder
+        before = {path.name: path.read_bytes() for path in folder.glob("*.bin")}
+        (texts / "large.txt").write_text(SENTENCES * 5000, encoding="utf-8")
+        with pytest.raises(InputError, match="is full and nothing was kept"):
+            data.prepare(report=quiet)
+        assert {path.name for path in tiny.iterdir()} == {folder.name, folder.name + ".lock"}
+        assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == before
+        (texts / "large.txt").unlink()
+        data.require()

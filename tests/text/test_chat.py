@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,6 @@ def read(source: Chat) -> list[Any]:
     return [json.loads(text) for _, text in source.documents()]
 
 
-# ---- reading -------------------------------------------------------------------------------------
-
-
 def test_all_shapes_give_the_same_conversation(tmp_path: Path) -> None:
     expected = [{"messages": messages(*TURNS)}]
     turns = [{"from": FROM[role], "value": content} for role, content in TURNS]
@@ -42,7 +38,7 @@ def test_all_shapes_give_the_same_conversation(tmp_path: Path) -> None:
     assert read(Chat([str(pair)])) == [{"messages": messages(*TURNS[1:3])}]
 
 
-def test_arrays_compressed_files_parquet_and_hub_folders_are_read(tmp_path: Path, monkeypatch) -> None:
+def test_arrays_archives_parquet_and_hub_folders_are_read(tmp_path: Path, monkeypatch) -> None:
     import pyarrow
     import pyarrow.parquet
     from datasets import config
@@ -50,31 +46,20 @@ def test_arrays_compressed_files_parquet_and_hub_folders_are_read(tmp_path: Path
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "hf")
     records = [{"messages": messages(*TURNS)}, {"messages": messages(*TURNS[1:3])}]
     (tmp_path / "a.json").write_text(json.dumps(records))
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, records)).encode()))
+    lines = "\n".join(map(json.dumps, records)).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.jsonl", records)
-    for paths in (["a.json"], ["a.jsonl.gz"], ["a.parquet"]):
-        assert read(Chat([str(tmp_path / path) for path in paths])) == records, paths
+    for path in ("a.json", "a.jsonl.gz", "a.parquet"):
+        assert read(Chat([str(tmp_path / path)])) == records, path
     assert read(Chat(name=str(tmp_path / "set"))) == records
-
-
-def test_tools_and_their_calls_are_kept(tmp_path: Path) -> None:
-    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
-    turns = [*messages(("user", "?")), call, *messages(("tool", "7"), ("assistant", "It is 7."))]
-    path = write(tmp_path / "a.jsonl", [{"messages": turns, "tools": '[{"name": "f"}]'}])
-    (found,) = read(Chat([str(path)]))
-    assert found["tools"] == [{"name": "f"}]
-    assert [message["role"] for message in found["messages"]] == ["user", "assistant", "tool", "assistant"]
-    assert found["messages"][1]["tool_calls"] == call["tool_calls"]
 
 
 BAD = {
     "no assistant": ({"messages": messages(("user", "One?"))}, "no assistant turn"),
     "role": ({"messages": [{"content": "x"}]}, "a turn without a role: give messages"),
     "content": ({"messages": [{"role": "user", "content": 3}]}, "content is no text"),
-    "nothing": ({"messages": []}, "has only messages: give messages"),
-    "unlike": ({"messages": [["user", "x"]]}, "a turn without a role"),
     "no object": ([GOOD], "is no JSON object"),
     "keys": ({"text": "a"}, "only text: give messages"),
     "tools": ({**GOOD, "tools": "{"}, "tools that are not JSON"),
@@ -90,27 +75,11 @@ def test_a_wrong_record_is_one_sentence_with_file_and_line(case: str, tmp_path: 
     assert f"{path}:2" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_source_without_files_is_refused() -> None:
-    with pytest.raises(InputError, match="either paths, of files, or name"):
-        Chat()
-
-
-# ---- encoding ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("family", "answers"),
-    [
-        ("qwen3", ["<think>\n\n</think>\n\nUno.<|im_end|>\n", "<think>\n\n</think>\n\nDue, ok.<|im_end|>\n"]),
-        ("llama3", ["Uno.<|eot_id|>", "Due, ok.<|eot_id|>"]),
-        ("deepseekv3", [f"<｜Assistant｜>{t}<｜end▁of▁sentence｜>" for t in ("Uno.", "Due, ok.")]),
-    ],
-)
-def test_the_families_templates_train_on_the_answers(family: str, answers: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "deepseekv3"])
+def test_a_conversation_is_rendered_as_published(family: str, tmp_path: Path) -> None:
+    """test_families.py shows what counts."""
     path = write(tmp_path / "a.jsonl", [GOOD])
     data = prepared(tmp_path, Chat([str(path)]), family)
-    assert counted_text(data) == answers
-    original = chats.published(family)
     published = data.text_tokenizer.apply_chat_template(messages(*TURNS), tokenize=False)
     trained = data.text_tokenizer.decode(data.corpus.tokens("train"))
     if family == "qwen3":  # docs/finetune.md has these two differences
@@ -118,22 +87,20 @@ def test_the_families_templates_train_on_the_answers(family: str, answers: list[
         published = published.replace("<think>\n\n</think>\n\n", "")
         trained = trained.replace("<think>\n\n</think>\n\n", "")
     assert trained == published
-    assert data.text_tokenizer.chat_template == original, "what is saved and exported serves"
+    assert data.text_tokenizer.chat_template == chats.published(family), "what is exported serves"
 
 
 def test_what_counts_is_all_answers_the_last_or_everything(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [GOOD])
     template = tmp_path / "own.jinja"
     template.write_text(chats.TAGGED)
-    assert counted_text(prepared(tmp_path, Chat([str(path)], template=str(template)))) == [
-        "Uno.<|im_end|>",
-        "Due, ok.<|im_end|>",
-    ]
-    assert counted_text(prepared(tmp_path, Chat([str(path)], template=str(template), train_on="last"))) == [
-        "Due, ok.<|im_end|>"
-    ]
-    (whole,) = counted_text(prepared(tmp_path, Chat([str(path)], train_on="all"), template=chats.UNTAGGED))
-    assert whole.startswith("<|im_start|>system\nBe brief.") and whole.endswith("Due, ok.<|im_end|>\n")
+    own: Any = {"paths": [str(path)], "template": str(template)}
+    answers = ["Uno.<|im_end|>", "Due, ok.<|im_end|>"]
+    assert counted_text(prepared(tmp_path, Chat(**own))) == answers
+    assert counted_text(prepared(tmp_path, Chat(**own, train_on="last"))) == answers[1:]
+    everything = Chat([str(path)], train_on="all")
+    (whole,) = counted_text(prepared(tmp_path, everything, template=chats.UNTAGGED))
+    assert whole.startswith("<|im_start|>system\nBe brief.") and whole.endswith(f"{answers[1]}\n")
 
 
 def test_a_template_without_marks_is_refused_and_named(tmp_path: Path) -> None:
@@ -141,13 +108,6 @@ def test_a_template_without_marks_is_refused_and_named(tmp_path: Path) -> None:
     own.write_text(chats.UNTAGGED)
     assert f"{str(own)!r} has no {{% generation %}} tags" in refused(tmp_path, template=str(own))
     assert "is no file" in refused(tmp_path, template=str(tmp_path / "missing.jinja"))
-
-
-def test_without_trl_the_command_that_installs_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "trl", None)
-    assert "needs the package trl: pip install 'dist-template[chat]'" in refused(tmp_path)
-    path = write(tmp_path / "a.jsonl", [GOOD])
-    prepared(tmp_path, Chat([str(path)]), template=chats.TAGGED)  # it needs none
 
 
 def test_an_empty_mask_is_refused_with_template_and_line(tmp_path: Path) -> None:
@@ -158,22 +118,11 @@ def test_an_empty_mask_is_refused_with_template_and_line(tmp_path: Path) -> None
     assert message.startswith(f"{own} marks no token of {tmp_path}/a.jsonl:2 as the assistant's")
 
 
-def test_a_conversation_that_the_template_refuses_is_named(tmp_path: Path) -> None:
-    own = tmp_path / "own.jinja"
-    own.write_text(chats.TAGGED + "{% if messages[0].content == 'a' %}{{ raise_exception('No a!') }}{% endif %}")
-    records = [GOOD, {"messages": messages(("user", "a"), ("assistant", "b"))}]
-    message = refused(tmp_path, template=str(own), records=records)
-    assert "a.jsonl:2 of data.source cannot be rendered" in message and "No a!" in message
-
-
-# ---- rows ----------------------------------------------------------------------------------------
-
-
 def many(tmp_path: Path, number: int = 40) -> Path:
     rng = np.random.default_rng(0)
-    records = [
-        {"messages": messages(("user", f"{i}?"), ("assistant", "ab" * int(rng.integers(1, 60))))} for i in range(number)
-    ]
+    answers = ["ab" * int(rng.integers(1, 60)) for _ in range(number)]
+    talks = [messages(("user", f"{i}?"), ("assistant", each)) for i, each in enumerate(answers)]
+    records = [{"messages": talk} for talk in talks]
     return write(tmp_path / "many.jsonl", records)
 
 
@@ -181,13 +130,11 @@ def test_rows_hold_whole_conversations_that_do_not_attend_to_each_other(tmp_path
     data = prepared(tmp_path, Chat([str(many(tmp_path))]), template=chats.TAGGED)
     rows = data.rows_of("train")
     batch = rows.__getitems__(list(range(len(rows))))
-    tokens, counted, starts = (
-        data.corpus.tokens("train"),
-        data.corpus.counted("train"),
-        data.corpus.starts("train"),
-    )
+    corpus = data.corpus
+    tokens, counted, starts = (of("train") for of in (corpus.tokens, corpus.counted, corpus.starts))
     documents = {
-        tuple(tokens[a : b - 1].tolist()): counted[a + 1 : b].copy() for a, b in zip(starts, starts[1:], strict=False)
+        tuple(tokens[a : b - 1].tolist()): counted[a + 1 : b].copy()
+        for a, b in zip(starts, starts[1:], strict=False)
     }
     inputs, labels = batch["input_ids"].flatten(), batch["labels"].flatten()
     bounds = batch[BOUNDS].tolist()
@@ -207,21 +154,15 @@ def test_rows_hold_whole_conversations_that_do_not_attend_to_each_other(tmp_path
 
 def test_a_conversation_longer_than_a_row_is_cut_or_dropped_and_counted(tmp_path: Path) -> None:
     records = [GOOD] * 3
-    records += [{"messages": messages(("user", "a"), ("assistant", "b" * 400))}]  # its answer is cut
-    records += [{"messages": messages(("user", "a" * 400), ("assistant", "b"))}]  # nothing of its answer is left
-    data = prepared(tmp_path, Chat([str(write(tmp_path / "a.jsonl", records))]), template=chats.TAGGED)
+    for question, answer in (("a", "b" * 400), ("a" * 400, "b")):  # no answer is left of the second
+        records += [{"messages": messages(("user", question), ("assistant", answer))}]
+    source = Chat([str(write(tmp_path / "a.jsonl", records))])
+    data = prepared(tmp_path, source, template=chats.TAGGED)
     lines: list[str] = []
     data.prepare(report=lines.append)
     packing = data.rows_of("train").packing
     assert (packing.num_cut, packing.num_dropped, len(packing.documents)) == (1, 1, 4)
     assert "longer than a row: 1 cut, 1 without an answer dropped" in "\n".join(lines)
-
-
-def test_evaluation_reads_each_conversation_once(tmp_path: Path) -> None:
-    data = prepared(tmp_path, Chat([str(many(tmp_path))]), template=chats.TAGGED)
-    data.micro_batch_size = 3
-    labels = np.concatenate([batch["labels"].numpy() for batch in data._eval_loader("train")])
-    assert (labels != NOT_COUNTED).sum() == data.corpus.counted("train").sum()
 
 
 @pytest.mark.parametrize("kind", ["starts", "counted"])
@@ -234,14 +175,31 @@ def test_a_damaged_file_of_conversations_is_refused(kind: str, tmp_path: Path) -
         data.require()
 
 
-def test_another_template_needs_another_cache(tmp_path: Path) -> None:
-    own = tmp_path / "own.jinja"
-    own.write_text(chats.TAGGED)
-    data = prepared(tmp_path, Chat([str(many(tmp_path))], template=str(own)))
-    own.write_text(chats.TAGGED + " ")
-    with pytest.raises(InputError, match="own.jinja has changed"):
-        data.require()
-    data = prepared(tmp_path, Chat([str(many(tmp_path))]), template=chats.TAGGED)
-    (tmp_path / "qwen3" / "chat_template.jinja").write_text(chats.TAGGED + " ")
-    with pytest.raises(InputError, match="chat_template.jinja has changed"):
-        data.require()
+@pytest.mark.parametrize("family", ["gemma3", "llama3", "lfm2", "qwen3_instruct_2507"])
+def test_without_marks_the_same_tokens_count(family: str, tmp_path: Path) -> None:
+    other = {"messages": messages(*TURNS[1:3], ("user", "ß?"), ("assistant", "日 ß"))}
+    path, text = write(tmp_path / "a.jsonl", [GOOD, other]), chats.published(family)
+    marked = counted_text(prepared(tmp_path / "marked", Chat([str(path)]), template=text))
+    unknown = text + "{# a family that trl does not know #}"
+    assert counted_text(prepared(tmp_path, Chat([str(path)]), template=unknown)) == marked != []
+
+
+ENDS = "{{ m.content }}<|im_end|>{% else %}"
+PROMPTS = "{% if add_generation_prompt %}<|im_start|>"
+CHANGES = {
+    "an answer without an end": (ENDS, "{{ m.content }}{% else %}"),
+    "another prompt": (PROMPTS, "{% if add_generation_prompt %}<start>"),
+    "another content": (ENDS, "{{ m.content[1:] }}<|im_end|>{% else %}"),
+    "another last turn": (ENDS,
+        "{{ m.content }}{% if loop.last %}<last>{% endif %}<|im_end|>{% else %}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_answers_that_cannot_be_told_from_a_prompt_are_refused(what: str, tmp_path: Path) -> None:
+    was, becomes = CHANGES[what]
+    assert was in chats.UNTAGGED, what
+    said = refused(tmp_path, tokenizers=chats.UNTAGGED.replace(was, becomes))
+    assert "a.jsonl:1" in said
+    assert "message 3 does not continue a server's prompt, or has no end" in said
+    assert "give data.source.template" in said

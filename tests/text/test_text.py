@@ -1,9 +1,10 @@
-"""Sources and tokenizers: each kind reads back what was written, and says what it could not read."""
+"""Sources and tokenizers: each kind reads back what was written, and names what it could not."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from trainer_dev.data import DataModule
@@ -17,19 +18,17 @@ from dist_template.text import (
     Parquet,
     Pretrained,
     Source,
-    StandardLibrary,
     TextFiles,
     TokenizerSpec,
 )
+from dist_template.text.sources.records import matching
 from dist_template.text.tokenizers import EOS
 
 TEXTS = [
-    "def f(x):\n    return x\n",
-    "  two  spaces\tand tabs\r\n",
-    "Grüße, 世界 😀 \x00\x7f",
+    "def f(x):\n    return x\n", "  two  spaces\tand tabs\r\n", "Grüße, 世界 😀 \x00\x7f",
     f"say {EOS} aloud",
-]
-EVERY_BYTE = "".join(map(chr, range(0x250)))  # all lead and most continuation bytes of two-byte characters
+]  # fmt: skip
+EVERY_BYTE = "".join(map(chr, range(0x250)))  # all lead bytes of two-byte characters
 
 
 def read(source: Source) -> list[str]:
@@ -43,107 +42,30 @@ def error_of(source: Source) -> str:
     return str(caught.value)
 
 
-# ---- sources -------------------------------------------------------------------------------------
-
-
-def test_the_standard_library_is_a_corpus_of_megabytes_without_tests() -> None:
-    source = StandardLibrary()
-    names = [path.name for path in source.files()]
-    assert "dataclasses.py" in names and not [name for name in names if name.startswith("test_")]
-    assert sum(map(len, read(source))) > 5_000_000
-    assert all("site-packages" not in path.parts for path in source.files())
-
-
 def test_text_files_are_read_in_one_order_each_once_and_to_the_byte(tmp_path: Path) -> None:
     for number, text in enumerate(TEXTS):
         (tmp_path / f"{number}.txt").write_bytes(text.encode())
     assert read(TextFiles([f"{tmp_path}/[23].txt", f"{tmp_path}/**/*.txt"])) == TEXTS
 
 
-def test_a_separator_cuts_a_file_into_documents(tmp_path: Path) -> None:
-    (tmp_path / "all.txt").write_text("one\n\ntwo\nlines\n\nthree", encoding="utf-8")
-    assert read(TextFiles([f"{tmp_path}/all.txt"], separator="\n\n")) == ["one", "two\nlines", "three"]
-
-
 def test_paths_that_match_nothing_are_named(tmp_path: Path) -> None:
     (tmp_path / "there.txt").write_text("text", encoding="utf-8")
     message = error_of(TextFiles([f"{tmp_path}/there.txt", f"{tmp_path}/*.rst"]))
     assert f"{tmp_path}/*.rst" in message and "there.txt" not in message
-    assert f"{tmp_path}/**/*" in error_of(TextFiles([str(tmp_path)]))  # a folder: says how to write it
-
-
-@pytest.mark.parametrize("content", ["", " \n\n"])
-def test_a_source_without_text_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "empty.txt").write_text(content, encoding="utf-8")
-    data = DataModule(TextFiles([f"{tmp_path}/empty.txt"]), cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(InputError, match="no text in it"):
-        data.prepare()
-    assert not list((tmp_path / "cache").glob("*.tmp"))
-
-
-def test_too_little_text_is_refused_with_the_numbers(tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("x" * 99, encoding="utf-8")
-    data = DataModule(
-        TextFiles([f"{tmp_path}/short.txt"]),
-        Bytes(),
-        64,
-        2,
-        2,
-        validation_share=0.0,
-        test_share=0.0,
-        cache_dir=str(tmp_path / "cache"),
-    )
-    with pytest.raises(InputError, match="100 tokens in 1 documents, which fill 1 sequences of data.seq_len 64"):
-        data.prepare()
-    data.seq_len = 49
-    data.prepare()
-
-
-def test_an_empty_validation_split_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("x" * 9999, encoding="utf-8")
-    data = DataModule(
-        TextFiles([f"{tmp_path}/short.txt"]),
-        Bytes(),
-        64,
-        2,
-        2,
-        validation_share=1e-9,
-        test_share=0.0,
-        cache_dir=str(tmp_path / "cache"),
-    )
-    with pytest.raises(InputError, match="the validation split has 0 tokens.*data.validation_share"):
-        data.prepare()
+    assert f"{tmp_path}/**/*" in error_of(TextFiles([str(tmp_path)]))  # how to write a folder
 
 
 def write_jsonl(path: Path, field: str = "text") -> Path:
-    path.write_text("".join(json.dumps({"id": i, field: t}) + "\n" for i, t in enumerate(TEXTS)), encoding="utf-8")
+    lines = [json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(TEXTS)]
+    path.write_text("".join(lines), encoding="utf-8")
     return path
-
-
-def test_jsonl_gives_its_field(tmp_path: Path) -> None:
-    first, second = write_jsonl(tmp_path / "a.jsonl", "body"), write_jsonl(tmp_path / "b.jsonl", "body")
-    assert read(Jsonl([str(first), str(second)], "body")) == TEXTS * 2
-
-
-@pytest.mark.parametrize("indent", [None, 1])
-def test_a_json_file_may_be_one_array(indent: int | None, tmp_path: Path) -> None:
-    array = tmp_path / "array.json"
-    array.write_text(json.dumps([{"text": text} for text in TEXTS], indent=indent))
-    assert read(Jsonl([str(array)])) == TEXTS
 
 
 def test_a_missing_field_is_reported_with_the_existing_ones(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", "body")
     message = error_of(Jsonl([str(path)]))
     assert "'text'" in message and "body, id" in message and str(path) in message
-    assert ":1, which has body, id" in error_of(Jsonl([str(path)], "id"))  # it is there, and no text
-
-
-def test_broken_jsonl_is_reported_with_reason_and_file(tmp_path: Path) -> None:
-    path = tmp_path / "broken.jsonl"
-    path.write_text('{"text": "good"}\n{"text": "bad\n', encoding="utf-8")
-    message = error_of(Jsonl([str(path)]))
-    assert f"{path} of data.source cannot be read after record 1: " in message
+    assert ":1, which has body, id" in error_of(Jsonl([str(path)], "id"))  # it is no text
 
 
 def test_parquet_gives_its_column(tmp_path: Path) -> None:
@@ -184,9 +106,6 @@ def test_a_custom_source_is_one_class(tmp_path: Path) -> None:
         data.require()
 
 
-# ---- tokenizers ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("spec", [Bytes(), ByteBPE(vocab_size=400)], ids=["bytes", "bpe"])
 def test_any_text_comes_back_and_an_end_in_the_text_stays_text(spec: TokenizerSpec) -> None:
     texts = [*TEXTS, EVERY_BYTE]
@@ -194,22 +113,6 @@ def test_any_text_comes_back_and_an_end_in_the_text_stays_text(spec: TokenizerSp
     for text, ids in zip(texts, spec.encode(tokenizer, texts), strict=True):
         assert tokenizer.decode(ids.tolist()) == text
         assert tokenizer.eos_token_id not in ids
-
-
-def test_bytes_are_their_own_ids_in_both_ways_of_encoding() -> None:
-    spec = Bytes()
-    tokenizer = spec.fit(iter([]))
-    assert tokenizer.encode(EVERY_BYTE) == list(EVERY_BYTE.encode()) == spec.encode(tokenizer, [EVERY_BYTE])[0].tolist()
-    assert (len(tokenizer), tokenizer.eos_token_id) == (257, 256)
-
-
-def test_bpe_learns_the_same_from_the_same_text_and_saves_the_same_files(tmp_path: Path) -> None:
-    texts = [path.read_text(encoding="utf-8") for path in StandardLibrary().files()[:15]]
-    saved = []
-    for name in ("first", "second"):
-        ByteBPE(vocab_size=1000).fit(iter(texts)).save_pretrained(tmp_path / name)
-        saved.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
-    assert saved[0] == saved[1] and "tokenizer.json" in saved[0]
 
 
 def test_bpe_learns_from_the_train_split_alone(tmp_path: Path) -> None:
@@ -221,7 +124,8 @@ def test_bpe_learns_from_the_train_split_alone(tmp_path: Path) -> None:
             return super().fit(iter(self.seen))
 
     source = TextFiles([str(Path(__file__))], separator="\n\n")
-    data = DataModule(source, Recorded(300), 16, 2, 2, validation_share=0.2, test_share=0.2, cache_dir=str(tmp_path))
+    shares: Any = {"validation_share": 0.2, "test_share": 0.2, "cache_dir": str(tmp_path)}
+    data = DataModule(source, Recorded(300), 16, 2, 2, **shares)
     data.prepare()
     assert Recorded.seen
     assert {data._recipe.split_of(text) for text in Recorded.seen} == {"train"}
@@ -235,12 +139,26 @@ def test_a_saved_tokenizer_serves_as_a_pretrained_one(tmp_path: Path) -> None:
     spec = Pretrained(str(tmp_path))
     loaded = spec.fit(iter([]))
     assert loaded.eos_token_id == tokenizer.eos_token_id
-    assert [i.tolist() for i in spec.encode(loaded, TEXTS)] == [i.tolist() for i in made.encode(tokenizer, TEXTS)]
+    found, expected = spec.encode(loaded, TEXTS), made.encode(tokenizer, TEXTS)
+    assert [ids.tolist() for ids in found] == [ids.tolist() for ids in expected]
     assert tmp_path / "tokenizer.json" in spec.files()
 
 
-def test_a_missing_or_too_small_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="data.tokenizer.path"):
-        Pretrained(str(tmp_path / "nothing")).fit(iter([]))
-    with pytest.raises(InputError, match="below 257"):
-        ByteBPE(vocab_size=100)
+def test_sizes_that_do_not_divide_and_shares_that_leave_nothing_are_refused() -> None:
+    data = DataModule(global_batch_size=100, micro_batch_size=8)
+    sizes = "global_batch_size 100 is not a multiple of micro_batch_size 8 x data_parallel 4 = 32"
+    with pytest.raises(InputError, match=f"^{sizes}; edit data."):
+        data.check(world_size=4)
+    with pytest.raises(InputError, match="nothing to train on"):
+        DataModule(validation_share=0.5, test_share=0.5).check(world_size=1)
+
+
+def test_links_in_a_circle_give_each_file_once(tmp_path: Path) -> None:
+    tree = tmp_path / "corpus"
+    for name in ("a.txt", "deep/b.txt", "deep/er/c.txt", ".hidden/d.txt"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(name)
+    (tree / "loop").symlink_to(tree, target_is_directory=True)
+    (tree / "deep" / "again.txt").symlink_to(tree / "a.txt")
+    found = [path.relative_to(tree).as_posix() for path in matching([f"{tree}/**/*.txt"])]
+    assert found == ["a.txt", "deep/b.txt", "deep/er/c.txt"]

@@ -3,7 +3,7 @@
 `transformers.cli.serving` has no underscore, and no documentation promises its classes. The public command
 `transformers serve` loads the model by itself, so it would not be the one that was compared with the trained one, and
 has routes that load any model of the hub. Where a name is gone, the import of this file raises ImportError and `serve`
-does not start; `export` does not need it. tests/compat/test_transformers_serving.py checks names and signatures.
+does not start; `export` does not need it. tests/wings/test_serve.py uses them all.
 """
 
 from __future__ import annotations
