@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.extras import without_extras
-from tests.support.runs import CONFIGS, run, run_in_subprocess
+from tests.support.runs import run, run_in_subprocess
 
 LIBRARY = "'dist-template["
 NEED = {
-    "deepspeed": ("fit", [f"--config={CONFIGS}/strategy/zero2.yaml"], f"pip install --no-build-isolation {LIBRARY}"),
-    "wandb": ("fit", [f"--config={CONFIGS}/logger/wandb.yaml"], f"pip install {LIBRARY}"),
+    "deepspeed": ("fit", ["--config=strategy/zero2"], f"pip install --no-build-isolation {LIBRARY}"),
+    "wandb": ("fit", ["--config=logger/wandb"], f"pip install {LIBRARY}"),
     "tensorboard": ("fit", ["--trainer.logger=TensorBoard"], f"pip install {LIBRARY}"),
     "datasets": ("prepare", ["--data.source=HubDataset", "--data.source.name={}"], f"pip install {LIBRARY}"),
 }

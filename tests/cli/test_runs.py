@@ -12,7 +12,7 @@ import torch
 import yaml
 from trainer_dev.module import LanguageModule
 
-from tests.support.runs import CONFIGS, logged, only_run, run
+from tests.support.runs import logged, only_run, run
 
 
 def test_a_run_records_what_ran_and_where(flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
@@ -132,7 +132,7 @@ def test_plateau_lowers_the_learning_rate_after_a_validation_without_improvement
 
 @pytest.mark.slow
 def test_early_stopping_by_its_preset(flags: list[str], tmp_path: Path) -> None:
-    flags = [*flags, f"--config={CONFIGS}/preset/early_stopping.yaml", "--model.optim.learning_rate=1e-9"]
+    flags = [*flags, "--config=preset/early_stopping", "--model.optim.learning_rate=1e-9"]
     assert run("fit", *flags, "--trainer.val_check_interval=2") == 0
     # patience 3: the validation at step 2 sets the mark, those at 4, 6 and 8 do not beat it
     assert max(logged(only_run(tmp_path), "train/loss")) == 8

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.runs import CONFIGS, SMALL_LLAMA, command, disk, newest, only_run, refused, run
+from tests.support.runs import SMALL_LLAMA, command, disk, newest, only_run, refused, run
 
 LLAMA = json.dumps({"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
                     "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300})  # fmt: skip
@@ -188,7 +188,7 @@ class AsksToRun:
 def test_of_a_checkpoint(strategy: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Several in one test: each needs the same trained checkpoint."""
     if strategy == "fsdp2":
-        flags = [*flags, f"--config={CONFIGS}/strategy/fsdp2.yaml", "--trainer.devices=1", "--trainer.accelerator=cpu"]
+        flags = [*flags, "--config=strategy/fsdp2", "--trainer.devices=1", "--trainer.accelerator=cpu"]
     assert run("fit", *flags, "--trainer.max_steps=1") == 0
     path = newest(only_run(tmp_path))
     larger = SMALL_LLAMA.replace("hidden_size: 32", "hidden_size: 64")

@@ -157,7 +157,7 @@ def test_the_guides_file_replaces_the_keys_of_our_files(
     zero |= SECTIONS[stage] | ({"offload_optimizer": OFFLOAD} if offloads else {})
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({**GUIDES, "zero_optimization": zero}))
-    own = [f"--config={CONFIGS}/strategy/zero{stage}.yaml", f"--trainer.strategy.config={path}"]
+    own = [f"--config=strategy/zero{stage}", f"--trainer.strategy.config={path}"]
     tool.main(["deepspeed-config", *flags, *own], OURS)
     printed = capfd.readouterr().out
     assert '"auto"' not in printed

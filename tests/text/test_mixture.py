@@ -22,7 +22,7 @@ from tests.support import chats
 from tests.support.chats import TURNS, messages
 from tests.support.library import NOT_COUNTED, global_order
 from tests.support.parity import PauseAfter
-from tests.support.runs import CONFIGS, SMALL_LLAMA, Workers, logged, newest, only_run, quiet, run
+from tests.support.runs import SMALL_LLAMA, Workers, logged, newest, only_run, quiet, run
 
 PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
 NAMES = ("a", "b", "c")
@@ -203,7 +203,7 @@ def test_a_mixture_trains_on_any_number_of_processes_and_is_evaluated_by_source(
     words, digits = (list(found[f"data/{name}/epochs"].values()) for name in ("words", "digits"))
     assert words == sorted({*words}) and digits == sorted({*digits})
     with Workers(2) as workers:
-        more = [f"--config={CONFIGS}/strategy/fsdp2.yaml", "--trainer.devices=2", "--data.micro_batch_size=2"]
+        more = ["--config=strategy/fsdp2", "--trainer.devices=2", "--data.micro_batch_size=2"]
         record = workers.run(["fit", *flags, *more], tmp_path / "two").check()
         cut = ["fit", *flags, *more, "--run.name=cut"]
         first = workers.run(cut, tmp_path / "cut", callbacks=[PauseAfter(4)]).check()

@@ -51,8 +51,8 @@ def _refuse_unknown(section: str, known: set[str], where: str) -> None:
 
 
 def locate(given: str) -> Path:
-    """Returns the path of a configuration: the file `given`, or else the file of this name in the project's configs/,
-    or else in the library's. configs/strategy/fsdp2.yaml has the name strategy/fsdp2. Returns `given` without a file."""
+    """Returns the path of a configuration: the file `given`, else the file of this name in the project's configs/, else
+    in the library's. configs/strategy/fsdp2.yaml has the name strategy/fsdp2. Returns `given` if there is no file."""
     if os.path.isfile(given):
         return Path(given)
     above, is_below, name = f"/{given}".rpartition("/configs/")

@@ -1,8 +1,8 @@
 """`config`: lists the configurations that --config reads by a name, shows one, or copies one into the project.
 
-    config list                    the library's and the project's, with a line each
-    config show strategy/fsdp2     the file that --config strategy/fsdp2 reads
-    config copy strategy/fsdp2     writes it to configs/strategy/fsdp2.yaml, where it is yours
+config list                    the library's and the project's, with a line each
+config show strategy/fsdp2     the file that --config strategy/fsdp2 reads
+config copy strategy/fsdp2     writes it to configs/strategy/fsdp2.yaml, where it is yours
 """
 
 from __future__ import annotations
