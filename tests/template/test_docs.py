@@ -214,7 +214,8 @@ def marked(page: Path, folder: Path) -> list[list[str]]:
         if entry.name not in {"runs", "data_cache"}:
             (folder / entry.name).symlink_to(entry.resolve())
     found = [each for code in MARKED.findall(text_of(page)) for each in commands(code)]
-    found = [each for each in found if not any(re.match("(configs/)?cluster[./]", word) for word in each) or "plan" in each]
+    on_gpus = [each for each in found if any(re.match("(configs/)?cluster[./]", word) for word in each)]
+    found = [each for each in found if each not in on_gpus or "plan" in each]
     for run in sorted({word for each in found for word in each if re.match(r"runs/\w+/\w", word)}):
         write_run(folder / run, falling(20))
     return found
