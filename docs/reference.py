@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT / "src"))
 from dist_template.project import Project  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference.md"
+LIBRARY = ROOT / "src" / "dist_template"
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
 PACKAGE = PROJECT / "{{cookiecutter.package_name}}"
 NAME = "trainer_dev"  # as in `make dev`
@@ -56,7 +57,7 @@ COMMAND_HELP = {
     "ckpt_path": "",  # ours
     "optimizer": "",
     "lr_scheduler": "",
-    "config": "A YAML file of these keys; may be given several times.",
+    "config": "A YAML file of these keys, or a name of `config list`; may be given several times.",
 }
 
 
@@ -222,10 +223,13 @@ def _trainer(cli: Any) -> str:
 
 
 def _shipped_files() -> str:
-    rows = ["| file | what it is |", "|---|---|"]
-    for path in sorted((PROJECT / "configs").rglob("*.yaml"), key=lambda p: (len(p.parts), p)):
+    rows = ["| `--config` | what it is |", "|---|---|"]
+    found = {path.relative_to(PROJECT).as_posix(): path for path in (PROJECT / "configs").glob("*.yaml")}
+    for path in (LIBRARY / "configs").rglob("*.yaml"):
+        found[path.relative_to(LIBRARY / "configs").with_suffix("").as_posix()] = path
+    for name, path in sorted(found.items()):
         first = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
-        rows.append(f"| `{path.relative_to(PROJECT)}` | {_cell(first)} |")
+        rows.append(f"| `{name}` | {_cell(first)} |")
     return "## Shipped files\n\n" + "\n".join(rows) + "\n"
 
 

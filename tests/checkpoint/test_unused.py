@@ -9,10 +9,10 @@ import pytest
 from torch import nn
 from trainer_dev.module import LanguageModule
 
-from tests.support.runs import CONFIGS, logged, newest, only_run, run
+from tests.support.runs import logged, newest, only_run, run
 
 STEPS, HALF = 4, 2
-STRATEGIES = {name: [f"--config={CONFIGS}/strategy/{name}.yaml"] for name in ("fsdp2", "zero2", "zero3")} | {"auto": []}
+STRATEGIES = {name: [f"--config=strategy/{name}"] for name in ("fsdp2", "zero2", "zero3")} | {"auto": []}
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ import pytest
 from tests import PROJECT
 from tests.support.extras import without_extras
 from tests.support.line import PACKAGE
-from tests.support.runs import CONFIGS, OF_ANOTHER_RUN, run, run_in_subprocess
+from tests.support.runs import OF_ANOTHER_RUN, run, run_in_subprocess
 
 SHORT = ["--trainer.max_steps=2", "--model.optim.warmup=0", "--run.report=true"]
 LIBRARY = "'dist-template["
 NEED = {
-    "deepspeed": ("fit", [f"--config={CONFIGS}/strategy/zero2.yaml"],
+    "deepspeed": ("fit", ["--config=strategy/zero2"],
         f"pip install --no-build-isolation {LIBRARY}"),
-    "wandb": ("fit", [f"--config={CONFIGS}/logger/wandb.yaml"], f"pip install {LIBRARY}"),
+    "wandb": ("fit", ["--config=logger/wandb"], f"pip install {LIBRARY}"),
     "tensorboard": ("fit", ["--trainer.logger=TensorBoard"], f"pip install {LIBRARY}"),
     "datasets": ("prepare", ["--data.source=HubDataset", "--data.source.name={}"],
         f"pip install {LIBRARY}"),

@@ -16,7 +16,7 @@ import yaml
 
 from dist_template.errors import Exit
 from dist_template.text import Source
-from tests.support.runs import CONFIGS, SMALL_LLAMA, command, disk, newest, only_run, refused, run
+from tests.support.runs import SMALL_LLAMA, command, disk, newest, only_run, refused, run
 
 LLAMA = yaml.safe_load(SMALL_LLAMA) | {"vocab_size": 300}
 LINES = b'{"text": "abc"}\n' * 10
@@ -222,7 +222,7 @@ class AsksToRun:
 @pytest.mark.slow
 def test_of_a_checkpoint(flags: list[str], tmp_path: Path, capfd: Any) -> None:
     """Several in one test: each needs the same trained checkpoint."""
-    flags = [*flags, f"--config={CONFIGS}/strategy/fsdp2.yaml", "--trainer.devices=1"]
+    flags = [*flags, "--config=strategy/fsdp2", "--trainer.devices=1"]
     flags += ["--trainer.accelerator=cpu"]
     assert run("fit", *flags, "--trainer.max_steps=1") == 0
     path = newest(only_run(tmp_path))

@@ -39,4 +39,4 @@ def test_manual_optimization_under_ddp_has_the_losses_of_one_process(tmp_path: P
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_manual_optimization_is_refused_where_the_weights_are_sharded(tmp_path: Path, strategy: str) -> None:
     refusal = fit(tmp_path, strategy, 2).refusal
-    assert "Manual optimizes manually" in refusal and "configs/strategy/ddp.yaml" in refusal
+    assert "Manual optimizes manually" in refusal and "--config strategy/ddp" in refusal

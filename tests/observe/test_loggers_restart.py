@@ -19,7 +19,7 @@ from dist_template.cluster.environment import git
 from dist_template.observe.loggers.tensorboard import TensorBoard
 from tests.support import read_back
 from tests.support.library import tensorboard
-from tests.support.runs import CONFIGS, run_in_subprocess
+from tests.support.runs import CONFIGS, SHIPPED, run_in_subprocess
 
 
 class KillAfter(Callback):
@@ -36,7 +36,7 @@ def restarted(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactor
     """A run with all loggers that was killed in step 7 and resumed from step 5, with a secret on the command line."""
     folder = tmp_path_factory.mktemp("restarted")
     both = folder / "both.yaml"
-    text = (CONFIGS / "logger" / "wandb.yaml").read_text("utf-8")
+    text = (SHIPPED / "logger" / "wandb.yaml").read_text("utf-8")
     both.write_text(text.replace("  logger:\n", "  logger:\n    - class_path: TensorBoard\n"), "utf-8")
     flags = [f"--config={CONFIGS}/quickstart.yaml", f"--config={both}", f"--run.root={folder}", "--run.name=r"]
     flags += ["--data.source=TextFiles", f"--data.source.paths=[{corpus}/*.txt]", "--data.tokenizer=Bytes"]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from trainer_dev.module import LanguageModule
 
 from tests.support.library import PackedRows, training_module
-from tests.support.runs import CONFIGS, Workers
+from tests.support.runs import Workers
 from tests.support.wings import RunRecord
 
 H100 = {"device": "NVIDIA H100 80GB HBM3", "supports_bf16": True, "memory_gib": 79.1}
@@ -243,7 +243,7 @@ RATE, VALIDATE = "--model.optim.learning_rate", "--trainer.val_check_interval"
 EACH_STEP = "--trainer.log_every_n_steps=1"
 DDP = ["--data.micro_batch_size=8", "--trainer.strategy=ddp"]
 EXPORTED = "--model.pretrained={llama}"  # the weights of the healthy training of that name
-FSDP2 = ["--data.micro_batch_size=8", f"--config={CONFIGS}/strategy/fsdp2.yaml"]
+FSDP2 = ["--data.micro_batch_size=8", "--config=strategy/fsdp2"]
 LONG = ["--data.global_batch_size=64", "--data.micro_batch_size=64", "--data.seq_len=256"]
 FOUR = ["--data.global_batch_size=4", "--data.micro_batch_size=4"]
 EVERY_STEP, EVERY_SECOND = "--last_checkpoint.every_n_steps=1", f"{VALIDATE}=2"
@@ -319,7 +319,7 @@ HEALTHY = [
     Training("plateau", ["--model.optim.schedule=reduce_on_plateau"]),
     Training("ddp", DDP, ranks=2),
     Training("fsdp2", FSDP2, ranks=2),
-    Training("zero2", ["--data.micro_batch_size=8", f"--config={CONFIGS}/strategy/zero2.yaml"], ranks=2),
+    Training("zero2", ["--data.micro_batch_size=8", "--config=strategy/zero2"], ranks=2),
     Training("resumed", attempts=([StopAt(40)], ())),
     Training("short", ["--trainer.max_steps=20", f"{VALIDATE}=10"]),
     Training("no_validation", ["--data.validation_share=0"]),

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from trainer_dev.module import SMALL_DEEPSEEK_V3, LanguageModule
 
 from dist_template.text.model.head import without_head
-from tests.support.runs import CONFIGS
+from tests.support.runs import SHIPPED
 
 ARCHITECTURES = {"deepseek_v3": SMALL_DEEPSEEK_V3} | {
-    path.stem: yaml.safe_load(path.read_text())["model"]["architecture"] for path in CONFIGS.glob("model/*.yaml")
+    path.stem: yaml.safe_load(path.read_text())["model"]["architecture"] for path in SHIPPED.glob("model/*.yaml")
 }
 
 

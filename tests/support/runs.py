@@ -18,13 +18,15 @@ from lightning.pytorch import Callback
 from dist_template.project import Project
 from dist_template.wings.rehearse.record import RunRecord
 from dist_template.wings.rehearse.workers import run_ranks
-from tests import PROJECT
+from tests import PROJECT, ROOT
 from tests.support.library import manifest, read_metrics
 from tests.support.line import OURS, PACKAGE, command, main  # noqa: F401
 
 CONFIGS = PROJECT / "configs"
+SHIPPED = ROOT / "src" / "dist_template" / "configs"
 OTHERS = {"evaluate", "sweep"}  # files of these verbs
-FIT_CONFIGS = [path for path in sorted(CONFIGS.rglob("*.yaml")) if not {path.stem, path.parent.name} & OTHERS]
+ALL_CONFIGS = [*sorted(CONFIGS.rglob("*.yaml")), *sorted(SHIPPED.rglob("*.yaml"))]
+FIT_CONFIGS = [path for path in ALL_CONFIGS if not {path.stem, path.parent.name} & OTHERS]
 
 SENTENCES = "The cache is written once. Every rank maps it. Ranks never tokenize, whatever happens. ÄÖ€😀\n"
 SMALL_LLAMA = (

@@ -1,4 +1,4 @@
-"""Strategies by name: a file of configs/strategy/, and the flags that make variants of it."""
+"""Strategies by name: a file of the library's configs/strategy, and the flags that make variants of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from tests.support.runs import CONFIGS
+from tests.support.runs import SHIPPED
 
 ARGS = "--trainer.strategy.init_args"
 HOST = [f"{ARGS}.offload_optimizer=true", f"{ARGS}.offload_parameters=true"]
@@ -18,19 +18,19 @@ VARIANTS = {  # name -> file, flags
     "fsdp2_offload": ("fsdp2", [f"{ARGS}.cpu_offload=true"]),
     "fsdp2_tp_ep": ("fsdp2_tp", [f"{ARGS}.ep_size=2"]),
 }
-NAMES = sorted({*VARIANTS, *(path.stem for path in CONFIGS.glob("strategy/*.yaml"))})
+NAMES = sorted({*VARIANTS, *(path.stem for path in SHIPPED.glob("strategy/*.yaml"))})
 
 
 def flags_of(name: str) -> list[str]:
     """The flags with which a command trains under strategy `name`."""
     file, flags = VARIANTS.get(name, (name, []))
-    return [f"--config={CONFIGS}/strategy/{file}.yaml", *flags]
+    return [f"--config=strategy/{file}", *flags]
 
 
 def settings_of(name: str) -> Any:
     """What these flags set `trainer.strategy` to, as the YAML has it."""
     file, flags = VARIANTS.get(name, (name, []))
-    strategy = yaml.safe_load((CONFIGS / "strategy" / f"{file}.yaml").read_text())["trainer"]["strategy"]
+    strategy = yaml.safe_load((SHIPPED / "strategy" / f"{file}.yaml").read_text())["trainer"]["strategy"]
     for flag in flags:
         key, _, value = flag.removeprefix(f"{ARGS}.").partition("=")
         strategy["init_args"][key] = yaml.safe_load(value)

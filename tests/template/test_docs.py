@@ -191,7 +191,11 @@ def test_every_key_that_a_page_names_exists(page: Path, keys: set[str]) -> None:
 def test_every_command_that_a_page_gives_has_its_files(page: Path, reference: ModuleType) -> None:
     for code in blocks(page, "bash"):
         for path in re.findall(r"\b((?:configs|launch)/[\w./-]+)", code):
-            assert (reference.PROJECT / path).is_file(), f"{name_of(page)} names {path}"
+            places = [reference.PROJECT / path, reference.LIBRARY / path]
+            assert any(place.is_file() for place in places), f"{name_of(page)} names {path}"
+        for name in re.findall(r"(?:--config|-c|--space)[ =]([a-z]\w+(?:/\w+)?)(?![\w./-])", code):
+            files = [folder / "configs" / f"{name}.yaml" for folder in (reference.PROJECT, reference.LIBRARY)]
+            assert any(file.is_file() for file in files), f"{name_of(page)} names {name}"
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", *ROOT.glob("{{*/README.md")], ids=name_of)
@@ -219,7 +223,7 @@ def marked(page: Path, folder: Path) -> list[list[str]]:
         if entry.name not in {"runs", "data_cache"}:
             (folder / entry.name).symlink_to(entry.resolve())
     found = [each for code in MARKED.findall(text_of(page)) for each in commands(code)]
-    on_cluster = re.compile("(configs/)?cluster/")
+    on_cluster = re.compile("(configs/)?cluster[./]")
     found = [each for each in found if "plan" in each or not any(map(on_cluster.match, each))]
     for run in sorted({word for each in found for word in each if re.match(r"runs/\w+/\w", word)}):
         write_run(folder / run, falling(20))

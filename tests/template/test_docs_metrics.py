@@ -49,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(30):
         (folder / "texts" / f"{number}.txt").write_text(f"{number} is a number of some length. " * 30, "utf-8")
     stop = "{class_path: tests.support.runs.StopAfter, init_args: {step: 7}}"
-    flags = f"""--config loggers.yaml --config configs/strategy/ddp.yaml --run.root {folder}/runs --run.name r
+    flags = f"""--config loggers.yaml --config strategy/ddp --run.root {folder}/runs --run.name r
         --data.source TextFiles --data.source.paths [{folder}/texts/*.txt] --data.tokenizer Bytes --data.seq_len 32
         --data.validation_share 0.2 --data.test_share 0 --data.global_batch_size 8 --data.micro_batch_size 2
         --model.sample_tokens 4 --trainer.accelerator cpu --trainer.devices 2 --trainer.max_steps 10

@@ -59,7 +59,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(project: Path, strategy: str) -> list[float]:
-    flags = f"""--config configs/strategy/{strategy}.yaml --run.root {project / "runs"} --run.name {strategy}
+    flags = f"""--config strategy/{strategy} --run.root {project / "runs"} --run.name {strategy}
         --data.source TextFiles --data.source.paths [{project}/texts/*.txt] --data.tokenizer Bytes --data.seq_len 32
         --data.validation_share 0.2 --data.test_share 0
         --data.global_batch_size 8 --data.micro_batch_size 2

@@ -21,6 +21,7 @@ import yaml
 
 from tests.support import chats
 from tests.support.line import PACKAGE
+from tests.support.runs import SHIPPED
 from tests.support.wings import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ def lines(page: str) -> Iterator[str]:
             line = re.sub(r"\s+", " ", re.sub(r"\s#\s.*", "", line)).strip()
             if line and not line.startswith(ELSEWHERE):
                 line = re.sub(r"my_trainer|<package>", PACKAGE, line)
-                yield re.sub(r"--config (configs/)?cluster/gpu(\.yaml)?\b", ON_CPUS, line)
+                yield re.sub(r"--config (configs/)?cluster(/gpu)?(\.yaml)?(?!\S)", ON_CPUS, line)
 
 
 def environment() -> dict[str, str]:
@@ -78,7 +79,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chats.weights(chats.tokenizer(folder / "FOLDER"))
     for name in ("my-weights", "Qwen/Qwen3-0.6B"):
         (folder / name).symlink_to(folder / "FOLDER")
-    llama = yaml.safe_load((folder / "configs" / "model" / "llama.yaml").read_text("utf-8"))
+    llama = yaml.safe_load((SHIPPED / "model" / "llama.yaml").read_text("utf-8"))
     short = {
         "model": llama["model"] | {"optim": {"warmup": 1}},
         "data": {"seq_len": 64, "global_batch_size": 4, "micro_batch_size": 2, "validation_share": 0.1}

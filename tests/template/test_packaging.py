@@ -53,8 +53,8 @@ def test_a_wheel_holds_the_library_and_nothing_else(repository: Path, tmp_path: 
     assert {name for name in wheel.namelist() if not re.match(r"[^/]*\.(dist-info|data)/", name)} == library
     pages = {path.relative_to(source / "docs").as_posix() for path in (source / "docs").rglob("*.md")}
     assert {name.partition("/share/doc/dist-template/")[2] for name in wheel.namelist() if ".data/" in name} == pages
-    assert {"dist_template/py.typed", "dist_template/__init__.py"} <= library
-    suffixes = {".py", ".typed", ".css", ".html", ".json", ".template"}
+    assert {"dist_template/py.typed", "dist_template/configs/strategy/fsdp2.yaml"} <= library
+    suffixes = {".py", ".typed", ".css", ".html", ".json", ".template", ".yaml"}
     assert {Path(name).suffix for name in library} == suffixes
 
 

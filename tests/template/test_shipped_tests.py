@@ -20,8 +20,8 @@ MASK = 'batch["labels"]'
 
 EDITS = {  # what a user did wrong: file, text there, text in its place, the tests that are run, the one that must fail
     "a misspelt key": (
-        "configs/strategy/fsdp2.yaml", "class_path: MeshStrategy", "class_path: MeshStrategie",
-        "tests/test_configs.py -k strategy", "test_a_configuration_can_be_added[strategy/fsdp2]",
+        "configs/cluster.yaml", "precision: bf16-mixed", "precison: bf16-mixed",
+        "tests/test_configs.py -k cluster", "test_a_configuration_can_be_added[configs/cluster]",
     ),
     "labels that are not shifted": (
         DATA, "        return batch\n", '        return batch | {"labels": batch["input_ids"].clone()}\n',

@@ -80,8 +80,8 @@ def release_next(template: Path) -> None:
     edit(project / "Makefile", "STRATEGY ?= fsdp2", "STRATEGY ?= zero3")
     edit(project / "README.md", "You edit the model, the data and YAML.", "You edit only the model, the data and YAML.")
     edit(project / "configs" / "pretrain.yaml", "run:\n", "# News of the template.\nrun:\n")
-    (project / "configs" / "preset" / "news.yaml").write_text("trainer: {max_steps: 2}\n")
-    (project / "configs" / "preset" / "overfit.yaml").unlink()
+    (project / "configs" / "news.yaml").write_text("trainer: {max_steps: 2}\n")
+    (project / "configs" / "finetune.yaml").unlink()
     commit(template, f"Release {NEXT}")
     git(template, "tag", f"v{NEXT}")
 
@@ -130,8 +130,8 @@ def test_an_edited_project_is_upgraded_and_its_checkpoint_resumes_exactly(templa
     for name in ("Makefile", "README.md"):
         assert (project / name).read_text().count("<<<<<<<") == 1
     assert [name for name in EDITS if EDITS[name] not in (project / name).read_text()] == []
-    assert not list(project.rglob("*.rej")) and not (project / "configs/preset/overfit.yaml").exists()
-    assert (project / "configs/preset/news.yaml").exists()
+    assert not list(project.rglob("*.rej")) and not (project / "configs/finetune.yaml").exists()
+    assert (project / "configs/news.yaml").exists()
     assert "# News of the template." in (project / "configs/pretrain.yaml").read_text()
     assert f"template@v{NEXT}\n" in (project / "constraints.txt").read_text()
 
@@ -184,7 +184,7 @@ def test_without_conflicts_there_is_one_commit(
     assert (outer / "mine.txt").exists() and not git(outer, "status", "--porcelain")
     assert len(git(outer, "log", "--oneline").splitlines()) == 2
     git(outer, "revert", "--no-edit", "HEAD")
-    assert (project / "configs/preset/overfit.yaml").exists()
+    assert (project / "configs/finetune.yaml").exists()
 
 
 def test_what_cannot_be_upgraded_is_refused_and_left_as_it_is(

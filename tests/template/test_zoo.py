@@ -151,7 +151,7 @@ def test_fit_calls_a_class_of_the_users_own_unproven_and_rehearse_names_its_faul
 ) -> None:
     planted_model.register()
     sizes = "hidden_size: 48, intermediate_size: 74, num_hidden_layers: 2, num_attention_heads: 4"
-    flags = [f"--config={CONFIGS}/quickstart.yaml", f"--config={CONFIGS}/strategy/tp.yaml", "--data.prompts=[]"]
+    flags = [f"--config={CONFIGS}/quickstart.yaml", "--config=strategy/tp", "--data.prompts=[]"]
     flags += [f"--model.architecture={{model_type: {planted_model.NAME}, {sizes}, num_key_value_heads: 2}}"]
     with Workers(2) as workers:
         fit = [*flags, "--trainer.devices=2", "--trainer.max_steps=1", f"--run.root={tmp_path}/runs"]

@@ -15,7 +15,7 @@ import yaml
 
 from dist_template import Project
 from dist_template.wings.ship.evaluate import evaluation, paired, tasks
-from tests.support.runs import CONFIGS, SENTENCES, Workers, newest, only_run, run, run_in_subprocess, small
+from tests.support.runs import SENTENCES, SHIPPED, Workers, newest, only_run, run, run_in_subprocess, small
 from tests.support.strategies import flags_of, settings_of
 from tests.support.tiers import tiers
 
@@ -178,8 +178,7 @@ def test_tasks_of_lm_eval_join_the_samples(trained: Path, tmp_path: Path, monkey
 
 
 def test_the_shipped_file_has_every_key_with_its_default() -> None:
-    assert tasks.read(str(CONFIGS / "evaluate.yaml")) == yaml.safe_load((CONFIGS / "evaluate.yaml").read_text())
-    assert yaml.safe_load((CONFIGS / "evaluate.yaml").read_text()) == tasks.read(None)
+    assert tasks.read("evaluate") == yaml.safe_load((SHIPPED / "evaluate.yaml").read_text()) == tasks.read(None)
 
 
 BAD = {

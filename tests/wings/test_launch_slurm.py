@@ -15,13 +15,13 @@ import pytest
 from dist_template.errors import Exit
 from tests import ROOT
 from tests.support.launched import LONG, STEPS, Launched, codes, row, site
-from tests.support.runs import CONFIGS, PROJECT, logged, only_run, run, run_in_subprocess
+from tests.support.runs import PROJECT, logged, only_run, run, run_in_subprocess
 from tests.support.slurm import LACKING, Slurm
 
 DOCS = ROOT / "docs" / "launch.md"
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 ENDED = re.compile(r"the tasks ended with code (\d+); requeue: (\w+)")
-FSDP2 = f"--config={CONFIGS / 'strategy' / 'fsdp2.yaml'}"
+FSDP2 = "--config=strategy/fsdp2"
 
 
 @pytest.fixture(scope="module")

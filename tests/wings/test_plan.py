@@ -264,4 +264,4 @@ def test_a_cluster_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> N
     assert run("plan", *FLAGS, *given) == 0
     printed = capsys.readouterr().out
     assert {*re.findall(r"^1 x (\d) ", printed, re.MULTILINE)} == {"4"}
-    assert "Not calibrated on a GPU" in printed and "--config configs/strategy/" in printed
+    assert "Not calibrated on a GPU" in printed and "--config strategy/" in printed

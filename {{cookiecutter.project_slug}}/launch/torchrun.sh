@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Starts a command under torchrun, which restarts the processes when one dies:
-#   launch/torchrun.sh fit --config configs/pretrain.yaml --config configs/strategy/ddp.yaml
+#   launch/torchrun.sh fit --config configs/pretrain.yaml --config strategy/ddp
 # On several nodes, start it on each of them with the same NNODES, RDZV_ENDPOINT and DIST_RUN_ID.
 #   NPROC             processes per node            (default: its GPUs, 1 without any)
 #   NNODES            nodes, or MIN:MAX             (default: 1; with MIN:MAX training continues when a node is lost)

@@ -11,8 +11,9 @@ from dist_template.testing import check_config, first_steps, this_project
 PROJECT = this_project(__file__)
 CONFIGS = Path(__file__).parents[1] / "configs"
 OTHERS = {"evaluate", "sweep"}  # files of these verbs
-MAIN = sorted(path for path in CONFIGS.glob("*.yaml") if path.stem not in OTHERS)  # what is trained
-ADDED = sorted(path for path in CONFIGS.glob("*/*.yaml") if path.parent.name not in OTHERS)  # given after one of those
+FIT = [path for path in sorted(CONFIGS.rglob("*.yaml")) if not {path.stem, path.parent.name} & OTHERS]
+MAIN = [path for path in FIT if path.parent == CONFIGS and path.stem != "cluster"]  # what is trained
+ADDED = [path for path in FIT if path not in MAIN]  # given after one of those
 
 
 @pytest.mark.parametrize("config", MAIN, ids=lambda path: path.stem)

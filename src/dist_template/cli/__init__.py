@@ -2,7 +2,7 @@
 
 main.py             runs a verb's module; exit codes
 verbs.py            the verbs: Lightning's, and entry points
-config_file.py      reads --config files; finds unknown top-level keys before torch is imported
+config_file.py      finds and reads --config files; finds unknown top-level keys before torch is imported
 fit.py              fit, validate, test, predict: LightningCLI
 parser.py           errors in one sentence, help
 defaults.py         callbacks and Trainer settings of every run

@@ -1,10 +1,11 @@
-"""Reads --config files, and refuses unreadable files and unknown sections before torch is imported.
+"""Finds and reads --config files, and refuses unreadable files and unknown sections before torch is imported.
 
 The parser checks the keys below a section later, when it has imported the classes.
 """
 
 from __future__ import annotations
 
+import os
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from typing import Any
 import yaml
 
 from ..errors import InputError
+from ..project import program
 from .defaults import always_on
 
-__all__ = ["read"]
+__all__ = ["locate", "names", "read"]
+
+SHIPPED = Path(__file__).parents[1] / "configs"  # strategies, presets, … : a project may have its own of the same name
 
 TOP_LEVEL = {"trainer", "model", "data", "run", "cluster", "optimizer", "lr_scheduler"}
 TOP_LEVEL |= {"config", "help", "print_config", "seed_everything"}
@@ -46,14 +50,44 @@ def _refuse_unknown(section: str, known: set[str], where: str) -> None:
         raise InputError(f"{what}{hint} see --help for every key")
 
 
+def locate(given: str) -> Path:
+    """Returns the path of a configuration: the file `given`, else the file of this name in the project's configs/, else
+    in the library's. configs/strategy/fsdp2.yaml has the name strategy/fsdp2. Returns `given` if there is no file."""
+    if os.path.isfile(given):
+        return Path(given)
+    above, is_below, name = f"/{given}".rpartition("/configs/")
+    name = name if is_below else given
+    for folder in (Path(above[1:], "configs"), SHIPPED):
+        for file in (folder / name, folder / f"{name}.yaml"):
+            if os.path.isfile(file):
+                return file
+    return Path(given)
+
+
+def names() -> dict[str, Path]:
+    """Returns the files that --config reads by a name: the library's, and the project's in place of the library's."""
+    found: dict[str, Path] = {}
+    for folder in (SHIPPED, Path("configs")):
+        for file in folder.rglob("*.yaml"):
+            found[file.relative_to(folder).with_suffix("").as_posix()] = file
+    return dict(sorted(found.items()))
+
+
+def _near(given: str) -> str:
+    name = given.rpartition("configs/")[2].removesuffix(".yaml")
+    known = names()
+    near = [each for each in known if each.endswith(f"/{name}")] or get_close_matches(name, known, 3)
+    return f"; did you mean {' or '.join(near)}?" if near else ";"
+
+
 def read(path: str, flag: str = "--config") -> dict[str, Any]:
-    """Returns the keys of the file at `path`. Raises InputError if it cannot be read, is not YAML, has no keys, or
-    has a key twice."""
+    """Returns the keys of the file or the name `path`. Raises InputError if it cannot be read, is not YAML, has no
+    keys, or has a key twice."""
     where = f"{flag} {path}"
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        content = yaml.load(locate(path).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
-        why = f"seen from {Path.cwd()}: {error.strerror}"
+        why = f"seen from {Path.cwd()}: {error.strerror}{_near(path)} `{program('config list')}` has every name"
         raise InputError(f"{where} cannot be read, {why}") from error
     except RecursionError as error:
         raise InputError(f"{where} is nested too deeply: a configuration has ten levels at most") from error

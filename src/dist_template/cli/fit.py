@@ -86,7 +86,7 @@ class CLI(OpenCLI):
         # allow_abbrev would accept the beginning of a key.
         parser = Parser(verb=self._name, **kwargs, allow_abbrev=False)
         parser.section = self._section
-        text = "A YAML file of these keys; give several, the later one wins."
+        text = "A YAML file of these keys, or a name of `config list`; give several, the later one wins."
         parser.add_argument("-c", "--config", action=ConfigFile, help=text)
         return parser
 

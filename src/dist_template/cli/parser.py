@@ -185,11 +185,11 @@ class ConfigFile(ActionConfigFile):
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: Any = None) -> None:
         content: dict[str, Any] = {}
-        if os.path.isfile(str(values)):  # otherwise jsonargparse reports it, or reads a mapping
-            content = config_file.read(str(values))
+        if os.path.isfile(path := config_file.locate(str(values))):  # else jsonargparse reports it, or reads a mapping
+            content, values = config_file.read(str(path)), str(path)
         for earlier in cfg.get(self.dest) or ():
             if _folder(earlier) == _folder(values) == "strategy":
-                both = f"--config {earlier} and --config {values}"
+                both = f"--config strategy/{Path(str(earlier)).stem} and --config strategy/{Path(values).stem}"
                 raise InputError(f"{both} are both a strategy: give one of them")
         strategy = (content.get("trainer") or {}).get("strategy")
         if strategy and (not isinstance(strategy, dict) or "class_path" in strategy):

@@ -219,11 +219,11 @@ def test_remedies_in_effect_or_impossible_are_not_proposed() -> None:
     slim.facts["machine"]["device"] = "cpu"
     assert changes(slim) == {}
     files = [c.to for cause in remedies(memory_use(llama_7b(), {})) for c in cause.changes if c.key == "config"]
-    assert files == ["configs/strategy/fsdp2.yaml", "configs/strategy/zero2.yaml"]
+    assert files == ["strategy/fsdp2", "strategy/zero2"]
     third = changes(llama_7b(zero(stage=3, offload_optimizer=True), data__micro_batch_size=1))
     assert "trainer.strategy.init_args.stage" not in third
     fp16 = remedies(memory_use(llama_7b(trainer__precision="16-mixed"), {}))
-    assert "configs/strategy/fsdp2.yaml" not in {c.to for cause in fp16 for c in cause.changes}, "limits/ refuses it"
+    assert "strategy/fsdp2" not in {c.to for cause in fp16 for c in cause.changes}, "limits/ refuses it"
 
 
 def test_savings_follow_from_the_formulas() -> None:

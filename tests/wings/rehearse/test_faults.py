@@ -229,7 +229,7 @@ def test_no_module_or_gradient_of_a_sound_training_is_accused(
     ("edit", "strategy", "model"),
     [
         (edits.edits_of_the_module, "ddp_find_unused_parameters_true", TIED),
-        (edits.plain_module, f"--config={CONFIGS}/strategy/fsdp2.yaml", LLAMA),
+        (edits.plain_module, "--config=strategy/fsdp2", LLAMA),
     ],
 )
 def test_edits_that_are_right_raise_no_alarm(

@@ -33,7 +33,7 @@ def rehearse(*flags: str) -> int:
 
 @pytest.mark.slow
 def test_the_default_project_passes_under_ddp(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    files = [f"--config={CONFIGS}/pretrain.yaml", f"--config={CONFIGS}/strategy/ddp.yaml"]
+    files = [f"--config={CONFIGS}/pretrain.yaml", "--config=strategy/ddp"]
     code = rehearse(*files, "--nodes=8", "--devices=8", f"--output={tmp_path / 'out'}")
     printed = capsys.readouterr().out
     assert code == 0, printed
@@ -64,7 +64,7 @@ def test_a_fine_tuning_with_adapters_passes(
 ) -> None:
     if strategy == "fsdp2_tp" and quantize == "nf4":
         pytest.skip("tensor parallelism refuses 4-bit weights")
-    files = [f"--config={CONFIGS}/pretrain.yaml", f"--config={CONFIGS}/model/llama.yaml", *flags_of(strategy)]
+    files = [f"--config={CONFIGS}/pretrain.yaml", "--config=model/llama", *flags_of(strategy)]
     adapter = ["--model.adapter.rank=16", "--model.adapter.dropout=0.05", f"--model.adapter.quantize={quantize}"]
     code = rehearse(*files, *adapter, "--nodes=8", "--devices=8", f"--output={tmp_path / 'out'}")
     printed = capsys.readouterr().out
@@ -77,13 +77,13 @@ def test_a_fine_tuning_with_adapters_passes(
 def test_a_gradient_that_tensor_parallelism_sums_is_summed_once(tmp_path: Path) -> None:
     """Qwen3's query and key norms, which transformers 5.23 sums again in each micro-batch:
     compat/parallel_styles.py."""
-    files = [f"--config={CONFIGS}/{name}.yaml" for name in ("quickstart", "model/llama", "strategy/tp")]
+    files = [f"--config={CONFIGS}/quickstart.yaml", "--config=model/llama", "--config=strategy/tp"]
     files += ["--model.architecture.model_type=qwen3", "--model.architecture.head_dim=32", "--devices=2"]
     assert rehearse(*files, "--only=each gradient", f"--output={tmp_path / 'out'}") == 0
 
 
 def test_sizes_that_do_not_fit_are_reported_without_a_training(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    files = [f"--config={CONFIGS}/pretrain.yaml", f"--config={CONFIGS}/strategy/tp.yaml"]
+    files = [f"--config={CONFIGS}/pretrain.yaml", "--config=strategy/tp"]
     heads = "{model_type: llama, hidden_size: 768, num_attention_heads: 12, num_key_value_heads: 12}"
     flags = [
         f"--model.architecture={heads}",

@@ -18,7 +18,7 @@ from .machine import Setup
 
 # Key: the value that is allowed, and what to do instead of another.
 REPLACED: dict[str, tuple[Any, str]] = {
-    "overfit_batches": (0.0, "set data.repeat_first_batch true, as configs/preset/overfit.yaml does"),
+    "overfit_batches": (0.0, "set data.repeat_first_batch true, as --config preset/overfit does"),
     "barebones": (False, "it forbids loggers, checkpoints and callbacks: remove the key"),
     "accumulate_grad_batches": (
         1, "it is derived: edit data.global_batch_size, data.micro_batch_size or the number of processes"
@@ -52,7 +52,7 @@ def callbacks(setup: Setup) -> Iterator[str]:
         if not setup.sharding.is_replicated and isinstance(callback, WeightAveraging):
             yield (
                 f"trainer.callbacks: {type(callback).__name__} does not work under {setup.sharding.name},"
-                " which shards the model: use configs/strategy/ddp.yaml, or remove the callback"
+                " which shards the model: use --config strategy/ddp, or remove the callback"
             )
 
 
@@ -61,7 +61,7 @@ def manual_optimization(setup: Setup) -> Iterator[str]:
     if setup.trains and not setup.module.automatic_optimization and not setup.sharding.is_replicated:
         yield (
             f"{type(setup.module).__name__} optimizes manually (automatic_optimization is False), which does not"
-            f" work under {setup.sharding.name}: use configs/strategy/ddp.yaml or one device"
+            f" work under {setup.sharding.name}: use --config strategy/ddp or one device"
         )
 
 

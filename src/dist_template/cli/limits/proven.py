@@ -26,7 +26,7 @@ def refused(setup: Setup) -> Iterator[str]:
     if found.kind == "refused":
         yield (
             f"a model of type {config.model_type!r} does not train right under {axes}"
-            f" ({found.why}): edit {ARGS}, or choose another strategy of configs/strategy"
+            f" ({found.why}): edit {ARGS}, or choose another strategy of `config list`"
         )
 
 

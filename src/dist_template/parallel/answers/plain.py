@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from ..configured import Configured
 
 # Lightning's strategies without support for CPUs or for transformers' plans, and files in their place
-OF_MESH = "fsdp2.yaml, hsdp.yaml, fsdp2_tp.yaml or tp.yaml"
-REPLACED = {"deepspeed": "zero2.yaml or zero3.yaml", "fsdp": OF_MESH, "modelparallel": OF_MESH}
+OF_MESH = "fsdp2, hsdp, fsdp2_tp or tp"
+REPLACED = {"deepspeed": "zero2 or zero3", "fsdp": OF_MESH, "modelparallel": OF_MESH}
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Plain:
             return
         for start, files in REPLACED.items():
             if any(name.lower().startswith(start) for name in (self.name, *self.bases)):
-                yield f"trainer.strategy {self.name!r} is replaced: use configs/strategy/{files}"
+                yield f"trainer.strategy {self.name!r} is replaced: use --config strategy/{files}"
                 return
         if any(word in self.name for word in ("spawn", "fork", "notebook")):
             yield f"trainer.strategy {self.name!r} is not supported, because it pickles the module: set ddp"

@@ -109,7 +109,7 @@ class Zero(Plain):
         if not allowed and not (module.startswith("torch.optim") and name in ELEMENTWISE):
             yield (
                 f"--optimizer {name}: ZeRO flattens parameters, which only element-wise optimizers allow: set one of"
-                f" {', '.join(ELEMENTWISE)}, a file such as configs/strategy/fsdp2.yaml, or"
+                f" {', '.join(ELEMENTWISE)}, another strategy as --config strategy/fsdp2, or"
                 " zero_allow_untested_optimizer true in a DeepSpeed file if it is one of those"
             )
         if setup.trains:

@@ -25,7 +25,7 @@ class Candidate:
     """A strategy that may be trained with."""
 
     name: str  # of the sizes above one
-    file: str  # in configs/strategy
+    file: str  # of the library's configs/strategy
     options: dict[str, Any]  # arguments unlike the file's
     sharding: Estimate
 
@@ -35,7 +35,7 @@ class Candidate:
 
     @property
     def flags(self) -> str:
-        found = [f"--config configs/strategy/{self.file}.yaml"]
+        found = [f"--config strategy/{self.file}"]
         for key, value in self.options.items():
             found.append(f"--trainer.strategy.{key} {'true' if value is True else value}")
         return " ".join(found)

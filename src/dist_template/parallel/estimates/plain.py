@@ -20,7 +20,7 @@ BYTES_IN_4_BITS = 1 / 2 + 1 / 64  # packed, and a scale of 64 weights in 8 bits
 ADAMW_BYTES = 8  # per parameter in fp32: two moments
 SELECTIVE = 0.5  # share of a block's activations that selective checkpointing keeps
 SLOWER = "the optimizer runs on the CPU, and steps take longer."
-FSDP2, ZERO_2 = "configs/strategy/fsdp2.yaml", "configs/strategy/zero2.yaml"
+FSDP2, ZERO_2 = "strategy/fsdp2", "strategy/zero2"
 FILES: dict[str, dict[str, Any]] = {  # what `savings` proposes in place of DDP
     FSDP2: {"class_path": "MeshStrategy"},
     ZERO_2: {"class_path": "ZeroStrategy", "init_args": {"stage": 2}},

@@ -29,10 +29,10 @@ from lightning.pytorch import Callback  # noqa: E402
 
 from ...cli.defaults import always_on  # noqa: E402
 from ...cli.fit import CLI  # noqa: E402
-from ...cli.verbs import verbs  # noqa: E402
 from ...cluster.signals import listen  # noqa: E402
 from ...cluster.watchdog import WATCHDOG  # noqa: E402
 from ...errors import InputError, first_line  # noqa: E402
+from ...plugins import registered  # noqa: E402
 from ...project import Project, is_users  # noqa: E402
 from .forward_hooks import short  # noqa: E402
 from .record import TRAINING_VERBS, RunRecord  # noqa: E402
@@ -79,7 +79,7 @@ def serve(
             if argv[0] in TRAINING_VERBS:
                 _RecordedCLI(project, argv, record, rank, callbacks)
             else:
-                verbs()[argv[0]].load()(argv, project)
+                registered("dist_template.verbs")[argv[0]].load().main(argv, project)
             answer = "done"
         except BaseException as error:
             answer = _describe(error, record, rank)
