@@ -1,0 +1,74 @@
+"""What the demonstrations share: a project in a temporary folder, its commands, and two processes of plain torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
+TEMPLATE = ROOT / "{{cookiecutter.project_slug}}"
+FOLDER = Path(tempfile.mkdtemp(prefix="demonstration-"))
+LLAMA = "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,"
+LLAMA += " num_attention_heads: 2, num_key_value_heads: 2}"
+DATA = ["--data.source=TextFiles", f"--data.source.paths=[{ROOT}/docs/*.md]", "--data.tokenizer=Bytes"]
+DATA += [f"--data.cache_dir={FOLDER}/cache", "--data.seq_len=64", "--data.global_batch_size=4"]
+DATA += ["--data.micro_batch_size=2", "--data.num_workers=0"]
+TRAINER = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.limit_val_batches=0", "--run.report=false"]
+TRAINER += ["--trainer.max_steps=4", "--model.optim.warmup=0", "--trainer.logger=false", f"--run.root={FOLDER}/runs"]
+
+shutil.copytree(TEMPLATE / "{{cookiecutter.package_name}}", FOLDER / "trainer")
+sys.path.insert(0, str(FOLDER))
+
+
+def strategy(name: str) -> str:
+    """The flag for a strategy of the project's configurations."""
+    return f"--config={TEMPLATE}/configs/strategy/{name}.yaml"
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    """Runs a command of the project as a user would; returns its exit code and what it prints."""
+    paths = os.pathsep.join([str(FOLDER), str(HERE), os.environ.get("PYTHONPATH", "")])
+    started = [sys.executable, "-m", "trainer", *arguments]
+    environment = os.environ | {"PYTHONPATH": paths}
+    ended = subprocess.run(
+        started, cwd=FOLDER, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    return ended.returncode, ended.stdout
+
+
+def rehearse(only: str, *flags: str) -> tuple[bool, str]:
+    """Whether the checks of `rehearse` with `only` in their name pass, and their lines."""
+    code, printed = command("rehearse", *flags, "--only", only)
+    lines = [" ".join(line.split()) for line in printed.splitlines() if only in line or "FAIL" in line]
+    return code == 0, "; ".join(lines) or printed[-2000:]
+
+
+def _process(rank: int, port: int, function: Callable[[int], None]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    function(rank)
+
+
+def two_processes(function: Callable[[int], None]) -> None:
+    """Calls function(rank) in two processes that can form a group."""
+    import socket
+
+    import torch
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_process, (port, function), nprocs=2)
+
+
+def show(elsewhere: str, here: str, holds: bool) -> None:
+    """Prints both and exits, with 0 if the demonstration holds."""
+    print(f"elsewhere: {elsewhere}\nhere:      {here}")
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    raise SystemExit(0 if holds else 1)
