@@ -13,17 +13,22 @@ from pathlib import Path
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
 TEMPLATE = ROOT / "{{cookiecutter.project_slug}}"
-FOLDER = Path(tempfile.mkdtemp(prefix="demonstration-"))
+FOLDER = Path(os.environ.get("DEMONSTRATION") or tempfile.mkdtemp(prefix="demonstration-"))  # also of its processes
 LLAMA = "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,"
 LLAMA += " num_attention_heads: 2, num_key_value_heads: 2}"
-DATA = ["--data.source=TextFiles", f"--data.source.paths=[{ROOT}/docs/*.md]", "--data.tokenizer=Bytes"]
+DATA = ["--data.source=TextFiles", f"--data.source.paths=[{FOLDER}/text/*.txt]", "--data.tokenizer=Bytes"]
 DATA += [f"--data.cache_dir={FOLDER}/cache", "--data.seq_len=64", "--data.global_batch_size=4"]
 DATA += ["--data.micro_batch_size=2", "--data.num_workers=0"]
 TRAINER = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.limit_val_batches=0", "--run.report=false"]
 TRAINER += ["--trainer.max_steps=4", "--model.optim.warmup=0", "--trainer.logger=false", f"--run.root={FOLDER}/runs"]
 
-shutil.copytree(TEMPLATE / "{{cookiecutter.package_name}}", FOLDER / "trainer")
+shutil.copytree(TEMPLATE / "{{cookiecutter.package_name}}", FOLDER / "trainer", dirs_exist_ok=True)
+os.environ["DEMONSTRATION"] = str(FOLDER)
 sys.path.insert(0, str(FOLDER))
+(FOLDER / "text").mkdir(exist_ok=True)
+for page in (ROOT / "docs").glob("*.md"):
+    for number, paragraph in enumerate(page.read_text(encoding="utf-8").split("\n\n")[:10]):
+        (FOLDER / "text" / f"{page.stem}{number}.txt").write_text(paragraph, encoding="utf-8")
 
 
 def strategy(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import torch
 from safetensors.torch import load_file
 from shared import DATA, FOLDER, LLAMA, TRAINER, command, show, strategy
 
@@ -15,6 +16,7 @@ def plain() -> list[int]:
     import transformers
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611"}
+    torch.distributed.init_process_group("gloo")
     deepspeed.init_distributed("gloo", verbose=False)
     zero = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     config = transformers.LlamaConfig(

@@ -28,12 +28,14 @@ def plain() -> tuple[float, float]:
 
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29612"}
     os.environ |= names
+    torch.distributed.init_process_group("gloo")
     deepspeed.init_distributed("gloo", verbose=False)
     with deepspeed.zero.Init(config_dict_or_path={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}):
         net = Net()
     weight = net.layers[0].weight
     with deepspeed.zero.GatheredParameters([weight]):
         found = weight.std().item()
+    torch.distributed.destroy_process_group()
     for name in names:
         del os.environ[name]
     return Net().layers[0].weight.std().item(), found
