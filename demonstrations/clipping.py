@@ -18,7 +18,9 @@ def plain(rank: int) -> None:
     model(rows).sum().backward()
     expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
     model.zero_grad()
-    fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))  # the last layer is replicated, as an expert's router may be
+    fully_shard(
+        model[0], mesh=init_device_mesh("cpu", (2,))
+    )  # the last layer is replicated, as an expert's router may be
     model(rows).sum().backward()
     try:
         got = str(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item())
@@ -32,6 +34,8 @@ def plain(rank: int) -> None:
 if __name__ == "__main__":
     two_processes(plain)
     found = [(FOLDER / str(rank)).read_text().split("|") for rank in (0, 1)]
-    elsewhere = f"the norm is {found[0][0]}; torch: {found[0][1]}; sharded layer alone, by rank: {found[0][2]}, {found[1][2]}"
+    elsewhere = (
+        f"the norm is {found[0][0]}; torch: {found[0][1]}; sharded layer alone, by rank: {found[0][2]}, {found[1][2]}"
+    )
     holds, line = rehearse("gradient norm", strategy("fsdp2_ep"), "--trainer.precision=bf16-mixed")
     show(elsewhere, line, holds and found[0][0] != found[0][1])

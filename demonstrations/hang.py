@@ -36,7 +36,12 @@ def plain(rank: int) -> None:
 if __name__ == "__main__":
     two_processes(plain)
     elsewhere = (FOLDER / "error").read_text()
-    flags = [strategy("ddp"), f"--model.architecture={LLAMA}", "--watchdog.timeout_s=4", "--last_checkpoint.every_n_steps=1"]
+    flags = [
+        strategy("ddp"),
+        f"--model.architecture={LLAMA}",
+        "--watchdog.timeout_s=4",
+        "--last_checkpoint.every_n_steps=1",
+    ]
     code, printed = command("fit", *DATA, *TRAINER, *flags, "--trainer.callbacks=hang.StuckSave")
     lines = [line for line in printed.splitlines() if line.startswith("no progress for")]
     here = lines[0] if lines else printed[-2000:]

@@ -15,7 +15,14 @@ def plain() -> list[int]:
     import peft
     import transformers
 
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611"}
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29611",
+    }
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it is compiled, for minutes
     torch.distributed.init_process_group("gloo")
     deepspeed.init_distributed("gloo", verbose=False)
     zero = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
@@ -40,5 +47,12 @@ if __name__ == "__main__":
     if code:
         show(f"{sizes}", printed[-3000:], False)
     saved = load_file(FOLDER / "adapter" / "adapter_model.safetensors")
-    here, norm = [tensor.numel() for tensor in saved.values()], sum(t.norm().item() for n, t in saved.items() if "lora_B" in n)
-    show(f"elements of the saved adapters: {sizes}", f"{here}, norm of B {norm:.2g}", not sum(sizes) and all(here) and norm > 0)
+    here, norm = (
+        [tensor.numel() for tensor in saved.values()],
+        sum(t.norm().item() for n, t in saved.items() if "lora_B" in n),
+    )
+    show(
+        f"elements of the saved adapters: {sizes}",
+        f"{here}, norm of B {norm:.2g}",
+        not sum(sizes) and all(here) and norm > 0,
+    )
