@@ -32,9 +32,8 @@ def write_tokenizer() -> PreTrainedTokenizerFast:
 if __name__ == "__main__":
     encoded = write_tokenizer().apply_chat_template(MESSAGES, return_dict=True, return_assistant_tokens_mask=True)
     ones = sum(encoded["assistant_masks"])
-    chats = [
-        json.dumps({"messages": [*MESSAGES[:1], {"role": "assistant", "content": f"Four, {i}."}]}) for i in range(200)
-    ]
+    answers = [{"role": "assistant", "content": f"Four, {number}."} for number in range(200)]
+    chats = [json.dumps({"messages": [MESSAGES[0], answer]}) for answer in answers]
     (FOLDER / "chats.jsonl").write_text("\n".join(chats))
     source = ["--data.source=Chat", f"--data.source.paths=[{FOLDER}/chats.jsonl]", "--data.tokenizer=Pretrained"]
     rest = [flag for flag in DATA if "source" not in flag and "tokenizer" not in flag]

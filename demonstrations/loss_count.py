@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import torch
-import transformers
-from shared import rehearse, show, strategy
+from shared import plain_llama, rehearse, show, strategy
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = plain_llama()
     model.lm_head.weight.data.mul_(20)
     ids = torch.randint(300, (2, 32))
     labels = ids.clone()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-import transformers
-from shared import DATA, LLAMA, show
+from shared import DATA, LLAMA, plain_llama, show
 
 from dist_template import Project
 from dist_template.testing import batches, build
@@ -21,10 +20,7 @@ def change(forward, batch: dict[str, torch.Tensor]) -> float:
 
 
 if __name__ == "__main__":
-    config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
-    )
-    plain = transformers.LlamaForCausalLM(config).eval()
+    plain = plain_llama().eval()
     packed = {"input_ids": torch.arange(32)[None], "position_ids": torch.arange(16).repeat(2)[None]}
     elsewhere = change(lambda batch: plain(**batch).logits, packed)
     here = {}

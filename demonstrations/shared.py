@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
@@ -45,6 +46,29 @@ def command(*arguments: str) -> tuple[int, str]:
         started, cwd=FOLDER, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     return ended.returncode, ended.stdout
+
+
+def plain_llama() -> Any:
+    """A small model of transformers."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=300, **sizes))
+
+
+def built_under_zero3(build: Callable[[], Any]) -> Any:
+    """What `build` makes in a process of its own group, with parameters partitioned by DeepSpeed."""
+    import deepspeed
+    import torch
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it is compiled, for minutes
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    os.environ |= {"LOCAL_RANK": "0"}
+    deepspeed.init_distributed("gloo", verbose=False)
+    del os.environ["LOCAL_RANK"]
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    with deepspeed.zero.Init(config_dict_or_path=settings):
+        return build()
 
 
 def rehearse(only: str, *flags: str) -> tuple[bool, str]:

@@ -2,57 +2,26 @@
 
 from __future__ import annotations
 
-import os
-
-import torch
+import peft
 from safetensors.torch import load_file
-from shared import DATA, FOLDER, LLAMA, TRAINER, command, show, strategy
+from shared import DATA, FOLDER, LLAMA, TRAINER, built_under_zero3, command, plain_llama, show, strategy
 
 
-def plain() -> list[int]:
-    """Elements of each adapter that peft would save."""
-    import deepspeed
-    import peft
-    import transformers
-
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29611",
-    }
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it is compiled, for minutes
-    torch.distributed.init_process_group("gloo")
-    deepspeed.init_distributed("gloo", verbose=False)
-    zero = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-    config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
-    )
-    with deepspeed.zero.Init(config_dict_or_path=zero):
-        model = peft.get_peft_model(transformers.LlamaForCausalLM(config), peft.LoraConfig(target_modules=["q_proj"]))
-    sizes = [tensor.numel() for tensor in peft.get_peft_model_state_dict(model).values()]
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        del os.environ[name]
-    return sizes
+def adapted() -> peft.PeftModel:
+    return peft.get_peft_model(plain_llama(), peft.LoraConfig(target_modules=["q_proj"]))
 
 
 if __name__ == "__main__":
-    sizes = plain()
+    sizes = [tensor.numel() for tensor in peft.get_peft_model_state_dict(built_under_zero3(adapted)).values()]
     adapter = [f"--model.architecture={LLAMA}", "--model.adapter.targets=[q_proj]", strategy("zero3")]
     code, printed = command("fit", *DATA, *TRAINER, *adapter)
-    runs = sorted(FOLDER.glob("runs/*/*"))
     if code == 0:
-        code, printed = command("export", str(runs[0]), "--output", str(FOLDER / "adapter"))
+        run = next(FOLDER.glob("runs/*/*"))
+        code, printed = command("export", str(run), "--output", str(FOLDER / "adapter"))
     if code:
-        show(f"{sizes}", printed[-3000:], False)
+        show(str(sizes), printed[-3000:], False)
     saved = load_file(FOLDER / "adapter" / "adapter_model.safetensors")
-    here, norm = (
-        [tensor.numel() for tensor in saved.values()],
-        sum(t.norm().item() for n, t in saved.items() if "lora_B" in n),
-    )
-    show(
-        f"elements of the saved adapters: {sizes}",
-        f"{here}, norm of B {norm:.2g}",
-        not sum(sizes) and all(here) and norm > 0,
-    )
+    elements = [tensor.numel() for tensor in saved.values()]
+    norm = sum(tensor.norm().item() for name, tensor in saved.items() if "lora_B" in name)
+    holds = not sum(sizes) and all(elements) and norm > 0
+    show(f"elements of the saved adapters: {sizes}", f"{elements}, norm of B {norm:.2g}", holds)
