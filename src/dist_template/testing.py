@@ -1,18 +1,25 @@
-"""Functions for a project's tests: build its module, check its configurations, rehearse them. Public interface.
+"""Functions for a project's tests: all checks of a project as one test, and what they are made of. Public interface.
 
 PROJECT = this_project(__file__)
+@project_checks(PROJECT)
+def test_project(check, tmp_path): check(tmp_path)
+
 module, data = build(PROJECT, "--config=configs/quickstart.yaml", "--data.seq_len=64")
 loss = module.training_step(batches(data, 1)[0], 0)
 """
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -25,7 +32,14 @@ from .wings.rehearse.checks import CHECKS, run_checks
 from .wings.rehearse.command import make_small, rehearse_flags
 from .wings.rehearse.runs import Runs
 
-__all__ = ["batches", "build", "check_config", "first_steps", "rehearse", "this_project"]
+if TYPE_CHECKING:
+    import pytest
+
+__all__ = ["batches", "build", "check_config", "first_steps", "project_checks", "rehearse", "this_project"]
+
+OF_OTHER_VERBS = ("evaluate", "sweep")  # configuration files and folders that `fit` does not read
+CLUSTER = "cluster"  # is given after a configuration of what is trained
+SMALL = ("--data.seq_len=64", "--data.global_batch_size=4", "--data.micro_batch_size=2", "--data.num_workers=0")
 
 
 def this_project(file: str) -> Project:
@@ -101,3 +115,142 @@ def _small(project: Project, flags: tuple[str, ...], folder: Path) -> Runs:
     _, _, runs = make_small(options, rest, folder, project)
     runs.prepare()
     return runs
+
+
+def project_checks(
+    project: Project,
+    *,
+    base: str = "pretrain",
+    quick: str = "quickstart",
+    strategies: Sequence[str] = ("fsdp2", "zero3"),
+    small: Sequence[str] = SMALL,
+    skip: Mapping[str, str] | None = None,
+) -> pytest.MarkDecorator:
+    """Returns a decorator of pytest: its test runs once for each check, as the argument `check`, which is called with
+    an empty folder and raises AssertionError with a sentence.
+
+    `base`: the configuration to which files in folders of configs/ are added, and with which `strategies` train; their
+    checks have the marker `slow`. `quick`: the configuration of the other trainings, and, with the flags `small`, of
+    the model and the data. `skip`: checks that the project does not pass, with the reason; ValueError for other names.
+    """
+    import pytest
+
+    quick_checks, marks = _Checks(project, base, quick, tuple(small)), {}
+    checks = dict(quick_checks.all())
+    for strategy in strategies:
+        name = f"a_sharded_strategy_passes_every_check-{strategy}"
+        checks[name], marks[name] = partial(quick_checks.rehearsed, base, strategy, ""), [pytest.mark.slow]
+    for name, reason in (skip or {}).items():
+        if name not in checks:
+            raise ValueError(f"skip names {name!r}, which is no check of: {', '.join(checks)}")
+        marks[name] = [*marks.get(name, []), pytest.mark.skip(reason=reason)]
+    each = [pytest.param(check, id=name, marks=marks.get(name, ())) for name, check in checks.items()]
+    return pytest.mark.parametrize("check", each)
+
+
+@dataclass(frozen=True)
+class _Checks:
+    """The checks of a project: methods, whose last argument is an empty folder."""
+
+    project: Project
+    base: str
+    quick: str
+    small: tuple[str, ...]
+
+    def all(self) -> Iterator[tuple[str, Callable[[Path], None]]]:
+        for name in self.names():
+            if "/" in name or name == CLUSTER:
+                yield f"a_configuration_can_be_added-{name}", partial(self.can_be_added, name)
+            else:
+                yield f"a_main_configuration_can_run-{name}", partial(self.can_run, name)
+        for name in dict.fromkeys((self.quick, self.base)):
+            yield f"the_first_steps_run-{name}", partial(self.first_steps_run, name)
+        yield "the_initial_loss_is_that_of_a_uniform_guess", self.initial_loss
+        yield "every_trainable_parameter_gets_a_gradient", self.gradients
+        yield "one_batch_can_be_overfitted", self.overfits
+        yield "rows_decode_to_text_of_the_source", self.rows
+        yield "labels_are_the_next_tokens", self.labels
+        yield "a_loss_is_divided_by_the_labels_that_count", self.counted_labels
+        yield "a_resumed_run_sees_the_next_batch", self.resume
+        for only in ("one process", "one big batch"):
+            yield f"two_ranks_train_as-{only.replace(' ', '_')}", partial(self.rehearsed, self.quick, "ddp", only)
+
+    def names(self) -> list[str]:
+        configs = self.project.folder.parent / "configs"
+        found = sorted(path.relative_to(configs).with_suffix("").as_posix() for path in configs.rglob("*.yaml"))
+        return [name for name in found if name.split("/")[0] not in OF_OTHER_VERBS]
+
+    def config(self, name: str) -> str:
+        path = self.project.folder.parent / "configs" / f"{name}.yaml"
+        return f"--config={path if path.is_file() else name}"  # the library's
+
+    def built(self, folder: Path, *flags: str) -> tuple[Any, Any]:
+        """Builds the module and its data; the cache is beside `folder`, for the checks that follow."""
+        cache = f"--data.cache_dir={folder.parent}/cache"
+        return build(self.project, self.config(self.quick), *self.small, cache, *flags)
+
+    def can_run(self, name: str, folder: Path) -> None:
+        found = check_config(self.project, self.config(name), gpus=4)
+        assert found == [], f"configs/{name}.yaml cannot run on a node with 4 GPUs: {'; '.join(found)}"
+
+    def can_be_added(self, name: str, folder: Path) -> None:
+        machine = ("--trainer.accelerator=gpu", "--trainer.devices=8", "--trainer.num_nodes=2")
+        flags = (*machine, "--model.optim.warmup=0")  # a preset may end before a warm-up would
+        found = check_config(self.project, self.config(self.base), *flags, self.config(name))
+        assert found == [], f"configs/{name}.yaml after {self.base}.yaml on two nodes with 8 GPUs: {'; '.join(found)}"
+
+    def first_steps_run(self, name: str, folder: Path) -> None:
+        losses = first_steps(self.project, self.config(name), folder=folder)
+        assert sum(map(math.isfinite, losses.values())) == 6, f"not 6 steps with a finite loss: {losses}"
+
+    def initial_loss(self, folder: Path) -> None:
+        module, data = self.built(folder)
+        loss, expected = module.training_step(batches(data, 1)[0], 0).item(), math.log(data.vocab_size)
+        why = "far above, initialization is too wide; below, labels leak into the input"
+        assert abs(loss / expected - 1) <= 0.05, f"it is {loss:.3f}, a uniform guess has {expected:.3f}: {why}"
+
+    def gradients(self, folder: Path) -> None:
+        module, data = self.built(folder)
+        module.training_step(batches(data, 1)[0], 0).backward()
+        missing = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
+        assert missing == [], f"{len(missing)} trainable parameters get no gradient: {missing}"
+
+    def overfits(self, folder: Path) -> None:
+        module, data = self.built(folder)
+        batch, losses = batches(data, 1)[0], []
+        optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
+        for _ in range(40):
+            losses.append(module.training_step(batch, 0))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[-1] < 0.5 * losses[0], f"the loss went from {losses[0]:.3f} to {losses[-1]:.3f} in 40 steps"
+
+    def rows(self, folder: Path) -> None:
+        data = self.built(folder)[1]
+        text = data.text_tokenizer.decode(batches(data, 1)[0]["input_ids"][0].tolist(), skip_special_tokens=True)[:40]
+        assert any(text in each for _, each in data.source.documents()), f"no document has a row's text: {text!r}"
+
+    def labels(self, folder: Path) -> None:
+        batch = batches(self.built(folder)[1], 1)[0]
+        counted = batch["labels"][:, :-1] != -100
+        wrong = (batch["labels"][:, :-1] != batch["input_ids"][:, 1:])[counted].sum().item()
+        assert counted.any(), "no label counts"
+        assert not wrong, f"{wrong} of {counted.sum().item()} labels are not the next token"
+
+    def counted_labels(self, folder: Path) -> None:
+        pair = batches(self.built(folder)[1], 2)  # the two micro-batches of a global batch
+        counted = sum((batch["labels"] != -100).sum().item() for batch in pair)
+        divisors = [batch["tokens_per_micro_batch"].item() for batch in pair]
+        assert divisors == [counted / 2] * 2, f"{counted} labels count in two micro-batches, divided by {divisors}"
+
+    def resume(self, folder: Path) -> None:
+        data = self.built(folder)[1]
+        uninterrupted = batches(data, 6)[4:]  # two global batches are four micro-batches
+        for expected, got in zip(uninterrupted, batches(data, 2, after=2), strict=True):
+            assert torch.equal(expected["input_ids"], got["input_ids"]), "after two global batches come other rows"
+
+    def rehearsed(self, name: str, strategy: str, only: str, folder: Path) -> None:
+        configs = (self.config(name), self.config(f"strategy/{strategy}"))
+        failed = rehearse(self.project, *configs, folder=folder, only=only)
+        assert failed == {}, f"configs/{name}.yaml under {strategy}: {failed}"
