@@ -15,7 +15,6 @@ from trainer_dev.data import DataModule
 from trainer_dev.module import LanguageModule
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from benchmarks.zoo_models import variants
 from dist_template import AdapterConfig, InputError, OptimConfig
 from dist_template.model.flops import Size
 from dist_template.parallel.shard import refuse_adapters
@@ -25,6 +24,7 @@ from dist_template.text.model.quantize import Linear4bit, dequantize
 from tests.support.library import Machine, optim, quantize, violations
 from tests.support.parity import MODELS
 from tests.support.runs import run
+from zoo.models import variants
 
 LLAMA = "{model_type: llama, hidden_size: 128, intermediate_size: 192, num_hidden_layers: 1, num_attention_heads: 2}"
 

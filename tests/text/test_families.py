@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.zoo_models import variants
 from tests.support import chats
 from tests.support.runs import CONFIGS, OURS, only_run, run
 from tests.support.serving import ask, made
 from tests.support.tiers import tiers
 from tests.support.wings import load_trained
+from zoo.models import variants
 
 TURNS = [("user", "{}: a cat?"), ("assistant", "Aye aye, captain."), ("user", "A dog?"), ("assistant", "Nay, sir.")]
 NEW = 16  # generated tokens: twice a sliding window
