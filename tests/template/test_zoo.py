@@ -137,9 +137,18 @@ def wrong_of(cases: zoo.Zoo, rows: list[tuple[str, str, str]]) -> list[str]:
     return [f"{' '.join(row)}: {each}" for row, each in found.items() if each["verdict"] != "right"]
 
 
-def test_rows_that_are_not_right_are_named(cases: zoo.Zoo) -> None:
-    wrong = wrong_of(cases, [("gpt_neo", "default", "ddp"), ("gpt_neo", "default", "pp")])
-    assert len(wrong) == 1 and wrong[0].startswith("gpt_neo default pp: ")
+def test_rows_that_are_not_right_are_named(
+    cases: zoo.Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts = {"ddp": "right", "pp": "fault"}
+
+    def run_type(kind: str, arms: list[str]) -> None:
+        for arm in arms:
+            cases.known[kind, "default", arm] = {"verdict": verdicts[arm], "why": "losses differ"}
+
+    monkeypatch.setattr(cases, "run_type", run_type)
+    (wrong,) = wrong_of(cases, [(kind, "default", arm) for kind in ("a", "b") for arm in verdicts][:2])
+    assert wrong.startswith("a default pp: ")
 
 
 # ---- a type that no table has ----------------------------------------------------------------------------------------
