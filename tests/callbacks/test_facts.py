@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from dist_template.callbacks.record import write_facts
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dist_template.callbacks.record import write_facts
 from tests.support.parity import MODELS, Trainings
-from tests.support.runs import only_run, run
 from tests.support.tiers import tiers
 
 SHORT = "--trainer.max_steps=6"
@@ -23,10 +22,14 @@ SHORT = "--trainer.max_steps=6"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy", tiers(["ddp", "fsdp2_ep", "fsdp2_tp_ep", "zero2", "zero3"], daily=["fsdp2_ep", "zero3"])
+    "strategy",
+    tiers(["ddp", "fsdp2_ep", "fsdp2_tp_ep", "zero2", "zero3"], daily=["fsdp2_ep", "zero3"]),
 )
 def test_facts_do_not_depend_on_the_strategy(train: Trainings, strategy: str) -> None:  # noqa: F811
-    one, many = (json.loads((train("deepseek_v3", s, SHORT).run / "facts.json").read_text()) for s in ("one", strategy))
+    one, many = (
+        json.loads((train("deepseek_v3", s, SHORT).run / "facts.json").read_text())
+        for s in ("one", strategy)
+    )
     with torch.device("meta"):
         config = AutoConfig.for_model(**yaml.safe_load(MODELS["deepseek_v3"]), vocab_size=257)
         model: Any = AutoModelForCausalLM.from_config(config)
@@ -39,16 +42,6 @@ def test_facts_do_not_depend_on_the_strategy(train: Trainings, strategy: str) ->
     assert many["machine"]["peak_tflops"] is None, "of a CPU no peak is known"
 
 
-def test_a_resumed_run_keeps_earlier_facts(flags: list[str], tmp_path: Path) -> None:
-    for more in (["--trainer.max_steps=2"], ["--trainer.max_steps=4", "--ckpt_path=last"]):
-        assert run("fit", *flags, "--model.optim.warmup=1", "--trainer.limit_val_batches=0", *more) == 0
-    folder = only_run(tmp_path)
-    steps = [
-        json.loads((folder / name).read_text())["training"]["max_steps"] for name in ("facts.0.json", "facts.json")
-    ]
-    assert steps == [2, 4]
-
-
 def test_unknown_facts_of_a_custom_model_are_null(tmp_path: Path) -> None:
     module: Any = nn.Linear(2, 2)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
@@ -58,7 +51,13 @@ def test_unknown_facts_of_a_custom_model_are_null(tmp_path: Path) -> None:
     )  # fmt: skip
     write_facts(tmp_path, trainer, module)
     facts = json.loads((tmp_path / "facts.json").read_text())
-    assert facts["parameters"] == {"total": 6, "trainable": 6, "in_4_bits": 0, "active": 6, "embedding": 0}
+    assert facts["parameters"] == {
+        "total": 6,
+        "trainable": 6,
+        "in_4_bits": 0,
+        "active": 6,
+        "embedding": 0,
+    }
     assert facts["model"] == dict.fromkeys(facts["model"]) | {"class": "Linear"}
     assert set(facts["data"].values()) == {None}
     assert facts["training"]["flops_per_token"] is None and facts["training"]["max_steps"] is None

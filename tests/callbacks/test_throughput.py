@@ -7,26 +7,26 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
-
-from dist_template.callbacks import throughput
 from dist_template.observe.history import goodput
-from dist_template.wings.diagnose import read_run
-from tests.support.library import Rows, commit, environment, read_metrics
+from lightning.pytorch import Callback
+from pytest import MonkeyPatch
+
+from tests.support.library import Rows, commit, read_metrics
 from tests.support.parity import STEPS, Trainings
 from tests.support.runs import logged, only_run, run
 from tests.support.tiers import tiers
 
 SLOW_S = 0.2
-SAVE_S = 1000.0  # by a clock of the test's own: longer than steps and validations take on any machine
+SAVE_S = (
+    1000.0  # by a clock of the test's own: longer than steps and validations take on any machine
+)
 
 
 def test_a_slow_checkpoint_counts_as_neither_training_nor_waiting(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     save, slept = commit.save, [0.0]
 
@@ -38,44 +38,18 @@ def test_a_slow_checkpoint_counts_as_neither_training_nor_waiting(
     wall, counter = time.time, time.perf_counter
     monkeypatch.setattr(time, "time", lambda: wall() + slept[0])
     monkeypatch.setattr(time, "perf_counter", lambda: counter() + slept[0])
-    steps = ["--trainer.max_steps=9", "--last_checkpoint.every_n_steps=3", "--trainer.log_every_n_steps=3"]
-    assert run("fit", *flags, *steps, "--trainer.val_check_interval=6", "--model.optim.warmup=1") == 0
+    steps = [
+        "--trainer.max_steps=9",
+        "--last_checkpoint.every_n_steps=3",
+        "--trainer.log_every_n_steps=3",
+    ]
+    assert (
+        run("fit", *flags, *steps, "--trainer.val_check_interval=6", "--model.optim.warmup=1") == 0
+    )
     folder = only_run(tmp_path)
     seconds = goodput.read(folder)
     assert seconds["checkpoint"] > 3 * SAVE_S and 0 < seconds["validation"] < SAVE_S
     assert 3 * logged(folder, "perf/step_s")[6] < SAVE_S
-
-
-def test_model_tflops_follow_from_tokens_and_the_facts_and_mfu_from_the_peak(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(throughput, "peak_of", lambda *_: 0.5)
-    assert run("fit", *flags, "--trainer.max_steps=2", "--trainer.limit_val_batches=0") == 0
-    found = read_run(only_run(tmp_path))
-    value = {name: found.metrics[name].last for name in found.metrics.names}
-    expected = value["perf/tokens_per_s_per_device"] * found.fact("training.flops_per_token") / 1e12
-    assert value["perf/model_tflops"] == pytest.approx(expected, rel=1e-9)
-    assert value["perf/mfu"] == pytest.approx(expected / 0.5, rel=1e-9)
-
-
-def test_on_a_cpu_memory_is_the_resident_memory(flags: list[str], tmp_path: Path) -> None:
-    assert run("fit", *flags, "--trainer.max_steps=2", "--trainer.limit_val_batches=0") == 0
-    resident = psutil.Process().memory_info().rss / 2**30
-    folder = only_run(tmp_path)
-    assert logged(folder, "memory/allocated_gib")[2] == pytest.approx(resident, rel=0.2)
-    assert 0 < logged(folder, "memory/peak_share")[2] < 1
-
-
-def test_the_smallest_memory_limit_of_the_host_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control groups, version 2: the job's own group, and the user's slice above it."""
-    for folder, limit in (("slice", "2000000"), ("slice/job", "max")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
-    monkeypatch.setattr(environment, "CGROUPS", tmp_path)
-    read = environment._read
-    own = "0::/slice/job\n"
-    monkeypatch.setattr(environment, "_read", lambda path: own if str(path) == "/proc/self/cgroup" else read(path))
-    assert environment.memory_limit() == 2_000_000
 
 
 class Slow(Callback):
@@ -101,10 +75,14 @@ class Slow(Callback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "what"), tiers([(0, "loader"), (1, "forward")], daily=[(0, "loader")]))
+@pytest.mark.parametrize(
+    ("rank", "what"), tiers([(0, "loader"), (1, "forward")], daily=[(0, "loader")])
+)
 def test_the_slow_rank_is_named(train: Trainings, rank: int, what: str) -> None:  # noqa: F811
     steps = ["--trainer.max_steps=6", "--trainer.log_every_n_steps=3"]
-    metrics = read_metrics(train.run("fit", "llama", "ddp", *steps, callbacks=[Slow(rank, what)]).run)
+    metrics = read_metrics(
+        train.run("fit", "llama", "ddp", *steps, callbacks=[Slow(rank, what)]).run
+    )
     assert metrics["rank/slowest"].values.tolist() == [rank, rank]
     assert metrics["rank/slowest_over_median"].last > 1.5
 
@@ -134,7 +112,9 @@ class Collectives(Callback):
     def counted(self, name: str, real: Any) -> Any:
         def one_more(*args: Any, **options: Any) -> Any:
             # The vote on preemption is a whole number, and cast by the clock.
-            is_vote = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.int64
+            is_vote = (
+                bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.int64
+            )
             self.count[name] += not is_vote
             return real(*args, **options)
 

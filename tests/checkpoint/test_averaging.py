@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch import Callback
+from pytest import CaptureFixture
 
-from tests.support.library import preemption
-from tests.support.runs import Workers, logged, only_run, run
+from tests.support.runs import logged, only_run, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
 
@@ -30,21 +27,13 @@ class Forgets(Callback):
             torch.nn.init.zeros_(parameter)
 
 
-class StopsInValidation(Callback):
-    """Sends SIGTERM to this process in the validation after step 10; it votes at each batch, however short it is."""
-
-    def on_train_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        preemption.EVERY_S = 0.0  # in the rank's process, which ends with the run
-
-    def on_validation_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if trainer.global_step == 10:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 def assert_continued(folder: Path, name: str) -> None:
     """The run `name` has the losses of the run `whole`, and nearly its results: the average of rotary frequencies,
     which no checkpoint has, is rounded in each update."""
-    losses, results = ([logged(only_run(folder, n), m) for n in ("whole", name)] for m in ("train/loss", "eval/loss"))
+    losses, results = (
+        [logged(only_run(folder, n), m) for n in ("whole", name)]
+        for m in ("train/loss", "eval/loss")
+    )
     assert losses[0] == losses[1]
     assert {step: results[1][step] for step in results[0]} == pytest.approx(results[0], rel=1e-6)
 
@@ -54,43 +43,21 @@ def assert_continued(folder: Path, name: str) -> None:
 def test_a_run_that_stopped_regularly_resumes_with_trainings_weights(
     flags: list[str], tmp_path: Path, own: list[str], asynchronous: str
 ) -> None:
-    flags = [*flags, *own, f"--last_checkpoint.asynchronous={asynchronous}", "--model.optim.learning_rate=0.01"]
+    flags = [
+        *flags,
+        *own,
+        f"--last_checkpoint.asynchronous={asynchronous}",
+        "--model.optim.learning_rate=0.01",
+    ]
     assert run("fit", *flags, "--run.name=whole") == 0
     assert run("fit", *flags, *PAUSES, "--run.name=paused") == 0
     assert run("fit", *flags, "--run.name=paused", "--ckpt_path=last") == 0
     assert_continued(tmp_path, "paused")
 
 
-def test_a_stop_in_a_validation_of_averages_saves_trainings_weights(flags: list[str], tmp_path: Path) -> None:
-    flags = [*flags, *AVERAGES, "--last_checkpoint.every_n_steps=50", "--model.optim.learning_rate=0.01"]
-    assert run("fit", *flags, "--run.name=whole") == 0
-    with Workers(1) as workers:
-        given = ["fit", *flags, "--run.name=stopped"]
-        stopped = workers.run(given, tmp_path / "stopped", run_id="stopped", callbacks=[StopsInValidation()])
-    assert "stopped and saved after step 10" in stopped.error
-    assert run("fit", *flags, "--run.name=stopped", "--ckpt_path=last") == 0
-    assert_continued(tmp_path, "stopped")
-
-
-@pytest.mark.slow
-def test_averages_resume_under_ddp_and_are_not_taken_for_weights_without_the_callback(
-    flags: list[str], tmp_path: Path
-) -> None:
-    flags = [*flags, "--trainer.devices=2", "--trainer.strategy=ddp", "--model.optim.learning_rate=0.01"]
-    with Workers(2) as workers:
-        workers.run(["prepare", *flags], tmp_path / "prepare").check()
-        for name, *more in (["whole"], ["paused", *PAUSES], ["paused", "--ckpt_path=last"]):
-            given = ["fit", *flags, *AVERAGES, f"--run.name={name}", *more]
-            workers.run(given, tmp_path / f"{name}{len(more)}", run_id=name).check()
-        assert_continued(tmp_path, "paused")
-        given = ["fit", *flags, "--run.name=paused", "--ckpt_path=last"]
-        refused = workers.run(given, tmp_path / "refused", run_id="paused")
-    assert "averages of the callback WeightAveraging" in refused.refusal
-
-
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero2", "pp"])
 def test_averaging_is_refused_where_the_weights_are_sharded(
-    flags: list[str], strategy: str, capfd: pytest.CaptureFixture[str]
+    flags: list[str], strategy: str, capfd: CaptureFixture
 ) -> None:
     assert run("fit", *flags, *flags_of(strategy), "--trainer.devices=2", *AVERAGES) == 2
     assert "trainer.callbacks: EMAWeightAveraging does not work under" in capfd.readouterr().err

@@ -16,14 +16,14 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback
-
 from dist_template.callbacks import RandomState
 from dist_template.compat import epochs
 from dist_template.wings.rehearse.compare import trace_resumed
+from lightning.pytorch import Callback
+
 from tests.support.faults import random_state_not_saved
 from tests.support.library import global_order, manifest
-from tests.support.runs import Workers, logged, only_run, run
+from tests.support.runs import Workers
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
 from tests.support.wings import KillAt, RunRecord, first_difference
@@ -56,7 +56,9 @@ class Trainings:
         """The run that is never stopped."""
         if (strategy, varied) not in self._whole:
             name = f"{strategy}-{'varied' if varied else 'plain'}"
-            self._whole[strategy, varied] = self.run(name, f"{name}-whole", strategy, varied=varied).check()
+            self._whole[strategy, varied] = self.run(
+                name, f"{name}-whole", strategy, varied=varied
+            ).check()
         return self._whole[strategy, varied]
 
     def legs(self, strategy: str, varied: bool = False) -> dict[str, RunRecord]:
@@ -69,8 +71,12 @@ class Trainings:
             records = []
             for number, acts in enumerate(callbacks):
                 more = ["--ckpt_path=last"] if number else []
-                record = self.run(name, f"{name}-{number}", strategy, *more, varied=varied, callbacks=acts)
-                assert record.was_killed if acts else record.check(), f"{strategy}, leg {number}: {record.error}"
+                record = self.run(
+                    name, f"{name}-{number}", strategy, *more, varied=varied, callbacks=acts
+                )
+                assert record.was_killed if acts else record.check(), (
+                    f"{strategy}, leg {number}: {record.error}"
+                )
                 records.append(record)
             self._legs[key] = dict(zip(cells, records[1:], strict=True))
         return self._legs[key]
@@ -99,7 +105,9 @@ class Trainings:
         flags += [f"--data.num_workers={2 if varied else 0}"]
         argv = ["fit", *self.flags, f"--run.name={name}", *flags, *extra]
         with Workers(processes) as workers:
-            return workers.run(argv, self.folder / record, run_id=name, callbacks=callbacks, prelude=prelude)
+            return workers.run(
+                argv, self.folder / record, run_id=name, callbacks=callbacks, prelude=prelude
+            )
 
 
 @pytest.fixture(scope="module")
@@ -130,17 +138,25 @@ def difference(whole: RunRecord, leg: RunRecord, first: int) -> str:
             want = {(e["step"], e.get("micro_batch")): e for e in whole.events(kind, rank)}
             for event in (e for e in leg.events(kind, rank) if e["step"] >= first):
                 expected = want[event["step"], event.get("micro_batch")]
-                if differing := [key for key in keys if _exact(event[key]) != _exact(expected[key])]:
+                if differing := [
+                    key for key in keys if _exact(event[key]) != _exact(expected[key])
+                ]:
                     where = f"rank {rank}, step {event['step']}: other {' and '.join(differing)}"
                     return f"{where} ({trace_resumed(whole, leg)})"
-    owed = {step: metrics for step, metrics in whole.eval().items() if first <= step + 1 <= steps[-1]}
+    owed = {
+        step: metrics for step, metrics in whole.eval().items() if first <= step + 1 <= steps[-1]
+    }
     return "" if owed.items() <= leg.eval().items() else f"validations {leg.eval()} and not {owed}"
 
 
 def _exact(value: Any) -> Any:
     """Without what is measured of the machine, which is another each time, and what is judged a step later."""
     exact = ("train/", "data/", "moe/")
-    return {k: v for k, v in value.items() if k.startswith(exact)} if isinstance(value, dict) else value
+    return (
+        {k: v for k, v in value.items() if k.startswith(exact)}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 @pytest.mark.slow
@@ -180,7 +196,9 @@ def epoch_draws() -> None:
 def validation_skipped() -> None:
     load = epochs.ResumableEpochLoop.on_load_checkpoint
     loop: Any = epochs.ResumableEpochLoop
-    loop.on_load_checkpoint = lambda self, state: load(self, state | {epochs.KEY: epochs.Point.AFTER_VALIDATION})
+    loop.on_load_checkpoint = lambda self, state: load(
+        self, state | {epochs.KEY: epochs.Point.AFTER_VALIDATION}
+    )
 
 
 @pytest.mark.slow
@@ -196,7 +214,9 @@ def validation_skipped() -> None:
         daily=[(random_state_not_saved, "other random")],
     ),
 )
-def test_without_its_guard_a_resumed_run_is_another(train: Trainings, fault: Callable[[], None], sign: str) -> None:
+def test_without_its_guard_a_resumed_run_is_another(
+    train: Trainings, fault: Callable[[], None], sign: str
+) -> None:
     name = f"ddp-{sign.replace(' ', '-')}"
     resumed = train.run(name, name, "ddp", train.kept("ddp", 6), prelude=fault).check()
     assert sign in difference(train.whole("ddp"), resumed, 7)
@@ -207,11 +227,17 @@ def test_without_its_guard_a_resumed_run_is_another(train: Trainings, fault: Cal
 def test_a_run_resumes_with_1_process_then_4_then_2(train: Trainings, strategy: str) -> None:
     """The same rows in the same global order, and rounding in another order."""
     whole, name = train.whole(strategy), f"{strategy}-resized"
-    legs = [(1, 7, train.kept(strategy, 4)), (4, 11, "--ckpt_path=last"), (2, 0, "--ckpt_path=last")]
+    legs = [
+        (1, 7, train.kept(strategy, 4)),
+        (4, 11, "--ckpt_path=last"),
+        (2, 0, "--ckpt_path=last"),
+    ]
     loss = {step: value for step, value in whole.loss.items() if step <= 4}
     for processes, stop, where in legs:
         acts = [KillAt(stop)] if stop else []
-        leg = train.run(name, f"{name}-{processes}", strategy, where, processes=processes, callbacks=acts)
+        leg = train.run(
+            name, f"{name}-{processes}", strategy, where, processes=processes, callbacks=acts
+        )
         assert leg.was_killed if stop else leg.check(), leg.error
         assert min(leg.loss) == {1: 5, 4: 7, 2: 11}[processes]
         rows, expected = leg.rows(), whole.rows()
@@ -222,19 +248,3 @@ def test_a_run_resumes_with_1_process_then_4_then_2(train: Trainings, strategy: 
         loss |= leg.loss
     assert loss.keys() == whole.loss.keys()
     assert fmean(loss.values()) == pytest.approx(fmean(whole.loss.values()), abs=1e-6)
-
-
-@pytest.mark.slow
-def test_a_validation_at_the_step_of_a_checkpoint_is_not_forgotten(flags: list[str], tmp_path: Path) -> None:
-    """A schedule that waits for validations, and early stopping, have seen it; else the learning rate would differ."""
-    plateau = ["--model.optim.schedule=reduce_on_plateau", "--model.optim.plateau_patience=0"]
-    flags = [*flags, *plateau, "--model.optim.learning_rate=1e-6", "--trainer.val_check_interval=4"]
-    flags += ["--last_checkpoint.every_n_steps=4"]
-    assert run("fit", *flags, "--run.name=whole") == 0
-    with pytest.raises(RuntimeError, match="stopped by the test"):
-        stop = "tests.support.runs.StopAfter"
-        run("fit", *flags, "--run.name=cut", f"--trainer.callbacks+={stop}", "--trainer.callbacks.step=9")
-    assert run("fit", *flags, "--run.name=cut", "--ckpt_path=last") == 0
-    expected, got = (logged(only_run(tmp_path, name), "train/learning_rate") for name in ("whole", "cut"))
-    assert len(set(expected.values())) > 3, "validations must have lowered the rate"
-    assert got == expected

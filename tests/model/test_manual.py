@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from dist_template import Project
+
 from tests.support.manual import BUILT, MANUAL
 from tests.support.runs import Workers, logged
 from tests.support.strategies import flags_of
@@ -15,7 +15,9 @@ from tests.support.wings import RunRecord
 PROJECTS = {"two optimizers": MANUAL, "TrainingModule": BUILT}
 
 
-def fit(folder: Path, strategy: str, ranks: int, *more: str, project: Project = MANUAL) -> RunRecord:
+def fit(
+    folder: Path, strategy: str, ranks: int, *more: str, project: Project = MANUAL
+) -> RunRecord:
     given = [
         "fit", f"--run.root={folder / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
         f"--trainer.devices={ranks}", "--trainer.max_steps=24", "--best_checkpoint.monitor=val_loss",
@@ -28,15 +30,23 @@ def fit(folder: Path, strategy: str, ranks: int, *more: str, project: Project = 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PROJECTS)
-def test_manual_optimization_under_ddp_has_the_losses_of_one_process(tmp_path: Path, kind: str) -> None:
-    one, two = (fit(tmp_path, *each, project=PROJECTS[kind]).check() for each in (("auto", 1), ("ddp", 2)))
+def test_manual_optimization_under_ddp_has_the_losses_of_one_process(
+    tmp_path: Path, kind: str
+) -> None:
+    one, two = (
+        fit(tmp_path, *each, project=PROJECTS[kind]).check() for each in (("auto", 1), ("ddp", 2))
+    )
     losses = logged(one.run, "my/loss")
     assert len(losses) >= 10
     assert logged(two.run, "my/loss") == pytest.approx(losses, rel=1e-5)
-    assert two.eval() == {step: pytest.approx(results, rel=1e-5) for step, results in one.eval().items()}
+    assert two.eval() == {
+        step: pytest.approx(results, rel=1e-5) for step, results in one.eval().items()
+    }
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
-def test_manual_optimization_is_refused_where_the_weights_are_sharded(tmp_path: Path, strategy: str) -> None:
+def test_manual_optimization_is_refused_where_the_weights_are_sharded(
+    tmp_path: Path, strategy: str
+) -> None:
     refusal = fit(tmp_path, strategy, 2).refusal
     assert "Manual optimizes manually" in refusal and "configs/strategy/ddp.yaml" in refusal

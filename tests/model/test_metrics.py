@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from dist_template.callbacks import Throughput
+from dist_template.wings.rehearse.recorder import fingerprint
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dist_template.callbacks import Throughput
-from dist_template.wings.rehearse.recorder import fingerprint
 from tests.support.library import read_metrics
 from tests.support.parity import CLIP, GLOBAL_BATCH, MODELS, Trainings
 from tests.support.tiers import tiers
@@ -42,7 +42,9 @@ class WithAPeak(Callback):
         throughput._peak_tflops = PEAK_TFLOPS
 
 
-@pytest.fixture(scope="module", params=tiers(["ddp", "fsdp2_ep", "zero2"], daily=["fsdp2_ep", "zero2"]))
+@pytest.fixture(
+    scope="module", params=tiers(["ddp", "fsdp2_ep", "zero2"], daily=["fsdp2_ep", "zero2"])
+)
 def run(request: pytest.FixtureRequest, train: Trainings) -> RunRecord:  # noqa: F811
     flags = [f"--trainer.max_steps={ALL_STEPS}", "--trainer.val_check_interval=10"]
     return train.run("fit", "deepseek_v3", request.param, *flags, callbacks=[WithAPeak()])
@@ -62,7 +64,9 @@ def test_loss_norm_and_tokens_equal_an_independent_computation(run: RunRecord, c
     }
     for name, (values, tolerance) in expected.items():
         assert metrics[name].steps.tolist() == list(range(1, ALL_STEPS + 1)), name
-        assert metrics[name].values[:STEPS].tolist() == pytest.approx(list(values), rel=tolerance), name
+        assert metrics[name].values[:STEPS].tolist() == pytest.approx(
+            list(values), rel=tolerance
+        ), name
 
 
 @pytest.mark.slow
@@ -71,11 +75,17 @@ def test_mfu_follows_from_a_clock_and_a_count_of_multiplications(run: RunRecord)
     metrics = read_metrics(run.run)
     mfu, times = metrics["perf/mfu"], metrics["train/loss"].times
     seconds = dict(zip(range(2, ALL_STEPS + 1), np.diff(times).tolist(), strict=True))
-    alone = [i for i, step in enumerate(mfu.steps.tolist()) if step > 1 and step % 10 > 1]  # not beside a validation
+    alone = [
+        i for i, step in enumerate(mfu.steps.tolist()) if step > 1 and step % 10 > 1
+    ]  # not beside a validation
     per_device = GLOBAL_BATCH * SEQ_LEN / 2 * operations_of_a_token(run.start) / 1e12 / PEAK_TFLOPS
-    ratios = [mfu.values[i] * seconds[int(mfu.steps[i])] / per_device for i in alone]  # step by step: a busy machine
+    ratios = [
+        mfu.values[i] * seconds[int(mfu.steps[i])] / per_device for i in alone
+    ]  # step by step: a busy machine
     assert np.median(ratios) == pytest.approx(1, rel=0.15)  # slows both
-    tflops = metrics["perf/tokens_per_s_per_device"].values * operations_of_a_token(run.start) / 1e12
+    tflops = (
+        metrics["perf/tokens_per_s_per_device"].values * operations_of_a_token(run.start) / 1e12
+    )
     assert metrics["perf/model_tflops"].values == pytest.approx(tflops, rel=1e-9)
     assert mfu.values == pytest.approx(tflops / PEAK_TFLOPS, rel=1e-9)
 
@@ -94,7 +104,9 @@ def recomputed(run: RunRecord, cache: Path) -> Iterator[tuple[float, float]]:
     model = rebuilt(run)
     batches = [[hashed for hashed, _ in batch] for _, batch in sorted(run.rows().items())]
     rows = rows_by_hash(cache, {hashed for batch in batches for hashed in batch})
-    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
+    moments = {
+        name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()
+    }
     loads = counted_loads(model)
     for step, batch in enumerate(batches[:STEPS], start=1):
         losses = torch.cat([losses_of(model, *rows[hashed]) for hashed in batch])
@@ -121,16 +133,25 @@ def counted_loads(model: nn.Module) -> dict[Tensor, Tensor]:
             def count(experts: Any, args: Any, counts: Tensor = counts) -> None:
                 counts.add_(torch.bincount(args[1].flatten(), minlength=len(counts)))
 
-            model.get_submodule(name.removesuffix("gate") + "experts").register_forward_pre_hook(count)
+            model.get_submodule(name.removesuffix("gate") + "experts").register_forward_pre_hook(
+                count
+            )
     return found
 
 
 def rebuilt(run: RunRecord) -> Any:
     """The model with the run's first weights."""
     fields: dict[str, Any] = yaml.safe_load(MODELS["deepseek_v3"])
-    fields |= {"max_position_embeddings": SEQ_LEN, "vocab_size": VOCABULARY, "eos_token_id": EOS, "bos_token_id": EOS}
+    fields |= {
+        "max_position_embeddings": SEQ_LEN,
+        "vocab_size": VOCABULARY,
+        "eos_token_id": EOS,
+        "bos_token_id": EOS,
+    }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
-    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in run.start.items()})
+    model.load_state_dict(
+        {name.removeprefix("model."): tensor for name, tensor in run.start.items()}
+    )
     return model
 
 
@@ -141,7 +162,10 @@ def rows_by_hash(cache: Path, wanted: set[str]) -> dict[str, tuple[Tensor, int]]
     """
     for path in cache.glob("*/train.bin"):
         tokens = torch.from_numpy(np.fromfile(path, dtype=np.uint16).astype(np.int64))
-        rows = [tokens[start : start + SEQ_LEN + 1] for start in range(0, len(tokens) - SEQ_LEN, SEQ_LEN)]
+        rows = [
+            tokens[start : start + SEQ_LEN + 1]
+            for start in range(0, len(tokens) - SEQ_LEN, SEQ_LEN)
+        ]
         found = {fingerprint(row[:-1]): (row, 4 + int(row[:-1].sum()) * 7 % 28) for row in rows}
         if wanted <= found.keys():
             return found
@@ -152,7 +176,9 @@ def losses_of(model: Any, row: Tensor, counted: int) -> Tensor:
     """Of the labels that count, in nats; each document is a forward of its own."""
     ends = [0, *((row[:-1] == EOS).nonzero().flatten() + 1).tolist(), SEQ_LEN]
     documents = [row[start:end] for start, end in zip(ends, ends[1:], strict=False) if end > start]
-    logits = torch.cat([model(input_ids=document[None], use_cache=False).logits[0] for document in documents])
+    logits = torch.cat(
+        [model(input_ids=document[None], use_cache=False).logits[0] for document in documents]
+    )
     return F.cross_entropy(logits, row[1:], reduction="none")[:counted]
 
 
@@ -165,7 +191,9 @@ def learning_rate(step: int) -> float:
 
 
 @torch.no_grad()
-def adamw(model: nn.Module, moments: dict[str, tuple[Tensor, Tensor]], step: int, factor: float) -> None:
+def adamw(
+    model: nn.Module, moments: dict[str, tuple[Tensor, Tensor]], step: int, factor: float
+) -> None:
     """Algorithm 2 of arXiv:1711.05101, on gradients times `factor`; vectors do not decay."""
     rate = learning_rate(step - 1)
     for name, weight in model.named_parameters():
