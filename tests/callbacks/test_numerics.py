@@ -9,24 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from dist_template import Ended
-from dist_template.callbacks import Numerics
-from dist_template.callbacks.numerics import StepCheck
-from dist_template.errors import Exit
 from pytest import CaptureFixture, MonkeyPatch
 from torch import Tensor
 from trainer_dev.module import LanguageModule
 
+from dist_template import Ended
+from dist_template.callbacks import Numerics
+from dist_template.callbacks.numerics import StepCheck
+from dist_template.errors import Exit
 from tests.support.library import numerics, read_full, read_incidents
 from tests.support.numerics import is_finite, newest_step, spoil
 from tests.support.runs import newest, only_run, run
 
 QUICK = [
-    "--trainer.max_steps=8",
-    "--trainer.limit_val_batches=0",
-    "--trainer.logger=false",
+    "--trainer.max_steps=8", "--trainer.limit_val_batches=0", "--trainer.logger=false",
     "--model.optim.warmup=2",
-]
+]  # fmt: skip
 
 
 def saved_weights(root: Path, name: str = "default") -> dict[str, Tensor]:
@@ -89,9 +87,7 @@ def test_no_checkpoint_is_saved_of_weights_that_something_else_made_non_finite(
 
     monkeypatch.setattr(numerics, "_weights_are_finite", lambda *_: True)
     run("fit", *flags, *QUICK, "--trainer.max_steps=4", "--run.name=red")
-    assert not is_finite(saved_weights(tmp_path, "red")), (
-        "without the check of the weights they would be saved"
-    )
+    assert not is_finite(saved_weights(tmp_path, "red"))
 
 
 def test_an_optimizer_that_is_not_fused_skips_the_step_too(
@@ -120,9 +116,7 @@ def test_the_loss_scale_falls_on_ranks_whose_own_gradient_is_finite(
     numerics._skip_step(optimizer, torch.tensor(1.0), non_finite, scaler)
     scaler.step(optimizer)
     scaler.update()
-    assert scaler.get_scale() == (256.0 if everywhere == 1.0 else 128.0), (
-        "a spike is not the scale's fault"
-    )
+    assert scaler.get_scale() == (256.0 if everywhere == 1.0 else 128.0)
     assert weight.tolist() == [1.0] * 3
 
 
@@ -148,9 +142,7 @@ def test_an_overflow_of_the_loss_scaler_is_an_incident_only_after_patience(tmp_p
     assert [judged(guard, math.inf, scaler=object()) for _ in range(3)] == ["continues"] * 2 + [
         "NON_FINITE"
     ]
-    assert judged(Numerics(folder=str(tmp_path)), math.inf, scaler=None) == "NON_FINITE", (
-        "without a scaler, at once"
-    )
+    assert judged(Numerics(folder=str(tmp_path)), math.inf, scaler=None) == "NON_FINITE"
 
 
 def test_the_spike_limit_is_robust_and_inactive_for_half_a_window() -> None:

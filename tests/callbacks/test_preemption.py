@@ -1,81 +1,56 @@
-"""SIGTERM or SIGUSR1 to any of a run's processes, and the end of its time: all ranks stop and save at one step."""
+"""A signal to a run's process, and the end of its time: all ranks stop and save at one step."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-import torch
-from dist_template.callbacks.preemption import Vote
 from lightning.pytorch import Callback
 
+from dist_template.callbacks.preemption import Vote
 from tests.support.library import manifest
 from tests.support.runs import Workers, run
 from tests.support.tiers import tiers
-from tests.support.wings import RunRecord
+from tests.support.wings import RunRecord, first_difference
 
 SMALL = ["--trainer.strategy=ddp", "--data.micro_batch_size=2", "--model.optim.learning_rate=0.01"]
 
 
 class Signal(Callback):
-    """Sends `number` to its own process, on some ranks, at or after the hook of that name at a step.
-
-    Args:
-        ranks: On which.
-        hook: on_train_batch_start, on_validation_batch_end …
-        step: Optimizer steps done.
-        number: The signal.
-        delay: How long after it, as a share of the time between the hook's last two calls. 0: at once.
-        to_group: To its process group, as a shell's job control does.
+    """Sends `number` to its own process, on `ranks`, in the hook of that name at `step`; or to its
+    process group, as a shell's job control does.
     """
 
     def __init__(
-        self,
-        ranks: set[int],
-        step: int,
-        number: int,
-        hook: str,
-        delay: float = 0.0,
-        to_group: bool = False,
+        self, ranks: set[int], step: int, number: int, hook: str, to_group: bool = False
     ) -> None:
-        self.ranks, self.step, self.number, self.delay = ranks, step, number, delay
+        self.ranks, self.step, self.number = ranks, step, number
         self.kill = os.killpg if to_group else os.kill
         vars(self)[hook] = self._send
-        self._sent, self._called = False, 0.0
+        self._sent = False
 
     def _send(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        now, before = time.monotonic(), self._called or time.monotonic()
-        self._called = now
         due = trainer.global_step >= self.step and not trainer.sanity_checking and not self._sent
         if due and trainer.global_rank in self.ranks:
             self._sent = True
-            if self.delay:
-                threading.Timer(
-                    self.delay * (now - before), self.kill, (os.getpid(), self.number)
-                ).start()
-            else:  # before the hook returns: the next vote has it
-                self.kill(os.getpid(), self.number)
+            self.kill(os.getpid(), self.number)  # before the hook returns: the next vote has it
 
 
 class Runs:
-    """Runs of one command on `num` processes: uninterrupted, or stopped and resumed."""
+    """Runs of one command on two processes: uninterrupted, or stopped and resumed."""
 
-    def __init__(self, folder: Path, flags: list[str], num: int = 2) -> None:
-        self.folder, self.flags, self.num = folder, [*flags, *SMALL], num
+    def __init__(self, folder: Path, flags: list[str]) -> None:
+        self.folder, self.flags = folder, ["fit", *flags, *SMALL]
 
     def fit(self, name: str, *flags: str, run_id: str | None = None, **options: Any) -> RunRecord:
-        with Workers(self.num) as workers:
-            argv = ["fit", *self.flags, *flags]
-            return workers.run(
-                argv, self.folder / name, run_id=run_id or name, timeout_s=300, **options
-            )
+        with Workers(2) as workers:
+            options = {"run_id": run_id or name, "timeout_s": 300} | options
+            return workers.run([*self.flags, *flags], self.folder / name, **options)
 
 
 @pytest.fixture
@@ -87,18 +62,13 @@ def runs(flags: list[str], tmp_path: Path) -> Runs:
 def stopped(record: RunRecord, by: str) -> int:
     """After which step all ranks stopped together and saved; 0 if they did not."""
     sentence = re.escape(f"Ended: {by}: stopped and saved after step ") + r"(\d+)"
-    steps = {
-        found and int(found[1])
-        for answer in record.answers.values()
-        for found in [re.match(sentence, answer)]
-    }
+    found = [re.match(sentence, answer) for answer in record.answers.values()]
+    steps = {each and int(each[1]) for each in found}
     return steps.pop() or 0 if len(steps) == 1 else 0
 
 
 def same_weights(one: RunRecord, other: RunRecord) -> bool:
-    return one.end.keys() == other.end.keys() and all(
-        torch.equal(one.end[name], other.end[name]) for name in one.end
-    )
+    return first_difference(one.end, other.end) == ""
 
 
 @pytest.mark.slow
@@ -119,11 +89,9 @@ def test_a_validation_is_interrupted_and_repeated_after_the_resume(runs: Runs) -
     """Its step may be saved already; the learning rate depends on its result."""
     plateau = ["--model.optim.schedule=reduce_on_plateau", "--model.optim.plateau_patience=0"]
     flags = [
-        *plateau,
-        "--last_checkpoint.every_n_steps=5",
-        "--trainer.val_check_interval=5",
+        *plateau, "--last_checkpoint.every_n_steps=5", "--trainer.val_check_interval=5",
         "--data.seq_len=8",
-    ]
+    ]  # fmt: skip
     reference = runs.fit("reference", *flags).check()
     signal_at = Signal({0}, 10, signal.SIGUSR1, "on_validation_batch_start")
     first = runs.fit("first", *flags, callbacks=[signal_at])
@@ -157,11 +125,7 @@ def test_a_signal_to_a_ranks_process_group_does_not_kill_its_data_workers(
 def in_one_group() -> None:
     """The fault: a rank and its readers are one process group."""
     os.setpgrp()
-    vars(os)["setpgid"] = _nothing
-
-
-def _nothing(*_: int) -> None:
-    pass
+    vars(os)["setpgid"] = lambda *_: None
 
 
 def each_for_itself() -> None:
@@ -172,9 +136,5 @@ def each_for_itself() -> None:
 @pytest.mark.slow
 def test_without_the_vote_a_signal_to_one_rank_breaks_the_run(runs: Runs) -> None:
     signal_at = Signal({1}, 7, signal.SIGTERM, "on_train_batch_start")
-    with Workers(2) as workers:
-        argv = ["fit", *runs.flags]
-        record = workers.run(
-            argv, runs.folder / "red", timeout_s=12, callbacks=[signal_at], prelude=each_for_itself
-        )
+    record = runs.fit("red", callbacks=[signal_at], prelude=each_for_itself, timeout_s=12)
     assert not record.ok and not stopped(record, "SIGTERM"), record.answers

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+
 from dist_template import InputError
 from dist_template.callbacks import LastCheckpoint, SampleOrder
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    Subset,
-    WeightedRandomSampler,
-)
-
 from tests.support.runs import Workers
 from tests.support.streams import STREAMS
 from tests.support.wings import RunRecord
@@ -33,11 +25,6 @@ class Numbers(Dataset):
 
     def __getitem__(self, index: int) -> int:
         return index
-
-
-class Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter(range(NUM))
 
 
 class Module(L.LightningModule):
@@ -111,29 +98,6 @@ def test_a_resume_with_other_samples_is_refused_and_can_be_accepted(tmp_path: Pa
     assert len(fit(tmp_path, loader, 5, ckpt_path=last, callbacks=[accepts])) == 2
 
 
-OTHERS = {
-    "a sampler of its own": lambda: DataLoader(
-        Numbers(), 4, sampler=WeightedRandomSampler([1.0] * NUM, NUM)
-    ),
-    "a random sampler with replacement of fewer": lambda: DataLoader(
-        Numbers(), 4, sampler=RandomSampler(Numbers(), num_samples=8)
-    ),
-    "an iterable dataset": lambda: DataLoader(Stream(), 4),
-    "no DataLoader": lambda: [torch.arange(4), torch.arange(4)],
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_another_loader_is_not_changed_and_a_warning_is_printed(name: str) -> None:
-    order, loader = SampleOrder(), OTHERS[name]()
-    order._trainer, order._num_ranks = (
-        SimpleNamespace(overfit_batches=0.0, accumulate_grad_batches=1),
-        1,
-    )
-    with pytest.warns(UserWarning, match="a resumed epoch starts again at its first batch"):
-        assert order._train(loader) is loader
-
-
 def test_a_training_set_below_one_step_is_refused(tmp_path: Path) -> None:
     sentence = r"has 22 samples, and an optimizer step takes 24: batch_size 8 x data_parallel 1 x .*batches 3"
     with pytest.raises(InputError, match=sentence):
@@ -163,9 +127,3 @@ def test_an_evaluation_counts_each_row_once_also_where_the_last_batch_is_smaller
     assert two.check().eval("sanity_check")[0] == pytest.approx(
         one.check().eval("sanity_check")[0], rel=1e-6
     )
-
-
-@pytest.mark.slow
-def test_rows_that_must_count_twice_are_reported(tmp_path: Path) -> None:
-    warning = "1 of 1 rows of an evaluation count twice"
-    fit_streams(tmp_path, 2, "--data.kind=constant", "--data.num_held_out=1", warns=warning).check()

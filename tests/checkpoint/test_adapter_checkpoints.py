@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from dist_template import InputError
-from pytest import CaptureFixture
 
 from tests.support.adapters import MODEL, TARGETS, flags, with_random_b
 from tests.support.library import quantize, read_full
 from tests.support.parity import PauseAfter, Trainings
-from tests.support.runs import OURS, SMALL_LLAMA, newest, only_run, run
+from tests.support.runs import OURS, SMALL_LLAMA, newest, run
 from tests.support.tiers import tiers
 from tests.support.wings import export
 
@@ -65,12 +63,9 @@ def test_adapters_continue_from_strategy_to_strategy(
 def quick(flags: list[str]) -> list[str]:
     keys = ["--model.adapter.targets=[q_proj, down_proj]", "--model.optim.learning_rate=0.05"]
     return [
-        *flags,
-        *keys,
-        "--trainer.max_steps=2",
-        "--trainer.limit_val_batches=0",
+        *flags, *keys, "--trainer.max_steps=2", "--trainer.limit_val_batches=0",
         "--model.optim.warmup=0",
-    ]
+    ]  # fmt: skip
 
 
 def exported(flags: list[str], output: Path, *more: str) -> Path:
@@ -124,24 +119,3 @@ def save_base(architecture: str, folder: Path, seed: int = 1) -> None:
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**fields, vocab_size=257, max_position_embeddings=64)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-
-
-def test_another_base_is_refused(quick: list[str], tmp_path: Path, capfd: CaptureFixture) -> None:
-    base = tmp_path / "base"
-    quick = [*quick, f"--model.pretrained={base}"]
-    save_base(SMALL_LLAMA, base)
-    assert run("fit", *quick) == 0
-    last = newest(only_run(tmp_path))
-    assert run("test", *quick, f"--ckpt_path={last}") == 0
-    capfd.readouterr()
-    save_base(SMALL_LLAMA, base, seed=2)
-    for verb in ("fit", "test"):
-        assert run(verb, *quick, f"--ckpt_path={last}") == 2
-        error = capfd.readouterr().err
-        assert f"was trained on {base} with SHA-256" in error and error.count("\n") == 1, error
-    with pytest.raises(InputError, match="is another model's"):
-        exported(
-            [flag for flag in quick if "adapter" not in flag],
-            tmp_path / "out",
-            f"--checkpoint={last}",
-        )

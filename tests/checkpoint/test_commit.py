@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from dist_template import InputError
-from dist_template.callbacks import BestCheckpoint
 from pytest import CaptureFixture, MonkeyPatch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dist_template import InputError
+from dist_template.callbacks import BestCheckpoint
 from tests.support.formats import (
     NAMES,
     REST,
@@ -105,17 +105,6 @@ def test_the_newest_that_is_not_torn_is_used_and_the_others_are_named(tmp_path: 
         assert manifest.newest(tmp_path) == paths[1]
 
 
-def test_remnants_of_a_killed_save_are_ignored_and_deleted(tmp_path: Path) -> None:
-    aside = commit.begin(tmp_path / manifest.name(3))
-    (aside / "half").write_bytes(b"ha")
-    assert manifest.found(tmp_path) == []
-    path = committed(tmp_path, 3)
-    assert sorted(file.name for file in path.iterdir()) == [formats.FILE, manifest.MANIFEST]
-    commit.begin(tmp_path / manifest.name(4))
-    commit.clear(tmp_path)
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_a_disks_refusal_is_returned_and_other_errors_are_raised() -> None:
     def fails(error: BaseException) -> Callable[[], None]:
         def raises() -> None:
@@ -153,11 +142,9 @@ def test_the_best_are_those_in_the_folder(tmp_path: Path) -> None:
 @pytest.fixture
 def quick(flags: list[str]) -> list[str]:
     return [
-        *flags,
-        "--trainer.limit_val_batches=0",
-        "--trainer.logger=false",
+        *flags, "--trainer.limit_val_batches=0", "--trainer.logger=false",
         "--last_checkpoint.every_n_steps=2",
-    ]
+    ]  # fmt: skip
 
 
 def flip(path: Path) -> None:
@@ -180,9 +167,7 @@ def test_an_interrupted_run_resumes_from_its_newest_valid_checkpoint(
     assert "resumes from its newest" in shown
     kept = sorted(path.name for path in (only_run(tmp_path) / "checkpoints").iterdir())
     assert kept == ["step00000004.ckpt", "step00000006.ckpt"]
-    assert manifest.damage(only_run(tmp_path) / "checkpoints" / kept[0]) is None, (
-        "it was written again"
-    )
+    assert manifest.damage(only_run(tmp_path) / "checkpoints" / kept[0]) is None
     assert main(["fit", *quick, "--trainer.max_steps=6"]) == 0, "a relaunch of what is done"
     assert sorted(path.name for path in (only_run(tmp_path) / "checkpoints").iterdir()) == kept
 

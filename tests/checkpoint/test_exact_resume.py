@@ -16,11 +16,11 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
+
 from dist_template.callbacks import RandomState
 from dist_template.compat import epochs
 from dist_template.wings.rehearse.compare import trace_resumed
-from lightning.pytorch import Callback
-
 from tests.support.faults import random_state_not_saved
 from tests.support.library import global_order, manifest
 from tests.support.runs import Workers
@@ -228,10 +228,8 @@ def test_a_run_resumes_with_1_process_then_4_then_2(train: Trainings, strategy: 
     """The same rows in the same global order, and rounding in another order."""
     whole, name = train.whole(strategy), f"{strategy}-resized"
     legs = [
-        (1, 7, train.kept(strategy, 4)),
-        (4, 11, "--ckpt_path=last"),
-        (2, 0, "--ckpt_path=last"),
-    ]
+        (1, 7, train.kept(strategy, 4)), (4, 11, "--ckpt_path=last"), (2, 0, "--ckpt_path=last"),
+    ]  # fmt: skip
     loss = {step: value for step, value in whole.loss.items() if step <= 4}
     for processes, stop, where in legs:
         acts = [KillAt(stop)] if stop else []

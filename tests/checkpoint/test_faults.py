@@ -5,17 +5,23 @@ test_kill_points.py kills a fake training at every point of a save.
 
 from __future__ import annotations
 
+import os
+import resource
 import shutil
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from tests.support.kill_points import EXIT_CODE, crash
 from tests.support.library import formats as loading
 from tests.support.library import manifest, read_full
+from tests.support.runs import disk
 from tests.support.saves import STEPS, Trainings, assert_same, equal
 from tests.support.tiers import tiers
 
@@ -53,9 +59,7 @@ def test_a_run_that_is_killed_inside_a_save_resumes_exactly(
     train.run(strategy, f"killed-{strategy}").check()
     assert_same(folder / manifest.name(STEPS), expected / manifest.name(STEPS))
     kept = sorted(path.name for path in folder.iterdir())
-    assert kept == [manifest.name(STEPS - 1), manifest.name(STEPS)], (
-        "nothing of the killed save is left"
-    )
+    assert kept == [manifest.name(STEPS - 1), manifest.name(STEPS)]
 
 
 def unverified() -> None:
@@ -88,3 +92,67 @@ def test_all_ranks_skip_a_damaged_checkpoint_together(train: Trainings, guarded:
     else:
         ends = [read_full(path / manifest.name(STEPS))["state_dict"] for path in (folder, expected)]
         assert not equal(*ends)
+
+
+class Ballast(Callback):
+    """Fill the disk after step 1 but for what a small file takes; free it after step 3.
+
+    Args:
+        folder: On that disk.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "ballast"
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        trainer.strategy.barrier()
+        if trainer.is_global_zero and trainer.global_step == 1:
+            free = shutil.disk_usage(self.file.parent).free
+            self.file.write_bytes(bytes(max(0, free - 40_000)))
+        if trainer.is_global_zero and trainer.global_step == 3:
+            self.file.unlink()
+        trainer.strategy.barrier()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with disk(tmp_path / "disk", "16m") as folder:
+        yield folder
+
+
+def refuse_rank_1() -> None:
+    """In each worker: rank 1's files cannot grow beyond 60 kB, as where its node's disk alone is full."""
+    if os.environ["RANK"] == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+
+@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2", "zero2"], daily=["fsdp2"]))
+def test_on_a_full_disk_training_continues(
+    train: Trainings, small_disk: Path, strategy: str
+) -> None:
+    flags = [
+        f"--last_checkpoint.dirpath={small_disk}", "--trainer.max_steps=5",
+        "--model.optim.schedule=constant",
+    ]  # fmt: skip
+    record = train.run(strategy, f"full-{strategy}", *flags, callbacks=[Ballast(small_disk)])
+    log = record.log(0)
+    assert "step00000002.ckpt was not saved, rank " in log and "GiB are free at /" in log
+    assert "the newest valid checkpoint is" in log
+    record.check()
+    assert log.count("; training continues\n") == 2, "after steps 2 and 3"
+    left = sorted(path.name for path in small_disk.glob("*ckpt*"))
+    assert left == [manifest.name(4), manifest.name(5)]
+
+
+@pytest.mark.parametrize("strategy", tiers(["fsdp2", "zero1", "zero3"], daily=["zero3"]))
+def test_what_one_rank_cannot_write_ends_on_all_ranks_alike(
+    train: Trainings, strategy: str
+) -> None:
+    """DeepSpeed's save has barriers after the writing, at which the other ranks would wait forever."""
+    record = train.run(
+        strategy, f"refused-{strategy}", "--trainer.max_steps=2", prelude=refuse_rank_1
+    )
+    assert not list((record.run / "checkpoints").iterdir())
+    assert record.log(0).count("step00000001.ckpt was not saved, rank 1: ") == 1
+    for answer in record.answers.values():  # at the last step training does not go on
+        assert answer.startswith("Ended: step00000002.ckpt was not saved, rank 1: "), record.answers

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from dist_template import InputError
 from dist_template.checkpoint.optimizer import numbered
-
 from tests.support.formats import (
     NAMES,
     REST,
@@ -80,21 +80,6 @@ def test_a_header_has_the_shapes_and_the_entries_of_the_whole(checkpoint: Path) 
     assert shapes == {name: tuple(tensor.shape) for name, tensor in full["state_dict"].items()}
     assert {key: metadata[key] for key in REST} == REST
     assert not {"state_dict", "optimizer_states", "module", "optimizer"} & metadata.keys()
-
-
-def test_training_goes_on_as_if_it_had_not_stopped(
-    checkpoint: Path, trained: tuple[Tiny, torch.optim.AdamW]
-) -> None:
-    full = read_full(checkpoint)
-    model = Tiny()
-    model.load_state_dict(full["state_dict"])
-    optimizer = build_optimizer(model)
-    optimizer.load_state_dict(numbered(full["optimizer_states"][0], NAMES, optimizer.param_groups))
-    for _ in range(2):
-        step(model, optimizer)
-        step(*trained)
-    for name, tensor in trained[0].state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
 
 
 class Touch:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from dist_template import Project
 
+from dist_template import Project
 from tests.support.classifier import CLASSIFIER, PLAIN
 from tests.support.library import manifest
-from tests.support.runs import Workers
+from tests.support.manual import BUILT, MANUAL
+from tests.support.runs import Workers, logged
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
 from tests.support.wings import KillAt, RunRecord
@@ -51,11 +52,8 @@ class Trainings:
         if name not in self._records:
             ranks = STRATEGIES.get(strategy, 1)
             given = [
-                verb,
-                *flags(self.folder, self.project, ranks),
-                f"--run.name={run or name}",
-                *more,
-            ]
+                verb, *flags(self.folder, self.project, ranks), f"--run.name={run or name}", *more,
+            ]  # fmt: skip
             given += flags_of(strategy) if strategy in STRATEGIES else []
             with Workers(ranks, self.project) as workers:
                 callbacks = [KillAt(kill)] if kill else []
@@ -143,3 +141,44 @@ def test_a_checkpoint_is_validated_tested_and_predicts(trainings: Trainings, str
     predicted = trainings.run(f"{strategy}-predict", strategy, checkpoint, verb="predict")
     lines = (predicted.run / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
     assert [len(json.loads(line)) for line in lines] == [BATCH] * 4
+
+
+PROJECTS = {"two optimizers": MANUAL, "TrainingModule": BUILT}
+
+
+def fit_manual(
+    folder: Path, strategy: str, ranks: int, *more: str, project: Project = MANUAL
+) -> RunRecord:
+    given = [
+        "fit", f"--run.root={folder / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
+        f"--trainer.devices={ranks}", "--trainer.max_steps=24", "--best_checkpoint.monitor=val_loss",
+        "--trainer.log_every_n_steps=1", f"--data.batch_size={8 // ranks}", f"--run.name={strategy}",
+        "--last_checkpoint.every_n_steps=12", *(flags_of(strategy) if strategy != "auto" else ()), *more,
+    ]  # fmt: skip
+    with Workers(ranks, project) as workers:
+        return workers.run(given, folder / f"{strategy}{len(more)}", run_id=strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PROJECTS)
+def test_manual_optimization_under_ddp_has_the_losses_of_one_process(
+    tmp_path: Path, kind: str
+) -> None:
+    one, two = (
+        fit_manual(tmp_path, *each, project=PROJECTS[kind]).check()
+        for each in (("auto", 1), ("ddp", 2))
+    )
+    losses = logged(one.run, "my/loss")
+    assert len(losses) >= 10
+    assert logged(two.run, "my/loss") == pytest.approx(losses, rel=1e-5)
+    assert two.eval() == {
+        step: pytest.approx(results, rel=1e-5) for step, results in one.eval().items()
+    }
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_manual_optimization_is_refused_where_the_weights_are_sharded(
+    tmp_path: Path, strategy: str
+) -> None:
+    refusal = fit_manual(tmp_path, strategy, 2).refusal
+    assert "Manual optimizes manually" in refusal and "configs/strategy/ddp.yaml" in refusal

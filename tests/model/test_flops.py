@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from dist_template.model.flops import Size, peak
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from dist_template.model.flops import Size, peak
 
 T = 4096
 
@@ -32,9 +33,8 @@ def test_deepseek_v3_is_counted_as_published() -> None:
     size = Size.of(build(model_type="deepseek_v3"))
     assert size.total == every + sparse + (layers - dense) * (256 + 1) * expert
     assert size.active == every + sparse + (layers - dense) * (8 + 1) * expert
-    assert size.total == pytest.approx(671e9, rel=1e-3) and size.active == pytest.approx(
-        37e9, rel=0.02
-    )
+    assert size.total == pytest.approx(671e9, rel=1e-3)
+    assert size.active == pytest.approx(37e9, rel=0.02)
     assert size.embedding == vocabulary * d
     multiplied = size.active - vocabulary * d  # looked up, and another matrix is the output
     assert size.flops_per_token(T) == pytest.approx(6 * multiplied + 12 * layers * d * T, rel=1e-9)
@@ -55,9 +55,7 @@ def test_unknown_numbers_of_a_custom_model_are_none() -> None:
     assert (size.total, size.active, size.embedding) == (80, 80, 40)
     assert size.flops_per_token(T) is None and size.layers is None
     own.config = SimpleNamespace(num_experts=4, num_hidden_layers=2, hidden_size=4)
-    assert Size.of(own).active is None and Size.of(own).flops_per_token(T) is None, (
-        "its experts are not to be seen"
-    )
+    assert Size.of(own).active is None and Size.of(own).flops_per_token(T) is None
 
 
 @pytest.mark.parametrize(

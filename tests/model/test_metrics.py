@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from dist_template.callbacks import Throughput
-from dist_template.wings.rehearse.recorder import fingerprint
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dist_template.callbacks import Throughput
+from dist_template.wings.rehearse.recorder import fingerprint
 from tests.support.library import read_metrics
 from tests.support.parity import CLIP, GLOBAL_BATCH, MODELS, Trainings
 from tests.support.tiers import tiers
@@ -56,17 +56,14 @@ def test_loss_norm_and_tokens_equal_an_independent_computation(run: RunRecord, c
     loss, norm = zip(*recomputed(run, cache), strict=True)
     steps = range(1, STEPS + 1)
     expected = {
-        "train/loss": (loss, 1e-5),
-        "train/perplexity": ([math.exp(each) for each in loss], 1e-4),
+        "train/loss": (loss, 1e-5), "train/perplexity": ([math.exp(each) for each in loss], 1e-4),
         "train/grad_norm": (norm, 1e-4),
         "train/learning_rate": ([learning_rate(step) for step in steps], 1e-9),
         "train/tokens": ([step * GLOBAL_BATCH * SEQ_LEN for step in steps], 1e-9),
-    }
+    }  # fmt: skip
     for name, (values, tolerance) in expected.items():
         assert metrics[name].steps.tolist() == list(range(1, ALL_STEPS + 1)), name
-        assert metrics[name].values[:STEPS].tolist() == pytest.approx(
-            list(values), rel=tolerance
-        ), name
+        assert metrics[name].values[:STEPS].tolist() == pytest.approx(list(values), rel=tolerance)
 
 
 @pytest.mark.slow
@@ -143,11 +140,9 @@ def rebuilt(run: RunRecord) -> Any:
     """The model with the run's first weights."""
     fields: dict[str, Any] = yaml.safe_load(MODELS["deepseek_v3"])
     fields |= {
-        "max_position_embeddings": SEQ_LEN,
-        "vocab_size": VOCABULARY,
-        "eos_token_id": EOS,
+        "max_position_embeddings": SEQ_LEN, "vocab_size": VOCABULARY, "eos_token_id": EOS,
         "bos_token_id": EOS,
-    }
+    }  # fmt: skip
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
     model.load_state_dict(
         {name.removeprefix("model."): tensor for name, tensor in run.start.items()}

@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from dist_template import InputError
-from dist_template.compat.transformers import cast_experts
-from dist_template.text import known_documents
-from dist_template.text.model.head import ChunkedLoss
 from pytest import MonkeyPatch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_dev.module import LanguageModule
 from transformers import AttentionInterface
 
+from dist_template import InputError
+from dist_template.text import known_documents
+from dist_template.text.model.head import ChunkedLoss
 from tests.support.library import PackedRows
 from tests.support.modules import ARCHITECTURES, Head, build, hidden_states
 from tests.support.operations import Reads, peak_bytes
@@ -127,31 +125,6 @@ def test_a_varlen_kernel_gets_the_bounds_that_the_mask_shows() -> None:
             pass
 
 
-class Calls(TorchDispatchMode):
-    """The operations of a name, with the types of their first tensors."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-        self.types: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name == f"aten::{self.name}":
-            self.types.append([value.dtype for value in args[:2] if isinstance(value, Tensor)])
-        return func(*args, **(kwargs or {}))
-
-
-def test_experts_are_two_grouped_products_a_layer_in_the_type_of_autocast() -> None:
-    cast_experts()
-    module = build(
-        architecture=ARCHITECTURES["deepseek_v3"]
-    )  # three of its four layers have experts
-    for enabled, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), Calls("_grouped_mm") as calls:
-            module(batch_of())
-        assert calls.types == [[dtype, dtype]] * 6
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", tiers(sorted(MODELS), daily=["deepseek_v3"]))
 def test_compiled_blocks_have_no_graph_break_and_none_is_compiled_after_the_second_step(
@@ -171,10 +144,8 @@ def test_compiled_blocks_have_no_graph_break_and_none_is_compiled_after_the_seco
     counters.clear()
     options = ["--model.blocks.compile=true", "--model.loss_chunk=64", "--data.micro_batch_size=8"]
     options += [
-        "--trainer.max_steps=6",
-        "--trainer.log_every_n_steps=3",
-        "--trainer.limit_val_batches=0",
-    ]
+        "--trainer.max_steps=6", "--trainer.log_every_n_steps=3", "--trainer.limit_val_batches=0",
+    ]  # fmt: skip
     assert run("fit", *flags, *options, f"--model.architecture={MODELS[model]}") == 0
     assert not counters["graph_break"]
     assert graphs[0] == 0 < graphs[1] and set(graphs[2:]) == {graphs[2]}

@@ -10,9 +10,9 @@ from typing import Any
 
 import lightning as L
 import pytest
-from dist_template.cluster.environment import git
 from lightning.pytorch import Callback
 
+from dist_template.cluster.environment import git
 from tests.support import read_back
 from tests.support.runs import CONFIGS, run_in_subprocess
 
@@ -36,33 +36,24 @@ def restarted(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactor
         text.replace("  logger:\n", "  logger:\n    - class_path: TensorBoard\n"), "utf-8"
     )
     flags = [
-        f"--config={CONFIGS}/quickstart.yaml",
-        f"--config={both}",
-        f"--run.root={folder}",
+        f"--config={CONFIGS}/quickstart.yaml", f"--config={both}", f"--run.root={folder}",
         "--run.name=r",
-    ]
+    ]  # fmt: skip
     flags += [
-        "--data.source=TextFiles",
-        f"--data.source.paths=[{corpus}/*.txt]",
+        "--data.source=TextFiles", f"--data.source.paths=[{corpus}/*.txt]",
         "--data.tokenizer=Bytes",
-    ]
+    ]  # fmt: skip
     flags += [
-        f"--data.cache_dir={cache}",
-        "--data.seq_len=32",
-        "--data.validation_share=0.2",
+        f"--data.cache_dir={cache}", "--data.seq_len=32", "--data.validation_share=0.2",
         "--data.test_share=0",
-    ]
+    ]  # fmt: skip
     flags += ["--data.global_batch_size=4", "--data.micro_batch_size=2", "--model.sample_tokens=4"]
     flags += [
-        "--trainer.max_steps=10",
-        "--trainer.log_every_n_steps=1",
-        "--trainer.val_check_interval=5",
-    ]
+        "--trainer.max_steps=10", "--trainer.log_every_n_steps=1", "--trainer.val_check_interval=5",
+    ]  # fmt: skip
     flags += [
-        "--last_checkpoint.every_n_steps=5",
-        "--trainer.accelerator=cpu",
-        "--trainer.devices=1",
-    ]
+        "--last_checkpoint.every_n_steps=5", "--trainer.accelerator=cpu", "--trainer.devices=1",
+    ]  # fmt: skip
     flags += [f"--trainer.callbacks+={__name__}.KillAfter", "--trainer.callbacks.api_key=s3cr3t"]
     for step, code in (7, -signal.SIGKILL), (99, 0):
         step_flag = f"--trainer.callbacks.step={step}"
@@ -80,9 +71,7 @@ def test_tensorboard_has_every_metric_once_per_step_after_a_resume(restarted: Pa
         assert shown == pytest.approx(metrics, rel=1e-6, nan_ok=True), (
             step
         )  # TensorBoard has float32
-    assert all(len(values) == 1 for values in points["train/loss"].values()), (
-        "a step is there twice"
-    )
+    assert all(len(values) == 1 for values in points["train/loss"].values())
 
 
 @pytest.mark.slow
@@ -107,7 +96,6 @@ def test_wandb_continues_the_run_with_every_metric_configuration_commit_and_comm
 @pytest.mark.slow
 def test_no_logger_records_a_secret_of_the_command_line(restarted: Path) -> None:
     files = [path for path in restarted.rglob("*") if path.is_file()]
-    assert len(read_back.wandb_files(restarted)) == 2 and any(
-        "tfevents" in path.name for path in files
-    )
+    assert len(read_back.wandb_files(restarted)) == 2
+    assert any("tfevents" in path.name for path in files)
     assert [path for path in files if b"s3cr3t" in path.read_bytes()] == []

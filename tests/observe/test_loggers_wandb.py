@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dist_template import Ended
-from dist_template.errors import Exit
-from dist_template.observe.loggers.wandb import Uploads, WandB
 from pytest import MonkeyPatch
 
+from dist_template.observe.loggers.wandb import Uploads, WandB
 from tests.support import read_back
 from tests.support.wandb_service import Service
 
@@ -65,9 +63,7 @@ def test_a_resumed_run_continues_as_the_same_run_online(tmp_path: Path, service:
         (line["trainer/global_step"], line["train/loss"]) for line in lines if "train/loss" in line
     ]
     assert losses == [(step, 1 / step) for step in (*range(1, 8), *range(6, 11))]
-    assert [line["_step"] for line in lines] == sorted({line["_step"] for line in lines}), (
-        "W&B dropped none"
-    )
+    assert [line["_step"] for line in lines] == sorted({line["_step"] for line in lines})
 
 
 def test_a_service_that_goes_away_neither_stops_nor_delays_training(
@@ -82,9 +78,7 @@ def test_a_service_that_goes_away_neither_stops_nor_delays_training(
     logger.finalize("success")
     exit_process()
     assert time.monotonic() - begun < 60, "finish_timeout_s is 3"
-    assert set(read_back.wandb_points(tmp_path / "one")["train/loss"]) == set(range(1, 7)), (
-        "it can be synced later"
-    )
+    assert set(read_back.wandb_points(tmp_path / "one")["train/loss"]) == set(range(1, 7))
 
 
 def test_without_a_service_at_the_start_wandb_logs_offline(
@@ -156,9 +150,7 @@ def test_checkpoints_are_uploaded_in_the_background_and_may_be_deleted_meanwhile
         "best-step3.ckpt",
         "step3.ckpt",
     ]
-    assert fake.outlived == ["step1.ckpt", "best-step3.ckpt", "step3.ckpt"], (
-        "read after the checkpoint was deleted"
-    )
+    assert fake.outlived == ["step1.ckpt", "best-step3.ckpt", "step3.ckpt"]
     assert not (tmp_path / ".uploads").exists()
 
 
@@ -167,26 +159,6 @@ def logger_of(fake: FakeRun, tmp_path: Path, monkeypatch: MonkeyPatch, **argumen
     logger = WandB("p", str(tmp_path / "r"), **arguments)
     logger._experiment = fake  # ty: ignore[invalid-assignment]
     return logger
-
-
-def test_alerts_report_the_end_a_crash_and_an_interruption(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
-    fake = FakeRun()
-    logger = logger_of(fake, tmp_path, monkeypatch, alerts=True)
-    logger._trains = True
-    logger.finalize("success")
-    logger.finalize("success")  # of the validation after training
-    for error in RuntimeError("out of luck\nmore"), Ended(Exit.REQUEUE, "preempted"):
-        try:
-            raise error
-        except Exception:
-            logger.finalize("failed")
-    assert fake.alerts == [
-        ("training has finished", "r", "INFO"),
-        ("training has failed", "r: RuntimeError: out of luck", "ERROR"),
-        ("training was interrupted", "r: preempted", "WARN"),
-    ]
 
 
 def test_an_error_of_wandb_is_one_warning(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
