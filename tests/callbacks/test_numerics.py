@@ -21,10 +21,8 @@ from tests.support.library import numerics, read_full, read_incidents
 from tests.support.numerics import is_finite, newest_step, spoil
 from tests.support.runs import newest, only_run, run
 
-QUICK = [
-    "--trainer.max_steps=8", "--trainer.limit_val_batches=0", "--trainer.logger=false",
-    "--model.optim.warmup=2",
-]  # fmt: skip
+QUICK = ["--trainer.max_steps=8", "--trainer.limit_val_batches=0", "--trainer.logger=false"]
+QUICK += ["--model.optim.warmup=2"]
 
 
 def saved_weights(root: Path, name: str = "default") -> dict[str, Tensor]:
@@ -47,28 +45,18 @@ def test_without_the_guard_nan_weights_are_saved_silently(
     flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     spoil(monkeypatch, lambda step: step == 4)
-    for hook in (
-        "on_before_backward",
-        "on_train_start",
-        "on_before_optimizer_step",
-        "on_save_checkpoint",
-    ):
-        monkeypatch.setattr(Numerics, hook, lambda *_: None)
+    for hook in ("before_backward", "train_start", "before_optimizer_step", "save_checkpoint"):
+        monkeypatch.setattr(Numerics, f"on_{hook}", lambda *_: None)
     assert run("fit", *flags, *QUICK) == 0
     assert not is_finite(saved_weights(tmp_path))
 
 
-def test_skip_stops_after_patience_steps(
-    flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_skip_has_patience(flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     spoil(monkeypatch, lambda step: step >= 3)
     skip = ["--numerics.on_non_finite=skip", "--numerics.patience=3"]
     assert run("fit", *flags, *QUICK, *skip) == Exit.NON_FINITE
-    assert [(i["step"], i["decision"]) for i in read_incidents(only_run(tmp_path))] == [
-        (3, "skip"),
-        (4, "skip"),
-        (5, "stop"),
-    ]
+    found = [(each["step"], each["decision"]) for each in read_incidents(only_run(tmp_path))]
+    assert found == [(3, "skip"), (4, "skip"), (5, "stop")]
 
 
 def test_no_checkpoint_is_saved_of_weights_that_something_else_made_non_finite(
@@ -94,20 +82,17 @@ def test_an_optimizer_that_is_not_fused_skips_the_step_too(
     flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     spoil(monkeypatch, lambda step: step == 4)
-    monkeypatch.setattr(
-        LanguageModule,
-        "configure_optimizers",
-        lambda self: torch.optim.SGD(self.parameters(), lr=0.1),
-    )
+    sgd = lambda self: torch.optim.SGD(self.parameters(), lr=0.1)  # noqa: E731
+    monkeypatch.setattr(LanguageModule, "configure_optimizers", sgd)
     assert run("fit", *flags, *QUICK, "--numerics.on_non_finite=skip") == 0
     assert is_finite(saved_weights(tmp_path)) and len(read_incidents(only_run(tmp_path))) == 1
 
 
 @pytest.mark.parametrize(("own", "everywhere"), [(1.0, math.nan), (math.nan, math.nan), (1.0, 1.0)])
-def test_the_loss_scale_falls_on_ranks_whose_own_gradient_is_finite(
+def test_the_loss_scale_falls_where_the_own_gradient_is_finite(
     own: float, everywhere: float
 ) -> None:
-    """Else the ranks' scales differ, and from the next step on the sum of their gradients is wrong."""
+    """Else the ranks' scales differ, and the next steps' sums of gradients are wrong."""
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer, scaler = torch.optim.AdamW([weight]), torch.amp.GradScaler("cpu", init_scale=256.0)
     scaler.scale(weight.sum() * own).backward()
@@ -123,9 +108,8 @@ def test_the_loss_scale_falls_on_ranks_whose_own_gradient_is_finite(
 def judged(guard: Numerics, norm: float, loss: float = 2.0, **precision: Any) -> str:
     """Returns how the guard reacts to a step with this loss and norm."""
     plugin = SimpleNamespace(precision="16-mixed", **precision)
-    trainer = SimpleNamespace(
-        precision_plugin=plugin, is_global_zero=True, datamodule=SimpleNamespace(rank=0)
-    )
+    data = SimpleNamespace(rank=0)
+    trainer = SimpleNamespace(precision_plugin=plugin, is_global_zero=True, datamodule=data)
     guard._uses_deepspeed = False
     values = torch.tensor([loss, norm, math.inf, float(not math.isfinite(norm))])
     try:
@@ -139,9 +123,8 @@ def test_an_overflow_of_the_loss_scaler_is_an_incident_only_after_patience(tmp_p
     guard = Numerics(folder=str(tmp_path), patience=3)
     assert [judged(guard, math.inf, scaler=object()) for _ in range(2)] == ["continues"] * 2
     assert judged(guard, 1.0, scaler=object()) == "continues"
-    assert [judged(guard, math.inf, scaler=object()) for _ in range(3)] == ["continues"] * 2 + [
-        "NON_FINITE"
-    ]
+    third = [judged(guard, math.inf, scaler=object()) for _ in range(3)]
+    assert third == ["continues", "continues", "NON_FINITE"]
     assert judged(Numerics(folder=str(tmp_path)), math.inf, scaler=None) == "NON_FINITE"
 
 
@@ -154,7 +137,7 @@ def test_the_spike_limit_is_robust_and_inactive_for_half_a_window() -> None:
         guard._recent[step] = loss
         guard._steps += 1
     assert limits[:4] == [math.inf] * 4
-    # median of 1.9 2.0 2.1 90 (the lower middle) 2.0, deviations 0 0.1 0.1 88: 0.1 (the lower middle)
+    # median of 1.9 2.0 2.1 90: 2.0 (the lower middle); of deviations 0 0.1 0.1 88: 0.1
     assert limits[4] == pytest.approx(2.0 + 6 * 1.4826 * 0.1, rel=1e-4)
     resumed = Numerics(on_spike="skip", spike_window=8, spike_sigmas=6)
     resumed.load_state_dict(guard.state_dict())

@@ -1,4 +1,4 @@
-"""TensorBoard and W&B hold what metrics.jsonl holds, at the same steps, also after a run was killed and resumed."""
+"""TensorBoard and W&B hold what metrics.jsonl holds, also after a run was killed and resumed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 
 from dist_template.cluster.environment import git
 from tests.support import read_back
-from tests.support.runs import CONFIGS, run_in_subprocess
+from tests.support.runs import CONFIGS, run_in_subprocess, small
 
 
 class KillAfter(Callback):
@@ -28,33 +28,19 @@ class KillAfter(Callback):
 
 @pytest.fixture(scope="module")
 def restarted(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with all loggers that was killed in step 7 and resumed from step 5, with a secret on the command line."""
+    """A run with all loggers, killed in step 7 and resumed from step 5; its flags have a secret."""
     folder = tmp_path_factory.mktemp("restarted")
     both = folder / "both.yaml"
     text = (CONFIGS / "logger" / "wandb.yaml").read_text("utf-8")
-    both.write_text(
-        text.replace("  logger:\n", "  logger:\n    - class_path: TensorBoard\n"), "utf-8"
-    )
+    two = text.replace("  logger:\n", "  logger:\n    - class_path: TensorBoard\n")
+    both.write_text(two, "utf-8")
     flags = [
-        f"--config={CONFIGS}/quickstart.yaml", f"--config={both}", f"--run.root={folder}",
-        "--run.name=r",
+        f"--config={CONFIGS}/quickstart.yaml", *small(corpus, cache, folder), f"--config={both}",
+        f"--run.root={folder}", "--run.name=r", "--data.global_batch_size=4",
+        "--trainer.max_steps=10", "--trainer.val_check_interval=5",
+        "--last_checkpoint.every_n_steps=5", f"--trainer.callbacks+={__name__}.KillAfter",
+        "--trainer.callbacks.api_key=s3cr3t",
     ]  # fmt: skip
-    flags += [
-        "--data.source=TextFiles", f"--data.source.paths=[{corpus}/*.txt]",
-        "--data.tokenizer=Bytes",
-    ]  # fmt: skip
-    flags += [
-        f"--data.cache_dir={cache}", "--data.seq_len=32", "--data.validation_share=0.2",
-        "--data.test_share=0",
-    ]  # fmt: skip
-    flags += ["--data.global_batch_size=4", "--data.micro_batch_size=2", "--model.sample_tokens=4"]
-    flags += [
-        "--trainer.max_steps=10", "--trainer.log_every_n_steps=1", "--trainer.val_check_interval=5",
-    ]  # fmt: skip
-    flags += [
-        "--last_checkpoint.every_n_steps=5", "--trainer.accelerator=cpu", "--trainer.devices=1",
-    ]  # fmt: skip
-    flags += [f"--trainer.callbacks+={__name__}.KillAfter", "--trainer.callbacks.api_key=s3cr3t"]
     for step, code in (7, -signal.SIGKILL), (99, 0):
         step_flag = f"--trainer.callbacks.step={step}"
         ended = run_in_subprocess("fit", *flags, step_flag, DIST_RUN_ID="one", WANDB_MODE="offline")
@@ -68,16 +54,12 @@ def test_tensorboard_has_every_metric_once_per_step_after_a_resume(restarted: Pa
     assert set(points["train/loss"]) == set(range(1, 11)) and set(points["eval/loss"]) == {0, 5, 10}
     for step, metrics in expected.items():
         shown = {name: points[name][step][-1] for name in metrics}
-        assert shown == pytest.approx(metrics, rel=1e-6, nan_ok=True), (
-            step
-        )  # TensorBoard has float32
+        assert shown == pytest.approx(metrics, rel=1e-6, nan_ok=True)  # TensorBoard has float32
     assert all(len(values) == 1 for values in points["train/loss"].values())
 
 
 @pytest.mark.slow
-def test_wandb_continues_the_run_with_every_metric_configuration_commit_and_command(
-    restarted: Path,
-) -> None:
+def test_wandb_continues_the_run_with_every_metric_and_setting(restarted: Path) -> None:
     files = read_back.wandb_files(restarted)
     assert len(files) == 2 and all(file.name == "run-one.wandb" for file in files)
     points, expected = read_back.wandb_points(restarted), read_back.metrics(restarted)
@@ -87,10 +69,8 @@ def test_wandb_continues_the_run_with_every_metric_configuration_commit_and_comm
     config = read_back.wandb_config(files[1])
     assert config["data"]["seq_len"] == 32 and config["last_checkpoint"]["every_n_steps"] == 5
     assert config["environment"]["git_commit"] == git("rev-parse", "HEAD")
-    assert (
-        config["environment"]["command"]
-        == json.loads((restarted / "environment.json").read_text())["command"]
-    )
+    environment = json.loads((restarted / "environment.json").read_text())
+    assert config["environment"]["command"] == environment["command"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""W&B online: one run over restarts. A service, process or network that is away neither stops nor delays training."""
+"""W&B online: one run over restarts; a service that is away neither stops nor delays training."""
 
 from __future__ import annotations
 
@@ -59,16 +59,12 @@ def test_a_resumed_run_continues_as_the_same_run_online(tmp_path: Path, service:
         exit_process()
     ((name, lines),) = service.lines.items()
     assert name == "one" and service.config["data"]["value"] == {"seq_len": 32}
-    losses = [
-        (line["trainer/global_step"], line["train/loss"]) for line in lines if "train/loss" in line
-    ]
-    assert losses == [(step, 1 / step) for step in (*range(1, 8), *range(6, 11))]
+    steps = [line["trainer/global_step"] for line in lines if "train/loss" in line]
+    assert steps == [*range(1, 8), *range(6, 11)]
     assert [line["_step"] for line in lines] == sorted({line["_step"] for line in lines})
 
 
-def test_a_service_that_goes_away_neither_stops_nor_delays_training(
-    tmp_path: Path, service: Service
-) -> None:
+def test_a_service_that_goes_away_does_not_delay(tmp_path: Path, service: Service) -> None:
     log(logger := started(tmp_path / "one", finish_timeout_s=3), range(1, 4))
     service.is_away = True
     begun = time.monotonic()
@@ -99,7 +95,6 @@ class FakeRun:
 
     def __init__(self) -> None:
         self.taken: list[dict[str, Any]] = []
-        self.alerts: list[tuple[str, ...]] = []
         self.outlived: list[str] = []
         self.may = threading.Event()
 
@@ -111,15 +106,8 @@ class FakeRun:
 
     def _wait(self, artifact: Any) -> None:
         assert self.may.wait(120)
-        self.outlived += [
-            Path(entry.local_path).read_text() for entry in artifact.manifest.entries.values()
-        ]
-
-    def alert(self, *message: str) -> None:
-        self.alerts.append(message)
-
-    def finish(self, exit_code: int) -> None:
-        self.exit_code = exit_code
+        entries = artifact.manifest.entries.values()
+        self.outlived += [Path(entry.local_path).read_text() for entry in entries]
 
 
 def checkpoint(folder: Path, name: str) -> Path:
@@ -128,9 +116,7 @@ def checkpoint(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def test_checkpoints_are_uploaded_in_the_background_and_may_be_deleted_meanwhile(
-    tmp_path: Path,
-) -> None:
+def test_checkpoints_may_be_deleted_while_they_are_uploaded(tmp_path: Path) -> None:
     fake, uploads = FakeRun(), Uploads()
     for step in (1, 2, 3):  # 1 is being uploaded, 2 waits until 3 replaces it
         path = checkpoint(tmp_path, f"step{step}.ckpt")
@@ -145,24 +131,15 @@ def test_checkpoints_are_uploaded_in_the_background_and_may_be_deleted_meanwhile
     fake.may.set()
     uploads.wait(10)
     assert [each["aliases"][1] for each in fake.taken] == ["step1", "best-step3", "step3"]
-    assert [each["files"]["part/weights"] for each in fake.taken] == [
-        "step1.ckpt",
-        "best-step3.ckpt",
-        "step3.ckpt",
-    ]
-    assert fake.outlived == ["step1.ckpt", "best-step3.ckpt", "step3.ckpt"]
+    names = ["step1.ckpt", "best-step3.ckpt", "step3.ckpt"]
+    assert [each["files"]["part/weights"] for each in fake.taken] == fake.outlived == names
     assert not (tmp_path / ".uploads").exists()
 
 
-def logger_of(fake: FakeRun, tmp_path: Path, monkeypatch: MonkeyPatch, **arguments: Any) -> WandB:
-    monkeypatch.setenv("WANDB_MODE", "online")
-    logger = WandB("p", str(tmp_path / "r"), **arguments)
-    logger._experiment = fake  # ty: ignore[invalid-assignment]
-    return logger
-
-
 def test_an_error_of_wandb_is_one_warning(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    logger = logger_of(FakeRun(), tmp_path, monkeypatch)  # it has no `log`
+    monkeypatch.setenv("WANDB_MODE", "online")
+    logger = WandB("p", str(tmp_path / "r"))
+    logger._experiment = FakeRun()  # ty: ignore[invalid-assignment]  # it has no `log`
     with pytest.warns(UserWarning, match="continues without it") as warned:
         logger.log_metrics({"train/loss": 1.0}, step=1)
         logger.log_metrics({"train/loss": 1.0}, step=2)
