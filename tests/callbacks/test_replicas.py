@@ -41,7 +41,7 @@ def flip_a_bit(step: int, name: str, rank: int = 1) -> None:
 
 
 def step_with_own_gradients() -> None:
-    """In each worker: one parameter's gradient is not reduced, as where a plan forgets to sum it."""
+    """In each worker: one parameter's gradient is not reduced, as by a plan with a gap."""
 
     def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
         gradient = local_shard(self.model.get_parameter(NORM).grad)

@@ -6,6 +6,7 @@ import functools
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,3 +177,14 @@ def test_the_thread_does_not_wait_for_training(tmp_path: Path, monkeypatch: Monk
     loaded = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     dcp.load(loaded, checkpoint_id=tmp_path)
     assert all(loaded[name].equal(tensor) for name, tensor in tensors.items())
+
+
+def test_the_thread_uses_its_ranks_own_gpu(monkeypatch: MonkeyPatch) -> None:
+    """Not GPU 0, where the thread of each rank would make a context."""
+    chosen: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for device in (torch.device("cuda", 3), torch.device("cpu")):
+        strategy: Any = SimpleNamespace(root_device=device)
+        commit.BackgroundSaver(strategy)._thread.submit(int).result()
+    assert chosen == [torch.device("cuda", 3)]

@@ -1,4 +1,4 @@
-"""A rank is killed at every point of a save: the newest valid checkpoint is the one before, or the new one."""
+"""A rank is killed at every point of a save: a valid checkpoint is left, the old or the new one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_kill_at_any_point_leaves_a_valid_checkpoint_that_the_next_launch_resu
 
 
 def in_place_and_unverified() -> None:
-    """As without this package: every save overwrites one folder. Rank 1 is killed before its part of step 3."""
+    """Every save overwrites one folder. Rank 1 is killed before its part of step 3."""
     code: Any = commit
 
     def begin(path: Path, group: Any = None) -> Path:

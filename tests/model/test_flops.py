@@ -22,12 +22,9 @@ def build(**architecture: Any) -> Any:
 
 def test_deepseek_v3_is_counted_as_published() -> None:
     d, vocabulary, layers, dense, heads, expert = 7168, 129280, 61, 3, 128, 3 * 7168 * 2048
-    attention = (
-        d * 1536 + 1536 + 1536 * heads * (128 + 64)
-    )  # queries through their latent, with its norm
-    attention += (
-        d * (512 + 64) + 512 + 512 * heads * (128 + 128) + heads * 128 * d
-    )  # keys and values; the output
+    queries = d * 1536 + 1536 + 1536 * heads * (128 + 64)  # through their latent, with its norm
+    keys_and_values = d * (512 + 64) + 512 + 512 * heads * (128 + 128)
+    attention = queries + keys_and_values + heads * 128 * d  # the output
     every = layers * (attention + 2 * d) + dense * 3 * d * 18432 + d + 2 * vocabulary * d
     sparse = (layers - dense) * 256 * d  # routers
     size = Size.of(build(model_type="deepseek_v3"))
@@ -58,23 +55,14 @@ def test_unknown_numbers_of_a_custom_model_are_none() -> None:
     assert Size.of(own).active is None and Size.of(own).flops_per_token(T) is None
 
 
-@pytest.mark.parametrize(
-    ("device", "precision", "expected"),
-    [
-        ("NVIDIA H200", "bf16-mixed", 989.4),
-        ("NVIDIA H100 80GB HBM3", "bf16-true", 989.4),
-        ("NVIDIA H100 PCIe", "bf16-mixed", 756),
-        ("NVIDIA H100 NVL", "bf16-mixed", 835.5),
-        ("NVIDIA A100-SXM4-80GB", "16-mixed", 312),
-        ("NVIDIA A100 80GB PCIe", "bf16-mixed", 312),
-        ("NVIDIA H200", "32-true", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16-mixed", None),  # an eighth of one
-        ("NVIDIA H100", "bf16-mixed", None),  # which?
-        ("NVIDIA A100-SXM-64GB", "bf16-mixed", None),  # one computing centre's own
-        ("cpu", "bf16-mixed", None),
-    ],
-)
-def test_only_a_known_device_has_a_peak(
-    device: str, precision: str, expected: float | None
-) -> None:
+PEAKS = [
+    ("NVIDIA H200", "bf16-mixed", 989.4), ("NVIDIA H100 80GB HBM3", "bf16-true", 989.4),
+    ("NVIDIA H100 PCIe", "bf16-mixed", 756), ("NVIDIA A100-SXM4-80GB", "16-mixed", 312),
+    ("NVIDIA H200", "32-true", None), ("NVIDIA H100", "bf16-mixed", None),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16-mixed", None), ("cpu", "bf16-mixed", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "precision", "expected"), PEAKS)
+def test_only_a_known_device_has_a_peak(device: str, precision: str, expected: Any) -> None:
     assert peak(device, precision) == expected

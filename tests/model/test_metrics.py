@@ -1,7 +1,7 @@
-"""What is logged equals what plain PyTorch computes from the same weights and the same text, written out here.
+"""What is logged equals what plain PyTorch computes from the same weights and the same text.
 
-Nothing of the package takes part in the computation: documents of a packed row go through the model one by one, so
-there is no mask; AdamW, clipping and the schedule are spelled out; tokens are counted.
+Nothing of the package takes part in the computation: documents of a packed row go through the
+model one by one, so there is no mask; AdamW, clipping and the schedule are spelled out.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_loss_norm_and_tokens_equal_an_independent_computation(run: RunRecord, c
 
 @pytest.mark.slow
 def test_mfu_follows_from_a_clock_and_a_count_of_multiplications(run: RunRecord) -> None:
-    """The clock is the lines' in metrics.jsonl; the count is of the weights in the first checkpoint."""
+    """By the clock of metrics.jsonl's lines, and a count of the first checkpoint's weights."""
     metrics = read_metrics(run.run)
     mfu, times = metrics["perf/mfu"], metrics["train/loss"].times
     seconds = dict(zip(range(2, ALL_STEPS + 1), np.diff(times).tolist(), strict=True))
@@ -88,7 +88,7 @@ def test_mfu_follows_from_a_clock_and_a_count_of_multiplications(run: RunRecord)
 
 
 def operations_of_a_token(weights: dict[str, Tensor]) -> float:
-    """6 N + 12 L d T: N without the table of embeddings, which is looked up, and with 2 of 4 experts."""
+    """6 N + 12 L d T: N without the table of embeddings, and with 2 of 4 experts."""
     counted = 0.0
     for name, tensor in weights.items():
         if "embed_tokens" not in name and "correction_bias" not in name:
@@ -151,9 +151,9 @@ def rebuilt(run: RunRecord) -> Any:
 
 
 def rows_by_hash(cache: Path, wanted: set[str]) -> dict[str, tuple[Tensor, int]]:
-    """Hash of a row's input -> its T + 1 tokens, and how many of its labels count; of the cache that has all `wanted`.
+    """Hash of a row's input -> its T + 1 tokens, and how many of its labels count.
 
-    Other tests' caches have some of them.
+    Of the cache that has all `wanted`: other tests' caches have some of them.
     """
     for path in cache.glob("*/train.bin"):
         tokens = torch.from_numpy(np.fromfile(path, dtype=np.uint16).astype(np.int64))

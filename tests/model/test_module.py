@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pytest import MonkeyPatch
+from torch import Tensor
 from trainer_dev.module import LanguageModule
 
 from tests.support.library import BOUNDS
@@ -20,7 +21,7 @@ from tests.support.parity import MODELS
 from tests.support.runs import logged, only_run, run
 from tests.support.tiers import tiers
 
-CPU = torch.device("cpu")
+TWO_STEPS = ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--model.optim.warmup=0"]
 
 
 def rows(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -44,20 +45,13 @@ def test_every_architecture_overfits_one_batch(name: str) -> None:
     assert losses[-1] < 1.0
 
 
-TWO = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
-}  # fmt: skip
-WITHOUT_POSITIONS = {  # models that make their masks without positions, by which transformers knows documents
-    "gpt_oss": TWO
-    | {"model_type": "gpt_oss", "intermediate_size": 16, "num_local_experts": 4, "head_dim": 8},
-    "afmoe": TINY
-    | {"model_type": "afmoe", "num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1},
-    "falcon": {
-        "model_type": "falcon",
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    },
+TWO = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+FOUR = {"intermediate_size": 16, "num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 8}
+OF_AFMOE = {"num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1}
+WITHOUT_POSITIONS = {  # their masks need no positions, by which transformers knows documents
+    "gpt_oss": TWO | FOUR | {"model_type": "gpt_oss"},
+    "afmoe": TINY | OF_AFMOE | {"model_type": "afmoe"},
+    "falcon": TWO | {"model_type": "falcon"},
     "bloom": {"model_type": "bloom", "hidden_size": 16, "n_layer": 2, "n_head": 2},
 }
 
@@ -65,13 +59,11 @@ WITHOUT_POSITIONS = {  # models that make their masks without positions, by whic
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES | WITHOUT_POSITIONS))
 def test_packed_documents_do_not_see_each_other(name: str) -> None:
     module, batch = build(architecture=(ARCHITECTURES | WITHOUT_POSITIONS)[name]).eval(), rows()
-    packed = batch | {
-        "position_ids": torch.cat([torch.arange(6), torch.arange(10)]).expand(4, 16).contiguous()
-    }
+    positions = torch.cat([torch.arange(6), torch.arange(10)]).expand(4, 16).contiguous()
+    packed = batch | {"position_ids": positions}
     alone = {key: value[:, 6:] for key, value in packed.items()}
-    starts = torch.tensor(
-        [start for row in range(4) for start in (16 * row, 16 * row + 6)] + [64], dtype=torch.int32
-    )
+    places = [start for row in range(4) for start in (16 * row, 16 * row + 6)]
+    starts = torch.tensor([*places, 64], dtype=torch.int32)
     with torch.no_grad():
         for bounds in ({}, {BOUNDS: starts}):
             assert torch.allclose(module(packed | bounds)[:, 6:], module(alone), atol=1e-5)
@@ -80,20 +72,13 @@ def test_packed_documents_do_not_see_each_other(name: str) -> None:
 
 def test_evaluation_does_not_depend_on_how_it_is_batched(flags: list[str], tmp_path: Path) -> None:
     for micro in (1, 8):
-        flags_micro = [
-            *flags, f"--data.micro_batch_size={micro}", "--trainer.max_steps=2",
-            "--model.optim.warmup=0",
-        ]  # fmt: skip
-        assert (
-            run("fit", *flags_micro, f"--run.name=m{micro}", "--trainer.val_check_interval=2") == 0
-        )
+        more = [f"--data.micro_batch_size={micro}", f"--run.name=m{micro}"]
+        assert run("fit", *flags, *TWO_STEPS, *more) == 0
     one, two = (logged(only_run(tmp_path, name), "eval/bits_per_byte")[2] for name in ("m1", "m8"))
     assert one == pytest.approx(two, rel=1e-6)
 
 
-def smoothed(
-    self: Any, logits: torch.Tensor, labels: torch.Tensor, cross_entropy: torch.Tensor
-) -> torch.Tensor:
+def smoothed(self: Any, logits: Tensor, labels: Tensor, cross_entropy: Tensor) -> Tensor:
     """Label smoothing and z-loss, as users write them."""
     flat, counted = logits.float().flatten(0, 1), labels.flatten() != -100
     smooth = F.cross_entropy(flat, labels.flatten(), reduction="none", label_smoothing=0.2)
@@ -101,42 +86,28 @@ def smoothed(
 
 
 @pytest.mark.parametrize("chunk", ["null", "16"])
-def test_an_edited_objective_and_a_further_metric_leave_the_reported_cross_entropy_alone(
+def test_an_edited_objective_leaves_the_reported_cross_entropy_alone(
     flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch, chunk: str
 ) -> None:
     """No step changes a weight, so that both runs measure the same model."""
     sums = LanguageModule.sums
 
-    def with_top_5(
-        self: Any, logits: torch.Tensor, labels: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+    def with_top_5(self: Any, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         hits = (logits.topk(5).indices == labels[..., None]).sum()
         return sums(self, logits, labels) | {"top_5_accuracy": hits}
 
-    flags = [
-        *flags, "--trainer.max_steps=2", "--trainer.val_check_interval=2", "--model.optim.warmup=0",
-    ]  # fmt: skip
-    flags += ["--model.optim.learning_rate=1e-20", f"--model.loss_chunk={chunk}"]
+    flags = [*flags, *TWO_STEPS, "--model.optim.learning_rate=1e-20", f"--model.loss_chunk={chunk}"]
     assert run("fit", *flags, "--run.name=plain") == 0
     monkeypatch.setattr(LanguageModule, "loss", smoothed)
     monkeypatch.setattr(LanguageModule, "sums", with_top_5)
     assert run("fit", *flags, "--run.name=edited") == 0
     plain, edited = only_run(tmp_path, "plain"), only_run(tmp_path, "edited")
-    for name in (
-        "train/loss",
-        "train/perplexity",
-        "eval/loss",
-        "eval/perplexity",
-        "eval/bits_per_byte",
-    ):
+    for name in ("train/loss", "train/perplexity", "eval/loss", "eval/bits_per_byte"):
         assert logged(edited, name) == pytest.approx(logged(plain, name), rel=1e-6), name
     for split in ("train", "eval"):
         assert logged(edited, f"{split}/objective")[2] > 1.5 * logged(edited, f"{split}/loss")[2]
-        assert (
-            1
-            > logged(edited, f"{split}/top_5_accuracy")[2]
-            > logged(edited, f"{split}/token_accuracy")[2]
-        )
+        one, five = (logged(edited, f"{split}/{n}_accuracy")[2] for n in ("token", "top_5"))
+        assert one < five < 1
     norms = [logged(each, "train/grad_norm")[2] for each in (plain, edited)]
     assert norms[1] != pytest.approx(norms[0], rel=0.05), "the objective is trained"
 
@@ -146,25 +117,18 @@ def test_an_edited_objective_and_a_further_metric_leave_the_reported_cross_entro
 def test_nothing_reads_the_device_between_log_steps(
     flags: list[str], monkeypatch: MonkeyPatch, model: str
 ) -> None:
-    """With every callback that always runs. `tolist` is the one read that torch does not dispatch on a CPU."""
+    """With every callback that always runs. torch does not dispatch `tolist` on a CPU."""
     off = [
-        "--trainer.limit_val_batches=0", "--trainer.logger=false",
-        "--last_checkpoint.every_n_steps=1000",
-    ]  # fmt: skip
-    off += [
-        "--numerics.on_spike=skip",
-        "--numerics.spike_window=8",
+        "--trainer.limit_val_batches=0", "--trainer.logger=false", "--numerics.on_spike=skip",
+        "--last_checkpoint.every_n_steps=1000", "--numerics.spike_window=8",
         "--numerics.spike_sigmas=1000",
-    ]  # at work too
+    ]  # fmt: skip
     to_list = torch.Tensor.tolist
 
     def reads(steps: int, every: int) -> int:
         with Reads() as reads, monkeypatch.context() as patched:
-            patched.setattr(
-                torch.Tensor,
-                "tolist",
-                lambda tensor: reads.seen.append("tolist") or to_list(tensor),
-            )
+            noted = lambda tensor: reads.seen.append("tolist") or to_list(tensor)  # noqa: E731
+            patched.setattr(torch.Tensor, "tolist", noted)
             sizes = [f"--trainer.max_steps={steps}", f"--trainer.log_every_n_steps={every}"]
             assert run("fit", *flags, *sizes, *off, f"--model.architecture={MODELS[model]}") == 0
         return len(reads.seen)

@@ -22,12 +22,10 @@ from tests.support.library import optim, total_norm
 @pytest.mark.parametrize("schedule", get_args(optim.Schedule)[:5])
 def test_schedules_are_those_of_transformers_to_the_bit(schedule: Any) -> None:
     """And their states, so a checkpoint of either resumes with the other."""
-    for steps, warmup, share in product(
-        [1, 7, 300, math.inf], [0, 0.03, 0.5, 6], [0.0, 1 / 3, 1.0]
-    ):
-        config = OptimConfig(
-            schedule=schedule, warmup=warmup, min_learning_rate_share=share, decay_share=share
-        )
+    sizes = product([1, 7, 300, math.inf], [0, 0.03, 0.5, 6], [0.0, 1 / 3, 1.0])
+    for steps, warmup, share in sizes:
+        shares: Any = {"min_learning_rate_share": share, "decay_share": share}
+        config = OptimConfig(schedule=schedule, warmup=warmup, **shares)
         warmup_steps = int(warmup) if warmup >= 1 or steps == math.inf else int(warmup * steps)
         optimizers = [optim.build_optimizer(nn.Linear(2, 2), config) for _ in range(2)]
         try:
@@ -38,19 +36,15 @@ def test_schedules_are_those_of_transformers_to_the_bit(schedule: Any) -> None:
             continue
         total = None if steps == math.inf else int(steps)
         decay_steps = total and min(max(1, int(share * total)), total - warmup_steps)
+        decay = {"num_decay_steps": decay_steps, "min_lr_ratio": share}
         name, options = {
             "cosine": ("cosine_with_min_lr", {"min_lr_rate": share}),
             "constant": ("constant_with_warmup", {}),
-            "warmup_stable_decay": (
-                schedule,
-                {"num_decay_steps": decay_steps, "min_lr_ratio": share},
-            ),
+            "warmup_stable_decay": (schedule, decay),
         }.get(schedule, (schedule, {}))
         theirs = get_scheduler(name, optimizers[1], warmup_steps, total, options)
-        until = range((total or 300) + 1)
-        assert [ours.lr_lambdas[0](step) for step in until] == [
-            theirs.lr_lambdas[0](step) for step in until
-        ]
+        for step in range((total or 300) + 1):
+            assert ours.lr_lambdas[0](step) == theirs.lr_lambdas[0](step), step
         optimizers[1].step()
         theirs.step()
         assert ours.state_dict().keys() == theirs.state_dict().keys()
@@ -112,7 +106,7 @@ def test_clipping_equals_torchs_own(max_norm: float | None) -> None:
 
 
 def test_the_norm_of_a_large_gradient_on_a_cpu_is_exact() -> None:
-    """One process sums a vocabulary's gradient, and each rank a part of it: both must clip alike."""
+    """One process sums a vocabulary's gradient, each rank a part of it: both must clip alike."""
     gradient = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0)) * 1e-3
     exact = gradient.double().norm().item()
     assert abs(torch.linalg.vector_norm(gradient).item() / exact - 1) > 2e-5, "else torch does it"
