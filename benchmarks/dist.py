@@ -1,8 +1,7 @@
 """Two processes of this machine: the project against the same strategy, hand-written, and Hugging Face's Trainer.
 
-DDP and FSDP2, a Llama of 5M parameters, over gloo. Each round has fresh processes of all arms of a strategy,
-which warm up together and then take turns of ten steps. CPU time is summed over all ranks, wall time is of the
-slowest. Hugging Face's Trainer is compared under DDP alone.
+DDP and FSDP2, a Llama of 5M parameters, over gloo. Each round has fresh processes of all arms of a strategy, which warm
+up together and then take turns of ten steps. CPU time is of all ranks, wall time of the slowest.
 
 Targets: the project runs at 0.97 of the hand-written loop's speed at least, under each.
 """
