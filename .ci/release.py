@@ -61,7 +61,7 @@ def check(version: str) -> None:
     tried, pinned = json.loads(PROOF.read_text("utf-8"))["versions"], PINS.read_text("utf-8").splitlines()
     others = [f"{name} {number}" for name, number in tried.items() if f"{name}=={number}" not in pinned]
     others = " and ".join(others)
-    require(not others, f"the table of models is of {others}, not of what is pinned: run python -m benchmarks zoo")
+    require(not others, f"the table of models is of {others}, not of what is pinned: run python -m zoo")
 
 
 def commit(version: str) -> None:

@@ -1,10 +1,12 @@
-"""The project beside a hand-written loop and its peers: `make bench PART="step data"`.
+"""The project beside a hand-written loop and its peers: `make bench PART="step dist"`.
 
 arms.py      runs what is compared: in a new order each round, in one process
+ranks.py     runs a function on several processes, which may take turns
 record.py    what was measured, as JSON with all that it depends on, and the table made from it
+against.py   has anything become slower since a commit
 loops/       the same training in a hand-written loop, by the project, by each peer
 <part>.py    what one part compares, and its targets
-results/     the newest JSON of each part, and their tables
+results/     the newest JSON of each part, their tables, and figures of parts that are gone
 """
 
 from __future__ import annotations
@@ -14,11 +16,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# `make bench` installs the peers into build/peers, apart from the environment that the project is tested in.
 sys.path.insert(0, str(ROOT))
 import tests  # noqa: E402, F401  (links the un-rendered project into build/dev as trainer_dev, and finds it)
 
-sys.path.append(str(ROOT / "build" / "peers"))
+sys.path.append(str(ROOT / "build" / "peers"))  # apart from the environment that the project is tested in
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # for every arm, as the project has it: else page faults by chance

@@ -1,4 +1,4 @@
-"""python -m benchmarks [PART …]: measure, write results/<part>.json, print its table."""
+"""python -m benchmarks [PART …]: measure, write results/<part>.json and results/README.md, print the part's table."""
 
 from __future__ import annotations
 
@@ -9,25 +9,18 @@ import sys
 import warnings
 from pathlib import Path
 
-from . import ROOT
-from .record import Options, table, write
+from .record import RESULTS, Options, page, table, write
 
 PARTS = {
     "step": "what a training loop costs per step, on one process",
     "dist": "two processes against the same strategy, hand-written",
-    "model": "the loss in chunks, compilation block by block",
-    "data": "reading, tokenizing, packing",
-    "chat": "conversations: full rows, packing, training on masked rows",
-    "pipeline": "the time in which stages wait; two stages against a hand-written loop",
     "checkpoint": "how long saving keeps training waiting",
     "startup": "until help, a refusal, the first step",
-    "serving": "latency and tokens per second of the verb serve; failures among 1,000 requests",
-    "growth": "how cost grows: metrics, callbacks, tensors, ranks, lengths, steps",
-    "zoo": "which causal language models of transformers train right under which strategies",
+    "growth": "how cost grows: metrics, steps",
     "gpu": "model FLOPs utilization, memory; needs an NVIDIA GPU, but for --quick",
-    "gpu-check": "CUDA against the CPU: losses, waits, a NaN, ZeRO-3, verbs, saves; the same",
+    "gpu-check": "CUDA against the CPU: losses, waits, a NaN, ZeRO-3; the same",
 }
-DEFAULT = ["step", "data", "checkpoint", "startup"]
+DEFAULT = ["step", "checkpoint", "startup"]
 
 
 def main() -> int:
@@ -40,22 +33,20 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     quick = "run every line, with little work, gpu on a CPU too: it measures nothing"
     parser.add_argument("--quick", "--smoke", action="store_true", help=quick)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the JSON files")
-    parser.add_argument("--models", default="", help="of gpu and zoo: parts of their names, with commas; default: all")
-    parser.add_argument("--arms", default="", help="of gpu, gpu-check and zoo: the same of what they run; default: all")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON files")
+    parser.add_argument("--models", default="", help="of gpu: parts of their names, with commas; default: all")
+    parser.add_argument("--arms", default="", help="of gpu and gpu-check: the same of what they run; default: all")
     given = parser.parse_args()
     if unknown := [part for part in given.parts if part not in PARTS]:
         parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    if given.rounds < 1:
-        parser.error(f"--rounds {given.rounds}: at least 1")
-    if given.quick and given.output == parser.get_default("output"):
+    if given.quick and given.output == RESULTS:
         parser.error("--quick measures nothing that may stand in results: give another --output")
     warnings.filterwarnings("ignore")
     for part in given.parts or DEFAULT:
         print(f"{part}: {PARTS[part]}", flush=True)
         options = Options(given.rounds, given.quick, given.models, given.arms, given.output, os.getloadavg()[0])
-        result = importlib.import_module(f"benchmarks.{part.replace('-', '_')}").run(options)
-        path = write(result, options)
+        path = write(importlib.import_module(f"benchmarks.{part.replace('-', '_')}").run(options), options)
+        page(given.output, PARTS)
         print(f"\n{table(path)}\nwritten to {path}\n", flush=True)
     return 0
 

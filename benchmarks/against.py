@@ -1,9 +1,8 @@
 """python -m benchmarks.against [COMMIT]: has anything become slower since a commit? For a nightly job.
 
 The parts step, startup and dist run in turns, in the present tree and, twice a round, in a work tree of COMMIT: the
-newest release's tag, or else the commit of the recorded result. All meet the same machine in the same minutes. The two
-runs of the old tree tell how much a figure differs by chance; a figure that has become worse by more than that, and by
-more than 3 %, is a failure: exit code 1.
+newest release's tag, or else the commit of the recorded result. The two runs of the old tree show how much a figure
+differs by chance; a figure that has become worse by more than that, and by more than 3 %, is a failure: exit code 1.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from . import ROOT
+from .record import RESULTS
 
 PARTS = ("step", "startup", "dist")
 LEAST = 0.03  # share by which a figure must be worse
@@ -31,40 +31,34 @@ def main() -> int:
     parser.add_argument("commit", nargs="?", help="default: the newest release, else the recorded result's")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}, with commas")
-    parser.add_argument("--quick", action="store_true", help="run every line with little work: it says nothing")
     given = parser.parse_args()
     parts = [part for part in PARTS if part in given.parts.split(",")]
     if not parts or given.rounds < 2:
         parser.error(f"give --parts of {', '.join(PARTS)} and --rounds of 2 or more, to know what chance does")
-    commit = given.commit or recorded()
+    tags = git("tag", "--list", "v*", "--merged", "HEAD", "--sort=-v:refname").split()
+    recorded = json.loads((RESULTS / "step.json").read_text("utf-8"))["commit"].removesuffix("+changes")
+    commit = given.commit or (tags[0] if tags else recorded)
     with tempfile.TemporaryDirectory() as folder:
         old = Path(folder) / "old"
         git("worktree", "add", "--quiet", "--detach", str(old), commit)
         try:
             (old / "build").mkdir(exist_ok=True)
             (old / "build" / "peers").symlink_to(ROOT / "build" / "peers")
-            worse = [line for part in parts for line in compared(part, old, given.rounds, given.quick)]
+            worse = [line for part in parts for line in compared(part, old, given.rounds)]
         finally:
             git("worktree", "remove", "--force", str(old))
     print("\n".join(worse) or f"nothing is slower than in {commit}, beyond chance")
     return int(bool(worse))
 
 
-def recorded() -> str:
-    """The newest release's tag, else the commit that the recorded result of a step has."""
-    tags = git("tag", "--list", "v*", "--merged", "HEAD", "--sort=-v:refname").split()
-    result = json.loads((ROOT / "benchmarks" / "results" / "step.json").read_text("utf-8"))
-    return tags[0] if tags else result["commit"].removesuffix("+changes")
-
-
-def compared(part: str, old: Path, rounds: int, quick: bool) -> list[str]:
-    """A sentence for each figure that has become worse."""
+def compared(part: str, old: Path, rounds: int) -> list[str]:
+    """Returns a sentence for each figure that has become worse."""
     trees = {"new": ROOT, "old": old, "old again": old}
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     is_more: dict[str, bool] = {}  # whether more of it is worse
     for number in range(rounds):
         for name in random.sample([*trees], len(trees)):
-            for figure in measured(part, trees[name], quick):
+            for figure in measured(part, trees[name]):
                 if figure["at_most"] is not None or figure["at_least"] is not None:
                     is_more[figure["what"]] = figure["at_most"] is not None
                     found[figure["what"]][name].append(statistics.median(figure["values"]))
@@ -73,7 +67,7 @@ def compared(part: str, old: Path, rounds: int, quick: bool) -> list[str]:
 
 
 def verdict(what: str, runs: dict[str, list[float]], is_more: bool) -> list[str]:
-    """Whether one figure is worse, of its values in each round."""
+    """Returns a sentence where one figure, of its values in each round, is worse."""
     rounds = [*zip(*(runs.get(name, []) for name in ("new", "old", "old again")), strict=False)]
     if not rounds or min(value for each in rounds for value in each) <= 0:
         return []  # one of the trees does not have it, or it is a count that was 0
@@ -85,23 +79,21 @@ def verdict(what: str, runs: dict[str, list[float]], is_more: bool) -> list[str]
     return [line] if change > max(chance, LEAST) else []
 
 
-def measured(part: str, tree: Path, quick: bool) -> list[dict]:
-    """The figures of one run in a tree, with its own benchmark and library."""
+def measured(part: str, tree: Path) -> list[dict]:
+    """Returns the figures of one run in a tree, with its own benchmark and library."""
     with tempfile.TemporaryDirectory() as output:
         command = [sys.executable, "-m", "benchmarks", part, "--rounds", "1", "--output", output]
         env = os.environ | {"PYTHONPATH": str(tree / "src")}
-        command += ["--quick"] if quick else []
-        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{part} failed in {tree}:\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
         return json.loads((Path(output) / f"{part}.json").read_text("utf-8"))["figures"]
 
 
 def git(*arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"git {' '.join(arguments)}: {done.stderr.strip()}")
-    return done.stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.strip()
 
 
 if __name__ == "__main__":

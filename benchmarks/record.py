@@ -1,6 +1,6 @@
-"""What was measured, with all that it depends on, as JSON; and the table that is made from the JSON.
+"""What was measured, with all that it depends on, as JSON; and the tables that are made from the JSON.
 
-The JSON keeps seconds; the table has ratios alone, because an absolute time tells of the machine that it was taken on.
+The JSON keeps seconds; a table has ratios alone, because an absolute time is one of the machine.
 """
 
 from __future__ import annotations
@@ -19,185 +19,144 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import ROOT
 from .arms import Comparison, Sample, described
 
-PACKAGES = (
-    "torch", "lightning", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "numpy", "litgpt",
-    "torchtitan",
-)  # fmt: skip
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("torch", "lightning", "transformers", "deepspeed", "accelerate", "numpy")
+HEAD = """# Results
+
+Written by `python -m benchmarks` from the JSON files beside it: the newest run of each part, at the commit in its head.
+A ratio is a median over rounds, with the smallest and the largest; how it is taken is in `benchmarks/arms.py`, what is
+compared and why at the head of each part. `2026-11.md` has the last figures of parts that are gone.
+
+"""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says to every part.
-
-    Args:
-        rounds: Of each comparison.
-        quick: Runs every line of a part with little work: for a test. Its figures say nothing.
-        models: Names of what `gpu` trains, with commas between them; "": all.
-        arms: The same of its arms, and of the checks of `gpu-check`.
-        output: The folder of the JSON files.
-        load: Of the machine, before the part.
-    """
-
     rounds: int = 7
-    quick: bool = False
-    models: str = ""
-    arms: str = ""
-    output: Path = ROOT / "benchmarks" / "results"
-    load: float = 0.0
+    quick: bool = False  # every line with little work, for a test: its figures say nothing
+    models: str = ""  # names of what `gpu` trains, with commas; "": all
+    arms: str = ""  # the same of its arms, and of the checks of `gpu-check`
+    output: Path = RESULTS
+    load: float = 0.0  # of the machine, before the part
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One thing that was measured, and what it should be.
-
-    Args:
-        what: In words, without its figure.
-        values: One per round; a count or a size has one.
-        at_most: Its target, None without a target.
-        at_least: The same.
-        unit: Empty for a ratio.
-        instead: What stands in the place of values: why there are none.
-    """
+    """One thing that was measured, and its target."""
 
     what: str
-    values: list[float]
+    values: list[float]  # one per round; a count or a size has one
     at_most: float | None = None
     at_least: float | None = None
-    unit: str = ""
-    instead: str = ""
+    unit: str = ""  # empty for a ratio
+    instead: str = ""  # why there are no values
 
     @property
     def median(self) -> float:
         return statistics.median(self.values)
 
-    @property
-    def held(self) -> bool | None:
-        """Whether the median meets the target; None: there is no target."""
-        if self.instead or (self.at_most is None and self.at_least is None):
-            return None
-        return (self.at_most is None or self.median <= self.at_most) and (
-            self.at_least is None or self.median >= self.at_least
-        )
+    def row(self) -> str:
+        bound = f"≤ {self.at_most:g}" if self.at_most is not None else ""
+        bound += f"≥ {self.at_least:g}" if self.at_least is not None else ""
+        if self.instead:
+            return f"| {self.what} | {self.instead} | {bound} | |"
+        missed = self.at_most is not None and self.median > self.at_most
+        missed = missed or self.at_least is not None and self.median < self.at_least
+        held = ("**missed**" if missed else "held") if bound else ""
+        digits = 3 if abs(self.median) < 10 else 0
+        return f"| {self.what} | {described(self.values, digits)} {self.unit} | {bound} | {held} |"
 
 
 @dataclass
 class Result:
-    """Of one part."""
-
     part: str
     comparisons: list[Comparison] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what was left out, and why
+    notes: list[str] = field(default_factory=list)
+
+    def put(self, *figures: Figure) -> None:
+        """Adds figures in place of earlier ones of the same thing."""
+        known = {figure.what for figure in figures}
+        self.figures = [*(each for each in self.figures if each.what not in known), *figures]
 
 
 def write(result: Result, options: Options) -> Path:
-    """<part>.json, in the folder of the options."""
+    """Writes <part>.json into the folder of the options."""
     about = {
         "part": result.part,
         "date": time.strftime("%Y-%m-%d"),
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain") else ""),
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
         "machine": {
             "cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "load": [options.load, os.getloadavg()[0]],
-            "threads": os.environ.get("OMP_NUM_THREADS"), "gpu": _gpu(),
+            "threads": os.environ.get("OMP_NUM_THREADS"), "gpu": gpu_name(),
         },
+        "rounds": options.rounds,
+        "quick": options.quick,
     }  # fmt: skip
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / f"{result.part}.json"
-    chosen = {"rounds": options.rounds, "quick": options.quick}
-    data = about | chosen | dataclasses.asdict(result)
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(about | dataclasses.asdict(result), indent=1) + "\n", encoding="utf-8")
     return path
 
 
 def read(path: Path) -> tuple[dict[str, Any], Result]:
     """What `write` wrote."""
     data = json.loads(path.read_text("utf-8"))
+    for each in data["comparisons"]:
+        each["samples"] = {arm: [Sample(**sample) for sample in samples] for arm, samples in each["samples"].items()}
     comparisons = [Comparison(**each) for each in data["comparisons"]]
-    for each in comparisons:
-        each.samples = {arm: [Sample(**sample) for sample in samples] for arm, samples in each.samples.items()}  # ty: ignore[invalid-argument-type]
     return data, Result(data["part"], comparisons, [Figure(**each) for each in data["figures"]], data["notes"])
 
 
-def is_old(commit: str, measured: tuple[str, ...]) -> bool:
-    """Whether one of the files and folders of the library has changed since, or the commit is not in this history."""
-    places = [f"src/dist_template/{place}" for place in measured]
-    command = ["git", "-C", str(ROOT), "diff", "--quiet", commit.partition("+")[0], "--", *places]
-    return subprocess.run(command, capture_output=True, check=False).returncode != 0
+def page(folder: Path, parts: dict[str, str]) -> None:
+    """Writes README.md of the folder: the table of each part that has a result, in the order of `parts`."""
+    found = {part: folder / f"{part}.json" for part in parts}
+    texts = [table(path) if path.exists() else f"## {part}\n\nNot run yet.\n" for part, path in found.items()]
+    (folder / "README.md").write_text(HEAD + "\n".join(texts), encoding="utf-8")
 
 
-def table(path: Path, measured: tuple[str, ...] = ()) -> str:
-    """Markdown; where a file or folder of the library that was `measured` has changed since, nothing in it is held."""
+def table(path: Path) -> str:
+    """Returns Markdown: of each figure and its target, and of each comparison's arms."""
     data, result = read(path)
-    old = bool(measured) and is_old(data["commit"], measured)
-    machine, versions = data["machine"], data["versions"]
+    machine = data["machine"]
     gpu = f", {machine['gpu']}" if machine["gpu"] else ""
     lines = [
-        f"## {result.part}",
-        "",
+        f"## {result.part}", "",
         f"{data['date']}, commit {data['commit']}, {machine['cpu']}, {machine['cores']} cores{gpu}, "
         f"load {machine['load'][0]:.1f} to {machine['load'][1]:.1f}; "
-        + ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "",
-        f"    {data['command']}",
-        "",
-    ]
-    if old:
-        lines += [f"**Not measured since** a change of {', '.join(measured)} in `src/dist_template`.", ""]
+        + ", ".join(f"{name} {version}" for name, version in data["versions"].items()),
+        "", f"    {data['command']}", "",
+    ]  # fmt: skip
     if result.figures:
-        rows = [_row(each, old) for each in result.figures]
-        lines += ["| figure | measured | target | |", "|---|---|---|---|", *rows, ""]
+        lines += ["| figure | measured | target | |", "|---|---|---|---|", *(each.row() for each in result.figures), ""]
     for comparison in result.comparisons:
         lines += [f"{comparison.title}; per {comparison.unit}, as a ratio to `{comparison.reference}`:", ""]
         lines += ["| arm | CPU time | wall time |", "|---|---|---|"]
         for arm in comparison.samples:
-            cpu, wall = comparison.cpu_ratios(arm), comparison.wall_ratios(arm)
-            lines.append(f"| {arm} | {described(cpu)} | {described(wall)} |")
+            cpu, wall = described(comparison.cpu_ratios(arm)), described(comparison.wall_ratios(arm))
+            lines.append(f"| {arm} | {cpu} | {wall} |")
         lines.append("")
     lines += [f"- {note}" for note in result.notes]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _row(figure: Figure, old: bool) -> str:
-    bound = f"≤ {figure.at_most:g}" if figure.at_most is not None else ""
-    bound += f"≥ {figure.at_least:g}" if figure.at_least is not None else ""
-    held = {True: "held", False: "**missed**", None: ""}[figure.held]
-    held = "not measured since" if old and held else held
-    if figure.instead:
-        return f"| {figure.what} | {figure.instead} | {bound} | |"
-    digits = 3 if abs(figure.median) < 10 else 0
-    return f"| {figure.what} | {described(figure.values, digits)} {figure.unit} | {bound} | {held} |"
-
-
-def _versions() -> dict[str, str]:
-    installed = {}
-    for name in PACKAGES:
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return installed
+def gpu_name() -> str | None:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        return platform.machine()
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
 
-def _gpu() -> str | None:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
-
-
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()

@@ -1,8 +1,7 @@
 """What a training loop costs per optimizer step, on one process.
 
-Arms: a hand-written loop of torch; the project as shipped; the project without loggers and records; Lightning's Trainer
-and Hugging Face's with their defaults; accelerate and Fabric. Models: one vector, whose step takes what the loop takes;
-Llamas of 0.1M and 5M parameters.
+Arms: a hand-written loop of torch; the project as shipped; Lightning's Trainer and Hugging Face's with their defaults.
+Models: one vector, whose step takes what the loop takes; Llamas of 0.1M and 5M parameters.
 
 Targets: with the vector, the project adds at most what Hugging Face's Trainer adds to the hand-written loop, and at
 most 0.4 of what Lightning's defaults add; 0.1M runs at 0.88 of the hand-written loop's speed at least, and
@@ -12,28 +11,19 @@ faster than Hugging Face's Trainer; 5M at 0.98.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from .arms import Arm, Comparison, Sample, compare
-from .loops import accelerate, fabric, hand, lightning, project, trainer
-from .loops.task import LARGE, SMALL, Task, check_alike, prepare
+from .arms import Arm, Comparison, compare
+from .loops import hand, lightning, project, trainer
+from .loops.task import LARGE, SMALL, Task, prepare
 from .record import Figure, Options, Result
 
 NAME = "step"
-ARMS: dict[str, Callable[[Task], Sample]] = {
-    "hand": hand.train,
-    "project": project.train,
-    "project, nothing recorded": partial(project.train, records=False),
-    "Trainer": trainer.train,
-    "Lightning": lightning.train,
-    "accelerate": accelerate.train,
-    "Fabric": fabric.train,
-}
+LOOPS = {"hand": hand, "project": project, "Trainer": trainer, "Lightning": lightning}
 MODELS = {  # steps (the first do not count), sequences, tokens of each
     "null": (None, 2600, 100, 8, 32),  # some seconds: what is kept back for one of them counts too
     "0.1M": (SMALL, 460, 60, 8, 64),  # the project collects garbage once, after 50 steps (callbacks/garbage.py)
@@ -50,10 +40,9 @@ def run(options: Options) -> Result:
             if options.quick:
                 task = replace(task, steps=4, warm=1, batch_size=2, seq_len=16, log_every=2)
             prepare(task)
-            arms: dict[str, Arm] = {arm: partial(train, task) for arm, train in ARMS.items()}
+            arms: dict[str, Arm] = {arm: partial(loop.train, task) for arm, loop in LOOPS.items()}
             comparison = Comparison(f"{name} model", "optimizer step", "hand")
             result.comparisons.append(compare(comparison, arms, options.rounds, warm=not options.quick))
-            check_alike(task.folder, ["hand", "accelerate", "fabric"])
     null, small, large = result.comparisons
     result.figures = [
         Figure("null: CPU time added to hand, project over Trainer", added(null, "Trainer"), at_most=1),

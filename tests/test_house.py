@@ -73,7 +73,7 @@ LONG_PAGES = {
 }  # fmt: skip
 
 MOST_PRONOUNS = 10
-PROSE = ("src", "docs", "tests", "benchmarks", "README.md", "CONTRIBUTING.md")
+PROSE = ("src", "docs", "tests", "benchmarks", "zoo", "README.md", "CONTRIBUTING.md")
 NOT_REWRITTEN = ("src/dist_template/parallel",)  # remove what has been rewritten
 
 
@@ -279,7 +279,7 @@ def test_the_library_keeps_the_rule(rule: Callable[[Path], list[str]]) -> None:
 def test_the_project_the_pages_the_public_names_and_the_tests_keep_theirs() -> None:
     assert broken_project(PROJECT) == [] and broken_pages(DOCS) == [] and broken_api(DOCS) == []
     assert broken_tests(ROOT / "tests") == [] and broken_internals(ROOT / "tests") == []
-    for folder in (LIBRARY, PROJECT, ROOT / "tests", ROOT / "benchmarks", ROOT / "hooks"):
+    for folder in (LIBRARY, PROJECT, ROOT / "tests", ROOT / "benchmarks", ROOT / "zoo", ROOT / "hooks"):
         assert broken_paths(folder) == [], folder
     assert all(hasattr(dist_template, name) for name in dist_template.__all__)
 

@@ -1,4 +1,4 @@
-"""torch alone: what the others are measured against. One function from the first line to the last."""
+"""torch alone: the reference of the others. DDP and FSDP2 as a specialist sets them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ from .task import Log, Task, loss_of, place_in_world
 
 
 def train(task: Task) -> Sample:
-    if task.strategy == "zero2":
-        from . import hand_zero
-
-        return hand_zero.train(task)
     rank, ranks = place_in_world()
     if ranks > 1:
         dist.init_process_group("nccl" if task.device == "cuda" else "gloo")
@@ -42,18 +38,13 @@ def train(task: Task) -> Sample:
         log.add(loss, accuracy, norm)
         if step % task.log_every == 0:
             log.write(step, scheduler.get_last_lr()[0])
-        if step % task.checkpoint_every == 0:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, task.folder / f"{step}.pt")
         stopwatch.tick(step)
-    # The group is left to the process's end. Destroyed while DDP's reducer still refers to it, gloo (torch 2.13) waited
-    # for its threads with the interpreter's lock held, and one of them for the lock: once in some runs on four ranks.
-    return stopwatch.result()
+    # The group is left to the process's end: destroyed before DDP's reducer, gloo (torch 2.13) may wait forever.
+    return stopwatch.sample
 
 
 def placed(task: Task, model: nn.Module) -> nn.Module:
-    """`model` on its device, compiled, cut and wrapped as `task` says."""
-    if task.precision == "bf16-true":
-        model = model.to(torch.bfloat16)
+    """`model` on its device, compiled, sharded and wrapped as `task` says."""
     model = model.to(task.device)
     inner: Any = getattr(model, "model", None)  # Null has none
     blocks = list(inner.layers) if inner else []
@@ -66,17 +57,14 @@ def placed(task: Task, model: nn.Module) -> nn.Module:
             model, gradient_as_bucket_view=True, static_graph=True, forward_sync_buffers=False
         )
     if task.strategy == "fsdp2":
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import fully_shard
 
-        options: dict[str, Any] = {}
-        if task.precision == "bf16-mixed":
-            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if inner:  # in torchtitan's groups: embedding, each block, and norm with head, which backward needs first
             for module in (inner.embed_tokens, *blocks):
-                fully_shard(module, **options)
+                fully_shard(module)
             ends: Any = [inner.norm, model.lm_head]
-            fully_shard(ends, reshard_after_forward=False, **options)
-        fully_shard(model, **options)
+            fully_shard(ends, reshard_after_forward=False)
+        fully_shard(model)
     return model
 
 

@@ -20,30 +20,26 @@ from .stopwatch import Stopwatch
 from .task import Task, loss_of
 
 
-def train(task: Task) -> Sample:
+def train(task: Task, extra_metrics: int = 0) -> Sample:
     """Everything that is not an argument here is as Lightning sets it."""
     stopwatch = Stopwatch(task)
     with patch.dict(os.environ), tempfile.TemporaryDirectory(dir=task.folder) as folder:  # it says where the rank is
+        options: dict[str, Any] = {"accelerator": task.device, "devices": 1, "precision": task.precision}
+        callbacks = [ModelCheckpoint(folder, every_n_train_steps=task.checkpoint_every), Timer(stopwatch)]
         trainer = L.Trainer(
-            accelerator=task.device,
-            devices=1,
-            precision=task.precision,  # ty: ignore[invalid-argument-type]
-            max_steps=task.steps,
-            log_every_n_steps=task.log_every,
-            gradient_clip_val=task.clip,
-            callbacks=[ModelCheckpoint(folder, every_n_train_steps=task.checkpoint_every), Timer(stopwatch)],
-            default_root_dir=folder,
-        )
-        trainer.fit(Module(task), torch.utils.data.DataLoader(Batches(task), batch_size=None))
-    return stopwatch.result()
+            **options, max_steps=task.steps, log_every_n_steps=task.log_every, gradient_clip_val=task.clip,
+            callbacks=callbacks, default_root_dir=folder,
+        )  # fmt: skip
+        trainer.fit(Module(task, extra_metrics), torch.utils.data.DataLoader(Batches(task), batch_size=None))
+    return stopwatch.sample
 
 
 class Module(L.LightningModule):
-    """Four values in each step, as Lightning's own examples log."""
+    """Four values in each step, as Lightning's own examples log, and `extra`."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, extra: int) -> None:
         super().__init__()
-        self.task = task
+        self.task, self.extra = task, extra
         self.model = task.build()
         self.stepped = time.perf_counter()
 
@@ -55,20 +51,17 @@ class Module(L.LightningModule):
         now = time.perf_counter()
         self.log("perf/tokens_per_s", self.task.batch_size * self.task.seq_len / (now - self.stepped))
         self.stepped = now
+        for number in range(self.extra):
+            self.log(f"train/more_{number}", loss)
         return loss
 
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-    ) -> None:
-        """Lightning's own clipping does not tell the norm."""
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, *_: Any, **__: Any) -> None:
+        """Lightning's own clipping does not return the norm."""
         self.log("train/grad_norm", torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val))
 
     def configure_optimizers(self) -> Any:
         optimizer = self.task.optimizer(self.model)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": self.task.schedule(optimizer), "interval": "step"},
-        }
+        return [optimizer], [{"scheduler": self.task.schedule(optimizer), "interval": "step"}]
 
 
 class Batches(torch.utils.data.IterableDataset):

@@ -22,10 +22,6 @@ from ..arms import Sample
 from .stopwatch import Stopwatch
 from .task import Task, data_flags, loss_of, place_in_world
 
-# Callbacks that only measure, write, show and diagnose.
-RECORDING = {
-    "Facts", "Throughput", "Experts", "TrainingLog", "Console", "Diagnosis",
-}  # fmt: skip
 CONFIGS = ROOT / "build" / "dev" / "configs"
 
 
@@ -38,43 +34,31 @@ class Timer(Callback):
             self.stopwatch.tick(trainer.global_step)
 
 
-def train(task: Task, records: bool = True, extra_metrics: int = 0) -> Sample:
-    """`records=False` leaves out what measures, writes, shows and diagnoses."""
+def train(task: Task, extra_metrics: int = 0) -> Sample:
     stopwatch = Stopwatch(task)
 
     class Timed(cli.CLI):
         def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
             trainer = super().instantiate_trainer(**kwargs)
-            if not records:
-                trainer.callbacks = [each for each in trainer.callbacks if type(each).__name__ not in RECORDING]  # ty: ignore[missing-attribute]
-                trainer.loggers = []
             trainer.callbacks.append(Timer(stopwatch))  # ty: ignore[missing-attribute]
             return trainer
 
     with edited(task, extra_metrics):
         Timed(OURS, ["fit", *flags(task, place_in_world()[1])], run=True)
-    return stopwatch.result()
+    return stopwatch.sample
 
 
 def flags(task: Task, ranks: int) -> list[str]:
     strategy = [] if task.strategy == "auto" else [f"--config={CONFIGS / 'strategy' / task.strategy}.yaml"]
     return [
-        *strategy,
-        *data_flags(task, ranks),
-        f"--run.root={task.folder / 'runs'}",
-        "--run.report=false",
-        f"--trainer.accelerator={'gpu' if task.device == 'cuda' else 'cpu'}",
-        f"--trainer.devices={ranks}",
-        f"--trainer.precision={task.precision}",
-        f"--trainer.max_steps={task.steps}",
-        f"--trainer.log_every_n_steps={task.log_every}",
-        f"--trainer.gradient_clip_val={task.clip}",
+        *strategy, *data_flags(task, ranks), f"--run.root={task.folder / 'runs'}", "--run.report=false",
+        f"--trainer.accelerator={'gpu' if task.device == 'cuda' else 'cpu'}", f"--trainer.devices={ranks}",
+        f"--trainer.precision={task.precision}", f"--trainer.max_steps={task.steps}",
+        f"--trainer.log_every_n_steps={task.log_every}", f"--trainer.gradient_clip_val={task.clip}",
         f"--last_checkpoint.every_n_steps={task.checkpoint_every}",
         f"--model.blocks.compile={str(task.compile).lower()}",
-        f"--model.optim.learning_rate={task.learning_rate}",
-        f"--model.optim.warmup={task.warmup}",
-        *task.flags,
-    ]
+        f"--model.optim.learning_rate={task.learning_rate}", f"--model.optim.warmup={task.warmup}", *task.flags,
+    ]  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -93,11 +77,10 @@ def edited(task: Task, extra_metrics: int) -> Generator[None]:
             self.track(f"train/more_{number}", loss)
         return loss
 
-    step = as_shipped if task.architecture and not extra_metrics else training_step
     with (
         patch.dict(os.environ),
         patch.object(LanguageModule, "build_model", lambda self, data: task.build()),
-        patch.object(LanguageModule, "training_step", step),
+        patch.object(LanguageModule, "training_step", training_step),
     ):
         if "RANK" not in os.environ:
             os.environ.pop("DIST_RUN_ID", None)  # of the run before in this process

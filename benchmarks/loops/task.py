@@ -6,7 +6,6 @@ Shapes: B sequences of a batch, T tokens of a sequence, V vocabulary.
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import time
@@ -25,53 +24,32 @@ from torch import Tensor, nn
 from dist_template.text.batches.rows import PackedRows
 
 from ..arms import quiet
-from ..turns import Turns
+from ..ranks import Turns
 
 CORPUS = "the quick brown fox jumps over the lazy dog. "
 BYTES_EOS, BYTES_VOCABULARY = 256, 257  # of the tokenizer Bytes
-SMALL = {  # 0.1M parameters with the 257 tokens of bytes
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 4,
-}  # fmt: skip
-LARGE = {  # 5M
-    "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6,
-    "num_attention_heads": 4, "num_key_value_heads": 4,
-}  # fmt: skip
+HEADS = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4}
+SMALL = HEADS | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}  # 0.1M parameters, of bytes
+LARGE = HEADS | {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}  # 5M
 
 
 @dataclass(frozen=True)
 class Task:
-    """One training.
+    """One training."""
 
-    Args:
-        folder: For the corpus, its token cache, and what the loops write.
-        architecture: A transformers configuration, trained from scratch; None: `Null`.
-        steps: Optimizer steps in all.
-        warm: Of these, those before time is taken.
-        batch_size: Sequences per optimizer step and rank, in one micro-batch.
-        seq_len: Tokens of a sequence.
-        log_every: Optimizer steps between two log lines.
-        strategy: auto (one process), ddp, fsdp2 or zero2.
-        device: Where the model is: cpu or cuda.
-        precision: As Lightning names it: 32-true, bf16-mixed or bf16-true.
-        compile: Compile each block with torch.compile.
-        flags: More of `fit`'s flags, for the project alone.
-        turns: That the arms take, after the first `warm` steps.
-    """
-
-    folder: Path
-    architecture: dict[str, Any] | None = None
-    steps: int = 600
-    warm: int = 100
-    batch_size: int = 8
+    folder: Path  # for the corpus, its token cache, and what the loops write
+    architecture: dict[str, Any] | None = None  # a transformers configuration, trained from scratch; None: `Null`
+    steps: int = 600  # optimizer steps in all
+    warm: int = 100  # steps before time is taken
+    batch_size: int = 8  # sequences per optimizer step and rank, in one micro-batch
     seq_len: int = 32
-    log_every: int = 10
-    strategy: str = "auto"
-    device: str = "cpu"
-    precision: str = "32-true"
-    compile: bool = False
-    flags: tuple[str, ...] = ()
-    turns: Turns | None = None
+    log_every: int = 10  # optimizer steps between two log lines
+    strategy: str = "auto"  # auto (one process), ddp or fsdp2
+    device: str = "cpu"  # cpu or cuda
+    precision: str = "32-true"  # 32-true or bf16-mixed
+    compile: bool = False  # each block with torch.compile
+    flags: tuple[str, ...] = ()  # more of `fit`'s flags, for the project alone
+    turns: Turns | None = None  # of the arms, after the first `warm` steps
     clip: float = 1.0
     learning_rate: float = 3e-4
     weight_decay: float = 0.1
@@ -85,12 +63,8 @@ class Task:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(0)
-        fields: dict[str, Any] = {
-            "vocab_size": BYTES_VOCABULARY,
-            "max_position_embeddings": self.seq_len,
-            **self.architecture,
-        }
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        fields = {"vocab_size": BYTES_VOCABULARY, "max_position_embeddings": self.seq_len} | self.architecture
+        config = AutoConfig.for_model(**fields)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
     @property
@@ -105,30 +79,24 @@ class Task:
         for _ in range(self.steps):
             yield inputs_of(rows.__getitems__(draw.sample(range(len(rows)), self.batch_size)))
 
-    def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Weight decay on matrices alone."""
-        parameters = list(model.parameters())
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        return [group for group in groups if group["params"]]
-
     @property
     def warmup(self) -> int:
         """Steps in which the learning rate rises."""
         return max(1, self.steps // 20)
 
     def optimizer(self, model: nn.Module) -> torch.optim.AdamW:
-        return torch.optim.AdamW(self.parameter_groups(model), lr=self.learning_rate, betas=self.betas, fused=True)
+        """Weight decay on matrices alone."""
+        matrices = [p for p in model.parameters() if p.ndim >= 2]
+        others = [p for p in model.parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+        return torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas, fused=True)
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
         from transformers import get_scheduler
 
-        options = {"min_lr_rate": 0.1}
-        return get_scheduler(
-            "cosine_with_min_lr", optimizer, self.warmup, self.steps, scheduler_specific_kwargs=options
-        )
+        least = {"min_lr_rate": 0.1}
+        return get_scheduler("cosine_with_min_lr", optimizer, self.warmup, self.steps, scheduler_specific_kwargs=least)
 
 
 class Null(nn.Module):
@@ -188,18 +156,11 @@ class Log:
         seconds = self.ready - self.window
         tokens = self.task.batch_size * self.task.seq_len * self.ranks
         metrics = {
-            "train/loss": loss,
-            "train/perplexity": math.exp(min(loss, 700.0)),
-            "train/token_accuracy": accuracy,
-            "train/grad_norm": norm,
-            "train/learning_rate": learning_rate,
-            "train/tokens": step * tokens,
-            "health/clipped_share": clipped,
-            "perf/step_s": seconds / self.task.log_every,
-            "perf/tokens_per_s": self.task.log_every * tokens / seconds,
-            "perf/data_wait_share": self.waited / seconds,
+            "train/loss": loss, "train/token_accuracy": accuracy, "train/grad_norm": norm,
+            "train/learning_rate": learning_rate, "train/tokens": step * tokens, "health/clipped_share": clipped,
+            "perf/tokens_per_s": self.task.log_every * tokens / seconds, "perf/data_wait_share": self.waited / seconds,
             "memory/allocated_gib": self.process.memory_info().rss / 2**30,
-        }
+        }  # fmt: skip
         if self.file:
             self.file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
             self.file.flush()
@@ -208,25 +169,8 @@ class Log:
         self.window, self.waited = self.ready, 0.0
 
 
-def check_alike(folder: Path, names: list[str]) -> None:
-    """Checks that hand-written loops with the same batches logged the same losses: else they are not comparable.
-
-    Raises:
-        ValueError: their losses differ.
-    """
-    losses = {}
-    for name in names:
-        lines = (folder / f"{name}.jsonl").read_text("utf-8").splitlines()
-        losses[name] = [json.loads(line)["train/loss"] for line in lines]
-    first = losses[names[0]]
-    for name, others in losses.items():
-        pairs = zip(first, others, strict=True)
-        if not first or not all(math.isclose(a, b, rel_tol=1e-4) for a, b in pairs):
-            raise ValueError(f"{name} has trained to other losses than {names[0]}: {others} and {first}")
-
-
-def prepare(task: Task, texts: int = 40) -> Task:
-    """Write the corpus, and tokenize it as `prepare` does."""
+def prepare(task: Task, texts: int = 40) -> None:
+    """Writes the corpus, and tokenizes it as `prepare` does."""
     from dist_template.wings.setup import prepare as tool
     from tests.support.line import OURS
 
@@ -235,23 +179,16 @@ def prepare(task: Task, texts: int = 40) -> Task:
         (task.folder / f"{number}.txt").write_text(f"{number} {CORPUS * 40}", encoding="utf-8")
     with quiet():
         tool.main(["prepare", *data_flags(task)], OURS)
-    return task
 
 
 def data_flags(task: Task, ranks: int = 1) -> list[str]:
     """`fit`'s, for the same rows, all of them for training."""
     return [
-        "--data.source=TextFiles",
-        f"--data.source.paths=[{task.folder}/*.txt]",
-        "--data.tokenizer=Bytes",
-        f"--data.cache_dir={task.folder / 'cache'}",
-        f"--data.seq_len={task.seq_len}",
-        f"--data.global_batch_size={task.batch_size * ranks}",
-        f"--data.micro_batch_size={task.batch_size}",
-        "--data.validation_share=0",
-        "--data.test_share=0",
-        "--data.prompts=[]",
-    ]
+        "--data.source=TextFiles", f"--data.source.paths=[{task.folder}/*.txt]", "--data.tokenizer=Bytes",
+        f"--data.cache_dir={task.folder / 'cache'}", f"--data.seq_len={task.seq_len}",
+        f"--data.global_batch_size={task.batch_size * ranks}", f"--data.micro_batch_size={task.batch_size}",
+        "--data.validation_share=0", "--data.test_share=0", "--data.prompts=[]",
+    ]  # fmt: skip
 
 
 def place_in_world() -> tuple[int, int]:

@@ -17,41 +17,24 @@ from .task import Task, inputs_of, loss_of, place_in_world
 
 
 def train(task: Task) -> Sample:
-    """Everything that is not an argument here is as the Trainer sets it; batches come as cheaply as to the others."""
     stopwatch = Stopwatch(task)
     with tempfile.TemporaryDirectory(dir=task.folder) as folder:
         arguments = TrainingArguments(
-            folder,
-            use_cpu=task.device == "cpu",
-            bf16=task.precision == "bf16-mixed",
-            torch_compile=task.compile,
-            per_device_train_batch_size=task.batch_size,
-            max_steps=task.steps,
-            optim="adamw_torch_fused",
-            learning_rate=task.learning_rate,
-            weight_decay=task.weight_decay,
-            adam_beta1=task.betas[0],
-            adam_beta2=task.betas[1],
-            max_grad_norm=task.clip,
-            lr_scheduler_type="cosine_with_min_lr",
-            lr_scheduler_kwargs={"min_lr_rate": 0.1},
-            warmup_steps=task.warmup,
+            folder, use_cpu=task.device == "cpu", bf16=task.precision == "bf16-mixed", torch_compile=task.compile,
+            per_device_train_batch_size=task.batch_size, max_steps=task.steps, optim="adamw_torch_fused",
+            learning_rate=task.learning_rate, weight_decay=task.weight_decay, adam_beta1=task.betas[0],
+            adam_beta2=task.betas[1], max_grad_norm=task.clip, lr_scheduler_type="cosine_with_min_lr",
+            lr_scheduler_kwargs={"min_lr_rate": 0.1}, warmup_steps=task.warmup, logging_steps=task.log_every,
             remove_unused_columns=False,  # it would look for them in each row
-            logging_steps=task.log_every,
-            save_strategy="steps",
-            save_steps=task.checkpoint_every,
+            save_strategy="steps", save_steps=task.checkpoint_every,
             ddp_backend="gloo" if task.strategy == "ddp" and task.device == "cpu" else None,
-        )
-        trainer = Trainer(
-            WithLoss(task.build()),
-            arguments,
-            data_collator=inputs_of,  # the rows come as a batch already
-            train_dataset=task.rows,
-            callbacks=[Lines(task, stopwatch)],
-        )
+        )  # fmt: skip
+        callbacks: list[Any] = [Lines(task, stopwatch)]
+        model = WithLoss(task.build())  # the rows come as a batch already: `inputs_of`
+        trainer = Trainer(model, arguments, inputs_of, train_dataset=task.rows, callbacks=callbacks)
         trainer.train()
     AcceleratorState._reset_state(reset_partial_state=True)
-    return stopwatch.result()
+    return stopwatch.sample
 
 
 class WithLoss(nn.Module):
@@ -61,8 +44,7 @@ class WithLoss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor) -> dict[str, Tensor]:
-        batch = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
         return {"loss": loss_of(self.model, batch)[0]}
 
 

@@ -1,4 +1,4 @@
-"""The numerics guard under every strategy: a non-finite step changes no weight, and is reported with its samples."""
+"""The numerics guard under every strategy: a non-finite step changes no weight, and is reported."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tests.support.tiers import tiers
 from tests.support.wings import RunRecord
 
 BAD_STEP = 5
+SKIPPED = [BAD_STEP, "non_finite", "skip"]
 
 
 def assert_replicas_are_equal(run: RunRecord) -> None:
@@ -34,15 +35,16 @@ def assert_replicas_are_equal(run: RunRecord) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["ddp", "fsdp2_ep", "zero3"]))
+@pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["fsdp2_ep", "zero3"]))
 def test_a_step_with_nan_on_one_rank_is_skipped_and_recorded(guarded: Train, strategy: str) -> None:
     spoil = partial(spoil_loss, BAD_STEP, rank=1, micro_batch=0)
     run = guarded(strategy, "skip", spoil, "--numerics.on_non_finite=skip").check()
     (incident,) = read_incidents(run.run)
-    assert (incident["step"], incident["kind"], incident["decision"]) == (BAD_STEP, "non_finite", "skip")
+    assert [incident[key] for key in ("step", "kind", "decision")] == SKIPPED
     assert incident["suspects"] == [1]
     assert [math.isnan(rank["loss"]) for rank in incident["ranks"]] == [False, True]
-    assert all(len(rank["rows"]) == 2 and all(len(micro) == 2 for micro in rank["rows"]) for rank in incident["ranks"])
+    rows = [[len(micro) for micro in rank["rows"]] for rank in incident["ranks"]]
+    assert rows == [[2, 2]] * 2
     assert is_finite(run.end)
     assert f"step {BAD_STEP} was skipped: loss nan" in run.log(0)
     assert "from rank 1" in run.log(0)
@@ -53,12 +55,13 @@ def test_a_step_with_nan_on_one_rank_is_skipped_and_recorded(guarded: Train, str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2_ep", "zero1", "zero2", "zero3"], daily=["fsdp2_ep", "zero2"]))
-def test_an_infinite_gradient_with_a_finite_loss_stops_all_ranks(guarded: Train, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["zero2"]))
+def test_an_infinite_gradient_of_a_finite_loss_stops_all(guarded: Train, strategy: str) -> None:
     run = guarded(strategy, "stop", partial(spoil_gradient, BAD_STEP, rank=0))
     assert len(run.answers) == PROCESSES[strategy]
     for answer in run.answers.values():
-        assert answer.startswith(f"Ended: training stopped: step {BAD_STEP} was skipped") and "exit code 65" in answer
+        assert answer.startswith(f"Ended: training stopped: step {BAD_STEP} was skipped")
+        assert "exit code 65" in answer
     (incident,) = read_incidents(guarded.run_folder(strategy, "stop"))
     assert math.isfinite(incident["loss"]) and not math.isfinite(incident["gradient_norm"])
     assert incident["suspects"] == []
@@ -70,7 +73,7 @@ DAMAGED += [("fsdp2", math.inf), ("fsdp2_offload", math.nan), ("pp", math.nan), 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "value"), tiers(DAMAGED, daily=DAMAGED[:3]))
+@pytest.mark.parametrize(("strategy", "value"), tiers(DAMAGED, daily=DAMAGED[:2]))
 def test_all_ranks_skip_a_step_whose_reduced_gradient_is_damaged_on_one(
     guarded: Train, strategy: str, value: float
 ) -> None:
@@ -78,7 +81,7 @@ def test_all_ranks_skip_a_step_whose_reduced_gradient_is_damaged_on_one(
     spoil = partial(spoil_reduced_gradient, BAD_STEP, rank=1, value=value)
     run = guarded(strategy, "damaged", spoil, "--numerics.on_non_finite=skip").check()
     (incident,) = read_incidents(run.run)
-    assert (incident["step"], incident["kind"], incident["decision"]) == (BAD_STEP, "non_finite", "skip")
+    assert [incident[key] for key in ("step", "kind", "decision")] == SKIPPED
     assert math.isfinite(incident["loss"])
     if strategy in ("ddp", "tp"):  # elsewhere the norm is joint
         assert incident["suspects"] == [1] and "from rank 1" in run.log(0)
@@ -103,19 +106,14 @@ def test_a_spike_is_skipped_and_recorded(guarded: Train, strategy: str) -> None:
 
 BF16 = "--trainer.precision=bf16-mixed"
 ADDS_IN_FP32 = (
-    '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}'
+    '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true},'
+    ' "data_types": {"grad_accum_dtype": "fp32"}}'
 )
-OTHERS = [("zero2_offload", ""), ("zero1", ADDS_IN_FP32)]
+OTHERS = [("zero2_offload", "", "non_finite"), ("zero1", ADDS_IN_FP32, "spike")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "config", "fault"),
-    tiers(
-        [(*each, fault) for each in OTHERS for fault in ("spike", "non_finite")],
-        daily=[(*OTHERS[0], "non_finite"), (*OTHERS[1], "spike")],
-    ),
-)
+@pytest.mark.parametrize(("strategy", "config", "fault"), OTHERS)
 def test_deepspeeds_other_optimizers_skip_exactly_one_step(
     guarded: Train, strategy: str, config: str, fault: str, tmp_path: Path
 ) -> None:
@@ -125,7 +123,8 @@ def test_deepspeeds_other_optimizers_skip_exactly_one_step(
     loss = partial(spoil_loss, SPIKE_STEP, rank=1, micro_batch=1, factor=50.0)
     plant = loss if fault == "spike" else partial(spoil_gradient, SPIKE_STEP, 0)
     run = guarded(strategy, f"{fault}-bf16", plant, *flags)
-    assert [(i["step"], i["kind"]) for i in read_incidents(run.check().run)] == [(SPIKE_STEP, fault)]
+    (incident,) = read_incidents(run.check().run)
+    assert (incident["step"], incident["kind"]) == (SPIKE_STEP, fault)
     for name, weight in guarded.by_hand("ddp", SPIKE_STEP).items():
         difference = run.end[name].float() - weight
         assert difference.norm() < 0.03 * weight.norm(), f"{name}: bf16 makes 0.01, that step 0.08"

@@ -1,4 +1,4 @@
-"""The replica guard: a tensor that ranks hold with different values ends training, and is never saved."""
+"""The replica guard: a tensor that differs between ranks ends training, and is never saved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from trainer_dev.module import LanguageModule
 
 from dist_template import Project
-from dist_template.callbacks import Replicas
 from dist_template.callbacks.replicas import checksum
 from dist_template.layout import local_shard
 from tests.support.classifier import PlainClassifier
@@ -23,7 +22,7 @@ from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
 from tests.support.wings import RunRecord
 
-NORM = "model.layers.1.post_attention_layernorm.weight"  # of the network; every strategy but FSDP2 has replicas of it
+NORM = "model.layers.1.post_attention_layernorm.weight"  # every strategy but FSDP2 has replicas
 EVERY = "--last_checkpoint.every_n_steps=4"
 
 
@@ -42,7 +41,7 @@ def flip_a_bit(step: int, name: str, rank: int = 1) -> None:
 
 
 def step_with_own_gradients() -> None:
-    """In each worker: one parameter's gradient is not reduced, as where a plan forgets to sum it."""
+    """In each worker: one parameter's gradient is not reduced, as by a plan with a gap."""
 
     def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
         gradient = local_shard(self.model.get_parameter(NORM).grad)
@@ -66,13 +65,15 @@ def change_on_rank_0() -> None:
     report_exit_codes()
 
 
-def assert_refused(guarded: Train, run: RunRecord, strategy: str, name: str, step: int, tensor: str = NORM) -> None:
+def assert_refused(
+    guarded: Train, run: RunRecord, strategy: str, name: str, step: int, tensor: str = NORM
+) -> None:
     assert len(run.answers) == run.size
     for answer in run.answers.values():
-        assert answer.startswith(f"Ended: training stopped: replicas differ after step {step}: "), answer[:500]
+        assert answer.startswith(f"Ended: training stopped: replicas differ after step {step}: ")
         assert "exit code 65" in answer and "replicas.ignore" in answer
         assert tensor in answer and "of rank 1 differs from rank 0" in answer
-    assert manifest.newest(guarded.run_folder(strategy, name) / "checkpoints") is None, "nothing is saved"
+    assert manifest.newest(guarded.run_folder(strategy, name) / "checkpoints") is None
 
 
 PLANTS = {
@@ -81,14 +82,13 @@ PLANTS = {
     "rank_0": change_on_rank_0,
 }
 # DeepSpeed reduces gradients after the hook, and a step overwrites what was changed before it.
-CASES = [(strategy, plant) for strategy in ("ddp", "tp") for plant in PLANTS] + [("zero1", "bit"), ("zero2", "bit")]
+DAILY = [("tp", "gradient"), ("zero2", "bit")]
+CASES = [*DAILY, ("ddp", "rank_0"), ("ddp", "bit"), ("tp", "bit"), ("zero1", "bit")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "plant"), tiers(CASES, daily=[("tp", "gradient"), ("ddp", "rank_0"), ("zero2", "bit")])
-)
-def test_a_difference_is_found_in_the_first_steps(guarded: Train, strategy: str, plant: str) -> None:
+@pytest.mark.parametrize(("strategy", "plant"), tiers(CASES, daily=DAILY))
+def test_a_difference_is_found_at_once(guarded: Train, strategy: str, plant: str) -> None:
     run = guarded(strategy, plant, PLANTS[plant], EVERY)
     assert_refused(guarded, run, strategy, plant, 2)
 
@@ -100,29 +100,17 @@ def test_what_changes_later_is_found_before_it_is_saved(guarded: Train, strategy
     assert_refused(guarded, run, strategy, "later", 4)
 
 
-TIED = "model.embed_tokens.weight"
-
-
 @pytest.mark.slow
-def test_copies_of_a_tied_parameter_on_two_stages_are_compared(guarded: Train) -> None:
-    run = guarded("pp", "tied", partial(flip_a_bit, 1, TIED), EVERY)
-    assert_refused(guarded, run, "pp", "tied", 2, TIED)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])
-def test_shards_of_hsdp_are_compared_between_replicas(guarded: Train, name: str) -> None:
+def test_shards_of_hsdp_are_compared_between_replicas(guarded: Train) -> None:
     """Rank 1 has the other shard: rank 3 holds the same as it."""
+    name = "model.layers.0.mlp.up_proj.weight"
     run = guarded("hsdp", name, partial(flip_a_bit, 1, name, rank=3), EVERY)
     for answer in run.answers.values():
         assert f"after step 2: model.{name} of rank 3 differs from rank 1" in answer, answer[:500]
 
 
-# ---- what is no fault ----------------------------------------------------------------------------
-
-
 class WithOwnState(PlainClassifier):
-    """Ranks have their own: running statistics, a counter, random state, a buffer that no checkpoint has, dropout."""
+    """Ranks have their own statistics, counter, random state, temporary buffer and dropout."""
 
     drawn: Tensor
     random: Tensor
@@ -146,14 +134,15 @@ class WithOwnState(PlainClassifier):
         return loss
 
 
-OWN_STATE = Project("tests.support", "tests.callbacks.test_replicas:WithOwnState", ".classifier:Images")
+OWN_STATE = Project("tests.support", f"{__name__}:WithOwnState", ".classifier:Images")
 
 
 def train(tmp_path: Path, strategy: str, *more: str) -> RunRecord:
     argv = [
         "fit", f"--run.root={tmp_path / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
-        "--trainer.devices=2", "--trainer.max_steps=6", "--trainer.log_every_n_steps=1", "--data.batch_size=4",
-        "--best_checkpoint.monitor=val_loss", "--last_checkpoint.every_n_steps=3", *flags_of(strategy), *more,
+        "--trainer.devices=2", "--trainer.max_steps=6", "--trainer.log_every_n_steps=1",
+        "--data.batch_size=4", "--best_checkpoint.monitor=val_loss",
+        "--last_checkpoint.every_n_steps=3", *flags_of(strategy), *more,
     ]  # fmt: skip
     with Workers(2, OWN_STATE) as workers:
         return workers.run(argv, tmp_path / "record", prelude=report_exit_codes)
@@ -161,26 +150,22 @@ def train(tmp_path: Path, strategy: str, *more: str) -> RunRecord:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(["ddp", "zero2", "zero3", "fsdp2"], daily=["ddp"]))
-def test_what_ranks_hold_differently_by_nature_is_not_compared(tmp_path: Path, strategy: str) -> None:
+def test_what_ranks_hold_differently_is_not_compared(tmp_path: Path, strategy: str) -> None:
     run = train(tmp_path, strategy).check()
     assert manifest.newest(run.run / "checkpoints") is not None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ignore", "ends"), [("[]", True), ("[own_*]", False)])
-def test_a_buffer_of_the_checkpoint_is_named_and_may_be_listed(tmp_path: Path, ignore: str, ends: bool) -> None:
+@pytest.mark.parametrize("ignore", ["[]", "[own_*]"])
+def test_a_buffer_of_the_checkpoint_is_named_and_may_be_listed(tmp_path: Path, ignore: str) -> None:
     run = train(tmp_path, "ddp", "--model.named=true", f"--replicas.ignore={ignore}")
-    if not ends:
-        run.check()
-        return
-    assert all("own_loss of rank 1 differs from rank 0" in answer for answer in run.answers.values()), run.answers
+    sentence = "own_loss of rank 1 differs from rank 0"
+    assert run.ok or all(sentence in answer for answer in run.answers.values())
+    assert run.ok == (ignore != "[]"), run.answers
 
 
-# ---- the checksum --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool])
-@pytest.mark.parametrize("size", [1, 7, 63, 64, 513, 4099])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool])
+@pytest.mark.parametrize("size", [1, 63, 64, 4099])
 def test_the_checksum_depends_on_each_bit_and_each_place(dtype: torch.dtype, size: int) -> None:
     tensor = torch.randint(0, 2, (size,)).to(dtype)
     expected = checksum(tensor)
@@ -190,15 +175,3 @@ def test_the_checksum_depends_on_each_bit_and_each_place(dtype: torch.dtype, siz
         other = tensor.clone()
         other.view(torch.uint8)[place] ^= 1
         assert checksum(other) != expected
-
-
-def test_vectors_that_moved_up_in_equally_many_places_differ() -> None:
-    """As norms after the first step of AdamW, each by its own gradient's signs."""
-    one, other = torch.ones(16), torch.ones(16)
-    one[[1, 2]] += 1e-3
-    other[[5, 9]] += 1e-3
-    assert checksum(one) != checksum(other)
-
-
-def test_one_process_compares_nothing() -> None:
-    assert Replicas()._compare(None, nn.Linear(2, 2)) is None

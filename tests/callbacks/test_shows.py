@@ -1,23 +1,23 @@
-"""A custom network: errors in what only shows something end no training, `predict` refuses, scalars are named."""
+"""Errors in what only shows something end no training; `predict` refuses; the console's line."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pytest import CaptureFixture, MonkeyPatch
 from torch import Tensor, nn
 from trainer_dev.module import LanguageModule
 
-from dist_template import InputError
 from dist_template.callbacks import Console
 from dist_template.callbacks.samples import Samples
 from dist_template.callbacks.summary import Summary
-from dist_template.layout import refuse_scalars
 from dist_template.wings.diagnose.callback import Diagnosis
 from tests.support.runs import logged, newest, only_run, run
-from tests.support.strategies import flags_of
 
 
 class Network(nn.Module):
@@ -34,14 +34,15 @@ class Network(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def own_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_network(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(LanguageModule, "build_model", lambda _, data: Network(data.vocab_size))
     monkeypatch.setattr(LanguageModule, "build_config", lambda *_: None)
-    monkeypatch.setattr(LanguageModule, "forward", lambda self, batch: self.model(batch["input_ids"]))
+    forward = lambda self, batch: self.model(batch["input_ids"])  # noqa: E731
+    monkeypatch.setattr(LanguageModule, "forward", forward)
 
 
 def test_a_network_without_generate_trains_and_predict_refuses_it(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+    flags: list[str], tmp_path: Path, capsys: CaptureFixture
 ) -> None:
     steps = ["--trainer.max_steps=4", "--trainer.val_check_interval=2", "--model.optim.warmup=0"]
     assert run("fit", *flags, *steps) == 0
@@ -53,13 +54,12 @@ def test_a_network_without_generate_trains_and_predict_refuses_it(
     assert capsys.readouterr().err == f"error: {sentence}\n"
 
 
-@pytest.mark.parametrize(
-    ("owner", "method"),
-    [(Samples, "on_validation_end"), (Console, "on_log_step"), (Console, "_show_results"), (Diagnosis, "_diagnose")]
-    + [(Summary, "show")],
-)
+SHOWS = [(Samples, "on_validation_end"), (Console, "on_log_step"), (Diagnosis, "_diagnose")]
+
+
+@pytest.mark.parametrize(("owner", "method"), [*SHOWS, (Summary, "show")])
 def test_an_error_in_what_only_shows_ends_no_training(
-    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, owner: Any, method: str
+    flags: list[str], monkeypatch: MonkeyPatch, capsys: CaptureFixture, owner: Any, method: str
 ) -> None:
     from dist_template.callbacks.console import only_shows
 
@@ -67,24 +67,45 @@ def test_an_error_in_what_only_shows_ends_no_training(
         raise RuntimeError("planted")
 
     inner = getattr(owner, method)
-    monkeypatch.setattr(owner, method, only_shows(broken) if hasattr(inner, "__wrapped__") else broken)
+    replaced = only_shows(broken) if hasattr(inner, "__wrapped__") else broken
+    monkeypatch.setattr(owner, method, replaced)
     steps = ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--model.optim.warmup=0"]
     assert run("fit", *flags, *steps) == 0
     assert "RuntimeError: planted; training continues without it" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_a_scalar_parameter_is_named_before_the_start(
-    flags: list[str], capsys: pytest.CaptureFixture, strategy: str
-) -> None:
-    assert run("fit", *flags_of(strategy), *flags, "--trainer.devices=1") == 2
-    sentence = "error: temperature of Network is a scalar parameter, which DeepSpeed cannot shard"
-    assert sentence in capsys.readouterr().err
+METRICS = {
+    "train/loss": 2.345678, "train/grad_norm": 1.5, "train/learning_rate": 3e-4,
+    "perf/tokens_per_s": 123456.0, "perf/mfu": 0.42, "perf/data_wait_share": 0.01,
+    "health/errors": 0.0,
+}  # fmt: skip
+PARTS = ("step 40/1000", "loss 2.346", "lr 3.00e-04", "123,456 tok/s", "mfu 42%", "eta ", "  ok\n")
 
 
-def test_a_parameter_of_one_element_is_no_scalar() -> None:
-    network = Network(5)
-    with pytest.raises(InputError, match="temperature of Network is a scalar parameter, which FSDP2 cannot shard"):
-        refuse_scalars(network, "FSDP2")
-    network.temperature = nn.Parameter(torch.ones(1))
-    refuse_scalars(network, "FSDP2")
+class Screen(io.StringIO):
+    is_terminal = False
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+def shown(monkeypatch: MonkeyPatch, columns: int | None) -> str:
+    """What a log step prints on a terminal that wide; None: no terminal."""
+    monkeypatch.setattr("sys.stdout", screen := Screen())
+    monkeypatch.setenv("COLUMNS", str(columns or 80))
+    screen.is_terminal = columns is not None
+    console = Console()
+    console._first_step = 30
+    trainer: Any = SimpleNamespace(global_step=40, estimated_stepping_batches=1000)
+    console.on_log_step(trainer, None, dict(METRICS))
+    return screen.getvalue()
+
+
+def test_a_log_step_is_one_line_that_a_terminal_never_wraps(monkeypatch: MonkeyPatch) -> None:
+    line = shown(monkeypatch, None)
+    assert "\r" not in line and "\x1b" not in line and line.endswith("\n") and line.count("\n") == 1
+    assert all(part in line for part in PARTS), line
+    for columns in (200, 100, 80, 60, 40, 20, 8):
+        line = shown(monkeypatch, columns).removeprefix("\r\x1b[K")
+        assert "\n" not in line and len(line) < columns, columns
+    assert "loss" in shown(monkeypatch, 40) and "mfu" not in shown(monkeypatch, 40)

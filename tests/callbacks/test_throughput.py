@@ -1,32 +1,35 @@
-"""Speed is of training alone, the slow rank is named, and a log step costs one collective."""
+"""Speed is of training alone, the slow rank is named, facts.json and goodput are right."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
-import torch.distributed as dist
+import yaml
 from lightning.pytorch import Callback
+from pytest import CaptureFixture, MonkeyPatch
+from trainer_dev.data import DataModule
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from dist_template.callbacks import throughput
-from dist_template.observe.history import goodput
-from dist_template.wings.diagnose import read_run
-from tests.support.library import Rows, commit, environment, read_metrics
-from tests.support.parity import STEPS, Trainings
+from dist_template.callbacks import goodput
+from dist_template.observe.history.goodput import describe, read, share
+from dist_template.observe.history.run import RunFile
+from tests.support.library import Rows, commit, read_metrics
+from tests.support.parity import MODELS, Trainings
 from tests.support.runs import logged, only_run, run
 from tests.support.tiers import tiers
 
 SLOW_S = 0.2
-SAVE_S = 1000.0  # by a clock of the test's own: longer than steps and validations take on any machine
+SAVE_S = 1000.0  # by a clock of the test's own: longer than steps take on any machine
 
 
 def test_a_slow_checkpoint_counts_as_neither_training_nor_waiting(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     save, slept = commit.save, [0.0]
 
@@ -38,44 +41,13 @@ def test_a_slow_checkpoint_counts_as_neither_training_nor_waiting(
     wall, counter = time.time, time.perf_counter
     monkeypatch.setattr(time, "time", lambda: wall() + slept[0])
     monkeypatch.setattr(time, "perf_counter", lambda: counter() + slept[0])
-    steps = ["--trainer.max_steps=9", "--last_checkpoint.every_n_steps=3", "--trainer.log_every_n_steps=3"]
-    assert run("fit", *flags, *steps, "--trainer.val_check_interval=6", "--model.optim.warmup=1") == 0
+    steps = ["--trainer.max_steps=9", "--trainer.log_every_n_steps=3", "--model.optim.warmup=1"]
+    steps += ["--last_checkpoint.every_n_steps=3", "--trainer.val_check_interval=6"]
+    assert run("fit", *flags, *steps) == 0
     folder = only_run(tmp_path)
-    seconds = goodput.read(folder)
+    seconds = read(folder)
     assert seconds["checkpoint"] > 3 * SAVE_S and 0 < seconds["validation"] < SAVE_S
     assert 3 * logged(folder, "perf/step_s")[6] < SAVE_S
-
-
-def test_model_tflops_follow_from_tokens_and_the_facts_and_mfu_from_the_peak(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(throughput, "peak_of", lambda *_: 0.5)
-    assert run("fit", *flags, "--trainer.max_steps=2", "--trainer.limit_val_batches=0") == 0
-    found = read_run(only_run(tmp_path))
-    value = {name: found.metrics[name].last for name in found.metrics.names}
-    expected = value["perf/tokens_per_s_per_device"] * found.fact("training.flops_per_token") / 1e12
-    assert value["perf/model_tflops"] == pytest.approx(expected, rel=1e-9)
-    assert value["perf/mfu"] == pytest.approx(expected / 0.5, rel=1e-9)
-
-
-def test_on_a_cpu_memory_is_the_resident_memory(flags: list[str], tmp_path: Path) -> None:
-    assert run("fit", *flags, "--trainer.max_steps=2", "--trainer.limit_val_batches=0") == 0
-    resident = psutil.Process().memory_info().rss / 2**30
-    folder = only_run(tmp_path)
-    assert logged(folder, "memory/allocated_gib")[2] == pytest.approx(resident, rel=0.2)
-    assert 0 < logged(folder, "memory/peak_share")[2] < 1
-
-
-def test_the_smallest_memory_limit_of_the_host_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control groups, version 2: the job's own group, and the user's slice above it."""
-    for folder, limit in (("slice", "2000000"), ("slice/job", "max")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
-    monkeypatch.setattr(environment, "CGROUPS", tmp_path)
-    read = environment._read
-    own = "0::/slice/job\n"
-    monkeypatch.setattr(environment, "_read", lambda path: own if str(path) == "/proc/self/cgroup" else read(path))
-    assert environment.memory_limit() == 2_000_000
 
 
 class Slow(Callback):
@@ -101,57 +73,102 @@ class Slow(Callback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "what"), tiers([(0, "loader"), (1, "forward")], daily=[(0, "loader")]))
+@pytest.mark.parametrize(
+    ("rank", "what"), tiers([(0, "loader"), (1, "forward")], daily=[(0, "loader")])
+)
 def test_the_slow_rank_is_named(train: Trainings, rank: int, what: str) -> None:  # noqa: F811
     steps = ["--trainer.max_steps=6", "--trainer.log_every_n_steps=3"]
-    metrics = read_metrics(train.run("fit", "llama", "ddp", *steps, callbacks=[Slow(rank, what)]).run)
+    metrics = read_metrics(
+        train.run("fit", "llama", "ddp", *steps, callbacks=[Slow(rank, what)]).run
+    )
     assert metrics["rank/slowest"].values.tolist() == [rank, rank]
     assert metrics["rank/slowest_over_median"].last > 1.5
 
 
-class Collectives(Callback):
-    """Counts what Python asks of torch.distributed in training."""
-
-    NAMES = (
-        "all_reduce",
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "broadcast",
-        "barrier",
-        "reduce",
-    )
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.count = dict.fromkeys(self.NAMES, 0)
-        self.real = {name: getattr(dist, name) for name in self.NAMES}
-        for name, real in self.real.items():
-            setattr(dist, name, self.counted(name, real))
-
-    def counted(self, name: str, real: Any) -> Any:
-        def one_more(*args: Any, **options: Any) -> Any:
-            # The vote on preemption is a whole number, and cast by the clock.
-            is_vote = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.int64
-            self.count[name] += not is_vote
-            return real(*args, **options)
-
-        return one_more
-
-    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        if trainer.is_global_zero and trainer.global_step == STEPS - 1:  # the last step saves
-            self.file.write_text(json.dumps(self.count))
+SHORT = "--trainer.max_steps=6"
 
 
 @pytest.mark.slow
-def test_a_log_step_is_one_collective_more(train: Trainings, tmp_path: Path) -> None:  # noqa: F811
-    def collectives(every: int) -> dict[str, int]:
-        flags = [f"--trainer.log_every_n_steps={every}", "--trainer.limit_val_batches=0"]
-        file = tmp_path / f"{every}.json"
-        train.run("fit", "deepseek_v3", "ddp", *flags, callbacks=[Collectives(file)])
-        return json.loads(file.read_text())
+@pytest.mark.parametrize(
+    "strategy",
+    tiers(["ddp", "fsdp2_ep", "fsdp2_tp_ep", "zero2", "zero3"], daily=["fsdp2_ep", "zero3"]),
+)
+def test_facts_do_not_depend_on_the_strategy(train: Trainings, strategy: str) -> None:  # noqa: F811
+    one, many = (
+        json.loads((train("deepseek_v3", s, SHORT).run / "facts.json").read_text())
+        for s in ("one", strategy)
+    )
+    with torch.device("meta"):
+        config = AutoConfig.for_model(**yaml.safe_load(MODELS["deepseek_v3"]), vocab_size=257)
+        model: Any = AutoModelForCausalLM.from_config(config)
+    assert one["parameters"]["total"] == sum(p.numel() for p in model.parameters())
+    assert one["parameters"]["active"] < one["parameters"]["total"]
+    assert many["parameters"] == one["parameters"] and many["model"] == one["model"]
+    assert many["training"]["flops_per_token"] == one["training"]["flops_per_token"] > 0
+    assert many["data"]["tokens_per_step"] == one["data"]["tokens_per_step"] == 8 * 32
+    assert len(many["machine"]["hosts"]) == many["machine"]["world_size"] > 1
+    assert many["machine"]["peak_tflops"] is None, "of a CPU no peak is known"
 
-    often, seldom = collectives(3), collectives(9)  # log steps until 11: 3 6 9, and 9
-    assert often == seldom | {"all_reduce": seldom["all_reduce"] + 2}
+
+def lines(folder: Path, *attempts: dict[str, float]) -> Path:
+    (folder / RunFile.GOODPUT).write_text(
+        "".join(json.dumps(line) + "\n" for line in attempts), encoding="utf-8"
+    )
+    return folder
+
+
+def attempt(start: float, end: float, first: int, last: int, **seconds: float) -> dict[str, float]:
+    return {"attempt": start, "time": end, "from_step": first, "step": last, **seconds}
+
+
+def test_repeated_steps_are_lost_time_and_the_gap_is_restart(tmp_path: Path) -> None:
+    killed = attempt(100, 130, 0, 20, start=6, productive=20, data_wait=4)
+    early = killed | {"time": 110.0, "step": 3, "productive": 2, "data_wait": 2}
+    second = attempt(137, 160, 15, 25, start=5, productive=10, checkpoint=3, validation=5)
+    again = attempt(161, 170, 10, 12, start=5, productive=4)
+    total = read(lines(tmp_path, early, killed, second))
+    # 5 of 20 steps were done again: a quarter of 20 s. From 130 to 137 no process lived; then 5 s.
+    expected = {"productive": 25, "start": 6, "restart": 12, "checkpoint": 3, "data_wait": 4}
+    assert total == expected | {"validation": 5, "lost": 5}
+    assert sum(total.values()) == 160 - 100 and share(total) == pytest.approx(25 / 60)
+    assert describe(total).startswith("42% of 60 s productive, start 6 s, restart 12 s")
+    # From step 10: all that the second attempt did is lost, and 10 of the first's 20 steps.
+    both = read(lines(tmp_path, killed, second, again))
+    assert (both["productive"], both["lost"]) == (pytest.approx(10 + 4), pytest.approx(10 + 10))
+
+
+@pytest.mark.slow
+def test_the_kinds_add_up_to_the_wall_time_across_a_restart(
+    flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture
+) -> None:
+    monkeypatch.setattr(goodput, "LINE_S", 0.0)
+    transfer = DataModule.on_before_batch_transfer
+
+    def slow(self: Any, batch: Any, dataloader_idx: int) -> Any:
+        time.sleep(0.01)
+        return transfer(self, batch, dataloader_idx)
+
+    monkeypatch.setattr(DataModule, "on_before_batch_transfer", slow)
+    flags = [
+        *flags, "--trainer.max_steps=10", "--last_checkpoint.every_n_steps=4",
+        "--model.optim.warmup=0",
+    ]  # fmt: skip
+    goodput._have_trained.add(os.getpid())  # or the tests before this one would be its start
+    began = time.time()
+    with pytest.raises(RuntimeError, match="stopped by the test"):
+        stop = "tests.support.runs.StopAfter"
+        run("fit", *flags, f"--trainer.callbacks+={stop}", "--trainer.callbacks.step=6")
+    time.sleep(0.5)
+    assert run("fit", *flags, "--ckpt_path=last") == 0
+    seconds = read(only_run(tmp_path))
+    wall = sum(seconds.values())
+    events = [
+        json.loads(line) for line in (only_run(tmp_path) / RunFile.GOODPUT).read_text().splitlines()
+    ]
+    assert wall == pytest.approx(events[-1]["time"] - events[0]["attempt"], abs=0.01)
+    assert wall <= time.time() - began + 1.0
+    assert seconds["restart"] >= 0.5
+    # 40 micro-batches of 10 steps, 8 of steps 5 and 6 again; the first of an attempt is its start
+    assert seconds["data_wait"] >= (40 + 8 - 2) * 0.01 * 0.9
+    assert seconds["lost"] > 0 and seconds["checkpoint"] > 0 and seconds["validation"] > 0
+    assert "goodput  " in capsys.readouterr().out

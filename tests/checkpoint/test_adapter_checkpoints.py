@@ -7,26 +7,27 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from dist_template import InputError
 from tests.support.adapters import MODEL, TARGETS, flags, with_random_b
 from tests.support.library import quantize, read_full
-from tests.support.parity import PauseAfter, Trainings
-from tests.support.runs import OURS, SMALL_LLAMA, Workers, newest, only_run, run
-from tests.support.strategies import flags_of
+from tests.support.parity import MODELS, PauseAfter, Trainings
+from tests.support.runs import OURS, SMALL_LLAMA, newest, run
 from tests.support.tiers import tiers
 from tests.support.wings import export
 
 STEPS = ["--trainer.max_steps=6", "--model.optim.warmup=2"]
 
 
-def trained(train: Trainings, strategy: str, *extra: str, kind: str = "experts", **options: Any) -> Any:
+def trained(
+    train: Trainings, strategy: str, *extra: str, kind: str = "experts", **more: Any
+) -> Any:
     keys = [*STEPS, *flags(TARGETS[kind]), *extra]
-    return train.run("fit", MODEL[kind], strategy, *keys, prelude=with_random_b, **options)
+    return train.run("fit", MODEL[kind], strategy, *keys, prelude=with_random_b, **more)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2", "fsdp2_ep", "tp", "zero2", "zero3"], daily=["fsdp2_ep"]))
+@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2_ep", "tp", "zero3"], ["fsdp2_ep"]))
 def test_a_resumed_training_equals_the_uninterrupted_one(train: Trainings, strategy: str) -> None:
     """Bit for bit; and the checkpoint has trained parameters and buffers only."""
     whole = trained(train, strategy)
@@ -35,29 +36,27 @@ def test_a_resumed_training_equals_the_uninterrupted_one(train: Trainings, strat
     resumed = trained(train, strategy, f"--ckpt_path={checkpoint}")
     assert {**paused.loss, **resumed.loss} == whole.loss
     saved = read_full(checkpoint)
-    assert all(".lora_" in name or "e_score_correction_bias" in name for name in saved["state_dict"])
+    assert all(".lora_" in n or "e_score_correction_bias" in n for n in saved["state_dict"])
     assert len(saved["frozen_base"]["sha256"]) == 64
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "num_legs"), tiers([("llama", 3), *((k, 6) for k in TARGETS)], [("llama", 3)]))
-def test_adapters_continue_from_strategy_to_strategy(train: Trainings, kind: str, num_legs: int) -> None:
+@pytest.mark.parametrize(("kind", "num"), tiers([("llama", 3), ("experts", 6)], [("llama", 3)]))
+def test_adapters_continue_from_strategy_to_strategy(train: Trainings, kind: str, num: int) -> None:
     """Over other numbers of ranks too: each leg has the losses of an uninterrupted training."""
     expected = trained(train, "one", kind=kind).loss
     checkpoint: list[str] = []
-    for number, strategy in enumerate(["fsdp2", "zero3", "tp", "hsdp", "zero2", "one"][:num_legs]):
+    for number, strategy in enumerate(["fsdp2", "zero3", "tp", "hsdp", "zero2", "one"][:num]):
         leg = trained(train, strategy, *checkpoint, kind=kind, callbacks=[PauseAfter(number + 1)])
         assert leg.loss == pytest.approx({number + 1: expected[number + 1]}, rel=1e-5), strategy
         checkpoint = [f"--ckpt_path={newest(leg.run)}"]
 
 
-# ---- in this process -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def quick(flags: list[str]) -> list[str]:
     keys = ["--model.adapter.targets=[q_proj, down_proj]", "--model.optim.learning_rate=0.05"]
-    return [*flags, *keys, "--trainer.max_steps=2", "--trainer.limit_val_batches=0", "--model.optim.warmup=0"]
+    keys += ["--trainer.max_steps=2", "--trainer.limit_val_batches=0", "--model.optim.warmup=0"]
+    return [*flags, *keys]
 
 
 def exported(flags: list[str], output: Path, *more: str) -> Path:
@@ -93,57 +92,17 @@ def test_an_adapter_folder_and_merged_weights_give_the_trained_logits(
     if in_4_bits:
         quantize(plain)
     untrained = logits(plain)
-    merged = AutoModelForCausalLM.from_pretrained(exported(quick, tmp_path / "merged", "--adapter=merged"))
+    folder = exported(quick, tmp_path / "merged", "--adapter=merged")
+    merged = AutoModelForCausalLM.from_pretrained(folder)
     adapted = PeftModel.from_pretrained(plain, str(exported(quick, tmp_path / "peft")))
     assert (logits(merged) - untrained).abs().max() > 1e-3, "training must have changed something"
     assert torch.allclose(logits(adapted), logits(merged), atol=1e-5)
 
 
-def save_base(architecture: str, folder: Path, seed: int = 1) -> None:
-    import yaml
+def save_base(architecture: str, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tests.support.parity import MODELS
-
     fields = yaml.safe_load(MODELS["deepseek_v3"] if architecture == "deepseek" else architecture)
-    torch.manual_seed(seed)
+    torch.manual_seed(1)
     config = AutoConfig.for_model(**fields, vocab_size=257, max_position_embeddings=64)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-
-
-def test_another_base_is_refused(quick: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    base = tmp_path / "base"
-    quick = [*quick, f"--model.pretrained={base}"]
-    save_base(SMALL_LLAMA, base)
-    assert run("fit", *quick) == 0
-    last = newest(only_run(tmp_path))
-    assert run("test", *quick, f"--ckpt_path={last}") == 0
-    capfd.readouterr()
-    save_base(SMALL_LLAMA, base, seed=2)
-    for verb in ("fit", "test"):
-        assert run(verb, *quick, f"--ckpt_path={last}") == 2
-        error = capfd.readouterr().err
-        assert f"was trained on {base} with SHA-256" in error and error.count("\n") == 1, error
-    with pytest.raises(InputError, match="is another model's"):
-        exported([flag for flag in quick if "adapter" not in flag], tmp_path / "out", f"--checkpoint={last}")
-
-
-@pytest.mark.parametrize("strategy", tiers(["one", "fsdp2", "zero2", "zero3"], daily=["one"]))
-def test_a_checkpoint_is_below_two_percent_of_the_full_one(quick: list[str], tmp_path: Path, strategy: str) -> None:
-    """Rank 8 on all linear layers of a block as wide as 1,024."""
-    wide = "{model_type: llama, hidden_size: 1024, intermediate_size: 2816, num_hidden_layers: 1,"
-    wide += " num_attention_heads: 8, num_key_value_heads: 8}"
-    quick = [*quick, f"--model.architecture={wide}", "--model.adapter.targets=all-linear", "--model.adapter.rank=8"]
-    quick += ["--trainer.max_steps=1"]
-    if strategy == "one":
-        assert run("fit", *quick) == 0
-        checkpoint = newest(only_run(tmp_path))
-    else:
-        assert run("prepare", *quick) == 0
-        with Workers(2) as workers:
-            record = workers.run(["fit", *quick, *flags_of(strategy), "--trainer.devices=2"], tmp_path / "record")
-        checkpoint = newest(record.check().run)
-    size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
-    parameters = 4 * 1024**2 + 3 * 1024 * 2816 + 2 * 257 * 1024
-    full = 12 * parameters  # weights and two moments in fp32
-    assert size < 0.02 * full

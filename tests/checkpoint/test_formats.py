@@ -12,13 +12,14 @@ import torch
 
 from dist_template import InputError
 from dist_template.checkpoint.optimizer import numbered
-from dist_template.cli.run import check_checkpoint
-from tests.support.formats import NAMES, REST, Tiny, build_optimizer, step, write_distributed, write_file, write_zero
-from tests.support.library import ZeroFormat, by_name, formats, read_full
+from tests.support.formats import NAMES, REST, Tiny, build_optimizer, step
+
+from tests.support.formats import write_distributed, write_file, write_zero  # isort: skip
+from tests.support.library import by_name, formats, read_full
 
 
 @pytest.fixture
-def trained() -> tuple[Tiny, torch.optim.AdamW]:
+def trained() -> Any:
     """A model and its optimizer after two steps."""
     torch.manual_seed(0)
     model = Tiny()
@@ -29,7 +30,7 @@ def trained() -> tuple[Tiny, torch.optim.AdamW]:
 
 
 @pytest.fixture(params=["file", "distributed", "zero2", "zero3"])
-def checkpoint(request: pytest.FixtureRequest, trained: tuple[Tiny, torch.optim.AdamW], tmp_path: Path) -> Path:
+def checkpoint(request: pytest.FixtureRequest, trained: Any, tmp_path: Path) -> Path:
     model, optimizer = trained
     path, state = tmp_path / "last.ckpt", by_name(optimizer.state_dict(), sum(NAMES, []))
     if request.param == "file":
@@ -41,17 +42,12 @@ def checkpoint(request: pytest.FixtureRequest, trained: tuple[Tiny, torch.optim.
     return path
 
 
-# ---- reading -------------------------------------------------------------------------------------------------------
-
-
-def test_every_format_reads_as_the_same_weights_moments_and_counters(
-    checkpoint: Path, trained: tuple[Tiny, torch.optim.AdamW]
-) -> None:
+def test_every_format_reads_as_the_same_state(checkpoint: Path, trained: Any) -> None:
     full = read_full(checkpoint)
     assert {key: full[key] for key in REST} == REST
     for name, tensor in trained[0].state_dict().items():
-        assert torch.equal(full["state_dict"][name], tensor) and full["state_dict"][name].dtype == tensor.dtype, name
-
+        read = full["state_dict"][name]
+        assert torch.equal(read, tensor) and read.dtype == tensor.dtype, name
     (state,) = full["optimizer_states"]
     back = numbered(state, NAMES, trained[1].param_groups)
     expected = trained[1].state_dict()
@@ -72,35 +68,6 @@ def test_a_header_has_the_shapes_and_the_entries_of_the_whole(checkpoint: Path) 
     assert not {"state_dict", "optimizer_states", "module", "optimizer"} & metadata.keys()
 
 
-def test_another_models_checkpoint_is_refused_by_its_header(checkpoint: Path) -> None:
-    other = Tiny()
-    other.second = torch.nn.Linear(5, 8)
-    with pytest.raises(InputError, match=r"another model's: its second.weight is \(7, 5\), here it is \(8, 5\)"):
-        read_full(checkpoint, other)
-
-
-def test_training_goes_on_as_if_it_had_not_stopped(checkpoint: Path, trained: tuple[Tiny, torch.optim.AdamW]) -> None:
-    full = read_full(checkpoint)
-    model = Tiny()
-    model.load_state_dict(full["state_dict"])
-    optimizer = build_optimizer(model)
-    optimizer.load_state_dict(numbered(full["optimizer_states"][0], NAMES, optimizer.param_groups))
-    for _ in range(2):
-        step(model, optimizer)
-        step(*trained)
-    for name, tensor in trained[0].state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
-
-
-def test_a_parameter_without_saved_moments_is_named(trained: tuple[Tiny, torch.optim.AdamW]) -> None:
-    state = by_name(trained[1].state_dict(), sum(NAMES, []))
-    del state["state"]["first.bias"]
-    assert len(numbered(state, NAMES, trained[1].param_groups)["state"]) == 3, "it had no gradient yet"
-    state["param_groups"][1]["params"].remove("first.bias")
-    with pytest.raises(InputError, match="no optimizer state for first.bias"):
-        numbered(state, NAMES, trained[1].param_groups)
-
-
 class Touch:
     """Unpickled, it makes a file."""
 
@@ -113,8 +80,8 @@ class Touch:
 
 def test_nothing_in_a_checkpoint_runs(checkpoint: Path, tmp_path: Path) -> None:
     proof = tmp_path / "it ran"
-    files = [checkpoint] if checkpoint.is_file() else [*checkpoint.rglob("*.pt"), *checkpoint.glob(".metadata")]
-    for file in files:
+    files = [*checkpoint.rglob("*.pt"), *checkpoint.glob(".metadata")]
+    for file in files or [checkpoint]:
         before = file.read_bytes()
         if file.name == ".metadata":
             file.write_bytes(pickle.dumps(Touch(proof)))
@@ -126,22 +93,3 @@ def test_nothing_in_a_checkpoint_runs(checkpoint: Path, tmp_path: Path) -> None:
         file.write_bytes(before)
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
     read_full(checkpoint)
-
-
-def test_part_of_a_checkpoint_is_refused(checkpoint: Path) -> None:
-    if checkpoint.is_file():
-        checkpoint.write_bytes(checkpoint.read_bytes()[:-1000])
-    else:
-        (checkpoint / ("latest" if formats.format_of(checkpoint) is ZeroFormat else ".metadata")).unlink()
-    with pytest.raises(InputError, match="is incomplete"):
-        check_checkpoint(checkpoint)
-
-
-def test_a_missing_rank_is_noticed(checkpoint: Path) -> None:
-    parts = sorted([*checkpoint.rglob("*_optim_states.pt"), *checkpoint.glob("*.distcp")])
-    if parts:
-        parts[-1].unlink()
-        with pytest.raises(InputError, match="cannot be read"):
-            read_full(checkpoint)
-    else:
-        assert formats.format_of(checkpoint) is formats.PlainFormat, "only one file has one part"

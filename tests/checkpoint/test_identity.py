@@ -2,47 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest import CaptureFixture, MonkeyPatch
 
 from dist_template.checkpoint.identity import KEY
-from tests.support import pairs
 from tests.support.library import manifest, read_full
 from tests.support.line import OURS
 from tests.support.runs import SMALL_LLAMA, newest, only_run, run, small
 from tests.support.wings import export
 
 ON = ["--ckpt_path=last", "--trainer.max_steps=4"]
-FIXED = {
-    "tokens in a row": ("data.seq_len 32, now 16", ["--data.seq_len=16"]),
-    "order": ("data.seed 0, now 3", ["--data.seed=3"]),
-    "attention": ("data.cross_document_attention False, now True", ["--data.cross_document_attention=true"]),
-    "one batch": ("data.repeat_first_batch False, now True", ["--data.repeat_first_batch=true"]),
-    "held out": ("data.source", ["--data.validation_share=0.3"]),
-    "tokenizer": ("data.source", ["--data.tokenizer=ByteBPE", "--data.tokenizer.vocab_size=257"]),
-    "heads": ("model.architecture.num_attention_heads 2, now 4", ["--model.architecture.num_attention_heads=4"]),
-    "adapter": ("model.adapter.alpha 8.0, now 16.0", ["--model.adapter.alpha=16"]),
+FIXED = {  # each change, and what is said of it
+    "data.seq_len=16": "data.seq_len 32, now 16",
+    "data.seed=3": "data.seed 0, now 3",
+    "data.cross_document_attention=true": "data.cross_document_attention False, now True",
+    "data.validation_share=0.3": "data.source",
+    "model.architecture.num_attention_heads=4": "model.architecture.num_attention_heads 2, now 4",
+    "model.adapter.alpha=16": "model.adapter.alpha 8.0, now 16.0",
 }
 
 
 @pytest.fixture
-def flags(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def flags(corpus: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> list[str]:
     """A small training on a corpus of its own."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
     shutil.copytree(corpus, tmp_path / "texts")
-    flags = [
-        *small(tmp_path / "texts", tmp_path / "cache", tmp_path),
-        "--trainer.max_steps=2",
-        "--trainer.logger=false",
-    ]
-    return [*flags, "--model.optim.warmup=1", "--trainer.val_check_interval=2", "--model.sample_tokens=1"]
+    flags = [*small(tmp_path / "texts", tmp_path / "cache", tmp_path), "--trainer.max_steps=2"]
+    flags += ["--trainer.logger=false", "--model.optim.warmup=1", "--model.sample_tokens=1"]
+    return [*flags, "--trainer.val_check_interval=2"]
 
 
-def refused(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
+def refused(capfd: CaptureFixture, *flags: str) -> str:
     """The sentence with which a resume ends."""
     capfd.readouterr()
     assert run("fit", *flags, *ON) == 2
@@ -52,16 +46,16 @@ def refused(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
 
 
 def test_a_changed_setting_is_refused_and_can_be_accepted(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    flags: list[str], tmp_path: Path, capfd: CaptureFixture
 ) -> None:
     flags = [*flags, "--model.adapter.alpha=8", "--model.adapter.targets=[q_proj]"]
     assert run("fit", *flags) == 0
     before = sorted(path.name for path in only_run(tmp_path).iterdir())
-    for given, change in FIXED.values():
-        assert run("prepare", *flags, *change) == 0
-        error = refused(capfd, *flags, *change)
-        key = given.split()[0]
-        assert f"was trained with {given}" in error and f"--last_checkpoint.accept_changes '[{key}" in error
+    for change, said in FIXED.items():
+        assert run("prepare", *flags, f"--{change}") == 0
+        error = refused(capfd, *flags, f"--{change}")
+        assert f"was trained with {said}" in error
+        assert f"--last_checkpoint.accept_changes '[{said.split()[0]}" in error
     assert sorted(path.name for path in only_run(tmp_path).iterdir()) == before
     capfd.readouterr()
     accepted = "--last_checkpoint.accept_changes=[data.seq_len,data.seed]"
@@ -69,47 +63,9 @@ def test_a_changed_setting_is_refused_and_can_be_accepted(
     shown = capfd.readouterr().out
     assert "data.seq_len 32 -> 16\n" in shown and "data.seed 0 -> 3\n" in shown
     assert manifest.read(newest(only_run(tmp_path)))[KEY]["data.seq_len"] == 16
-    again = [*flags, "--data.seq_len=16", "--data.seed=3", "--ckpt_path=last", "--trainer.max_steps=5"]
-    assert run("fit", *again) == 0, "the newest checkpoint has the new settings"
 
 
-def test_the_same_tokens_from_elsewhere_in_other_steps_are_no_change(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run("fit", *flags) == 0
-    shutil.copytree(tmp_path / "texts", tmp_path / "moved")
-    shutil.rmtree(tmp_path / "cache")
-    moved = [*flags, f"--data.source.paths=[{tmp_path}/moved/*.txt]", "--data.micro_batch_size=4"]
-    assert run("prepare", *moved) == 0
-    capfd.readouterr()
-    more = ["--data.global_batch_size=16", "--data.cache_dir=" + str(tmp_path / "cache"), "--data.prompts=[a]"]
-    assert run("fit", *moved, *ON, *more, "--model.optim.learning_rate=0.01", "--model.loss_chunk=64") == 0
-    lines = capfd.readouterr().out.splitlines()
-    assert [line for line in lines if line[0:1].strip() and " -> " in line] == [
-        "data.global_batch_size 8 -> 16",
-        "model.optim.learning_rate 0.0003 -> 0.01 (no effect: a resume keeps the checkpoint's)",
-    ]
-    file = next((tmp_path / "moved").iterdir())
-    file.write_text(file.read_text() + " More.")
-    assert run("prepare", *moved) == 0  # the corpus is prepared again
-    assert "was trained with data.source" in refused(capfd, *moved)
-
-
-def test_an_older_checkpoint_without_settings_resumes(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run("fit", *flags) == 0
-    path = newest(only_run(tmp_path)) / manifest.MANIFEST
-    held = json.loads(path.read_text())
-    del held[KEY]
-    path.write_text(manifest.rendered(held))
-    assert run("fit", *flags, *ON, "--data.seed=3") == 0
-    assert "data.seed" not in capfd.readouterr().out
-
-
-def test_another_type_of_model_and_another_configuration_of_its_export_are_refused(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_another_model_is_refused(flags: list[str], tmp_path: Path, capfd: CaptureFixture) -> None:
     """The weights of llama, mistral and granite have the same names and shapes."""
     assert run("fit", *flags) == 0
     for kind in ("mistral", "granite"):
@@ -117,21 +73,18 @@ def test_another_type_of_model_and_another_configuration_of_its_export_are_refus
         error = refused(capfd, *flags, f"--model.architecture={architecture}")
         assert f"was trained with model.architecture.model_type llama, now {kind}: restore" in error
     extra = SMALL_LLAMA.replace("}", ", extra: {scale: 2}}")
-    assert "model.architecture.scale None, now 2" in refused(capfd, *flags, f"--model.architecture={extra}")
+    error = refused(capfd, *flags, f"--model.architecture={extra}")
+    assert "model.architecture.scale None, now 2" in error
     ours = [flag for flag in flags if not flag.startswith("--trainer.")]
     export.main(["export", *ours, "--checkpoint=last", f"--output={tmp_path}/out"], OURS)
     pretrained = [*flags, f"--model.pretrained={tmp_path}/out"]
     config = tmp_path / "out" / "config.json"
     original = config.read_text()
     config.write_text(original.replace("10000.0", "500.0"))
-    assert "was trained with model.pretrained.rope_parameters.rope_theta 10000.0, now 500.0" in refused(
-        capfd, *pretrained
-    )
-    accepted = "--last_checkpoint.accept_changes=[data.seqlen]"
-    assert "accept_changes has data.seqlen, which is no setting here" in refused(capfd, *flags, accepted)
+    error = refused(capfd, *pretrained)
+    assert "model.pretrained.rope_parameters.rope_theta 10000.0, now 500.0" in error
     config.write_text(original)
     assert run("fit", *pretrained, *ON) == 0
-    assert " -> " not in "".join(line for line in capfd.readouterr().out.splitlines() if line.startswith("model."))
 
 
 KEPT = " (no effect: a resume keeps the checkpoint's)"
@@ -146,7 +99,7 @@ PRINTED = {
 
 
 def test_what_changes_the_updates_is_printed(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    flags: list[str], tmp_path: Path, capfd: CaptureFixture
 ) -> None:
     def resumed(*change: str) -> list[str]:
         capfd.readouterr()
@@ -163,12 +116,10 @@ def test_what_changes_the_updates_is_printed(
     assert sorted(resumed("--trainer.max_steps=4", *PRINTED)) == sorted(PRINTED.values())
     assert group()["betas"] == before["betas"] and group()["weight_decay"] == before["weight_decay"]
     assert newest_settings(tmp_path)["model.optim.betas"] == [0.9, 0.95]
-    step = ["--lr_scheduler=StepLR", "--lr_scheduler.step_size=3"]
-    assert "lr_scheduler None -> StepLR" in resumed("--trainer.max_steps=6", *step)
-    assert "lr_scheduler StepLR -> None" in resumed("--trainer.max_steps=7")
     sgd = ["--optimizer=torch.optim.SGD", "--optimizer.momentum=0.9"]
     error = refused(capfd, *flags, *sgd)
-    assert "was trained with optimizer AdamW, now SGD: restore" in error and "accept_changes '[optimizer]'" in error
+    assert "was trained with optimizer AdamW, now SGD: restore" in error
+    assert "accept_changes '[optimizer]'" in error
     sgd += ["--last_checkpoint.accept_changes=[optimizer]"]
     assert "optimizer AdamW -> SGD" in resumed("--trainer.max_steps=9", *sgd)
     assert group()["momentum"] == 0.9 and newest_settings(tmp_path)["optimizer"] == "SGD"
@@ -176,13 +127,3 @@ def test_what_changes_the_updates_is_printed(
 
 def newest_settings(folder: Path) -> dict[str, Any]:
     return manifest.read(newest(only_run(folder)))[KEY]
-
-
-def test_preferences_keep_their_loss(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    pairs.save_llama(tmp_path / "model", 260)
-    flags = [*pairs.flags(tmp_path, pairs.RECORDS), f"--model.pretrained={tmp_path / 'model'}", "--data.seq_len=256"]
-    flags += ["--data.global_batch_size=1", "--data.micro_batch_size=1", f"--run.root={tmp_path / 'runs'}"]
-    flags += ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false", "--run.report=false"]
-    assert run("fit", *flags, "--trainer.max_steps=2") == 0
-    assert "model.preference.beta 0.1, now 0.5" in refused(capfd, *flags, "--model.preference.beta=0.5")
-    assert run("fit", *flags, *ON) == 0

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -79,49 +77,3 @@ def test_any_one_damage_is_detected(
         candidates = [*sorted(files), manifest.MANIFEST]
         damage(path / candidates[which % len(candidates)], position, value)
         assert manifest.damage(path), "the damage was not detected"
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-FIELDS = ("format", "step", "time", "score", "files", "fixed_settings", "crc32")
-
-
-def with_manifest(folder: Path, step: int, text: str, best: bool = False) -> Path:
-    path = folder / manifest.name(step, best)
-    path.mkdir()
-    (path / manifest.MANIFEST).write_text(text, encoding="utf-8")
-    return path
-
-
-@settings(max_examples=300, deadline=None)
-@given(content=VALUES | st.fixed_dictionaries({}, optional=dict.fromkeys(FIELDS, VALUES)), valid=st.booleans())
-def test_a_checkpoint_is_damaged_whatever_its_manifest_has_in_place_of_its_entries(content: Any, valid: bool) -> None:
-    """With the right CRC-32 of itself: it was written so. The older checkpoint is taken."""
-    if valid and isinstance(content, dict):
-        content |= {"format": manifest.FORMAT, "step": 8}
-    text = manifest.rendered(content) if isinstance(content, dict) else json.dumps(content)
-    with tempfile.TemporaryDirectory() as name:
-        older = Path(name) / manifest.name(7)
-        commit.begin(older)
-        commit.finish(older, {"step": 7}, None)
-        newer, best = (with_manifest(Path(name), 8, text, best) for best in (False, True))
-        for path in (newer, best):
-            why = manifest.torn(path)
-            if why is None:  # only what has no file and every entry
-                held = manifest.read(path)
-                score = held["score"] if path == best else 0
-                assert held["files"] == {} and isinstance(held["time"] + score, int | float)
-        assert manifest.newest(Path(name)) == (older if manifest.torn(newer) else newer)
-        assert manifest.agreed(Path(name)) == (older if manifest.torn(newer) else newer)
-        assert set(manifest.ranked(Path(name), "min")) <= {best}
-
-
-@pytest.mark.parametrize("text", ["[" * 20_000, "{}", "[]", '{"format": 1}', "", "\ud800", '{"files": 1e999}'])
-def test_a_manifest_that_is_no_manifest_is_damaged(text: str, tmp_path: Path) -> None:
-    path = with_manifest(tmp_path, 8, "")
-    (path / manifest.MANIFEST).write_bytes(text.encode("utf-8", "surrogatepass"))
-    assert manifest.torn(path) == "its manifest.json is damaged"
-    assert manifest.torn(with_manifest(tmp_path, 9, manifest.rendered({"format": 1}))) == "its manifest.json is damaged"

@@ -1,24 +1,22 @@
-"""An image classifier, as a TrainingModule and as a plain LightningModule, has what a language model has."""
+"""An image classifier, as either kind of module, trains as language models do."""
 
 from __future__ import annotations
 
 import itertools
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dist_template import Project
-from dist_template.cli import main as command_line
-from dist_template.wings.diagnose import Cause, Change, Finding, History
 from tests.support.classifier import CLASSIFIER, PLAIN
 from tests.support.library import manifest
+from tests.support.manual import BUILT, MANUAL
 from tests.support.runs import Workers, logged
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
-from tests.support.wings import KillAt, RunRecord, engine
+from tests.support.wings import KillAt, RunRecord
 
 MODULES = {"TrainingModule": CLASSIFIER, "plain": PLAIN}
 STEPS, EVERY, KILLED = 10, 2, 7
@@ -31,10 +29,11 @@ def flags(folder: Path, project: Project, ranks: int = 1) -> list[str]:
     """40 samples: an epoch is five steps."""
     return [
         f"--run.root={folder / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
-        f"--trainer.devices={ranks}", f"--trainer.max_steps={STEPS}", "--trainer.log_every_n_steps=1",
-        f"--trainer.accumulate_grad_batches={GLOBAL // BATCH // ranks}", f"--data.batch_size={BATCH}",
-        "--data.num_train=40", "--trainer.val_check_interval=5", f"--last_checkpoint.every_n_steps={EVERY}",
-        "--last_checkpoint.keep=9",
+        f"--trainer.devices={ranks}", f"--trainer.max_steps={STEPS}", "--data.num_train=40",
+        f"--trainer.accumulate_grad_batches={GLOBAL // BATCH // ranks}",
+        f"--data.batch_size={BATCH}", "--trainer.log_every_n_steps=1",
+        "--trainer.val_check_interval=5", "--last_checkpoint.keep=9",
+        f"--last_checkpoint.every_n_steps={EVERY}",
         f"--best_checkpoint.monitor={'val_loss' if project is PLAIN else 'eval/loss'}",
         *(() if project is PLAIN else ("--model.optim.learning_rate=3e-3",)),
     ]  # fmt: skip
@@ -48,10 +47,13 @@ class Trainings:
         self.project = project
         self._records: dict[str, RunRecord] = {}
 
-    def run(self, name: str, strategy: str, *more: str, verb: str = "fit", kill: int = 0, run: str = "") -> RunRecord:
+    def run(
+        self, name: str, strategy: str, *more: str, verb: str = "fit", kill: int = 0, run: str = ""
+    ) -> RunRecord:
         if name not in self._records:
             ranks = STRATEGIES.get(strategy, 1)
-            given = [verb, *flags(self.folder, self.project, ranks), f"--run.name={run or name}", *more]
+            given = [verb, *flags(self.folder, self.project, ranks), f"--run.name={run or name}"]
+            given += more
             given += flags_of(strategy) if strategy in STRATEGIES else []
             with Workers(ranks, self.project) as workers:
                 callbacks = [KillAt(kill)] if kill else []
@@ -63,7 +65,7 @@ class Trainings:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trainings]:
-    return {name: Trainings(tmp_path_factory.mktemp(name), project) for name, project in MODULES.items()}
+    return {name: Trainings(tmp_path_factory.mktemp(name), each) for name, each in MODULES.items()}
 
 
 @pytest.fixture
@@ -72,11 +74,11 @@ def trainings(request: pytest.FixtureRequest, both: dict[str, Trainings]) -> Tra
 
 
 def strategies(*names: str) -> Callable:
-    """Of both modules. A TrainingModule under each strategy is daily in parallel/test_parity.py; here one is."""
-    names = names or tuple(STRATEGIES)
-    cases = list(itertools.product(MODULES, names))
-    daily = [case for case in cases if case[1] not in NIGHTLY and (case[0] == "plain" or case[1] in ("auto", "fsdp2"))]
-    return pytest.mark.parametrize(("trainings", "strategy"), tiers(cases, daily), indirect=["trainings"])
+    """Of both modules. A TrainingModule under each strategy is daily in parallel/test_parity.py."""
+    cases = list(itertools.product(MODULES, names or tuple(STRATEGIES)))
+    daily = [("plain", name) for name in names or STRATEGIES if name not in NIGHTLY]
+    arguments, parameters = ("trainings", "strategy"), tiers(cases, daily)
+    return pytest.mark.parametrize(arguments, parameters, indirect=["trainings"])
 
 
 @pytest.mark.slow
@@ -87,9 +89,8 @@ def test_a_strategy_has_the_losses_of_one_process(trainings: Trainings, strategy
     assert several.loss == pytest.approx(one.loss, rel=1e-6)
     assert several.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
     assert several.eval()[STEPS] == pytest.approx(one.eval()[STEPS], rel=1e-6)
-    assert [sorted(row for row, _ in rows) for rows in several.rows().values()] == [
-        sorted(row for row, _ in rows) for rows in one.rows().values()
-    ]
+    for step, rows in one.rows().items():
+        assert sorted(row for row, _ in several.rows()[step]) == sorted(row for row, _ in rows)
 
 
 @pytest.mark.slow
@@ -97,18 +98,21 @@ def test_a_strategy_has_the_losses_of_one_process(trainings: Trainings, strategy
 def test_a_killed_run_resumes_at_the_next_sample(trainings: Trainings, strategy: str) -> None:
     uninterrupted = trainings.run(strategy, strategy)
     trainings.run(f"{strategy}-killed", strategy, kill=KILLED)
-    resumed = trainings.run(f"{strategy}-resumed", strategy, "--ckpt_path=last", run=f"{strategy}-killed")
-    assert resumed.loss == {step: uninterrupted.loss[step] for step in range(KILLED // EVERY * EVERY + 1, STEPS + 1)}
+    name, run = f"{strategy}-resumed", f"{strategy}-killed"
+    resumed = trainings.run(name, strategy, "--ckpt_path=last", run=run)
+    steps = range(KILLED // EVERY * EVERY + 1, STEPS + 1)
+    assert resumed.loss == {step: uninterrupted.loss[step] for step in steps}
 
 
 @pytest.mark.slow
 @strategies("ddp", "fsdp2", "zero3")
-def test_any_strategys_checkpoint_resumes_under_another(trainings: Trainings, strategy: str) -> None:
+def test_a_checkpoint_resumes_under_another_strategy(trainings: Trainings, strategy: str) -> None:
     uninterrupted = trainings.run("auto", "auto")
     other = {"ddp": "fsdp2", "fsdp2": "zero3", "zero3": "auto"}[strategy]
     checkpoint = trainings.run(strategy, strategy).run / "checkpoints" / manifest.name(6)
     resumed = trainings.run(f"{strategy}-{other}", other, f"--ckpt_path={checkpoint}")
-    assert resumed.loss == pytest.approx({step: uninterrupted.loss[step] for step in range(7, STEPS + 1)}, rel=1e-5)
+    expected = {step: uninterrupted.loss[step] for step in range(7, STEPS + 1)}
+    assert resumed.loss == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -125,42 +129,33 @@ def test_a_checkpoint_is_validated_tested_and_predicts(trainings: Trainings, str
     assert [len(json.loads(line)) for line in lines] == [BATCH] * 4
 
 
-@pytest.mark.parametrize("trainings", MODULES, indirect=True)
-def test_what_the_module_logs_is_written_at_its_optimizer_step(trainings: Trainings) -> None:
-    run = trainings.run("auto", "auto").run
-    assert list(logged(run, "train/loss")) == list(logged(run, "perf/samples_per_s")) == list(range(1, STEPS + 1))
-    assert logged(run, "train/samples")[STEPS] == STEPS * GLOBAL
-    held_out = "val_loss" if trainings.project is PLAIN else "eval/loss"
-    assert list(logged(run, held_out)) == [5, 10], "an interval counts optimizer steps"
-    if trainings.project is PLAIN:
-        assert list(logged(run, "train_accuracy")) == list(range(1, STEPS + 1))
+PROJECTS = {"two optimizers": MANUAL, "TrainingModule": BUILT}
+
+
+def fit_manual(folder: Path, strategy: str, ranks: int, project: Project = MANUAL) -> RunRecord:
+    given = [
+        "fit", f"--run.root={folder / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
+        f"--trainer.devices={ranks}", "--trainer.max_steps=24", f"--run.name={strategy}",
+        "--best_checkpoint.monitor=val_loss", "--trainer.log_every_n_steps=1",
+        f"--data.batch_size={8 // ranks}", "--last_checkpoint.every_n_steps=12",
+        *(flags_of(strategy) if strategy != "auto" else ()),
+    ]  # fmt: skip
+    with Workers(ranks, project) as workers:
+        return workers.run(given, folder / strategy, run_id=strategy)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("module", "strategy"),
-    tiers(itertools.product(MODULES, ["fsdp2", "zero3"]), daily=[("plain", "fsdp2")]),
-)
-def test_it_is_rehearsed_at_its_own_size(module: str, strategy: str, tmp_path: Path) -> None:
-    given = [*flags(tmp_path, MODULES[module], 2), "--data.num_train=160", *flags_of(strategy)]
-    command_line.run(["rehearse", *given, f"--output={tmp_path / 'rehearsal'}"], MODULES[module])  # or SystemExit
-    results = json.loads((tmp_path / "rehearsal" / "rehearsal.json").read_text("utf-8"))["checks"]
-    passed = {each["check"] for each in results if each["verdict"] == "pass"}
-    assert {"kill and resume = uninterrupted", "loss curve = one process", "accumulation = one big batch"} <= passed
+@pytest.mark.parametrize("kind", PROJECTS)
+def test_manual_optimization_under_ddp_equals_one_process(tmp_path: Path, kind: str) -> None:
+    each = (("auto", 1), ("ddp", 2))
+    one, two = (fit_manual(tmp_path, *sizes, PROJECTS[kind]).check() for sizes in each)
+    losses = logged(one.run, "my/loss")
+    assert len(losses) >= 10
+    assert logged(two.run, "my/loss") == pytest.approx(losses, rel=1e-5)
+    for step, results in one.eval().items():
+        assert two.eval()[step] == pytest.approx(results, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_tools_accept_other_data(tmp_path: Path) -> None:
-    given = flags(tmp_path, PLAIN)
-    assert command_line.run(["doctor", *given], PLAIN) in (0, 1) and command_line.run(["prepare", *given], PLAIN) == 0
-
-
-def test_diagnosis_names_no_key_that_the_module_does_not_have() -> None:
-    text = Change("model.optim.learning_rate", 1.0, 0.1), Change("data.micro_batch_size", 4, 2)
-    finding = Finding("rule", "info", "certain", "", "", [Cause("", [*text, Change("trainer.max_steps", 1, 2)])])
-    config = {"model": {"width": 3}, "data": {"batch_size": 4}}
-    history = History(Path(), config=config, facts={"data": {"seq_len": None}})
-    (kept,) = engine.applicable(finding, history).causes
-    assert [change.key for change in kept.changes] == ["trainer.max_steps"]
-    of_text = replace(history, facts={"data": {"seq_len": 32}})
-    assert engine.applicable(finding, of_text) == finding
+def test_manual_optimization_is_refused_where_the_weights_are_sharded(tmp_path: Path) -> None:
+    refusal = fit_manual(tmp_path, "fsdp2", 2).refusal
+    assert "Manual optimizes manually" in refusal and "configs/strategy/ddp.yaml" in refusal

@@ -1,4 +1,4 @@
-"""TensorBoard and W&B hold what metrics.jsonl holds, at the same steps, also after a run was killed and resumed."""
+"""TensorBoard and W&B hold what metrics.jsonl holds, also after a run was killed and resumed."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import lightning as L
 import pytest
 from lightning.pytorch import Callback
-from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dist_template.cluster.environment import git
-from dist_template.observe.loggers.tensorboard import TensorBoard
 from tests.support import read_back
-from tests.support.library import tensorboard
-from tests.support.runs import CONFIGS, SHIPPED, run_in_subprocess
+from tests.support.runs import CONFIGS, SHIPPED, run_in_subprocess, small
 
 
 class KillAfter(Callback):
@@ -33,18 +28,19 @@ class KillAfter(Callback):
 
 @pytest.fixture(scope="module")
 def restarted(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with all loggers that was killed in step 7 and resumed from step 5, with a secret on the command line."""
+    """A run with all loggers, killed in step 7 and resumed from step 5; its flags have a secret."""
     folder = tmp_path_factory.mktemp("restarted")
     both = folder / "both.yaml"
     text = (SHIPPED / "logger" / "wandb.yaml").read_text("utf-8")
-    both.write_text(text.replace("  logger:\n", "  logger:\n    - class_path: TensorBoard\n"), "utf-8")
-    flags = [f"--config={CONFIGS}/quickstart.yaml", f"--config={both}", f"--run.root={folder}", "--run.name=r"]
-    flags += ["--data.source=TextFiles", f"--data.source.paths=[{corpus}/*.txt]", "--data.tokenizer=Bytes"]
-    flags += [f"--data.cache_dir={cache}", "--data.seq_len=32", "--data.validation_share=0.2", "--data.test_share=0"]
-    flags += ["--data.global_batch_size=4", "--data.micro_batch_size=2", "--model.sample_tokens=4"]
-    flags += ["--trainer.max_steps=10", "--trainer.log_every_n_steps=1", "--trainer.val_check_interval=5"]
-    flags += ["--last_checkpoint.every_n_steps=5", "--trainer.accelerator=cpu", "--trainer.devices=1"]
-    flags += [f"--trainer.callbacks+={__name__}.KillAfter", "--trainer.callbacks.api_key=s3cr3t"]
+    two = text.replace("  logger:\n", "  logger:\n    - class_path: TensorBoard\n")
+    both.write_text(two, "utf-8")
+    flags = [
+        f"--config={CONFIGS}/quickstart.yaml", *small(corpus, cache, folder), f"--config={both}",
+        f"--run.root={folder}", "--run.name=r", "--data.global_batch_size=4",
+        "--trainer.max_steps=10", "--trainer.val_check_interval=5",
+        "--last_checkpoint.every_n_steps=5", f"--trainer.callbacks+={__name__}.KillAfter",
+        "--trainer.callbacks.api_key=s3cr3t",
+    ]  # fmt: skip
     for step, code in (7, -signal.SIGKILL), (99, 0):
         step_flag = f"--trainer.callbacks.step={step}"
         ended = run_in_subprocess("fit", *flags, step_flag, DIST_RUN_ID="one", WANDB_MODE="offline")
@@ -58,12 +54,12 @@ def test_tensorboard_has_every_metric_once_per_step_after_a_resume(restarted: Pa
     assert set(points["train/loss"]) == set(range(1, 11)) and set(points["eval/loss"]) == {0, 5, 10}
     for step, metrics in expected.items():
         shown = {name: points[name][step][-1] for name in metrics}
-        assert shown == pytest.approx(metrics, rel=1e-6, nan_ok=True), step  # TensorBoard has float32
-    assert all(len(values) == 1 for values in points["train/loss"].values()), "a step is there twice"
+        assert shown == pytest.approx(metrics, rel=1e-6, nan_ok=True)  # TensorBoard has float32
+    assert all(len(values) == 1 for values in points["train/loss"].values())
 
 
 @pytest.mark.slow
-def test_wandb_continues_the_run_with_every_metric_configuration_commit_and_command(restarted: Path) -> None:
+def test_wandb_continues_the_run_with_every_metric_and_setting(restarted: Path) -> None:
     files = read_back.wandb_files(restarted)
     assert len(files) == 2 and all(file.name == "run-one.wandb" for file in files)
     points, expected = read_back.wandb_points(restarted), read_back.metrics(restarted)
@@ -73,44 +69,13 @@ def test_wandb_continues_the_run_with_every_metric_configuration_commit_and_comm
     config = read_back.wandb_config(files[1])
     assert config["data"]["seq_len"] == 32 and config["last_checkpoint"]["every_n_steps"] == 5
     assert config["environment"]["git_commit"] == git("rev-parse", "HEAD")
-    assert config["environment"]["command"] == json.loads((restarted / "environment.json").read_text())["command"]
-
-
-@pytest.mark.slow
-def test_tensorboard_has_the_configuration_and_the_samples(restarted: Path) -> None:
-    events = read_back.tensorboard(restarted)
-    texts = {
-        tag.removesuffix("/text_summary"): tag for tag in events.Tags()["tensors"] if tag.endswith("/text_summary")
-    }
-    assert {"run/config", "eval/sample"} <= set(texts)
-    config = events.Tensors(texts["run/config"])[-1].tensor_proto.string_val[0].decode()
-    assert "global_batch_size: 4" in config
-    assert {sample.step for sample in events.Tensors(texts["eval/sample"])} == {5, 10}
+    environment = json.loads((restarted / "environment.json").read_text())
+    assert config["environment"]["command"] == environment["command"]
 
 
 @pytest.mark.slow
 def test_no_logger_records_a_secret_of_the_command_line(restarted: Path) -> None:
     files = [path for path in restarted.rglob("*") if path.is_file()]
-    assert len(read_back.wandb_files(restarted)) == 2 and any("tfevents" in path.name for path in files)
+    assert len(read_back.wandb_files(restarted)) == 2
+    assert any("tfevents" in path.name for path in files)
     assert [path for path in files if b"s3cr3t" in path.read_bytes()] == []
-
-
-def test_tensorboard_names_a_run_by_its_name_and_id(tmp_path: Path) -> None:
-    logger = TensorBoard(str(tmp_path / "quickstart" / "one"))
-    logger.log_metrics({"train/loss": 0.0}, step=1)
-    logger.finalize("success")
-    assert set(EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Runs()) == {"quickstart/one"}
-
-
-def test_log_steps_leave_tensorboards_thread_asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is woken for each event: by a fast loop once a second, and a log step's metrics are one event."""
-    monkeypatch.setattr(tensorboard, "WRITE_S", 100.0)
-    logger, steps = TensorBoard(str(tmp_path)), range(200)
-    for step in steps:
-        with patch.object(EventFileWriter, "add_event", autospec=True, side_effect=EventFileWriter.add_event) as added:
-            logger.log_metrics({f"train/{number}": float(step) for number in range(20)}, step)
-        assert step == 0 or not added.called
-    with patch.object(EventFileWriter, "add_event", autospec=True, side_effect=EventFileWriter.add_event) as added:
-        logger.save()
-    assert added.call_count == len(steps) - 1
-    assert read_back.tensorboard_points(tmp_path)["train/19"] == {step: [float(step)] for step in steps}

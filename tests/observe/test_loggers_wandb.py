@@ -1,31 +1,24 @@
-"""W&B online: one run over restarts. A service, process or network that is away neither stops nor delays training."""
+"""W&B online: one run over restarts; a service that is away neither stops nor delays training."""
 
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pytest import MonkeyPatch
 
-from dist_template import Ended
-from dist_template.errors import Exit
 from dist_template.observe.loggers.wandb import Uploads, WandB
-from dist_template.wings.diagnose import Finding, read_run
-from dist_template.wings.diagnose import callback as diagnosis
 from tests.support import read_back
 from tests.support.wandb_service import Service
-from tests.support.written import falling, write_run
 
 
 @pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[Service]:
+def service(monkeypatch: MonkeyPatch, tmp_path: Path) -> Generator[Service]:
     import wandb
 
     wandb.teardown()  # what an earlier test set up in this process
@@ -66,12 +59,12 @@ def test_a_resumed_run_continues_as_the_same_run_online(tmp_path: Path, service:
         exit_process()
     ((name, lines),) = service.lines.items()
     assert name == "one" and service.config["data"]["value"] == {"seq_len": 32}
-    losses = [(line["trainer/global_step"], line["train/loss"]) for line in lines if "train/loss" in line]
-    assert losses == [(step, 1 / step) for step in (*range(1, 8), *range(6, 11))]
-    assert [line["_step"] for line in lines] == sorted({line["_step"] for line in lines}), "W&B dropped none"
+    steps = [line["trainer/global_step"] for line in lines if "train/loss" in line]
+    assert steps == [*range(1, 8), *range(6, 11)]
+    assert [line["_step"] for line in lines] == sorted({line["_step"] for line in lines})
 
 
-def test_a_service_that_goes_away_neither_stops_nor_delays_training(tmp_path: Path, service: Service) -> None:
+def test_a_service_that_goes_away_does_not_delay(tmp_path: Path, service: Service) -> None:
     log(logger := started(tmp_path / "one", finish_timeout_s=3), range(1, 4))
     service.is_away = True
     begun = time.monotonic()
@@ -81,32 +74,11 @@ def test_a_service_that_goes_away_neither_stops_nor_delays_training(tmp_path: Pa
     logger.finalize("success")
     exit_process()
     assert time.monotonic() - begun < 60, "finish_timeout_s is 3"
-    assert set(read_back.wandb_points(tmp_path / "one")["train/loss"]) == set(range(1, 7)), "it can be synced later"
-
-
-@pytest.mark.slow
-def test_wandbs_own_process_may_be_killed(tmp_path: Path, service: Service) -> None:
-    code = f"""
-import time
-import psutil
-from dist_template.cluster.exit import exit_process, skip_finalization
-skip_finalization()
-from dist_template.observe.loggers.wandb import Uploads, WandB
-logger = WandB("p", {str(tmp_path / "one")!r}, finish_timeout_s=3)
-for step in range(1, 43):
-    logger.log_metrics({{"train/loss": 1.0}}, step)
-    time.sleep(0.05 if step > 3 else 0)  # a thread of wandb's notices that the connection has ended
-    if step == 3:
-        [process.kill() for process in psutil.Process().children(recursive=True) if process.name() == "wandb-core"]
-logger.finalize("success")
-exit_process(0)"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("UserWarning: W&B has failed (") == 1, ended.stderr
+    assert set(read_back.wandb_points(tmp_path / "one")["train/loss"]) == set(range(1, 7))
 
 
 def test_without_a_service_at_the_start_wandb_logs_offline(
-    tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, service: Service, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # no service listens there
     with pytest.warns(UserWarning, match="logging offline"):
@@ -123,7 +95,6 @@ class FakeRun:
 
     def __init__(self) -> None:
         self.taken: list[dict[str, Any]] = []
-        self.alerts: list[tuple[str, ...]] = []
         self.outlived: list[str] = []
         self.may = threading.Event()
 
@@ -135,13 +106,8 @@ class FakeRun:
 
     def _wait(self, artifact: Any) -> None:
         assert self.may.wait(120)
-        self.outlived += [Path(entry.local_path).read_text() for entry in artifact.manifest.entries.values()]
-
-    def alert(self, *message: str) -> None:
-        self.alerts.append(message)
-
-    def finish(self, exit_code: int) -> None:
-        self.exit_code = exit_code
+        entries = artifact.manifest.entries.values()
+        self.outlived += [Path(entry.local_path).read_text() for entry in entries]
 
 
 def checkpoint(folder: Path, name: str) -> Path:
@@ -150,7 +116,7 @@ def checkpoint(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def test_checkpoints_are_uploaded_in_the_background_and_may_be_deleted_meanwhile(tmp_path: Path) -> None:
+def test_checkpoints_may_be_deleted_while_they_are_uploaded(tmp_path: Path) -> None:
     fake, uploads = FakeRun(), Uploads()
     for step in (1, 2, 3):  # 1 is being uploaded, 2 waits until 3 replaces it
         path = checkpoint(tmp_path, f"step{step}.ckpt")
@@ -165,63 +131,15 @@ def test_checkpoints_are_uploaded_in_the_background_and_may_be_deleted_meanwhile
     fake.may.set()
     uploads.wait(10)
     assert [each["aliases"][1] for each in fake.taken] == ["step1", "best-step3", "step3"]
-    assert [each["files"]["part/weights"] for each in fake.taken] == ["step1.ckpt", "best-step3.ckpt", "step3.ckpt"]
-    assert fake.outlived == ["step1.ckpt", "best-step3.ckpt", "step3.ckpt"], "read after the checkpoint was deleted"
+    names = ["step1.ckpt", "best-step3.ckpt", "step3.ckpt"]
+    assert [each["files"]["part/weights"] for each in fake.taken] == fake.outlived == names
     assert not (tmp_path / ".uploads").exists()
 
 
-def logger_of(fake: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> WandB:
+def test_an_error_of_wandb_is_one_warning(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
-    logger = WandB("p", str(tmp_path / "r"), **arguments)
-    logger._experiment = fake  # ty: ignore[invalid-assignment]
-    return logger
-
-
-def test_the_option_artifacts_selects_the_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind, expected in {"none": 0, "best": 1, "last": 1, "all": 2}.items():
-        fake = FakeRun()
-        fake.may.set()
-        logger = logger_of(fake, tmp_path, monkeypatch, artifacts=kind)
-        for name in ("step1.ckpt", "best-step1.ckpt"):
-            logger.on_checkpoint(checkpoint(tmp_path / kind, name))
-        logger._uploads.wait(10)
-        assert len(fake.taken) == expected, kind
-
-
-def test_alerts_report_the_end_a_crash_and_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeRun()
-    logger = logger_of(fake, tmp_path, monkeypatch, alerts=True)
-    logger._trains = True
-    logger.finalize("success")
-    logger.finalize("success")  # of the validation after training
-    for error in RuntimeError("out of luck\nmore"), Ended(Exit.REQUEUE, "preempted"):
-        try:
-            raise error
-        except Exception:
-            logger.finalize("failed")
-    assert fake.alerts == [
-        ("training has finished", "r", "INFO"),
-        ("training has failed", "r: RuntimeError: out of luck", "ERROR"),
-        ("training was interrupted", "r: preempted", "WARN"),
-    ]
-
-
-@pytest.mark.parametrize("enabled", [False, True])
-def test_alerts_report_findings_of_level_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
-    error, warning = Finding("a", "error", "certain", "t" * 70, "why"), Finding("b", "warning", "likely", "", "")
-    fake = FakeRun()
-    loggers = [SimpleNamespace(), logger_of(fake, tmp_path, monkeypatch, alerts=enabled)]
-    monkeypatch.setattr(diagnosis, "diagnose", lambda _: [error, warning])
-    callback = diagnosis.Diagnosis(folder=str(tmp_path))
-    callback._history = read_run(write_run(tmp_path / "a" / "1", falling(3)))
-    trainer: Any = SimpleNamespace(global_step=1, callbacks=[], loggers=loggers)
-    for _ in range(2):
-        callback._diagnose(trainer)
-    assert fake.alerts == [("t" * 63, "why", "ERROR")] * enabled
-
-
-def test_an_error_of_wandb_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logger = logger_of(FakeRun(), tmp_path, monkeypatch)  # it has no `log`
+    logger = WandB("p", str(tmp_path / "r"))
+    logger._experiment = FakeRun()  # ty: ignore[invalid-assignment]  # it has no `log`
     with pytest.warns(UserWarning, match="continues without it") as warned:
         logger.log_metrics({"train/loss": 1.0}, step=1)
         logger.log_metrics({"train/loss": 1.0}, step=2)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from dist_template import Project
-from tests.support.classifier import Classifier, Images, PlainClassifier
+from tests.support.classifier import Images, PlainClassifier
 
 HOOKS = ("optimizer_step", "on_before_optimizer_step", "on_before_zero_grad", "optimizer_zero_grad")
 
@@ -47,16 +47,6 @@ class Student(PlainClassifier):
         super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
 
-class Weighing(Classifier):
-    """Tracks the norm of a weight that FSDP2 shards, and of one whose rows ranks do not divide."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.track("my/norm", self.model.stem.weight.norm())
-        self.track("my/sum", self.model.stem.weight.sum(0, keepdim=True).flatten()[3])
-        self.track("my/head", self.model.head.weight.norm())
-        return super().training_step(batch, batch_idx)
-
-
 class OwnOrder(DataLoader):
     """Of its own class, so that an epoch's last step may have fewer micro-batches than the others."""
 
@@ -74,6 +64,5 @@ def _gathered(parameters: list[Any]) -> Any:
     return deepspeed.zero.GatheredParameters(parameters)
 
 
-WEIGHING = Project("tests.support", ".teacher:Weighing", ".teacher:Images")
 STUDENT = Project("tests.support", ".teacher:Student", ".teacher:Images")
 STUDENT_WITH_OWN_ORDER = Project("tests.support", ".teacher:Student", ".teacher:OwnOrderImages")

@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import zoo
-from benchmarks.zoo_arms import OF_LORA, reference_of
-from benchmarks.zoo_models import variants
-from benchmarks.zoo_table import without_table
 from dist_template.parallel import mesh, mesh_ranks
 from tests.support import planted_model
 from tests.support.library import proof, shard_batch
 from tests.support.runs import CONFIGS, OURS, Workers
 from tests.support.wings import rehearse_main as main
+from zoo import cases as zoo
+from zoo.arms import OF_LORA, reference_of
+from zoo.models import variants
+from zoo.table import without_table
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_the_rows_of_the_day_are_right(cases: zoo.Zoo) -> None:
 
 
 def wrong_of(cases: zoo.Zoo, rows: list[tuple[str, str, str]]) -> list[str]:
-    """Runs the rows, two at a time as `python -m benchmarks zoo` does, and returns those that are not right."""
+    """Runs the rows, two at a time as `python -m zoo` does, and returns those that are not right."""
     arms: dict[str, list[str]] = {}
     for kind, _, arm in rows:
         arms.setdefault(kind, []).append(arm)
@@ -137,9 +137,18 @@ def wrong_of(cases: zoo.Zoo, rows: list[tuple[str, str, str]]) -> list[str]:
     return [f"{' '.join(row)}: {each}" for row, each in found.items() if each["verdict"] != "right"]
 
 
-def test_rows_that_are_not_right_are_named(cases: zoo.Zoo) -> None:
-    wrong = wrong_of(cases, [("gpt_neo", "default", "ddp"), ("gpt_neo", "default", "pp")])
-    assert len(wrong) == 1 and wrong[0].startswith("gpt_neo default pp: ")
+def test_rows_that_are_not_right_are_named(
+    cases: zoo.Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts = {"ddp": "right", "pp": "fault"}
+
+    def run_type(kind: str, arms: list[str]) -> None:
+        for arm in arms:
+            cases.known[kind, "default", arm] = {"verdict": verdicts[arm], "why": "losses differ"}
+
+    monkeypatch.setattr(cases, "run_type", run_type)
+    (wrong,) = wrong_of(cases, [(kind, "default", arm) for kind in ("a", "b") for arm in verdicts][:2])
+    assert wrong.startswith("a default pp: ")
 
 
 # ---- a type that no table has ----------------------------------------------------------------------------------------

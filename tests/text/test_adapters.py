@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from benchmarks.zoo_models import variants
 from torch import nn
 from trainer_dev.module import LanguageModule
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from benchmarks.zoo_models import variants
 from dist_template import AdapterConfig, InputError
 from dist_template.model.flops import Size
 from dist_template.parallel.shard import refuse_adapters

@@ -1,6 +1,6 @@
 """Which transformers models train under which strategies to the numbers of one process.
 
-`proof.json` is the result of `python -m benchmarks zoo`: small odd models of each type, against one
+`proof.json` is the result of `python -m zoo`: small odd models of each type, against one
 process. A project adds what `rehearse` has proven there, in its own proven.json. Per type:
 
     variants    [{"switches": {field: value}, "right": [axes], "refused": {axes: why}}], the first with the defaults

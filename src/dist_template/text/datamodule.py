@@ -60,7 +60,7 @@ from .tokenizers import ByteBPE, TokenizerSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as Tokenizer
 
-# Mapped rows are read faster without workers: benchmarks/data.py.
+# Mapped rows are read faster without workers: benchmarks/results/2026-11.md.
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
 Batch = dict[str, Any]  # tensors; on the host also the numbers of its rows

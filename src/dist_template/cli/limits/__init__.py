@@ -8,7 +8,7 @@ The libraries refuse most of this too, but on every rank, in the middle of a sta
 name of a key. Checks that need the built model (its blocks, several optimizers) are left to them.
 
     machine.py    what is known before the start
-    proven.py     models that did not train right in `python -m benchmarks zoo`
+    proven.py     models that did not train right in `python -m zoo`
     options.py    keys and callbacks that are replaced, unread keys
     training.py   strategies, precision, batches, schedule, the module's own check
 """

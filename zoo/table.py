@@ -1,4 +1,4 @@
-"""The library's table of what zoo.py found: src/dist_template/proof.json."""
+"""The library's table of what cases.py found: src/dist_template/proof.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from dist_template.model import proof
 
-from .zoo_arms import ARMS
+from .arms import ARMS
 
 # What says nothing of a type: a refusal of a small model's number of blocks, and rounding that Adam's division
 # amplifies, where all of the first step but the update agrees. `fit` calls these cases unproven.

@@ -1,4 +1,4 @@
-"""docs/models.md: the table of zoo.py for readers."""
+"""docs/models.md: the table of cases.py for readers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PAGE = """# Models
 
 Which causal language models of transformers train under which strategies to the numbers of one process: small odd
 models of each type, six steps on packed documents with masked labels, accumulation and clipping, by
-`python -m benchmarks zoo`. `fit`, `plan` and `launch` read the same table: what it calls right is silent, what it
+`python -m zoo`. `fit`, `plan` and `launch` read the same table: what it calls right is silent, what it
 refuses is a sentence before anything is built, and everything else is one line that names `rehearse`, which compares
 your model with one process in a minute.
 

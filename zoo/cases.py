@@ -1,17 +1,12 @@
 """Which causal language models of transformers train under which strategies to the numbers of one process.
 
 Each type that transformers registers gets a small odd configuration, twice where it has optional switches
-(zoo_models.py), and trains six steps on packed documents, with masked labels, accumulation and clipping, on one process
+(models.py), and trains six steps on packed documents, with masked labels, accumulation and clipping, on one process
 and under each arm; arms named lora_* train adapters of all linear layers and experts, and are compared with one process
-that does so. A case ends as
-
+that does so. A case ends as:
     right    losses within 1e-6 of one process's, norms and evaluation within 1e-5, replicas bit-identical
     refused  in a sentence, before the start
     fault    with the first difference, named by rehearse's root cause, or the error
-
-`--models` and `--arms` choose by parts of names, such as `--arms lora`. Cases that a file in build/zoo has are not run
-again, so that a run that was stopped resumes; verdicts of other versions are run again. The verdicts are written into
-the library.
 """
 
 from __future__ import annotations
@@ -21,7 +16,6 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +30,11 @@ from dist_template.wings.rehearse.record import RunRecord
 from dist_template.wings.rehearse.shrink_config import write_texts
 from dist_template.wings.rehearse.workers import run_ranks
 
-from . import ROOT, zoo_page
-from .record import Figure, Options, Result
-from .zoo_arms import ARMS, OF_A_SWITCH, OF_LORA, ONE, reference_of
-from .zoo_models import SEQ_LEN, configured, parts, plans, variants
-from .zoo_table import table, text, without_table
+from . import ROOT
+from .arms import ARMS, OF_A_SWITCH, OF_LORA, ONE, reference_of
+from .models import SEQ_LEN, configured, parts, plans, variants
+from .table import without_table
 
-NAME = "zoo"
 PROJECT = Project("trainer_dev")
 LOSS, NORM = 1e-6, 1e-5  # relative
 STEPS, CLIP = 6, 0.3
@@ -51,23 +43,17 @@ UNUSED = "ddp_find_unused_parameters_true"  # DDP's form for models that leave p
 
 
 class Zoo:
-    """Runs cases and keeps their verdicts in a file of lines.
-
-    Args:
-        folder: Of texts, runs and verdicts.
-    """
+    """Runs cases in `folder` and keeps their verdicts in a file of lines there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.file = folder / "verdicts.jsonl"
         write_texts(folder / "texts", 16_000)
         run_ranks(1, PROJECT, ["prepare", *self.flags()], folder / "prepare", timeout_s=None).check()
-        self.known = {(each["type"], each["variant"], each["arm"]): each for each in self._read()}
-
-    def _read(self) -> list[dict[str, Any]]:
         lines = self.file.read_text("utf-8").splitlines() if self.file.exists() else []
         found = [json.loads(line) for line in lines]
-        return [each for each in found if each["versions"] == proof.versions()]
+        now = [each for each in found if each["versions"] == proof.versions()]
+        self.known = {(each["type"], each["variant"], each["arm"]): each for each in now}
 
     def put(self, kind: str, variant: str, arm: str, verdict: str, **more: Any) -> None:
         case = {"type": kind, "variant": variant, "arm": arm, "verdict": verdict, **more}
@@ -132,14 +118,9 @@ class Zoo:
         return "fault", f"{difference}: {cause}"
 
     def train(
-        self,
-        kind: str,
-        variant: str,
-        arm: str,
-        architecture: dict[str, Any],
-        is_traced: bool = False,
+        self, kind: str, variant: str, arm: str, architecture: dict[str, Any], is_traced: bool = False,
         more: Sequence[str] = (),
-    ) -> RunRecord:
+    ) -> RunRecord:  # fmt: skip
         """Trains `STEPS` steps; a folder of its own for each."""
         chosen = (ARMS | ONE)[arm.removesuffix(SINGLE)]
         rows = 8 // chosen.batches // (4 if chosen.file.startswith("pp") else 2)  # a pipeline needs four micro-batches
@@ -147,8 +128,8 @@ class Zoo:
         name = hashlib.sha256(f"{kind} {variant} {arm} {is_traced}".encode()).hexdigest()[:12]
         folder = self.folder / "runs" / kind / name
         shutil.rmtree(folder, ignore_errors=True)
-        flags = [f"--config={ROOT}/build/dev/configs/strategy/{chosen.file}.yaml"] if chosen.file else []
         folder.mkdir(parents=True)
+        flags = [f"--config={ROOT}/build/dev/configs/strategy/{chosen.file}.yaml"] if chosen.file else []
         config = folder / "architecture.yaml"
         config.write_text(yaml.safe_dump({"model": {"architecture": architecture}}), "utf-8")
         argv = ["fit", f"--config={config}", *self.flags(), *flags, *chosen.flags, *more, f"--run.root={folder}/runs"]
@@ -172,43 +153,10 @@ class Zoo:
         ]  # fmt: skip
 
 
-def run(options: Options) -> Result:
-    """Runs what has no verdict yet, writes the library's table and its page, and counts."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    wanted = [each.strip() for each in options.models.split(",")]
-    kinds = sorted(kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if any(each in kind for each in wanted))
-    arms = [arm for arm in ARMS if any(each.strip() in arm for each in options.arms.split(","))]
-    if options.quick:
-        kinds, arms = ["llama"], ["ddp", "cp"]
-    zoo = Zoo(options.output / "zoo" if options.quick else ROOT / "build" / "zoo")
-    started = time.perf_counter()
-    with ThreadPoolExecutor(3) as pool:  # a case waits for messages of its ranks; four take longer
-        for done in [pool.submit(zoo.run_type, kind, arms) for kind in kinds]:
-            done.result()
-    found = table(zoo.known.values())
-    proof_file = options.output / "proof.json" if options.quick else Path(proof.__file__).parents[1] / "proof.json"
-    if not options.quick:
-        (ROOT / "docs" / "models.md").write_text(zoo_page.page(found, [arm.axes for arm in ARMS.values()]), "utf-8")
-    proof_file.write_text(text(found), "utf-8")
-    cases = [each for each in zoo.known.values() if each["arm"] != "one"]
-    figures = [
-        Figure("model types", [len({each["type"] for each in zoo.known.values()})], unit="types"),
-        Figure("types that train on one process", [len({each["type"] for each in cases})], unit="types"),
-    ]
-    for verdict in ("right", "refused", "fault"):
-        figures.append(Figure(verdict, [sum(each["verdict"] == verdict for each in cases)], unit="cases"))
-    figures.append(Figure("time of the cases that had no verdict", [(time.perf_counter() - started) / 60], unit="min"))
-    return Result("zoo", figures=figures)
-
-
 def differs(one: RunRecord, many: RunRecord, rounding: dict[str, float] | None = None) -> str:
     """Describes how a training differs from one process; "" if nothing does.
 
-    Args:
-        one: Of one process.
-        many: Of the strategy.
-        rounding: Differences that another order of sums alone makes; ten times as much is allowed.
+    Ten times the differences that another order of sums alone makes, `rounding`, are allowed.
     """
     for name, most in differences(one, many).items():
         if most > max(LOSS if name == "loss" else NORM, 10 * (rounding or {}).get(name, 0.0)):

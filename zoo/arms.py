@@ -1,4 +1,4 @@
-"""The strategies under which zoo.py trains each type, in full and with LoRA adapters."""
+"""The strategies under which cases.py trains each type, in full and with LoRA adapters."""
 
 from __future__ import annotations
 
@@ -10,22 +10,11 @@ SHARDED = f"{ARGS}.param_persistence_threshold={{}}"  # a parameter with fewer e
 
 @dataclass(frozen=True)
 class Arm:
-    """A strategy.
-
-    Args:
-        file: Of configs/strategy.
-        axes: As `proof.axes_of` names it.
-        ranks: Processes.
-        batches: Data-parallel ranks.
-        plan: Needs a tensor ("tp") or expert ("ep") plan of the model.
-        flags: Further flags.
-    """
-
-    file: str
-    axes: str
+    file: str  # of configs/strategy
+    axes: str  # as `proof.axes_of` names it
     ranks: int = 2
-    batches: int = 2
-    plan: tuple[str, ...] = ()
+    batches: int = 2  # data-parallel ranks
+    plan: tuple[str, ...] = ()  # the tensor ("tp") or expert ("ep") plan that it needs of the model
     flags: tuple[str, ...] = ()
 
 
