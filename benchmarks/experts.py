@@ -1,6 +1,6 @@
 """python -m benchmarks.experts FOLDER: draws docs/figures/experts.svg from four runs with and without balancing.
 
-The runs are FOLDER/<name>/<id>, with the names below; their commands are in docs/experts.md.
+The runs are FOLDER/<name>/<id>, with the names below; their commands are in docs/strategies/expert_parallel.md.
 """
 
 from __future__ import annotations

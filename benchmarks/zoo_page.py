@@ -36,11 +36,12 @@ def page(found: dict[str, Any], axes: list[str]) -> str:
     """Returns docs/models.md with the table `found`: types with the same verdicts share a row."""
     reasons: dict[str, set[str]] = {}
     leaks: list[str] = []
-    not_run: dict[str, list[str]] = {}
+    composed: list[str] = []
+    not_run: list[str] = []
     tried = {kind: entry["variants"] for kind, entry in found["models"].items() if "variants" in entry}
     for kind, entry in found["models"].items():
         if kind not in tried:
-            not_run.setdefault(str(entry.get("not_run")), []).append(kind)
+            (composed if COMPOSED in entry.get("not_run", "") else not_run).append(kind)
         leaks += [kind] * ("documents" in entry.get("leaks", {}))
         for variant in entry.get("variants", []):
             for name, why in variant["refused"].items():
@@ -59,8 +60,8 @@ def page(found: dict[str, Any], axes: list[str]) -> str:
         lora=_unlike(tried, {name: (name.removeprefix("lora+"),) for name in adapted}),
         leaks=", ".join(leaks),
         reasons="; ".join(f"{why}: {len(kinds)} types" for why, kinds in commonest),
-        composed=", ".join(not_run.pop(COMPOSED, [])),
-        not_run=", ".join(kind for kinds in not_run.values() for kind in kinds),
+        composed=", ".join(composed),
+        not_run=", ".join(not_run),
     )
     before, _, rest = PAGE.read_text("utf-8").partition(START)
     return before + START + table + END + rest.partition(END)[2]
