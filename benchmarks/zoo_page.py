@@ -24,10 +24,10 @@ model decides (biases, norms of queries and keys, tied embeddings). A strategy i
 - Combinations (fsdp+tp, fsdp+pp, fsdp+ep+pp) have the verdict of their parts{combined}.
 - Adapters of rank 3 on all linear layers and stacked experts, against one process with the same, have the verdicts of the
   model (ddp, fsdp, tp, ep, zero3){lora}. Other `targets`, `trainable` and `quantize` were not tried.
-- In these types a token depends on the documents before its own in a packed row, on one process too, because their
-  layers carry a state or ignore positions. `fit` warns; data.cross_document_attention true accepts it: {leaks}.
+- In these types a token depends on the documents before its own in a packed row, on one process too. `fit` warns;
+  data.cross_document_attention true accepts it: {leaks}.
 - The commonest reasons for a refusal: {reasons}. `fit` and `plan` print your model's.
-- Not tried, because they are made of several models: {composed}. Not trained: {not_run}.
+- Not tried: {composed} types that are made of several models. Not trained: {not_run}.
 
 """
 
@@ -60,7 +60,7 @@ def page(found: dict[str, Any], axes: list[str]) -> str:
         lora=_unlike(tried, {name: (name.removeprefix("lora+"),) for name in adapted}),
         leaks=", ".join(leaks),
         reasons="; ".join(f"{why}: {len(kinds)} types" for why, kinds in commonest),
-        composed=", ".join(composed),
+        composed=len(composed),
         not_run=", ".join(not_run),
     )
     before, _, rest = PAGE.read_text("utf-8").partition(START)
