@@ -26,8 +26,8 @@ strategy in neither column was not tried.
 - Combinations (fsdp+tp, fsdp+pp, fsdp+ep+pp) have the verdict of their parts{combined}.
 - Adapters of rank 3 on all linear layers and stacked experts have the verdicts of the model
   (ddp, fsdp, tp, ep, zero3){lora}. Other `targets`, `trainable` and `quantize` were not tried.
-- In these types a token depends on the documents before its own in a packed row, on one process too.
-  `fit` warns; data.cross_document_attention true accepts it: {leaks}.
+- In these types a token depends on the documents before its own in a packed row, on one process
+  too. `fit` warns; data.cross_document_attention true accepts it: {leaks}.
 - The commonest reasons for a refusal: {reasons}. `fit` and `plan` print your model's.
 - Not tried: {composed} types that are made of several models. Not trained: {not_run}.
 
