@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
-from . import ROOT
-
-PAGE = ROOT / "docs" / "models.md"
-START, END = "<!-- written by python -m benchmarks zoo -->\n", "<!-- end of what it writes -->\n"
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+START, END = "<!-- written by python -m zoo -->\n", "<!-- end of what it writes -->\n"
 NOT_TRIED = "·"
 COMPOSED = "made of several models"
 COMBINED = {"fsdp+tp": ("fsdp", "tp"), "fsdp+pp": ("fsdp", "pp"), "fsdp+ep+pp": ("fsdp+ep", "pp")}
