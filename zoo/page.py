@@ -1,99 +1,117 @@
-"""docs/models.md: the table of cases.py for readers."""
+"""docs/models.md: the table of zoo.py for readers, between the page's two marks."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+START, END = "<!-- written by python -m zoo -->\n", "<!-- end of what it writes -->\n"
 NOT_TRIED = "·"
-PAGE = """# Models
+COMPOSED = "made of several models"
+COMBINED = {"fsdp+tp": ("fsdp", "tp"), "fsdp+pp": ("fsdp", "pp"), "fsdp+ep+pp": ("fsdp+ep", "pp")}
+DATA_PARALLEL = ("ddp", "fsdp", "zero2", "zero3")
+TABLE = """
+With {versions}, **{right}** of {cases} cases are right: losses within 1e-6,
+norms and evaluation within 1e-5, replicas equal bit by bit. `dp` is ddp, fsdp, zero2 and zero3; `*`
+marks what a switch of the model decides (biases, norms of queries and keys, tied embeddings). A
+strategy in neither column was not tried.
 
-Which causal language models of transformers train under which strategies to the numbers of one process: small odd
-models of each type, six steps on packed documents with masked labels, accumulation and clipping, by
-`python -m zoo`. `fit`, `plan` and `launch` read the same table: what it calls right is silent, what it
-refuses is a sentence before anything is built, and everything else is one line that names `rehearse`, which compares
-your model with one process in a minute.
-
-{versions}. **{right}** of {cases} cases are right: losses within 1e-6, norms and evaluation within 1e-5, replicas
-equal bit by bit. A type with switches (biases, norms of queries and keys, tied embeddings) was tried with both.
-DDP of a model that leaves parameters unused, such as BART's decoder, is `ddp_find_unused_parameters_true`.
-
-| mark | meaning |
-|---|---|
-| ✓ | right |
-| ◐ | right, or refused, by the model's switches |
-| – | refused, in a sentence |
-| · | not tried: `fit` says so |
-
+| types | right | refused |
+|---|---|---|
 {rows}
 
-## LoRA
+- Combinations (fsdp+tp, fsdp+pp, fsdp+ep+pp) have the verdict of their parts{combined}.
+- Adapters of rank 3 on all linear layers and stacked experts have the verdicts of the model
+  (ddp, fsdp, tp, ep, zero3){lora}. Other `targets`, `trainable` and `quantize` were not tried.
+- In these types a token depends on the documents before its own in a packed row, on one process
+  too. `fit` warns; data.cross_document_attention true accepts it: {leaks}.
+- The commonest reasons for a refusal: {reasons}. `fit` and `plan` print your model's.
+- Not tried: {composed} types that are made of several models. Not trained: {not_run}.
 
-The same with adapters of rank 3 on all linear layers and stacked experts (`model.adapter.targets all-linear`), against
-one process with the same adapters. Adapters of other `targets`, `trainable` and `quantize` are not in this table.
-
-{lora}
-
-## Documents that see each other
-
-In these types a token depends on the documents before its own in a packed row, on one process too, because their layers
-carry a state or ignore positions. `fit` warns; data.cross_document_attention true accepts it.
-
-{leaks}
-
-## Why a strategy is refused
-
-{reasons}
-
-## Not trained
-
-{not_run}
 """
 
 
 def page(found: dict[str, Any], axes: list[str]) -> str:
-    """Returns docs/models.md of the table `found`: types with the same verdicts share a row."""
+    """Returns docs/models.md with the table `found`: types with the same verdicts share a row."""
     reasons: dict[str, set[str]] = {}
     leaks: list[str] = []
-    not_run: dict[str, list[str]] = {}
-    for kind, entry in found["models"].items():
-        if "variants" not in entry:
-            not_run.setdefault(_general(entry.get("not_run", "not tried"))[:120], []).append(kind)
-            continue
+    composed: list[str] = []
+    not_run: list[str] = []
+    models = found["models"]
+    tried = {kind: entry["variants"] for kind, entry in models.items() if "variants" in entry}
+    for kind, entry in models.items():
+        if kind not in tried:
+            (composed if COMPOSED in entry.get("not_run", "") else not_run).append(kind)
         leaks += [kind] * ("documents" in entry.get("leaks", {}))
-        for variant in entry["variants"]:
+        for variant in entry.get("variants", []):
             for name, why in variant["refused"].items():
-                reasons.setdefault(_general(why), set()).add(f"{kind} ({name})")
-    verdicts = [len(variant["right"]) for entry in found["models"].values() for variant in entry.get("variants", [])]
-    refusals = [len(variant["refused"]) for entry in found["models"].values() for variant in entry.get("variants", [])]
-    return PAGE.format(
-        versions=", ".join(f"{name} {number}" for name, number in found["versions"].items()),
-        right=sum(verdicts),
-        cases=sum(verdicts) + sum(refusals),
-        rows=_rows(found, [name for name in axes if not name.startswith("lora+")]),
-        lora=_rows(found, [name for name in axes if name.startswith("lora+")]),
-        leaks=", ".join(leaks) + ".",
-        reasons="\n".join(f"- {why}: {', '.join(sorted(kinds))}." for why, kinds in sorted(reasons.items())),
-        not_run="\n".join(f"- {why}: {', '.join(kinds)}." for why, kinds in sorted(not_run.items())),
+                reasons.setdefault(f"{_general(why)} ({name.rpartition('+')[2]})", set()).add(kind)
+    num_right = sum(len(variant["right"]) for variants in tried.values() for variant in variants)
+    num_refused = sum(
+        len(variant["refused"]) for variants in tried.values() for variant in variants
     )
+    single = [name for name in axes if "+" not in name or name in ("fsdp+ep", "fsdp+cp")]
+    adapted = [name for name in axes if name.startswith("lora+")]
+    commonest = sorted(reasons.items(), key=lambda item: -len(item[1]))[:4]
+    table = TABLE.format(
+        versions=", ".join(f"{name} {number}" for name, number in found["versions"].items()),
+        right=num_right,
+        cases=num_right + num_refused,
+        rows=_rows(tried, single),
+        combined=_unlike(tried, COMBINED),
+        lora=_unlike(tried, {name: (name.removeprefix("lora+"),) for name in adapted}),
+        leaks=", ".join(leaks),
+        reasons="; ".join(f"{why}: {len(kinds)} types" for why, kinds in commonest),
+        composed=len(composed),
+        not_run=", ".join(not_run),
+    )
+    before, _, rest = PAGE.read_text("utf-8").partition(START)
+    return before + START + table + END + rest.partition(END)[2]
 
 
-def _rows(found: dict[str, Any], axes: list[str]) -> str:
-    """Returns the table of `axes`; types of which none was tried have no row."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for kind, entry in found["models"].items():
-        marks = tuple(_mark(entry.get("variants", []), name) for name in axes)
-        if {*marks} != {NOT_TRIED}:
-            rows.setdefault(marks, []).append(kind)
-    names = [name.removeprefix("lora+") for name in axes]
-    lines = ["| types | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for marks, kinds in sorted(rows.items(), key=lambda row: -len(row[1])):
-        lines.append(f"| {', '.join(kinds)} | " + " | ".join(marks) + " |")
-    return "\n".join(lines)
+def _rows(tried: dict[str, list[dict[str, Any]]], axes: list[str]) -> str:
+    """Returns a row for each pair of right and refused strategies, the commonest first."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for kind, variants in tried.items():
+        marks = {name: _mark(variants, name) for name in axes}
+        right = [name for name, mark in marks.items() if mark in "✓◐"]
+        refused = ", ".join(_short(name) for name, mark in marks.items() if mark == "–")
+        names = (
+            ["dp", *(n for n in right if n not in DATA_PARALLEL)]
+            if {*DATA_PARALLEL} <= {*right}
+            else right
+        )
+        stars = ", ".join(_short(name) + "*" * (marks.get(name) == "◐") for name in names)
+        rows.setdefault((stars, refused), []).append(kind)
+    ordered = sorted(rows.items(), key=lambda row: -len(row[1]))
+    return "\n".join(f"| {', '.join(kinds)} | {' | '.join(marks)} |" for marks, kinds in ordered)
+
+
+def _unlike(tried: dict[str, list[dict[str, Any]]], combined: dict[str, tuple[str, ...]]) -> str:
+    """Returns where a combination's verdict is another than its parts'."""
+    texts = []
+    for name, parts in combined.items():
+        for mark, word in (("✓", "right"), ("–", "refused"), (NOT_TRIED, "not tried")):
+            kinds = []
+            for kind, variants in tried.items():
+                marks = {_mark(variants, part) for part in parts}
+                expected = next(each for each in (NOT_TRIED, "–", "◐", "✓") if each in marks)
+                kinds += [kind] * (_mark(variants, name) == mark != expected)
+            texts += [f"{_short(name)} {word} for {', '.join(kinds)}"] if kinds else []
+    return "; but " + "; ".join(texts) if texts else ""
+
+
+def _short(name: str) -> str:
+    name = name.removeprefix("lora+")
+    return name.removeprefix("fsdp+") if name in ("fsdp+ep", "fsdp+cp") else name
 
 
 def _mark(variants: list[dict[str, Any]], axes: str) -> str:
-    right, refused = ({axes in variant[name] for variant in variants} for name in ("right", "refused"))
+    right, refused = (
+        {axes in variant[name] for variant in variants} for name in ("right", "refused")
+    )
     if True in right and True in refused:
         return "◐"
     return "✓" if True in right else "–" if True in refused else NOT_TRIED
@@ -101,6 +119,7 @@ def _mark(variants: list[dict[str, Any]], axes: str) -> str:
 
 def _general(why: str) -> str:
     """Returns a reason without the names and sizes of one model."""
-    why = re.sub(r"a model of type '[^']+' ", "", why)
+    why = re.sub(r"a model of type '[^']+' (does not run[^:]*: )?", "", why)
     why = re.sub(r"\w+ cannot be a pipeline: ", "", why)
-    return re.sub(r"; .*|: set .*|: model\..*| \(.*| with [cpt]+p_size \d", "", why).strip()
+    why = re.sub(r"stage \d of \d", "a stage", why)
+    return re.sub(r"; .*|: set .*|: model\..*| \(.*| with [cpt]+p_size \d", "", why).strip(" :")

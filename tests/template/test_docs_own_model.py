@@ -1,4 +1,4 @@
-"""The model of docs/strategies/own_model.md, pasted into module.py, trains alike under DDP, FSDP2 and ZeRO."""
+"""The model of docs/models.md, pasted into module.py, trains alike under DDP, FSDP2 and ZeRO."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "strategies" / "own_model.md"
+PAGE = ROOT / "docs" / "models.md"
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
 PACKAGE = "{{cookiecutter.package_name}}"
 

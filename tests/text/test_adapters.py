@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from benchmarks.zoo_models import variants
 from torch import nn
 from trainer_dev.module import LanguageModule
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
@@ -23,6 +22,7 @@ from dist_template.text.model.quantize import Linear4bit, dequantize
 from tests.support.library import quantize
 from tests.support.limits import violations_of
 from tests.support.parity import MODELS
+from zoo.models import variants
 
 LLAMA = "{model_type: llama, hidden_size: 128, intermediate_size: 192, num_hidden_layers: 1,"
 LLAMA += " num_attention_heads: 2}"

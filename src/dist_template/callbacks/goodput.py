@@ -1,6 +1,6 @@
 """Measures goodput: how a run's time was spent, across restarts, in `goodput.jsonl`.
 
-observe/history/goodput.py has the kinds, which add up to the wall time; docs/recovery/goodput.md explains them. A line
+observe/history/goodput.py has the kinds, which add up to the wall time; docs/recovery/index.md explains them. A line
 holds an attempt's seconds so far; the last line counts. Rank 0 writes at most one line a second, and fewer as the
 attempt gets older (every thousandth of its age), so that the file stays small.
 """

@@ -282,7 +282,7 @@ def test_micro_batches_in_flight_match_torchs_orders(schedule: Any) -> None:
 
 
 def test_gradients_of_an_accumulation_are_counted_where_they_are_kept() -> None:
-    """4 bytes a parameter, and none without an accumulation (docs/strategies/ddp.md and fsdp2.md)."""
+    """4 bytes a parameter, and none without an accumulation (docs/strategies/fsdp2.md)."""
     accumulating: Any = {"data__global_batch_size": 512}
     assert Estimate(llama_7b(**accumulating)).state()["communication buffers"] == 4 * LLAMA_7B
     assert "communication buffers" not in Estimate(llama_7b()).state()

@@ -1,6 +1,6 @@
 """Runs the steps of a model that is divided into pipeline stages, by a schedule of torch.
 
-A step, from top to bottom (`Pipeline.training_step`; docs/strategies/pipeline_step.md draws it):
+A step, from top to bottom (`Pipeline.training_step`; docs/strategies/pipeline.md draws it):
 
 1  Lightning hands over the micro-batches of `accumulate_grad_batches` one by one. They are queued,
    and all but the last return a loss of 0.
