@@ -41,5 +41,5 @@ if __name__ == "__main__":
     code, printed = command("fit", *DATA, *TRAINER, *flags)
     lines = [line for line in printed.splitlines() if line.startswith("no progress for")]
     here = max(lines, key=lambda line: "is stalled" in line, default=printed[-2000:])
-    names_it = "rank 1" in here and "hang.py" in here
+    names_it = "rank 1 is stalled" in here and "hang.py" in here
     show(elsewhere, f"{here} (exit code {code})", names_it and "rank 1" not in elsewhere)

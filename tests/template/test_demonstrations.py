@@ -16,7 +16,7 @@ PRINTED = {  # what a demonstration prints in the lines "elsewhere" and "here"
     "assistant_mask": ("0 of 38 tokens count", "these count: 'Four"),
     "clipping": ("the norm is", "pass gradient norm = one process"),
     "expert_adapters": ("adapters of experts", "8 of 8 are not zero"),
-    "hang": ("", "rank 1"),
+    "hang": ("", "rank 1 is stalled"),
     "loss_count": ("% off)", "pass accumulation = one big batch"),
     "packed_documents": ("another document changes logits", "{'sdpa': 0.0, 'eager': 0.0}"),
     "resume": ("resumed with [0, 1, 2", "bit-identical"),
