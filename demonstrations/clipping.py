@@ -1,4 +1,4 @@
-"""Clipping under FSDP2 with parameters of two types and layouts: torch alone, then this project."""
+"""Clipping under FSDP2 with parameters of two layouts: torch alone, then this project in mixed precision."""
 
 from __future__ import annotations
 
@@ -18,24 +18,19 @@ def plain(rank: int) -> None:
     model(rows).sum().backward()
     expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
     model.zero_grad()
-    fully_shard(
-        model[0], mesh=init_device_mesh("cpu", (2,))
-    )  # the last layer is replicated, as an expert's router may be
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))  # the last one is replicated
     model(rows).sum().backward()
     try:
         got = str(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item())
     except RuntimeError as error:
         got = str(error).splitlines()[0]
-    sharded = torch.nn.utils.clip_grad_norm_(model[0].parameters(), 1e9)
-    (FOLDER / f"{rank}").write_text(f"{expected:.4f}|{got[:110]}|{sharded.to_local().item():.4f}")
+    (FOLDER / f"{rank}").write_text(f"{expected:.4f}|{got.split(',')[0]}")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     two_processes(plain)
-    found = [(FOLDER / str(rank)).read_text().split("|") for rank in (0, 1)]
-    elsewhere = (
-        f"the norm is {found[0][0]}; torch: {found[0][1]}; sharded layer alone, by rank: {found[0][2]}, {found[1][2]}"
-    )
-    holds, line = rehearse("gradient norm", strategy("fsdp2_ep"), "--trainer.precision=bf16-mixed")
-    show(elsewhere, line, holds and found[0][0] != found[0][1])
+    expected, got = (FOLDER / "0").read_text().split("|")
+    flags = [strategy("fsdp2_ep"), "--trainer.precision=bf16-mixed", "--trainer.devices=2"]
+    holds, line = rehearse("gradient norm", *flags)
+    show(f"the norm is {expected}; torch: {got}", line, holds and got != expected)

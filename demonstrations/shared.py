@@ -41,7 +41,7 @@ def command(*arguments: str) -> tuple[int, str]:
     """Runs a command of the project as a user would; returns its exit code and what it prints."""
     paths = os.pathsep.join([str(FOLDER), str(HERE), os.environ.get("PYTHONPATH", "")])
     started = [sys.executable, "-m", "trainer", *arguments]
-    environment = os.environ | {"PYTHONPATH": paths}
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"} | {"PYTHONPATH": paths}
     ended = subprocess.run(
         started, cwd=FOLDER, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -63,9 +63,8 @@ def built_under_zero3(build: Callable[[], Any]) -> Any:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it is compiled, for minutes
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    os.environ |= {"LOCAL_RANK": "0"}
+    os.environ["LOCAL_RANK"] = "0"  # `command` removes it
     deepspeed.init_distributed("gloo", verbose=False)
-    del os.environ["LOCAL_RANK"]
     settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     with deepspeed.zero.Init(config_dict_or_path=settings):
         return build()
@@ -74,7 +73,7 @@ def built_under_zero3(build: Callable[[], Any]) -> Any:
 def rehearse(only: str, *flags: str) -> tuple[bool, str]:
     """Whether the checks of `rehearse` with `only` in their name pass, and their lines."""
     code, printed = command("rehearse", *flags, "--only", only)
-    lines = [" ".join(line.split()) for line in printed.splitlines() if only in line or "FAIL" in line]
+    lines = [" ".join(line.split()) for line in printed.splitlines() if only in line or line.startswith("FAIL")]
     return code == 0, "; ".join(lines) or printed[-2000:]
 
 
