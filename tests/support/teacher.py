@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from dist_template import Project
-from tests.support.classifier import Classifier, Images, PlainClassifier
+from tests.support.classifier import Images, PlainClassifier
 
 HOOKS = ("optimizer_step", "on_before_optimizer_step", "on_before_zero_grad", "optimizer_zero_grad")
 
