@@ -117,8 +117,8 @@ def lines(folder: Path, *attempts: dict[str, float]) -> Path:
     return folder
 
 
-def attempt(start: float, end: float, first: int, last: int, **seconds: float) -> dict[str, float]:
-    return {"attempt": start, "time": end, "from_step": first, "step": last, **seconds}
+def attempt(began: float, end: float, first: int, last: int, **seconds: float) -> dict[str, float]:
+    return {"attempt": began, "time": end, "from_step": first, "step": last, **seconds}
 
 
 def test_repeated_steps_are_lost_time_and_the_gap_is_restart(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def restarted(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactor
     two = text.replace("  logger:\n", "  logger:\n    - class_path: TensorBoard\n")
     both.write_text(two, "utf-8")
     flags = [
-        f"--config={CONFIGS}/quickstart.yaml", *small(corpus, cache, folder), f"--config={both}",
+        f"--config={CONFIGS}/quickstart.yaml", f"--config={both}", *small(corpus, cache, folder),
         f"--run.root={folder}", "--run.name=r", "--data.global_batch_size=4",
         "--trainer.max_steps=10", "--trainer.val_check_interval=5",
         "--last_checkpoint.every_n_steps=5", f"--trainer.callbacks+={__name__}.KillAfter",
