@@ -41,7 +41,6 @@ WAITS = {
     "zero3": (45, 21, 62),
     "fsdp2_offload": (126, 66, 16),
 }
-FAULT = "tests.support.gpu_faults:"
 
 
 class Fits:
@@ -55,8 +54,8 @@ class Fits:
         assert run("fit", *self.flags, *name) == 0
         self.losses = logged(only_run(folder / "cpu"), "train/loss")
 
-    def __call__(self, strategy: str, *extra: str, prelude: str = "") -> Report:
-        key = " ".join((strategy, *extra, prelude))
+    def __call__(self, strategy: str, *extra: str) -> Report:
+        key = " ".join((strategy, *extra))
         if key not in self._done:
             num = 1 if strategy == "one" else 2
             flags = [] if strategy == "one" else flags_of(strategy)
@@ -69,7 +68,7 @@ class Fits:
             ]  # fmt: skip
             folder = self.folder / str(len(self._done))
             argv = ["fit", *self.flags, f"--run.root={folder}/runs", *flags, *extra]
-            self._done[key] = fake_cuda.run(folder, argv, num, FAULT + prelude if prelude else "")
+            self._done[key] = fake_cuda.run(folder, argv, num)
         return self._done[key]
 
 
