@@ -8,8 +8,8 @@ import unicodedata
 
 ANSWERS = json.loads(r'''{{ cookiecutter | tojson }}''')
 
-FOLDERS = {"build", "configs", "data_cache", "launch", "requirements", "runs", "tests", "vendor", "wheels"}
-# The library and what constraints.txt installs, by distribution and by import name; a test keeps the list complete.
+FOLDERS = {"build", "configs", "data_cache", "environment", "launch", "runs", "tests", "vendor", "wheels"}
+# The library and what the locks install, by distribution and by import name; a test keeps the list complete.
 DEPENDENCIES = set("""
 _distutils_hack _hypothesis_ftz_detector _hypothesis_globals _hypothesis_pytestplugin _multiprocess _plotly_utils
 _pytest _xxhash _yaml absl absl_py accelerate aiohappyeyeballs aiohttp aiosignal alembic annotated_doc annotated_types
