@@ -26,11 +26,10 @@ export DIST_RUN_ID=${DIST_RUN_ID:-slurm-$SLURM_JOB_ID} DIST_JOB_STARTED=$(date +
 code=0
 srun --kill-on-bad-exit=0 --wait=60 ${SRUN_FLAGS:-} ${CONTAINER:-} "${PYTHON:-.venv/bin/python}" -m "$package" "$@" \
     --trainer.devices="$SLURM_NTASKS_PER_NODE" --trainer.num_nodes="$SLURM_JOB_NUM_NODES" || code=$?
-requeue=no                         # done, bad input, non-finite, other machines, a bug, Ctrl-C
+requeue=no  # done, bad input, non-finite, other machines, a bug, Ctrl-C
 case $code in
-75) requeue=yes ;;                 # saved: preempted, or out of time
-71 | 13[1-9] | 14[0-9])            # a rank hung, or was killed by a signal (128 + its number)
-    [ "${SLURM_RESTART_COUNT:-0}" -ge "${MAX_REQUEUES:-10}" ] || requeue=yes ;;
+75) requeue=yes ;;  # saved: preempted, or out of time
+71 | 13[1-9] | 14[0-9]) [ "${SLURM_RESTART_COUNT:-0}" -ge "${MAX_REQUEUES:-10}" ] || requeue=yes ;;  # hung, or a signal
 esac
 echo "launch/slurm.sh: the tasks ended with code $code; requeue: $requeue"
 [ "$requeue" = no ] || scontrol requeue "$SLURM_JOB_ID"
