@@ -33,7 +33,7 @@ LIBRARY = os.environ.get("LIBRARY", GIVEN)  # what ends with a slash is a folder
 FOLDER = Path(unquote(re.sub("^dist-template @ (file://)?", "", LIBRARY))).resolve() if LIBRARY.endswith("/") else None
 VENV, INDEX = os.environ.get("VENV", ".venv"), os.environ.get("TORCH_INDEX", "")
 PYTHON, RULES = Path(VENV, "bin", "python"), Path(VENV, "constraints.txt")
-NO_CPU_BUILD = """There is no NVIDIA GPU (no nvidia-smi), and the package index has no CPU build of torch; its CUDA build has
+NO_CPU_BUILD = """There is no NVIDIA GPU (no nvidia-smi), and the package index has no CPU build of torch; its CUDA build has \
 several GB. Name an index that has CPU builds, make setup TORCH_INDEX=<address>, or accept it, make setup TORCH_CUDA=1."""
 
 
@@ -105,7 +105,7 @@ def compiled(asked: list[str], *options: str) -> str:
     RULES.parent.mkdir(exist_ok=True)
     RULES.write_text("\n".join(BLOCKED), "utf-8")
     words = [uv, *command.split(), "--no-emit-package=dist-template", *options, "-"]
-    done = subprocess.run(words, input="\n".join(asked), env=uv_settings(), capture_output=True, text=True)
+    done = subprocess.run(words, input="\n".join(asked), capture_output=True, text=True)  # UV_DEFAULT_INDEX: your index
     return sys.exit(f"lock: nothing was written.\n{done.stderr}") if done.returncode else done.stdout
 
 
