@@ -33,8 +33,8 @@ LIBRARY = os.environ.get("LIBRARY", GIVEN)  # what ends with a slash is a folder
 FOLDER = Path(unquote(re.sub("^dist-template @ (file://)?", "", LIBRARY))).resolve() if LIBRARY.endswith("/") else None
 VENV, INDEX = os.environ.get("VENV", ".venv"), os.environ.get("TORCH_INDEX", "")
 PYTHON, RULES = Path(VENV, "bin", "python"), Path(VENV, "constraints.txt")
-NO_CPU_BUILD = """There is no NVIDIA GPU (no nvidia-smi), and the package index has no CPU build of torch; its CUDA build has \
-several GB. Name an index that has CPU builds, make setup TORCH_INDEX=<address>, or accept it, make setup TORCH_CUDA=1."""
+NO_CPU_BUILD = """This machine has no GPU, and the package index no CPU build of torch; its CUDA build has several GB: \
+name an index with CPU builds, make setup TORCH_INDEX=<address>, or accept the other, make setup TORCH_CUDA=1."""
 
 
 def uv_settings() -> dict[str, str]:
@@ -44,8 +44,8 @@ def uv_settings() -> dict[str, str]:
     listed.sort(key=lambda line: line.startswith(":env:"))  # pip's variables are above its files
     found = {line.partition("=")[0].split(".")[-1]: ast.literal_eval(line.partition("=")[2]) for line in listed}
     further, links = (found.get(name, "").split() for name in ("extra-index-url", "find-links"))
-    values = {"UV_DEFAULT_INDEX": found.get("index-url"), "UV_INDEX": " ".join(further), "UV_FIND_LINKS": ",".join(links)}
-    values |= {"SSL_CERT_FILE": found.get("cert"), "UV_INDEX_STRATEGY": "unsafe-best-match"}  # as pip does
+    values = {"UV_DEFAULT_INDEX": found.get("index-url"), "UV_INDEX_STRATEGY": "unsafe-best-match"}
+    values |= {"UV_INDEX": " ".join(further), "UV_FIND_LINKS": ",".join(links), "SSL_CERT_FILE": found.get("cert")}
     return {name: value for name, value in values.items() if value} | os.environ
 
 
@@ -100,12 +100,12 @@ def setup() -> None:
 
 def compiled(asked: list[str], *options: str) -> str:
     """Returns a lock of these packages for Linux and macOS, without blocked versions; exits if there are none."""
-    uv = shutil.which("uv") or shutil.which(Path(VENV, "bin", "uv")) or sys.exit("lock: make setup installs uv, it needs it")
-    command = f"pip compile --no-config --universal --python-version=3.11 --generate-hashes --no-annotate --no-header -c {RULES}"
+    uv = shutil.which("uv") or shutil.which(Path(VENV, "bin", "uv")) or sys.exit("lock: uv is needed: make setup")
     RULES.parent.mkdir(exist_ok=True)
     RULES.write_text("\n".join(BLOCKED), "utf-8")
-    words = [uv, *command.split(), "--no-emit-package=dist-template", *options, "-"]
-    done = subprocess.run(words, input="\n".join(asked), capture_output=True, text=True)  # UV_DEFAULT_INDEX: your index
+    fixed = "--universal --python-version=3.11 --generate-hashes --no-config --no-annotate --no-header".split()
+    words = [uv, "pip", "compile", *fixed, "--no-emit-package=dist-template", "-c", RULES, *options, "-"]
+    done = subprocess.run(words, input="\n".join(asked), capture_output=True, text=True)
     return sys.exit(f"lock: nothing was written.\n{done.stderr}") if done.returncode else done.stdout
 
 

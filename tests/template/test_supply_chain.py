@@ -24,7 +24,8 @@ from tests.support.tiers import tiers
 from .conftest import ROOT, SOURCE, BakedProject, bake_into, run
 
 BLOCK = re.compile(
-    r"^([\w.-]+)==([^\s;]+)(?: ; ([^\\\n]+?))?(?: \\\n +--hash=sha256:[0-9a-f]{64})+\n", re.MULTILINE
+    r"^([\w.-]+)==([^\s;]+)(?: ; ([^\\\n]+?))?(?: \\\n +--hash=sha256:[0-9a-f]{64})+\n",
+    re.MULTILINE,
 )
 PROJECT = tomllib.loads((SOURCE / "pyproject.toml").read_text())
 PAGE = (ROOT / "docs" / "supply_chain.md").read_text(encoding="utf-8")
@@ -39,7 +40,7 @@ def line_of(word: str) -> str:
 
 
 def locked(kind: str) -> dict[str, tuple[str, str]]:
-    """Package -> version and marker; every line belongs to a package with hashes, and none is an option or address."""
+    """Package -> version and marker; each line belongs to a package with hashes."""
     text = re.sub(r"^#.*\n", "", (SOURCE / f"lock-{kind}.txt").read_text())
     assert BLOCK.sub("", text) == "" and "://" not in text
     return {found[1]: (found[2], found[3] or "") for found in BLOCK.finditer(text)}
@@ -56,7 +57,9 @@ def test_the_locks_differ_by_torchs_build_and_have_the_pins_of_pyproject() -> No
     text = (SOURCE / "lock-cpu.txt").read_text()
     assert f"\ntorch=={pins['torch']}+cpu ; sys_platform != 'darwin'" in text
     assert f"\ntorch=={pins['torch']} ; sys_platform == 'darwin'" in text
-    first = {(SOURCE / f"lock-{kind}.txt").read_text().partition("\n")[0] for kind in ("cpu", "cuda")}
+    first = {
+        (SOURCE / f"lock-{kind}.txt").read_text().partition("\n")[0] for kind in ("cpu", "cuda")
+    }
     assert len(first) == 1, "both are of one pyproject.toml"
 
 
@@ -77,7 +80,9 @@ def test_a_wheel_with_one_changed_byte_is_refused(tmp_path: Path) -> None:
     blocks = {found[1]: found[0] for found in BLOCK.finditer((SOURCE / "lock-cpu.txt").read_text())}
     (tmp_path / "lock.txt").write_text(blocks["sniffio"])
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    get = run(*pip, *"download --no-deps --require-hashes -d wheels -r lock.txt".split(), cwd=tmp_path)
+    get = run(
+        *pip, *"download --no-deps --require-hashes -d wheels -r lock.txt".split(), cwd=tmp_path
+    )
     assert get.returncode == 0, get.stderr
     (wheel,) = (tmp_path / "wheels").iterdir()
     install = [*pip, "install", "--isolated", "--no-index", "--find-links=wheels"]
@@ -98,7 +103,9 @@ class Server:
     def __init__(self, answer: Callable[[str, bytes], Any]) -> None:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                given = answer(self.path, self.rfile.read(int(self.headers.get("Content-Length", 0))))
+                given = answer(
+                    self.path, self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                )
                 self.send_response(200)
                 self.send_header("Content-Type", "application/vnd.pypi.simple.v1+json")
                 self.end_headers()
@@ -122,13 +129,15 @@ DAYS = {"1.0": 30, "1.1": 1, "2.13.0": 30, "2.14.0": 30, "2.14.0+cpu": 30}
 
 
 def index(path: str, _: bytes) -> Any:
-    """A package index: torch has its own versions, every other package 1.0 and 1.1."""
+    """Two package indexes: torch has its own versions, in /cpu/ CPU builds; other packages 1.0, 1.1."""
     name = path.strip("/").split("/")[-1]
     if path.endswith(".metadata"):
         package, version = name.split("-")[:2]
         return f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n".encode()
     files = []
-    for version in (version for version in DAYS if version.startswith("2") == (name == "torch")):
+    for version in DAYS:
+        if version.startswith("2") != (name == "torch") or ("+" in version) != path.startswith("/cpu"):
+            continue
         wheel = f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
         uploaded = f"{datetime.now(UTC) - timedelta(days=DAYS[version]):%FT%TZ}"
         file = {"filename": wheel, "url": f"/files/{wheel}", "upload-time": uploaded}
@@ -142,7 +151,11 @@ LOCKING = {  # a further pin, variables -> what is said, or what lock-cpu.txt th
     "a young version, without the rule": ('demo = "1.1"', {"COOL_DOWN": "0 days"}, "demo==1.1 "),
     "a blocked version": ('bad = "1.0"', {}, "you require bad==1.0 and"),
     "another torch": ('torch = "2.14.0"', {}, "torch 2.14.0 needs make lock TORCH_INDEX="),
-    "another torch, with its index": ('torch = "2.14.0"', {"TORCH_INDEX": "{}"}, "torch==2.14.0+cpu ; sys"),
+    "another torch, with its index": (
+        'torch = "2.14.0"',
+        {"TORCH_INDEX": "{}"},
+        "torch==2.14.0+cpu ; sys",
+    ),
     "a version that is not pinned": ("", {"COOL_DOWN": "0 days"}, "kept==1.0 "),
     "a version that is not pinned, upgraded": ("--upgrade", {"COOL_DOWN": "0 days"}, "kept==1.1 "),
 }
@@ -152,7 +165,9 @@ LOCKING = {  # a further pin, variables -> what is said, or what lock-cpu.txt th
 @pytest.mark.parametrize(
     "case", tiers(LOCKING, daily=["an old version", "a young version", "a blocked version"])
 )
-def test_lock_takes_what_is_old_enough_and_not_blocked(case: str, tools: Path, tmp_path: Path) -> None:
+def test_lock_takes_what_is_old_enough_and_not_blocked(
+    case: str, tools: Path, tmp_path: Path
+) -> None:
     pin, variables, said = LOCKING[case]
     pins = {"torch": 'torch = "2.13.0"', "setuptools": 'setuptools = "1.0"'}
     if "=" in pin:
@@ -171,7 +186,7 @@ tool.environment.blocked."bad!=1.0" = "malicious: GHSA-x"
         lock.write_text((SOURCE / lock.name).read_text() + kept)
     before = [lock.read_text() for lock in locks]
     with Server(index) as address:
-        settings = {name: value.format(f"{address}/simple") for name, value in variables.items()}
+        settings = {name: value.format(f"{address}/cpu") for name, value in variables.items()}
         settings |= {"UV_DEFAULT_INDEX": f"{address}/simple", "UV_NO_CACHE": "1", "UV_INDEX": ""}
         settings |= {"PATH": f"{tools}:{os.environ['PATH']}"}
         options = [pin] if pin.startswith("--") else []
@@ -179,7 +194,11 @@ tool.environment.blocked."bad!=1.0" = "malicious: GHSA-x"
     if "==" in said and not said.startswith("you"):
         assert done.returncode == 0, done.stderr
         cpu, cuda = (lock.read_text() for lock in locks)
-        assert f"\n{said}" in cpu and "127.0.0.1" not in cpu + cuda and ("+cpu" in cpu) != ("+cpu" in cuda)
+        assert (
+            f"\n{said}" in cpu
+            and "127.0.0.1" not in cpu + cuda
+            and ("+cpu" in cpu) != ("+cpu" in cuda)
+        )
     else:
         assert done.returncode == 1 and "lock: nothing was written" in done.stderr, done.stderr
         assert said in done.stderr and [lock.read_text() for lock in locks] == before, done.stderr
@@ -202,7 +221,9 @@ AUDITS = {"vulnerable": "GHSA-x", "sound": "No known vulnerabilities found", "no
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", AUDITS)
-def test_audit_says_what_is_vulnerable_and_fails_when_it_does_not_know(case: str, project: BakedProject) -> None:
+def test_audit_says_what_is_vulnerable_and_fails_when_it_does_not_know(
+    case: str, project: BakedProject
+) -> None:
     lock = project.path / "lock-cuda.txt"
     lock.write_text("".join(found[0] for found in list(BLOCK.finditer(lock.read_text()))[-3:]))
     package = {"package": {"name": "yarl", "ecosystem": "PyPI"}, "ranges": []}
@@ -210,7 +231,9 @@ def test_audit_says_what_is_vulnerable_and_fails_when_it_does_not_know(case: str
     said = vulnerable if case == "vulnerable" else {}
     with Server(lambda path, body: said if b'"yarl"' in body else {}) as address:
         address = "http://127.0.0.1:9" if case == "no answer" else address
-        done = typed(project, f"{line_of('pip-audit --')} --vulnerability-service osv --osv-url {address}")
+        done = typed(
+            project, f"{line_of('pip-audit --')} --vulnerability-service osv --osv-url {address}"
+        )
     assert (done.returncode == 0) == (case == "sound"), done.stdout + done.stderr
     assert AUDITS[case] in done.stdout + done.stderr
 
@@ -242,7 +265,9 @@ def test_a_secret_is_found_before_it_is_committed(project: BakedProject) -> None
 
 def test_actions_and_images_are_pinned_by_digest(default: BakedProject) -> None:
     texts = [default.read(name) for name in (".github/workflows/ci.yml", "Dockerfile")]
-    texts += [path.read_text() for path in [SOURCE / ".gitlab-ci.yml", *ROOT.glob(".github/workflows/*")]]
+    texts += [
+        path.read_text() for path in [SOURCE / ".gitlab-ci.yml", *ROOT.glob(".github/workflows/*")]
+    ]
     used = [use for text in texts for use in re.findall(r"uses: (.*)", text)]
     pinned = re.compile(r"[\w./-]+@[0-9a-f]{40}  ?# v[\d.]+")
     assert len(used) >= 2 and all(pinned.fullmatch(use) for use in used), used
