@@ -19,17 +19,17 @@ if sys.version_info < (3, 11):  # noqa: UP036
     for newer in filter(None, map(shutil.which, ("python3.12", "python3.13", "python3.14", "python3.11"))):
         if subprocess.run([newer, "-c", ""]).returncode == 0:
             os.execv(newer, [newer, *sys.argv])
-    this = ".".join(map(str, sys.version_info[:2]))
-    sys.exit(f"setup: Python 3.11 or newer is needed, this is {this}; name another, make setup PYTHON=<path>.")
+    sys.exit(f"setup: Python 3.11 or newer is needed, not {sys.version}; name another, make setup PYTHON=<path>.")
 import tomllib
 
 PYPROJECT = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))
 ASKED = PYPROJECT["project"]["dependencies"] + PYPROJECT["dependency-groups"]["dev"]
-GIVEN, PINS, BLOCKED = (PYPROJECT["tool"]["environment"][name] for name in ("library", "pins", "blocked"))
-STAMP = f"# pyproject.toml {zlib.crc32(repr([ASKED, PINS, list(BLOCKED)]).encode())}\n"  # first line of a lock
+CHOSEN = PYPROJECT["tool"]["environment"]
+PINS, BLOCKED = CHOSEN["pins"], list(CHOSEN["blocked"])
+STAMP = f"# pyproject.toml {zlib.crc32(repr([ASKED, PINS, BLOCKED]).encode())}\n"  # first line of a lock
 BLOCK = re.compile(r"^([\w.-]+)==.*\n(?: .*\n)*", re.MULTILINE)  # a package's pin, marker and hashes
 CUDA = re.compile("nvidia-(?!ml-)|cuda-|triton=")  # what torch's CUDA build brings
-LIBRARY = os.environ.get("LIBRARY", GIVEN)  # what ends with a slash is a folder, installed editable
+LIBRARY = os.environ.get("LIBRARY", CHOSEN["library"])  # what ends with a slash is a folder, installed editable
 FOLDER = Path(unquote(re.sub("^dist-template @ (file://)?", "", LIBRARY))).resolve() if LIBRARY.endswith("/") else None
 VENV, INDEX = os.environ.get("VENV", ".venv"), os.environ.get("TORCH_INDEX", "")
 PYTHON, RULES = Path(VENV, "bin", "python"), Path(VENV, "constraints.txt")
@@ -72,7 +72,6 @@ def setup() -> None:
         sys.exit(f"setup: stopped. pyproject.toml names the folder {FOLDER} for dist-template, which is not there.")
     if not PYTHON.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], check=True)
-
     hashed: dict[str, str] = {}
     for block in BLOCK.finditer(lock):  # torch has two: for Linux and for macOS
         hashed[block[1]] = hashed.get(block[1], "") + block[0]
@@ -80,8 +79,7 @@ def setup() -> None:
     pins |= {name: f"{name}=={version}" for name, version in PINS.items()}
     if kind == "cpu" and is_linux and not INDEX and not has_wheels:
         pins["torch"] += "+cpu"  # never the CUDA build, which may be all that an index has
-    how = f"{pins['torch']}, lock-{kind}.txt {'with' if hashes else 'WITHOUT'} hashes"
-    print(f"setup: {VENV} by {sys.executable}, {how}", flush=True)
+    print(f"setup: {sys.executable}, lock-{kind}.txt {'with' if hashes else 'WITHOUT'} hashes", flush=True)
     source = ["--no-index", "--find-links", "wheels"] if has_wheels else []
     checked = ["--require-hashes", "--no-deps", *(["--extra-index-url", INDEX] if INDEX else [])]
     lines, options = (hashed, checked) if hashes else (pins, source)
@@ -114,22 +112,18 @@ def lock() -> None:
     version, cpu = PINS["torch"], Path("lock-cpu.txt").read_text("utf-8")
     if INDEX:  # the CPU builds for Linux are in an index of their own
         cpu = compiled([f"torch=={version}+cpu"], "--no-deps", "--default-index", INDEX)
-    linux = re.search(rf"^torch=={version}\+cpu.*\n(?: .*\n)*", cpu, re.MULTILINE)
-    if not linux:
+    found = re.search(rf"^torch=={version}\+cpu.*\n(?: .*\n)*", cpu, re.MULTILINE)
+    if not found:
         sys.exit(f"lock: nothing was written: torch {version} needs make lock TORCH_INDEX=<index of its CPU builds>.")
-    asked = [*ASKED, *(f"{name}=={version}" for name, version in PINS.items())]
-    asked.append(f"dist-template @ {FOLDER.as_uri()}/" if FOLDER else LIBRARY)
-    young = ("--exclude-newer", os.environ.get("COOL_DOWN", "7 days"))
-    texts = {"cuda": compiled(asked, "-o", "lock-cuda.txt", *young, *sys.argv[2:]), "cpu": ""}
-    for block in BLOCK.finditer(texts["cuda"]):
-        if block[1] == "torch":  # macOS has PyPI's build
-            texts["cpu"] += re.sub(r"\+cpu[^\\]*", "+cpu ; sys_platform != 'darwin' ", linux[0])
-            texts["cpu"] += block[0].replace(version, f"{version} ; sys_platform == 'darwin'", 1)
-        elif not CUDA.match(block[0]):
-            texts["cpu"] += block[0]
-    for kind, text in texts.items():
-        Path(f"lock-{kind}.txt").write_text(STAMP + text, "utf-8")
-        print(f"lock: {len(BLOCK.findall(text))} packages in lock-{kind}.txt")
+    library = f"dist-template @ {FOLDER.as_uri()}/" if FOLDER else LIBRARY
+    young = ["-o", "lock-cuda.txt", "--exclude-newer", os.environ.get("COOL_DOWN", "7 days"), *sys.argv[2:]]
+    cuda = STAMP + compiled([*ASKED, *(f"{name}=={PINS[name]}" for name in PINS), library], *young)
+    linux = re.sub(r"\+cpu[^\\]*", "+cpu ; sys_platform != 'darwin' ", found[0])
+    mac = f"torch=={version} ; sys_platform == 'darwin' "  # PyPI's build
+    cpu = BLOCK.sub(lambda block: "" if CUDA.match(block[0]) else block[0], cuda)
+    Path("lock-cuda.txt").write_text(cuda, "utf-8")
+    Path("lock-cpu.txt").write_text(cpu.replace(f"\ntorch=={version} ", f"\n{linux}{mac}"), "utf-8")
+    print(f"lock: {len(BLOCK.findall(cuda))} packages in lock-cuda.txt, without CUDA in lock-cpu.txt")
 
 
 {"setup": setup, "lock": lock}[sys.argv[1]]()

@@ -188,12 +188,12 @@ def test_setup_stops_with_one_sentence(machine: Machine, case: str) -> None:
 
 
 def test_an_old_python_starts_a_newer_one_or_says_which_it_is(machine: Machine) -> None:
-    trick = "import sys; sys.version_info = (3, 10, 1); sys.argv = sys.argv[1:]; "
+    trick = "import sys; sys.version_info = (3, 10); sys.version = '3.10.1'; sys.argv = sys.argv[1:]; "
     trick += "exec(open('environment.py').read())"
     machine.has("python3", f'#!/bin/bash\nexec "{sys.executable}" -c "{trick}" "$@"\n')
     said, asked = machine.setup()
     assert (
-        "Python 3.11 or newer is needed, this is 3.10; name another, make setup PYTHON=" in said
+        "Python 3.11 or newer is needed, not 3.10.1; name another, make setup PYTHON=" in said
         and not asked
     )
     machine.has("python3.12", f'#!/bin/bash\nexec "{sys.executable}" "$@"\n')

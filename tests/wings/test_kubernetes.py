@@ -13,7 +13,7 @@ import yaml
 from dist_template import InputError
 from dist_template.cluster.site import Kubernetes, Site
 from dist_template.errors import Exit
-from tests import PROJECT
+from tests import ROOT
 from tests.support.manifests import OF_SITES, mutations, pods, wrong
 from tests.support.wings import Job
 from tests.support.wings import launch_target as target

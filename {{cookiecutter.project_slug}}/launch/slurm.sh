@@ -11,16 +11,14 @@
 #SBATCH --signal=SIGUSR1@300
 # One task per GPU:  mkdir -p runs && sbatch --nodes=4 launch/slurm.sh fit --config configs/pretrain.yaml
 # SIGUSR1 arrives 300 s before the time limit: the tasks save, exit with 75, and the job is requeued, as after a crash.
-# PYTHON, DIST_PACKAGE: interpreter and package; CONTAINER: words before it (apptainer exec --nv image.sif); SRUN_FLAGS;
-# MAX_REQUEUES: how often a crashed job is requeued (10); a preempted one always is.
+# PYTHON, DIST_PACKAGE, SRUN_FLAGS; CONTAINER: words before PYTHON (apptainer exec --nv image.sif); MAX_REQUEUES: how often
+# a crashed job is requeued (10), a preempted one always is. It keeps its number, and so its folder.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?submit this with sbatch: sbatch launch/slurm.sh fit --config <file>}"
 [ $# -gt 0 ] || { echo "usage: sbatch launch/slurm.sh fit|validate|test|predict --config <file> [...]" >&2; exit 2; }
 packages=(*/__main__.py); package=${DIST_PACKAGE:-${packages[*]%/__main__.py}}
 [[ $package != *" "* ]] || { echo "launch/slurm.sh: set DIST_PACKAGE to one of: $package" >&2; exit 2; }
-# A requeued job keeps its number, and so its folder; its time limit starts again.
 export DIST_RUN_ID=${DIST_RUN_ID:-slurm-$SLURM_JOB_ID} DIST_JOB_STARTED=$(date +%s)
-
 # When one task has exited, the others have 60 s to exit with the same code; --kill-on-bad-exit would kill them while
 # they save. srun returns the highest code. The flags come after the --config files, which would override them.
 code=0

@@ -4,8 +4,7 @@
 # On several nodes, start it on each of them with the same NNODES (or MIN:MAX: training continues when a node is lost),
 # RDZV_ENDPOINT (host:port of the first node) and DIST_RUN_ID (the run's folder). NPROC: processes per node (its GPUs);
 # MAX_RESTARTS (3); SHUTDOWN_TIMEOUT: seconds to save after a signal (30); LOCAL_ADDR: this node's address; RDZV_CONF:
-# key=value,… (is_host=true on the first node if hosts cannot resolve their names); PYTHON; DIST_PACKAGE.
-# It exits with 75 if the same command resumes the run: preempted, or a restart here does not help.
+# is_host=true on the first node if hosts cannot resolve their names; PYTHON; DIST_PACKAGE. Exit code 75: start it again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ $# -gt 0 ] || { echo "usage: launch/torchrun.sh fit|validate|test|predict --config <file> [...]" >&2; exit 2; }
