@@ -36,7 +36,7 @@ test: $(READY)  ## tests the library and the template, then the default project
 	$(TESTS) tests
 	@rm -rf build/test && mkdir -p build/test
 	.venv/bin/cookiecutter . --no-input --default-config --output-dir build/test
-	$(MAKE) --no-print-directory -C build/test/my-trainer test-all RUN='$(CURDIR)/.venv/bin/python' ARGS='$(PARALLEL)'
+	$(MAKE) --no-print-directory -C build/test/my-trainer test RUN='$(CURDIR)/.venv/bin/python' ARGS='$(PARALLEL) -m ""'
 
 test-all: $(READY)  ## every test, the nightly ones too
 	$(TESTS) -m "" tests
@@ -70,14 +70,11 @@ docs: $(READY)  ## build the documentation site, its reference page from the cod
 starter: $(READY)  ## archive a generated project, for people without cookiecutter (FROM=gh:org/dist-template TAG=)
 	rm -rf '$(OUT)/starter' && mkdir -p '$(OUT)/starter'
 	.venv/bin/cookiecutter '$(FROM)' $${TAG:+--checkout "$$TAG"} --no-input --default-config -o '$(OUT)/starter'
-	@if grep '^dist-template @ file:.*/$$' '$(OUT)'/starter/*/constraints.txt; then echo "starter: FROM=$(FROM) is a \
+	@if grep '^library = "dist-template @ file:.*/"' '$(OUT)'/starter/*/pyproject.toml; then echo "starter: FROM=$(FROM) is a \
 	folder, which other machines do not have: give a git address."; exit 1; fi
 	tar -czf '$(OUT)/my-trainer.tar.gz' -C '$(OUT)/starter' my-trainer
 
-.tools/bin/.ready: $(PROJECT)/requirements/tools.txt
-	@$(MAKE) --no-print-directory -C '$(PROJECT)' '$(CURDIR)/$@' TOOLS='$(CURDIR)/.tools'
-
-compat: .tools/bin/.ready  ## test the lowest, the pinned or the newest versions that are allowed (WHICH=lowest, …; PYTHON)
+compat: $(READY)  ## test the lowest, the pinned or the newest versions that are allowed (WHICH=lowest, …; PYTHON)
 	.ci/compat '$(WHICH)' '$(shell command -v $(PYTHON))'
 
 release: $(READY)  ## check, set VERSION in every file, commit and build (VERSION=1.2.3); tags and pushes nothing
@@ -90,15 +87,16 @@ dist: $(READY) docs  ## build HEAD's wheel, sdist, template archive, site and no
 	.venv/bin/python .ci/release.py build "$${TAG-}"
 	cp -r site build/release/site
 
-lock audit:  ## hashes of the generated project's versions (TORCH_INDEX after another torch); known vulnerabilities of them
-	@$(MAKE) --no-print-directory -C '$(PROJECT)' $@ TOOLS='$(CURDIR)/.tools'
+lock:  ## hashes of the generated project's versions and of the tests' (TORCH_INDEX after another torch)
+	@$(MAKE) --no-print-directory -C '$(PROJECT)' lock VENV=../.venv LIBRARY='dist-template @ file://$(CURDIR)/' \
+	  ARGS='../pyproject.toml --extra dev $(ARGS)'
 
 clean:  ## remove build/, the site and the tools' caches; .venv stays
-	rm -rf build site .pytest_cache .ruff_cache
+	rm -rf build site .tools .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -type d -prune -exec rm -rf {} +
 
 # The versions of the generated project, and the library from this folder. A .venv that is a link has another checkout's.
-$(READY): $(PROJECT)/constraints.txt $(PROJECT)/requirements/locked.txt pyproject.toml
+$(READY): $(PROJECT)/pyproject.toml $(PROJECT)/lock-cpu.txt $(PROJECT)/lock-cuda.txt pyproject.toml
 	@$(MAKE) --no-print-directory -C '$(PROJECT)' setup VENV=../.venv
 	@test -L .venv || .venv/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
@@ -110,4 +108,4 @@ $(OUT)/.my-trainer: $(READY) $(TEMPLATE) $(if $(wildcard $(DEMO)/Makefile),,miss
 	@.venv/bin/cookiecutter . --no-input --default-config --overwrite-if-exists --output-dir '$(OUT)'
 	@touch '$@'
 
-.PHONY: help demo test test-all test-quick dev check bench docs lock audit starter compat release dist clean missing
+.PHONY: help demo test test-all test-quick dev check bench docs lock starter compat release dist clean missing

@@ -22,7 +22,7 @@ from packaging.version import Version
 
 OUT = Path("build/release").absolute()
 PLACES = {"pyproject.toml": r'^(version = ")[^"]*', "cookiecutter.json": r'^(  "_version": ")[^"]*'}
-PROOF, PINS = Path("src/dist_template/proof.json"), Path("{{cookiecutter.project_slug}}/constraints.txt")
+PROOF, PINS = Path("src/dist_template/proof.json"), Path("{{cookiecutter.project_slug}}/lock-cuda.txt")
 SECTION = re.compile(r"^## (\d+\.\d+\.\d+) \(.*\)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -58,8 +58,8 @@ def check(version: str) -> None:
     require(section == version, f"CHANGELOG.md's newest section is {section}: write '## {version} (not released)'")
     part = "### What you have to do"
     require(f"{part}\n" in text, f"section {version} of CHANGELOG.md lacks '{part}': write it, if only 'Nothing.'")
-    tried, pinned = json.loads(PROOF.read_text("utf-8"))["versions"], PINS.read_text("utf-8").splitlines()
-    others = [f"{name} {number}" for name, number in tried.items() if f"{name}=={number}" not in pinned]
+    tried, pinned = json.loads(PROOF.read_text("utf-8"))["versions"], PINS.read_text("utf-8")
+    others = [f"{name} {number}" for name, number in tried.items() if f"\n{name}=={number} " not in pinned]
     others = " and ".join(others)
     require(not others, f"the table of models is of {others}, not of what is pinned: run python -m zoo")
 

@@ -60,13 +60,14 @@ for name, path in CI.items():
         shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink(missing_ok=True)
 
 pin, docs, template, commit, tag = sources()
-lock, readme = Path("constraints.txt"), Path("README.md")
-lock.write_text(re.sub(r"^(?!#)", f"{pin}\n", lock.read_text(encoding="utf-8"), count=1, flags=re.M), encoding="utf-8")
+pyproject, readme = Path("pyproject.toml"), Path("README.md")
+text = pyproject.read_text(encoding="utf-8").replace('\nlibrary = ""', f'\nlibrary = "{pin}"', 1)
+pyproject.write_text(text, encoding="utf-8")
 readme.write_text(readme.read_text(encoding="utf-8").replace("](docs/", f"]({docs}"), encoding="utf-8")
 
 own = {key: value for key, value in ANSWERS.items() if not key.startswith("_")}
 record = {"template": template, "commit": commit or None, "checkout": tag or None, "context": {"cookiecutter": own}}
-Path(".cruft.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+Path(".cruft.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 for script in Path("launch").glob("*.sh"):  # Python unpacks a zip file without executable bits
     script.chmod(0o755)

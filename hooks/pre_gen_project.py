@@ -8,8 +8,8 @@ import unicodedata
 
 ANSWERS = json.loads(r'''{{ cookiecutter | tojson }}''')
 
-FOLDERS = {"build", "configs", "data_cache", "launch", "requirements", "runs", "tests", "vendor", "wheels"}
-# The library and what constraints.txt installs, by distribution and by import name; a test keeps the list complete.
+FOLDERS = {"build", "configs", "data_cache", "environment", "launch", "runs", "tests", "vendor", "wheels"}
+# The library and what the locks install, by distribution and by import name; a test keeps the list complete.
 DEPENDENCIES = set("""
 _distutils_hack _hypothesis_ftz_detector _hypothesis_globals _hypothesis_pytestplugin _multiprocess _plotly_utils
 _pytest _xxhash _yaml absl absl_py accelerate aiohappyeyeballs aiohttp aiosignal alembic annotated_doc annotated_types
@@ -17,7 +17,7 @@ anyio arrow attr attrs binaryornot bitsandbytes certifi chardet charset_normaliz
 cookiecutter coreweave_evaluations cpuinfo cwevals dataproperty datasets dateutil deepmerge deepspeed
 defusedxml dill dist_template distro docstring_parser dominate einops evaluate example execnet fastapi filelock
 frozenlist fsspec functorch git google googleapis_common_protos grpc grpcio h11 hf_xet hjson httpcore
-httpcore2 httpx httpx2 huggingface_hub hypothesis idna importlib_resources iniconfig isympy jinja2 jiter joblib
+httpcore2 httpx httpx2 httpx2_jsfetch huggingface_hub hypothesis idna importlib_resources iniconfig isympy jinja2 jiter joblib
 jsonargparse jsonschema jsonschema_specifications kubernetes_validate lightning lightning_fabric lightning_utilities
 lm_eval logbook lxml mako markdown markdown_it markdown_it_py markupsafe materialx mbstrdecoder mdurl
 more_itertools mpmath msgfy msgpack multidict multiprocess narwhals networkx ninja nltk numpy nvidia_ml_py
@@ -30,7 +30,7 @@ pytest_timeout pytest_xdist python_dateutil python_slugify pytorch_lightning pyt
 rich rouge_score rpds rpds_py ruff sacrebleu safetensors scikit_learn scipy setuptools shellingham six sklearn slugify
 sniffio sortedcontainers sqlalchemy sqlitedict starlette sympy tabledata tabulate tensorboard tensorboard_data_server
 text_unidecode threadpoolctl tokenizers tomli torch torchgen torchmetrics tqdm transformers triton trl truststore ty
-typepy typer typeshed_client typing_extensions typing_inspection tzdata urllib3 uvicorn wandb werkzeug word2number
+typepy typer typeshed_client typing_extensions typing_inspection tzdata urllib3 uv uvicorn wandb werkzeug word2number
 xdist xxhash yaml yarl zensical
 """.split())
 

@@ -135,7 +135,7 @@ def test_the_list_of_dependencies_in_the_hook_is_complete() -> None:
     tree = ast.parse((ROOT / "hooks" / "pre_gen_project.py").read_text())
     texts = [str(node.value).split() for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     listed = set(next(words for words in texts if "lightning" in words))
-    pins = re.findall(r"^([\w.-]+)==", (SOURCE / "constraints.txt").read_text(), flags=re.MULTILINE)
+    pins = re.findall(r"^([\w.-]+)==", (SOURCE / "lock-cpu.txt").read_text(), flags=re.MULTILINE)
     pinned = {re.sub(r"[-_.]+", "_", name).lower() for name in pins}
     imports = {
         module.lower()

@@ -64,7 +64,7 @@ def release(checkout: Path, *arguments: str, umask: int = 0o022, **settings: str
         (VERSION, f"git tag v{VERSION}", f"VERSION {VERSION} is not newer than {VERSION}"),
         ("7.0.0", "", f"CHANGELOG.md's newest section is {VERSION}: write '## 7.0.0 (not released)'"),
         (VERSION, "sed -i s/What/It/ CHANGELOG.md; git commit -qam x", "lacks '### What you have to do'"),
-        (VERSION, "sed -i 's/^torch==.*/torch==9/' */constraints.txt; git commit -qam x", "the table of models is of"),
+        (VERSION, "sed -i 's/^torch==.*/torch==9 /' */lock-cuda.txt; git commit -qam x", "the table of models is of"),
     ],
 )
 def test_what_cannot_be_released_is_refused_in_one_sentence(
@@ -125,7 +125,7 @@ def test_a_machine_without_a_checkout_installs_generates_and_trains(checkout: Pa
     ):
         done = subprocess.run(command, cwd=fresh, env=settings | {"PWD": str(fresh)}, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    assert f"dist-template @ {archive.as_uri()}\n" in (fresh / "my-trainer" / "constraints.txt").read_text("utf-8")
+    assert f"dist-template @ {archive.as_uri()}\"" in (fresh / "my-trainer" / "pyproject.toml").read_text("utf-8")
     where = "import dist_template, importlib.metadata as m; print(dist_template.__file__, m.version('dist-template'))"
     found = run("my-trainer/.venv/bin/python", "-c", where, cwd=fresh, PYTHONPATH="").stdout.split()
     assert Path(found[0]).is_relative_to(fresh / "my-trainer" / ".venv") and found[1] == VERSION
@@ -160,7 +160,8 @@ def test_the_table_of_supported_versions_is_that_of_pyproject() -> None:
     found["python"] = LIBRARY["requires-python"]
     assert {"python", "torch", "lightning", "transformers", "deepspeed"} <= rows.keys()
     assert rows == {name: found[name] for name in rows}
-    lock = dict(re.findall(r"^([\w-]+)==([\w.]+)", (SOURCE / "constraints.txt").read_text("utf-8"), flags=re.MULTILINE))
+    text = (SOURCE / "lock-cuda.txt").read_text("utf-8")
+    lock = dict(re.findall(r"^([\w-]+)==([\w.]+)", text, flags=re.MULTILINE))
     pinned = dict(re.findall(r"^\| `([\w-]+)` \| `[^`]+` \| [^|]+ \| ([^|]+) \|", page, flags=re.MULTILINE))
     assert pinned == {name: lock.get(name, "3.11") for name in rows}
 

@@ -1,4 +1,4 @@
-"""What serves a model in containers: the Dockerfile's two targets, the compose file, the Kubernetes objects."""
+"""What serves a model in containers: the Dockerfile, the compose file, the Kubernetes objects."""
 
 from __future__ import annotations
 
@@ -12,58 +12,37 @@ import yaml
 
 from dist_template.wings.ship.serve import command
 
-from .conftest import BakedProject
+from .conftest import ROOT, BakedProject
 
-STAGE = re.compile(r"^FROM (\S+)(?: AS (\w+))?$", re.MULTILINE)
-INSTRUCTIONS = "ARG CMD COPY ENTRYPOINT ENV EXPOSE FROM HEALTHCHECK RUN STOPSIGNAL USER WORKDIR".split()
-
-
-def stages(text: str) -> dict[str, list[tuple[str, str]]]:
-    """Stage -> its (instruction, arguments), after its base stages'."""
-    lines = re.sub(r"\\\n\s*", "", text).splitlines()
-    found: dict[str, list[tuple[str, str]]] = {}
-    own: list[tuple[str, str]] = []
-    for line in lines:
-        if not line.strip() or line.startswith("#"):
-            continue
-        word, _, rest = line.partition(" ")
-        assert word in INSTRUCTIONS, line
-        if word == "FROM":
-            base, _, name = rest.partition(" AS ")
-            own = found[name] = list(found.get(base, []))
-        own.append((word, rest))
-    return found
+DEPLOY = ROOT / "docs" / "deploy"
+INSTRUCTIONS = "ARG CMD COPY ENTRYPOINT ENV FROM RUN USER WORKDIR".split()
 
 
-def test_the_dockerfile_has_a_target_to_train_and_one_to_serve(default: BakedProject) -> None:
-    text = default.read("Dockerfile")
-    found = stages(text)
-    assert list(found) == ["pinned", "wheels", "base", "serve", "train"], "the last one is built without --target"
-    assert ("FROM", "${BASE:-pinned} AS base") in found["base"], "one base image, by digest or from one argument"
-    assert re.search(r"^FROM python:3\.11\.\d+-slim-bookworm@sha256:[0-9a-f]{64} AS pinned$", text, re.MULTILINE)
-    for name in ("serve", "train"):
-        last = dict(found[name])
-        words = [word for word, _ in found[name]]
-        assert last["USER"] == "trainer", "no process is root"
-        assert words.index("USER") > max(i for i, word in enumerate(words) if word == "COPY")
-        entry = json.loads(last["ENTRYPOINT"])  # the exec form: python gets SIGTERM, not a shell
-        assert entry[:3] == ["python", "-m", "my_trainer"] and isinstance(json.loads(last["CMD"]), list)
-    serve = dict(found["serve"])
-    assert "HEALTHCHECK" in serve and "HEALTHCHECK" not in dict(found["train"])
-    probe = json.loads(serve["HEALTHCHECK"].partition(" CMD ")[2] or serve["HEALTHCHECK"].partition("CMD ")[2])
-    ast.parse(probe[2])
-    assert "127.0.0.1:8000/health" in probe[2] and serve["EXPOSE"] == "8000"
-    given = command.flags([*json.loads(serve["ENTRYPOINT"])[4:], *json.loads(serve["CMD"])])
-    assert (given.model, given.host, given.port) == ("/model", "0.0.0.0", 8000)
+def test_the_dockerfile_has_one_image_to_train_and_to_serve(default: BakedProject) -> None:
+    lines = default.read("Dockerfile").splitlines()
+    steps = [line.partition(" ")[::2] for line in lines if line and not line.startswith("#")]
+    words = [word for word, _ in steps]
+    assert set(words) <= set(INSTRUCTIONS)
+    base = r"ARG BASE=python:3\.11\.\d+-slim-bookworm@sha256:[0-9a-f]{64}"
+    assert re.fullmatch(base, " ".join(steps[0])) and ("FROM", "${BASE}") in steps
+    last = dict(steps)
+    assert last["USER"] == "trainer", "no process is root"
+    assert words.index("USER") > max(i for i, word in enumerate(words) if word == "COPY")
+    # The exec form: python gets SIGTERM, not a shell.
+    assert json.loads(last["ENTRYPOINT"]) == ["python", "-m", "my_trainer"]
+    assert json.loads(last["CMD"]) == ["--help"]
 
 
-def test_compose_serves_on_loopback_and_waits_for_running_requests(default: BakedProject) -> None:
-    (service,) = yaml.safe_load(default.read("launch/compose.yaml"))["services"].values()
-    known = "build cap_drop command environment init ports restart security_opt stop_grace_period volumes".split()
-    assert sorted(service) == known
-    assert service["build"] == {"context": "..", "target": "serve"}
+def test_compose_serves_on_loopback_and_waits_for_running_requests() -> None:
+    (service,) = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"].values()
+    known = "build cap_drop command environment healthcheck init ports restart security_opt"
+    assert sorted(service) == [*known.split(), "stop_grace_period", "volumes"]
+    assert service["build"] == "." and service["command"][0] == "serve"
     assert service["ports"] == ["127.0.0.1:8000:8000"] and service["cap_drop"] == ["ALL"]
-    given = command.flags(service["command"])
+    probe = service["healthcheck"]["test"]
+    ast.parse(probe[3])
+    assert probe[:3] == ["CMD", "python", "-c"] and "127.0.0.1:8000/health" in probe[3]
+    given = command.flags(service["command"][1:])
     assert int(service["stop_grace_period"].rstrip("s")) > given.grace_s and given.host == "0.0.0.0"
     assert given.api_key_env in service["environment"]
     assert service["volumes"][0].endswith(f":{given.model}")
@@ -147,7 +126,7 @@ def wrong_objects(text: str) -> list[str]:
         found.append("the autoscaler has no range, or nothing to measure")
     if not pod["securityContext"]["runAsNonRoot"] or container["securityContext"]["capabilities"] != {"drop": ["ALL"]}:
         found.append("it runs as root")
-    given = command.flags(container["args"])
+    given = command.flags(container["args"][1:])
     if list(ports.values()) != [given.port] or given.host != "0.0.0.0":
         found.append("it does not listen where it is asked")
     before = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
@@ -158,8 +137,8 @@ def wrong_objects(text: str) -> list[str]:
     return found
 
 
-def test_the_kubernetes_objects_fit_together(default: BakedProject) -> None:
-    assert wrong_objects(default.read("launch/kubernetes.yaml")) == []
+def test_the_kubernetes_objects_fit_together() -> None:
+    assert wrong_objects((DEPLOY / "kubernetes.yaml").read_text()) == []
 
 
 WRONG = {
@@ -176,9 +155,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_slip_in_them_is_found(default: BakedProject, case: str) -> None:
+def test_a_slip_in_them_is_found(case: str) -> None:
     right, wrong = WRONG[case]
-    text = default.read("launch/kubernetes.yaml")
+    text = (DEPLOY / "kubernetes.yaml").read_text()
     assert right in text
     try:
         assert wrong_objects(text.replace(right, wrong, 1)) != []

@@ -133,7 +133,7 @@ def test_an_edited_project_is_upgraded_and_its_checkpoint_resumes_exactly(templa
     assert not list(project.rglob("*.rej")) and not (project / "configs/finetune.yaml").exists()
     assert (project / "configs/news.yaml").exists()
     assert "# News of the template." in (project / "configs/pretrain.yaml").read_text()
-    assert f"template@v{NEXT}\n" in (project / "constraints.txt").read_text()
+    assert f'template@v{NEXT}"' in (project / "pyproject.toml").read_text()
 
     git(project, "checkout", "--ours", "Makefile")
     git(project, "checkout", "--theirs", "README.md")

@@ -30,22 +30,27 @@ def one(findings: doctor.Findings, verdict: str, found: str = "") -> str:
 
 def test_the_package_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "packages", lambda: {"a-b": "1.0", "torch": "2.13.0+cu130"})
-    lock = tmp_path / "constraints.txt"
-    lock.write_text("# pins\nA.b==1.0,!=0.9\ntorch==2.13.0\n")
-    assert one(doctor.check_packages(tmp_path), doctor.OK, "2 as constraints.txt has them") == ""
-    lock.write_text("A_b==1.1\ntorch==2.13.0\nnowhere==3\n")
-    found = "2 of 3 differ: A_b 1.0 (locked: 1.1), nowhere missing (locked: 3)"
-    assert "pip install" in one(doctor.check_packages(tmp_path), doctor.PROBLEM, found)
+    lock, chosen = tmp_path / doctor.LOCK, tmp_path / doctor.CHOSEN
+    chosen.write_text("")
+    torch = "torch==2.13.0+cpu ; sys_platform != 'darwin' \\\n    --hash=sha256:ab\n"
+    torch += "torch==2.12.0 ; sys_platform == 'darwin' \\\n    --hash=sha256:ab\n"
+    lock.write_text(f"# pins\nA.b==1.0 \\\n    --hash=sha256:ab\n{torch}")
+    assert one(doctor.check_packages(tmp_path), doctor.OK, "2 as lock-cpu.txt has them") == ""
+    lock.write_text(f"A_b==1.1\n{torch}nowhere==3\n")
+    found = "2 of 3 differ: a-b 1.0 (locked: 1.1), nowhere missing (locked: 3)"
+    assert "make setup" in one(doctor.check_packages(tmp_path), doctor.PROBLEM, found)
+    chosen.write_text("tool.environment.pins = { A-b = '1.0', nowhere = '4' }")
+    one(doctor.check_packages(tmp_path), doctor.PROBLEM, "1 of 3 differ: nowhere missing (locked: 4)")
     lock.unlink()
     one(doctor.check_packages(tmp_path), doctor.WARNING, "there is no")
 
 
 def test_a_blocked_version_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "constraints.txt").write_text("")
-    (tmp_path / "requirements").mkdir()
-    (tmp_path / doctor.BLOCKED).write_text("# why\nA_b!=1.0,!=1.1  # malicious: GHSA-x\n")
+    (tmp_path / doctor.LOCK).write_text("")
+    rule = "tool.environment.blocked.'A_b!=1.0,!=1.1' = 'malicious: GHSA-x'"
+    (tmp_path / doctor.CHOSEN).write_text(rule)
     monkeypatch.setattr(doctor, "packages", lambda: {"a-b": "1.1"})
-    found = "A_b 1.1 is blocked: malicious: GHSA-x"
+    found = "a-b 1.1 is blocked: malicious: GHSA-x"
     assert "make setup" in one(doctor.check_packages(tmp_path), doctor.PROBLEM, found)
     monkeypatch.setattr(doctor, "packages", lambda: {"a-b": "1.2"})
     one(doctor.check_packages(tmp_path), doctor.OK)

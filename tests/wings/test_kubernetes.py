@@ -13,7 +13,7 @@ import yaml
 from dist_template import InputError
 from dist_template.cluster.site import Kubernetes, Site
 from dist_template.errors import Exit
-from tests import PROJECT
+from tests import ROOT
 from tests.support.manifests import OF_SITES, mutations, pods, wrong
 from tests.support.wings import Job
 from tests.support.wings import launch_target as target
@@ -140,7 +140,7 @@ def test_the_failure_policy_is_the_table_of_exit_codes() -> None:
 
 
 def test_the_projects_manifest_of_a_server_is_valid_too() -> None:
-    served = yaml.safe_load((PROJECT / "launch" / "kubernetes.yaml").read_text(encoding="utf-8"))["items"]
+    served = yaml.safe_load((ROOT / "docs" / "deploy" / "kubernetes.yaml").read_text(encoding="utf-8"))["items"]
     assert {one["kind"] for one in served} == {"Deployment", "Service", "HorizontalPodAutoscaler"}
     assert wrong(served) == ""
     assert [name for name, one in mutations(served) if name.endswith("misspelt") and not wrong(one)] == []

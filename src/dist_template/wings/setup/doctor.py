@@ -15,6 +15,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +29,7 @@ from ..values import GIB
 
 Findings = Iterator[tuple[str, str, str]]
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-LOCK, BLOCKED = "constraints.txt", "requirements/blocked.txt"
+LOCK, CHOSEN = "lock-cpu.txt", "pyproject.toml"
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -88,32 +89,34 @@ def check_versions() -> Findings:
 
 
 def check_packages(project: Path) -> Findings:
-    """Compares the installed versions with constraints.txt (any build of torch is accepted), and
-    with the malicious or withdrawn ones in requirements/blocked.txt."""
-    from packaging.specifiers import SpecifierSet
+    """Compares the installed versions with the lock and the pins in pyproject.toml (any build of
+    torch is accepted), and with the malicious or withdrawn ones that pyproject.toml blocks."""
+    from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    installed, lock, blocked = packages(), project / LOCK, project / BLOCKED
-    if not lock.exists():
-        yield WARNING, f"there is no {lock}", "run it in a checkout of the project"
+    installed, lock, chosen = packages(), project / LOCK, project / CHOSEN
+    if not lock.exists() or not chosen.exists():
+        yield WARNING, f"there is no {lock} or no {chosen}", "run it in a checkout of the project"
         return
-    pins = re.findall(r"^([\w.-]+)==([\w.]+)", lock.read_text(encoding="utf-8"), re.MULTILINE)
+    locked = re.findall(r"^([\w.-]+==[\w.]+)\S*( ;[^\\\n]*)?", lock.read_text(encoding="utf-8"), re.MULTILINE)
+    parsed = [Requirement(pin + marker) for pin, marker in locked]
+    pins = {canonicalize_name(one.name): str(one.specifier)[2:] for one in parsed if not one.marker or one.marker.evaluate()}
+    table = tomllib.loads(chosen.read_text(encoding="utf-8")).get("tool", {}).get("environment", {})
+    pins |= {canonicalize_name(name): version for name, version in table.get("pins", {}).items()}
     wrong = []
-    for name, version in pins:
-        has = installed.get(canonicalize_name(name), "missing").split("+")[0]
+    for name, version in pins.items():
+        has = installed.get(name, "missing").split("+")[0]
         if has != version:
             wrong.append(f"{name} {has} (locked: {version})")
     if wrong:
-        todo = f"pip install --no-build-isolation -r {LOCK}, or change it"
-        yield PROBLEM, f"{len(wrong)} of {len(pins)} differ: {', '.join(wrong)}", todo
+        yield PROBLEM, f"{len(wrong)} of {len(pins)} differ: {', '.join(wrong)}", f"make setup, or change {CHOSEN}"
     else:
         yield OK, f"{len(pins)} as {LOCK} has them", ""
-    text = blocked.read_text(encoding="utf-8") if blocked.exists() else ""
-    for name, rule, advisory in re.findall(r"^([\w.-]+)(\S+)\s+# (.*)$", text, re.MULTILINE):
-        version = installed.get(canonicalize_name(name))
-        if version and not SpecifierSet(rule).contains(version, prereleases=True):
+    for rule, advisory in table.get("blocked", {}).items():
+        name, versions = canonicalize_name(Requirement(rule).name), Requirement(rule).specifier
+        if name in installed and not versions.contains(installed[name], prereleases=True):
             todo = "remove this environment, change your passwords and tokens, then make setup"
-            yield PROBLEM, f"{name} {version} is blocked: {advisory}", todo
+            yield PROBLEM, f"{name} {installed[name]} is blocked: {advisory}", todo
 
 
 def check_gpus() -> Findings:

@@ -1,0 +1,217 @@
+"""environment.py, which builds a project's .venv: what it installs, and how it refuses.
+
+A stand-in for the environment's Python writes down what it should install; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT, SOURCE, BakedProject, bake_into, make
+
+STAND_IN = r"""#!/bin/bash
+case "$*" in
+    *"config list"*) echo "global.index-url='https://mirror.example.org'"; exit ;;
+    *"-m venv"*) exit ;;
+esac
+echo "asked $(basename "$0") $UV_DEFAULT_INDEX $*" >> "$LOG"; grep -v hash= "${@: -1}" >> "$LOG"
+grep -q "$MISSING" "${@: -1}" || exit 0
+echo "ERROR: No matching distribution found for $MISSING" >&2; exit 1
+"""
+HASHED, WHEELS = "--require-hashes --no-deps", "--no-index --find-links wheels"
+
+
+class Machine:
+    """A project, a PATH that has only what setup needs, and the log of what was installed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.project = bake_into(folder)
+        self.path, self.log = folder / "bin", folder / "log"
+        self.path.mkdir()
+        for name in ("bash", "basename", "cat", "grep", "make", "sh", "touch"):
+            (self.path / name).symlink_to(str(shutil.which(name)))
+        self.has("python3", f'#!/bin/bash\nexec "{sys.executable}" "$@"\n')
+        (self.project.path / ".venv" / "bin").mkdir(parents=True)
+        self.has("python", STAND_IN, self.project.path / ".venv" / "bin")
+
+    def has(self, name: str, script: str = "#!/bin/bash\n", folder: Path | None = None) -> None:
+        file = (folder or self.path) / name
+        file.write_text(script)
+        file.chmod(0o755)
+
+    def setup(
+        self, *variables: str, missing: str = "none", library: bool = False
+    ) -> tuple[str, list[str]]:
+        """Returns what `make setup` prints, and its calls: each a command, then the packages."""
+        self.log.write_text("")
+        settings = [f"LOG={self.log}", f"MISSING={missing}", *([] if library else ["LIBRARY="])]
+        done = make(self.project, "setup", *settings, *variables, path=str(self.path))
+        (self.project.path / ".venv" / ".ready").unlink(missing_ok=True)
+        return done.stdout, [call.strip() for call in self.log.read_text().split("asked ")[1:]]
+
+    def edit(self, old: str, new: str) -> None:
+        file = self.project.path / "pyproject.toml"
+        assert old in file.read_text()
+        file.write_text(file.read_text().replace(old, new))
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def gpu(machine: Machine) -> None:
+    machine.has("nvidia-smi")
+
+
+def stale(machine: Machine) -> None:
+    machine.edit('transformers = "5.23.0"', 'transformers = "5.23.1"')
+
+
+def wheels(machine: Machine) -> None:
+    (machine.project.path / "wheels").mkdir()
+    (machine.project.path / "wheels" / "x.whl").touch()
+
+
+def nothing(machine: Machine) -> None:
+    pass
+
+
+# Machine, variables -> the options and packages of each call, in order.
+PLANS: dict[str, tuple[Callable[[Machine], None], str, list[str]]] = {
+    "no GPU": (
+        nothing, "",
+        [f"{HASHED}.*torch==2.13.0.cpu ;", f"{HASHED}.*yarl", f"{HASHED}.*deepspeed"],
+    ),
+    "a GPU": (gpu, "", [rf"{HASHED}.*torch==2.13.0 \\", f"{HASHED}.*nvidia-.*triton", "deepspeed"]),
+    "CUDA": (nothing, "TORCH_CUDA=1", [rf"{HASHED}.*torch==2.13.0 \\", "nvidia-", "deepspeed"]),
+    "an index": (
+        nothing, "TORCH_INDEX=x",
+        [f"{HASHED} --extra-index-url x.*torch==2.13.0.cpu", "yarl==", "deepspeed"],
+    ),
+    "a GPU, an index": (
+        gpu, "TORCH_INDEX=x",
+        ["--index-url x [^\n]*\ntorch==2.13.0$", f"{HASHED}.*setuptools", "yarl", "deepspeed"],
+    ),
+    "a stale lock": (
+        stale, "",
+        ["torch==2.13.0.cpu$", "setuptools==84.2.1$", "transformers==5.23.1\n", "deepspeed==0.19.8$"],
+    ),
+    "without hashes": (
+        nothing, "HASHES=", ["torch==2.13.0.cpu$", "setuptools", "yarl==1.25.1\n", "deepspeed"],
+    ),
+    "ROCm": (
+        nothing, "HASHES= TORCH_INDEX=x",
+        ["--index-url x.*torch==2.13.0$", "setuptools", "yarl", "deepspeed"],
+    ),
+    "wheels": (wheels, "", [f"{WHEELS}.*torch==2.13.0$", *[WHEELS] * 3]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_setup_installs_what_fits_the_machine(machine: Machine, case: str) -> None:
+    prepare, variables, calls = PLANS[case]
+    prepare(machine)
+    said, asked = machine.setup(*variables.split())
+    assert len(asked) == len(calls), said + "\n".join(asked)
+    for pattern, call in zip(calls, asked, strict=True):
+        assert re.search(pattern, call, re.DOTALL), call
+    assert ("WITHOUT hashes" in said) == (
+        "--require-hashes" not in "".join(asked)
+    ) and "setup: done" in said
+    assert all(call.startswith("python ") and "--no-build-isolation" in call for call in asked[1:])
+
+
+def test_the_library_comes_last_with_every_pin_and_without_blocked_versions(
+    machine: Machine,
+) -> None:
+    _, asked = machine.setup(library=True)
+    assert (
+        asked[-1].endswith(f"\n-e {ROOT.as_uri()}/")
+        and "--no-build-isolation -c .venv/constraints.txt" in asked[-1]
+    )
+    rules = (machine.project.path / ".venv" / "constraints.txt").read_text().splitlines()
+    assert {
+        "torch==2.13.0+cpu",
+        "lightning==2.6.6",
+        "yarl==1.25.1",
+        "lightning!=2.6.2,!=2.6.3",
+    } <= set(rules)
+    for address in ("dist-template @ git+https://example.org/x@v1", "dist-template==0.1.0"):
+        assert machine.setup(f"LIBRARY={address}")[1][-1].endswith(f"\n{address}")
+    vendored = machine.project.path / "vendor" / "dist-template"
+    vendored.mkdir(parents=True)
+    asked = machine.setup("LIBRARY=dist-template @ vendor/dist-template/")[1]
+    assert asked[-1].endswith(f"\n-e {vendored.as_uri()}/")
+    wheels(machine)
+    assert machine.setup(library=True)[1][-1].endswith("\ndist-template")
+
+
+def test_uv_installs_where_it_is_from_the_indexes_of_pip(machine: Machine) -> None:
+    machine.has("uv", STAND_IN)
+    asked = machine.setup()[1]
+    start = "uv https://mirror.example.org pip install --python .venv/bin/python --quiet --require"
+    assert len(asked) == 3 and all(call.startswith(start) for call in asked)
+    assert all(call.startswith("python  -m pip install") for call in machine.setup("UV=")[1])
+
+
+STOPS: dict[str, tuple[Callable[[Machine], None], str, str, str]] = {
+    "no CPU build": (nothing, "", "torch==2.13.0+cpu", "its CUDA build has several GB: name"),
+    "another package": (nothing, "", "yarl==1.25.1", "A package was not installed, see above"),
+    "a stale lock, hashes": (stale, "HASHES=1", "none", "pyproject.toml was edited after"),
+    "no folder": (
+        lambda machine: machine.edit(ROOT.as_uri(), "file:///nowhere"), "", "none",
+        "pyproject.toml names the folder /nowhere for dist-template, which is not there",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STOPS)
+def test_setup_stops_with_one_sentence(machine: Machine, case: str) -> None:
+    prepare, variables, missing, sentence = STOPS[case]
+    prepare(machine)
+    said, asked = machine.setup(*variables.split(), missing=missing, library=True)
+    assert (
+        sentence in said
+        and "setup: stopped." in said
+        and "Traceback" not in said
+        and "setup: done" not in said
+    )
+    assert bool(asked) == (missing != "none"), "nothing was installed before"
+
+
+def test_an_old_python_starts_a_newer_one_or_says_which_it_is(machine: Machine) -> None:
+    trick = "import sys; sys.version_info = (3, 10); sys.version = '3.10.1'; sys.argv = sys.argv[1:]; "
+    trick += "exec(open('environment.py').read())"
+    machine.has("python3", f'#!/bin/bash\nexec "{sys.executable}" -c "{trick}" "$@"\n')
+    said, asked = machine.setup()
+    assert (
+        "Python 3.11 or newer is needed, not 3.10.1; name another, make setup PYTHON=" in said
+        and not asked
+    )
+    machine.has("python3.12", f'#!/bin/bash\nexec "{sys.executable}" "$@"\n')
+    assert "setup: done" in machine.setup()[0]
+
+
+def test_bare_make_prints_eight_commands(default: BakedProject) -> None:
+    printed = re.findall(r"^  make (\w+) ", make(default).stdout, re.MULTILINE)
+    assert printed == "setup check test train rehearse upgrade lock clean".split()
+
+
+def test_environment_needs_the_standard_library_alone_and_is_read_by_an_old_python() -> None:
+    tree = ast.parse((SOURCE / "environment.py").read_text(), feature_version=(3, 8))
+    lines = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {alias.name for line in lines for alias in line.names}
+    names |= {str(line.module) for line in lines if isinstance(line, ast.ImportFrom)}
+    assert (
+        {"tomllib", "pathlib"}
+        <= names
+        <= sys.stdlib_module_names | {"Path", "unquote", "urllib.parse"}
+    )
