@@ -42,10 +42,8 @@ def registered(group: str, taken: Collection[str] = ()) -> dict[str, EntryPoint]
     pyproject.toml replaces the installed metadata: the package may not be installed, and the
     metadata of an editable install is as old as the installation.
 
-    Raises:
-        InputError: two packages register one name, or one registers a name of this library, or a
-            pyproject.toml is not valid TOML.
-    """
+    Raises InputError if two packages register one name, or one registers a name of this library, or a pyproject.toml
+    is not valid TOML."""
     points = []  # (package, entry point)
     in_source = set()  # packages
     for import_name in dict.fromkeys((LIBRARY, program_name())):

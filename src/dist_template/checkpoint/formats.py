@@ -115,9 +115,8 @@ def read_full(path: str | Path, module: nn.Module | None = None, optimizer: bool
         Lightning's dict. "state_dict" holds the trained weights, in fp32 if the strategy keeps an fp32 copy.
         "optimizer_states" holds each optimizer's state by parameter name (optimizer.py), if the checkpoint has any.
 
-    Raises:
-        InputError: `path` is no checkpoint, incomplete, unreadable, not data alone, or of another model than `module`.
-    """
+    Raises InputError if `path` is no checkpoint, incomplete, unreadable, not data alone, or of another model than
+    `module`."""
     expected = None
     if module is not None:
         expected = _shapes(module.state_dict(keep_vars=True))
@@ -197,9 +196,7 @@ def load(format: CheckpointFormat, path: Path, weights_only: bool | None = None)
     Returns:
         Lightning's entries other than weights and optimizer state.
 
-    Raises:
-        InputError: see `verified`.
-    """
+    Raises InputError: see `verified`."""
     module = cast(L.LightningModule, format.strategy.lightning_module)
     opened = verified(path, module, weights_only=weights_only)
     if format.reads(opened):

@@ -51,7 +51,7 @@ HELP = {  # replaces Lightning's help where this command line behaves differentl
     "ckpt_path": "A checkpoint, or `last` or `best` of the newest run of run.name. fit: `last`"
     " continues in that run's folder, any other starts a new one; null starts from step 0."
     " validate, test, predict: null takes the newest run's best, or else its last; `start`:"
-    " weights before training.",
+    " weights before training."
 }
 
 

@@ -88,9 +88,7 @@ def new_run(settings: Any) -> Path:
     A launcher or scheduler sets the run's id, so that the folder stays the same after a restart; the ranks that
     torchrun, accelerate or deepspeed starts on one node take their launcher's start.
 
-    Raises:
-        InputError: the variable DIST_RUN_ID is not the name of a folder, or is missing on several nodes.
-    """
+    Raises InputError if the variable DIST_RUN_ID is not the name of a folder, or is missing on several nodes."""
     run_id = os.environ.get(Variable.RUN_ID) or os.environ.get("SLURM_JOB_ID")
     if not run_id:
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
@@ -116,9 +114,7 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
     Returns:
         The run folder; the checkpoint or None; a sentence for the user, which may be empty.
 
-    Raises:
-        InputError: there is no such checkpoint, or all of the run are damaged.
-    """
+    Raises InputError if there is no such checkpoint, or all of the run are damaged."""
     given, evaluates = settings.get("ckpt_path"), verb not in (None, "fit")
     if evaluates and given == "start":
         settings.ckpt_path = None
@@ -166,9 +162,7 @@ def newest_checkpoint(which: str, settings: Any) -> tuple[Path, Path]:
 
     `which` is `best`, `last` or `best or last`.
 
-    Raises:
-        InputError: no run has a valid checkpoint, or the newest has no best one.
-    """
+    Raises InputError if no run has a valid checkpoint, or the newest has no best one."""
     written = _last_writes(settings)
     if not written:
         parent = RunConfig(**vars(settings.run)).parent
@@ -204,9 +198,7 @@ def verified_checkpoint(given: str | Path, key: str, settings: Any = None) -> Pa
     """Returns the checkpoint at `given`, the newest valid one of a folder, with verified files. With `settings`, it
     may be `last` or `best` of the newest run.
 
-    Raises:
-        InputError: it does not exist, is damaged, or holds no checkpoint.
-    """
+    Raises InputError if it does not exist, is damaged, or holds no checkpoint."""
     path = Path(given)
     if settings is not None and given in ("last", "best"):
         path = newest_checkpoint(str(given), settings)[1]

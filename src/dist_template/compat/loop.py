@@ -20,11 +20,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _profile_nothing
-from lightning.pytorch.loops.optimization.automatic import (
-    Closure,
-    ClosureResult,
-    _AutomaticOptimization,
-)
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.plugins import precision
 from lightning.pytorch.profilers import PassThroughProfiler

@@ -23,10 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, _AllReduceBackward
-from transformers.distributed.tensor_parallel import (
-    MoeExpertsParallel,
-    ReplicatedWithGradAllReduce,
-)
+from transformers.distributed.tensor_parallel import MoeExpertsParallel, ReplicatedWithGradAllReduce
 
 from .transformers import wrappers_of_parameters
 

@@ -18,12 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from torch import Tensor
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.utils import (
-    GenerateManager,
-    GenerationState,
-    InferenceThread,
-    Modality,
-)
+from transformers.cli.serving.utils import GenerateManager, GenerationState, InferenceThread, Modality
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -135,9 +135,4 @@ def _proven(project: Path) -> list[dict[str, object]]:
 
 
 def _entry(config: PreTrainedConfig, axes: str) -> dict[str, object]:
-    return {
-        "type": config.model_type,
-        "switches": switches_of(config),
-        "axes": axes,
-        "versions": versions(),
-    }
+    return {"type": config.model_type, "switches": switches_of(config), "axes": axes, "versions": versions()}

@@ -25,9 +25,7 @@ HALF_SECTION = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "
 def read(config: str | Path | Config) -> dict[str, Any]:
     """Returns a user's configuration unchanged, but "bfloat16" is renamed "bf16".
 
-    Raises:
-        InputError: the file is missing, is no JSON object, or has no ZeRO stage.
-    """
+    Raises InputError if the file is missing, is no JSON object, or has no ZeRO stage."""
     if not isinstance(config, Mapping):
         try:
             config = json.loads(Path(config).read_text(encoding="utf-8"))
@@ -46,9 +44,7 @@ def read(config: str | Path | Config) -> dict[str, Any]:
 def resolve(config: Config, setup: Configured) -> dict[str, Any]:
     """Returns `config` as DeepSpeed gets it: complete, without "auto", and equal to the settings of `setup`.
 
-    Raises:
-        InputError: lists all values that conflict.
-    """
+    Raises InputError, which lists all values that conflict."""
     accumulation, processes = setup.trainer.get("accumulate_grad_batches") or 1, setup.machine.world_size
     micro = getattr(setup.data, "micro_batch_size", 1)
     if hasattr(setup.data, "global_batch_size"):

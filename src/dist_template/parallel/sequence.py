@@ -30,9 +30,7 @@ def shard_batch(batch: Any, group: dist.ProcessGroup) -> Any:
     """Returns the rank's T / n tokens of each tensor (B, T, …) of a batch that has labels. Other
     batches, such as a prompt, are returned unchanged.
 
-    Raises:
-        InputError: n does not divide T.
-    """
+    Raises InputError if n does not divide T."""
     if not isinstance(batch, dict) or not {"input_ids", "position_ids", "labels"} <= batch.keys():
         return batch
     shape, num = batch["input_ids"].shape, group.size()
@@ -53,9 +51,7 @@ def share_attention(model: nn.Module, num: int, group: dist.ProcessGroup) -> Non
     The kernel is replaced in transformers' registry for the process; a forward pass without
     `IS_SHARD`, such as that of `generate`, still runs the kernel alone.
 
-    Raises:
-        ValueError: not attention alone combines the model's tokens.
-    """
+    Raises ValueError if more than attention combines the model's tokens."""
     if why := compat.reason_against_sequence_shards(model):
         raise ValueError(f"{why}: set cp_size to 1")
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface

@@ -31,26 +31,12 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
-from ..callbacks.global_order import (
-    ConsumedSamples,
-    GlobalOrder,
-    eval_batches,
-    source_of,
-)
+from ..callbacks.global_order import ConsumedSamples, GlobalOrder, eval_batches, source_of
 from ..cluster.signals import isolate_worker
 from ..parallel import run_strategy
 from .batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
 from .batches.rows import ROWS, PackedRows, PairRows, Rows, WholeRows, last_answers, packing_of
-from .cache.token_cache import (
-    SPLITS,
-    CacheError,
-    Corpus,
-    Documents,
-    Recipe,
-    build_cache,
-    open_cache,
-    read_documents,
-)
+from .cache.token_cache import SPLITS, CacheError, Corpus, Documents, Recipe, build_cache, open_cache, read_documents
 from .limits import check_numbers, check_rows
 from .sources import chat  # noqa: F401  (so that YAML knows the names of its sources)
 from .sources.documents import Source, StandardLibrary

@@ -159,9 +159,7 @@ def read_run(folder: Path, limit: int = 0) -> History:
         folder: runs/<name>/<id>.
         limit: Entries kept of a metric, see `Metrics`. 0 keeps all.
 
-    Raises:
-        InputError: it is not the folder of a run.
-    """
+    Raises InputError if it is not the folder of a run."""
     if last_write(folder) is None:
         raise InputError(
             f"{folder} is not the folder of a run: it has neither {RunFile.CONFIG} nor {RunFile.METRICS};"

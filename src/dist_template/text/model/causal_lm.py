@@ -32,10 +32,7 @@ EXTRA = "extra"  # key of model.architecture
 
 
 def causal_lm_config(
-    architecture: Mapping[str, object],
-    pretrained: str | None,
-    attention: Attention | None,
-    data: Any,
+    architecture: Mapping[str, object], pretrained: str | None, attention: Attention | None, data: Any
 ) -> PreTrainedConfig:
     """Returns the transformers configuration; also called before any process starts, to find errors early.
 

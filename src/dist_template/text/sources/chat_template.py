@@ -102,9 +102,7 @@ def _in_answers(render: Render, messages: list[dict[str, str]], offsets: np.ndar
     tags: from the end of the prompt that a server renders before a turn, to the turn's end.
     `offsets` (tokens, 2) are the tokens' starts and ends in the text that `render` returns.
 
-    Raises:
-        InputError: a turn does not follow its prompt, changes when others follow, or has no end.
-    """
+    Raises InputError if a turn does not follow its prompt, changes when others follow, or has no end."""
     text = render(messages)
     starts, ends = offsets.T
     counted = np.zeros(len(offsets), dtype=bool)

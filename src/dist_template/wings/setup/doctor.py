@@ -99,8 +99,10 @@ def check_packages(project: Path) -> Findings:
         yield WARNING, f"there is no {lock} or no {chosen}", "run it in a checkout of the project"
         return
     locked = re.findall(r"^([\w.-]+==[\w.]+)\S*( ;[^\\\n]*)?", lock.read_text(encoding="utf-8"), re.MULTILINE)
-    parsed = [Requirement(pin + marker) for pin, marker in locked]
-    pins = {canonicalize_name(one.name): str(one.specifier)[2:] for one in parsed if not one.marker or one.marker.evaluate()}
+    pins = {}
+    for one in (Requirement(pin + marker) for pin, marker in locked):
+        if not one.marker or one.marker.evaluate():
+            pins[canonicalize_name(one.name)] = str(one.specifier)[2:]
     table = tomllib.loads(chosen.read_text(encoding="utf-8")).get("tool", {}).get("environment", {})
     pins |= {canonicalize_name(name): version for name, version in table.get("pins", {}).items()}
     wrong = []

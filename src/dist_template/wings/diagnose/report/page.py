@@ -44,9 +44,7 @@ def write(folders: list[Path], output: Path, plotly: str | None = None) -> tuple
         output: The folder of the report; it is created if it does not exist.
         plotly: Where the page loads plotly.js from. None: `run.plotly` of the first run.
 
-    Raises:
-        InputError: One of `folders` is not the folder of a run, or plotly is not installed.
-    """
+    Raises InputError if one of `folders` is not the folder of a run, or plotly is not installed."""
     require("plotly", "the report")
     histories = [read_run(folder.absolute()) for folder in folders]
     findings = list(map(diagnose, histories))

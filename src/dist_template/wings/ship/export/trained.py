@@ -44,9 +44,7 @@ def load_trained(name: str, project: Project, key: str = "MODEL") -> Trained:
 
     `key` is the flag or argument to name in an error.
 
-    Raises:
-        InputError: it is something else, or it cannot be loaded.
-    """
+    Raises InputError if it is something else, or it cannot be loaded."""
     if is_pretrained(name):
         return from_folder(name, key)
     flags, checkpoint, run = of_run(name, project, key)
