@@ -104,7 +104,7 @@ def test_what_changes_later_is_found_before_it_is_saved(guarded: Train, strategy
 def test_shards_of_hsdp_are_compared_between_replicas(guarded: Train) -> None:
     """Rank 1 has the other shard: rank 3 holds the same as it."""
     name = "model.layers.0.mlp.up_proj.weight"
-    run = guarded("hsdp", name, partial(flip_a_bit, 1, name, rank=3), EVERY)
+    run = guarded("hsdp", name, partial(flip_a_bit, 2, name, rank=3), EVERY)
     for answer in run.answers.values():
         assert f"after step 2: model.{name} of rank 3 differs from rank 1" in answer, answer[:500]
 

@@ -184,6 +184,7 @@ def test_the_thread_uses_its_ranks_own_gpu(monkeypatch: MonkeyPatch) -> None:
     chosen: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(commit, "DefaultStager", lambda options: None)
     for device in (torch.device("cuda", 3), torch.device("cpu")):
         strategy: Any = SimpleNamespace(root_device=device)
         commit.BackgroundSaver(strategy)._thread.submit(int).result()
