@@ -19,7 +19,7 @@ if sys.version_info < (3, 11):  # noqa: UP036
     for newer in filter(None, map(shutil.which, ("python3.12", "python3.13", "python3.14", "python3.11"))):
         if subprocess.run([newer, "-c", ""]).returncode == 0:
             os.execv(newer, [newer, *sys.argv])
-    sys.exit(f"setup: Python 3.11 or newer is needed, not {sys.version.split()[0]}; name another, make setup PYTHON=<path>.")
+    sys.exit(f"setup: Python 3.11 or newer is needed, not {sys.version.split()[0]}: make setup PYTHON=<path>.")
 import tomllib
 
 PYPROJECT = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))
