@@ -57,7 +57,7 @@ def install(lines: list[str], *options: str) -> None:
     done = subprocess.run(command, env=uv_settings() if uv else None, capture_output=True, text=True)
     if done.returncode:
         print(done.stdout + done.stderr, flush=True)
-        has_none = re.search(r"(?i)no (matching distribution|version of)[^\n]* torch==\S+\+cpu", done.stderr)
+        has_none = re.search(r"(?i)no (matching distribution|version of)[^\n]* torch\b[^\n]*\+cpu", done.stderr)
         sys.exit(f"setup: stopped. {NO_CPU_BUILD if has_none else 'A package was not installed, see above.'}")
 
 

@@ -160,6 +160,9 @@ def test_uv_installs_where_it_is_from_the_indexes_of_pip(machine: Machine) -> No
     start = "uv https://mirror.example.org pip install --python .venv/bin/python --quiet --require"
     assert len(asked) == 3 and all(call.startswith(start) for call in asked)
     assert all(call.startswith("python  -m pip install") for call in machine.setup("UV=")[1])
+    words = "no version of torch{sys_platform != 'darwin'}==2.13.0+cpu"  # as uv 0.13 says it
+    machine.has("uv", STAND_IN.replace("No matching distribution found for $MISSING", words))
+    assert "its CUDA build has several GB" in machine.setup(missing="torch==2.13.0+cpu")[0]
 
 
 STOPS: dict[str, tuple[Callable[[Machine], None], str, str, str]] = {
