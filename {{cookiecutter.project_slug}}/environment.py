@@ -19,7 +19,7 @@ if sys.version_info < (3, 11):  # noqa: UP036
     for newer in filter(None, map(shutil.which, ("python3.12", "python3.13", "python3.14", "python3.11"))):
         if subprocess.run([newer, "-c", ""]).returncode == 0:
             os.execv(newer, [newer, *sys.argv])
-    sys.exit(f"setup: Python 3.11 or newer is needed, not {sys.version}; name another, make setup PYTHON=<path>.")
+    sys.exit(f"setup: Python 3.11 or newer is needed, not {sys.version.split()[0]}: make setup PYTHON=<path>.")
 import tomllib
 
 PYPROJECT = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))
@@ -57,7 +57,7 @@ def install(lines: list[str], *options: str) -> None:
     done = subprocess.run(command, env=uv_settings() if uv else None, capture_output=True, text=True)
     if done.returncode:
         print(done.stdout + done.stderr, flush=True)
-        has_none = re.search(r"(?i)no (matching distribution|version of)[^\n]* torch==\S+\+cpu", done.stderr)
+        has_none = re.search(r"(?i)no (matching distribution|version of)[^\n]* torch\b[^\n]*\+cpu", done.stderr)
         sys.exit(f"setup: stopped. {NO_CPU_BUILD if has_none else 'A package was not installed, see above.'}")
 
 

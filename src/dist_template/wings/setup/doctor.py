@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
@@ -89,8 +88,7 @@ def check_versions() -> Findings:
 
 
 def check_packages(project: Path) -> Findings:
-    """Compares the installed versions with the lock and the pins in pyproject.toml (any build of
-    torch is accepted), and with the malicious or withdrawn ones that pyproject.toml blocks."""
+    """Compares the installed versions with the lock, pins and blocked ones in pyproject.toml; any torch fits."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -98,26 +96,23 @@ def check_packages(project: Path) -> Findings:
     if not lock.exists() or not chosen.exists():
         yield WARNING, f"there is no {lock} or no {chosen}", "run it in a checkout of the project"
         return
-    locked = re.findall(r"^([\w.-]+==[\w.]+)\S*( ;[^\\\n]*)?", lock.read_text(encoding="utf-8"), re.MULTILINE)
-    pins = {}
-    for one in (Requirement(pin + marker) for pin, marker in locked):
-        if not one.marker or one.marker.evaluate():
-            pins[canonicalize_name(one.name)] = str(one.specifier)[2:]
+    pins: dict[str, str] = {}
+    for line in lock.read_text(encoding="utf-8").splitlines():
+        pin = Requirement(line.rstrip(" \\")) if line[:1].isalnum() else None
+        if pin and (not pin.marker or pin.marker.evaluate()):
+            pins[canonicalize_name(pin.name)] = str(pin.specifier)[2:].split("+")[0]
     table = tomllib.loads(chosen.read_text(encoding="utf-8")).get("tool", {}).get("environment", {})
     pins |= {canonicalize_name(name): version for name, version in table.get("pins", {}).items()}
-    wrong = []
-    for name, version in pins.items():
-        has = installed.get(name, "missing").split("+")[0]
-        if has != version:
-            wrong.append(f"{name} {has} (locked: {version})")
+    has = {name: installed.get(name, "missing").split("+")[0] for name in pins}
+    wrong = [f"{name} {has[name]} (locked: {pins[name]})" for name in pins if has[name] != pins[name]]
     if wrong:
         yield PROBLEM, f"{len(wrong)} of {len(pins)} differ: {', '.join(wrong)}", f"make setup, or change {CHOSEN}"
     else:
         yield OK, f"{len(pins)} as {LOCK} has them", ""
+    todo = "remove this environment, change your passwords and tokens, then make setup"
     for rule, advisory in table.get("blocked", {}).items():
         name, versions = canonicalize_name(Requirement(rule).name), Requirement(rule).specifier
         if name in installed and not versions.contains(installed[name], prereleases=True):
-            todo = "remove this environment, change your passwords and tokens, then make setup"
             yield PROBLEM, f"{name} {installed[name]} is blocked: {advisory}", todo
 
 
