@@ -166,7 +166,7 @@ def test_lightnings_own_launcher_ends_with_a_code(flags: Any, tmp_path: Path, nu
     with (tmp_path / "log").open("w") as log:
         first = subprocess.Popen(command, env=environment, cwd=PROJECT, stdout=log, stderr=log)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not list(tmp_path.glob("runs/*/*/checkpoints/step*")):
             assert first.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)

@@ -109,7 +109,8 @@ def test_a_step_sends_what_it_must(case: str, flags: list[str], tmp_path: Path) 
     argv = ["fit", *flags, *flags_of(strategy), f"--trainer.devices={ranks}", *more]
     argv += [f"--data.global_batch_size={ranks * ACCUMULATION}"]
     with Workers(ranks) as workers:
-        record = workers.run(argv, tmp_path / "record", callbacks=[CountSteps()]).check()
+        into = tmp_path / tmp_path.name  # its name is the run's
+        record = workers.run(argv, into, callbacks=[CountSteps()]).check()
     (line,) = [line for line in record.log(0).splitlines() if line.startswith("sent {")]
     # of ours, a float32, and two that become two a rank
     ours = OURS + Counter(bytes=4 + 8 + 8 * ranks)
