@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.installed import write_metadata
 from tests.support.line import command
-from tests.support.runs import PACKAGE, PROJECT, only_run, run
+from tests.support.runs import PACKAGE, PROJECT, only_run, run, run_in_subprocess
 from tests.support.wings import engine
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
@@ -79,3 +79,55 @@ def test_a_hook_or_a_rule_that_raises_changes_nothing(
     assert "at_run_end of my_tools failed: SystemExit: 7" in capfd.readouterr().err
     assert run("diagnose", str(only_run(tmp_path))) == 0
     assert "the rule short_run failed" in capfd.readouterr().out
+
+
+STRATEGY = """
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning.pytorch.strategies import DDPStrategy
+
+from dist_template.parallel.answers.plain import Plain
+from dist_template.parallel.run_strategy import RunDefaults
+
+
+class Careful(RunDefaults, DDPStrategy):
+    def __init__(self, most: int = 2) -> None:
+        super().__init__(process_group_backend="gloo")
+        self.arguments = {"most": most}
+
+
+@dataclass(frozen=True)
+class Answers(Plain):
+    name: str = "Careful"
+
+    @classmethod
+    def of(cls, arguments) -> "Answers":
+        return cls(arguments)
+
+    def refusals(self, setup) -> Iterator[str]:
+        if setup.machine.world_size > self.arguments.get("most", 2):
+            yield f"Careful takes {self.arguments['most']} processes: edit trainer.devices"
+"""
+
+
+@pytest.mark.slow
+def test_a_strategy_of_another_package_is_known_by_its_name_and_refuses_by_itself(
+    flags: list[str], tmp_path: Path
+) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "my_sharding.py").write_text(STRATEGY)
+    names = {"strategies": "my_sharding:Careful", "shardings": "my_sharding:Answers"}
+    points = {f"dist_template.{group}": {"Careful": at} for group, at in names.items()}
+    write_metadata(site, "my-sharding", points)
+    path = os.pathsep.join([str(site), os.environ["PYTHONPATH"]])
+    short = ["--trainer.max_steps=2", "--model.optim.warmup=0", "--trainer.devices=2"]
+    careful = ["--trainer.strategy.class_path=Careful", "--trainer.strategy.most"]
+    refused = run_in_subprocess("fit", *flags, *short, *careful, "1", PYTHONPATH=path)
+    assert refused.returncode == 2
+    assert "error: Careful takes 1 processes: edit trainer.devices\n" in refused.stderr
+    done = run_in_subprocess("fit", *flags, *short, *careful, "2", PYTHONPATH=path)
+    assert done.returncode == 0 and "finished after step 2" in done.stdout, (
+        done.stdout + done.stderr
+    )

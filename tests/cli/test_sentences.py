@@ -113,8 +113,8 @@ FLAGS = {
     "--trainer.accumulate_grad_batches=2": "it is derived: edit data.global_batch_size",
     "--trainer.use_distributed_sampler=true": "remove the key",
     "--trainer.model_registry=mine": "--ckpt_path a folder",
-    "--trainer.strategy=FSDPStrategy": "configs/strategy/fsdp2.yaml",
-    "--trainer.strategy=deepspeed_stage_2": "configs/strategy/zero2.yaml",
+    "--trainer.strategy=FSDPStrategy": "strategy/fsdp2",
+    "--trainer.strategy=deepspeed_stage_2": "strategy/zero2",
     "--trainer.callbacks={class_path: StochasticWeightAveraging, init_args: {swa_lrs: 0.1}}":
         "EMAWeightAveraging",
     "--trainer.callbacks=[LearningRateFinder]": "model.optim.learning_rate",

@@ -41,6 +41,7 @@ WAITS = {
     "zero3": (45, 21, 62),
     "fsdp2_offload": (126, 66, 16),
 }
+FAULTS = "tests.support.gpu_faults"
 
 
 class Fits:
@@ -54,8 +55,8 @@ class Fits:
         assert run("fit", *self.flags, *name) == 0
         self.losses = logged(only_run(folder / "cpu"), "train/loss")
 
-    def __call__(self, strategy: str, *extra: str) -> Report:
-        key = " ".join((strategy, *extra))
+    def __call__(self, strategy: str, *extra: str, prelude: str = "") -> Report:
+        key = " ".join((strategy, *extra, prelude))
         if key not in self._done:
             num = 1 if strategy == "one" else 2
             flags = [] if strategy == "one" else flags_of(strategy)
@@ -68,7 +69,7 @@ class Fits:
             ]  # fmt: skip
             folder = self.folder / str(len(self._done))
             argv = ["fit", *self.flags, f"--run.root={folder}/runs", *flags, *extra]
-            self._done[key] = fake_cuda.run(folder, argv, num)
+            self._done[key] = fake_cuda.run(folder, argv, num, prelude and f"{FAULTS}:{prelude}")
         return self._done[key]
 
 
@@ -93,3 +94,23 @@ def test_an_asynchronous_save_waits_for_nothing_in_its_thread(fits: Fits, strate
     report = fits(strategy, "--last_checkpoint.asynchronous=true")
     assert report.code == 0, report.text
     assert not report.waits().get("background save")
+
+
+@pytest.mark.parametrize("strategy", ["one", "fsdp2_offload"])
+def test_a_step_that_is_not_a_number_is_skipped(fits: Fits, strategy: str) -> None:
+    skips = "--numerics.on_non_finite=skip"
+    report = fits(strategy, skips, prelude="loss_that_is_not_a_number")
+    assert report.code == 0, report.text
+    losses = logged(only_run(report.folder), "train/loss")
+    assert all(loss == loss for step, loss in losses.items() if step > 6), losses
+
+
+def test_planted_each_fault_is_found(fits: Fits) -> None:
+    """The device would have found them before their mend."""
+    assert not fits("pp").of("NCCL_MIXED_GROUP"), "messages have a group of their own"
+    assert fits("zero3", prelude="parameters_left_on_the_host").code != 0
+    synchronized = fits("zero2", prelude="deepspeeds_clock").waits()["plain"]
+    assert synchronized > WAITS["zero2"][0]
+    saves = "--last_checkpoint.asynchronous=true"
+    copied = fits("fsdp2", saves, prelude="thread_that_copies_ahead").waits()
+    assert copied["background save"] > 0
