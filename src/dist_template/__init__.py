@@ -4,8 +4,6 @@ Names are imported when they are first used: `python -m <package> --help` needs 
 Lightning.
 """
 
-from __future__ import annotations
-
 from .lazy import attribute_of
 
 PLACES = {  # public name -> the module that defines it

@@ -13,8 +13,6 @@ They are called in the order of the names of the entry points. A hook that raise
 the result or the exit code: one line reports it.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

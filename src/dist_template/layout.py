@@ -5,8 +5,6 @@ different meshes. torch's functions over lists (fused AdamW, `get_total_norm`, `
 refuse such a mixture, so they are called for one group at a time.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, TypeVar

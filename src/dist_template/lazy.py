@@ -1,7 +1,5 @@
 """Imports public names on first use: `--help` needs neither torch nor Lightning."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 from collections.abc import Callable, Generator, Mapping

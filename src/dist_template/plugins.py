@@ -14,8 +14,6 @@ A source of text needs none: YAML takes the import path of its class. docs/exten
 of each. A value is "module" or "module:attribute". Nothing is imported before `EntryPoint.load`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import tomllib

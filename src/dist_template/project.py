@@ -3,8 +3,6 @@
 The library does not import a user's package by name: `main` creates a `Project` and passes it on.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.util

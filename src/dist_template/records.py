@@ -1,7 +1,5 @@
 """Reads a run's small files, writes them atomically, flattens what is in them, and hashes files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ All of them run on GPUs and on CPU processes. ZeroStrategy needs the package dee
 a strategy of another package does (docs/extend.md); `dist_template.strategies.NAME` is every class that does.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry

@@ -1,7 +1,5 @@
 """Tables of text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 __all__ = ["Table"]

@@ -1,7 +1,5 @@
 """Gathers unsharded weights, exchanges plain values between ranks, and ties shared parameters."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager

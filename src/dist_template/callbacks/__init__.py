@@ -4,8 +4,6 @@ cli/defaults.py has the order in which they run: measure, write, show, act. Thos
 any Trainer, without the command line; names are imported when they are first used.
 """
 
-from __future__ import annotations
-
 from ..lazy import attribute_of
 
 PLACES = {  # public name -> the module that defines it, in the order for a Trainer's `callbacks`

@@ -1,7 +1,5 @@
 """Checkpoint callbacks: decide when checkpoints are written and which of them are kept."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Console output: one line of progress, in place on a terminal, line by line in a log file."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import textwrap

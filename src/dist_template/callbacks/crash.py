@@ -4,8 +4,6 @@
 kept, numbered. observe/crash.py prints the crash when the process exits.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import re

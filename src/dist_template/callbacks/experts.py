@@ -1,7 +1,5 @@
 """Balances a mixture of experts after each optimizer step, and measures the load of its experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

@@ -1,7 +1,5 @@
 """Freezes long-lived objects (gc.freeze), so that Python's garbage collections stay short."""
 
-from __future__ import annotations
-
 import gc
 
 import lightning as L

@@ -5,8 +5,6 @@ holds an attempt's seconds so far; the last line counts. Rank 0 writes at most o
 attempt gets older (every thousandth of its age), so that the file stays small.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

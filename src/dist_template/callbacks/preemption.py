@@ -1,7 +1,5 @@
 """Preemption: all ranks stop at the same step boundary, save, and exit with Exit.REQUEUE."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

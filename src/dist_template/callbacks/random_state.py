@@ -4,8 +4,6 @@ Lightning saves no random state. Ranks' states may differ, and a checkpoint has 
 all states are gathered into it.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 `facts.json` has what is constant in a training: model, data, machine. Diagnosis and report use it.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 from collections.abc import Callable

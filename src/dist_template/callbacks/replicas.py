@@ -7,8 +7,6 @@ A checksum of each tensor is computed on the device; one all-reduce has the larg
 of the ranks that hold it, and one read on the host says whether they differ.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """An exact order of samples for plain DataLoaders, on any number of ranks and after a resume."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

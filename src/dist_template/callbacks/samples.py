@@ -1,7 +1,5 @@
 """Generates a text sample after each validation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

@@ -1,7 +1,5 @@
 """Prints the end of a run: validation, goodput, run folder; calls the hooks at_run_end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Measures throughput, model FLOPs utilization, the slowest rank and memory, without a device sync."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

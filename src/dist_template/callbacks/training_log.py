@@ -1,7 +1,5 @@
 """Writes metrics at log steps: one collective, one device transfer, one call per logger."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

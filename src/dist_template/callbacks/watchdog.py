@@ -1,7 +1,5 @@
 """Reports progress to `cluster/watchdog.py`, and sets the timeout of every process group."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from datetime import timedelta

@@ -12,8 +12,6 @@ temporary folder. Its files are flushed to the disk and hashed, and one rename t
 All ranks must see the same folder; on several nodes it must be on a shared file system.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -9,8 +9,6 @@ Lightning has two ways to load: by a CheckpointIO (single device, DDP), here `Pl
 the strategy itself (MeshStrategy, ZeroStrategy), here `load`. Lightning's and torch's converters
 (`consolidate_checkpoint`, `dcp_to_torch_save`) read only the distributed format, and unpickle without restrictions."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ They have the names and formats of full checkpoints and work under the same stra
 base is described by a hash instead, and another base is refused. Buffers are kept: training changes
 some, such as the bias of a mixture's routers."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

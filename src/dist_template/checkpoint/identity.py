@@ -5,8 +5,6 @@ values that decide the samples, the model's function, its loss or its updates; a
 content. Checkpoints have them in their manifest. Keys that only one side has are not compared: a
 checkpoint of an earlier version has none. A field that one model's configuration lacks is null."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -4,8 +4,6 @@ The manifest has format, step, number of ranks, strategy, and the size and CRC-3
 CRC-32 detects every change within 32 consecutive bits, and all but one in 4e9 of other changes. It
 detects accidents, not attacks; but no code in a checkpoint is run (untrusted.py)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -6,8 +6,6 @@
 torch's optimizers number their parameters in the order of their groups, which can differ between strategies. The
 callback `ParameterNames` therefore writes the names into checkpoints, and numbers the state again when it is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ torch's `set_model_state_dict(broadcast_from_rank0=True)` does not support non-p
 the interleaved shards of transformers' packed plans, or DeepSpeed's partitions.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -3,8 +3,6 @@
 All tensors, including AdamW's moments, are named by parameter, so that any mesh can load another mesh's checkpoint.
 Everything else (counters, callbacks, the position in the data) is in `meta.pt`, as with Lightning's own strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast

@@ -3,8 +3,6 @@
 torch's and DeepSpeed's own readers unpickle any class that a file names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

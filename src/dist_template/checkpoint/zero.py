@@ -6,8 +6,6 @@ layouts: here its functions are called with each moment in place of the weights.
 `ds_to_universal` was rejected: it needs an entry that only DeepSpeed's own loops write, and makes
 four files per parameter."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

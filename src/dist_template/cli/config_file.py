@@ -3,8 +3,6 @@
 The parser checks the keys below a section later, when it has imported the classes.
 """
 
-from __future__ import annotations
-
 import os
 from difflib import get_close_matches
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Defaults of every run: callbacks, Trainer settings, filters for expected warnings."""
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

@@ -10,8 +10,6 @@ LightningCLI does the work. It calls the methods of `CLI` in this order:
     before_fit, after_fit, …        around Lightning's fit, validate, test or predict
 """
 
-from __future__ import annotations
-
 import re
 from functools import cached_property
 from itertools import pairwise

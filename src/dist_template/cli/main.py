@@ -3,8 +3,6 @@
 It imports nothing heavy, so that `--help` answers at once.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """The parser of --config files and flags, with errors in one sentence."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

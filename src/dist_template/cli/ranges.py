@@ -4,8 +4,6 @@ A type accepts -1, nan and 10**9 wherever it accepts a number, and training woul
 fail in another library. What `class_path` names checks the rest of its arguments.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

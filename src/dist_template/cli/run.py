@@ -3,8 +3,6 @@
 <root>/<name>/<run id>/   config.yaml environment.json facts.json metrics.jsonl checkpoints/ …
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Completes Lightning's Trainer with the parts that every run has."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

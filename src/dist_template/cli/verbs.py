@@ -4,8 +4,6 @@ The value of an entry point is "module", whose `main(argv, project)` runs the ve
 "module:function". `--help` shows the first line of the docstring of that module or function.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Describes what a process runs on: command, packages, git commit, hardware, variables."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -7,8 +7,6 @@ code 134, after a finished run (pytorch issue 190489).
 `destroy_process_group` alone does not prevent it: it joins these threads only when nothing refers
 to the group any more, and under FSDP2 DTensor's caches do."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

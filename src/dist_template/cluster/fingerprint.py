@@ -1,7 +1,5 @@
 """Compares the environment of all ranks before the first collective."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

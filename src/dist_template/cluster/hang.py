@@ -1,7 +1,5 @@
 """Names the rank that caused a hang, from the status of each rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ The environment variable DIST_WARNINGS=all lets every rank print its warnings.
 No slow imports here: libraries also warn while they are imported.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

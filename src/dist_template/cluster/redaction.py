@@ -3,8 +3,6 @@
 Only the environment variables that are listed here are recorded, and none whose name suggests a secret. In the
 configuration and in the command line, text below a key such as `api_key` or `password` is replaced."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

@@ -8,8 +8,6 @@ is not used: not every network file system shares it between hosts. A launch tha
     otherwise                     renewed within LEASE_S: refused; else taken over
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

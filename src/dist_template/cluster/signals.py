@@ -6,8 +6,6 @@ trains continues to the next step boundary, where callbacks/preemption.py makes 
 No Python handler does any work. CPython's C handler writes the signal's number into a pipe, also while the main thread
 waits inside a library, for example in the rendezvous; a thread reads it. No slow imports here."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

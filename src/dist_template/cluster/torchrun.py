@@ -11,8 +11,6 @@ torchrun restarts its workers whatever they exit with, and then exits with 1. Th
 - lets the other workers exit when one has: torchrun terminates them while they write or save.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import platform

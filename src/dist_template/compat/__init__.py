@@ -15,8 +15,6 @@ randomness.py            dropout that is off
 tests/compat/test_names.py fails when a new version has another name or signature.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial, wraps

@@ -3,8 +3,6 @@
 tests/compat/test_names.py checks the names. Where one is gone, its function raises AttributeError
 or ImportError, unless its docstring names a fallback. DeepSpeed is imported late."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path

@@ -12,8 +12,6 @@ Here, an epoch that was stopped early is saved as unfinished, the checkpoint rec
 (`Point`), and a resume continues with the next part: a due validation, the end of the epoch, or the next batch.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Any
 

@@ -3,8 +3,6 @@
 Where a name is gone, its function raises AttributeError or ImportError, unless its docstring names
 a fallback. loop.py and epochs.py concern the training loop's speed and position."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

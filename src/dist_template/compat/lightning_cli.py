@@ -1,8 +1,6 @@
 """Private names of LightningCLI and of its parser. Verified on lightning 2.6 and jsonargparse 4.53;
 tests/compat/test_names.py checks them. Where a name is gone: AttributeError."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI

@@ -9,8 +9,6 @@ epoch, validation, manual optimization, `dataloader_iter`, a schedule that is no
 optimizer step. With a profiler, only epochs.py is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -10,8 +10,6 @@ dispatches tokens to that wrapper and knows nothing of its matrices. Here the pl
 wrapper, which runs on this rank's shards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any

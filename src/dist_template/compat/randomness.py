@@ -5,8 +5,6 @@ torch has no switch or hook for them. The names are public: where one is gone, `
 raises AttributeError, as tests/compat/test_randomness.py shows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any

@@ -6,8 +6,6 @@ phase is an outer frame's or "elsewhere"; where one of WAITING is gone, a rank t
 may be called stalled. The reported file and line are right in any case.
 """
 
-from __future__ import annotations
-
 import linecache
 import re
 from pathlib import Path

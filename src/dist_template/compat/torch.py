@@ -1,8 +1,6 @@
 """Private names of torch that the library needs. Verified on torch 2.13; tests/compat/test_names.py
 checks them. Where a name is gone: AttributeError or ImportError."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial

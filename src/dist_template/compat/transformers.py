@@ -3,8 +3,6 @@
 
 transformers is imported late."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Generator

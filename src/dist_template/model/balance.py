@@ -18,8 +18,6 @@ batch is distributed. The first step has uniform shares, so a gradient of zero.
 Shapes: L layers, E experts, N tokens of a micro-batch, B sequences of T tokens.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 `self.log` in a training step takes about 350 µs of CPU per value and may wait for the device.
 Validation uses it, so that ModelCheckpoint and schedulers can monitor its metrics."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable

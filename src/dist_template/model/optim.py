@@ -4,8 +4,6 @@ AdamW and a schedule with the values of `transformers.get_scheduler`, by the key
 `model.optim`; or the classes that `--optimizer` and `--lr_scheduler` name.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

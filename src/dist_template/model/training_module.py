@@ -1,7 +1,5 @@
 """A LightningModule whose network is built for the strategy, with metrics without a device sync."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ callbacks/crash.py writes the records. This file does not import torch: a proces
 memory should import as little as possible.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 Both replace a block's `forward`, so that modules and parameters keep their names. The hooks of FSDP2 and ZeRO-3, which
 gather a block's parameters, stay outside of them; the hooks of tensor and expert parallelism stay inside."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A value that is also set elsewhere (the batch in `data`, the precision in `train
 in the JSON, or "auto". `pin_memory` may be "auto" as well; every other "auto" becomes DeepSpeed's
 default. The optimizer and the schedule are set in model.optim only."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """bf16-true and 16-true: parameters in half precision, buffers unchanged."""
 
-from __future__ import annotations
-
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import nn

@@ -12,8 +12,6 @@ is sharded how says transformers' plan in the model's configuration (`base_model
 Lightning's ModelParallelStrategy starts the processes and runs the loop. It has a mesh of two dimensions only, does not
 know transformers' plans, cannot save strided shards, and refuses a single rank; this file adds that."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta

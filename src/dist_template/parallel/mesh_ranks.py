@@ -1,7 +1,5 @@
 """The ranks of MeshStrategy: its mesh of processes, and which batches and random numbers a rank has."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ answers/mesh.py has the refusals of these axes, estimates/mesh.py their memory a
 of another package is one class with all of it, which the package appends to `AXES`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, Literal

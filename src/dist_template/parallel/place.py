@@ -8,8 +8,6 @@
 5  fill            every rank receives its shard of rank 0's weights
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 

@@ -7,8 +7,6 @@ kernel in between is the configured one, with the masks of one process.
 Shapes: B sequences, T tokens of a sequence, H heads, W width of a head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from math import gcd

@@ -1,7 +1,5 @@
 """A strategy on a few processes, for `rehearse`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from math import gcd, prod
 from typing import Any

@@ -4,8 +4,6 @@ Lightning's DeepSpeedStrategy starts the processes and builds the engine. It ref
 uninitialized weights, divides gradients by the accumulation twice (AdamW hides it, norm and clipping do not), and lets
 a module clip gradients before they are reduced; this file changes that."""
 
-from __future__ import annotations
-
 import math
 import os
 import warnings

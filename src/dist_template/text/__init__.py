@@ -11,8 +11,6 @@
 Names are imported when they are first used.
 """
 
-from __future__ import annotations
-
 from ..lazy import attribute_of
 
 PLACES = {  # public name -> the module of this library that defines it

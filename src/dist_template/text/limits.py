@@ -1,7 +1,5 @@
 """Checks the sizes and shares of a PackedText before anything is started; cli/ranges.py has the least value of each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..errors import InputError

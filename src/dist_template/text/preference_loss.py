@@ -7,8 +7,6 @@ strategy. Checkpoints contain the copy's hash only.
 Shapes: P pairs of a micro-batch, B sequences, T tokens of a sequence, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass

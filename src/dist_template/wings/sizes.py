@@ -1,7 +1,5 @@
 """The parser of a tool's own flags, among them the size of the real run's machine."""
 
-from __future__ import annotations
-
 import argparse
 
 from ..project import Flags, program

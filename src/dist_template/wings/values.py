@@ -1,7 +1,5 @@
 """Values as text: of a configuration's keys, and of the port of a training on this machine."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

@@ -13,8 +13,6 @@ name of a key. Checks that need the built model (its blocks, several optimizers)
     training.py   strategies, precision, batches, schedule, the module's own check
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain

@@ -1,7 +1,5 @@
 """Options of the Trainer that are refused, with their replacements; values without an effect."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the library and the project know of a model under a strategy; see model/proof.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

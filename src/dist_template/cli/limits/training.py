@@ -1,7 +1,5 @@
 """Checks under every strategy: precision, batches, optimizer, schedule, the model's sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from torch import nn

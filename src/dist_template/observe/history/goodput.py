@@ -1,7 +1,5 @@
 """Reads where a run's time went; callbacks/goodput.py writes it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

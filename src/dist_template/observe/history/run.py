@@ -1,7 +1,5 @@
 """The names of the files in a run's folder, and what reads their lines."""
 
-from __future__ import annotations
-
 import json
 from enum import StrEnum
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Writes every metric to `metrics.jsonl` in the run's folder; `diagnose` and `report` read it."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Lightning's TensorBoardLogger, with the configuration as text, and a resumed run as one."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any

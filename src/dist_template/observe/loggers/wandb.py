@@ -1,7 +1,5 @@
 """Lightning's WandbLogger; here an error of W&B neither stops nor delays training."""
 
-from __future__ import annotations
-
 import html
 import os
 import shutil

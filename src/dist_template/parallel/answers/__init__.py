@@ -1,7 +1,5 @@
 """What `fit` asks a configured strategy before anything starts: its ranks, and what it refuses. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """MeshStrategy's configuration: what each axis of its mesh refuses, and what transformers' plans say of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self

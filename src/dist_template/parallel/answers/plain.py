@@ -1,7 +1,5 @@
 """Strategies of Lightning's own, one device and DDP first."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """ZeroStrategy's configuration, and what DeepSpeed does not support. No torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

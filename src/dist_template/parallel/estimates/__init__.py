@@ -1,8 +1,6 @@
 """Memory, messages and time of a strategy, for `plan` and the diagnosis; candidates.py has the strategies that a
 machine allows. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

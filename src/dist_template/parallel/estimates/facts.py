@@ -1,7 +1,5 @@
 """The data that estimates are computed from, and what they consist of. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

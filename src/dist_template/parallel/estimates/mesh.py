@@ -1,7 +1,5 @@
 """MeshStrategy's memory, messages and time: a function for each axis, and a class that combines them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod

@@ -4,8 +4,6 @@ Weights, gradients and optimizer state follow from parameters, strategy and prec
 (`Facts.traced`, within 15 %), or counted as tensors (Korthikanti et al., arXiv:2205.05198, section 4.1) of blocks with
 a gated MLP, norms in fp32, fused attention and no dropout, which is right within a factor of two."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,8 +1,6 @@
 """Memory and messages of DeepSpeed's ZeRO. DeepSpeed 0.19 keeps an fp32 copy of the weights at every stage and
 precision."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar

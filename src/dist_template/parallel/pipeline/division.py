@@ -10,8 +10,6 @@ passed over, its first block is given what the stage before has sent, and the ou
 block is kept. So masks, positions and rotary embeddings are the model's own on every rank, and any
 model works whose blocks are in one nn.ModuleList, take hidden states first and return them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -15,8 +15,6 @@ In validation a batch moves through the stages while the next one follows. Other
 by stage, and every rank gets the output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any

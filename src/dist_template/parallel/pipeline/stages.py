@@ -3,8 +3,6 @@
 p    ranks of a pipeline          v    stages of each rank          m    micro-batches of a step
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 from typing import Literal, TypedDict
 

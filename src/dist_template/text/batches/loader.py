@@ -6,8 +6,6 @@ of the global batch. That number is one all-reduce of one value per optimizer st
 starts one step early, so that no rank waits for it: the loader reads one step ahead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple

@@ -7,8 +7,6 @@ token as its label, and the rest of a row is padding. Documents do not attend to
 Shapes: B sequences, T tokens of a sequence; ids are int64.
 """
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass

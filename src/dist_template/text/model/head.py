@@ -11,8 +11,6 @@ cross entropy alone: no accuracy, no customised `loss` or `sums`.
 
 Shapes: B sequences, T tokens of a sequence, D width, V vocabulary, N tokens of a chunk, S sums."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any

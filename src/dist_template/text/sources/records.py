@@ -4,8 +4,6 @@ A reader yields pairs of a name, `file:number`, and a record. JSON is read witho
 and its reader gives all records of a file the same keys, which would change the tokens of conversations.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os

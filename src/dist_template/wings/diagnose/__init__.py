@@ -11,8 +11,6 @@ report/                           the page, and the verbs `report` and `compare`
 The names below are for rules of other packages.
 """
 
-from __future__ import annotations
-
 from ..history import History, read_run
 from .finding import Cause, Change, Finding
 

@@ -1,7 +1,5 @@
 """Runs the rules of diagnosis/ during training, and reports new findings."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """`diagnose`: reports what is wrong with a run, the evidence, and which flag to change."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -6,8 +6,6 @@ nothing if its data are missing: too few steps, a metric or a fact that was not 
 Each threshold is a constant next to its rule, with the reason for its value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Metrics and reference values of a run, and the changes of learning rate that rules propose."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

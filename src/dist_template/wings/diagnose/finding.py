@@ -1,7 +1,5 @@
 """The result of a rule, and its text for a terminal."""
 
-from __future__ import annotations
-
 import shlex
 import textwrap
 from collections import Counter

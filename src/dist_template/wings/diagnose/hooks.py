@@ -1,7 +1,5 @@
 """Hooks of diagnosis and report in a run: see dist_template.hooks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

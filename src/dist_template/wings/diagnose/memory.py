@@ -2,8 +2,6 @@
 
 `parallel/estimates/` has the formulas; tests/wings/diagnose/test_diagnosis_memory.py compares them with tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...parallel.estimates import Estimate, estimate_of

@@ -1,7 +1,5 @@
 """Divides the memory of a rank that ran out into parts, and proposes changes that free some."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

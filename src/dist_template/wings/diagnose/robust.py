@@ -3,8 +3,6 @@
 All functions take finite values. A `Series` has N entries, ordered by optimizer step.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..history import Series

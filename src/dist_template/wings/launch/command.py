@@ -4,8 +4,6 @@ launch --config FILE… --on TARGET [--dry-run]    a new run; RUN/launch has its
 launch status|logs|stop RUN                      RUN is a run's folder, runs/<name>/<id>
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """A job: the command that runs on each node, its run's folder, and its size."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 import zlib

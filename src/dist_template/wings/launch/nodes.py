@@ -3,8 +3,6 @@
 When a node is lost, ssh ends (ServerAliveInterval), and the run's watchdog ends the other nodes.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -1,8 +1,6 @@
 """One strategy's memory and time on a machine, by the strategy's own formulas and traced
 activations; tests/wings/test_plan.py compares them with trainings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

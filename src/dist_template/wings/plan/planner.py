@@ -1,7 +1,5 @@
 """Estimates every strategy that a configuration and a machine allow."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

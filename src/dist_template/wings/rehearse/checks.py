@@ -3,8 +3,6 @@
 A check compares trainings (runs.py); if they differ, it names the first difference (compare.py).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple

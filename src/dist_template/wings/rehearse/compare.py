@@ -6,8 +6,6 @@ training with a resumed one: samples, random state, weights and buffers, Python 
 learning rates. Below them is what they compare.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Callback: records the first optimizer step, to find what makes losses differ."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

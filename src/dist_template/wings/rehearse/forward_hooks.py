@@ -1,7 +1,5 @@
 """Records inputs and outputs of every module in a forward pass, and finds the code of modules."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ KillAt         kills every rank
 LeakageTest    tests whether a token's output depends on another document or on a later token
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

@@ -11,8 +11,6 @@ Writes lines of JSON into `rank<N>.jsonl`, each with an `event`:
 Rank 0 also saves the unsharded weights as `start.pt` and `end.pt`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Reports the results of a rehearsal: a line per check, and rehearsal.json."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 import time

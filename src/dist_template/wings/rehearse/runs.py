@@ -11,8 +11,6 @@ Dropout is off except in uninterrupted, killed and resumed, because random masks
 ranks. Each training has a folder with its `config.yaml`, with which `fit` repeats it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

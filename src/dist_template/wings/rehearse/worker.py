@@ -1,7 +1,5 @@
 """Runs one command as one rank. Importing this module hides GPUs from the process."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

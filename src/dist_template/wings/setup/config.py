@@ -5,8 +5,6 @@ config show strategy/fsdp2     the file that --config strategy/fsdp2 reads
 config copy strategy/fsdp2     writes it to configs/strategy/fsdp2.yaml, where it is yours
 """
 
-from __future__ import annotations
-
 from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Each check yields (verdict, what was found, what to do). A problem makes trainin
 warning may. With fit's --config files it checks that training's folders, else the default ones.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

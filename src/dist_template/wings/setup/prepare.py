@@ -1,7 +1,5 @@
 """`prepare`: tokenizes the data once, in one process, before training."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

@@ -5,8 +5,6 @@ and the difference is cherry-picked: git merges it with the project's edits, and
 ordinary ones. docs/upgrade.md compares this with cruft and copier.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

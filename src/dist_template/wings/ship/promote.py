@@ -7,8 +7,6 @@
 Each change is one rename, so that a process that is killed leaves the versions valid.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

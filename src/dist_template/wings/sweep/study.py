@@ -3,8 +3,6 @@
 A callback ends the trials that are worse than others at the same step.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`report`: writes a page about runs: findings, curves, results, settings."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

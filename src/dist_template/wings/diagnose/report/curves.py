@@ -1,7 +1,5 @@
 """Curves of metrics over optimizer steps, as traces of plotly."""
 
-from __future__ import annotations
-
 import html
 
 from ...history import History

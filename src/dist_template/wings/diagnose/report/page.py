@@ -4,8 +4,6 @@ page.html is a Jinja template, which escapes all texts of a run (names, messages
 curves.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tables of a report, with a column for each run."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from datetime import timedelta
 from itertools import chain

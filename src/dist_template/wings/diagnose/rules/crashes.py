@@ -1,7 +1,5 @@
 """Rules about how the last attempt ended: out of memory, by an exception, by a non-finite loss."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any

@@ -1,7 +1,5 @@
 """Rules about how a mixture of experts distributes its tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

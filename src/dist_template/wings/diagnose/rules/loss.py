@@ -1,7 +1,5 @@
 """Rules about the training loss."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

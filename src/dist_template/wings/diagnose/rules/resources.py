@@ -1,7 +1,5 @@
 """Rules about time and memory: data loading, slow ranks, precision, leaks, checkpoints, validations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Targets of `launch`: launchers and schedulers, found by the entry points of GROUP."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ kubernetes.template has the manifests, in YAML. In each pod launch/torchrun.sh s
 their rendezvous. The failure policy is docs/recovery/killed.md in Kubernetes' terms.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path, PurePosixPath

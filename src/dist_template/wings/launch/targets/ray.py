@@ -4,8 +4,6 @@ Ray calls a worker's function in a thread, where Python handles no signals. It p
 the workers; a restarted run resumes from its own checkpoint.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import socket

@@ -1,7 +1,5 @@
 """Slurm: sbatch with launch/slurm.sh; its #SBATCH lines are the defaults, this run's options override them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

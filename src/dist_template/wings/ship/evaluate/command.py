@@ -1,7 +1,5 @@
 """`evaluate`: whether a run is better than a baseline, on the same documents and tasks."""
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -1,7 +1,5 @@
 """Scores every document of a split: a callback of `test` and `validate`, under any strategy."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections.abc import Mapping

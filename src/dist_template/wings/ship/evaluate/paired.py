@@ -4,8 +4,6 @@ The interval is Student's t over samples, because the tokens of one document dep
 Requirements on comparisons, for CI: `eval/loss better`, `accuracy not worse by 0.01`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

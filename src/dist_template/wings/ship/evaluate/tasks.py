@@ -1,7 +1,5 @@
 """Tasks of lm-eval: a number for each sample, in one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ....cli.config_file import read as read_keys

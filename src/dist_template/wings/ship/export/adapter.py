@@ -1,7 +1,5 @@
 """Exports adapters: as peft's folder, or merged into their base."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

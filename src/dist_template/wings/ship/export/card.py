@@ -1,7 +1,5 @@
 """Writes a model card: README.md with the hub's YAML front matter, from what a run recorded."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import version
 from pathlib import Path

@@ -5,8 +5,6 @@ One process reads the full checkpoint of any strategy into the model that the co
 (experts are stacked in memory). The folder is loaded again and compared (gate.py).
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Loads a model with its tokenizer in one process: what a run trained, or a Hugging Face folder."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
