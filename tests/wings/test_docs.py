@@ -18,14 +18,20 @@ def test_pages_are_listed_found_by_the_end_of_their_name_and_read_from_a_wheels_
 ) -> None:
     assert main(["docs"]) == 0
     listed = "\n" + capsys.readouterr().out
-    assert all(f"\n{page.relative_to(DOCS).with_suffix('')} " in listed for page in DOCS.rglob("*.md"))
+    assert all(
+        f"\n{page.relative_to(DOCS).with_suffix('')} " in listed for page in DOCS.rglob("*.md")
+    )
     for name in ("strategies/zero", "zero", "docs/strategies/zero.md"):
         assert main(["docs", name]) == 0
         assert capsys.readouterr().out.startswith((DOCS / "strategies" / "zero.md").read_text())
     assert main(["docs", "zer"]) == 2 and "there is no page 'zer'" in capsys.readouterr().err
-    monkeypatch.setattr(docs, "__file__", str(tmp_path / "lib" / "dist_template" / "wings" / "setup" / "docs.py"))
+    monkeypatch.setattr(
+        docs, "__file__", str(tmp_path / "lib" / "dist_template" / "wings" / "setup" / "docs.py")
+    )
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(docs.InputError, match="no page is installed here; the project's README.md has"):
+    with pytest.raises(
+        docs.InputError, match="no page is installed here; the project's README.md has"
+    ):
         docs.main(["docs"], OURS)
     place = tmp_path / "share" / "doc" / "dist-template"
     place.mkdir(parents=True)

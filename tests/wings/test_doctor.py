@@ -60,7 +60,9 @@ def test_torch_and_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     one(doctor.check_gpus(), doctor.OK, "no GPU(s)")
 
 
-@pytest.mark.parametrize(("gib", "verdict"), [(100, doctor.OK), (10, doctor.WARNING), (0.5, doctor.PROBLEM)])
+@pytest.mark.parametrize(
+    ("gib", "verdict"), [(100, doctor.OK), (10, doctor.WARNING), (0.5, doctor.PROBLEM)]
+)
 def test_free_disk(gib: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, gib * 2**30))
     one(doctor.check_disks(FOLDERS), verdict, f"{gib:.1f} GiB free")
@@ -88,7 +90,9 @@ def test_the_hosts_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostbyname", lambda host: "127.0.0.1")
     one(doctor.check_network(), doctor.OK, "is 127.0.0.1 on lo")
     monkeypatch.setattr(socket, "gethostbyname", lambda host: "192.0.2.1")
-    assert "GLOO_SOCKET_IFNAME" in one(doctor.check_network(), doctor.WARNING, "is 192.0.2.1 on no interface")
+    assert "GLOO_SOCKET_IFNAME" in one(
+        doctor.check_network(), doctor.WARNING, "is 192.0.2.1 on no interface"
+    )
 
     def unknown(host: str) -> str:
         raise socket.gaierror(-2, "Name or service not known")
@@ -102,14 +106,23 @@ def test_a_problem_is_exit_code_1_and_json_has_the_environment(
 ) -> None:
     for name in ("check_versions", "check_packages", "check_gpus", "check_limits", "check_network"):
         monkeypatch.setattr(doctor, name, lambda *_: iter([]))
-    monkeypatch.setattr(doctor, "check_disks", lambda _: iter([(doctor.PROBLEM, "full", "free it")]))
+    monkeypatch.setattr(
+        doctor, "check_disks", lambda _: iter([(doctor.PROBLEM, "full", "free it")])
+    )
     with pytest.raises(SystemExit) as ended:
         main(["doctor"])
-    assert ended.value.code == 1 and capsys.readouterr().out == f"problem  disks          full\n{'':<23} -> free it\n"
-    monkeypatch.setattr(doctor, "check_disks", lambda _: iter([(doctor.WARNING, "full", "free it")]))
+    assert (
+        ended.value.code == 1
+        and capsys.readouterr().out == f"problem  disks          full\n{'':<23} -> free it\n"
+    )
+    monkeypatch.setattr(
+        doctor, "check_disks", lambda _: iter([(doctor.WARNING, "full", "free it")])
+    )
     assert main(["doctor", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed["findings"] == [{"check": "disks", "verdict": "warning", "found": "full", "todo": "free it"}]
+    assert printed["findings"] == [
+        {"check": "disks", "verdict": "warning", "found": "full", "todo": "free it"}
+    ]
     assert printed["environment"]["packages"]["torch"]
 
 

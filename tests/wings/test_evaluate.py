@@ -15,7 +15,16 @@ import yaml
 
 from dist_template import Project
 from dist_template.wings.ship.evaluate import evaluation, paired, tasks
-from tests.support.runs import CONFIGS, SENTENCES, Workers, newest, only_run, run, run_in_subprocess, small
+from tests.support.runs import (
+    CONFIGS,
+    SENTENCES,
+    Workers,
+    newest,
+    only_run,
+    run,
+    run_in_subprocess,
+    small,
+)
 from tests.support.strategies import flags_of, settings_of
 from tests.support.tiers import tiers
 
@@ -26,7 +35,11 @@ CALLBACK = "dist_template.wings.ship.evaluate.documents.DocumentScores"
 def fitted(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with two checkpoints and more than 20 test documents."""
     folder = tmp_path_factory.mktemp("fitted")
-    more = ["--data.test_share=0.5", "--last_checkpoint.every_n_steps=10", "--model.optim.learning_rate=0.01"]
+    more = [
+        "--data.test_share=0.5",
+        "--last_checkpoint.every_n_steps=10",
+        "--model.optim.learning_rate=0.01",
+    ]
     assert run("fit", *small(corpus, cache, folder), *more) == 0
     return folder
 
@@ -63,17 +76,25 @@ def test_a_run_is_better_than_its_half_trained_checkpoint_and_no_better_than_its
     printed = capsys.readouterr().out
     found, samples = found_in(trained)
     loss = float(re.findall(r"test: loss ([\d.]+)", printed)[0])
-    assert found["models"][0]["figures"]["loss"] == pytest.approx(loss, abs=1e-4), "what `test` says"
+    assert found["models"][0]["figures"]["loss"] == pytest.approx(loss, abs=1e-4), (
+        "what `test` says"
+    )
     assert [each["name"] for each in found["comparisons"]] == ["loss", "bits_per_byte"]
     assert all(each["verdict"] == "better" and each["high"] < 0 for each in found["comparisons"])
     assert found["comparisons"][0]["sentence"] in printed and "95 % interval" in printed
-    assert len(samples) == 2 * found["documents"] and samples["hash"].nunique() == found["documents"] >= 20
+    assert (
+        len(samples) == 2 * found["documents"]
+        and samples["hash"].nunique() == found["documents"] >= 20
+    )
     first = samples[samples["model"] == 0]
     assert first["value"].sum() / first["tokens"].sum() == pytest.approx(loss, abs=1e-4)
     assert (first["bytes"] <= first["tokens"]).all(), "bytes are tokens, and one ends each document"
     shutil.rmtree(trained / "evaluation")
 
-    assert run("evaluate", str(trained), f"--baseline={newest(trained)}", "--require=eval/loss better") == 2
+    assert (
+        run("evaluate", str(trained), f"--baseline={newest(trained)}", "--require=eval/loss better")
+        == 2
+    )
     captured = capsys.readouterr()
     assert "required 'eval/loss better', but cannot tell with" in captured.err
     found, _ = found_in(trained)
@@ -81,8 +102,12 @@ def test_a_run_is_better_than_its_half_trained_checkpoint_and_no_better_than_its
     assert not [*trained.glob("evaluation/.*")], "nothing temporary is left"
     before = (trained / "metrics.jsonl").read_bytes()
     assert run("evaluate", str(trained), "--split=validation", "--baseline=start") == 2
-    assert "documents of the validation split in common, and 20 are needed" in capsys.readouterr().err
-    assert (trained / "metrics.jsonl").read_bytes() == before, "an evaluation is not part of the training's curves"
+    assert (
+        "documents of the validation split in common, and 20 are needed" in capsys.readouterr().err
+    )
+    assert (trained / "metrics.jsonl").read_bytes() == before, (
+        "an evaluation is not part of the training's curves"
+    )
 
 
 def test_a_run_is_better_than_its_start(trained: Path) -> None:
@@ -97,10 +122,25 @@ def test_a_run_is_better_than_its_start(trained: Path) -> None:
 def test_two_processes_give_the_scores_of_one(trained: Path, strategy: str, tmp_path: Path) -> None:
     """Another strategy and micro-batch; the same model is not better."""
     scores = {}
-    for name, num, more in (("one", 1, []), (strategy, 2, [*flags_of(strategy), "--data.micro_batch_size=1"])):
-        callback = json.dumps({"class_path": CALLBACK, "init_args": {"path": str(tmp_path / f"{name}.parquet")}})
-        again = [f"--config={trained / 'config.yaml'}", *more, f"--trainer.devices={num}", "--trainer.logger=false"]
-        argv = ["test", *again, f"--ckpt_path={newest(trained)}", f"--trainer.callbacks+={callback}"]
+    for name, num, more in (
+        ("one", 1, []),
+        (strategy, 2, [*flags_of(strategy), "--data.micro_batch_size=1"]),
+    ):
+        callback = json.dumps(
+            {"class_path": CALLBACK, "init_args": {"path": str(tmp_path / f"{name}.parquet")}}
+        )
+        again = [
+            f"--config={trained / 'config.yaml'}",
+            *more,
+            f"--trainer.devices={num}",
+            "--trainer.logger=false",
+        ]
+        argv = [
+            "test",
+            *again,
+            f"--ckpt_path={newest(trained)}",
+            f"--trainer.callbacks+={callback}",
+        ]
         with Workers(num) as workers:
             workers.run(argv, tmp_path / name).check()
         scores[name] = pd.read_parquet(tmp_path / f"{name}.parquet")
@@ -128,7 +168,15 @@ def test_an_exported_folder_and_one_with_another_tokenizer(
     from dist_template.text import ByteBPE
 
     caches = len([*cache.iterdir()])
-    assert run("evaluate", str(trained), f"--baseline={folder_of(trained, tmp_path / 'same')}", "--name=x") == 0
+    assert (
+        run(
+            "evaluate",
+            str(trained),
+            f"--baseline={folder_of(trained, tmp_path / 'same')}",
+            "--name=x",
+        )
+        == 0
+    )
     found, samples = found_in(trained)
     assert len([*cache.iterdir()]) == caches, "the same tokenizer needs no other token cache"
     assert [each["name"] for each in found["comparisons"]] == ["loss", "bits_per_byte"]
@@ -139,7 +187,9 @@ def test_an_exported_folder_and_one_with_another_tokenizer(
     argv = ["evaluate", str(trained), f"--baseline={other}", "--name=x"]
     assert run(*argv, "--require=bits_per_byte better") == 0
     found, samples = found_in(trained)
-    assert [each["name"] for each in found["comparisons"]] == ["bits_per_byte"], "tokens cannot be compared"
+    assert [each["name"] for each in found["comparisons"]] == ["bits_per_byte"], (
+        "tokens cannot be compared"
+    )
     assert samples.groupby("hash")["bytes"].nunique().max() == 1
     assert run(*argv, "--require=loss better") == 2
     assert "other tokens cannot be compared; give one of bits_per_byte" in capsys.readouterr().err
@@ -160,15 +210,25 @@ metric_list:
 
 
 @pytest.mark.slow
-def test_tasks_of_lm_eval_join_the_samples(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_of_lm_eval_join_the_samples(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    questions = [{"question": "the quick brown", "choices": [" fox", " zzz"], "answer": n % 2} for n in range(30)]
+    questions = [
+        {"question": "the quick brown", "choices": [" fox", " zzz"], "answer": n % 2}
+        for n in range(30)
+    ]
     (tmp_path / "fox.json").write_text("\n".join(map(json.dumps, questions)))
     (tmp_path / "fox.yaml").write_text(TASK.format(folder=tmp_path))
     config = tmp_path / "evaluate.yaml"
     config.write_text(f"tasks: [fox]\ntask_folder: {tmp_path}\n")
     required = ["--require=acc not worse by 0.2"]
-    assert run("evaluate", str(trained), f"--baseline={half(trained)}", f"--config={config}", *required) == 0
+    assert (
+        run(
+            "evaluate", str(trained), f"--baseline={half(trained)}", f"--config={config}", *required
+        )
+        == 0
+    )
     found, samples = found_in(trained)
     assert [each["name"] for each in found["comparisons"]] == ["loss", "bits_per_byte", "fox/acc"]
     assert found["models"][0]["figures"]["fox/acc"] == 0.5, "each answer is right half the time"
@@ -178,18 +238,29 @@ def test_tasks_of_lm_eval_join_the_samples(trained: Path, tmp_path: Path, monkey
 
 
 def test_the_shipped_file_has_every_key_with_its_default() -> None:
-    assert tasks.read(str(CONFIGS / "evaluate.yaml")) == yaml.safe_load((CONFIGS / "evaluate.yaml").read_text())
+    assert tasks.read(str(CONFIGS / "evaluate.yaml")) == yaml.safe_load(
+        (CONFIGS / "evaluate.yaml").read_text()
+    )
     assert yaml.safe_load((CONFIGS / "evaluate.yaml").read_text()) == tasks.read(None)
 
 
 BAD = {
-    "a folder that is no model": (["{empty}"], "{empty} is not a run folder and contains none; give"),
+    "a folder that is no model": (
+        ["{empty}"],
+        "{empty} is not a run folder and contains none; give",
+    ),
     "a baseline that is no model": (
         ["{run}", "--baseline={empty}"],
         "{empty} is not a run folder and contains none; give",
     ),
-    "unknown syntax": (["{run}", "--baseline=start", "--require=loss lower"], "is no requirement: write"),
-    "nothing to compare": (["{run}", "--require=loss better"], "--require compares with a --baseline"),
+    "unknown syntax": (
+        ["{run}", "--baseline=start", "--require=loss lower"],
+        "is no requirement: write",
+    ),
+    "nothing to compare": (
+        ["{run}", "--require=loss better"],
+        "--require compares with a --baseline",
+    ),
     "an unknown key": (["{run}", "--config={key}"], "task"),
 }
 
@@ -229,4 +300,7 @@ def test_processes_of_their_own_run_the_models_strategy(trained: Path) -> None:
     done = run_in_subprocess(*argv)
     assert done.returncode == 0 and "better with" in done.stdout, done.stdout + done.stderr
     found, _ = found_in(trained)
-    assert found["models"][0]["figures"]["bits_per_byte"] < found["models"][1]["figures"]["bits_per_byte"]
+    assert (
+        found["models"][0]["figures"]["bits_per_byte"]
+        < found["models"][1]["figures"]["bits_per_byte"]
+    )

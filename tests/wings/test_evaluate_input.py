@@ -20,7 +20,9 @@ def test_a_run_on_preferences_is_refused() -> None:
     data = SimpleNamespace(documents=None, source=SimpleNamespace(pairs=True))
     module: Any = SimpleNamespace(sums=None)
     trainer: Any = SimpleNamespace(datamodule=data)
-    with pytest.raises(InputError, match=r"preferences cannot be evaluated or promoted yet: `export` and `serve`"):
+    with pytest.raises(
+        InputError, match=r"preferences cannot be evaluated or promoted yet: `export` and `serve`"
+    ):
         DocumentScores("").setup(trainer, module, "test")
 
 
@@ -28,12 +30,22 @@ def test_bits_per_byte_are_those_of_text_alone() -> None:
     """Of conversations only some tokens count, and their bytes are not known."""
     table = pd.DataFrame({"nats": [6.0, 2.0], "tokens": [3, 1], "bytes": [12, 4]})
     assert figures_of(table, is_whole=True) == {"loss": 2.0}
-    assert figures_of(table, is_whole=False) == pytest.approx({"loss": 2.0, "bits_per_byte": 0.5 / math.log(2)})
+    assert figures_of(table, is_whole=False) == pytest.approx(
+        {"loss": 2.0, "bits_per_byte": 0.5 / math.log(2)}
+    )
 
 
 @pytest.mark.parametrize(
     "line",
-    ["tasks: 5", "tasks: [1, {}]", "limit: 0", "task: [x]", "chat_template: maybe", "limit: 1.5", "tasks: ['']"],
+    [
+        "tasks: 5",
+        "tasks: [1, {}]",
+        "limit: 0",
+        "task: [x]",
+        "chat_template: maybe",
+        "limit: 1.5",
+        "tasks: ['']",
+    ],
 )
 def test_a_key_of_another_type_is_one_sentence(line: str, tmp_path: Path) -> None:
     (tmp_path / "evaluate.yaml").write_text(line)

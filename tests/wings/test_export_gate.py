@@ -55,7 +55,9 @@ def other_ids(folder: Path) -> None:
 
 
 def other_template(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text(UNTAGGED.replace("system", "user").replace("<|im_end|>", ""))
+    (folder / "chat_template.jinja").write_text(
+        UNTAGGED.replace("system", "user").replace("<|im_end|>", "")
+    )
 
 
 def other_rotation(folder: Path) -> None:
@@ -93,13 +95,18 @@ def test_a_planted_fault_is_named_and_nothing_is_written(
 
     monkeypatch.setattr(command, "write_pretrained", faulty)
     output = tmp_path / "out"
-    with pytest.raises(InputError, match=sentence) as error, command.written_at_once(output) as folder:
+    with (
+        pytest.raises(InputError, match=sentence) as error,
+        command.written_at_once(output) as folder,
+    ):
         command.write(trained, False, "float32", folder)
     assert "\n" not in str(error.value).replace("\\n", "")
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_a_stale_token_cache_is_refused_before_anything_is_read(flags: list[str], corpus: Path, tmp_path: Path) -> None:
+def test_a_stale_token_cache_is_refused_before_anything_is_read(
+    flags: list[str], corpus: Path, tmp_path: Path
+) -> None:
     texts = shutil.copytree(corpus, tmp_path / "texts")
     own = [*flags, f"--data.source.paths=[{texts}/*.txt]", f"--data.cache_dir={tmp_path}/cache"]
     assert run("fit", *own, "--trainer.max_steps=1", "--trainer.limit_val_batches=0") == 0
@@ -122,7 +129,9 @@ def test_prompts_are_held_out_and_else_those_of_the_configuration(trained: Train
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_exported_with_its_own_configuration_and_a_card(trained: Trained, tmp_path: Path) -> None:
+def test_a_run_is_exported_with_its_own_configuration_and_a_card(
+    trained: Trained, tmp_path: Path
+) -> None:
     from huggingface_hub import ModelCard
 
     folder = only_run(tmp_path)
@@ -140,13 +149,17 @@ def test_a_run_is_exported_with_its_own_configuration_and_a_card(trained: Traine
         "checkpoint": str(newest(folder)), "standard: loss": "better with 30 samples",
     }  # fmt: skip
     assert {name: rows.get(name) for name in expected} == expected
-    assert "private" not in card.text and (tmp_path / "out/model.safetensors").stat().st_mode & 0o044
+    assert (
+        "private" not in card.text and (tmp_path / "out/model.safetensors").stat().st_mode & 0o044
+    )
     assert "100 prompts" in rows["verified"] and "dist-template" in rows["format"]
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(trained: Trained, tmp_path: Path) -> None:
     with disk(tmp_path / "disk", "64k") as small:
-        with pytest.raises(InputError, match="cannot be written: (.*No space left on device|problem writing)") as error:
+        with pytest.raises(
+            InputError, match="cannot be written: (.*No space left on device|problem writing)"
+        ) as error:
             command.main(["export", str(only_run(tmp_path)), f"--output={small}/out"], OURS)
         assert "\n" not in str(error.value) and not list(small.iterdir())
 
@@ -156,4 +169,6 @@ def test_a_project_is_needed_only_for_a_run(trained: Trained, tmp_path: Path) ->
     trained.model.save_pretrained(folder)
     trained.tokenizer.save_pretrained(folder)
     found = load_trained(str(folder), Project("no_such_package"))
-    assert torch.equal(found.model(torch.arange(9)[None]).logits, trained.model(torch.arange(9)[None]).logits)
+    assert torch.equal(
+        found.model(torch.arange(9)[None]).logits, trained.model(torch.arange(9)[None]).logits
+    )

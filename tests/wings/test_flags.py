@@ -23,7 +23,9 @@ CASES = [(verb, flag) for verb, flags in BAD.items() for flag in flags.split()]
 
 
 @pytest.mark.parametrize(("verb", "flag"), CASES, ids=" ".join)
-def test_a_number_out_of_range_is_one_sentence(verb: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_out_of_range_is_one_sentence(
+    verb: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command([*verb.split(), flag]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and "give" in error
@@ -34,7 +36,9 @@ def test_a_number_out_of_range_is_one_sentence(verb: str, flag: str, capsys: pyt
 def test_every_numeric_flag_has_a_range() -> None:
     """argparse's int and float accept -1, nan and 10**12."""
     texts = {path: path.read_text(encoding="utf-8") for path in TOOLS.rglob("*.py")}
-    assert [path.name for path, text in texts.items() if re.search(r"type=(int|float)\b", text)] == []
+    assert [
+        path.name for path, text in texts.items() if re.search(r"type=(int|float)\b", text)
+    ] == []
 
 
 @pytest.mark.parametrize("memory", ["0GB", "0.0GiB", "9" * 400 + "TB"], ids=["0", "0.0", "9…"])

@@ -24,15 +24,36 @@ KUBERNETES: Any = target("kubernetes")
 SECRET = "9f8e7d6c5b4a"
 
 
-def job(kind: str = "Job", gang: str | None = None, *flags: str, run: str = "20261123-140000", **site: Any) -> Job:
+def job(
+    kind: str = "Job",
+    gang: str | None = None,
+    *flags: str,
+    run: str = "20261123-140000",
+    **site: Any,
+) -> Job:
     own: dict[str, Any] = {
         "resources": {"cpu": 32, "memory": "256Gi"},
         "secrets": {"WANDB_API_KEY": "wandb/api-key"},
-        "pod": {"nodeSelector": {"gpu": "h100"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]},
+        "pod": {
+            "nodeSelector": {"gpu": "h100"},
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        },
     }
-    given: dict[str, Any] = {"image": "registry.example.org/train:1", "partition": "research", "nodes": 2}
-    given |= {"mounts": ["runs:/app/runs", "scratch:/scratch"], "time_limit": "24:00:00", "save_s": 120}
-    given |= {"environment": {"NCCL_DEBUG": "WARN"}, "kubernetes": Kubernetes(kind=kind, gang=gang, **own), **site}  # ty: ignore[invalid-argument-type]
+    given: dict[str, Any] = {
+        "image": "registry.example.org/train:1",
+        "partition": "research",
+        "nodes": 2,
+    }
+    given |= {
+        "mounts": ["runs:/app/runs", "scratch:/scratch"],
+        "time_limit": "24:00:00",
+        "save_s": 120,
+    }
+    given |= {
+        "environment": {"NCCL_DEBUG": "WARN"},
+        "kubernetes": Kubernetes(kind=kind, gang=gang, **own),
+        **site,
+    }  # ty: ignore[invalid-argument-type]
     folder = Path("/project")
     return Job(
         package="trainer", verb="fit", flags=["--config", "configs/pretrain.yaml", *flags], site=Site(**given),
@@ -66,18 +87,25 @@ def test_a_manifest_is_valid_and_fits_together(kind: str, gang: str | None) -> N
     for pod in pods(objects):
         (container,), spec = pod["spec"]["containers"], pod["spec"]
         assert pod["metadata"]["labels"] == {"dist-template/run": name}
-        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == {
+            volume["name"] for volume in spec["volumes"]
+        }
         assert spec["nodeSelector"] == {"gpu": "h100"}, "the site's own fields"
         assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in spec["volumes"]
         assert spec["terminationGracePeriodSeconds"] == 120
-        assert variables(pod)["WANDB_API_KEY"] == {"secretKeyRef": {"name": "wandb", "key": "api-key"}}
+        assert variables(pod)["WANDB_API_KEY"] == {
+            "secretKeyRef": {"name": "wandb", "key": "api-key"}
+        }
         assert variables(pod)["NCCL_DEBUG"] == "WARN"
         nodes += container["resources"]["limits"].get("nvidia.com/gpu") == "8"
     assert nodes == 1, "one template of the nodes"
     if gang == "kueue":
         assert main["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
     if kind == "Job":
-        assert by_kind["Service"]["spec"]["selector"].items() <= main["spec"]["template"]["metadata"]["labels"].items()
+        assert (
+            by_kind["Service"]["spec"]["selector"].items()
+            <= main["spec"]["template"]["metadata"]["labels"].items()
+        )
         assert main["spec"]["template"]["spec"]["subdomain"] == name
 
 
@@ -131,7 +159,9 @@ def test_the_failure_policy_is_the_table_of_exit_codes() -> None:
         for code in rule.get("onExitCodes", {}).get("values", []):
             actions[code] = rule["action"]
     deliberate = {code for code in Exit if Exit.is_deliberate([code])}
-    assert {code for code, action in actions.items() if action == "FailJob"} == deliberate - {Exit.REQUEUE}
+    assert {code for code, action in actions.items() if action == "FailJob"} == deliberate - {
+        Exit.REQUEUE
+    }
     assert {code for code, action in actions.items() if action == "Ignore"} == {Exit.REQUEUE}
     assert Exit.HUNG not in actions and Exit.FAILED not in actions, "these are retried and counted"
     assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (10, 0)
@@ -140,19 +170,32 @@ def test_the_failure_policy_is_the_table_of_exit_codes() -> None:
 
 
 def test_the_projects_manifest_of_a_server_is_valid_too() -> None:
-    served = yaml.safe_load((PROJECT / "launch" / "kubernetes.yaml").read_text(encoding="utf-8"))["items"]
+    served = yaml.safe_load((PROJECT / "launch" / "kubernetes.yaml").read_text(encoding="utf-8"))[
+        "items"
+    ]
     assert {one["kind"] for one in served} == {"Deployment", "Service", "HorizontalPodAutoscaler"}
     assert wrong(served) == ""
-    assert [name for name, one in mutations(served) if name.endswith("misspelt") and not wrong(one)] == []
+    assert [
+        name for name, one in mutations(served) if name.endswith("misspelt") and not wrong(one)
+    ] == []
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no image": ({"image": None}, "cluster.image is not given"),
-    "no volume for the runs": ({"mounts": ["data:/data"]}, "cluster.mounts has no volume for /app/runs"),
+    "no volume for the runs": (
+        {"mounts": ["data:/data"]},
+        "cluster.mounts has no volume for /app/runs",
+    ),
     "Kueue without a queue": ({"partition": None}, "cluster.partition is not given"),
     "no path": ({"mounts": ["data"]}, "cluster.mounts has no volume for /app/runs"),
-    "a password in an address": ({"environment": {"PROXY": f"http://me:{SECRET}@proxy"}}, "PROXY has a secret"),
-    "a secret in the environment": ({"environment": {"WANDB_API_KEY": SECRET}}, "WANDB_API_KEY has a secret"),
+    "a password in an address": (
+        {"environment": {"PROXY": f"http://me:{SECRET}@proxy"}},
+        "PROXY has a secret",
+    ),
+    "a secret in the environment": (
+        {"environment": {"WANDB_API_KEY": SECRET}},
+        "WANDB_API_KEY has a secret",
+    ),
 }
 
 
@@ -165,8 +208,13 @@ def test_what_cannot_run_is_refused_in_one_sentence(case: str) -> None:
 
 
 def test_a_secret_is_given_by_reference_alone() -> None:
-    for words in ([f"--trainer.logger.init_args.api_key={SECRET}"], ["--trainer.logger.init_args.api_key", SECRET]):
-        with pytest.raises(InputError, match="has a secret, which the manifest would show") as refused:
+    for words in (
+        [f"--trainer.logger.init_args.api_key={SECRET}"],
+        ["--trainer.logger.init_args.api_key", SECRET],
+    ):
+        with pytest.raises(
+            InputError, match="has a secret, which the manifest would show"
+        ) as refused:
             KUBERNETES.render(job("Job", None, *words))
         assert SECRET not in str(refused.value)
     with pytest.raises(InputError, match="secrets.WANDB_API_KEY is not a reference") as refused:
@@ -200,6 +248,7 @@ def test_kubectl_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         KUBERNETES.submit(job())
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(
-        InputError, match="there is no kubectl on this machine; start it where kubectl is, or give --dry-run"
+        InputError,
+        match="there is no kubectl on this machine; start it where kubectl is, or give --dry-run",
     ):
         KUBERNETES.submit(job())

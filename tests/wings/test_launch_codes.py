@@ -32,7 +32,9 @@ def test_launchers_have_the_same_losses_and_codes(
     started: list[Launched] = []
 
     def start(name: str, flags: list[str], environment: dict[str, str]) -> Launched:
-        started.append(Launched(tmp_path, on, *flags, two(hosts, tmp_path, environment=environment), name=name))
+        started.append(
+            Launched(tmp_path, on, *flags, two(hosts, tmp_path, environment=environment), name=name)
+        )
         return started[-1]
 
     found = codes(start, flags, Launched.end)

@@ -28,7 +28,9 @@ SSH: Any = target("ssh")
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "1000"], env={**os.environ, "DIST_RUN_ID": "one.[a]"}) as started:
+    with subprocess.Popen(
+        ["sleep", "1000"], env={**os.environ, "DIST_RUN_ID": "one.[a]"}
+    ) as started:
         yield started
         started.kill()
 
@@ -91,10 +93,15 @@ def test_a_host_whose_login_hangs_is_named(
     monkeypatch.chdir(PROJECT)
     monkeypatch.setattr(nodes, "ANSWER_S", 3.0)
     run("prepare", *flags)
-    ssh = fake_ssh(tmp_path, f'[ "$1" = b ] && {{ sleep 1000 & wait; }}; cd {tmp_path}; exec sh -c "true"')
+    ssh = fake_ssh(
+        tmp_path, f'[ "$1" = b ] && {{ sleep 1000 & wait; }}; cd {tmp_path}; exec sh -c "true"'
+    )
     where, start = site(tmp_path, hosts=["a", "b"], ssh=ssh), time.monotonic()
     assert run("launch", "--on=ssh", *flags, where) == Exit.BAD_INPUT
-    assert "b is not ready: no answer in 3 s; edit cluster.hosts, ssh or port" in capsys.readouterr().err
+    assert (
+        "b is not ready: no answer in 3 s; edit cluster.hosts, ssh or port"
+        in capsys.readouterr().err
+    )
     assert time.monotonic() - start < 30 and not list(tmp_path.glob("runs/*/*"))
     one = SSH.status(record(hosts=["a", "b"], ssh=ssh), tmp_path)
     assert one == "a: running\nb: no answer in 3 s"
@@ -112,14 +119,25 @@ def test_a_second_launch_of_a_running_run_leaves_its_files(
     first = Launched(tmp_path, "ssh", *flags, site(tmp_path), *LONG)
     try:
         first.reach(2)
-        files = {file.name: file.read_text() for file in (first.run / "launch").iterdir() if file.suffix != ".log"}
+        files = {
+            file.name: file.read_text()
+            for file in (first.run / "launch").iterdir()
+            if file.suffix != ".log"
+        }
         os.environ["DIST_RUN_ID"] = first.run.name
         for on in ("ssh", "torchrun"):
-            assert main(["launch", f"--on={on}", *flags, *LONG]) == Exit.BAD_INPUT  # `run` names another run
+            assert (
+                main(["launch", f"--on={on}", *flags, *LONG]) == Exit.BAD_INPUT
+            )  # `run` names another run
             error = capsys.readouterr().err
             assert f"{first.run} is running: `" in error and "launch stop" in error
-        assert all((first.run / "launch" / name).read_text() == text for name, text in files.items())
-        assert run("launch", "status", str(first.run)) == 0 and "this machine: running" in capsys.readouterr().out
+        assert all(
+            (first.run / "launch" / name).read_text() == text for name, text in files.items()
+        )
+        assert (
+            run("launch", "status", str(first.run)) == 0
+            and "this machine: running" in capsys.readouterr().out
+        )
         assert run("launch", "stop", str(first.run)) == 0
         assert first.end() == Exit.REQUEUE
     finally:

@@ -47,7 +47,9 @@ class Submitted(Launched):
 
     @property
     def log(self) -> str:
-        return "".join(file.read_text() for file in sorted((self.run / "launch").glob("slurm-*.log")))
+        return "".join(
+            file.read_text() for file in sorted((self.run / "launch").glob("slurm-*.log"))
+        )
 
     @property
     def state(self) -> str:
@@ -78,7 +80,9 @@ class Submitted(Launched):
         (found,) = ENDED.findall(self.log)
         assert (found[1] == "yes") == (int(found[0]) in (Exit.REQUEUE, 137))
         self.slurm.wait(lambda: self.state not in ("RUNNING", "COMPLETING"))
-        assert self.state == {"0": "COMPLETED", "75": "PENDING", "137": "PENDING"}.get(found[0], "FAILED")
+        assert self.state == {"0": "COMPLETED", "75": "PENDING", "137": "PENDING"}.get(
+            found[0], "FAILED"
+        )
         self.slurm.run("scancel", self.job)
         return int(found[0])
 
@@ -89,7 +93,9 @@ def prepared(flags: list[str]) -> list[str]:
     return flags
 
 
-def test_slurm_has_the_same_losses_and_codes(slurm: Slurm, prepared: list[str], tmp_path: Path) -> None:
+def test_slurm_has_the_same_losses_and_codes(
+    slurm: Slurm, prepared: list[str], tmp_path: Path
+) -> None:
     """The scheduler starts what exits with 75, or was killed, again; and nothing else."""
     root = f"--run.root={tmp_path / 'plain' / 'runs'}"
     done = run_in_subprocess("fit", *prepared, root, *STEPS, "--trainer.devices=2")
@@ -106,7 +112,11 @@ def test_slurm_has_the_same_losses_and_codes(slurm: Slurm, prepared: list[str], 
     assert line in DOCS.read_text(encoding="utf-8"), line
 
 
-SLOW = ["--trainer.max_steps=400", "--trainer.val_check_interval=10000", "--trainer.limit_val_batches=1"]
+SLOW = [
+    "--trainer.max_steps=400",
+    "--trainer.val_check_interval=10000",
+    "--trainer.limit_val_batches=1",
+]
 
 
 def test_a_requeued_job_resumes_exactly(slurm: Slurm, prepared: list[str], tmp_path: Path) -> None:
@@ -121,7 +131,9 @@ def test_a_requeued_job_resumes_exactly(slurm: Slurm, prepared: list[str], tmp_p
     assert logged(job.run, "train/loss") == logged(whole.run, "train/loss")
 
 
-def test_stop_saves_and_does_not_requeue(slurm: Slurm, prepared: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_stop_saves_and_does_not_requeue(
+    slurm: Slurm, prepared: list[str], tmp_path: Path, capsys: Any
+) -> None:
     comment = 'two "words" # and \\ more'
     job = Submitted(slurm, tmp_path, "stopped", *prepared, *LONG, options={"comment": comment})
     assert slurm.run("squeue", "--noheader", f"--jobs={job.job}", "-o", "%k") == comment
@@ -129,11 +141,17 @@ def test_stop_saves_and_does_not_requeue(slurm: Slurm, prepared: list[str], tmp_
     assert run("launch", "status", str(job.run)) == 0 and "RUNNING" in capsys.readouterr().out
     assert run("launch", "stop", str(job.run)) == 0
     slurm.wait(lambda: job.state == "FAILED")
-    assert list((job.run / "checkpoints").glob("step*.ckpt")) and ENDED.findall(job.log) == [("75", "yes")]
-    assert run("launch", "logs", str(job.run)) == 0 and "stopped and saved" in capsys.readouterr().out
+    assert list((job.run / "checkpoints").glob("step*.ckpt")) and ENDED.findall(job.log) == [
+        ("75", "yes")
+    ]
+    assert (
+        run("launch", "logs", str(job.run)) == 0 and "stopped and saved" in capsys.readouterr().out
+    )
 
 
-def test_a_job_saves_before_its_time_limit(slurm: Slurm, prepared: list[str], tmp_path: Path) -> None:
+def test_a_job_saves_before_its_time_limit(
+    slurm: Slurm, prepared: list[str], tmp_path: Path
+) -> None:
     job = Submitted(slurm, tmp_path, "limit", *prepared, *LONG, time_limit=120, save_s=60)
     slurm.wait(lambda: bool(ENDED.search(job.log)), 180)
     assert ENDED.findall(job.log) == [("75", "yes")] and "SIGUSR1: stopped and saved" in job.log

@@ -66,12 +66,17 @@ def test_a_target_of_another_package_renders_submits_and_answers(
     assert json.loads((folder / "launch.json").read_text())["id"] == "17"
     for verb, answer in (("status", "17 RUN"), ("stop", "signalled"), ("logs", "")):
         capsys.readouterr()
-        assert main(["launch", verb, str(folder.parent)]) == Exit.DONE and answer in capsys.readouterr().out
+        assert (
+            main(["launch", verb, str(folder.parent)]) == Exit.DONE
+            and answer in capsys.readouterr().out
+        )
     called = lsf.read_text().splitlines()
     assert called == [f"bsub -q short -n 2 {folder}/job.sh", "bjobs 17", "bkill -s USR1 17"]
 
 
-def test_its_name_is_in_the_help_and_a_wrong_name_is_a_sentence(lsf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_name_is_in_the_help_and_a_wrong_name_is_a_sentence(
+    lsf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["launch", "--help"])
     shown = capsys.readouterr().out

@@ -37,7 +37,9 @@ def test_no_difference_comes_out_better_in_at_most_a_twentieth(make, num: int) -
 
 @pytest.mark.parametrize("make, sign", [(losses, -1), (answers, 1)])
 def test_a_planted_difference_is_found_with_the_promised_power(make, sign: int) -> None:
-    detectable = np.median([paired.compare(*make(np.random.default_rng(seed), 200)).detectable for seed in range(20)])
+    detectable = np.median(
+        [paired.compare(*make(np.random.default_rng(seed), 200)).detectable for seed in range(20)]
+    )
     rng = np.random.default_rng(2)
     found = [paired.compare(*make(rng, 200, sign * detectable)).verdict for _ in range(SIMULATIONS)]
     assert found.count("better") >= SIMULATIONS * (paired.POWER - 0.1)
@@ -51,15 +53,18 @@ def test_the_interval_holds_the_planted_difference_and_needs_pairs() -> None:
     assert held >= SIMULATIONS * 0.9
     name, run, baseline, sizes, is_lower = losses(rng, 100, 0.05)
     apart = paired.compare(name, run[::-1], baseline, sizes, is_lower)
-    assert paired.compare(name, run, baseline, sizes, is_lower).verdict == "worse" and apart.verdict == "cannot tell", (
-        "by documents"
-    )
+    assert (
+        paired.compare(name, run, baseline, sizes, is_lower).verdict == "worse"
+        and apart.verdict == "cannot tell"
+    ), "by documents"
 
 
 def test_verdicts_of_tasks_are_corrected_for_their_number() -> None:
     rng = np.random.default_rng(4)
     pair = answers(rng, 300)
-    assert paired.compare(*pair, 8).detectable > paired.compare(*pair).detectable, "more tests show less"
+    assert paired.compare(*pair, 8).detectable > paired.compare(*pair).detectable, (
+        "more tests show less"
+    )
     null = [[paired.compare(*answers(rng, 60), 8) for _ in range(8)] for _ in range(50)]
     assert sum(any(each.verdict == "better" for each in family) for family in null) <= 5
 
@@ -93,7 +98,9 @@ def test_a_requirement_holds_or_says_why_not(text: str, holds: bool) -> None:
     assert why is None if holds else why is not None and text in why and "cannot tell" in why
 
 
-@pytest.mark.parametrize("text", ["loss", "loss is better", "loss not worse", "loss not worse by much", ""])
+@pytest.mark.parametrize(
+    "text", ["loss", "loss is better", "loss not worse", "loss not worse by much", ""]
+)
 def test_another_syntax_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="is no requirement: write 'MEASURE better'"):
         paired.parse(text)

@@ -37,7 +37,12 @@ EXPERTS: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2,
     "norm_topk_prob": True,
 }  # fmt: skip
-LLAMA_8B = {"model_type": "llama", "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
+LLAMA_8B = {
+    "model_type": "llama",
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
 DEEPSEEK_V3 = {"model_type": "deepseek_v3", "vocab_size": 129280}
 CASES = [  # strategy, architecture, precision, checkpointing
     ("ddp", LLAMA, "32-true", "none"),
@@ -58,13 +63,17 @@ DAILY, SEQ_LEN, ROWS = [CASES[1], CASES[5], CASES[9]], 256, 4
 H100S = Machine(1, 2, 80 * GB, 6e14, 3e11, 4e10)
 
 
-def planner(architecture: dict[str, Any], batch: int, seq_len: int, precision: str, accelerator: str) -> Planner:
+def planner(
+    architecture: dict[str, Any], batch: int, seq_len: int, precision: str, accelerator: str
+) -> Planner:
     module = LanguageModule(architecture={"vocab_size": 257} | architecture)
     data = SimpleNamespace(seq_len=seq_len, global_batch_size=batch, cross_document_attention=False)
     return Planner(module, data, {}, Described(accelerator, 1, 1, precision))
 
 
-def estimate(made: Planner, name: str, ranks: int, rows: int, mode: str = "none", nodes: int = 1) -> Planned:
+def estimate(
+    made: Planner, name: str, ranks: int, rows: int, mode: str = "none", nodes: int = 1
+) -> Planned:
     candidate = Candidate(name, "", {}, estimate_of(settings_of(name)))
     return made.option(candidate, replace(H100S, nodes=nodes, devices=ranks // nodes), rows, mode)
 
@@ -72,7 +81,12 @@ def estimate(made: Planner, name: str, ranks: int, rows: int, mode: str = "none"
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "architecture", "precision", "mode"), tiers(CASES, DAILY))
 def test_predicted_bytes_are_those_of_a_training(
-    flags: list[str], tmp_path: Path, strategy: str, architecture: dict[str, Any], precision: str, mode: str
+    flags: list[str],
+    tmp_path: Path,
+    strategy: str,
+    architecture: dict[str, Any],
+    precision: str,
+    mode: str,
 ) -> None:
     """State within 5 %; within 15 % what the last of two micro-batches allocates, by torch's profiler.
 
@@ -81,15 +95,35 @@ def test_predicted_bytes_are_those_of_a_training(
     batch = 2 * ROWS if strategy == "tp" else 4 * ROWS
     shape = ", ".join(f"{key}: {str(value).lower()}" for key, value in architecture.items())
     flags = [flag for flag in flags if "architecture" not in flag] + flags_of(strategy)
-    flags += [f"--data.seq_len={SEQ_LEN}", f"--data.micro_batch_size={ROWS}", f"--data.global_batch_size={batch}"]
-    flags += [f"--model.architecture={{{shape}}}", f"--model.blocks.checkpointing={mode}", "--trainer.devices=2"]
-    flags += ["--trainer.max_steps=3", "--trainer.limit_val_batches=0", f"--trainer.precision={precision}"]
+    flags += [
+        f"--data.seq_len={SEQ_LEN}",
+        f"--data.micro_batch_size={ROWS}",
+        f"--data.global_batch_size={batch}",
+    ]
+    flags += [
+        f"--model.architecture={{{shape}}}",
+        f"--model.blocks.checkpointing={mode}",
+        "--trainer.devices=2",
+    ]
+    flags += [
+        "--trainer.max_steps=3",
+        "--trainer.limit_val_batches=0",
+        f"--trainer.precision={precision}",
+    ]
     run("prepare", *flags)
     with Workers(2) as workers:
-        workers.run(["fit", *flags], tmp_path / "record", callbacks=[State(tmp_path), Allocated(tmp_path)]).check()
-    planned = estimate(planner(architecture, batch, SEQ_LEN, precision, "cpu"), strategy, 2, ROWS, mode)
+        workers.run(
+            ["fit", *flags], tmp_path / "record", callbacks=[State(tmp_path), Allocated(tmp_path)]
+        ).check()
+    planned = estimate(
+        planner(architecture, batch, SEQ_LEN, precision, "cpu"), strategy, 2, ROWS, mode
+    )
     parts, memory = planned.parts(), planned.sharding.memory(planned.facts)
-    moving = parts["activations"] + max(parts["logits"], parts["backward"]) + memory.get("gathered weights", 0)
+    moving = (
+        parts["activations"]
+        + max(parts["logits"], parts["backward"])
+        + memory.get("gathered weights", 0)
+    )
     if strategy == "zero2":  # others keep their buffers from the first step on
         moving += memory["communication buffers"]
     measured, allocated = (
@@ -114,22 +148,42 @@ def test_predicted_activations_of_stages_are_those_of_a_training(
     """What a step of 8 micro-batches allocates on the rank that needs most, gradients among it, within 15 %."""
     batch, architecture = 8 * ROWS, LLAMA | {"num_hidden_layers": 8}
     flags = [flag for flag in flags if "architecture" not in flag] + flags_of("pp")
-    flags += [f"{ARGS}.pp_size={stages}", f"{ARGS}.pp_schedule={schedule}", f"--trainer.devices={stages}"]
-    flags += [f"--data.seq_len={SEQ_LEN}", f"--data.micro_batch_size={ROWS}", f"--data.global_batch_size={batch}"]
+    flags += [
+        f"{ARGS}.pp_size={stages}",
+        f"{ARGS}.pp_schedule={schedule}",
+        f"--trainer.devices={stages}",
+    ]
+    flags += [
+        f"--data.seq_len={SEQ_LEN}",
+        f"--data.micro_batch_size={ROWS}",
+        f"--data.global_batch_size={batch}",
+    ]
     flags += [f"--model.architecture={json.dumps(architecture)}", "--trainer.precision=32-true"]
     flags += ["--trainer.max_steps=3", "--trainer.limit_val_batches=0"]
     run("prepare", *flags)
     with Workers(stages) as workers:
         workers.run(["fit", *flags], tmp_path / "record", callbacks=[Live(tmp_path)]).check()
-    measured = max(json.loads((tmp_path / f"live{rank}.json").read_text()) for rank in range(stages))
+    measured = max(
+        json.loads((tmp_path / f"live{rank}.json").read_text()) for rank in range(stages)
+    )
     sizes = {"pp_size": stages, "pp_schedule": schedule}
     candidate = Candidate(
-        "", "pp", {}, estimate_of({"class_path": "MeshStrategy", "init_args": settings_of("pp")["init_args"] | sizes})
+        "",
+        "pp",
+        {},
+        estimate_of(
+            {"class_path": "MeshStrategy", "init_args": settings_of("pp")["init_args"] | sizes}
+        ),
     )
-    made, machine = planner(architecture, batch, SEQ_LEN, "32-true", "cpu"), Machine(1, stages, 1, 1, 1, 1)
+    made, machine = (
+        planner(architecture, batch, SEQ_LEN, "32-true", "cpu"),
+        Machine(1, stages, 1, 1, 1, 1),
+    )
     parts = made.option(candidate, machine, ROWS, "none").parts()
     predicted = parts["activations"] + max(parts["logits"], parts["backward"]) + parts["gradients"]
-    print(f"pp {stages} {schedule}: {predicted / measured:.3f} of the measured {measured / 2**20:.0f} MiB")
+    print(
+        f"pp {stages} {schedule}: {predicted / measured:.3f} of the measured {measured / 2**20:.0f} MiB"
+    )
     assert predicted == pytest.approx(measured, rel=0.15)
 
 
@@ -141,9 +195,17 @@ def test_the_best_schedule_of_a_pipeline_is_shown() -> None:
     shown = {option.candidate.name: option for option in made.options(slow)}
     assert {"pp 2 x fsdp2 4", "pp 2 x hsdp 2 x 2", "pp 4 x fsdp2 2"} <= set(shown)
     best = shown["pp 2 x fsdp2 4"].candidate
-    assert best.flags.endswith("--trainer.strategy.pp_size 2 --trainer.strategy.pp_schedule Interleaved1F1B")
-    assert "pp_schedule" not in shown["pp 4 x fsdp2 2"].candidate.options, "4 blocks are too few for 8 stages"
-    every = {each.options.get("pp_schedule", "1F1B"): each for each in Candidate.of(4, 2) if each.name == best.name}
+    assert best.flags.endswith(
+        "--trainer.strategy.pp_size 2 --trainer.strategy.pp_schedule Interleaved1F1B"
+    )
+    assert "pp_schedule" not in shown["pp 4 x fsdp2 2"].candidate.options, (
+        "4 blocks are too few for 8 stages"
+    )
+    every = {
+        each.options.get("pp_schedule", "1F1B"): each
+        for each in Candidate.of(4, 2)
+        if each.name == best.name
+    }
     planned = {name: made.option(each, slow, 1, "none") for name, each in every.items()}
     assert planned["1F1B"].seconds() > planned["Interleaved1F1B"].seconds()
     made._module.adapter = SimpleNamespace(quantize="nf4", rank=4)
@@ -155,22 +217,37 @@ def test_fsdp2_without_expert_parallelism_gathers_a_whole_layer_of_experts() -> 
     """11.5 B parameters: 21 GiB each of two layers in bf16, 43 GiB of gradients in fp32."""
     made = planner(DEEPSEEK_V3, 4096, 4096, "bf16-mixed", "cuda")
     assert made.traced.size.total == 671_026_404_352
-    machine, every = replace(H100S, nodes=32, devices=8), {each.name: each for each in Candidate.of(32, 8)}
-    found = {name: made.option(every[name], machine, 1, "full") for name in ("fsdp2 256", "fsdp2 256 x ep 64")}
+    machine, every = (
+        replace(H100S, nodes=32, devices=8),
+        {each.name: each for each in Candidate.of(32, 8)},
+    )
+    found = {
+        name: made.option(every[name], machine, 1, "full")
+        for name in ("fsdp2 256", "fsdp2 256 x ep 64")
+    }
     alone, by_experts = found.values()
     assert alone.parts()["buffers"] > 2 * 21 * 2**30 and alone.parts()["backward"] > 43 * 2**30
     assert by_experts.fits and not alone.fits
-    assert by_experts.parts()["weights"] == alone.parts()["weights"] == 4 * made.traced.size.total / 256
+    assert (
+        by_experts.parts()["weights"]
+        == alone.parts()["weights"]
+        == 4 * made.traced.size.total / 256
+    )
 
 
 @pytest.mark.slow
 def test_the_best_fits_and_its_flags_are_accepted_by_fit() -> None:
     made = planner(LLAMA_8B, 256, 4096, "bf16-mixed", "cuda")
     best, *_ = options = made.options(replace(H100S, devices=8))
-    assert [option.fits for option in options] == sorted((option.fits for option in options), reverse=True)
+    assert [option.fits for option in options] == sorted(
+        (option.fits for option in options), reverse=True
+    )
     mfu = 256 * 4096 / 8 * made.traced.flops_per_token / best.seconds() / 1e15
     assert best.total() <= 80 * GB and 0.3 < mfu <= 0.6
-    parts = {mode: made.option(best.candidate, best.machine, 1, mode).parts() for mode in ("none", "full")}
+    parts = {
+        mode: made.option(best.candidate, best.machine, 1, mode).parts()
+        for mode in ("none", "full")
+    }
     # a block's input in bf16 of 32 blocks, and little more, against about 34 bytes x tokens x width x blocks
     assert parts["full"]["activations"] == pytest.approx(2 * 4096 * 4096 * 32, rel=0.3)
     assert parts["none"]["activations"] == pytest.approx(34 * 4096 * 4096 * 32 * 1.5, rel=0.25)
@@ -187,7 +264,11 @@ def test_the_flags_of_every_candidate_describe_its_arguments() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", tiers(["qwen2", "starcoder2", "gpt_neox"], ["qwen2"]))
 def test_column_parallel_biases_are_as_short_as_their_weights(model_type: str) -> None:
-    fields = {key: size for key, size in LLAMA.items() if key != "num_key_value_heads" or model_type != "gpt_neox"}
+    fields = {
+        key: size
+        for key, size in LLAMA.items()
+        if key != "num_key_value_heads" or model_type != "gpt_neox"
+    }
     made = planner(fields | {"model_type": model_type}, 8, 64, "bf16-mixed", "cuda")
     assert "tp 2" in {option.candidate.name for option in made.options(H100S)} and made.failed == {}
 
@@ -206,15 +287,22 @@ def test_a_strategy_whose_trace_fails_does_not_end_the_plan(
     monkeypatch.setattr(Traced, "_short", failing)
     assert run("plan", *FLAGS, *(given := ["--devices=2", "--memory=80GB"])) == 0
     printed = capsys.readouterr().out
-    assert "fails: tp 2 with checkpointing none (shapes do not match)" in printed and "1 x 2    ddp" in printed
+    assert (
+        "fails: tp 2 with checkpointing none (shapes do not match)" in printed
+        and "1 x 2    ddp" in printed
+    )
     monkeypatch.setattr(Traced, "_short", lambda *_: 1 / 0)
     assert run("plan", *FLAGS, *given) == 2
-    assert capsys.readouterr().err.endswith("error: plan cannot trace this model: division by zero\n")
+    assert capsys.readouterr().err.endswith(
+        "error: plan cannot trace this model: division by zero\n"
+    )
 
 
 @pytest.mark.parametrize(("share", "fits"), [(0.96, False), (0.94, True)])
 def test_a_twentieth_of_the_memory_is_left(share: float, fits: bool) -> None:
-    one = estimate(planner(LLAMA | {"num_hidden_layers": 2}, 8, 64, "bf16-mixed", "cuda"), "ddp", 2, 1)
+    one = estimate(
+        planner(LLAMA | {"num_hidden_layers": 2}, 8, 64, "bf16-mixed", "cuda"), "ddp", 2, 1
+    )
     one.machine = replace(H100S, memory=one.total() / share)
     assert one.fits is fits
 
@@ -224,7 +312,9 @@ def test_the_simplest_of_equally_fast_strategies_comes_first() -> None:
     made = planner(LLAMA | {"num_hidden_layers": 2}, 8, 64, "bf16-mixed", "cuda")
     slow = replace(H100S, flops=1e10)  # computation hides what is sent
     names = [option.candidate.name for option in made.options(slow)]
-    assert names[0] == "ddp" and names.index("fsdp2 2") < min(map(names.index, ("zero1", "zero2", "zero3")))
+    assert names[0] == "ddp" and names.index("fsdp2 2") < min(
+        map(names.index, ("zero1", "zero2", "zero3"))
+    )
     alone = {option.candidate.name for option in made.options(replace(slow, devices=1))}
     assert "one device" in alone and not {"zero1", "zero2", "zero3"} & alone
 
@@ -246,16 +336,25 @@ FLAGS = [f"--model.architecture={json.dumps(LLAMA | {'vocab_size': 257})}", "--t
          "data.global_batch_size 16 is not a multiple of 1 x 7 devices: edit it"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_sentence(given: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_sentence(
+    given: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("plan", *FLAGS, *given) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1] == f"error: {sentence}"
 
 
 @pytest.mark.parametrize("project", [CLASSIFIER, PLAIN], ids=["TrainingModule", "plain"])
-def test_another_kind_of_model_is_refused(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(["plan", "--devices=2", "--memory=1GB", "--trainer.accelerator=cpu"], project) == 2
+def test_another_kind_of_model_is_refused(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        command(["plan", "--devices=2", "--memory=1GB", "--trainer.accelerator=cpu"], project) == 2
+    )
     error = capsys.readouterr().err
-    assert error.startswith("error: plan traces language models of transformers, and ") and error.count("\n") == 1
+    assert (
+        error.startswith("error: plan traces language models of transformers, and ")
+        and error.count("\n") == 1
+    )
 
 
 @pytest.mark.slow

@@ -19,7 +19,13 @@ GPT_OSS: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
     "vocab_size": 257,
 }  # fmt: skip
-PLAN = ["plan", "--devices=2", "--memory=80GB", "--trainer.accelerator=gpu", "--data.micro_batch_size=1"]
+PLAN = [
+    "plan",
+    "--devices=2",
+    "--memory=80GB",
+    "--trainer.accelerator=gpu",
+    "--data.micro_batch_size=1",
+]
 
 
 def plan(architecture: dict[str, Any]) -> int:
@@ -32,7 +38,9 @@ def test_a_bias_that_is_added_in_place_is_recomputed(kind: str) -> None:
     found = {}
     for mode in ("none", "selective"):
         torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**GPT_OSS), experts_implementation=kind)
+        model: Any = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**GPT_OSS), experts_implementation=kind
+        )
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         wrap_blocks(model.train(), BlockConfig(mode))

@@ -40,7 +40,9 @@ class Pods(TwoHosts):
         ((self.template,), main) = pods(objects), objects[-1]
         self.name = main["metadata"]["name"]
         kind = main["kind"]
-        self.hosts = [f"{self.name}-{i}" if kind == "Job" else f"{self.name}-node-0-{i}" for i in range(2)]
+        self.hosts = [
+            f"{self.name}-{i}" if kind == "Job" else f"{self.name}-node-0-{i}" for i in range(2)
+        ]
 
     def __enter__(self) -> Pods:
         super().__enter__()
@@ -62,16 +64,30 @@ class Pods(TwoHosts):
         (container,) = self.template["spec"]["containers"]
         given = {"metadata.podIP": "", "status.podIP": self.addresses[index]}
         variables = {
-            one["name"]: one["value"] if "value" in one else given[one["valueFrom"]["fieldRef"]["fieldPath"]]
+            one["name"]: one["value"]
+            if "value" in one
+            else given[one["valueFrom"]["fieldRef"]["fieldPath"]]
             for one in container["env"]
         }
-        variables["JOB_COMPLETION_INDEX"] = str(index)  # set by Kubernetes in the pods of an indexed Job
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_LAUNCHER)}
+        variables["JOB_COMPLETION_INDEX"] = str(
+            index
+        )  # set by Kubernetes in the pods of an indexed Job
+        kept = {
+            key: value for key, value in os.environ.items() if not key.startswith(OF_A_LAUNCHER)
+        }
         kept["PATH"] = f"{Path(sys.executable).parent}:{kept['PATH']}"  # as in the image
         enter = ["ip", "netns", "exec", self.names[index], "unshare", "--uts", "sh", "-c"]
-        words = [*enter, 'hostname "$0"; exec "$@"', self.hosts[index], *container["command"], *container["args"]]
+        words = [
+            *enter,
+            'hostname "$0"; exec "$@"',
+            self.hosts[index],
+            *container["command"],
+            *container["args"],
+        ]
         with (self.folder / f"pod-{index}").open("ab") as log:
-            process = subprocess.Popen(words, env={**kept, **variables}, cwd=PROJECT, stdout=log, stderr=log)
+            process = subprocess.Popen(
+                words, env={**kept, **variables}, cwd=PROJECT, stdout=log, stderr=log
+            )
         self.started.append(process)
         return process
 
@@ -82,15 +98,28 @@ class Pods(TwoHosts):
 @pytest.fixture
 def quickstart(flags: list[str], tmp_path: Path) -> Iterator[list[str]]:
     """The quickstart's model on little text."""
-    own = [flag for flag in flags if not flag.startswith(("--model.architecture", "--trainer.devices"))]
-    yield [f"--config={CONFIGS}/quickstart.yaml", *own, "--run.name=default", "--trainer.max_steps=4"]
+    own = [
+        flag for flag in flags if not flag.startswith(("--model.architecture", "--trainer.devices"))
+    ]
+    yield [
+        f"--config={CONFIGS}/quickstart.yaml",
+        *own,
+        "--run.name=default",
+        "--trainer.max_steps=4",
+    ]
 
 
-def manifest(kind: str, flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def manifest(
+    kind: str, flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[dict[str, Any]]:
     """What `launch --on kubernetes` applies for two pods of one process."""
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ["PYTHONPATH"]}
     cluster: dict[str, Any] = {"nodes": 2, "devices_per_node": 1, "image": "train:1", "save_s": 30}
-    cluster |= {"environment": environment, "mounts": [f"runs:{folder}"], "kubernetes": {"kind": kind}}
+    cluster |= {
+        "environment": environment,
+        "mounts": [f"runs:{folder}"],
+        "kubernetes": {"kind": kind},
+    }
     (folder / "site.yaml").write_text(yaml.safe_dump({"cluster": cluster}))
     monkeypatch.chdir(PROJECT)
     monkeypatch.setenv("DIST_RUN_ID", f"pods_{kind}")
@@ -108,7 +137,9 @@ def test_two_pods_train_as_one_machine_does(
         pytest.skip(why)
     run("prepare", *quickstart)
     with Workers(2) as workers:
-        one = workers.run(["fit", *quickstart, "--trainer.devices=2", "--run.name=one"], tmp_path / "one").check()
+        one = workers.run(
+            ["fit", *quickstart, "--trainer.devices=2", "--run.name=one"], tmp_path / "one"
+        ).check()
     objects = manifest(kind, quickstart, tmp_path, monkeypatch)
     assert wrong(objects) == ""
     with Pods(objects, tmp_path) as two:

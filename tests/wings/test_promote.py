@@ -57,25 +57,41 @@ def given(words: list[str], flag: str) -> str:
     return words[words.index(flag) + 1]
 
 
-def test_a_run_is_compared_with_its_start_and_then_with_the_latest_version(run: str, verbs: Verbs) -> None:
+def test_a_run_is_compared_with_its_start_and_then_with_the_latest_version(
+    run: str, verbs: Verbs
+) -> None:
     promote.main(["promote", run], PROJECT)
     evaluate, export = verbs.started
     assert given(evaluate, "--baseline") == "start" and "--require=eval/loss better" in evaluate
     assert "--adapter=merged" in export
     version = json.loads(Path("registry/v1/version.json").read_text())
-    assert version["figures"] == {"loss": 1.5} and version["run"] == run and "config.json" in version["sha256"]
+    assert (
+        version["figures"] == {"loss": 1.5}
+        and version["run"] == run
+        and "config.json" in version["sha256"]
+    )
 
-    promote.main(["promote", "runs", "--require", "acc not worse by 0.1", "--require", "loss better"], PROJECT)
+    promote.main(
+        ["promote", "runs", "--require", "acc not worse by 0.1", "--require", "loss better"],
+        PROJECT,
+    )
     evaluate = verbs.started[2]
-    assert given(evaluate, "--baseline").endswith("registry/v1"), "not the link, which may change meanwhile"
+    assert given(evaluate, "--baseline").endswith("registry/v1"), (
+        "not the link, which may change meanwhile"
+    )
     assert [word for word in evaluate if word.startswith("--require")] == [
         "--require=acc not worse by 0.1", "--require=loss better",
     ]  # fmt: skip
-    assert json.loads(Path("registry/latest/version.json").read_text())["required"][0] == "acc not worse by 0.1"
+    assert (
+        json.loads(Path("registry/latest/version.json").read_text())["required"][0]
+        == "acc not worse by 0.1"
+    )
 
 
 @pytest.mark.parametrize("verb", ["evaluate", "export"])
-def test_a_verb_that_fails_promotes_nothing_and_its_code_is_kept(verb: str, run: str, verbs: Verbs) -> None:
+def test_a_verb_that_fails_promotes_nothing_and_its_code_is_kept(
+    verb: str, run: str, verbs: Verbs
+) -> None:
     verbs.failing = verb
     with pytest.raises(Ended, match=f"{verb} has a reason") as ended:
         promote.main(["promote", run], PROJECT)
@@ -83,7 +99,9 @@ def test_a_verb_that_fails_promotes_nothing_and_its_code_is_kept(verb: str, run:
     assert [*Path().glob("registry/*")] == []
 
 
-def test_a_roll_back_serves_the_version_before(run: str, verbs: Verbs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_roll_back_serves_the_version_before(
+    run: str, verbs: Verbs, capsys: pytest.CaptureFixture[str]
+) -> None:
     promote.main(["promote", run], PROJECT)
     promote.main(["promote", run], PROJECT)
     promote.main(["promote", "--roll_back"], PROJECT)

@@ -22,7 +22,9 @@ from tests.support.runs import PACKAGE, PROJECT, Workers, logged, run
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.nightly,
-    pytest.mark.skipif(not find_spec("ray"), reason="needs the extra ray, which `all` does not have"),
+    pytest.mark.skipif(
+        not find_spec("ray"), reason="needs the extra ray, which `all` does not have"
+    ),
 ]
 VICTIMS: dict[str, Callable[[psutil.Process], bool]] = {
     "a rank": lambda process: process.environ().get("RANK") == "1" and PACKAGE in process.cmdline(),
@@ -32,10 +34,20 @@ VICTIMS: dict[str, Callable[[psutil.Process], bool]] = {
 
 def launch(folder: Path, *flags: str) -> subprocess.Popen[bytes]:
     environment = {"PYTHONPATH": os.environ["PYTHONPATH"], "OMP_NUM_THREADS": "1"}
-    (folder / "site.yaml").write_text(yaml.safe_dump({"cluster": {"nodes": 1, "environment": environment}}))
+    (folder / "site.yaml").write_text(
+        yaml.safe_dump({"cluster": {"nodes": 1, "environment": environment}})
+    )
     kept = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_LAUNCHER)}
     kept |= {"DIST_RUN_ID": "ray", "RAY_USAGE_STATS_ENABLED": "0"}
-    command = [sys.executable, "-m", PACKAGE, "launch", "--on=ray", *flags, f"--config={folder / 'site.yaml'}"]
+    command = [
+        sys.executable,
+        "-m",
+        PACKAGE,
+        "launch",
+        "--on=ray",
+        *flags,
+        f"--config={folder / 'site.yaml'}",
+    ]
     with (folder / "out").open("wb") as out:
         return subprocess.Popen(command, cwd=PROJECT, env=kept, stdout=out, stderr=out)
 
@@ -63,8 +75,13 @@ def test_two_workers_train_as_one_machine_does_when_one_is_killed(
     folder, started = tmp_path / "runs" / "default" / "ray", launch(tmp_path, *flags, *more)
     try:
         deadline = time.monotonic() + 300
-        while not (folder / "metrics.jsonl").exists() or max(logged(folder, "train/loss"), default=0) < 60:
-            assert started.poll() is None and time.monotonic() < deadline, (tmp_path / "out").read_text()[-3000:]
+        while (
+            not (folder / "metrics.jsonl").exists()
+            or max(logged(folder, "train/loss"), default=0) < 60
+        ):
+            assert started.poll() is None and time.monotonic() < deadline, (
+                tmp_path / "out"
+            ).read_text()[-3000:]
             time.sleep(0.2)
         kill(started, VICTIMS[victim])
         assert started.wait(400) == Exit.DONE, (tmp_path / "out").read_text()[-5000:]
@@ -76,7 +93,11 @@ def test_two_workers_train_as_one_machine_does_when_one_is_killed(
 
 def test_bad_input_is_not_retried(flags: list[str], tmp_path: Path) -> None:
     run("prepare", *flags)
-    diverging = ["--trainer.devices=2", "--model.optim.learning_rate=1e30", "--model.optim.warmup=0"]
+    diverging = [
+        "--trainer.devices=2",
+        "--model.optim.learning_rate=1e30",
+        "--model.optim.warmup=0",
+    ]
     started = launch(tmp_path, *flags, *diverging)
     assert started.wait(300) == Exit.NON_FINITE
     out = (tmp_path / "out").read_text()

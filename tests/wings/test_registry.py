@@ -28,12 +28,18 @@ def test_versions_are_counted_and_the_newest_is_the_latest(tmp_path: Path) -> No
     assert registry.latest is None
     assert [path.name for path in promoted(registry, "a", "b")] == ["v1", "v2"]
     assert registry.latest == registry.folder / "v2"
-    found = [json.loads((registry.folder / name / "version.json").read_text()) for name in ("v1", "v2")]
+    found = [
+        json.loads((registry.folder / name / "version.json").read_text()) for name in ("v1", "v2")
+    ]
     assert [each["run"] for each in found] == ["a", "b"]
-    assert found[0]["sha256"]["model.safetensors"].startswith("ca978112ca1bbdca")  # of "a", FIPS 180-2
+    assert found[0]["sha256"]["model.safetensors"].startswith(
+        "ca978112ca1bbdca"
+    )  # of "a", FIPS 180-2
 
 
-def test_a_roll_back_withdraws_the_latest_version_and_its_number_is_not_used_again(tmp_path: Path) -> None:
+def test_a_roll_back_withdraws_the_latest_version_and_its_number_is_not_used_again(
+    tmp_path: Path,
+) -> None:
     registry = Registry(tmp_path)
     promoted(registry, "a", "b", "c")
     assert registry.roll_back() == (tmp_path / "v3", tmp_path / "v2")

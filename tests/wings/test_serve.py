@@ -27,7 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    server = Server(folder, folder.parent / "log", *FLAGS, "--api_key_env=KEY_OF_A_TEST", KEY_OF_A_TEST=KEY)
+    server = Server(
+        folder, folder.parent / "log", *FLAGS, "--api_key_env=KEY_OF_A_TEST", KEY_OF_A_TEST=KEY
+    )
     yield server
     server.stop(signal.SIGKILL)
 
@@ -38,7 +40,9 @@ def client(server: Server) -> Any:
 
 
 def post(server: Server, path: str, **options: Any) -> httpx.Response:
-    return httpx.post(server.url + path, headers={"Authorization": f"Bearer {KEY}"}, timeout=30, **options)
+    return httpx.post(
+        server.url + path, headers={"Authorization": f"Bearer {KEY}"}, timeout=30, **options
+    )
 
 
 # ---- answers -------------------------------------------------------------------------------------------------------
@@ -47,9 +51,16 @@ def post(server: Server, path: str, **options: Any) -> httpx.Response:
 def test_an_openai_client_reads_whole_answers_and_streams(client: Any, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 24, "temperature": 0}
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "max_tokens": 24,
+        "temperature": 0,
+    }
     whole = client.chat.completions.create(**asked)
-    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert whole.choices[0].message.content == text and len(chunks) > 5
     used = [answer.usage.completion_tokens for answer in (whole, chunks[-1]) if answer.usage]
@@ -57,17 +68,28 @@ def test_an_openai_client_reads_whole_answers_and_streams(client: Any, folder: P
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_tensors="pt")
-    tokens = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    assert tokenizer.decode(tokens, skip_special_tokens=True) == text, "the served model answers as transformers does"
+    prompt = tokenizer.apply_chat_template(
+        MESSAGES, add_generation_prompt=True, return_tensors="pt"
+    )
+    tokens = model.generate(**prompt, max_new_tokens=24, do_sample=False)[
+        0, prompt["input_ids"].shape[1] :
+    ]
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == text, (
+        "the served model answers as transformers does"
+    )
 
 
 def test_completions_of_a_text_stream_too_and_the_seed_decides(client: Any) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": "once", "max_tokens": 8, "seed": 3}
     whole = client.completions.create(**asked).choices[0].text
     assert client.completions.create(**asked).choices[0].text == whole
-    assert client.completions.create(**asked | {"seed": 4}).choices[0].text != whole, "it samples, as OpenAI's do"
-    assert len([chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)]) > 2
+    assert client.completions.create(**asked | {"seed": 4}).choices[0].text != whole, (
+        "it samples, as OpenAI's do"
+    )
+    assert (
+        len([chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)])
+        > 2
+    )
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 
@@ -87,11 +109,27 @@ BAD: dict[str, tuple[int, dict[str, Any], str]] = {
     "10 MB": (413, {"content": b"x" * 10_000_000}, "over 1048576 bytes"),
     "another type": (400, {"json": {"prompt": "a", "max_tokens": "many"}}, "ValueError"),
     "a wrong number": (400, {"json": {"prompt": "a", "temperature": "hot"}}, "cannot be answered"),
-    "a wrong penalty": (400, {"json": {"prompt": "a", "frequency_penalty": -3}}, "cannot be answered"),
-    "another model": (400, {"json": {"prompt": "a", "model": "gpt-4"}}, "pinned to 'tiny'; requested 'gpt-4'"),
+    "a wrong penalty": (
+        400,
+        {"json": {"prompt": "a", "frequency_penalty": -3}},
+        "cannot be answered",
+    ),
+    "another model": (
+        400,
+        {"json": {"prompt": "a", "model": "gpt-4"}},
+        "pinned to 'tiny'; requested 'gpt-4'",
+    ),
     "an unknown field": (422, {"json": {"prompt": "a", "prompts": 3}}, "Unexpected fields"),
-    "a long prompt": (400, {"json": {"prompt": "a" * 600}}, "has 600 tokens, and the model has 512 positions"),
-    "another generation_config": (400, {"json": {"prompt": "a", "generation_config": "{}"}}, "generation_config"),
+    "a long prompt": (
+        400,
+        {"json": {"prompt": "a" * 600}},
+        "has 600 tokens, and the model has 512 positions",
+    ),
+    "another generation_config": (
+        400,
+        {"json": {"prompt": "a", "generation_config": "{}"}},
+        "generation_config",
+    ),
     "a stop that is no text": (400, {"json": {"prompt": "a", "stop": 3}}, "cannot be answered"),
 }
 
@@ -101,7 +139,11 @@ def test_a_bad_request_gets_a_4xx_and_a_sentence(server: Server, case: str) -> N
     code, options, sentence = BAD[case]
     answer = post(server, TEXT, **options)
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["type"]) == (code, code, "invalid_request_error")
+    assert (answer.status_code, error["code"], error["type"]) == (
+        code,
+        code,
+        "invalid_request_error",
+    )
     assert sentence in error["message"], error
 
 
@@ -111,20 +153,33 @@ TURNS: dict[str, Any] = {
     "no type": [{"role": "user", "content": [{"no": "type"}]}],
     "no text": [{"role": "user", "content": 3}],
     "no list": 5,
-    "arguments that are none": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}],
+    "arguments that are none": [
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}
+    ],
 }
 
 
 @pytest.mark.parametrize("case", TURNS)
 def test_bad_messages_get_a_400_and_a_sentence(server: Server, case: str) -> None:
     answer = post(server, CHAT, json={"messages": TURNS[case]})
-    assert answer.status_code == 400 and "cannot be answered" in answer.json()["error"]["message"], answer.text
+    assert (
+        answer.status_code == 400 and "cannot be answered" in answer.json()["error"]["message"]
+    ), answer.text
 
 
 def test_messages_of_parts_and_earlier_answers_are_read(server: Server) -> None:
     parts: Any = [{"role": "user", "content": [{"type": "text", "text": SECRET}]}]
-    parts += [{"role": "assistant", "content": "yes", "refusal": None, "annotations": []}, *MESSAGES]
-    parts += [{"role": "assistant", "content": None, "tool_calls": [CALL | {"id": "1", "type": "function"}]}]
+    parts += [
+        {"role": "assistant", "content": "yes", "refusal": None, "annotations": []},
+        *MESSAGES,
+    ]
+    parts += [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [CALL | {"id": "1", "type": "function"}],
+        }
+    ]
     parts += [{"role": "tool", "tool_call_id": "1", "content": "3"}]
     answer = post(server, CHAT, json={"messages": parts, "max_tokens": 2})
     assert answer.status_code == 200, answer.text
@@ -132,8 +187,13 @@ def test_messages_of_parts_and_earlier_answers_are_read(server: Server) -> None:
 
 def test_limits_shorten_an_answer(server: Server) -> None:
     for prompt, most in (("a", 64), ("a" * 500, 12)):
-        answer = post(server, TEXT, json={"prompt": prompt, "max_tokens": 600, "temperature": 0}).json()
-        assert answer["usage"]["completion_tokens"] == most and answer["choices"][0]["finish_reason"] == "length"
+        answer = post(
+            server, TEXT, json={"prompt": prompt, "max_tokens": 600, "temperature": 0}
+        ).json()
+        assert (
+            answer["usage"]["completion_tokens"] == most
+            and answer["choices"][0]["finish_reason"] == "length"
+        )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -146,11 +206,17 @@ def test_an_answer_ends_at_a_stop_string(client: Any, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_small_temperatures_are_greedy_and_no_stop_strings_are_none(server: Server, stream: bool) -> None:
+def test_small_temperatures_are_greedy_and_no_stop_strings_are_none(
+    server: Server, stream: bool
+) -> None:
     asked = {"prompt": "a", "max_tokens": 6, "stream": stream}
-    texts = [post(server, TEXT, json=asked | {"temperature": t, "stop": []}) for t in (0, 1e-300, 0.009)]
+    texts = [
+        post(server, TEXT, json=asked | {"temperature": t, "stop": []}) for t in (0, 1e-300, 0.009)
+    ]
     assert [one.status_code for one in texts] == [200] * 3
-    assert not stream or all(one.text.endswith("data: [DONE]\n\n") and "error" not in one.text for one in texts)
+    assert not stream or all(
+        one.text.endswith("data: [DONE]\n\n") and "error" not in one.text for one in texts
+    )
     assert stream or len({one.json()["choices"][0]["text"] for one in texts}) == 1
 
 
@@ -159,7 +225,9 @@ def test_routes_and_keys(server: Server) -> None:
         assert post(server, path, json={"model": "any"}).status_code == 404, path
     assert httpx.get(server.url + CHAT).status_code == 401
     for given in (b"", b"Bearer another", b"Bearer \xff", KEY.encode(), b"bearer " + KEY.encode()):
-        refused = httpx.post(server.url + TEXT, json={"prompt": "a"}, headers={b"Authorization": given})
+        refused = httpx.post(
+            server.url + TEXT, json={"prompt": "a"}, headers={b"Authorization": given}
+        )
         assert refused.status_code == 401 and "API key" in refused.json()["error"]["message"]
     assert httpx.get(f"{server.url}/v1/models").status_code == 401
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}

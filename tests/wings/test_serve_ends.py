@@ -31,7 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_of_a_generation_is_a_500(folder: Path, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_generation_is_a_500(
+    folder: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import LlamaForCausalLM
 
     app = made(folder)
@@ -69,14 +71,23 @@ def test_an_answer_whose_client_is_gone_is_not_computed_further(folder: Path, st
 def test_sigterm_in_the_middle_of_a_stream_ends_it_and_the_process_with_0(tmp_path: Path) -> None:
     """Before, a client goes away in the middle of a stream: that frees the model for the next one."""
     model = chat_model(tmp_path / "long", positions=100_000)
-    server = Server(model, tmp_path / "log", "--max_tokens=90000", "--grace_s=0.5", "--max_requests=1")
+    server = Server(
+        model, tmp_path / "log", "--max_tokens=90000", "--grace_s=0.5", "--max_requests=1"
+    )
     seen = threading.Event()
-    asked = {"prompt": "a", "max_tokens": 90_000, "temperature": 0, "stream": True}  # a sample may end by itself
+    asked = {
+        "prompt": "a",
+        "max_tokens": 90_000,
+        "temperature": 0,
+        "stream": True,
+    }  # a sample may end by itself
     with httpx.stream("POST", server.url + TEXT, json=asked, timeout=30) as answer:
         next(answer.iter_text())
     end, code = time.monotonic() + 10, 429
     while code == 429 and time.monotonic() < end:
-        code = httpx.post(server.url + TEXT, json={"prompt": "a", "max_tokens": 1}, timeout=10).status_code
+        code = httpx.post(
+            server.url + TEXT, json={"prompt": "a", "max_tokens": 1}, timeout=10
+        ).status_code
     assert code == 200
 
     def read() -> str:
@@ -115,7 +126,9 @@ def test_a_run_is_exported_compared_and_served_and_a_planted_fault_is_refused(
     server = Server(trained, tmp_path / "log", "--name=mine")
     answer = httpx.post(server.url + TEXT, json={"prompt": "the", "max_tokens": 3}).json()
     assert answer["model"] == "mine" and answer["usage"]["completion_tokens"] == 3
-    sentence = httpx.post(server.url + CHAT, json={"messages": [{"role": "user", "content": SECRET}]}).text
+    sentence = httpx.post(
+        server.url + CHAT, json={"messages": [{"role": "user", "content": SECRET}]}
+    ).text
     assert "chat template" in sentence
     assert server.stop() == 0
     assert "largest difference to the trained model's logits" in (tmp_path / "log").read_text()
@@ -129,7 +142,9 @@ def test_a_run_is_exported_compared_and_served_and_a_planted_fault_is_refused(
     save_file(state | {name: state[name].T.contiguous()}, file, metadata={"format": "pt"})
     assert run("serve", str(trained), "--port=0") == 2, "a fault exits before the port listens"
     error = capfd.readouterr().err
-    assert error.startswith("error: ") and "not what was trained" in error and error.count("\n") == 1
+    assert (
+        error.startswith("error: ") and "not what was trained" in error and error.count("\n") == 1
+    )
 
 
 def refused(capfd: pytest.CaptureFixture[str], *flags: str) -> str:

@@ -33,12 +33,19 @@ def test_the_docs_program_finds_a_planted_power_law(
             loss = 2 + 0.1 * np.log(rate / best) ** 2 + 5 * (rate > 4 * best)
             sweep.study().tell(number, float(loss))
             sweep.run(number).mkdir(exist_ok=True)
-            (sweep.run(number) / "facts.json").write_text(json.dumps({"model": {"width": int(folder.name)}}))
+            (sweep.run(number) / "facts.json").write_text(
+                json.dumps({"model": {"width": int(folder.name)}})
+            )
     monkeypatch.setattr(sys, "argv", ["lr_transfer.py", "4096", *map(str, folders)])
     exec(compile(program, "lr_transfer.py", "exec"), {})
     printed = capsys.readouterr().out
-    assert "width^-0.75, at most x1.00 off" in printed and f"width 4096: {0.3 / 4096**0.75:.2e}" in printed
-    monkeypatch.setattr(sys, "argv", ["lr_transfer.py", "4096", *map(str, folders[:2]), str(at_the_edge(tmp_path))])
+    assert (
+        "width^-0.75, at most x1.00 off" in printed
+        and f"width 4096: {0.3 / 4096**0.75:.2e}" in printed
+    )
+    monkeypatch.setattr(
+        sys, "argv", ["lr_transfer.py", "4096", *map(str, folders[:2]), str(at_the_edge(tmp_path))]
+    )
     with pytest.raises(SystemExit, match="not between the learning rates tried: widen the space"):
         exec(compile(program, "lr_transfer.py", "exec"), {})
 

@@ -18,7 +18,9 @@ def logits(found: Trained) -> torch.Tensor:
         return found.model(torch.arange(60).view(2, 30)).logits
 
 
-def test_a_run_a_checkpoint_and_a_folder_name_the_same_model(flags: list[str], tmp_path: Path) -> None:
+def test_a_run_a_checkpoint_and_a_folder_name_the_same_model(
+    flags: list[str], tmp_path: Path
+) -> None:
     assert run("fit", *flags, "--trainer.max_steps=2", "--trainer.limit_val_batches=0") == 0
     folder, output = only_run(tmp_path), tmp_path / "out"
     ours = [flag for flag in flags if not flag.startswith("--trainer.")]
@@ -44,13 +46,18 @@ def test_a_runs_own_config_file_is_accepted_by_every_verb(flags: list[str], tmp_
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("{tmp}/runs/nowhere", "MODEL '.*/runs/nowhere' does not exist: give the folder of a run, a checkpoint, or"),
+        (
+            "{tmp}/runs/nowhere",
+            "MODEL '.*/runs/nowhere' does not exist: give the folder of a run, a checkpoint, or",
+        ),
         ("{tmp}/empty", "is not a run folder and contains none"),
         ("{tmp}/alone.ckpt", r"'.*/alone.ckpt' is not in a run's folder, with its config.yaml"),
         ("{tmp}/broken", "'.*/broken' cannot be loaded: "),
     ],
 )
-def test_what_is_no_model_is_refused_in_one_sentence(name: str, message: str, tmp_path: Path) -> None:
+def test_what_is_no_model_is_refused_in_one_sentence(
+    name: str, message: str, tmp_path: Path
+) -> None:
     for folder in ("runs", "empty", "broken"):
         (tmp_path / folder).mkdir()
     torch.save({"state_dict": {}}, tmp_path / "alone.ckpt")

@@ -30,13 +30,19 @@ def test_a_finding_is_printed_once_and_written_once(
     lines = read_lines(folder / diagnosis.FILE)
     assert [line["rule"] for line in lines].count("loss_not_decreasing") == 1
     found = next(line for line in lines if line["rule"] == "loss_not_decreasing")
-    assert found["step"] < 60 and found["causes"][0]["changes"][0]["key"] == "model.optim.learning_rate"
+    assert (
+        found["step"] < 60
+        and found["causes"][0]["changes"][0]["key"] == "model.optim.learning_rate"
+    )
     errors = logged(folder, "health/errors")
     assert errors[2] == 0 and errors[60] == 1
 
 
 def test_it_diagnoses_again_when_training_fails(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     original = LanguageModule.training_step
     monkeypatch.setattr(LanguageModule, "training_step", lambda *given: original(*given) * math.nan)
@@ -48,7 +54,9 @@ def test_it_diagnoses_again_when_training_fails(
 def test_other_ranks_do_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning.pytorch.utilities.rank_zero_only.rank", 1)
     callback = diagnosis.Diagnosis(every_s=0, folder=str(tmp_path / "nowhere"))
-    trainer: Any = SimpleNamespace(is_global_zero=False, sanity_checking=False, global_step=5, callbacks=[])
+    trainer: Any = SimpleNamespace(
+        is_global_zero=False, sanity_checking=False, global_step=5, callbacks=[]
+    )
     module: Any = SimpleNamespace(metrics=None, eval_metrics={})
     callback.on_train_start(trainer, module)
     callback.on_log_step(trainer, module, {"train/loss": 1.0})
@@ -58,11 +66,17 @@ def test_other_ranks_do_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_it_reads_nothing_from_the_device(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_reads_nothing_from_the_device(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads: list[str] = []
     for name in ("item", "tolist", "__float__", "__bool__"):
         original = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, lambda tensor, original=original: reads.append("") or original(tensor))
+        monkeypatch.setattr(
+            torch.Tensor,
+            name,
+            lambda tensor, original=original: reads.append("") or original(tensor),
+        )
     counts = []
     for enabled in ("false", "true"):
         reads.clear()
@@ -71,7 +85,9 @@ def test_it_reads_nothing_from_the_device(flags: list[str], monkeypatch: pytest.
     assert counts[0] == counts[1]
 
 
-def test_a_full_disk_does_not_end_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_does_not_end_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     callback = diagnosis.Diagnosis(folder=str(tmp_path / "gone"))
     callback._write(Finding("r", "error", "certain", "t", "e"), 3)
     assert "findings.jsonl" in capsys.readouterr().out
@@ -100,4 +116,9 @@ def test_a_line_of_findings_is_complete(tmp_path: Path) -> None:
         Finding("r", "error", "certain", "t", "e", steps=(1, 2), ranks=[3]), 3
     )
     line = json.loads((tmp_path / diagnosis.FILE).read_text())
-    assert line["step"] == 3 and line["steps"] == [1, 2] and line["ranks"] == [3] and line["confidence"] == "certain"
+    assert (
+        line["step"] == 3
+        and line["steps"] == [1, 2]
+        and line["ranks"] == [3]
+        and line["confidence"] == "certain"
+    )

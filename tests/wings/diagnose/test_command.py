@@ -25,7 +25,9 @@ def write(history: History, folder: Path) -> Path:
     lines = [
         json.dumps({"step": step, "time": at, name: value})
         for name, series in metrics
-        for step, at, value in zip(*(c.tolist() for c in (series.steps, series.times, series.values)), strict=True)
+        for step, at, value in zip(
+            *(c.tolist() for c in (series.steps, series.times, series.values)), strict=True
+        )
     ]
     (folder / "metrics.jsonl").write_text("\n".join(lines))
     return folder
@@ -33,17 +35,24 @@ def write(history: History, folder: Path) -> Path:
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Path:
-    return write(a_run(400, 5, config={"trainer.precision": "32-true"}), tmp_path / "runs" / "pretrain" / "slow")
+    return write(
+        a_run(400, 5, config={"trainer.precision": "32-true"}),
+        tmp_path / "runs" / "pretrain" / "slow",
+    )
 
 
-def test_it_says_what_is_wrong_and_what_to_type(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_what_is_wrong_and_what_to_type(
+    slow: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["diagnose", str(slow)]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{slow}: step 400 of 400: 1 warning\n\nWARNING  training runs in fp32")
     assert "--trainer.precision bf16-mixed" in out and "now 32-true" in out
 
 
-def test_without_a_fault_it_says_what_was_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_fault_it_says_what_was_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write(a_run(400, 5), tmp_path / "run")
     assert main(["diagnose", str(run)]) == 0
     assert "nothing found: checked " in capsys.readouterr().out
@@ -75,7 +84,9 @@ def test_without_a_folder_it_takes_the_newest_under_runs(
     assert "runs/pretrain/slow" in capsys.readouterr().out
 
 
-def test_a_folder_without_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_runs_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["diagnose", str(tmp_path)]) == 2
     assert f"error: {tmp_path} is not a run folder" in capsys.readouterr().err
 
@@ -97,5 +108,7 @@ def test_it_imports_neither_torch_nor_lightning(slow: Path) -> None:
         f"import sys; from tests.support.line import main; main(['diagnose', {str(slow)!r}]);"
         "sys.exit(bool({'torch', 'lightning', 'transformers'} & set(sys.modules)))"
     )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=PROJECT, capture_output=True, timeout=60, check=False
+    )
     assert ended.returncode == 0, ended.stderr

@@ -35,7 +35,9 @@ GOOD = {
 numbers = st.one_of(st.integers(), st.floats(), st.just(10**400))
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), numbers, st.text(max_size=9)),
-    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.text(max_size=5), inner, max_size=2)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2), st.dictionaries(st.text(max_size=5), inner, max_size=2)
+    ),
     max_leaves=3,
 )
 DAMAGES = [
@@ -72,7 +74,11 @@ def damaged(record: dict[str, Any]) -> st.SearchStrategy[bytes]:
 
 def readers(folder: Path) -> Iterator[Callable[[], Any]]:
     yield lambda: (
-        lambda history: (expected.progress(history), tables([history], [""]), tables([history] * 2, ["", ""]))
+        lambda history: (
+            expected.progress(history),
+            tables([history], [""]),
+            tables([history] * 2, ["", ""]),
+        )
     )(read_run(folder))
     yield lambda: launch._read(folder / "launch")
     yield lambda: Registry(folder).roll_back()
@@ -86,7 +92,12 @@ def test_a_damaged_file_gives_no_traceback(name: str, tmp_path: Path) -> None:
         (tmp_path / file).write_text(json.dumps(record))
     (tmp_path / "latest").symlink_to("v1")
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck], phases=[Phase.generate])
+    @settings(
+        max_examples=60,
+        deadline=None,
+        suppress_health_check=[*HealthCheck],
+        phases=[Phase.generate],
+    )
     @given(damaged(GOOD[name]))
     def drawn(content: bytes) -> None:
         (tmp_path / name).write_bytes(content)
@@ -95,7 +106,9 @@ def test_a_damaged_file_gives_no_traceback(name: str, tmp_path: Path) -> None:
                 read()
             except InputError as error:
                 assert len(str(error)) < 1_000 and "\n" not in str(error), error
-        run_lock.refusal(tmp_path / name, run_lock.read(tmp_path / "lock.json") or {}, run_lock.this_process())
+        run_lock.refusal(
+            tmp_path / name, run_lock.read(tmp_path / "lock.json") or {}, run_lock.this_process()
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_lock, "LEASE_S", 0.0)
@@ -104,7 +117,9 @@ def test_a_damaged_file_gives_no_traceback(name: str, tmp_path: Path) -> None:
 
 def test_the_sentence_names_the_file_and_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: b: c")
-    with pytest.raises(InputError, match=f"^{tmp_path}/config.yaml cannot be read .*: restore it, or move it away"):
+    with pytest.raises(
+        InputError, match=f"^{tmp_path}/config.yaml cannot be read .*: restore it, or move it away"
+    ):
         read_run(tmp_path)
 
 

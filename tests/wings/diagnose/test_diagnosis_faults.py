@@ -78,7 +78,9 @@ def test_the_advised_change_cures_the_fault(trainings: Trainings, training: Trai
     cured = replace(training, name=f"{training.name}_cured", flags=[*training.flags, *advice])
     findings = engine.diagnose(read_run(trainings(cured)))
     assert trainings.records[cured.name].ok, trainings.records[cured.name].error
-    assert training.rule not in [finding.rule for finding in findings], f"{advice}\n{as_text(findings)}"
+    assert training.rule not in [finding.rule for finding in findings], (
+        f"{advice}\n{as_text(findings)}"
+    )
 
 
 @pytest.mark.slow
@@ -93,7 +95,11 @@ def test_a_live_training_is_diagnosed_as_expected(trainings: Trainings, training
 @each_of("name", ["learning_rate_x0.001", "router_collapse", "slow_rank"])
 def test_a_fault_is_reported_during_training(trainings: Trainings, name: str) -> None:
     (training,) = (each for each in FAULTS if each.name == name)
-    found = [line for line in read_lines(trainings(training) / "findings.jsonl") if line["rule"] == training.rule]
+    found = [
+        line
+        for line in read_lines(trainings(training) / "findings.jsonl")
+        if line["rule"] == training.rule
+    ]
     assert found and found[0]["step"] < 100
     printed = trainings.records[name].log(0)
     assert printed.count(f"diagnosis: {found[0]['level']}: {found[0]['title']}") == 1

@@ -32,7 +32,9 @@ def test_all_rules_together_take_milliseconds_over_2000_points() -> None:
         start = time.process_time()
         engine.diagnose(history)
         spent.append(time.process_time() - start)
-    assert min(spent) < 0.2  # below 0.02 on an idle machine; a rule that is quadratic in the points takes seconds
+    assert (
+        min(spent) < 0.2
+    )  # below 0.02 on an idle machine; a rule that is quadratic in the points takes seconds
 
 
 def test_a_rule_that_raises_becomes_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,9 +62,16 @@ def test_a_rate_that_was_unstable_during_warm_up_is_halved_from_there() -> None:
     def unstable(done: np.ndarray) -> np.ndarray:
         return np.where(done < 0.02, 10.8 - 100 * done, 8.8 + 40 * (done - 0.02))
 
-    run: dict[str, Any] = {"steps": 1000, "every": 2, "upto": 0.1, "columns": {"train/loss": unstable}}
+    run: dict[str, Any] = {
+        "steps": 1000,
+        "every": 2,
+        "upto": 0.1,
+        "columns": {"train/loss": unstable},
+    }
     # 6e-4 is reached at 0.05 of the training; at 0.02 it was 2.4e-4
-    assert proposed("model.optim.learning_rate", "loss_diverges", **run) == pytest.approx(1.2e-4, rel=0.3)
+    assert proposed("model.optim.learning_rate", "loss_diverges", **run) == pytest.approx(
+        1.2e-4, rel=0.3
+    )
 
 
 def test_the_proposed_interval_leaves_five_percent_for_checkpoints() -> None:
@@ -81,17 +90,27 @@ def test_frozen_parameters_come_before_the_learning_rate() -> None:
     frozen = finding("loss_not_decreasing", columns=constant, facts={"parameters.trainable": 1000})
     assert "frozen" in frozen.causes[0].sentence
     columns = constant | {"train/learning_rate": lambda done: rate(done) * 1e-6}
-    low = finding("loss_not_decreasing", columns=columns, config={"model.optim.learning_rate": 6e-10})
+    low = finding(
+        "loss_not_decreasing", columns=columns, config={"model.optim.learning_rate": 6e-10}
+    )
     (change,) = low.causes[0].changes
     to: Any = change.to
     assert change.key == "model.optim.learning_rate" and to > 1e-5
 
 
 def test_the_module_that_is_first_not_finite_comes_first_in_a_stable_training() -> None:
-    first = incident(500, first_bad={"what": "output", "module": "model.layers.3.mlp", "ranks": [0]})
+    first = incident(
+        500, first_bad={"what": "output", "module": "model.layers.3.mlp", "ranks": [0]}
+    )
     stable = finding("loss_not_finite", incidents=[first])
-    assert "model.layers.3.mlp" in stable.causes[0].sentence and stable.level == "error" and stable.ranks == [0]
-    unstable = finding("loss_not_finite", incidents=[first], config={"model.optim.learning_rate": 0.5})
+    assert (
+        "model.layers.3.mlp" in stable.causes[0].sentence
+        and stable.level == "error"
+        and stable.ranks == [0]
+    )
+    unstable = finding(
+        "loss_not_finite", incidents=[first], config={"model.optim.learning_rate": 0.5}
+    )
     assert unstable.causes[0].changes[0].key == "model.optim.learning_rate"
     repeated = [incident(step, rank=3, decision="skip") for step in (500, 900)]
     assert "rank 3" in finding("loss_not_finite", incidents=repeated).causes[0].sentence
@@ -101,7 +120,11 @@ def test_the_module_that_is_first_not_finite_comes_first_in_a_stable_training() 
 
 
 def test_text_fits_a_screen_and_has_flags_to_type() -> None:
-    columns = {name: column for case in CASES.values() for name, column in case[0].get("columns", {}).items()}
+    columns = {
+        name: column
+        for case in CASES.values()
+        for name, column in case[0].get("columns", {}).items()
+    }
     findings = engine.diagnose(a_run(columns=columns, config={"trainer.precision": "32-true"}))
     assert len(findings) > 4
     text = as_text(findings)

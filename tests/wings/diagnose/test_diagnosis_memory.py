@@ -68,7 +68,12 @@ PIPELINES: list[Any] = [
     ("pp", 2, []), ("pp_fsdp2", 4, []), ("pp", 2, ["--trainer.strategy.init_args.pp_schedule=Interleaved1F1B"]),
     ("cp", 2, []),
 ]  # fmt: skip
-QUICKEST = [("ddp", "32-true"), ("fsdp2", "bf16-mixed"), ("zero2", "bf16-mixed"), ("zero3", "32-true")]
+QUICKEST = [
+    ("ddp", "32-true"),
+    ("fsdp2", "bf16-mixed"),
+    ("zero2", "bf16-mixed"),
+    ("zero3", "32-true"),
+]
 OTHERS = [
     ("ddp", "bf16-true"), ("fsdp2", "bf16-true"), ("tp", "32-true"), ("zero1", "32-true"), ("zero1", "bf16-mixed"),
     ("zero2", "32-true"), ("zero3", "bf16-mixed"),
@@ -77,16 +82,28 @@ OTHERS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "precision"), [*QUICKEST, *(pytest.param(*each, marks=pytest.mark.nightly) for each in OTHERS)]
+    ("strategy", "precision"),
+    [*QUICKEST, *(pytest.param(*each, marks=pytest.mark.nightly) for each in OTHERS)],
 )
 def test_the_estimate_of_weights_gradients_and_optimizer_state_is_exact(
     flags: list[str], tmp_path: Path, strategy: str, precision: str
 ) -> None:
     run("prepare", *flags)
-    flags = [*flags, *flags_of(strategy), "--trainer.devices=2", f"--model.architecture={ARCHITECTURE}"]
-    flags += ["--trainer.max_steps=2", "--trainer.limit_val_batches=0", f"--trainer.precision={precision}"]
+    flags = [
+        *flags,
+        *flags_of(strategy),
+        "--trainer.devices=2",
+        f"--model.architecture={ARCHITECTURE}",
+    ]
+    flags += [
+        "--trainer.max_steps=2",
+        "--trainer.limit_val_batches=0",
+        f"--trainer.precision={precision}",
+    ]
     with Workers(2) as workers:
-        record = workers.run(["fit", *flags], tmp_path / "record", callbacks=[State(tmp_path)]).check()
+        record = workers.run(
+            ["fit", *flags], tmp_path / "record", callbacks=[State(tmp_path)]
+        ).check()
     estimate = Estimate(read_run(record.run))
     adapted = sum(8 * (WIDTH + out) for out in (WIDTH,) * 4 + (MLP,) * 3) * LAYERS
     adapted *= any(flag.startswith("--model.adapter") for flag in flags)
@@ -96,26 +113,37 @@ def test_the_estimate_of_weights_gradients_and_optimizer_state_is_exact(
     expected = sum(counted[part] for part in ("weights", "gradients", "optimizer state"))
     for rank in range(2):
         measured = json.loads((tmp_path / f"state{rank}.json").read_text())
-        assert measured == pytest.approx(expected, rel=0.02), {k: v / PARAMETERS for k, v in counted.items()}
+        assert measured == pytest.approx(expected, rel=0.02), {
+            k: v / PARAMETERS for k, v in counted.items()
+        }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "processes", "more"), tiers(PIPELINES, PIPELINES[:1]), ids=["pp", "pp_fsdp2", "interleaved", "cp"]
+    ("strategy", "processes", "more"),
+    tiers(PIPELINES, PIPELINES[:1]),
+    ids=["pp", "pp_fsdp2", "interleaved", "cp"],
 )
 def test_the_estimate_of_a_stage_is_within_5_percent(
     flags: list[str], tmp_path: Path, strategy: str, processes: int, more: list[str]
 ) -> None:
     """The rank with most parameters counts."""
     run("prepare", *flags)
-    flags = [*flags, *flags_of(strategy), f"--trainer.devices={processes}", "--data.global_batch_size=16"]
+    flags = [
+        *flags,
+        *flags_of(strategy),
+        f"--trainer.devices={processes}",
+        "--data.global_batch_size=16",
+    ]
     flags += ["--data.micro_batch_size=1", "--trainer.max_steps=2", "--trainer.limit_val_batches=0"]
     flags.append(f"--model.architecture={ARCHITECTURE}")
     with Workers(processes) as workers:
         options: Any = {"callbacks": [State(tmp_path)]}
         record = workers.run(["fit", *flags, *more], tmp_path / "record", **options).check()
     counted = Estimate(read_run(record.run)).state()
-    measured = max(json.loads((tmp_path / f"state{rank}.json").read_text()) for rank in range(processes))
+    measured = max(
+        json.loads((tmp_path / f"state{rank}.json").read_text()) for rank in range(processes)
+    )
     assert sum(counted[part] for part in STATE) == pytest.approx(measured, rel=0.05)
     in_ranks = processes > 2 and strategy != "cp"
     assert ("unsharded gradients" in counted) == in_ranks
@@ -124,7 +152,10 @@ def test_the_estimate_of_a_stage_is_within_5_percent(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "adapter"),
-    tiers([(s, a) for s in ("ddp", "fsdp2", "zero3") for a in (ADAPTERS, FOUR_BITS)], [("fsdp2", FOUR_BITS)]),
+    tiers(
+        [(s, a) for s in ("ddp", "fsdp2", "zero3") for a in (ADAPTERS, FOUR_BITS)],
+        [("fsdp2", FOUR_BITS)],
+    ),
 )
 def test_the_estimate_knows_frozen_and_4_bit_weights(
     flags: list[str], tmp_path: Path, strategy: str, adapter: list[str]
@@ -135,7 +166,8 @@ def test_the_estimate_knows_frozen_and_4_bit_weights(
 
 
 @pytest.mark.parametrize(
-    ("model", "precision"), [("llama", "32-true"), ("llama", "bf16-mixed"), ("deepseek_v3", "32-true")]
+    ("model", "precision"),
+    [("llama", "32-true"), ("llama", "bf16-mixed"), ("deepseek_v3", "32-true")],
 )
 def test_the_estimate_of_activations_is_within_a_factor_of_two(
     flags: list[str], tmp_path: Path, model: str, precision: str, monkeypatch: pytest.MonkeyPatch
@@ -170,14 +202,22 @@ def test_the_estimate_of_activations_is_within_a_factor_of_two(
     parts = estimate.sharding.memory(estimate.facts)
     # of three tensors, forward keeps the log-probabilities
     ratio = sum(kept.values()) / (parts["activations"] + parts["logits"] / 3)
-    print(f"{model} {precision}: autograd keeps {sum(kept.values()) / 2**20:.2f} MiB, {ratio:.2f} of what is counted")
+    print(
+        f"{model} {precision}: autograd keeps {sum(kept.values()) / 2**20:.2f} MiB, {ratio:.2f} of what is counted"
+    )
     assert 0.5 < ratio < 2.0
 
 
 def llama_7b(strategy: dict[str, Any] | str = "ddp", world_size: int = 8, **keys: Any) -> History:
     """A run on GPUs; `keys` with "__" for dots."""
-    config = CONFIG | {"trainer.strategy": strategy} | {key.replace("__", "."): value for key, value in keys.items()}
-    return History(Path("run"), config=nested(config), facts=nested(FACTS | {"machine.world_size": world_size}))
+    config = (
+        CONFIG
+        | {"trainer.strategy": strategy}
+        | {key.replace("__", "."): value for key, value in keys.items()}
+    )
+    return History(
+        Path("run"), config=nested(config), facts=nested(FACTS | {"machine.world_size": world_size})
+    )
 
 
 def mesh(**arguments: Any) -> dict[str, Any]:
@@ -188,7 +228,9 @@ def zero(**arguments: Any) -> dict[str, Any]:
     return {"class_path": "ZeroStrategy", "init_args": arguments}
 
 
-def changes(history: History, memory: dict[str, Any] | None = None, **options: Any) -> dict[str, Change]:
+def changes(
+    history: History, memory: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Change]:
     causes = remedies(memory_use(history, memory or {}, **options))
     return {change.key: change for cause in causes for change in cause.changes}
 
@@ -204,7 +246,10 @@ def test_the_proposed_micro_batch_divides_and_fits() -> None:
     # 79 - 12.6 of state - 1.5 gathered + 2 requested = 67 grow with it; 5 must go, and 6/12 of 67 is the first to do
     assert (change.now, change.to) == (12, 6) and change.note.endswith(", enough by itself")
     assert freed_gib(change) == pytest.approx(33.5, abs=1.5)
-    assert changes(history, memory | {"used_gib": 79.9, "asked_gib": 60.0})["data.micro_batch_size"].to == 4
+    assert (
+        changes(history, memory | {"used_gib": 79.9, "asked_gib": 60.0})["data.micro_batch_size"].to
+        == 4
+    )
 
 
 def test_remedies_in_effect_or_impossible_are_not_proposed() -> None:
@@ -218,12 +263,19 @@ def test_remedies_in_effect_or_impossible_are_not_proposed() -> None:
     )  # fmt: skip
     slim.facts["machine"]["device"] = "cpu"
     assert changes(slim) == {}
-    files = [c.to for cause in remedies(memory_use(llama_7b(), {})) for c in cause.changes if c.key == "config"]
+    files = [
+        c.to
+        for cause in remedies(memory_use(llama_7b(), {}))
+        for c in cause.changes
+        if c.key == "config"
+    ]
     assert files == ["configs/strategy/fsdp2.yaml", "configs/strategy/zero2.yaml"]
     third = changes(llama_7b(zero(stage=3, offload_optimizer=True), data__micro_batch_size=1))
     assert "trainer.strategy.init_args.stage" not in third
     fp16 = remedies(memory_use(llama_7b(trainer__precision="16-mixed"), {}))
-    assert "configs/strategy/fsdp2.yaml" not in {c.to for cause in fp16 for c in cause.changes}, "limits/ refuses it"
+    assert "configs/strategy/fsdp2.yaml" not in {c.to for cause in fp16 for c in cause.changes}, (
+        "limits/ refuses it"
+    )
 
 
 def test_savings_follow_from_the_formulas() -> None:
@@ -234,7 +286,9 @@ def test_savings_follow_from_the_formulas() -> None:
         gib * 2 * 7 / 8 + (0.4 - 2) / 1.0737, 0.01
     )
     # offload: 4 bytes of gradients and 12 of optimizer state of an eighth
-    assert freed_gib(found["trainer.strategy.init_args.offload_optimizer"]) == pytest.approx(gib * 16 / 8, 0.01)
+    assert freed_gib(found["trainer.strategy.init_args.offload_optimizer"]) == pytest.approx(
+        gib * 16 / 8, 0.01
+    )
 
 
 def test_a_stage_keeps_what_its_schedule_has_in_flight() -> None:
@@ -250,10 +304,16 @@ def test_a_stage_keeps_what_its_schedule_has_in_flight() -> None:
         kept[schedule] = estimate.sharding.layers_kept(estimate.facts)
     assert kept == {"1F1B": 8 * 4, "Interleaved1F1B": 8 * 5.5}
     replicated = llama_7b(mesh(pp_size=4), 8, data__global_batch_size=128)
-    stages = {"stages": [[0], [1], [2], [3]], "blocks": [8] * 4, "parameters": [10**9, 10**9, 10**9, 2 * 10**9]}
+    stages = {
+        "stages": [[0], [1], [2], [3]],
+        "blocks": [8] * 4,
+        "parameters": [10**9, 10**9, 10**9, 2 * 10**9],
+    }
     replicated.facts["pipeline"] = {"schedule": "1F1B"} | stages
     stage = Estimate(replicated).state()
-    assert stage["weights"] == 4 * 10**9 and stage["unsharded gradients"] == 8 * 10**9, "of the largest, on two ranks"
+    assert stage["weights"] == 4 * 10**9 and stage["unsharded gradients"] == 8 * 10**9, (
+        "of the largest, on two ranks"
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -265,15 +325,23 @@ def test_micro_batches_in_flight_match_torchs_orders(schedule: Any) -> None:
             SimpleNamespace(stage_index=n, num_stages=ranks * v, group_size=ranks, group_rank=0, is_first=n == 0,
                             is_last=False, submod=None) for n in range(0, ranks * v, ranks)
         ]  # fmt: skip
-        made = SCHEDULES[schedule](stages if v > 1 else stages[0], micro_batches, print, scale_grads=False)
-        most, facts = {}, {"schedule": schedule, "blocks": [1] * ranks * v, "parameters": [1] * ranks * v}
+        made = SCHEDULES[schedule](
+            stages if v > 1 else stages[0], micro_batches, print, scale_grads=False
+        )
+        most, facts = (
+            {},
+            {"schedule": schedule, "blocks": [1] * ranks * v, "parameters": [1] * ranks * v},
+        )
         for rank, actions in made.pipeline_order.items():
             sizes = [moves.get(action.computation_type.value, 0) for action in actions if action]
             most[rank] = max(accumulate(sizes)) / v
         history = llama_7b(mesh(pp_size=ranks), ranks, data__global_batch_size=8 * micro_batches)
         own = [[*range(rank, ranks * v, ranks)] for rank in range(ranks)]
         history.facts["pipeline"] = facts | {"stages": own}
-        made, last = Estimate(history), next(n for n, each in enumerate(own) if ranks * v - 1 in each)
+        made, last = (
+            Estimate(history),
+            next(n for n, each in enumerate(own) if ranks * v - 1 in each),
+        )
         sharding: Any = made.sharding
         found = sharding.stages(made.facts)
         assert (found.kept, found.kept_at_end) == pytest.approx((max(most.values()), most[last]))
@@ -287,9 +355,13 @@ def test_gradients_of_an_accumulation_are_counted_where_they_are_kept() -> None:
     assert Estimate(llama_7b(**accumulating)).state()["communication buffers"] == 4 * LLAMA_7B
     assert "communication buffers" not in Estimate(llama_7b()).state()
     strategy = mesh(reduce_each_micro_batch=False)
-    assert Estimate(llama_7b(strategy, **accumulating)).state()["unsharded gradients"] == 4 * LLAMA_7B
+    assert (
+        Estimate(llama_7b(strategy, **accumulating)).state()["unsharded gradients"] == 4 * LLAMA_7B
+    )
     key, gib = "trainer.strategy.init_args.reduce_each_micro_batch", LLAMA_7B / GIB
-    assert freed_gib(changes(llama_7b(strategy, **accumulating))[key]) == pytest.approx(4 * gib, 0.01)
+    assert freed_gib(changes(llama_7b(strategy, **accumulating))[key]) == pytest.approx(
+        4 * gib, 0.01
+    )
     assert key not in changes(llama_7b(strategy)), "nothing to save"
 
 
@@ -305,7 +377,9 @@ def test_gradients_of_an_accumulation_are_counted_where_they_are_kept() -> None:
         ("zero3_offload", 2, ["zero3"], 2),
     ],
 )
-def test_shipped_strategies_are_understood(name: str, world_size: int, axes: list[str], data_parallel: int) -> None:
+def test_shipped_strategies_are_understood(
+    name: str, world_size: int, axes: list[str], data_parallel: int
+) -> None:
     estimate = Estimate(llama_7b(settings_of(name), world_size))
     assert estimate.sharding.axes(world_size) == axes
     assert estimate.sharding.data_parallel(world_size) == data_parallel

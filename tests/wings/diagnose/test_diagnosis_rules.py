@@ -55,7 +55,9 @@ def test_a_load_of_experts_that_still_falls_is_reported_at_the_end(upto: float) 
     assert ("experts_overloaded" in findings) == (upto == 1)
     if upto == 1:
         (change,) = findings["experts_overloaded"].causes[0].changes
-        assert (change.now, change.to) == (0.003, 0.006), "300 steps ask for 1/300, which is rounded to 0.003"
+        assert (change.now, change.to) == (0.003, 0.006), (
+            "300 steps ask for 1/300, which is rounded to 0.003"
+        )
 
 
 def test_a_run_that_has_written_nothing_has_no_findings(tmp_path: Path) -> None:

@@ -19,7 +19,11 @@ NAMES = ["r0", "r1", "r2"]
 
 
 def config(name: str, rate: float, seed: int) -> dict[str, Any]:
-    return {"seed_everything": seed, "run": {"name": name}, "model": {"optim": {"learning_rate": rate}}}
+    return {
+        "seed_everything": seed,
+        "run": {"name": name},
+        "model": {"optim": {"learning_rate": rate}},
+    }
 
 
 @pytest.fixture
@@ -82,11 +86,15 @@ def test_compare_prints_what_differs_and_draws_the_curves_over_each_other(
     assert "run.name" not in shown, "only keys that differ"
     assert (tmp_path / "x/report.html").exists()
 
-    traces: Any = curves.figures([read_run(folder) for folder in runs], NAMES)["Loss, nats per token"]
+    traces: Any = curves.figures([read_run(folder) for folder in runs], NAMES)[
+        "Loss, nats per token"
+    ]
     assert [trace["line"]["color"] for trace in traces] == [*curves.COLOURS[:3]]
 
 
-def test_compare_refuses_one_run_or_one_given_twice(runs: list[Path], capfd: pytest.CaptureFixture) -> None:
+def test_compare_refuses_one_run_or_one_given_twice(
+    runs: list[Path], capfd: pytest.CaptureFixture
+) -> None:
     assert run("compare", str(runs[0])) == 2
     assert run("compare", str(runs[0]), f"{runs[0].parent}/../x/r0") == 2
     error = capfd.readouterr().err

@@ -50,7 +50,11 @@ class Elements(HTMLParser):
 
 def libraries(made: Elements) -> list[str]:
     """The addresses of scripts in other files."""
-    return [str(attributes["src"]) for tag, attributes in made.elements if tag == "script" and "src" in attributes]
+    return [
+        str(attributes["src"])
+        for tag, attributes in made.elements
+        if tag == "script" and "src" in attributes
+    ]
 
 
 def report(folder: Path, plotly: PlotlyJs = "shared") -> Elements:
@@ -66,8 +70,12 @@ def test_all_runs_share_one_plotly(tmp_path: Path) -> None:
         assert (folder / library).read_text("utf-8").startswith("/**\n* plotly.js v")
         assert (folder / "report.html").stat().st_size < 100_000
     found = {path.relative_to(tmp_path).parent.as_posix() for path in tmp_path.rglob("*.js")}
-    assert found == {"runs", "copied/3"}, "a run that was copied out of its root writes nothing outside of itself"
-    (tmp_path / "runs/a/1/config.yaml").write_text("run: {name: a, root: runs, plotly: cdn}", "utf-8")
+    assert found == {"runs", "copied/3"}, (
+        "a run that was copied out of its root writes nothing outside of itself"
+    )
+    (tmp_path / "runs/a/1/config.yaml").write_text(
+        "run: {name: a, root: runs, plotly: cdn}", "utf-8"
+    )
     page.write([tmp_path / "runs/a/1"], tmp_path / "runs/a/1")
     (library,) = libraries(Elements((tmp_path / "runs/a/1/report.html").read_text("utf-8")))
     assert library.startswith("https://cdn.plot.ly/plotly-"), "as the run has it"
@@ -79,21 +87,39 @@ def test_an_inline_page_needs_no_other_file(tmp_path: Path) -> None:
     made = Elements((folder / "report.html").read_text(encoding="utf-8"))
     assert not list(tmp_path.rglob("*.js"))
     assert not [a for _, a in made.elements if {"src", "href", "srcset", "data"} & set(a)]
-    assert not [tag for tag, _ in made.elements if tag in ("link", "iframe", "object", "base", "form")]
+    assert not [
+        tag for tag, _ in made.elements if tag in ("link", "iframe", "object", "base", "form")
+    ]
 
 
 def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
     config = {"run": {"name": "a"}, "data": {"prompts": [HOSTILE]}, "model": {HOSTILE: HOSTILE}}
     metrics = falling(5) | {f"train/{HOSTILE}": [1.0, 2.0]}
     folder = write_run(
-        tmp_path / "a" / "<b>1", metrics, config, {"data": {}}, host=HOSTILE, packages={HOSTILE: HOSTILE}
+        tmp_path / "a" / "<b>1",
+        metrics,
+        config,
+        {"data": {}},
+        host=HOSTILE,
+        packages={HOSTILE: HOSTILE},
     )
-    (folder / "incidents.jsonl").write_text(json.dumps({"step": 3, "kind": HOSTILE}) + "\n", encoding="utf-8")
+    (folder / "incidents.jsonl").write_text(
+        json.dumps({"step": 3, "kind": HOSTILE}) + "\n", encoding="utf-8"
+    )
     (folder / "crash").mkdir()
-    crash = {"time": 1.0, "step": 5, "rank": 0, "host": HOSTILE, "error": HOSTILE, "message": HOSTILE}
+    crash = {
+        "time": 1.0,
+        "step": 5,
+        "rank": 0,
+        "host": HOSTILE,
+        "error": HOSTILE,
+        "message": HOSTILE,
+    }
     (folder / "crash" / "rank0.json").write_text(json.dumps(crash), encoding="utf-8")
     made = report(folder)
-    assert not [text for text in made.scripts if HOSTILE in text] and "img" not in [tag for tag, _ in made.elements]
+    assert not [text for text in made.scripts if HOSTILE in text] and "img" not in [
+        tag for tag, _ in made.elements
+    ]
     assert not [a for _, a in made.elements if any(name.startswith("on") for name in a)]
     assert made.text.count(HOSTILE) >= 6, "and all of it can be read"
     plotted = [trace["name"] for plot in made.figures for trace in plot["data"]]
@@ -101,7 +127,9 @@ def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
 
 
 def test_attributes_and_data_are_escaped(tmp_path: Path) -> None:
-    history = read_run(write_run(tmp_path / "a" / "<i>", falling(3) | {"train/</script><b>": [1.0]}))
+    history = read_run(
+        write_run(tmp_path / "a" / "<i>", falling(3) | {"train/</script><b>": [1.0]})
+    )
     made = Elements(page.page([history], [[]], link='"><b>'))
     assert libraries(made) == ['"><b>']
     assert "i" not in [tag for tag, _ in made.elements]
@@ -109,7 +137,9 @@ def test_attributes_and_data_are_escaped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_few_points_are_marked_and_a_metric_without_values_has_no_plot(tmp_path: Path, steps: int) -> None:
+def test_few_points_are_marked_and_a_metric_without_values_has_no_plot(
+    tmp_path: Path, steps: int
+) -> None:
     metrics = falling(steps) | {"perf/mfu": [math.nan] * steps}
     shown = curves.figures([read_run(write_run(tmp_path / "a" / "1", metrics))], ["a/1"])
     assert [title.split()[0] for title in shown] == ["Loss,", "Gradient", "Learning", "Tokens"]
@@ -136,7 +166,10 @@ def test_the_configuration_is_compared_with_the_defaults(tmp_path: Path) -> None
     config = json.loads(json.dumps(defaults))
     config["samples"]["folder"] = str(folder)  # as a run writes it, with the folder filled in
     config["trainer"] |= {"max_steps": 7, "precision": "bf16"}
-    config["trainer"]["strategy"] = {"class_path": "pkg.parallel.ZeroStrategy", "init_args": {"stage": 2}}
+    config["trainer"]["strategy"] = {
+        "class_path": "pkg.parallel.ZeroStrategy",
+        "init_args": {"stage": 2},
+    }
     assert settings(read_run(write_run(folder, falling(3), config, defaults))) == [
         ["trainer.max_steps", "7", "-1"],
         ["trainer.precision", "bf16", "null"],
@@ -146,13 +179,17 @@ def test_the_configuration_is_compared_with_the_defaults(tmp_path: Path) -> None
 
 
 def settings(history: History) -> list[list[str]]:
-    (found,) = [table.rows for table in tables([history], ["a"]) if table.title == "Settings that differ"]
+    (found,) = [
+        table.rows for table in tables([history], ["a"]) if table.title == "Settings that differ"
+    ]
     return found
 
 
 def test_sections_without_content_are_omitted(tmp_path: Path) -> None:
     made = report(write_run(tmp_path / "a" / "1", {}, command=["python", "-c", "worker"]))
-    assert "Crashes" not in made.text and "No metric was written." in made.text and made.figures == []
+    assert (
+        "Crashes" not in made.text and "No metric was written." in made.text and made.figures == []
+    )
 
 
 def test_the_tools_start_without_torch(tmp_path: Path) -> None:
@@ -161,7 +198,13 @@ def test_the_tools_start_without_torch(tmp_path: Path) -> None:
         "import sys; from tests.support.line import main; assert main(['compare', *sys.argv[1:]]) == 0;"
         "sys.exit(', '.join({'torch', 'lightning', 'transformers'} & set(sys.modules)) or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *runs], cwd=PROJECT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *runs],
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -170,26 +213,40 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capfd: pytest.Captur
     assert "is not the folder of a run" in capfd.readouterr().err
 
 
-def test_fit_ends_with_a_report(flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_fit_ends_with_a_report(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
     assert run("fit", *flags, "--run.report=true", "--trainer.max_steps=3") == 0
     folder = only_run(tmp_path)
     made = Elements((folder / "report.html").read_text(encoding="utf-8"))
     assert "step 3 of 3" in made.text
     assert [len(trace["x"]) for trace in made.figures[0]["data"]] == [3, 2]
     assert made.figures[0]["data"][1]["x"] == [0, 3], "validation before training, and the last one"
-    assert ["data.seq_len", "32", "256"] in settings(read_run(folder)) and "samples.folder" not in made.text
+    assert ["data.seq_len", "32", "256"] in settings(
+        read_run(folder)
+    ) and "samples.folder" not in made.text
     assert f"report            {folder}/report.html" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_crash_leaves_a_report_and_no_report_hides_an_error(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, broken: bool
+    flags: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: bool,
 ) -> None:
     if broken:
         monkeypatch.setattr(page, "page", lambda *_: 1 / 0)
     stop = "tests.support.runs.StopAfter"
     with pytest.raises(RuntimeError, match="stopped by the test"):
-        run("fit", *flags, "--run.report=true", f"--trainer.callbacks+={stop}", "--trainer.callbacks.step=4")
+        run(
+            "fit",
+            *flags,
+            "--run.report=true",
+            f"--trainer.callbacks+={stop}",
+            "--trainer.callbacks.step=4",
+        )
     folder, shown = only_run(tmp_path), capfd.readouterr().err
     assert (folder / "report.html").exists() != broken
     assert ("at_run_end of diagnose failed: ZeroDivisionError" in shown) == broken

@@ -81,14 +81,34 @@ PLANTS = [
     Plant(faults.future_leaks, ("the input of model", "LanguageModule", FAULTS), touched=IN_ONE),
     Plant(faults.mlp_of_rank, ("rank 1", "model.model.layers.1.mlp.act_fn", "Scaled", FAULTS)),
     Plant(faults.router_of_rank, ("rank 1", "layers.1.mlp.gate"), model=MOE),
-    Plant(faults.layer_detached, ("layers.0.mlp.gate_proj.weight gets no gradient",), touched=IN_ONE),
+    Plant(
+        faults.layer_detached, ("layers.0.mlp.gate_proj.weight gets no gradient",), touched=IN_ONE
+    ),
     Plant(faults.layer_outside_of_fsdp, ("layers.1.mlp", "gradient"), strategy="fsdp2"),
-    Plant(faults.layer_outside_of_the_tensor_parallel_plan, ("model.model.layers.0.mlp.down_proj",), strategy="tp"),
-    Plant(faults.gradients_reduced_twice, ("1 of 21", "layers.1.input_layernorm.weight"), strategy="tp"),
-    Plant(faults.expert_gradients_doubled, ("layers.1.mlp.experts.gate_up_proj",), strategy="fsdp2_ep", model=MOE),
+    Plant(
+        faults.layer_outside_of_the_tensor_parallel_plan,
+        ("model.model.layers.0.mlp.down_proj",),
+        strategy="tp",
+    ),
+    Plant(
+        faults.gradients_reduced_twice,
+        ("1 of 21", "layers.1.input_layernorm.weight"),
+        strategy="tp",
+    ),
+    Plant(
+        faults.expert_gradients_doubled,
+        ("layers.1.mlp.experts.gate_up_proj",),
+        strategy="fsdp2_ep",
+        model=MOE,
+    ),
     Plant(faults.gradients_divided_before_the_step, ("on_before_optimizer_step", FAULTS)),
     Plant(faults.callback_divides_gradients, ("HalveGradients.on_after_backward", FAULTS)),
-    Plant(faults.clipping_by_rank, ("configure_gradient_clipping", FAULTS), strategy="fsdp2", touched=IN_ONE),
+    Plant(
+        faults.clipping_by_rank,
+        ("configure_gradient_clipping", FAULTS),
+        strategy="fsdp2",
+        touched=IN_ONE,
+    ),
     Plant(faults.unseeded_parameter, ("model.model.norm.weight",)),
     Plant(faults.buffer_by_rank, ("temperature", "before the first step"), strategy="fsdp2"),
     Plant(
@@ -96,7 +116,10 @@ PLANTS = [
         ("model.model.layers.0.input_layernorm.running_mean", "all-reduce"),
         touched=IN_ONE,
     ),
-    Plant(faults.noise_on_a_weight, ("layers.1.mlp.up_proj.weight", "something other than the optimizer")),
+    Plant(
+        faults.noise_on_a_weight,
+        ("layers.1.mlp.up_proj.weight", "something other than the optimizer"),
+    ),
     Plant(
         faults.block_reads_what_another_stage_has_filled,
         ("the forward pass of rank 1 differs first in the output of model.model.layers.1",),
@@ -104,7 +127,12 @@ PLANTS = [
         touched=IN_ONE,
     ),
     Plant(faults.loss_per_rank, ("training_step", FAULTS), **PIPELINE, more="big", touched=IN_ONE),
-    Plant(faults.tied_gradient_not_summed, ("1 of 20", "model.model.embed_tokens.weight"), **PIPELINE, model=TIED),
+    Plant(
+        faults.tied_gradient_not_summed,
+        ("1 of 20", "model.model.embed_tokens.weight"),
+        **PIPELINE,
+        model=TIED,
+    ),
     Plant(faults.last_stage_halves_gradients, ("on_before_optimizer_step", FAULTS), **PIPELINE),
     Plant(faults.last_stage_counts_in_python, ("holds num_losses",), **PIPELINE, more="resumed"),
     Plant(
@@ -113,14 +141,23 @@ PLANTS = [
         more="big",
         touched=IN_ONE,
     ),
-    Plant(faults.parameter_without_optimizer, ("embed_tokens.weight gets gradients", FAULTS), touched=IN_ONE),
+    Plant(
+        faults.parameter_without_optimizer,
+        ("embed_tokens.weight gets gradients", FAULTS),
+        touched=IN_ONE,
+    ),
     Plant(faults.tokens_by_process, ("their tokens differ", "transform", FAULTS), touched=IN_ONE),
     Plant(faults.rank_killed, ("rank 1: killed", "device 1 has fallen off the bus")),
     Plant(faults.crash_in_c, ("rank 1", "Segmentation fault", "read_address_zero")),
     Plant(faults.error_on_one_rank, ("rank 1: ValueError: no such shard", FAULTS)),
-    Plant(faults.hang, ("rank 1 is stalled: step 2, micro-batch 1", FAULTS, "rank 0 is waiting for it")),
+    Plant(
+        faults.hang,
+        ("rank 1 is stalled: step 2, micro-batch 1", FAULTS, "rank 0 is waiting for it"),
+    ),
     Plant(faults.collective_on_one_rank, (FAULTS,)),
-    Plant(faults.random_state_not_saved, ("another random state", "dropout"), model=DROPPED, **RESUMED),
+    Plant(
+        faults.random_state_not_saved, ("another random state", "dropout"), model=DROPPED, **RESUMED
+    ),
     Plant(faults.counter_in_python, ("no checkpoint holds num_calls",), **RESUMED),
     Plant(faults.optimizer_forgets, ("ForgetfulAdamW", FAULTS), **RESUMED),
     Plant(faults.schedule_starts_anew, ("the learning rate of step", "schedule"), **RESUMED),
@@ -159,7 +196,9 @@ class Rehearsals:
             flags += [f"--model.architecture={model}", "--data.prompts=[]"]
             flags += [f"--processes={processes}"] if processes else []
             own, rest = command.rehearse_flags().parse_known_args(flags)
-            _, _, runs = command.make_small(own, rest, self.folder / f"sound{len(self._sound)}", OURS)
+            _, _, runs = command.make_small(
+                own, rest, self.folder / f"sound{len(self._sound)}", OURS
+            )
             runs.prepare()
             self._sound[key] = runs
         return self._sound[key]
@@ -197,7 +236,9 @@ def id_of(plant: Plant) -> str:
     return plant.fault.__name__ + (f"-{plant.more}" if plant.more else "")
 
 
-@pytest.mark.parametrize("plant", [pytest.param(plant, id=id_of(plant), marks=marks_of(plant)) for plant in PLANTS])
+@pytest.mark.parametrize(
+    "plant", [pytest.param(plant, id=id_of(plant), marks=marks_of(plant)) for plant in PLANTS]
+)
 def test_what_is_planted_is_named(plant: Plant, rehearsals: Rehearsals) -> None:
     result = rehearsals.first_failure(plant)
     missing = [name for name in plant.names if name not in result.sentence]
@@ -233,7 +274,11 @@ def test_no_module_or_gradient_of_a_sound_training_is_accused(
     ],
 )
 def test_edits_that_are_right_raise_no_alarm(
-    edit: Callable[[], None], strategy: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    edit: Callable[[], None],
+    strategy: str,
+    model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     flags = [f"--config={CONFIGS}/quickstart.yaml"]
     flags += [strategy if strategy.startswith("--") else f"--trainer.strategy={strategy}"]

@@ -32,7 +32,9 @@ def rehearse(*flags: str) -> int:
 
 
 @pytest.mark.slow
-def test_the_default_project_passes_under_ddp(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_default_project_passes_under_ddp(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     files = [f"--config={CONFIGS}/pretrain.yaml", f"--config={CONFIGS}/strategy/ddp.yaml"]
     code = rehearse(*files, "--nodes=8", "--devices=8", f"--output={tmp_path / 'out'}")
     printed = capsys.readouterr().out
@@ -46,8 +48,12 @@ def test_the_default_project_passes_under_ddp(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize("strategy", ["cp", "fsdp2_tp_ep", "hsdp", "pp", "pp_ep", "pp_fsdp2", "zero2_offload", "zero3"])
-def test_the_default_project_passes(strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "strategy", ["cp", "fsdp2_tp_ep", "hsdp", "pp", "pp_ep", "pp_fsdp2", "zero2_offload", "zero3"]
+)
+def test_the_default_project_passes(
+    strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     files = [f"--config={CONFIGS}/pretrain.yaml", *flags_of(strategy)]
     code = rehearse(*files, "--nodes=8", "--devices=8", f"--output={tmp_path / 'out'}")
     printed = capsys.readouterr().out
@@ -64,8 +70,16 @@ def test_a_fine_tuning_with_adapters_passes(
 ) -> None:
     if strategy == "fsdp2_tp" and quantize == "nf4":
         pytest.skip("tensor parallelism refuses 4-bit weights")
-    files = [f"--config={CONFIGS}/pretrain.yaml", f"--config={CONFIGS}/model/llama.yaml", *flags_of(strategy)]
-    adapter = ["--model.adapter.rank=16", "--model.adapter.dropout=0.05", f"--model.adapter.quantize={quantize}"]
+    files = [
+        f"--config={CONFIGS}/pretrain.yaml",
+        f"--config={CONFIGS}/model/llama.yaml",
+        *flags_of(strategy),
+    ]
+    adapter = [
+        "--model.adapter.rank=16",
+        "--model.adapter.dropout=0.05",
+        f"--model.adapter.quantize={quantize}",
+    ]
     code = rehearse(*files, *adapter, "--nodes=8", "--devices=8", f"--output={tmp_path / 'out'}")
     printed = capsys.readouterr().out
     assert code == 0, printed
@@ -77,14 +91,24 @@ def test_a_fine_tuning_with_adapters_passes(
 def test_a_gradient_that_tensor_parallelism_sums_is_summed_once(tmp_path: Path) -> None:
     """Qwen3's query and key norms, which transformers 5.23 sums again in each micro-batch:
     compat/parallel_styles.py."""
-    files = [f"--config={CONFIGS}/{name}.yaml" for name in ("quickstart", "model/llama", "strategy/tp")]
-    files += ["--model.architecture.model_type=qwen3", "--model.architecture.head_dim=32", "--devices=2"]
+    files = [
+        f"--config={CONFIGS}/{name}.yaml" for name in ("quickstart", "model/llama", "strategy/tp")
+    ]
+    files += [
+        "--model.architecture.model_type=qwen3",
+        "--model.architecture.head_dim=32",
+        "--devices=2",
+    ]
     assert rehearse(*files, "--only=each gradient", f"--output={tmp_path / 'out'}") == 0
 
 
-def test_sizes_that_do_not_fit_are_reported_without_a_training(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_sizes_that_do_not_fit_are_reported_without_a_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     files = [f"--config={CONFIGS}/pretrain.yaml", f"--config={CONFIGS}/strategy/tp.yaml"]
-    heads = "{model_type: llama, hidden_size: 768, num_attention_heads: 12, num_key_value_heads: 12}"
+    heads = (
+        "{model_type: llama, hidden_size: 768, num_attention_heads: 12, num_key_value_heads: 12}"
+    )
     flags = [
         f"--model.architecture={heads}",
         "--trainer.strategy.tp_size=8",
@@ -105,12 +129,23 @@ def test_sizes_that_do_not_fit_are_reported_without_a_training(tmp_path: Path, c
     [
         (["--processes=0"], "--processes: '0' is not allowed, give a whole number from 1"),
         (["--only=nothing"], "--only 'nothing' matches no check"),
-        (["--processes=3", "--trainer.strategy=MeshStrategy", "--trainer.strategy.fsdp_size=4"], "does not make 3"),
+        (
+            ["--processes=3", "--trainer.strategy=MeshStrategy", "--trainer.strategy.fsdp_size=4"],
+            "does not make 3",
+        ),
     ],
 )
 def test_bad_input_is_refused(flags: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
-        main(["rehearse", f"--config={CONFIGS}/quickstart.yaml", *flags, f"--output={tmp_path / 'out'}"], OURS)
+        main(
+            [
+                "rehearse",
+                f"--config={CONFIGS}/quickstart.yaml",
+                *flags,
+                f"--output={tmp_path / 'out'}",
+            ],
+            OURS,
+        )
 
 
 # ---- workers -------------------------------------------------------------------------------------------------------
@@ -136,10 +171,14 @@ def two(flags: list[str], tmp_path: Path) -> list[str]:
     return ["fit", *flags, "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=2"]
 
 
-def test_the_rank_that_failed_is_named_and_not_the_one_that_waited(two: list[str], tmp_path: Path) -> None:
+def test_the_rank_that_failed_is_named_and_not_the_one_that_waited(
+    two: list[str], tmp_path: Path
+) -> None:
     with Workers(2) as workers:
         record = workers.run(two, tmp_path / "failed", callbacks=[FailOnRankOne()])
-    assert re.fullmatch(r"rank 1: ValueError: rank 1 has no data \(.*test_rehearsal.py:\d+\)", record.error)
+    assert re.fullmatch(
+        r"rank 1: ValueError: rank 1 has no data \(.*test_rehearsal.py:\d+\)", record.error
+    )
     with pytest.raises(RuntimeError, match="rank1.log(.|\n)*rank 1 has no data"):
         record.check()
 
@@ -154,11 +193,17 @@ def test_a_hang_ends_with_the_time_limit(two: list[str], tmp_path: Path) -> None
 # ---- report --------------------------------------------------------------------------------------------------------
 
 
-def test_the_report_is_a_line_per_check_and_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_report_is_a_line_per_check_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     report = Report("rehearsal of nothing")
     report.add(Result("loss curve", "within 1e-05", "1.0e-07", "pass", time_s=1.5))
-    report.add(Result("gradient norm", "within 1e-04", "0.5", "FAIL", "from step 3 on: layer & more", 2.0))
-    report.add(Result("resume on fewer", "within 1e-05", "not possible", "limit", "the format refuses"))
+    report.add(
+        Result("gradient norm", "within 1e-04", "0.5", "FAIL", "from step 3 on: layer & more", 2.0)
+    )
+    report.add(
+        Result("resume on fewer", "within 1e-05", "not possible", "limit", "the format refuses")
+    )
     report.end(tmp_path)
     printed = capsys.readouterr().out
     assert "-> from step 3 on: layer & more" in printed
@@ -168,8 +213,21 @@ def test_the_report_is_a_line_per_check_and_json(tmp_path: Path, capsys: pytest.
 
 def test_a_cause_that_several_checks_find_is_printed_once(capsys: pytest.CaptureFixture) -> None:
     report = Report("rehearsal of nothing")
-    report.add(Result("loss curve", "1e-5", "0.5", "FAIL", "from step 3 on", cause="the output of model.gate"))
-    report.add(Result("gradient norm", "1e-4", "0.7", "FAIL", "from step 1 on", cause="the output of model.gate"))
+    report.add(
+        Result(
+            "loss curve", "1e-5", "0.5", "FAIL", "from step 3 on", cause="the output of model.gate"
+        )
+    )
+    report.add(
+        Result(
+            "gradient norm",
+            "1e-4",
+            "0.7",
+            "FAIL",
+            "from step 1 on",
+            cause="the output of model.gate",
+        )
+    )
     printed = capsys.readouterr().out
     assert printed.count("model.gate") == 1
     assert "from step 1 on: see 'loss curve'" in printed
@@ -177,7 +235,9 @@ def test_a_cause_that_several_checks_find_is_printed_once(capsys: pytest.Capture
 
 def test_after_a_training_has_failed_no_other_check_runs(tmp_path: Path) -> None:
     (tmp_path / "rank1.log").write_text("reading shard 7\n", encoding="utf-8")
-    record = RunRecord(tmp_path, {0: "RuntimeError: Connection closed by peer", 1: "killed: exit code -9"})
+    record = RunRecord(
+        tmp_path, {0: "RuntimeError: Connection closed by peer", 1: "killed: exit code -9"}
+    )
 
     def compare(runs: Any) -> str:
         raise RunFailed("strategy", record)
@@ -193,7 +253,9 @@ def test_a_gradient_that_is_only_noise_is_not_compared_with_itself(tmp_path: Pat
         (tmp_path / name).mkdir()
         tensors = {"noise": torch.full((3,), noise), "large": torch.full((3,), large)}
         torch.save(tensors, tmp_path / name / "gradients.pt")
-    one, same, other = (RunRecord(tmp_path / name, {0: "done"}) for name in ("one", "same", "other"))
+    one, same, other = (
+        RunRecord(tmp_path / name, {0: "done"}) for name in ("one", "same", "other")
+    )
     assert gradients(one, same) == {}
     assert gradients(one, other) == {"large": "max |difference| 1.0e-03"}
 
