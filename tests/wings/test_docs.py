@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 import sysconfig
 from pathlib import Path
 
@@ -14,7 +15,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_pages_are_listed_found_by_the_end_of_their_name_and_read_from_a_wheels_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     assert main(["docs"]) == 0
     listed = "\n" + capsys.readouterr().out

@@ -102,7 +102,7 @@ def test_the_hosts_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_problem_is_exit_code_1_and_json_has_the_environment(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: Any, capsys: Any
 ) -> None:
     for name in ("check_versions", "check_packages", "check_gpus", "check_limits", "check_network"):
         monkeypatch.setattr(doctor, name, lambda *_: iter([]))

@@ -69,7 +69,7 @@ def half(folder: Path) -> Path:
 
 
 def test_a_run_is_better_than_its_half_trained_checkpoint_and_no_better_than_itself(
-    trained: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, capsys: Any
 ) -> None:
     required = ["--require=eval/loss better", "--require=bits_per_byte not worse by 0.0"]
     assert run("evaluate", str(trained), f"--baseline={half(trained)}", *required) == 0
@@ -163,7 +163,7 @@ def folder_of(trained: Path, output: Path, tokenizer: Any = None) -> Path:
 
 
 def test_an_exported_folder_and_one_with_another_tokenizer(
-    trained: Path, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path, cache: Path, capsys: Any
 ) -> None:
     from dist_template.text import ByteBPE
 
@@ -210,9 +210,7 @@ metric_list:
 
 
 @pytest.mark.slow
-def test_tasks_of_lm_eval_join_the_samples(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_of_lm_eval_join_the_samples(trained: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     questions = [
         {"question": "the quick brown", "choices": [" fox", " zzz"], "answer": n % 2}
@@ -267,7 +265,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_refused_in_one_sentence(
-    case: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: str, trained: Path, tmp_path: Path, capsys: Any
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "key").write_text("task: [fox]")
@@ -280,7 +278,7 @@ def test_bad_input_is_refused_in_one_sentence(
 
 
 def test_a_run_without_a_held_out_split_is_refused(
-    trained: Path, corpus: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, corpus: Path, cache: Path, tmp_path: Path, capsys: Any
 ) -> None:
     more = ["--data.test_share=0", "--trainer.max_steps=2", "--run.name=whole"]
     assert run("fit", *small(corpus, cache, tmp_path), *more) == 0

@@ -83,7 +83,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named_and_nothing_is_written(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    trained: Trained, tmp_path: Path, monkeypatch: Any, fault: str
 ) -> None:
     """In the folder between its writing and its check, as a faulty exporter would leave it."""
     plant, sentence = FAULTS[fault]

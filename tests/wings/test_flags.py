@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 import re
 from pathlib import Path
 
@@ -23,9 +24,7 @@ CASES = [(verb, flag) for verb, flags in BAD.items() for flag in flags.split()]
 
 
 @pytest.mark.parametrize(("verb", "flag"), CASES, ids=" ".join)
-def test_a_number_out_of_range_is_one_sentence(
-    verb: str, flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_number_out_of_range_is_one_sentence(verb: str, flag: str, capsys: Any) -> None:
     assert command([*verb.split(), flag]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and "give" in error

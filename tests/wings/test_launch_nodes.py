@@ -1,4 +1,4 @@
-"""Processes of nodes: whose number a signal gets, hosts that do not answer, and a second launch of a run."""
+"""Signals to the processes of nodes, hosts that do not answer, and a second launch of a run."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from dist_template.wings.launch import nodes
 from tests.support.launched import LONG, Launched, site
 from tests.support.line import main
 from tests.support.runs import OURS, PROJECT, run
-from tests.support.wings import Job
 from tests.support.wings import describe_job as describe
 from tests.support.wings import launch_target as target
 from tests.support.wings import write_job as write
 
 SSH: Any = target("ssh")
+RUNNING, GONE = "this machine: running", "this machine: no process"
 
 
 @pytest.fixture
-def process() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(
-        ["sleep", "1000"], env={**os.environ, "DIST_RUN_ID": "one.[a]"}
-    ) as started:
+def process() -> Iterator[Any]:
+    environment = {**os.environ, "DIST_RUN_ID": "one.[a]"}
+    with subprocess.Popen(["sleep", "1000"], env=environment) as started:
         yield started
         started.kill()
 
@@ -40,104 +39,76 @@ def record(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_signal_reaches_the_process_that_was_started_and_no_other(
-    process: subprocess.Popen[bytes], tmp_path: Path
+    process: Any, tmp_path: Path
 ) -> None:
     others = [tmp_path / name / "launch" for name in ("two", "one", "one.[a]b", "oneX[a]")]
     for folder in [*others, mine := tmp_path / "one.[a]" / "launch"]:
         folder.mkdir(parents=True)
         (folder / "node-0.pid").write_text(f"{process.pid}\n")
     for other in others:
-        assert SSH.stop(record(), other) == "this machine: no process", other
+        assert SSH.stop(record(), other) == GONE, other
     time.sleep(0.1)
     assert process.poll() is None, "another process has the number that is in the file"
-    assert SSH.status(record(), mine) == "this machine: running"
-    assert SSH.stop(record(), mine) == "this machine: running"
+    assert SSH.stop(record(), mine) == RUNNING
     assert process.wait(10) == -signal.SIGTERM
-    assert SSH.status(record(), mine) == "this machine: no process"
+    assert SSH.status(record(), mine) == GONE
 
 
-@pytest.fixture
-def job(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+def test_a_nodes_script_writes_which_process_it_is(
+    flags: list[str], tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.chdir(PROJECT)
     os.environ["DIST_RUN_ID"] = "one"
-    return describe(OURS, "fit", flags, on_hosts=True)
-
-
-def test_a_nodes_script_writes_which_process_it_is(job: Job, tmp_path: Path) -> None:
-    job = replace(job, folder=tmp_path)
+    job = replace(describe(OURS, "fit", flags, on_hosts=True), folder=tmp_path)
     write(job, "ssh", nodes.script(job, "sleep 1000"))
     (words,) = SSH.commands(job)
     with subprocess.Popen(words) as started:
-        while SSH.status(record(), job.files) != "this machine: running":
+        while SSH.status(record(), job.files) != RUNNING:
             assert started.poll() is None
             time.sleep(0.02)
         assert (job.files / "node-0.pid").read_text() == f"{started.pid}\n"
-        assert SSH.stop(record(), job.files) == "this machine: running"
+        assert SSH.stop(record(), job.files) == RUNNING
         assert started.wait(10) == -signal.SIGTERM
 
 
-# ---- hosts that do not answer ---------------------------------------------------------------------------------------
-
-
-def fake_ssh(folder: Path, text: str) -> str:
-    """A command in place of ssh; $1 is the host, $2 the command."""
-    path = folder / "fake_ssh"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
 def test_a_host_whose_login_hangs_is_named(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    flags: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(PROJECT)
     monkeypatch.setattr(nodes, "ANSWER_S", 3.0)
     run("prepare", *flags)
-    ssh = fake_ssh(
-        tmp_path, f'[ "$1" = b ] && {{ sleep 1000 & wait; }}; cd {tmp_path}; exec sh -c "true"'
-    )
-    where, start = site(tmp_path, hosts=["a", "b"], ssh=ssh), time.monotonic()
+    ssh = tmp_path / "fake_ssh"  # $1 is the host, $2 the command
+    hangs = f'[ "$1" = b ] && {{ sleep 1000 & wait; }}; cd {tmp_path}; exec sh -c "true"'
+    ssh.write_text(f"#!/bin/sh\n{hangs}\n")
+    ssh.chmod(0o755)
+    where, start = site(tmp_path, hosts=["a", "b"], ssh=str(ssh)), time.monotonic()
     assert run("launch", "--on=ssh", *flags, where) == Exit.BAD_INPUT
-    assert (
-        "b is not ready: no answer in 3 s; edit cluster.hosts, ssh or port"
-        in capsys.readouterr().err
-    )
+    sentence = "b is not ready: no answer in 3 s; edit cluster.hosts, ssh or port"
+    assert sentence in capsys.readouterr().err
     assert time.monotonic() - start < 30 and not list(tmp_path.glob("runs/*/*"))
-    one = SSH.status(record(hosts=["a", "b"], ssh=ssh), tmp_path)
-    assert one == "a: running\nb: no answer in 3 s"
-
-
-# ---- a second launch of a run ---------------------------------------------------------------------------------------
+    status = SSH.status(record(hosts=["a", "b"], ssh=str(ssh)), tmp_path)
+    assert status == "a: running\nb: no answer in 3 s"
 
 
 @pytest.mark.slow
 def test_a_second_launch_of_a_running_run_leaves_its_files(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    flags: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(PROJECT)
     run("prepare", *flags)
     first = Launched(tmp_path, "ssh", *flags, site(tmp_path), *LONG)
     try:
         first.reach(2)
-        files = {
-            file.name: file.read_text()
-            for file in (first.run / "launch").iterdir()
-            if file.suffix != ".log"
-        }
+        kept = [file for file in (first.run / "launch").iterdir() if file.suffix != ".log"]
+        texts = [file.read_text() for file in kept]
         os.environ["DIST_RUN_ID"] = first.run.name
         for on in ("ssh", "torchrun"):
-            assert (
-                main(["launch", f"--on={on}", *flags, *LONG]) == Exit.BAD_INPUT
-            )  # `run` names another run
+            argv = ["launch", f"--on={on}", *flags, *LONG]
+            assert main(argv) == Exit.BAD_INPUT  # `run` names another run
             error = capsys.readouterr().err
             assert f"{first.run} is running: `" in error and "launch stop" in error
-        assert all(
-            (first.run / "launch" / name).read_text() == text for name, text in files.items()
-        )
-        assert (
-            run("launch", "status", str(first.run)) == 0
-            and "this machine: running" in capsys.readouterr().out
-        )
+        assert [file.read_text() for file in kept] == texts
+        assert run("launch", "status", str(first.run)) == 0 and RUNNING in capsys.readouterr().out
         assert run("launch", "stop", str(first.run)) == 0
         assert first.end() == Exit.REQUEUE
     finally:

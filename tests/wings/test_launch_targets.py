@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 import json
 import os
 import re
@@ -53,7 +54,7 @@ def lsf(register: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_target_of_another_package_renders_submits_and_answers(
-    lsf: Path, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lsf: Path, flags: list[str], tmp_path: Path, capsys: Any
 ) -> None:
     sizes = ["--cluster.nodes=2", "--cluster.devices_per_node=3", "--data.global_batch_size=192"]
     given = ["launch", "--on=lsf", "--cluster.partition=short", *flags, *sizes]
@@ -74,9 +75,7 @@ def test_a_target_of_another_package_renders_submits_and_answers(
     assert called == [f"bsub -q short -n 2 {folder}/job.sh", "bjobs 17", "bkill -s USR1 17"]
 
 
-def test_its_name_is_in_the_help_and_a_wrong_name_is_a_sentence(
-    lsf: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_its_name_is_in_the_help_and_a_wrong_name_is_a_sentence(lsf: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main(["launch", "--help"])
     shown = capsys.readouterr().out
@@ -87,7 +86,7 @@ def test_its_name_is_in_the_help_and_a_wrong_name_is_a_sentence(
 
 
 def test_one_name_of_two_packages_is_refused_with_both(
-    lsf: Path, register: Register, capsys: pytest.CaptureFixture[str]
+    lsf: Path, register: Register, capsys: Any
 ) -> None:
     register("other-tools", "json:loads")
     assert main(["launch", "--on", "lsf"]) == Exit.BAD_INPUT

@@ -1,4 +1,4 @@
-"""The rendered pods train: each container's command in a network namespace with the pod's host name and address."""
+"""The rendered pods train, each in a network namespace with the pod's host name and address."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from dist_template.errors import Exit
 from tests.support.injury import OF_A_LAUNCHER, TwoHosts
 from tests.support.manifests import pods, wrong
 from tests.support.runs import CONFIGS, OURS, PROJECT, Workers, logged, run
+from tests.support.tiers import tiers
 from tests.support.wings import describe_job as describe
 from tests.support.wings import launch_target as target
 
@@ -27,7 +27,8 @@ def lacking() -> str:
     """Why there can be no pods here; "" where there can."""
     if not shutil.which("ip") or not shutil.which("unshare"):
         return "needs `ip` (iproute2) and `unshare`"
-    tried = "ip netns add pod-try && ip netns exec pod-try unshare --uts hostname pod; ip netns delete pod-try"
+    tried = "ip netns add pod-try && ip netns exec pod-try unshare --uts hostname pod"
+    tried += "; ip netns delete pod-try"
     made = subprocess.run(["sh", "-c", tried], capture_output=True, text=True, check=False)
     return f"network namespaces are not allowed: {made.stderr.strip()}" if made.stderr else ""
 
@@ -39,10 +40,8 @@ class Pods(TwoHosts):
         self.objects, self.folder, self.started = objects, folder, []
         ((self.template,), main) = pods(objects), objects[-1]
         self.name = main["metadata"]["name"]
-        kind = main["kind"]
-        self.hosts = [
-            f"{self.name}-{i}" if kind == "Job" else f"{self.name}-node-0-{i}" for i in range(2)
-        ]
+        prefix = self.name if main["kind"] == "Job" else f"{self.name}-node-0"
+        self.hosts = [f"{prefix}-{i}" for i in range(2)]
 
     def __enter__(self) -> Pods:
         super().__enter__()
@@ -63,31 +62,18 @@ class Pods(TwoHosts):
     def start(self, index: int) -> subprocess.Popen[bytes]:
         (container,) = self.template["spec"]["containers"]
         given = {"metadata.podIP": "", "status.podIP": self.addresses[index]}
-        variables = {
-            one["name"]: one["value"]
-            if "value" in one
-            else given[one["valueFrom"]["fieldRef"]["fieldPath"]]
-            for one in container["env"]
-        }
-        variables["JOB_COMPLETION_INDEX"] = str(
-            index
-        )  # set by Kubernetes in the pods of an indexed Job
-        kept = {
-            key: value for key, value in os.environ.items() if not key.startswith(OF_A_LAUNCHER)
-        }
+        variables = {"JOB_COMPLETION_INDEX": str(index)}  # by Kubernetes, in pods of an indexed Job
+        for one in container["env"]:
+            path = one.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+            variables[one["name"]] = given[path] if path else one["value"]
+        kept = {k: value for k, value in os.environ.items() if not k.startswith(OF_A_LAUNCHER)}
         kept["PATH"] = f"{Path(sys.executable).parent}:{kept['PATH']}"  # as in the image
-        enter = ["ip", "netns", "exec", self.names[index], "unshare", "--uts", "sh", "-c"]
-        words = [
-            *enter,
-            'hostname "$0"; exec "$@"',
-            self.hosts[index],
-            *container["command"],
-            *container["args"],
-        ]
+        words = ["ip", "netns", "exec", self.names[index], "unshare", "--uts", "sh", "-c"]
+        words += ['hostname "$0"; exec "$@"', self.hosts[index]]
+        words += [*container["command"], *container["args"]]
         with (self.folder / f"pod-{index}").open("ab") as log:
-            process = subprocess.Popen(
-                words, env={**kept, **variables}, cwd=PROJECT, stdout=log, stderr=log
-            )
+            options: Any = {"cwd": PROJECT, "stdout": log, "stderr": log}
+            process = subprocess.Popen(words, env={**kept, **variables}, **options)
         self.started.append(process)
         return process
 
@@ -95,23 +81,7 @@ class Pods(TwoHosts):
         return "\n".join((self.folder / f"pod-{index}").read_text()[-3000:] for index in range(2))
 
 
-@pytest.fixture
-def quickstart(flags: list[str], tmp_path: Path) -> Iterator[list[str]]:
-    """The quickstart's model on little text."""
-    own = [
-        flag for flag in flags if not flag.startswith(("--model.architecture", "--trainer.devices"))
-    ]
-    yield [
-        f"--config={CONFIGS}/quickstart.yaml",
-        *own,
-        "--run.name=default",
-        "--trainer.max_steps=4",
-    ]
-
-
-def manifest(
-    kind: str, flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> list[dict[str, Any]]:
+def manifest(kind: str, flags: list[str], folder: Path, monkeypatch: Any) -> list[dict[str, Any]]:
     """What `launch --on kubernetes` applies for two pods of one process."""
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ["PYTHONPATH"]}
     cluster: dict[str, Any] = {"nodes": 2, "devices_per_node": 1, "image": "train:1", "save_s": 30}
@@ -129,23 +99,24 @@ def manifest(
 
 @pytest.mark.netns
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Job", pytest.param("JobSet", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", tiers(["Job", "JobSet"], daily=["Job"]))
 def test_two_pods_train_as_one_machine_does(
-    kind: str, quickstart: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, flags: list[str], tmp_path: Path, monkeypatch: Any
 ) -> None:
     if why := lacking():
         pytest.skip(why)
-    run("prepare", *quickstart)
+    given = ("--model.architecture", "--trainer.devices")  # of the quickstart
+    own = [f"--config={CONFIGS}/quickstart.yaml", "--run.name=default", "--trainer.max_steps=4"]
+    own[1:1] = [flag for flag in flags if not flag.startswith(given)]
+    run("prepare", *own)
     with Workers(2) as workers:
-        one = workers.run(
-            ["fit", *quickstart, "--trainer.devices=2", "--run.name=one"], tmp_path / "one"
-        ).check()
-    objects = manifest(kind, quickstart, tmp_path, monkeypatch)
+        argv = ["fit", *own, "--trainer.devices=2", "--run.name=one"]
+        one = workers.run(argv, tmp_path / "one").check()
+    objects = manifest(kind, own, tmp_path, monkeypatch)
     assert wrong(objects) == ""
     with Pods(objects, tmp_path) as two:
         later = two.start(1)  # it waits for the first pod
         codes = [two.start(0).wait(240), later.wait(60)]
         assert codes == [Exit.DONE, Exit.DONE], two.logs()
     losses = logged(tmp_path / "runs" / "default" / f"pods_{kind}", "train/loss")
-    assert len(losses) == 4
-    assert losses == pytest.approx(one.loss, abs=1e-6)
+    assert len(losses) == 4 and losses == pytest.approx(one.loss, abs=1e-6)

@@ -99,9 +99,7 @@ def test_a_verb_that_fails_promotes_nothing_and_its_code_is_kept(
     assert [*Path().glob("registry/*")] == []
 
 
-def test_a_roll_back_serves_the_version_before(
-    run: str, verbs: Verbs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_roll_back_serves_the_version_before(run: str, verbs: Verbs, capsys: Any) -> None:
     promote.main(["promote", run], PROJECT)
     promote.main(["promote", run], PROJECT)
     promote.main(["promote", "--roll_back"], PROJECT)

@@ -57,7 +57,7 @@ def test_a_roll_back_of_an_empty_registry_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_killed_promotion_leaves_the_latest_version_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     registry = Registry(tmp_path)
     promoted(registry, "a")

@@ -16,7 +16,7 @@ from dist_template.wings.ship.serve.command import on_device
     [("cuda", True, torch.bfloat16), ("cuda", False, torch.float32), ("cpu", True, torch.float32)],
 )
 def test_parameters_are_bf16_where_the_gpu_computes_in_it(
-    device: str, supports: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    device: str, supports: bool, dtype: torch.dtype, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: supports)
     monkeypatch.setattr(nn.Module, "to", lambda self, device: self)

@@ -31,9 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_of_a_generation_is_a_500(
-    folder: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_a_generation_is_a_500(folder: Path, stream: bool, monkeypatch: Any) -> None:
     from transformers import LlamaForCausalLM
 
     app = made(folder)
@@ -121,7 +119,7 @@ def trained(flags: list[str], tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_run_is_exported_compared_and_served_and_a_planted_fault_is_refused(
-    trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path, capfd: Any
 ) -> None:
     server = Server(trained, tmp_path / "log", "--name=mine")
     answer = httpx.post(server.url + TEXT, json={"prompt": "the", "max_tokens": 3}).json()
@@ -155,7 +153,7 @@ def refused(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
 
 
 def test_what_cannot_be_served_is_refused_in_one_sentence(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
 ) -> None:
     assert "does not exist" in refused(capfd, str(tmp_path / "nowhere"), "--port=0")
     assert "is not a run folder" in refused(capfd, str(tmp_path), "--port=0")

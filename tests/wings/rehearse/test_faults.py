@@ -274,11 +274,7 @@ def test_no_module_or_gradient_of_a_sound_training_is_accused(
     ],
 )
 def test_edits_that_are_right_raise_no_alarm(
-    edit: Callable[[], None],
-    strategy: str,
-    model: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
+    edit: Callable[[], None], strategy: str, model: str, tmp_path: Path, capsys: Any
 ) -> None:
     flags = [f"--config={CONFIGS}/quickstart.yaml"]
     flags += [strategy if strategy.startswith("--") else f"--trainer.strategy={strategy}"]

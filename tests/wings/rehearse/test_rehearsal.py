@@ -32,9 +32,7 @@ def rehearse(*flags: str) -> int:
 
 
 @pytest.mark.slow
-def test_the_default_project_passes_under_ddp(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_default_project_passes_under_ddp(tmp_path: Path, capsys: Any) -> None:
     files = [f"--config={CONFIGS}/pretrain.yaml", f"--config={CONFIGS}/strategy/ddp.yaml"]
     code = rehearse(*files, "--nodes=8", "--devices=8", f"--output={tmp_path / 'out'}")
     printed = capsys.readouterr().out
@@ -51,9 +49,7 @@ def test_the_default_project_passes_under_ddp(
 @pytest.mark.parametrize(
     "strategy", ["cp", "fsdp2_tp_ep", "hsdp", "pp", "pp_ep", "pp_fsdp2", "zero2_offload", "zero3"]
 )
-def test_the_default_project_passes(
-    strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_default_project_passes(strategy: str, tmp_path: Path, capsys: Any) -> None:
     files = [f"--config={CONFIGS}/pretrain.yaml", *flags_of(strategy)]
     code = rehearse(*files, "--nodes=8", "--devices=8", f"--output={tmp_path / 'out'}")
     printed = capsys.readouterr().out
@@ -66,7 +62,7 @@ def test_the_default_project_passes(
 @pytest.mark.parametrize("quantize", ["null", "nf4"])
 @pytest.mark.parametrize("strategy", ["fsdp2_tp", "zero3"])
 def test_a_fine_tuning_with_adapters_passes(
-    strategy: str, quantize: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    strategy: str, quantize: str, tmp_path: Path, capsys: Any
 ) -> None:
     if strategy == "fsdp2_tp" and quantize == "nf4":
         pytest.skip("tensor parallelism refuses 4-bit weights")
@@ -102,9 +98,7 @@ def test_a_gradient_that_tensor_parallelism_sums_is_summed_once(tmp_path: Path) 
     assert rehearse(*files, "--only=each gradient", f"--output={tmp_path / 'out'}") == 0
 
 
-def test_sizes_that_do_not_fit_are_reported_without_a_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_sizes_that_do_not_fit_are_reported_without_a_training(tmp_path: Path, capsys: Any) -> None:
     files = [f"--config={CONFIGS}/pretrain.yaml", f"--config={CONFIGS}/strategy/tp.yaml"]
     heads = (
         "{model_type: llama, hidden_size: 768, num_attention_heads: 12, num_key_value_heads: 12}"
@@ -193,9 +187,7 @@ def test_a_hang_ends_with_the_time_limit(two: list[str], tmp_path: Path) -> None
 # ---- report --------------------------------------------------------------------------------------------------------
 
 
-def test_the_report_is_a_line_per_check_and_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_report_is_a_line_per_check_and_json(tmp_path: Path, capsys: Any) -> None:
     report = Report("rehearsal of nothing")
     report.add(Result("loss curve", "within 1e-05", "1.0e-07", "pass", time_s=1.5))
     report.add(
