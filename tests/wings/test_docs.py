@@ -14,7 +14,7 @@ from tests.support.line import OURS, main
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_pages_are_listed_found_by_the_end_of_their_name_and_read_from_a_wheels_place(
+def test_pages_are_listed_found_and_read_from_a_wheels_place(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     assert main(["docs"]) == 0

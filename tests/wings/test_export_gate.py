@@ -1,4 +1,4 @@
-"""The gate of `export` refuses a folder that is not what was trained: each planted fault by its sentence."""
+"""The gate of `export` refuses a folder that is not what was trained."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
-from dist_template import InputError, Project
+from dist_template import InputError
 from dist_template.wings.ship.export.gate import PROMPTS, prompts_of
 from tests.support.chats import TAGGED, UNTAGGED
 from tests.support.runs import OURS, disk, newest, only_run, run
@@ -38,45 +39,44 @@ def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Pa
     return plant
 
 
+def edited(file: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def plant(folder: Path) -> None:
+        content = json.loads((folder / file).read_text())
+        change(content)
+        (folder / file).write_text(json.dumps(content))
+
+    return plant
+
+
 def transpose(tensors: dict[str, torch.Tensor]) -> None:
     name = "model.layers.1.self_attn.q_proj.weight"
     tensors[name] = tensors[name].T.contiguous()
 
 
-def halve(tensors: dict[str, torch.Tensor]) -> None:
-    tensors |= {name: tensor.bfloat16() for name, tensor in tensors.items()}
-
-
-def other_ids(folder: Path) -> None:
-    content = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = content["model"]["vocab"]
-    vocabulary["e"], vocabulary["a"] = vocabulary["a"], vocabulary["e"]
-    (folder / "tokenizer.json").write_text(json.dumps(content))
+def swap(content: dict[str, Any]) -> None:
+    known = content["model"]["vocab"]
+    known["e"], known["a"] = known["a"], known["e"]
 
 
 def other_template(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text(
-        UNTAGGED.replace("system", "user").replace("<|im_end|>", "")
-    )
-
-
-def other_rotation(folder: Path) -> None:
-    content = json.loads((folder / "config.json").read_text())
-    content["rope_parameters"]["rope_theta"] = 77.0
-    (folder / "config.json").write_text(json.dumps(content))
+    changed = UNTAGGED.replace("system", "user").replace("<|im_end|>", "")
+    (folder / "chat_template.jinja").write_text(changed)
 
 
 def as_bfloat16(folder: Path) -> None:
-    weights(halve)(folder)
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(content | {"dtype": "bfloat16"}))
+    weights(lambda own: own.update({name: each.bfloat16() for name, each in own.items()}))(folder)
+    edited("config.json", lambda content: content.update(dtype="bfloat16"))(folder)
+
+
+def rotate(content: dict[str, Any]) -> None:
+    content["rope_parameters"]["rope_theta"] = 77.0
 
 
 FAULTS = {
     "transposed weight": (weights(transpose), "its logits differ by up to"),
-    "wrong tokenizer": (other_ids, "its tokenizer gives other tokens for '"),
+    "wrong tokenizer": (edited("tokenizer.json", swap), "its tokenizer gives other tokens for '"),
     "wrong chat template": (other_template, "its chat template gives .*, not .*im_end"),
-    "stale sines": (other_rotation, "its logits differ by up to"),
+    "stale sines": (edited("config.json", rotate), "its logits differ by up to"),
     "another type": (as_bfloat16, r"its weights are torch\.bfloat16, and --dtype is float32"),
 }
 
@@ -87,14 +87,13 @@ def test_a_planted_fault_is_named_and_nothing_is_written(
 ) -> None:
     """In the folder between its writing and its check, as a faulty exporter would leave it."""
     plant, sentence = FAULTS[fault]
-    honest = command.write_pretrained
+    honest, output = command.write_pretrained, tmp_path / "out"
 
     def faulty(model: Any, dtype: str, folder: Path) -> None:
         honest(model, dtype, folder)
         plant(folder)
 
     monkeypatch.setattr(command, "write_pretrained", faulty)
-    output = tmp_path / "out"
     with (
         pytest.raises(InputError, match=sentence) as error,
         command.written_at_once(output) as folder,
@@ -104,15 +103,17 @@ def test_a_planted_fault_is_named_and_nothing_is_written(
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_a_stale_token_cache_is_refused_before_anything_is_read(
-    flags: list[str], corpus: Path, tmp_path: Path
-) -> None:
+def export(run_folder: Path, output: Path, *flags: str) -> None:
+    command.main(["export", str(run_folder), f"--output={output}", *flags], OURS)
+
+
+def test_a_stale_token_cache_is_refused(flags: list[str], corpus: Path, tmp_path: Path) -> None:
     texts = shutil.copytree(corpus, tmp_path / "texts")
     own = [*flags, f"--data.source.paths=[{texts}/*.txt]", f"--data.cache_dir={tmp_path}/cache"]
     assert run("fit", *own, "--trainer.max_steps=1", "--trainer.limit_val_batches=0") == 0
     (texts / "00.txt").write_text("another text")
     with pytest.raises(InputError, match="token cache .* is stale"):
-        command.main(["export", str(only_run(tmp_path)), f"--output={tmp_path}/out"], OURS)
+        export(only_run(tmp_path), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -121,54 +122,33 @@ def test_prompts_are_held_out_and_else_those_of_the_configuration(trained: Train
     assert len(texts) == PROMPTS and len(set(texts)) > PROMPTS / 2
     trained.data.corpus.manifest["splits"]["validation"]["tokens"] = 0
     held_out = trained.data.corpus.tokens("validation")
-    trained.data._corpus = type("Empty", (), {"tokens": lambda self, split: held_out[:0]})()
-    trained.data.prompts = ["def", "", "import"]
+    empty = type("Empty", (), {"tokens": lambda self, split: held_out[:0]})
+    trained.data._corpus, trained.data.prompts = empty(), ["def", "", "import"]
     assert prompts_of(trained.data) == ["def", "import"]
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
 def test_a_run_is_exported_with_its_own_configuration_and_a_card(
-    trained: Trained, tmp_path: Path
+    trained: Any, tmp_path: Path
 ) -> None:
-    from huggingface_hub import ModelCard
-
-    folder = only_run(tmp_path)
+    folder, output = only_run(tmp_path), tmp_path / "out"
     (folder / "evaluation").mkdir()
     found = {"split": "test", "documents": 30, "worst": [{"text": "private"}]}
     found["comparisons"] = [{"name": "loss", "sentence": "better with 30 samples"}]
     (folder / "evaluation/standard.json").write_text(json.dumps(found))
-    command.main(["export", str(folder), f"--output={tmp_path}/out", "--license=mit"], OURS)
-    card = ModelCard.load(tmp_path / "out/README.md")
-    assert card.data.license == "mit" and card.data.library_name == "transformers"
+    export(folder, output, "--license=mit")
+    card = ModelCard.load(output / "README.md")
+    assert (card.data.license, card.data.library_name) == ("mit", "transformers")
     table = [line for line in card.text.splitlines() if line.startswith("| ") and line != "| | |"]
     rows = dict(line.strip("| ").split(" | ") for line in table)
-    expected = {
-        "architecture": "LlamaForCausalLM", "parent": "none: trained from scratch", "licence": "mit",
-        "checkpoint": str(newest(folder)), "standard: loss": "better with 30 samples",
-    }  # fmt: skip
-    assert {name: rows.get(name) for name in expected} == expected
-    assert (
-        "private" not in card.text and (tmp_path / "out/model.safetensors").stat().st_mode & 0o044
-    )
-    assert "100 prompts" in rows["verified"] and "dist-template" in rows["format"]
+    expected = {"architecture": "LlamaForCausalLM", "checkpoint": str(newest(folder))}
+    expected |= {"parent": "none: trained from scratch", "standard: loss": "better with 30 samples"}
+    assert expected.items() <= rows.items()
+    assert "private" not in card.text and (output / "model.safetensors").stat().st_mode & 0o044
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(trained: Trained, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(trained: Any, tmp_path: Path) -> None:
+    full = "cannot be written: (.*No space left on device|problem writing)"
     with disk(tmp_path / "disk", "64k") as small:
-        with pytest.raises(
-            InputError, match="cannot be written: (.*No space left on device|problem writing)"
-        ) as error:
-            command.main(["export", str(only_run(tmp_path)), f"--output={small}/out"], OURS)
+        with pytest.raises(InputError, match=full) as error:
+            export(only_run(tmp_path), small / "out")
         assert "\n" not in str(error.value) and not list(small.iterdir())
-
-
-def test_a_project_is_needed_only_for_a_run(trained: Trained, tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    trained.model.save_pretrained(folder)
-    trained.tokenizer.save_pretrained(folder)
-    found = load_trained(str(folder), Project("no_such_package"))
-    assert torch.equal(
-        found.model(torch.arange(9)[None]).logits, trained.model(torch.arange(9)[None]).logits
-    )

@@ -12,13 +12,13 @@ import dist_template
 from tests.support.line import command
 
 TOOLS = Path(dist_template.__file__).parent / "wings"
+SERVE = "--max_tokens=0 --max_tokens=99999999999 --max_requests=0 --grace_s=nan --grace_s=-1"
 BAD = {
-    "serve MODEL": """--max_tokens=0 --max_tokens=-1 --max_tokens=99999999999 --max_requests=0
-        --grace_s=nan --grace_s=-1 --grace_s=inf --port=99999 --max_tokens=many""",
-    "plan": "--tflops=0 --tflops=nan --tflops=inf --tflops=-1 --nodes=0 --nodes=1000000 --devices=99999999999",
+    "serve MODEL": f"{SERVE} --grace_s=inf --port=99999 --max_tokens=many",
+    "plan": "--tflops=0 --tflops=nan --tflops=inf --nodes=0 --nodes=1000000 --devices=99999999999",
     "plan --bandwidth 1": "nan inf 0",
     "sweep --space=lr.yaml": "--trials=0 --trials=-1 --prune_after=-1",
-    "rehearse": "--processes=0 --processes=-1 --nodes=0 --devices=-1 --nodes=1e3",
+    "rehearse": "--processes=0 --nodes=0 --devices=-1 --nodes=1e3",
 }
 CASES = [(verb, flag) for verb, flags in BAD.items() for flag in flags.split()]
 

@@ -1,4 +1,4 @@
-"""Each launcher and Slurm train to the same losses, and end with the same exit codes: the table of docs/launch.md."""
+"""Each launcher trains to the same losses and exit codes: the table of docs/launch.md."""
 
 from __future__ import annotations
 
@@ -15,31 +15,23 @@ DOCS = ROOT / "docs" / "launch.md"
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
-@pytest.fixture
-def losses(flags: list[str], tmp_path: Path) -> dict[int, float]:
-    """Those of `fit` on two processes of this machine."""
+@pytest.mark.parametrize("on", LAUNCHERS)
+def test_launchers_have_the_same_losses_and_codes(
+    on: str, hosts: Hosts, flags: list[str], tmp_path: Path
+) -> None:
     assert run("prepare", *flags) == 0
     root = f"--run.root={tmp_path / 'plain' / 'runs'}"
     done = run_in_subprocess("fit", *flags, root, *STEPS, "--trainer.devices=2")
     assert done.returncode == 0, done.stderr
-    return logged(only_run(tmp_path / "plain"), "train/loss")
-
-
-@pytest.mark.parametrize("on", LAUNCHERS)
-def test_launchers_have_the_same_losses_and_codes(
-    on: str, hosts: Hosts, losses: dict[int, float], flags: list[str], tmp_path: Path
-) -> None:
-    started: list[Launched] = []
+    losses, started = logged(only_run(tmp_path / "plain"), "train/loss"), list[Launched]()
 
     def start(name: str, flags: list[str], environment: dict[str, str]) -> Launched:
-        started.append(
-            Launched(tmp_path, on, *flags, two(hosts, tmp_path, environment=environment), name=name)
-        )
+        where = two(hosts, tmp_path, environment=environment)
+        started.append(Launched(tmp_path, on, *flags, where, name=name))
         return started[-1]
 
     found = codes(start, flags, Launched.end)
     own = logged(started[0].run, "train/loss")
     assert own.keys() == losses.keys()
-    difference = max(abs(own[step] - losses[step]) for step in losses)
-    print(line := row(on, difference, found))
+    print(line := row(on, max(abs(own[step] - losses[step]) for step in losses), found))
     assert line in DOCS.read_text(encoding="utf-8"), line

@@ -1,7 +1,8 @@
-"""launch --on ray: a local Ray of two CPU workers trains to one machine's losses, also when one of them is killed."""
+"""launch --on ray: a local Ray of two workers trains as one machine, also when one is killed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,10 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
 from dist_template.errors import Exit
 from tests.support.injury import OF_A_LAUNCHER
+from tests.support.launched import site
 from tests.support.runs import PACKAGE, PROJECT, Workers, logged, run
 
 pytestmark = [
@@ -33,33 +34,19 @@ VICTIMS: dict[str, Callable[[psutil.Process], bool]] = {
 
 
 def launch(folder: Path, *flags: str) -> subprocess.Popen[bytes]:
-    environment = {"PYTHONPATH": os.environ["PYTHONPATH"], "OMP_NUM_THREADS": "1"}
-    (folder / "site.yaml").write_text(
-        yaml.safe_dump({"cluster": {"nodes": 1, "environment": environment}})
-    )
     kept = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_LAUNCHER)}
     kept |= {"DIST_RUN_ID": "ray", "RAY_USAGE_STATS_ENABLED": "0"}
-    command = [
-        sys.executable,
-        "-m",
-        PACKAGE,
-        "launch",
-        "--on=ray",
-        *flags,
-        f"--config={folder / 'site.yaml'}",
-    ]
+    command = [sys.executable, "-m", PACKAGE, "launch", "--on=ray", *flags, site(folder, nodes=1)]
     with (folder / "out").open("wb") as out:
         return subprocess.Popen(command, cwd=PROJECT, env=kept, stdout=out, stderr=out)
 
 
 def kill(started: subprocess.Popen[bytes], is_victim: Callable[[psutil.Process], bool]) -> None:
     for process in psutil.Process(started.pid).children(recursive=True):
-        try:
+        with contextlib.suppress(psutil.Error):
             if is_victim(process):
                 process.send_signal(signal.SIGKILL)
                 return
-        except psutil.Error:
-            continue
     raise AssertionError("there is no such process")
 
 
@@ -67,24 +54,20 @@ def kill(started: subprocess.Popen[bytes], is_victim: Callable[[psutil.Process],
 def test_two_workers_train_as_one_machine_does_when_one_is_killed(
     victim: str, flags: list[str], tmp_path: Path
 ) -> None:
-    more = ["--trainer.devices=2", "--trainer.max_steps=300", "--last_checkpoint.every_n_steps=50"]
-    more += ["--trainer.val_check_interval=300"]
+    more = "--trainer.devices=2 --trainer.max_steps=300 --last_checkpoint.every_n_steps=50"
+    flags = [*flags, *more.split(), "--trainer.val_check_interval=300"]
     run("prepare", *flags)
     with Workers(2) as workers:
-        one = workers.run(["fit", *flags, *more, "--run.name=one"], tmp_path / "one").check()
-    folder, started = tmp_path / "runs" / "default" / "ray", launch(tmp_path, *flags, *more)
+        one = workers.run(["fit", *flags, "--run.name=one"], tmp_path / "one").check()
+    folder, started = tmp_path / "runs" / "default" / "ray", launch(tmp_path, *flags)
     try:
         deadline = time.monotonic() + 300
-        while (
-            not (folder / "metrics.jsonl").exists()
-            or max(logged(folder, "train/loss"), default=0) < 60
-        ):
-            assert started.poll() is None and time.monotonic() < deadline, (
-                tmp_path / "out"
-            ).read_text()[-3000:]
+        file, out = folder / "metrics.jsonl", tmp_path / "out"
+        while not file.exists() or max(logged(folder, "train/loss"), default=0) < 60:
+            assert started.poll() is None and time.monotonic() < deadline, out.read_text()[-3000:]
             time.sleep(0.2)
         kill(started, VICTIMS[victim])
-        assert started.wait(400) == Exit.DONE, (tmp_path / "out").read_text()[-5000:]
+        assert started.wait(400) == Exit.DONE, out.read_text()[-5000:]
     finally:
         started.terminate()
     losses = logged(folder, "train/loss")

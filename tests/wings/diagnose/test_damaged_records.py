@@ -1,10 +1,10 @@
-"""Damaged files of a run, a registry and a project: each is read around, or refused in one sentence that names it."""
+"""A damaged file is read around, or refused in one sentence that names it."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from dist_template.wings.setup.upgrade import read_record
 from tests.support.library import run_lock
 from tests.support.wings import Registry, tables
 
-GOOD = {
+GOOD: dict[str, dict[str, Any]] = {
     "config.yaml": {"trainer": {"max_steps": 9}, "model": {"optim": {"warmup": 1}}},
     "defaults.yaml": {"trainer": {"max_steps": -1}},
     "facts.json": {"training": {"max_steps": 9}, "parameters": {"active": 5}},
@@ -33,56 +33,41 @@ GOOD = {
     ".cruft.json": {"template": "x", "commit": "y", "context": {"cookiecutter": {"a": "b"}}},
 }
 numbers = st.one_of(st.integers(), st.floats(), st.just(10**400))
-values = st.recursive(
-    st.one_of(st.none(), st.booleans(), numbers, st.text(max_size=9)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=2), st.dictionaries(st.text(max_size=5), inner, max_size=2)
-    ),
-    max_leaves=3,
-)
-DAMAGES = [
-    b"",
-    b"\xff\xfe\0",
-    b"[" * 20_000,
-    b'{"a": ' * 20_000,
-    b"{]",
-    b"9" * 5_000,
-    b"a: b: c",
-    b"!!int x",
-    b"\t- x\n",
-]
+simple = st.one_of(st.none(), st.booleans(), numbers, st.text(max_size=9))
+
+
+def nested(inner: Any) -> Any:
+    keyed = st.dictionaries(st.text(max_size=5), inner, max_size=2)
+    return st.one_of(st.lists(inner, max_size=2), keyed)
+
+
+values = st.recursive(simple, nested, max_leaves=3)
+DAMAGES = [b"", b"\xff\xfe\0", b"[" * 20_000, b'{"a": ' * 20_000, b"{]", b"9" * 5_000]
+DAMAGES += [b"a: b: c", b"!!int x", b"\t- x\n"]
 
 
 def damaged(record: dict[str, Any]) -> st.SearchStrategy[bytes]:
-    """Bytes in place of the file, another value in place of the object or of one in it, a half of the file."""
-
-    def replaced(key: str, value: Any) -> bytes:
-        return json.dumps(record | {key: value}).encode()
-
-    def without(key: str) -> bytes:
-        return json.dumps({name: value for name, value in record.items() if name != key}).encode()
-
+    """Other bytes, another value for the object or for one in it, or a half of the file."""
     keys, text = st.sampled_from(sorted(record)), json.dumps(record).encode()
-    return st.one_of(
-        st.sampled_from(DAMAGES),
-        values.map(lambda value: json.dumps(value).encode()),
-        st.builds(replaced, keys, values),
-        keys.map(without),
-        st.integers(0, len(text)).map(lambda end: text[:end]),
-    )
+    changed = st.builds(lambda key, value: record | {key: value}, keys, values)
+    without = keys.map(lambda key: {name: record[name] for name in record if name != key})
+    objects = st.one_of(values, changed, without).map(lambda each: json.dumps(each).encode())
+    halves = st.integers(0, len(text)).map(lambda end: text[:end])
+    return st.one_of(st.sampled_from(DAMAGES), objects, halves)
 
 
-def readers(folder: Path) -> Iterator[Callable[[], Any]]:
-    yield lambda: (
-        lambda history: (
-            expected.progress(history),
-            tables([history], [""]),
-            tables([history] * 2, ["", ""]),
-        )
-    )(read_run(folder))
-    yield lambda: launch._read(folder / "launch")
-    yield lambda: Registry(folder).roll_back()
-    yield lambda: read_record(folder)
+def read_all(folder: Path) -> None:
+    history = read_run(folder)
+    expected.progress(history)
+    for histories in ([history], [history] * 2):
+        tables(histories, [""] * len(histories))
+
+
+READERS: list[Callable[[Path], Any]] = [read_all, read_record]
+READERS += [
+    lambda folder: launch._read(folder / "launch"),
+    lambda folder: Registry(folder).roll_back(),
+]
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -101,9 +86,9 @@ def test_a_damaged_file_gives_no_traceback(name: str, tmp_path: Path) -> None:
     @given(damaged(GOOD[name]))
     def drawn(content: bytes) -> None:
         (tmp_path / name).write_bytes(content)
-        for read in readers(tmp_path):
+        for read in READERS:
             try:
-                read()
+                read(tmp_path)
             except InputError as error:
                 assert len(str(error)) < 1_000 and "\n" not in str(error), error
         run_lock.refusal(
@@ -125,14 +110,8 @@ def test_the_sentence_names_the_file_and_what_to_do(tmp_path: Path) -> None:
 
 def test_what_is_left_of_a_damaged_file_is_read(tmp_path: Path) -> None:
     good = json.dumps(GOOD["metrics.jsonl"])
-    lines = [
-        good,
-        "[]",
-        '{"step": "x", "time": 1}',
-        '{"step": NaN, "time": 1}',
-        "5",
-        good.replace('"step": 1', '"step": 2'),
-    ]
+    bad = ["[]", '{"step": "x", "time": 1}', '{"step": NaN, "time": 1}', "5"]
+    lines = [good, *bad, good.replace('"step": 1', '"step": 2')]
     (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\n")
     loss = read_run(tmp_path).metrics["train/loss"]
     assert loss.steps.tolist() == [1, 2] and math.isclose(loss.values[0], 2.5)
