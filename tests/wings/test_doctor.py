@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_dev.data import DataModule
 
 from dist_template.wings.setup import doctor
-from tests.support.runs import OURS, main
+from tests.support.runs import main
 
 FOLDERS = {"run.root": Path("runs")}
 OK, WARNING, PROBLEM = doctor.OK, doctor.WARNING, doctor.PROBLEM
@@ -46,22 +45,23 @@ def test_packages_are_those_of_the_lock_and_none_is_blocked(
     assert "make setup" in one(doctor.check_packages(tmp_path), PROBLEM, found)
 
 
-def test_torch_and_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_and_torch_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "comparable", lambda: {"driver": "550.54"})
     todo = one(doctor.check_gpus(), PROBLEM, "driver 550.54, no GPU(s)")
     assert "torch's build for this driver" in todo and "CUDA_VISIBLE_DEVICES" in todo
-    monkeypatch.setattr(doctor, "comparable", lambda: {"driver": None})
-    one(doctor.check_gpus(), OK, "no GPU(s)")
-
-
-def usage(monkeypatch: Any, **sizes: float) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(**sizes))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=2**26))
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (-1, -1))
+    assert "--shm-size" in one(doctor.check_limits(), WARNING, "0.06 GiB")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=2**40))
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (1024, 8192))
+    assert one(doctor.check_limits(), WARNING, "open files: 1024") == "ulimit -n 4096"
 
 
 def test_disks(monkeypatch: pytest.MonkeyPatch) -> None:
     for gib, verdict in ((100, OK), (10, WARNING), (0.5, PROBLEM)):
-        usage(monkeypatch, free=gib * 2**30)
+        usage = SimpleNamespace(free=gib * 2**30)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
         one(doctor.check_disks(FOLDERS), verdict, f"{gib:.1f} GiB free")
 
     def refuse(**options: Any) -> Any:
@@ -69,16 +69,6 @@ def test_disks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
     assert "set run.root" in one(doctor.check_disks(FOLDERS), PROBLEM, "Permission denied")
-
-
-def test_shared_memory_and_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    usage(monkeypatch, total=64 * 2**20)
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (-1, -1))
-    assert "--shm-size" in one(doctor.check_limits(), WARNING, "0.06 GiB")
-    usage(monkeypatch, total=2**40)
-    one(doctor.check_limits(), OK, "open files: -1")
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (1024, 8192))
-    assert one(doctor.check_limits(), WARNING, "open files: 1024") == "ulimit -n 4096"
 
 
 def test_the_hosts_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,9 +99,3 @@ def test_a_problem_is_exit_code_1_and_json_has_the_environment(
     printed = json.loads(capsys.readouterr().out)
     finding = {"check": "disks", "verdict": "warning", "found": "full", "todo": "free it"}
     assert printed["findings"] == [finding] and printed["environment"]["packages"]["torch"]
-
-
-def test_it_looks_where_the_configuration_writes(flags: list[str], tmp_path: Path) -> None:
-    assert doctor.written_folders(flags, OURS)["run.root"] == tmp_path / "runs"
-    assert DataModule().cache_dir == str(doctor.written_folders([], OURS)["data.cache_dir"])
-    assert f"torch {torch.__version__}, lightning 2." in next(doctor.check_versions())[1]

@@ -7,7 +7,6 @@ import math
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,12 @@ import pandas as pd
 import pytest
 import yaml
 
-from dist_template import InputError, Project
+from dist_template import Project
 from dist_template.text import ByteBPE
-from dist_template.wings.ship.evaluate import evaluation, paired, tasks
+from dist_template.wings.ship.evaluate import evaluation, paired
 from dist_template.wings.ship.evaluate.documents import DocumentScores
 from tests.support.runs import (
-    CONFIGS, OURS, SENTENCES, Workers, newest, only_run, run, run_in_subprocess, small,
+    OURS, SENTENCES, Workers, newest, only_run, run, run_in_subprocess, small,
 )  # fmt: skip
 from tests.support.strategies import flags_of, settings_of
 from tests.support.tiers import tiers
@@ -213,16 +212,6 @@ def test_processes_of_their_own_run_the_models_strategy(trained: Path) -> None:
 # ---- without a training --------------------------------------------------------------------------
 
 
-def test_a_run_on_preferences_is_refused() -> None:
-    data = SimpleNamespace(documents=None, source=SimpleNamespace(pairs=True))
-    module: Any = SimpleNamespace(sums=None)
-    trainer: Any = SimpleNamespace(datamodule=data)
-    with pytest.raises(
-        InputError, match="preferences cannot be evaluated or promoted yet: `export`"
-    ):
-        DocumentScores("").setup(trainer, module, "test")
-
-
 def test_bits_per_byte_are_those_of_text_alone() -> None:
     """Of conversations only some tokens count, and their bytes are not known."""
     table, loss = (
@@ -232,13 +221,3 @@ def test_bits_per_byte_are_those_of_text_alone() -> None:
     assert evaluation.figures_of(table, is_whole=True) == loss
     bits = loss | {"bits_per_byte": 0.5 / math.log(2)}
     assert evaluation.figures_of(table, is_whole=False) == pytest.approx(bits)
-
-
-@pytest.mark.parametrize("line", ["tasks: 5", "tasks: [1, {}]", "limit: 0", "chat_template: maybe"])
-def test_a_key_of_another_type_is_one_sentence(line: str, tmp_path: Path) -> None:
-    shipped = CONFIGS / "evaluate.yaml"
-    assert tasks.read(str(shipped)) == yaml.safe_load(shipped.read_text()) == tasks.read(None)
-    (tmp_path / "evaluate.yaml").write_text(line)
-    with pytest.raises(InputError, match=rf"evaluate.yaml: .*{line.partition(':')[0]}") as refused:
-        tasks.read(str(tmp_path / "evaluate.yaml"))
-    assert "\n" not in str(refused.value)

@@ -14,9 +14,8 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from dist_template import InputError
-from dist_template.wings.ship.export.gate import PROMPTS, prompts_of
 from tests.support.chats import TAGGED, UNTAGGED
-from tests.support.runs import OURS, disk, newest, only_run, run
+from tests.support.runs import OURS, newest, only_run, run
 from tests.support.wings import Trained, load_trained
 from tests.support.wings import export as command
 
@@ -117,16 +116,6 @@ def test_a_stale_token_cache_is_refused(flags: list[str], corpus: Path, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_prompts_are_held_out_and_else_those_of_the_configuration(trained: Trained) -> None:
-    texts = prompts_of(trained.data)
-    assert len(texts) == PROMPTS and len(set(texts)) > PROMPTS / 2
-    trained.data.corpus.manifest["splits"]["validation"]["tokens"] = 0
-    held_out = trained.data.corpus.tokens("validation")
-    empty = type("Empty", (), {"tokens": lambda self, split: held_out[:0]})
-    trained.data._corpus, trained.data.prompts = empty(), ["def", "", "import"]
-    assert prompts_of(trained.data) == ["def", "import"]
-
-
 def test_a_run_is_exported_with_its_own_configuration_and_a_card(
     trained: Any, tmp_path: Path
 ) -> None:
@@ -144,11 +133,3 @@ def test_a_run_is_exported_with_its_own_configuration_and_a_card(
     expected |= {"parent": "none: trained from scratch", "standard: loss": "better with 30 samples"}
     assert expected.items() <= rows.items()
     assert "private" not in card.text and (output / "model.safetensors").stat().st_mode & 0o044
-
-
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(trained: Any, tmp_path: Path) -> None:
-    full = "cannot be written: (.*No space left on device|problem writing)"
-    with disk(tmp_path / "disk", "64k") as small:
-        with pytest.raises(InputError, match=full) as error:
-            export(only_run(tmp_path), small / "out")
-        assert "\n" not in str(error.value) and not list(small.iterdir())

@@ -14,7 +14,7 @@ from dist_template import InputError
 from dist_template.cluster.site import Kubernetes, Site
 from dist_template.errors import Exit
 from tests import PROJECT
-from tests.support.manifests import OF_SITES, mutations, pods, wrong
+from tests.support.manifests import mutations, pods, wrong
 from tests.support.wings import Job
 from tests.support.wings import launch_target as target
 
@@ -78,25 +78,6 @@ def test_a_manifest_is_valid_and_fits_together(kind: str, gang: str | None) -> N
 def test_any_field_that_is_misspelt_or_of_another_type_is_found(kind: str) -> None:
     fields = [(name, wrong(changed)) for name, changed in mutations(rendered(job(kind, "kueue")))]
     assert len(fields) > 600 and [name for name, error in fields if not error] == []
-
-
-def test_a_manifest_names_what_sites_name() -> None:
-    """The keys below these are not in a schema; the rendered ones are known here."""
-    found: dict[str, set[str]] = {}
-
-    def walk(value: Any) -> None:
-        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
-            if key in OF_SITES and isinstance(one, dict):
-                found.setdefault(key, set()).update(one)
-            if isinstance(one, dict | list):
-                walk(one)
-
-    for kind, gang in CASES:
-        walk(rendered(job(kind, gang)))
-    resources, run = {"cpu", "memory", "nvidia.com/gpu"}, "dist-template/run"
-    assert found.pop("labels") == {run, "kueue.x-k8s.io/queue-name"}
-    assert found.pop("selector") == {run} and found.pop("nodeSelector") == {"gpu"}
-    assert found == {"requests": resources, "limits": resources}
 
 
 def test_the_failure_policy_is_the_table_of_exit_codes() -> None:

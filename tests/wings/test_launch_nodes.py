@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ from dist_template.errors import Exit
 from dist_template.wings.launch import nodes
 from tests.support.launched import LONG, Launched, site
 from tests.support.line import main
-from tests.support.runs import OURS, PROJECT, run
-from tests.support.wings import describe_job as describe
+from tests.support.runs import PROJECT, run
 from tests.support.wings import launch_target as target
-from tests.support.wings import write_job as write
 
 SSH: Any = target("ssh")
 RUNNING, GONE = "this machine: running", "this machine: no process"
@@ -52,23 +49,6 @@ def test_a_signal_reaches_the_process_that_was_started_and_no_other(
     assert SSH.stop(record(), mine) == RUNNING
     assert process.wait(10) == -signal.SIGTERM
     assert SSH.status(record(), mine) == GONE
-
-
-def test_a_nodes_script_writes_which_process_it_is(
-    flags: list[str], tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.chdir(PROJECT)
-    os.environ["DIST_RUN_ID"] = "one"
-    job = replace(describe(OURS, "fit", flags, on_hosts=True), folder=tmp_path)
-    write(job, "ssh", nodes.script(job, "sleep 1000"))
-    (words,) = SSH.commands(job)
-    with subprocess.Popen(words) as started:
-        while SSH.status(record(), job.files) != RUNNING:
-            assert started.poll() is None
-            time.sleep(0.02)
-        assert (job.files / "node-0.pid").read_text() == f"{started.pid}\n"
-        assert SSH.stop(record(), job.files) == RUNNING
-        assert started.wait(10) == -signal.SIGTERM
 
 
 def test_a_host_whose_login_hangs_is_named(

@@ -15,7 +15,7 @@ import pytest
 from dist_template.errors import Exit
 from tests import ROOT
 from tests.support.launched import LONG, STEPS, Launched, codes, row, site
-from tests.support.runs import CONFIGS, PROJECT, logged, only_run, run, run_in_subprocess
+from tests.support.runs import CONFIGS, logged, only_run, run, run_in_subprocess
 from tests.support.slurm import LACKING, Slurm
 
 DOCS = ROOT / "docs" / "launch.md"
@@ -174,13 +174,3 @@ def test_a_chain_and_an_array(slurm: Slurm, flags: Flags, tmp_path: Path) -> Non
     slurm.wait(lambda: array.state.split() == ["COMPLETED", "COMPLETED"], 200)
     for task in (0, 1):
         assert len(logged(array.run.with_name(f"array-{task}"), "train/loss")) == 4
-
-
-def test_a_site_without_gpus_is_named(
-    slurm: Slurm, prepared: Flags, tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.chdir(PROJECT)
-    where = site(tmp_path, nodes=2, options={"gres": "gpu:8"})
-    assert run("launch", "--on=slurm", *prepared, where) == Exit.BAD_INPUT
-    error = capsys.readouterr().err
-    assert "Invalid generic resource (gres)" in error and error.count("\n") == 1

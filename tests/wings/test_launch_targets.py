@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
 import json
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,32 +17,26 @@ from tests.support.installed import write_metadata
 from tests.support.line import main
 from tests.support.runs import PROJECT
 
-Register = Callable[..., None]
 LSF = """#!/bin/sh
 echo "$(basename $0) $@" >> {folder}/called
-case $0 in *bsub) echo 17;; *bjobs) echo "17 RUN";; *bkill) echo "signalled";; esac
+case $0 in *bsub) echo 17;; *bjobs) echo "17 RUN";; *bkill) echo signalled;; esac
 """
 
 
-@pytest.fixture
-def register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Register:
+def register(folder: Path, package: str, value: str) -> None:
     """Writes the metadata of a package, as pip does."""
+    write_metadata(folder, package, {"dist_template.launch_targets": {"lsf": value}})
+
+
+@pytest.fixture
+def lsf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The documented class as an installed package, and its scheduler; returns the latter's log."""
     monkeypatch.chdir(PROJECT)
     monkeypatch.syspath_prepend(tmp_path)
-
-    def written(package: str, value: str) -> None:
-        write_metadata(tmp_path, package, {"dist_template.launch_targets": {"lsf": value}})
-
-    return written
-
-
-@pytest.fixture
-def lsf(register: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The documented class as an installed package, and its scheduler's commands; returns where these log."""
     page = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```python\n(.*?class Lsf.*?)```", page, re.DOTALL)
     (tmp_path / "lsf_of_a_site.py").write_text(text)
-    register("site-tools", "lsf_of_a_site:Lsf")
+    register(tmp_path, "site-tools", "lsf_of_a_site:Lsf")
     for name in ("bsub", "bjobs", "bkill"):
         (tmp_path / name).write_text(LSF.format(folder=tmp_path))
         (tmp_path / name).chmod(0o755)
@@ -71,24 +64,17 @@ def test_a_target_of_another_package_renders_submits_and_answers(
             main(["launch", verb, str(folder.parent)]) == Exit.DONE
             and answer in capsys.readouterr().out
         )
-    called = lsf.read_text().splitlines()
-    assert called == [f"bsub -q short -n 2 {folder}/job.sh", "bjobs 17", "bkill -s USR1 17"]
+    assert lsf.read_text().splitlines() == [
+        f"bsub -q short -n 2 {folder}/job.sh",
+        "bjobs 17",
+        "bkill -s USR1 17",
+    ]
 
 
-def test_its_name_is_in_the_help_and_a_wrong_name_is_a_sentence(lsf: Path, capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        main(["launch", "--help"])
-    shown = capsys.readouterr().out
-    assert "lsf" in shown and "torchrun" in shown
-    assert main(["launch", "--on", "slrum"]) == Exit.BAD_INPUT
-    error = capsys.readouterr().err
-    assert "error: argument --on: invalid choice: 'slrum'" in error and "lsf" in error
-
-
-def test_one_name_of_two_packages_is_refused_with_both(
-    lsf: Path, register: Register, capsys: Any
-) -> None:
-    register("other-tools", "json:loads")
+def test_one_name_of_two_packages_is_refused_with_both(lsf: Path, capsys: Any) -> None:
+    register(lsf.parent, "other-tools", "json:loads")
     assert main(["launch", "--on", "lsf"]) == Exit.BAD_INPUT
     error = capsys.readouterr().err
     assert "site-tools" in error and "other-tools" in error and "'lsf'" in error
+    assert main(["launch", "--on", "slrum"]) == Exit.BAD_INPUT
+    assert "argument --on: invalid choice: 'slrum'" in capsys.readouterr().err

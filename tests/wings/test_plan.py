@@ -9,20 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from trainer_dev.module import LanguageModule
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from dist_template import BlockConfig
 from dist_template.cli.limits.machine import Machine as Described
-from dist_template.cli.main import command as command_of
-from dist_template.parallel.blocks import wrap_blocks
 from dist_template.parallel.estimates import estimate_of
 from dist_template.parallel.estimates.candidates import Candidate
 from dist_template.parallel.estimates.facts import STATE
 from dist_template.wings.plan.estimate import Machine, Planned
 from dist_template.wings.plan.planner import Planner
-from tests.support.classifier import PLAIN
 from tests.support.line import command
 from tests.support.memory import Allocated, Live, State
 from tests.support.runs import Workers, run
@@ -43,38 +37,23 @@ GPT_OSS |= {"hidden_size": 64, "intermediate_size": 64}
 LLAMA_8B = {"model_type": "llama", "intermediate_size": 14336, "num_key_value_heads": 8}
 LLAMA_8B |= {"vocab_size": 128256}
 DEEPSEEK_V3 = {"model_type": "deepseek_v3", "vocab_size": 129280}
-CASES = [  # strategy, architecture, precision, checkpointing
-    ("ddp", LLAMA, "32-true", "none"),
-    ("ddp", LLAMA, "bf16-mixed", "none"),
-    ("fsdp2", LLAMA, "bf16-mixed", "none"),
-    ("fsdp2", LLAMA, "32-true", "full"),
-    ("fsdp2", EXPERTS, "bf16-mixed", "none"),
-    ("fsdp2_ep", EXPERTS, "bf16-mixed", "none"),
-    ("tp", LLAMA, "32-true", "none"),
-    ("zero1", LLAMA, "bf16-mixed", "none"),
-    ("zero2", LLAMA, "32-true", "none"),
-    ("zero3", LLAMA, "bf16-mixed", "none"),
-    ("ddp", LLAMA, "32-true", "selective"),
-    ("fsdp2_offload", LLAMA, "bf16-true", "full"),
-    ("ddp", EXPERTS, "32-true", "full"),
-]
-DAILY, SEQ_LEN, ROWS, GB = [CASES[5], CASES[9]], 256, 4, 1e9
+SEQ_LEN, ROWS, GB = 256, 4, 1e9
+TRAINED = """ddp 32-true none, ddp bf16-mixed none, fsdp2 bf16-mixed none, fsdp2 32-true full,
+    fsdp2 bf16-mixed none experts, fsdp2_ep bf16-mixed none experts, tp 32-true none,
+    zero1 bf16-mixed none, zero2 32-true none, zero3 bf16-mixed none, ddp 32-true selective,
+    fsdp2_offload bf16-true full, ddp 32-true full experts"""
+CASES = [" ".join(case.split()) for case in TRAINED.split(",")]
+DAILY = [CASES[5], CASES[9]]
 H100S = Machine(1, 2, 80 * GB, 6e14, 3e11, 4e10)
 FLAGS = [f"--model.architecture={json.dumps(LLAMA | {'vocab_size': 257})}"]
 FLAGS += ["--trainer.precision=bf16-mixed", "--trainer.accelerator=gpu"]
 
 
-def planner(
-    architecture: dict[str, Any],
-    batch: int,
-    seq_len: int,
-    precision: str = "bf16-mixed",
-    on: str = "cuda",
-) -> Planner:
-    module = LanguageModule(architecture={"vocab_size": 257} | architecture)
+def planner(shape: Any, batch: int, seq_len: int, precision: str = "", on: str = "cuda") -> Planner:
+    module = LanguageModule(architecture={"vocab_size": 257} | shape)
     sizes = {"seq_len": seq_len, "global_batch_size": batch}
     data = SimpleNamespace(**sizes, cross_document_attention=False)
-    return Planner(module, data, {}, Described(on, 1, 1, precision))
+    return Planner(module, data, {}, Described(on, 1, 1, precision or "bf16-mixed"))
 
 
 def estimate(made: Planner, name: str, ranks: int, rows: int, mode: str = "none") -> Planned:
@@ -82,19 +61,9 @@ def estimate(made: Planner, name: str, ranks: int, rows: int, mode: str = "none"
     return made.option(candidate, replace(H100S, nodes=1, devices=ranks), rows, mode)
 
 
-def train(
-    folder: Path,
-    ranks: int,
-    architecture: dict[str, Any],
-    batch: int,
-    *flags: str,
-    with_: list[Any],
-) -> None:
+def train(folder: Path, ranks: int, shape: Any, batch: int, flags: Any, with_: Any) -> None:
     sizes = [f"--data.seq_len={SEQ_LEN}", f"--data.micro_batch_size={ROWS}"]
-    sizes += [
-        f"--data.global_batch_size={batch}",
-        f"--model.architecture={json.dumps(architecture)}",
-    ]
+    sizes += [f"--data.global_batch_size={batch}", f"--model.architecture={json.dumps(shape)}"]
     given = [*(flag for flag in flags if "architecture" not in flag), *sizes]
     given += [
         f"--trainer.devices={ranks}",
@@ -112,15 +81,15 @@ def most(folder: Path, what: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "architecture", "precision", "mode"), tiers(CASES, DAILY))
-def test_predicted_bytes_are_those_of_a_training(
-    flags: list[str], tmp_path: Path, strategy: str, architecture: Any, precision: str, mode: str
-) -> None:
-    """State within 5 %; within 15 % what the last of two micro-batches allocates, by torch's profiler."""
+@pytest.mark.parametrize("case", tiers(CASES, DAILY))
+def test_predicted_bytes_are_those_of_a_training(flags: Any, tmp_path: Path, case: str) -> None:
+    """State within 5 %; within 15 % what the last of two micro-batches allocates."""
+    strategy, precision, mode, *experts = case.split()
+    architecture = EXPERTS if experts else LLAMA
     batch = 2 * ROWS if strategy == "tp" else 4 * ROWS
     own = [f"--model.blocks.checkpointing={mode}", f"--trainer.precision={precision}"]
     with_ = [State(tmp_path), Allocated(tmp_path)]
-    train(tmp_path, 2, architecture, batch, *flags, *flags_of(strategy), *own, with_=with_)
+    train(tmp_path, 2, architecture, batch, [*flags, *flags_of(strategy), *own], with_)
     made = planner(architecture, batch, SEQ_LEN, precision, "cpu")
     planned = estimate(made, strategy, 2, ROWS, mode)
     parts, memory = planned.parts(), planned.sharding.memory(planned.facts)
@@ -130,7 +99,7 @@ def test_predicted_bytes_are_those_of_a_training(
         moving += memory["communication buffers"]
     measured, allocated = most(tmp_path, "state"), most(tmp_path, "allocated")
     predicted = sum(parts[name] for name in STATE)
-    print(f"{strategy} {precision} {mode}: state {predicted / measured:.3f}", end=", ")
+    print(f"{case}: state {predicted / measured:.3f}", end=", ")
     print(f"activations {moving / allocated:.3f} of the measured {allocated / 2**20:.0f} MiB")
     assert predicted == pytest.approx(measured, rel=0.05)
     assert moving == pytest.approx(allocated, rel=0.15)
@@ -146,20 +115,14 @@ def test_predicted_activations_of_stages_are_those_of_a_training(
 ) -> None:
     """What a step of 8 micro-batches allocates, gradients among it, within 15 %."""
     batch, architecture = 8 * ROWS, LLAMA | {"num_hidden_layers": 8}
-    own = [
-        f"{ARGS}.pp_size={stages}",
-        f"{ARGS}.pp_schedule={schedule}",
-        "--trainer.precision=32-true",
-    ]
-    with_ = [Live(tmp_path)]
-    train(tmp_path, stages, architecture, batch, *flags, *flags_of("pp"), *own, with_=with_)
+    own = [*flags, *flags_of("pp"), f"{ARGS}.pp_size={stages}", f"{ARGS}.pp_schedule={schedule}"]
+    own.append("--trainer.precision=32-true")
+    train(tmp_path, stages, architecture, batch, own, [Live(tmp_path)])
     measured = most(tmp_path, "live")
     sizes = {"pp_size": stages, "pp_schedule": schedule}
     given = {"class_path": "MeshStrategy", "init_args": settings_of("pp")["init_args"] | sizes}
-    made, machine = (
-        planner(architecture, batch, SEQ_LEN, "32-true", "cpu"),
-        Machine(1, stages, 1, 1, 1, 1),
-    )
+    made = planner(architecture, batch, SEQ_LEN, "32-true", "cpu")
+    machine = Machine(1, stages, 1, 1, 1, 1)
     parts = made.option(Candidate("", "pp", {}, estimate_of(given)), machine, ROWS, "none").parts()
     predicted = parts["activations"] + max(parts["logits"], parts["backward"]) + parts["gradients"]
     print(f"pp {stages} {schedule}: {predicted / measured:.3f} of {measured / 2**20:.0f} MiB")
@@ -178,10 +141,10 @@ def test_the_best_schedule_of_a_pipeline_is_shown() -> None:
     few = shown["pp 4 x fsdp2 2"].candidate.options
     assert "pp_schedule" not in few, "4 blocks are too few for 8 stages"
     every = [each for each in Candidate.of(4, 2) if each.name == best.name]
-    planned = {
-        each.options.get("pp_schedule"): made.option(each, slow, 1, "none") for each in every
-    }
-    assert planned[None].seconds() > planned["Interleaved1F1B"].seconds()
+    names = [each.options.get("pp_schedule", "1F1B") for each in every]
+    options = [made.option(each, slow, 1, "none") for each in every]
+    seconds = {name: each.seconds() for name, each in zip(names, options, strict=True)}
+    assert seconds["1F1B"] > seconds["Interleaved1F1B"]
     made._module.adapter = SimpleNamespace(quantize="nf4", rank=4)
     assert not [each.name for each in made._accepted(slow) if "pp" in each.name], "fit refuses it"
 
@@ -227,12 +190,6 @@ def test_the_flags_of_every_candidate_describe_its_arguments() -> None:
 
 
 @pytest.mark.slow
-def test_column_parallel_biases_are_as_short_as_their_weights() -> None:
-    made = planner(LLAMA | {"model_type": "qwen2"}, 8, 64)
-    assert "tp 2" in {option.candidate.name for option in made.options(H100S)} and made.failed == {}
-
-
-@pytest.mark.slow
 def test_a_strategy_whose_trace_fails_does_not_end_the_plan(monkeypatch: Any, capsys: Any) -> None:
     short = Traced._short
 
@@ -259,16 +216,6 @@ def test_a_twentieth_of_the_memory_is_left(share: float, fits: bool) -> None:
     assert one.fits is fits
 
 
-@pytest.mark.slow
-def test_the_simplest_of_equally_fast_strategies_comes_first() -> None:
-    made, slow = planner(SHORT, 8, 64), replace(H100S, flops=1e10)  # computation hides what is sent
-    names = [option.candidate.name for option in made.options(slow)]
-    zeros = ("zero1", "zero2", "zero3")
-    assert names[0] == "ddp" and names.index("fsdp2 2") < min(map(names.index, zeros))
-    alone = {option.candidate.name for option in made.options(replace(slow, devices=1))}
-    assert "one device" in alone and not {*zeros} & alone
-
-
 BAD = {
     "--devices=8 --memory=80": "cluster.device_memory is '80'; give a number with a unit",
     "--devices=8": "plan needs the memory of a device: give it, as --memory 80GB",
@@ -284,38 +231,12 @@ def test_bad_input_is_one_sentence(given: str, capsys: Any) -> None:
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith(f"error: {BAD[given]}")
 
 
-def test_another_kind_of_model_is_refused(capsys: Any) -> None:
-    given = ["plan", "--devices=2", "--memory=1GB", "--trainer.accelerator=cpu"]
-    assert command_of(given, PLAIN) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: plan traces language models") and error.count("\n") == 1
-
-
 # ---- models whose code fails ---------------------------------------------------------------------
 
 
 def plan(architecture: dict[str, Any]) -> int:
     given = "--devices=2 --memory=80GB --trainer.accelerator=gpu --data.micro_batch_size=1".split()
     return command(["plan", *given, f"--model.architecture={json.dumps(architecture)}"])
-
-
-@pytest.mark.parametrize("kind", ["grouped_mm", "batched_mm", "eager"])
-def test_a_bias_that_is_added_in_place_is_recomputed(kind: str) -> None:
-    """gpt_oss's experts: what selective checkpointing keeps must not change after it is kept."""
-    found, config = {}, AutoConfig.for_model(**GPT_OSS)
-    for mode in ("none", "selective"):
-        torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(config, experts_implementation=kind)
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
-        wrap_blocks(model.train(), BlockConfig(mode))
-        tokens = torch.randint(0, 257, (2, 32))
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        found[mode] = [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
-    assert len(found["none"]) == len(found["selective"]) > 20
-    for one, other in zip(*found.values(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
 def test_a_checkpointing_that_fails_leaves_the_others(monkeypatch: Any, capsys: Any) -> None:
@@ -334,10 +255,3 @@ def test_a_checkpointing_that_fails_leaves_the_others(monkeypatch: Any, capsys: 
     printed = capsys.readouterr().out
     assert "ddp with checkpointing selective" in printed and "(has been mutated)" in printed
     assert "checkpointing none  checkpointing full" in printed
-
-
-def test_a_model_that_cannot_be_built_is_one_sentence(capsys: Any) -> None:
-    assert plan({"model_type": "dbrx", "vocab_size": 257}) == 2
-    error = capsys.readouterr().err
-    assert "model.architecture with model_type 'dbrx' cannot be built" in error
-    assert error.count("\n") == 1

@@ -91,18 +91,6 @@ def test_a_verb_that_fails_promotes_nothing_and_its_code_is_kept(
     assert [*Path().glob("registry/*")] == []
 
 
-def test_what_cannot_be_promoted_is_refused(run: str, verbs: Verbs) -> None:
-    refused: dict[str, list[str]] = {
-        "promote needs a run": [],
-        "is not a run folder": ["registry"],
-        "registry.*Not a directory|File exists": [run, "--registry", f"{run}/config.yaml"],
-    }
-    for sentence, flags in refused.items():
-        with pytest.raises(InputError, match=sentence):
-            promote.main(["promote", *flags], PROJECT)
-    assert not verbs.started
-
-
 # ---- the registry --------------------------------------------------------------------------------
 
 

@@ -72,16 +72,3 @@ def test_two_workers_train_as_one_machine_does_when_one_is_killed(
         started.terminate()
     losses = logged(folder, "train/loss")
     assert len(losses) == 300 and losses == pytest.approx(one.loss, abs=1e-6)
-
-
-def test_bad_input_is_not_retried(flags: list[str], tmp_path: Path) -> None:
-    run("prepare", *flags)
-    diverging = [
-        "--trainer.devices=2",
-        "--model.optim.learning_rate=1e30",
-        "--model.optim.warmup=0",
-    ]
-    started = launch(tmp_path, *flags, *diverging)
-    assert started.wait(300) == Exit.NON_FINITE
-    out = (tmp_path / "out").read_text()
-    assert out.count("Started training worker group") == 1, out[-3000:]

@@ -14,12 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import LlamaForCausalLM
 
-from dist_template.wings.ship.serve.command import on_device
 
 from tests.support.runs import only_run, run
 from tests.support.serving import Server, ask, chat_model, made
@@ -149,22 +146,3 @@ def test_what_cannot_be_served_is_refused(
     monkeypatch.setitem(sys.modules, "fastapi", None)
     error = refused(capfd, str(folder), "--port=0")
     assert "needs the package fastapi: pip install 'dist-template[serve]'" in error
-
-
-DTYPES = [
-    ("cuda", True, torch.bfloat16),
-    ("cuda", False, torch.float32),
-    ("cpu", True, torch.float32),
-]
-
-
-@pytest.mark.parametrize(("device", "supports", "dtype"), DTYPES)
-def test_parameters_are_bf16_where_the_gpu_computes_in_it(
-    device: str, supports: bool, dtype: torch.dtype, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: supports)
-    monkeypatch.setattr(nn.Module, "to", lambda self, device: self)
-    model: Any = nn.Linear(2, 2)
-    model.register_buffer("frequencies", torch.ones(2))
-    assert on_device(model, device) is model
-    assert model.weight.dtype == dtype and model.get_buffer("frequencies").dtype == torch.float32

@@ -145,21 +145,6 @@ def test_a_trial_that_is_always_killed_fails_at_last(
     assert (one.state.name, one.user_attrs["end"]) == ("FAIL", "failed with code -9: Killed")
 
 
-@pytest.mark.slow
-def test_failed_trials_are_recorded_and_the_sweep_continues(
-    here: Trials, flags: Flags, tmp_path: Path, capsys: Any
-) -> None:
-    """A learning rate at which the weights are not finite."""
-    (tmp_path / "lr.yaml").write_text(f"{RATE}: {{choice: [1.0e+30, 0.01]}}\n")
-    argv = ["sweep", *flags, f"--space={tmp_path / 'lr.yaml'}", "--sampler=grid", "--trials=9"]
-    assert run(*argv, "--trainer.gradient_clip_val=0") == 0
-    printed, trials = capsys.readouterr().out, trials_in(tmp_path)
-    states = sorted(one.state.name for one in trials)
-    assert states == ["COMPLETE", "FAIL"], "a grid has no more"
-    (end,) = [one.user_attrs["end"] for one in trials if one.state.name == "FAIL"]
-    assert end.startswith("failed with code 65: ") and end in printed
-
-
 def plant(sweep: study.Sweep, num: int, loss: float) -> None:
     """Completed trials with this loss after 10 and 20 steps; then one that has begun."""
     for number in range(num + 1):
@@ -252,14 +237,6 @@ def test_a_bad_space_is_refused_before_anything_starts(
     assert not (tmp_path / "runs").exists() and not here.started
 
 
-def test_a_launcher_of_several_processes_is_refused(
-    flags: Flags, space: str, monkeypatch: Any, capsys: Any
-) -> None:
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    assert run("sweep", *flags, space) == 2
-    assert "sweep starts the processes of each trial" in capsys.readouterr().err
-
-
 # ---- docs/learning_rate.md's program -------------------------------------------------------------
 
 
@@ -294,9 +271,3 @@ def test_the_docs_program_finds_a_planted_power_law(
     printed = capsys.readouterr().out
     assert "width^-0.75, at most x1.00 off" in printed
     assert f"width 4096: {0.3 / 4096**0.75:.2e}" in printed
-    edge = tried(
-        tmp_path / "edge", {rate: rate for rate in (0.001, 0.002, 0.004, 0.008, 0.016)}
-    ).folder
-    monkeypatch.setattr(sys, "argv", [*sys.argv[:4], str(edge)])
-    with pytest.raises(SystemExit, match="not between the learning rates tried: widen the space"):
-        exec(compile(program, "lr_transfer.py", "exec"), {})

@@ -40,7 +40,7 @@ def test_a_run_a_checkpoint_and_a_folder_name_the_same_model(
 
 
 NONE = {
-    "runs/nowhere": "MODEL '.*/runs/nowhere' does not exist: give the folder of a run, a checkpoint",
+    "runs/nowhere": "MODEL '.*/nowhere' does not exist: give the folder of a run, a checkpoint",
     "empty": "is not a run folder and contains none",
     "alone.ckpt": r"'.*/alone.ckpt' is not in a run's folder, with its config.yaml",
     "broken": "'.*/broken' cannot be loaded: ",

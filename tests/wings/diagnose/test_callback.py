@@ -10,7 +10,6 @@ import pytest
 import torch
 from trainer_dev.module import LanguageModule
 
-from dist_template.wings.diagnose import Finding
 from dist_template.wings.diagnose import callback as diagnosis
 from tests.support.library import read_lines
 from tests.support.runs import logged, only_run, run
@@ -71,9 +70,3 @@ def test_it_reads_nothing_from_the_device(flags: list[str], monkeypatch: Any) ->
         assert run("fit", *flags, *LOW, f"--diagnosis.enabled={enabled}") == 0
         counts.append(len(reads))
     assert counts[0] == counts[1]
-
-
-def test_a_full_disk_does_not_end_training(tmp_path: Path, capsys: Any) -> None:
-    callback = diagnosis.Diagnosis(folder=str(tmp_path / "gone"))
-    callback._write(Finding("r", "error", "certain", "t", "e"), 3)
-    assert "findings.jsonl" in capsys.readouterr().out

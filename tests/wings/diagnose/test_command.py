@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import yaml
 
 from dist_template.wings.diagnose import History
 from tests.support.histories import a_run
-from tests.support.runs import PROJECT, main
+from tests.support.runs import main
 
 
 def write(history: History, folder: Path) -> Path:
@@ -67,13 +65,3 @@ def test_it_takes_the_newest_run_and_says_what_it_has_not(
     assert main(["diagnose", str(newer)]) == 2 and "has no config.yaml" in capsys.readouterr().err
     assert main(["diagnose", str(newer.parent)]) == 2
     assert "is not a run folder" in capsys.readouterr().err
-
-
-def test_it_and_compare_import_neither_torch_nor_lightning(slow: Path) -> None:
-    other = write(a_run(400, 5), slow.parent / "other")
-    code = "import sys; from tests.support.line import main; main(['diagnose', sys.argv[1]]);"
-    code += "main(['compare', *sys.argv[1:]]);"
-    code += "sys.exit(bool({'torch', 'lightning', 'transformers'} & set(sys.modules)))"
-    command = [sys.executable, "-c", code, str(slow), str(other)]
-    ended = subprocess.run(command, cwd=PROJECT, capture_output=True, timeout=60, check=False)
-    assert ended.returncode == 0, ended.stderr

@@ -100,14 +100,6 @@ def test_a_damaged_file_gives_no_traceback(name: str, tmp_path: Path) -> None:
         drawn()
 
 
-def test_the_sentence_names_the_file_and_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("a: b: c")
-    with pytest.raises(
-        InputError, match=f"^{tmp_path}/config.yaml cannot be read .*: restore it, or move it away"
-    ):
-        read_run(tmp_path)
-
-
 def test_what_is_left_of_a_damaged_file_is_read(tmp_path: Path) -> None:
     good = json.dumps(GOOD["metrics.jsonl"])
     bad = ["[]", '{"step": "x", "time": 1}', '{"step": NaN, "time": 1}', "5"]

@@ -13,7 +13,6 @@ import pytest
 
 from dist_template.wings.diagnose import Finding, read_run
 from tests.support.fault_runs import ALL, FAULTS, HEALTHY, Training, Trainings
-from tests.support.library import read_lines
 from tests.support.recorded import recorded
 from tests.support.tiers import tiers
 from tests.support.wings import as_text, engine
@@ -86,19 +85,3 @@ def test_the_advised_change_cures_the_fault(trainings: Trainings, training: Trai
 @each_of("training", ALL, ids=ids)
 def test_a_live_training_is_diagnosed_as_expected(trainings: Trainings, training: Training) -> None:
     check(training, engine.diagnose(read_run(trainings(training))))
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@each_of("name", ["learning_rate_x0.001", "router_collapse", "slow_rank"])
-def test_a_fault_is_reported_during_training(trainings: Trainings, name: str) -> None:
-    (training,) = (each for each in FAULTS if each.name == name)
-    found = [
-        line
-        for line in read_lines(trainings(training) / "findings.jsonl")
-        if line["rule"] == training.rule
-    ]
-    assert found and found[0]["step"] < 100
-    printed = trainings.records[name].log(0)
-    assert printed.count(f"diagnosis: {found[0]['level']}: {found[0]['title']}") == 1
-    assert "python -m" in printed.split("diagnosis: ", 1)[1].splitlines()[1]

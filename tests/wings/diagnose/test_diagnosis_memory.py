@@ -203,18 +203,6 @@ def test_savings_follow_from_the_formulas() -> None:
     assert freed_gib(offload) == pytest.approx(GIB_7B * 16 / 8, 0.01)
 
 
-def test_the_largest_stage_counts() -> None:
-    replicated = llama_7b(mesh(pp_size=4), 8, data__global_batch_size=128)
-    stages = {
-        "stages": [[0], [1], [2], [3]],
-        "blocks": [8] * 4,
-        "parameters": [10**9] * 3 + [2 * 10**9],
-    }
-    replicated.facts["pipeline"] = {"schedule": "1F1B"} | stages
-    stage = Estimate(replicated).state()
-    assert (stage["weights"], stage["unsharded gradients"]) == (4 * 10**9, 8 * 10**9)
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_micro_batches_in_flight_match_torchs_orders(schedule: Any) -> None:
     v, moves = stages_per_rank(schedule, 3), {"F": 1, "B": -1}
@@ -256,25 +244,6 @@ def test_gradients_of_an_accumulation_are_counted_where_they_are_kept() -> None:
     assert Estimate(history).state()["unsharded gradients"] == 4 * LLAMA_7B
     assert freed_gib(changes(history)[key]) == pytest.approx(4 * GIB_7B, 0.01)
     assert key not in changes(llama_7b(strategy)), "nothing to save"
-
-
-SHIPPED = {
-    "ddp": (4, "ddp", 4),
-    "hsdp": (8, "fsdp", 8),
-    "fsdp2_tp": (8, "fsdp tp", 4),
-    "cp": (8, "fsdp cp", 4),
-    "pp_ep": (16, "fsdp ep pp", 8),
-    "zero3_offload": (2, "zero3", 2),
-}
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_strategies_are_understood(name: str) -> None:
-    world_size, axes, data_parallel = SHIPPED[name]
-    estimate = Estimate(llama_7b(settings_of(name), world_size))
-    assert estimate.sharding.axes(world_size) == axes.split()
-    assert estimate.sharding.data_parallel(world_size) == data_parallel
-    assert (estimate.sharding.on_host(estimate.facts) != (0, 0)) == ("offload" in name)
 
 
 @pytest.mark.parametrize("file", FILES)

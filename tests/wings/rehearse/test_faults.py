@@ -18,7 +18,8 @@ import pytest
 from dist_template.wings.rehearse import command
 from dist_template.wings.rehearse.checks import CHECKS, Check, run_checks
 from dist_template.wings.rehearse.compare import trace
-from tests.support import edits, faults
+from tests.support import edits
+from tests.support import faults as f
 from tests.support.runs import CONFIGS, OURS
 from tests.support.strategies import flags_of
 from tests.support.tiers import NIGHTLY, tiers
@@ -73,69 +74,53 @@ NOT_ALONE = (f"the forward pass of rank 1 differs first in the output of {LAYERS
 HUNG = ("rank 1 is stalled: step 2, micro-batch 1", FAULTS, "rank 0 is waiting for it")
 MEAN = (f"{LAYERS}.0.input_layernorm.running_mean", "all-reduce")
 PLANTS = [
-    Plant(faults.loss_per_rank, ("training_step", FAULTS), **BIG),
-    Plant(faults.loss_divided_by_ranks, ("0.5 times as large", "training_step", FAULTS)),
-    Plant(faults.repeating_sampler, ("step 1 lacks 4 of the 8 samples", "GlobalOrder")),
-    Plant(faults.documents_leak, ("layers.0.self_attn", "forward", FAULTS), True),
-    Plant(faults.future_leaks, ("the input of model", "LanguageModule", FAULTS), True),
-    Plant(faults.mlp_of_rank, ("rank 1", f"{LAYERS}.1.mlp.act_fn", "Scaled", FAULTS)),
-    Plant(faults.router_of_rank, ("rank 1", "layers.1.mlp.gate"), model=MOE),
-    Plant(faults.layer_detached, ("layers.0.mlp.gate_proj.weight gets no gradient",), True),
-    Plant(faults.layer_outside_of_fsdp, ("layers.1.mlp", "gradient"), strategy="fsdp2"),
+    Plant(f.loss_per_rank, ("training_step", FAULTS), **BIG),
+    Plant(f.loss_divided_by_ranks, ("0.5 times as large", "training_step", FAULTS)),
+    Plant(f.repeating_sampler, ("step 1 lacks 4 of the 8 samples", "GlobalOrder")),
+    Plant(f.documents_leak, ("layers.0.self_attn", "forward", FAULTS), True),
+    Plant(f.future_leaks, ("the input of model", "LanguageModule", FAULTS), True),
+    Plant(f.mlp_of_rank, ("rank 1", f"{LAYERS}.1.mlp.act_fn", "Scaled", FAULTS)),
+    Plant(f.router_of_rank, ("rank 1", "layers.1.mlp.gate"), model=MOE),
+    Plant(f.layer_detached, ("layers.0.mlp.gate_proj.weight gets no gradient",), True),
+    Plant(f.layer_outside_of_fsdp, ("layers.1.mlp", "gradient"), strategy="fsdp2"),
     Plant(
-        faults.layer_outside_of_the_tensor_parallel_plan,
-        (f"{LAYERS}.0.mlp.down_proj",),
-        strategy="tp",
+        f.layer_outside_of_the_tensor_parallel_plan, (f"{LAYERS}.0.mlp.down_proj",), strategy="tp"
     ),
+    Plant(f.gradients_reduced_twice, ("1 of 21", "layers.1.input_layernorm.weight"), strategy="tp"),
     Plant(
-        faults.gradients_reduced_twice,
-        ("1 of 21", "layers.1.input_layernorm.weight"),
-        strategy="tp",
+        f.expert_gradients_doubled, ("1.mlp.experts.gate_up_proj",), strategy="fsdp2_ep", model=MOE
     ),
+    Plant(f.gradients_divided_before_the_step, ("on_before_optimizer_step", FAULTS)),
+    Plant(f.callback_divides_gradients, ("HalveGradients.on_after_backward", FAULTS)),
+    Plant(f.clipping_by_rank, ("configure_gradient_clipping", FAULTS), True, "fsdp2"),
+    Plant(f.unseeded_parameter, ("model.model.norm.weight",)),
+    Plant(f.buffer_by_rank, ("temperature", "before the first step"), strategy="fsdp2"),
+    Plant(f.running_mean_by_rank, MEAN, True),
     Plant(
-        faults.expert_gradients_doubled,
-        ("1.mlp.experts.gate_up_proj",),
-        strategy="fsdp2_ep",
-        model=MOE,
+        f.noise_on_a_weight, ("layers.1.mlp.up_proj.weight", "something other than the optimizer")
     ),
-    Plant(faults.gradients_divided_before_the_step, ("on_before_optimizer_step", FAULTS)),
-    Plant(faults.callback_divides_gradients, ("HalveGradients.on_after_backward", FAULTS)),
-    Plant(faults.clipping_by_rank, ("configure_gradient_clipping", FAULTS), True, "fsdp2"),
-    Plant(faults.unseeded_parameter, ("model.model.norm.weight",)),
-    Plant(faults.buffer_by_rank, ("temperature", "before the first step"), strategy="fsdp2"),
-    Plant(faults.running_mean_by_rank, MEAN, True),
+    Plant(f.block_reads_what_another_stage_has_filled, NOT_ALONE, True, **PP),
+    Plant(f.loss_per_rank, ("training_step", FAULTS), **PP, **BIG),
+    Plant(f.tied_gradient_not_summed, ("1 of 20", "model.embed_tokens.weight"), **PP, model=TIED),
+    Plant(f.last_stage_halves_gradients, ("on_before_optimizer_step", FAULTS), **PP),
+    Plant(f.last_stage_counts_in_python, ("holds num_losses",), **PP, more="resumed"),
     Plant(
-        faults.noise_on_a_weight,
-        ("layers.1.mlp.up_proj.weight", "something other than the optimizer"),
+        f.evaluation_is_a_mean_of_means, ("eval/loss", "add up", "validation_step", FAULTS), **BIG
     ),
-    Plant(faults.block_reads_what_another_stage_has_filled, NOT_ALONE, True, **PP),
-    Plant(faults.loss_per_rank, ("training_step", FAULTS), **PP, **BIG),
-    Plant(
-        faults.tied_gradient_not_summed, ("1 of 20", "model.embed_tokens.weight"), **PP, model=TIED
-    ),
-    Plant(faults.last_stage_halves_gradients, ("on_before_optimizer_step", FAULTS), **PP),
-    Plant(faults.last_stage_counts_in_python, ("holds num_losses",), **PP, more="resumed"),
-    Plant(
-        faults.evaluation_is_a_mean_of_means,
-        ("eval/loss", "add up", "validation_step", FAULTS),
-        **BIG,
-    ),
-    Plant(faults.parameter_without_optimizer, ("embed_tokens.weight gets gradients", FAULTS), True),
-    Plant(faults.tokens_by_process, ("their tokens differ", "transform", FAULTS), True),
-    Plant(faults.rank_killed, ("rank 1: killed", "device 1 has fallen off the bus")),
-    Plant(faults.crash_in_c, ("rank 1", "Segmentation fault", "read_address_zero")),
-    Plant(faults.error_on_one_rank, ("rank 1: ValueError: no such shard", FAULTS)),
-    Plant(faults.hang, HUNG),
-    Plant(faults.collective_on_one_rank, (FAULTS,)),
-    Plant(
-        faults.random_state_not_saved, ("another random state", "dropout"), model=DROPPED, **RESUMED
-    ),
-    Plant(faults.counter_in_python, ("no checkpoint holds num_calls",), **RESUMED),
-    Plant(faults.optimizer_forgets, ("ForgetfulAdamW", FAULTS), **RESUMED),
-    Plant(faults.schedule_starts_anew, ("the learning rate of step", "schedule"), **RESUMED),
-    Plant(faults.data_start_anew, ("step 3 lacks", "GlobalOrder"), **RESUMED),
-    Plant(faults.average_in_a_buffer, ("average", "persistent"), **RESUMED),
-    Plant(faults.average_in_a_callback, ("no checkpoint holds Average.shadow",), **RESUMED),
+    Plant(f.parameter_without_optimizer, ("embed_tokens.weight gets gradients", FAULTS), True),
+    Plant(f.tokens_by_process, ("their tokens differ", "transform", FAULTS), True),
+    Plant(f.rank_killed, ("rank 1: killed", "device 1 has fallen off the bus")),
+    Plant(f.crash_in_c, ("rank 1", "Segmentation fault", "read_address_zero")),
+    Plant(f.error_on_one_rank, ("rank 1: ValueError: no such shard", FAULTS)),
+    Plant(f.hang, HUNG),
+    Plant(f.collective_on_one_rank, (FAULTS,)),
+    Plant(f.random_state_not_saved, ("another random state", "dropout"), model=DROPPED, **RESUMED),
+    Plant(f.counter_in_python, ("no checkpoint holds num_calls",), **RESUMED),
+    Plant(f.optimizer_forgets, ("ForgetfulAdamW", FAULTS), **RESUMED),
+    Plant(f.schedule_starts_anew, ("the learning rate of step", "schedule"), **RESUMED),
+    Plant(f.data_start_anew, ("step 3 lacks", "GlobalOrder"), **RESUMED),
+    Plant(f.average_in_a_buffer, ("average", "persistent"), **RESUMED),
+    Plant(f.average_in_a_callback, ("no checkpoint holds Average.shadow",), **RESUMED),
 ]
 QUICK = "gradients_divided_before_the_step counter_in_python".split()
 DAILY = """loss_divided_by_ranks repeating_sampler documents_leak mlp_of_rank layer_detached hang
@@ -179,7 +164,7 @@ class Rehearsals:
         folder = self.folder / f"{plant.fault.__name__}{self._count}"
         small.config["run"]["root"] = str(folder / "runs")
         known = {} if plant.in_one else {"one": sound.one}
-        if plant.fault in (faults.hang, faults.collective_on_one_rank):
+        if plant.fault in (f.hang, f.collective_on_one_rank):
             small.config["watchdog"] |= {"timeout_s": HANG_S, "start_timeout_s": HANG_S}
         return Runs(small, folder, OURS, plant.fault, known=known)
 
@@ -189,7 +174,7 @@ def rehearsals(tmp_path_factory: pytest.TempPathFactory) -> Rehearsals:
     return Rehearsals(tmp_path_factory.mktemp("rehearsals"))
 
 
-@pytest.mark.parametrize("plant", map(marked, PLANTS))
+@pytest.mark.parametrize("plant", [marked(plant) for plant in PLANTS])
 def test_what_is_planted_is_named(plant: Plant, rehearsals: Rehearsals) -> None:
     results = run_checks(rehearsals.broken(plant), plant.checks)
     first: Result | None = next((each for each in results if each.verdict == "FAIL"), None)
@@ -199,7 +184,7 @@ def test_what_is_planted_is_named(plant: Plant, rehearsals: Rehearsals) -> None:
 
 
 def test_a_step_that_draws_labels_is_not_blamed_for_its_loss(rehearsals: Rehearsals) -> None:
-    plant = Plant(faults.labels_drawn, (), True)
+    plant = Plant(f.labels_drawn, (), True)
     results = [*run_checks(rehearsals.broken(plant), plant.checks)]
     assert [result.check for result in results if result.verdict == "FAIL"] == []
     limits = [result.sentence for result in results if result.verdict == "limit"]
