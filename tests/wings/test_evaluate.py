@@ -19,7 +19,14 @@ from dist_template.text import ByteBPE
 from dist_template.wings.ship.evaluate import evaluation, paired
 from dist_template.wings.ship.evaluate.documents import DocumentScores
 from tests.support.runs import (
-    OURS, SENTENCES, Workers, newest, only_run, run, run_in_subprocess, small,
+    OURS,
+    SENTENCES,
+    Workers,
+    newest,
+    only_run,
+    run,
+    run_in_subprocess,
+    small,
 )  # fmt: skip
 from tests.support.strategies import flags_of, settings_of
 from tests.support.tiers import tiers

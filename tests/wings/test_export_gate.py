@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
-from dist_template import InputError
+from dist_template import InputError, Project
 from tests.support.chats import TAGGED, UNTAGGED
 from tests.support.runs import OURS, newest, only_run, run
 from tests.support.wings import Trained, load_trained
@@ -102,7 +102,7 @@ def test_a_planted_fault_is_named_and_nothing_is_written(
     assert not list(tmp_path.glob("*out*"))
 
 
-def export(run_folder: Path, output: Path, *flags: str) -> None:
+def exported(run_folder: Path, output: Path, *flags: str) -> None:
     command.main(["export", str(run_folder), f"--output={output}", *flags], OURS)
 
 
@@ -112,7 +112,7 @@ def test_a_stale_token_cache_is_refused(flags: list[str], corpus: Path, tmp_path
     assert run("fit", *own, "--trainer.max_steps=1", "--trainer.limit_val_batches=0") == 0
     (texts / "00.txt").write_text("another text")
     with pytest.raises(InputError, match="token cache .* is stale"):
-        export(only_run(tmp_path), tmp_path / "out")
+        exported(only_run(tmp_path), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -124,7 +124,7 @@ def test_a_run_is_exported_with_its_own_configuration_and_a_card(
     found = {"split": "test", "documents": 30, "worst": [{"text": "private"}]}
     found["comparisons"] = [{"name": "loss", "sentence": "better with 30 samples"}]
     (folder / "evaluation/standard.json").write_text(json.dumps(found))
-    export(folder, output, "--license=mit")
+    exported(folder, output, "--license=mit")
     card = ModelCard.load(output / "README.md")
     assert (card.data.license, card.data.library_name) == ("mit", "transformers")
     table = [line for line in card.text.splitlines() if line.startswith("| ") and line != "| | |"]
@@ -133,3 +133,52 @@ def test_a_run_is_exported_with_its_own_configuration_and_a_card(
     expected |= {"parent": "none: trained from scratch", "standard: loss": "better with 30 samples"}
     assert expected.items() <= rows.items()
     assert "private" not in card.text and (output / "model.safetensors").stat().st_mode & 0o044
+
+
+# ---- what a run trained is found -----------------------------------------------------------------
+
+
+def logits(found: Trained) -> torch.Tensor:
+    assert not found.model.training and found.tokenizer.decode([72, 105]) == "Hi"
+    with torch.no_grad():
+        return found.model(torch.arange(60).view(2, 30)).logits
+
+
+def test_a_run_a_checkpoint_and_a_folder_name_the_same_model(
+    flags: list[str], tmp_path: Path
+) -> None:
+    assert run("fit", *flags, "--trainer.max_steps=2", "--trainer.limit_val_batches=0") == 0
+    folder, output = only_run(tmp_path), tmp_path / "out"
+    ours = [flag for flag in flags if not flag.startswith("--trainer.")]
+    command.main(["export", *ours, "--checkpoint=last", f"--output={output}"], OURS)
+    names = [tmp_path / "runs", folder, newest(folder), newest(folder) / "checkpoint.pt"]
+    found = [load_trained(str(name), OURS) for name in names]
+    assert {one.run for one in found} == {folder} and found[0].path == str(newest(folder))
+    found.append(load_trained(str(output), Project("no_such_package")))
+    assert found[-1].run is None
+    for one in found[1:]:
+        assert torch.equal(logits(one), logits(found[0])), one.path
+    # its config.yaml has keys of `fit` that other verbs do not have
+    given = f"--config={folder / 'config.yaml'}"
+    assert run("doctor", given) in (0, 1) and run("prepare", given) == 0
+    checkpoint = f"--ckpt_path={newest(folder)}"
+    assert run("test", given, checkpoint, "--trainer.limit_test_batches=1") == 0
+
+
+NONE = {
+    "runs/nowhere": "MODEL '.*/nowhere' does not exist: give the folder of a run, a checkpoint",
+    "empty": "is not a run folder and contains none",
+    "alone.ckpt": r"'.*/alone.ckpt' is not in a run's folder, with its config.yaml",
+    "broken": "'.*/broken' cannot be loaded: ",
+}
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_what_is_no_model_is_refused_in_one_sentence(name: str, tmp_path: Path) -> None:
+    for folder in ("runs", "empty", "broken"):
+        (tmp_path / folder).mkdir()
+    torch.save({"state_dict": {}}, tmp_path / "alone.ckpt")
+    (tmp_path / "broken/config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(InputError, match=NONE[name]) as error:
+        load_trained(str(tmp_path / name), OURS)
+    assert "\n" not in str(error.value)

@@ -135,13 +135,6 @@ def test_stop_saves_and_does_not_requeue(
     assert "stopped and saved" in capsys.readouterr().out
 
 
-def test_a_job_saves_before_its_limit(slurm: Slurm, prepared: Flags, tmp_path: Path) -> None:
-    job = Submitted(slurm, tmp_path, "limit", *prepared, *LONG, time_limit=120, save_s=60)
-    slurm.wait(lambda: bool(ENDED.search(job.log)), 180)
-    assert ENDED.findall(job.log) == [("75", "yes")] and "SIGUSR1: stopped and saved" in job.log
-    slurm.run("scancel", job.job)
-
-
 def test_a_job_survives_a_lost_node(slurm: Slurm, prepared: Flags, tmp_path: Path) -> None:
     every = ["--last_checkpoint.every_n_steps=5", *SLOW]
     job = Submitted(slurm, tmp_path, "node", *prepared, *every)

@@ -76,7 +76,7 @@ def train(folder: Path, ranks: int, shape: Any, batch: int, flags: Any, with_: A
 
 
 def most(folder: Path, what: str) -> float:
-    """Of the rank that needs most: under expert parallelism ranks get different numbers of tokens."""
+    """Of the rank that needs most: ranks of expert parallelism get different numbers of tokens."""
     return max(json.loads(file.read_text()) for file in folder.glob(f"{what}[0-9].json"))
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +11,11 @@ import torch
 from trainer_dev.module import LanguageModule
 
 from dist_template.parallel.estimates.plain import FILES
-from dist_template.parallel.pipeline.stages import stages_per_rank
 from dist_template.wings.diagnose import Change, History, read_run
 from dist_template.wings.diagnose.memory import figures_of, parts_of
 from dist_template.wings.diagnose.remedies import memory_use, remedies
 from dist_template.wings.values import GIB
 from tests.support.histories import nested
-from tests.support.library import SCHEDULES
 from tests.support.memory import State
 from tests.support.runs import Workers, only_run, run
 from tests.support.strategies import flags_of, settings_of
@@ -201,36 +197,6 @@ def test_savings_follow_from_the_formulas() -> None:
     # offload: 4 bytes of gradients and 12 of optimizer state of an eighth
     offload = found[f"{OF_MESH}.offload_optimizer"]
     assert freed_gib(offload) == pytest.approx(GIB_7B * 16 / 8, 0.01)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_micro_batches_in_flight_match_torchs_orders(schedule: Any) -> None:
-    v, moves = stages_per_rank(schedule, 3), {"F": 1, "B": -1}
-    fixed: Any = {"group_rank": 0, "is_last": False, "submod": None}
-    for ranks, micro_batches in ((2, 4), (4, 8), (4, 16), (8, 32)):
-        total = ranks * v
-        sizes: Any = {"num_stages": total, "group_size": ranks}
-        stages: Any = [
-            SimpleNamespace(stage_index=n, is_first=n == 0, **fixed, **sizes)
-            for n in range(0, total, ranks)
-        ]
-        given = stages if v > 1 else stages[0]
-        made = SCHEDULES[schedule](given, micro_batches, print, scale_grads=False)
-        most = {}
-        for rank, actions in made.pipeline_order.items():
-            steps = [moves.get(action.computation_type.value, 0) for action in actions if action]
-            most[rank] = max(accumulate(steps)) / v
-        history = llama_7b(mesh(pp_size=ranks), ranks, data__global_batch_size=8 * micro_batches)
-        own = [[*range(rank, total, ranks)] for rank in range(ranks)]
-        facts = {"schedule": schedule, "blocks": [1] * total, "parameters": [1] * total}
-        history.facts["pipeline"] = facts | {"stages": own}
-        estimate = Estimate(history)
-        sharding: Any = estimate.sharding
-        found = sharding.stages(estimate.facts)
-        last = next(n for n, each in enumerate(own) if total - 1 in each)
-        assert (found.kept, found.kept_at_end) == pytest.approx((max(most.values()), most[last]))
-        owner = {stage: rank for rank, each in enumerate(own) for stage in each}
-        assert found.crossings == sum(owner[n] != owner[n + 1] for n in range(len(owner) - 1))
 
 
 def test_gradients_of_an_accumulation_are_counted_where_they_are_kept() -> None:
