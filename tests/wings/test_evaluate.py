@@ -216,9 +216,6 @@ def test_processes_of_their_own_run_the_models_strategy(trained: Path) -> None:
     assert 0 < mine < start < 9
 
 
-# ---- without a training --------------------------------------------------------------------------
-
-
 def test_bits_per_byte_are_those_of_text_alone() -> None:
     """Of conversations only some tokens count, and their bytes are not known."""
     table, loss = (

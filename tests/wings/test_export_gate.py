@@ -127,15 +127,9 @@ def test_a_run_is_exported_with_its_own_configuration_and_a_card(
     exported(folder, output, "--license=mit")
     card = ModelCard.load(output / "README.md")
     assert (card.data.license, card.data.library_name) == ("mit", "transformers")
-    table = [line for line in card.text.splitlines() if line.startswith("| ") and line != "| | |"]
-    rows = dict(line.strip("| ").split(" | ") for line in table)
-    expected = {"architecture": "LlamaForCausalLM", "checkpoint": str(newest(folder))}
-    expected |= {"parent": "none: trained from scratch", "standard: loss": "better with 30 samples"}
-    assert expected.items() <= rows.items()
-    assert "private" not in card.text and (output / "model.safetensors").stat().st_mode & 0o044
-
-
-# ---- what a run trained is found -----------------------------------------------------------------
+    assert f"| checkpoint | {newest(folder)} |" in card.text and "private" not in card.text
+    assert "| standard: loss | better with 30 samples |" in card.text
+    assert (output / "model.safetensors").stat().st_mode & 0o044
 
 
 def logits(found: Trained) -> torch.Tensor:
@@ -163,22 +157,3 @@ def test_a_run_a_checkpoint_and_a_folder_name_the_same_model(
     assert run("doctor", given) in (0, 1) and run("prepare", given) == 0
     checkpoint = f"--ckpt_path={newest(folder)}"
     assert run("test", given, checkpoint, "--trainer.limit_test_batches=1") == 0
-
-
-NONE = {
-    "runs/nowhere": "MODEL '.*/nowhere' does not exist: give the folder of a run, a checkpoint",
-    "empty": "is not a run folder and contains none",
-    "alone.ckpt": r"'.*/alone.ckpt' is not in a run's folder, with its config.yaml",
-    "broken": "'.*/broken' cannot be loaded: ",
-}
-
-
-@pytest.mark.parametrize("name", NONE)
-def test_what_is_no_model_is_refused_in_one_sentence(name: str, tmp_path: Path) -> None:
-    for folder in ("runs", "empty", "broken"):
-        (tmp_path / folder).mkdir()
-    torch.save({"state_dict": {}}, tmp_path / "alone.ckpt")
-    (tmp_path / "broken/config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(InputError, match=NONE[name]) as error:
-        load_trained(str(tmp_path / name), OURS)
-    assert "\n" not in str(error.value)

@@ -99,15 +99,6 @@ def test_the_failure_policy_is_the_table_of_exit_codes() -> None:
     assert spec["activeDeadlineSeconds"] == 86_400
 
 
-def test_the_projects_manifest_of_a_server_is_valid_too() -> None:
-    file = PROJECT / "launch" / "kubernetes.yaml"
-    served = yaml.safe_load(file.read_text(encoding="utf-8"))["items"]
-    assert {one["kind"] for one in served} == {"Deployment", "Service", "HorizontalPodAutoscaler"}
-    assert wrong(served) == ""
-    misspelt = [(name, one) for name, one in mutations(served) if name.endswith("misspelt")]
-    assert [name for name, one in misspelt if not wrong(one)] == []
-
-
 REFUSED: dict[str, dict[str, Any]] = {
     "cluster.image is not given": {"image": None},
     "cluster.mounts has no volume for /app/runs": {"mounts": ["data:/data"]},
@@ -155,8 +146,6 @@ def test_kubectl_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(InputError, match="there is no kubectl on this machine; .*--dry-run"):
         KUBERNETES.submit(job())
 
-
-# ---- the rendered pods train ---------------------------------------------------------------------
 
 HOSTS = Path("/etc/netns")  # `ip netns exec` shows HOSTS/NAME/hosts as /etc/hosts
 

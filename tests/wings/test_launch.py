@@ -69,9 +69,6 @@ def rendered(capsys: Any, tmp_path: Path, *argv: str) -> dict[str, str]:
     return files | {"command": shlex.join(to.commands(job)[0])}
 
 
-# ---- what is rendered ----------------------------------------------------------------------------
-
-
 def test_torchrun_and_ray_get_sizes_and_a_limit(flags: Flags, tmp_path: Path, capsys: Any) -> None:
     keys: dict[str, Any] = {"hosts": ["a", "b", "c"], "min_nodes": 2, "devices_per_node": 4}
     where = site(tmp_path, **keys, port=2345, time_limit="26:10:00")
@@ -123,8 +120,6 @@ def test_slurm_gets_the_values_of_the_site(flags: Flags, tmp_path: Path, capsys:
     assert "SRUN_FLAGS='--container-image=r#train --container-mounts=" in files["job.sh"]
     assert " --gres=gpu:2 " in files["command"] and "gpus-per-node" not in files["command"]
 
-
-# ---- what is refused -----------------------------------------------------------------------------
 
 REFUSED: dict[str, dict[str, Any]] = {
     "cluster.master has '-x'; give a name": {"master": "-x"},
@@ -186,8 +181,6 @@ def test_a_runs_id_is_one_folders_name(
     assert "DIST_RUN_ID" in capsys.readouterr().err and not list(tmp_path.glob("runs/*"))
 
 
-# ---- trainings -----------------------------------------------------------------------------------
-
 ACCELERATE = "accelerate launch --cpu --num_processes 2 --num_machines 1 --mixed_precision no -m"
 HOSTFILE = "--no_ssh --node_rank 0 --master_addr 127.0.0.1 --hostfile {folder}/hosts"
 RDZV = "--rdzv-backend c10d --rdzv-endpoint localhost:0"
@@ -236,8 +229,6 @@ def test_a_launcher_trains_on_two_hosts(
     facts = json.loads((launched.run / "launch" / "launch.json").read_text())
     assert facts["on"] == on and facts["hosts"] == ["node1", "node2"]
 
-
-# ---- processes of nodes --------------------------------------------------------------------------
 
 SSH: Any = target("ssh")
 RUNNING, GONE = "this machine: running", "this machine: no process"
@@ -314,8 +305,6 @@ def test_a_second_launch_of_a_running_run_leaves_its_files(
     finally:
         first.process.kill()
 
-
-# ---- losses and codes of each launcher -----------------------------------------------------------
 
 DOCS = ROOT / "docs" / "launch.md"
 

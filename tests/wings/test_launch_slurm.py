@@ -157,13 +157,3 @@ def test_a_preempted_job_continues_later(slurm: Slurm, prepared: Flags, tmp_path
     job.until("COMPLETED")
     assert re.search("SIG(TERM|USR1): stopped and saved", job.log)
     assert max(logged(job.run, "train/loss")) == 400
-
-
-def test_a_chain_and_an_array(slurm: Slurm, flags: Flags, tmp_path: Path) -> None:
-    own = [*flags, f"--data.cache_dir={tmp_path / 'own'}"]
-    first = Submitted(slurm, tmp_path, "prepare", "--verb=prepare", *own, nodes=1)
-    then = {"dependency": f"afterok:{first.job}", "array": "0-1"}
-    array = Submitted(slurm, tmp_path, "array", *own, *STEPS, options=then, nodes=1)
-    slurm.wait(lambda: array.state.split() == ["COMPLETED", "COMPLETED"], 200)
-    for task in (0, 1):
-        assert len(logged(array.run.with_name(f"array-{task}"), "train/loss")) == 4

@@ -60,10 +60,8 @@ def test_a_target_of_another_package_renders_submits_and_answers(
     assert json.loads((folder / "launch.json").read_text())["id"] == "17"
     for verb, answer in (("status", "17 RUN"), ("stop", "signalled"), ("logs", "")):
         capsys.readouterr()
-        assert (
-            main(["launch", verb, str(folder.parent)]) == Exit.DONE
-            and answer in capsys.readouterr().out
-        )
+        assert main(["launch", verb, str(folder.parent)]) == Exit.DONE
+        assert answer in capsys.readouterr().out
     assert lsf.read_text().splitlines() == [
         f"bsub -q short -n 2 {folder}/job.sh",
         "bjobs 17",
@@ -72,9 +70,9 @@ def test_a_target_of_another_package_renders_submits_and_answers(
 
 
 def test_one_name_of_two_packages_is_refused_with_both(lsf: Path, capsys: Any) -> None:
+    assert main(["launch", "--on", "slrum"]) == Exit.BAD_INPUT
+    assert "argument --on: invalid choice: 'slrum'" in capsys.readouterr().err
     register(lsf.parent, "other-tools", "json:loads")
     assert main(["launch", "--on", "lsf"]) == Exit.BAD_INPUT
     error = capsys.readouterr().err
     assert "site-tools" in error and "other-tools" in error and "'lsf'" in error
-    assert main(["launch", "--on", "slrum"]) == Exit.BAD_INPUT
-    assert "argument --on: invalid choice: 'slrum'" in capsys.readouterr().err

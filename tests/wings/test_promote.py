@@ -91,9 +91,6 @@ def test_a_verb_that_fails_promotes_nothing_and_its_code_is_kept(
     assert [*Path().glob("registry/*")] == []
 
 
-# ---- the registry --------------------------------------------------------------------------------
-
-
 def promoted(registry: Registry, *texts: str) -> list[str]:
     names = []
     for text in texts:

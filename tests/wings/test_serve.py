@@ -53,9 +53,6 @@ def post(server: Server, path: str, **options: Any) -> httpx.Response:
     return httpx.post(server.url + path, headers=headers, timeout=30, **options)
 
 
-# ---- answers -------------------------------------------------------------------------------------
-
-
 def test_an_openai_client_reads_whole_answers_and_streams(client: Any, folder: Path) -> None:
     asked = GREEDY | {"messages": MESSAGES, "max_tokens": 24}
     whole = client.chat.completions.create(**asked)
@@ -86,8 +83,6 @@ def test_completions_of_a_text_stream_too_and_the_seed_decides(client: Any, serv
     assert body.count("data: ") > 3 and '"completion_tokens":8' in body
     assert body.endswith("\n\ndata: [DONE]\n\n"), "other clients wait for the mark"
 
-
-# ---- bad requests --------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[int, dict[str, Any], str]] = {
     "no JSON": (400, {"content": b'{"prompt": '}, "JSONDecodeError"),
@@ -187,9 +182,6 @@ def test_more_requests_than_allowed_get_a_429(server: Server) -> None:
     assert set(codes) == {200, 429} and codes.count(200) >= LIMITS["max_requests"]
 
 
-# ---- its end -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_error_of_a_generation_is_a_500(folder: Path, stream: bool, monkeypatch: Any) -> None:
     app = made(folder)
@@ -255,9 +247,6 @@ def test_sigterm_in_the_middle_of_a_stream_ends_it_and_the_process_with_0(tmp_pa
     assert "Traceback" not in (tmp_path / "log").read_text()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
-
-
-# ---- what is served ------------------------------------------------------------------------------
 
 
 def refused(capfd: Any, *flags: str) -> str:

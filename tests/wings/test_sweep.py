@@ -237,9 +237,6 @@ def test_a_bad_space_is_refused_before_anything_starts(
     assert not (tmp_path / "runs").exists() and not here.started
 
 
-# ---- docs/learning_rate.md's program -------------------------------------------------------------
-
-
 def tried(folder: Path, losses: dict[float, float]) -> study.Sweep:
     folder.mkdir()
     sweep = study.Sweep(folder, DEFINITION)

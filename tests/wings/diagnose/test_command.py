@@ -72,8 +72,6 @@ def test_it_takes_the_newest_run_and_says_what_it_has_not(
     assert "is not a run folder" in capsys.readouterr().err
 
 
-# ---- during training -----------------------------------------------------------------------------
-
 LOW = ["--model.optim.learning_rate=1e-7", "--trainer.limit_val_batches=0", "--diagnosis.every_s=0"]
 
 

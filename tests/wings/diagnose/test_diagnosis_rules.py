@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from dist_template.wings.diagnose import Finding, History
@@ -63,14 +62,6 @@ def test_findings_are_sorted_and_consequences_are_dropped() -> None:
 
 
 def test_proposed_values() -> None:
-    def unstable(done: np.ndarray) -> np.ndarray:
-        return np.where(done < 0.02, 10.8 - 100 * done, 8.8 + 40 * (done - 0.02))
-
-    run: Any = {"steps": 1000, "every": 2, "upto": 0.1, "columns": {LOSS: unstable}}
-    causes = found(a_run(**run))["loss_diverges"].causes
-    to: Any = next(c.to for cause in causes for c in cause.changes if c.key == RATE)
-    # 6e-4 is reached at 0.05 of the training; at 0.02 it was 2.4e-4
-    assert to == pytest.approx(1.2e-4, rel=0.3)
     rule = "checkpoint_overhead_high"
     causes = found(a_run(**CASES[rule][0]))[rule].causes
     changes = {c.key: c.to for cause in causes for c in cause.changes}

@@ -148,9 +148,6 @@ def test_a_run_that_crashes_leaves_a_report_and_no_report_hides_an_error(
         assert "samples.folder" not in made.text
 
 
-# ---- several runs --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
     """Two that differ in their seed, one with another rate and 2.5 times the tokens a step."""
@@ -186,8 +183,6 @@ def test_compare_prints_what_differs(runs: list[Path], tmp_path: Path, capfd: An
     error = capfd.readouterr().err
     assert "got one run" in error and "given twice" in error
 
-
-# ---- in a browser --------------------------------------------------------------------------------
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)

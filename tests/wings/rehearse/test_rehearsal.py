@@ -93,9 +93,6 @@ def test_sizes_that_do_not_divide_fail_without_a_training(tmp_path: Path, capsys
     assert not list((tmp_path / "out").glob("*/rank0.log"))
 
 
-# ---- workers -------------------------------------------------------------------------------------
-
-
 class FailOnRankOne(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.global_rank == 1:
@@ -119,9 +116,6 @@ def test_the_rank_that_failed_is_named_and_not_the_one_that_waited(
     assert re.fullmatch(sentence, record.error)
     with pytest.raises(RuntimeError, match="rank1.log(.|\n)*rank 1 has no data"):
         record.check()
-
-
-# ---- report --------------------------------------------------------------------------------------
 
 
 def test_after_a_training_has_failed_no_other_check_runs(tmp_path: Path) -> None:
@@ -152,8 +146,6 @@ def test_what_counts_as_different(tmp_path: Path) -> None:
     for other in ({1: 2.0, 2: 2.0}, {1: float("nan")}, {}):
         assert relative_difference({1: 2.0}, other)[0] == float("inf")
 
-
-# ---- the small configuration ---------------------------------------------------------------------
 
 SINGLE: Any = {"num_attention_heads": 8, "num_key_value_heads": 1}
 SECOND: Any = {"moe_layers": [*range(1, 48, 2)]}
@@ -209,18 +201,6 @@ def test_a_mesh_shrinks_to_two_by_two(sizes: Any, pp: int, expected: Any, proces
     assert strategy.arguments["tp_size"] == given["tp_size"], "the real strategy is not touched"
 
 
-def test_a_deepspeed_file_shrinks_too() -> None:
-    zero: Any = {"stage": 3, "stage3_param_persistence_threshold": 100_000}
-    zero["offload_param"] = {"device": "nvme"}
-    config = {"train_batch_size": 256, "bf16": {"enabled": True}, "gradient_clipping": 1.0}
-    config["zero_optimization"] = zero
-    small = shrunk({"class_path": "ZeroStrategy", "init_args": {"config": config}})
-    assert small.processes == 2
-    zero = zero | {"stage3_param_persistence_threshold": 64, "offload_param": {"device": "cpu"}}
-    assert small.arguments["config"] == {"gradient_clipping": 1.0, "zero_optimization": zero}
-    assert config["train_batch_size"] == 256, "what was given is not touched"
-
-
 DATA = {"seq_len": 2048, "global_batch_size": 256, "micro_batch_size": 4}
 DATA |= {"source": None, "tokenizer": None}
 
@@ -240,26 +220,3 @@ def test_data_and_checkpoints_shrink_and_nothing_given_is_touched(tmp_path: Path
     saves = {"dirpath": "{run}/checkpoints", "every_n_steps": 2, "keep": 6, "asynchronous": False}
     assert small.config["last_checkpoint"] == saves, "nothing goes into the production run's folder"
     assert DATA["seq_len"] == 2048, "what was given is not touched"
-
-
-INTERLEAVED = {"pp_schedule": "Interleaved1F1B"}
-PIPELINES: list[Any] = [
-    ({"pp_schedule": "1F1B", "pp_layers": [3, 3, 3, 3]}, 2, {"pp_layers": "even"}),
-    (INTERLEAVED | {"pp_stages_per_rank": 3}, 4, {"pp_stages_per_rank": 2}),
-    (INTERLEAVED, 4, {"pp_layers": "cost"}),
-]
-
-
-@pytest.mark.parametrize(("keys", "blocks", "kept"), PIPELINES)
-def test_a_small_pipeline_has_a_block_and_a_micro_batch_for_each_stage(
-    keys: dict[str, Any], blocks: int, kept: dict[str, Any], tmp_path: Path
-) -> None:
-    llama = AutoConfig.for_model("llama", num_hidden_layers=12)
-    strategy = MeshStrategy(pp_size=4, fsdp_size=1, **keys)
-    small = shrunk_config(strategy, llama, tmp_path)
-    assert small.config["model"]["architecture"]["num_hidden_layers"] == blocks
-    assert small.config["data"]["global_batch_size"] == 2 * blocks
-    assert (small.processes, small.data_parallel) == (2, 1)
-    options = small.config["trainer"]["strategy"]["init_args"]
-    expected = kept | {"pp_schedule": keys["pp_schedule"]}
-    assert {name: options[name] for name in expected} == expected
