@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
+import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from dist_template.wings.setup import doctor
-from tests.support.runs import main
+import dist_template
+from dist_template.wings.setup import docs, doctor
+from tests.support.line import OURS, command, main
 
 FOLDERS = {"run.root": Path("runs")}
 OK, WARNING, PROBLEM = doctor.OK, doctor.WARNING, doctor.PROBLEM
@@ -99,3 +102,55 @@ def test_a_problem_is_exit_code_1_and_json_has_the_environment(
     printed = json.loads(capsys.readouterr().out)
     finding = {"check": "disks", "verdict": "warning", "found": "full", "todo": "free it"}
     assert printed["findings"] == [finding] and printed["environment"]["packages"]["torch"]
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_pages_are_listed_found_and_read(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    assert main(["docs"]) == 0
+    listed, pages = "\n" + capsys.readouterr().out, DOCS.rglob("*.md")
+    assert all(f"\n{page.relative_to(DOCS).with_suffix('')} " in listed for page in pages)
+    for name in ("strategies/zero", "zero", "docs/strategies/zero.md"):
+        assert main(["docs", name]) == 0
+        assert capsys.readouterr().out.startswith((DOCS / "strategies" / "zero.md").read_text())
+    assert main(["docs", "zer"]) == 2 and "there is no page 'zer'" in capsys.readouterr().err
+    installed = tmp_path / "lib" / "dist_template" / "wings" / "setup" / "docs.py"
+    monkeypatch.setattr(docs, "__file__", str(installed))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(docs.InputError, match="no page is installed here"):
+        docs.main(["docs"], OURS)
+    place = tmp_path / "share" / "doc" / "dist-template"
+    place.mkdir(parents=True)
+    (place / "index.md").write_text("# What it is\n")
+    docs.main(["docs"], OURS)
+    assert capsys.readouterr().out == f"{'index':<26} What it is\n"
+
+
+TOOLS = Path(dist_template.__file__).parent / "wings"
+SERVE = "--max_tokens=0 --max_tokens=99999999999 --max_requests=0 --grace_s=nan --grace_s=-1"
+BAD = {
+    "serve MODEL": f"{SERVE} --grace_s=inf --port=99999 --max_tokens=many",
+    "plan": "--tflops=0 --tflops=nan --tflops=inf --nodes=0 --nodes=1000000 --devices=99999999999",
+    "plan --bandwidth 1": "nan inf 0",
+    "sweep --space=lr.yaml": "--trials=0 --trials=-1 --prune_after=-1",
+    "rehearse": "--processes=0 --nodes=0 --devices=-1 --nodes=1e3",
+}
+CASES = [(verb, flag) for verb, flags in BAD.items() for flag in flags.split()]
+
+
+@pytest.mark.parametrize(("verb", "flag"), CASES, ids=" ".join)
+def test_a_number_out_of_range_is_one_sentence(verb: str, flag: str, capsys: Any) -> None:
+    assert command([*verb.split(), flag]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "give" in error
+    name, _, value = flag.rpartition("=")
+    assert (name or "--bandwidth") in error and f"'{value}'" in error
+
+
+def test_every_numeric_flag_has_a_range() -> None:
+    """argparse's int and float accept -1, nan and 10**12."""
+    texts = {path: path.read_text(encoding="utf-8") for path in TOOLS.rglob("*.py")}
+    assert [
+        path.name for path, text in texts.items() if re.search(r"type=(int|float)\b", text)
+    ] == []

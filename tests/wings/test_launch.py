@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -18,23 +19,14 @@ import yaml
 
 from dist_template.cluster.site import Site
 from dist_template.errors import Exit
-from dist_template.wings.launch import nodes
-from dist_template.wings.launch.command import main, parse
+from dist_template.wings.launch import command, nodes
 from tests import ROOT
+from tests.support import launched as of
 from tests.support.injury import OF_A_LAUNCHER
-from tests.support.launched import (
-    ENVIRONMENT,
-    LAUNCHERS,
-    LONG,
-    STEPS,
-    Launched,
-    codes,
-    row,
-    site,
-    two,
-)
-from tests.support.line import main as main_of_line
-from tests.support.loopback import Hosts
+from tests.support.installed import write_metadata
+from tests.support.launched import STEPS, Launched, site, two
+from tests.support.line import main
+from tests.support.loopback import LACKING, Hosts
 from tests.support.runs import OURS, PACKAGE, PROJECT, logged, only_run, run, run_in_subprocess
 from tests.support.tiers import tiers
 from tests.support.wings import describe_job as describe
@@ -42,6 +34,14 @@ from tests.support.wings import launch_target as target
 
 BATCH = "--data.global_batch_size=192"
 Flags = list[str]
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    if LACKING:
+        pytest.skip(LACKING)
+    with Hosts(tmp_path_factory.mktemp("ssh")) as started:
+        yield started
 
 
 @pytest.fixture(autouse=True)
@@ -58,10 +58,10 @@ def rendered(capsys: Any, tmp_path: Path, *argv: str) -> dict[str, str]:
     """What `--dry-run` prints; it writes nothing."""
     os.environ.setdefault("DIST_RUN_ID", "rendered")
     given, before = [*argv, BATCH], sorted(tmp_path.rglob("*"))
-    main(["launch", "--dry-run", *given], OURS)
+    command.main(["launch", "--dry-run", *given], OURS)
     text = capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == before and "\n# would run: " in text
-    own, flags = parse(given)
+    own, flags = command.parse(given)
     to = target(own.on)
     job = describe(OURS, own.verb, flags, to.on_hosts)
     files = to.render(job)
@@ -89,7 +89,7 @@ def test_a_dry_run_prints_commands_and_no_secrets(
     where = site(tmp_path, hosts=["a", "b"], environment=secrets, ssh="ssh -F x")
     key = "--cluster.environment.WANDB_API_KEY=s3cret"
     os.environ["DIST_RUN_ID"] = "dry"
-    main(["launch", "--dry-run", "--on=ssh", *flags, where, key, BATCH], OURS)
+    command.main(["launch", "--dry-run", "--on=ssh", *flags, where, key, BATCH], OURS)
     text = capsys.readouterr().out
     assert "s3cret" not in text and "export PLAIN=shown" in text
     script = tmp_path / "runs" / "default" / "dry" / "launch" / "node.sh"
@@ -177,7 +177,7 @@ def test_a_runs_id_is_one_folders_name(
     name: str, flags: Flags, tmp_path: Path, capsys: Any
 ) -> None:
     os.environ["DIST_RUN_ID"] = name
-    assert main_of_line(["fit", *flags]) == Exit.BAD_INPUT
+    assert main(["fit", *flags]) == Exit.BAD_INPUT
     assert "DIST_RUN_ID" in capsys.readouterr().err and not list(tmp_path.glob("runs/*"))
 
 
@@ -207,7 +207,7 @@ def test_the_guides_commands_train_as_fit_does(launcher: str, flags: Flags, tmp_
         command[:1] = [sys.executable, "-m", "torch.distributed.run"]
     kept = {k: v for k, v in os.environ.items() if not k.startswith(OF_A_LAUNCHER)}
     options: Any = {"capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run(command, cwd=PROJECT, env=kept | ENVIRONMENT, **options)
+    done = subprocess.run(command, cwd=PROJECT, env=kept | of.ENVIRONMENT, **options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert run_in_subprocess("fit", *own, "--run.name=plain").returncode == 0
     losses = [logged(only_run(tmp_path, name), "train/loss") for name in ("default", "plain")]
@@ -215,7 +215,7 @@ def test_the_guides_commands_train_as_fit_does(launcher: str, flags: Flags, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on", tiers(LAUNCHERS, daily=["torchrun"]))
+@pytest.mark.parametrize("on", tiers(of.LAUNCHERS, daily=["torchrun"]))
 def test_a_launcher_trains_on_two_hosts(
     on: str, hosts: Hosts, flags: Flags, tmp_path: Path
 ) -> None:
@@ -287,15 +287,15 @@ def test_a_second_launch_of_a_running_run_leaves_its_files(
 ) -> None:
     monkeypatch.chdir(PROJECT)
     run("prepare", *flags)
-    first = Launched(tmp_path, "ssh", *flags, site(tmp_path), *LONG)
+    first = Launched(tmp_path, "ssh", *flags, site(tmp_path), *of.LONG)
     try:
         first.reach(2)
         kept = [file for file in (first.run / "launch").iterdir() if file.suffix != ".log"]
         texts = [file.read_text() for file in kept]
         os.environ["DIST_RUN_ID"] = first.run.name
         for on in ("ssh", "torchrun"):
-            argv = ["launch", f"--on={on}", *flags, *LONG]
-            assert main_of_line(argv) == Exit.BAD_INPUT  # `run` names another run
+            argv = ["launch", f"--on={on}", *flags, *of.LONG]
+            assert main(argv) == Exit.BAD_INPUT  # `run` names another run
             error = capsys.readouterr().err
             assert f"{first.run} is running: `" in error and "launch stop" in error
         assert [file.read_text() for file in kept] == texts
@@ -311,7 +311,7 @@ DOCS = ROOT / "docs" / "launch.md"
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize("on", LAUNCHERS)
+@pytest.mark.parametrize("on", of.LAUNCHERS)
 def test_launchers_have_the_same_losses_and_codes(
     on: str, hosts: Hosts, flags: list[str], tmp_path: Path
 ) -> None:
@@ -326,8 +326,69 @@ def test_launchers_have_the_same_losses_and_codes(
         started.append(Launched(tmp_path, on, *flags, where, name=name))
         return started[-1]
 
-    found = codes(start, flags, Launched.end)
+    found = of.codes(start, flags, Launched.end)
     own = logged(started[0].run, "train/loss")
     assert own.keys() == losses.keys()
-    print(line := row(on, max(abs(own[step] - losses[step]) for step in losses), found))
+    print(line := of.row(on, max(abs(own[step] - losses[step]) for step in losses), found))
     assert line in DOCS.read_text(encoding="utf-8"), line
+
+
+LSF = """#!/bin/sh
+echo "$(basename $0) $@" >> {folder}/called
+case $0 in *bsub) echo 17;; *bjobs) echo "17 RUN";; *bkill) echo signalled;; esac
+"""
+
+
+def register(folder: Path, package: str, value: str) -> None:
+    """Writes the metadata of a package, as pip does."""
+    write_metadata(folder, package, {"dist_template.launch_targets": {"lsf": value}})
+
+
+@pytest.fixture
+def lsf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The documented class as an installed package, and its scheduler; returns the latter's log."""
+    monkeypatch.chdir(PROJECT)
+    monkeypatch.syspath_prepend(tmp_path)
+    page = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```python\n(.*?class Lsf.*?)```", page, re.DOTALL)
+    (tmp_path / "lsf_of_a_site.py").write_text(text)
+    register(tmp_path, "site-tools", "lsf_of_a_site:Lsf")
+    for name in ("bsub", "bjobs", "bkill"):
+        (tmp_path / name).write_text(LSF.format(folder=tmp_path))
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("DIST_RUN_ID", "own")
+    monkeypatch.delitem(sys.modules, "lsf_of_a_site", raising=False)
+    return tmp_path / "called"
+
+
+def test_a_target_of_another_package_renders_submits_and_answers(
+    lsf: Path, flags: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    sizes = ["--cluster.nodes=2", "--cluster.devices_per_node=3", "--data.global_batch_size=192"]
+    given = ["launch", "--on=lsf", "--cluster.partition=short", *flags, *sizes]
+    assert main([*given, "--dry-run"]) == Exit.DONE
+    printed = capsys.readouterr().out
+    folder = tmp_path / "runs" / "default" / "own" / "launch"
+    assert f"# would run: bsub -q short -n 2 {folder}/job.sh" in printed and not lsf.exists()
+    assert main(given) == Exit.DONE
+    assert "torchrun --nproc-per-node=3 -m trainer_dev fit" in (folder / "job.sh").read_text()
+    assert json.loads((folder / "launch.json").read_text())["id"] == "17"
+    for verb, answer in (("status", "17 RUN"), ("stop", "signalled"), ("logs", "")):
+        capsys.readouterr()
+        assert main(["launch", verb, str(folder.parent)]) == Exit.DONE
+        assert answer in capsys.readouterr().out
+    assert lsf.read_text().splitlines() == [
+        f"bsub -q short -n 2 {folder}/job.sh",
+        "bjobs 17",
+        "bkill -s USR1 17",
+    ]
+
+
+def test_one_name_of_two_packages_is_refused_with_both(lsf: Path, capsys: Any) -> None:
+    assert main(["launch", "--on", "slrum"]) == Exit.BAD_INPUT
+    assert "argument --on: invalid choice: 'slrum'" in capsys.readouterr().err
+    register(lsf.parent, "other-tools", "json:loads")
+    assert main(["launch", "--on", "lsf"]) == Exit.BAD_INPUT
+    error = capsys.readouterr().err
+    assert "site-tools" in error and "other-tools" in error and "'lsf'" in error
