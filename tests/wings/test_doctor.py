@@ -150,7 +150,5 @@ def test_a_number_out_of_range_is_one_sentence(verb: str, flag: str, capsys: Any
 
 def test_every_numeric_flag_has_a_range() -> None:
     """argparse's int and float accept -1, nan and 10**12."""
-    texts = {path: path.read_text(encoding="utf-8") for path in TOOLS.rglob("*.py")}
-    assert [
-        path.name for path, text in texts.items() if re.search(r"type=(int|float)\b", text)
-    ] == []
+    texts = {path.name: path.read_text(encoding="utf-8") for path in TOOLS.rglob("*.py")}
+    assert [n for n, text in texts.items() if re.search(r"type=(int|float)\b", text)] == []

@@ -186,7 +186,6 @@ HOSTFILE = "--no_ssh --node_rank 0 --master_addr 127.0.0.1 --hostfile {folder}/h
 RDZV = "--rdzv-backend c10d --rdzv-endpoint localhost:0"
 OWN = {
     "torchrun": "torchrun --nproc_per_node 2 -m",
-    "torchrun standalone": "torchrun --standalone --nproc-per-node 2 --max-restarts 1 -m",
     "torchrun c10d": f"torchrun {RDZV} --nproc_per_node 2 -m",
     "accelerate": ACCELERATE,
     "deepspeed": "deepspeed --num_gpus 2 --module",

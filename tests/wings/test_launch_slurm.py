@@ -145,15 +145,3 @@ def test_a_job_survives_a_lost_node(slurm: Slurm, prepared: Flags, tmp_path: Pat
     words = ("squeue", "-h", "--states=all", f"--jobs={job.job}", "-o", "%N")
     assert slurm.run(*words) == "n[1,3]"
     slurm.revive("n2")
-
-
-def test_a_preempted_job_continues_later(slurm: Slurm, prepared: Flags, tmp_path: Path) -> None:
-    job = Submitted(slurm, tmp_path, "preempted", *prepared, *SLOW, partition="main")
-    job.reach(5)
-    wide = "--parsable -p urgent -N3 -n3 --cpus-per-task=2 --output=/dev/null --wrap"
-    urgent = slurm.run("sbatch", *wide.split(), "sleep 5")
-    slurm.wait(lambda: slurm.state(urgent) == "COMPLETED")
-    job.restart_soon()
-    job.until("COMPLETED")
-    assert re.search("SIG(TERM|USR1): stopped and saved", job.log)
-    assert max(logged(job.run, "train/loss")) == 400

@@ -15,7 +15,7 @@ import pytest
 
 from dist_template.wings.diagnose import Finding, History, read_run
 from tests.support.fault_runs import ALL, FAULTS, HEALTHY, Training, Trainings
-from tests.support.histories import CASES, a_run, flat, incident, rate
+from tests.support.histories import CASES, a_run, flat, incident
 from tests.support.recorded import recorded
 from tests.support.tiers import tiers
 from tests.support.wings import as_text, engine
@@ -151,15 +151,8 @@ def test_proposed_values() -> None:
 
 def test_the_likelier_cause_comes_first() -> None:
     columns: Any = {LOSS: flat(10.8)}
-    facts: Any = {"parameters.trainable": 1000}
-    frozen = found(a_run(columns=columns, facts=facts))["loss_not_decreasing"]
-    assert "frozen" in frozen.causes[0].sentence
-    columns["train/learning_rate"] = lambda done: rate(done) * 1e-6
-    low = found(a_run(columns=columns, config={RATE: 6e-10}))["loss_not_decreasing"]
-    (change,) = low.causes[0].changes
-    to: Any = change.to
-    assert change.key == RATE and to > 1e-5
-
+    frozen = found(a_run(columns=columns, facts={"parameters.trainable": 1000}))
+    assert "frozen" in frozen["loss_not_decreasing"].causes[0].sentence
     bad = {"what": "output", "module": "model.layers.3.mlp", "ranks": [0]}
     first, rule = [incident(500, first_bad=bad)], "loss_not_finite"
     stable = found(a_run(incidents=first))[rule]

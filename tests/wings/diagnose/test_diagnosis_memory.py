@@ -10,15 +10,14 @@ import pytest
 import torch
 from trainer_dev.module import LanguageModule
 
-from dist_template.parallel.estimates.plain import FILES
 from dist_template.wings.diagnose import Change, History, read_run
-from dist_template.wings.diagnose.memory import figures_of, parts_of
+from dist_template.wings.diagnose.memory import figures_of
 from dist_template.wings.diagnose.remedies import memory_use, remedies
 from dist_template.wings.values import GIB
 from tests.support.histories import nested
 from tests.support.memory import State
 from tests.support.runs import Workers, only_run, run
-from tests.support.strategies import flags_of, settings_of
+from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
 
 WIDTH, LAYERS, MLP, VOCAB = 256, 4, 512, 257
@@ -187,22 +186,3 @@ def test_remedies_in_effect_or_impossible_are_not_proposed() -> None:
     fp16 = remedies(memory_use(llama_7b(trainer__precision="16-mixed"), {}))
     files = {change.to for cause in fp16 for change in cause.changes}
     assert "configs/strategy/fsdp2.yaml" not in files, "limits/ refuses it"
-
-
-def test_gradients_of_an_accumulation_are_counted_where_they_are_kept() -> None:
-    """4 bytes a parameter (docs/strategies/ddp.md and fsdp2.md)."""
-    accumulating: Any = {"data__global_batch_size": 512}
-    buffers = "communication buffers"
-    assert Estimate(llama_7b(**accumulating)).state()[buffers] == 4 * LLAMA_7B
-    assert buffers not in Estimate(llama_7b()).state()
-    strategy, key = mesh(reduce_each_micro_batch=False), f"{OF_MESH}.reduce_each_micro_batch"
-    history = llama_7b(strategy, **accumulating)
-    assert Estimate(history).state()["unsharded gradients"] == 4 * LLAMA_7B
-    assert freed_gib(changes(history)[key]) == pytest.approx(4 * GIB_7B, 0.01)
-    assert key not in changes(llama_7b(strategy)), "nothing to save"
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_a_proposed_strategy_is_estimated_as_its_file(file: str) -> None:
-    strategy = settings_of(Path(file).stem)
-    assert parts_of(llama_7b(), {"config": file}) == parts_of(llama_7b(strategy))

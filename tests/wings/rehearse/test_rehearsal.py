@@ -25,8 +25,6 @@ from tests.support.tiers import tiers
 from tests.support.wings import RunRecord, Runs
 from tests.support.wings import rehearse_main as main
 
-CLUSTER = ["--nodes=8", "--devices=8"]
-
 
 def rehearse(folder: Path, *flags: str) -> int:
     try:
@@ -40,36 +38,27 @@ def config(*names: str) -> list[str]:
     return [f"--config={CONFIGS}/{name}.yaml" for name in names]
 
 
-STRATEGIES = "ddp cp fsdp2_tp_ep hsdp pp pp_ep pp_fsdp2 zero2_offload zero3".split()
+CASES = "ddp cp fsdp2_tp_ep hsdp pp pp_ep pp_fsdp2 zero2_offload zero3".split()
+CASES += ["fsdp2_tp null", "zero3 null", "zero3 nf4"]  # with adapters
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["ddp"]))
-def test_the_default_project_passes(strategy: str, tmp_path: Path, capsys: Any) -> None:
-    code = rehearse(tmp_path, *config("pretrain"), *flags_of(strategy), *CLUSTER)
+@pytest.mark.parametrize("case", tiers(CASES, daily=["ddp"]))
+def test_the_default_project_passes(case: str, tmp_path: Path, capsys: Any) -> None:
+    strategy, *quantize = case.split()
+    files, flags = ["pretrain"], [*flags_of(strategy), "--nodes=8", "--devices=8"]
+    if quantize:
+        files.append("model/llama")
+        flags += ["--model.adapter.rank=16", "--model.adapter.dropout=0.05"]
+        flags.append(f"--model.adapter.quantize={quantize[0]}")
+    code = rehearse(tmp_path, *config(*files), *flags)
     printed = capsys.readouterr().out
     assert code == 0, printed
-    found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
-    verdicts = [check["verdict"] for check in found["checks"]]
-    assert found["ok"] and "resume = uninterrupted" in printed
-    assert strategy != "ddp" or verdicts == ["pass"] * 13
-    assert found["checks"][0]["got"] == "64 ranks"
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("strategy", "quantize"), [("fsdp2_tp", "null"), ("zero3", "null"), ("zero3", "nf4")]
-)
-def test_a_fine_tuning_with_adapters_passes(
-    strategy: str, quantize: str, tmp_path: Path, capsys: Any
-) -> None:
-    adapter = ["--model.adapter.rank=16", "--model.adapter.dropout=0.05"]
-    adapter += [f"--model.adapter.quantize={quantize}", *flags_of(strategy), *CLUSTER]
-    code = rehearse(tmp_path, *config("pretrain", "model/llama"), *adapter)
-    printed = capsys.readouterr().out
-    assert code == 0, printed
+    assert "resume = uninterrupted" in printed
     assert "largest difference to the trained model's logits" in printed
+    found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
+    assert found["ok"] and found["checks"][0]["got"] == "64 ranks"
+    assert case != "ddp" or [check["verdict"] for check in found["checks"]] == ["pass"] * 13
 
 
 @pytest.mark.slow
@@ -82,9 +71,8 @@ def test_a_gradient_that_tensor_parallelism_sums_is_summed_once(tmp_path: Path) 
 
 
 def test_sizes_that_do_not_divide_fail_without_a_training(tmp_path: Path, capsys: Any) -> None:
-    heads = (
-        "{model_type: llama, hidden_size: 768, num_attention_heads: 12, num_key_value_heads: 12}"
-    )
+    heads = "{model_type: llama, hidden_size: 768, num_attention_heads: 12,"
+    heads += " num_key_value_heads: 12}"
     flags = [f"--model.architecture={heads}", "--trainer.strategy.tp_size=8"]
     flags += ["--nodes=1", "--devices=8", "--only=sizes"]
     assert rehearse(tmp_path, *config("pretrain", "strategy/tp"), *flags) == 1
@@ -99,17 +87,10 @@ class FailOnRankOne(Callback):
             raise ValueError("rank 1 has no data")
 
 
-@pytest.fixture
-def two(flags: list[str], tmp_path: Path) -> list[str]:
-    """`fit` on two processes; each test breaks one of them."""
+def test_the_failed_rank_is_named_and_not_the_waiting_one(flags: Any, tmp_path: Path) -> None:
     with Workers(1) as workers:
         workers.run(["prepare", *flags], tmp_path / "prepare").check()
-    return ["fit", *flags, "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=2"]
-
-
-def test_the_rank_that_failed_is_named_and_not_the_one_that_waited(
-    two: Any, tmp_path: Path
-) -> None:
+    two = ["fit", *flags, "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=2"]
     with Workers(2) as workers:
         record = workers.run(two, tmp_path / "failed", callbacks=[FailOnRankOne()])
     sentence = r"rank 1: ValueError: rank 1 has no data \(.*test_rehearsal.py:\d+\)"
@@ -176,12 +157,9 @@ def test_a_small_architecture_has_the_structure_of_the_large(
 NAMES = ("fsdp_size", "dp_replicate_size", "tp_size", "ep_size")
 MESHES: list[Any] = [  # fsdp, replicas, tp, ep; pp: what it becomes, and its processes
     (("auto", 1, 8, 8), 1, ("auto", 1, 2, 2), 4),
-    ((64, 1, 1, 16), 1, (2, 1, 1, 2), 2),
-    ((8, 2, 1, 2), 1, (2, 2, 1, 2), 4),
     ((8, "auto", 1, 1), 1, (2, "auto", 1, 1), 4),
     ((8, 4, 2, 1), 1, (2, 1, 2, 1), 4),
     ((1, 1, 1, 1), 8, (1, 1, 1, 1), 2),
-    (("auto", 1, 1, 8), 4, ("auto", 1, 1, 2), 4),
     ((8, 1, 2, 2), 4, (1, 1, 2, 2), 4),
     ((8, "auto", 8, 1), 2, (1, 1, 2, 1), 4),
 ]
