@@ -30,9 +30,7 @@ def one(findings: doctor.Findings, verdict: str, found: str = "") -> str:
     return bad[0][2]
 
 
-def test_packages_are_those_of_the_lock_and_none_is_blocked(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_packages_are_locked_and_none_is_blocked(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(doctor, "packages", lambda: {"a-b": "1.0", "torch": "2.13.0+cu130"})
     one(doctor.check_packages(tmp_path), WARNING, "there is no")
     lock = tmp_path / "constraints.txt"
@@ -88,9 +86,7 @@ def test_the_hosts_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "/etc/hosts" in one(doctor.check_network(), PROBLEM, "Name or service not known")
 
 
-def test_a_problem_is_exit_code_1_and_json_has_the_environment(
-    monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_problem_is_exit_code_1_and_json_has_more(monkeypatch: Any, capsys: Any) -> None:
     for name in ("versions", "packages", "gpus", "limits", "network"):
         monkeypatch.setattr(doctor, f"check_{name}", lambda *_: iter([]))
     monkeypatch.setattr(doctor, "check_disks", lambda _: iter([(PROBLEM, "full", "free it")]))

@@ -65,9 +65,7 @@ def each(found: dict[str, Any], what: str) -> list[Any]:
     return [one[what] for one in found["comparisons"]]
 
 
-def test_a_run_is_better_than_its_half_and_no_better_than_itself(
-    trained: Path, capsys: Any
-) -> None:
+def test_a_run_is_better_than_its_half_and_not_than_itself(trained: Path, capsys: Any) -> None:
     better = "--require=eval/loss better"
     required = [better, "--require=bits_per_byte not worse by 0.0"]
     assert run("evaluate", str(trained), half(trained), *required) == 0
@@ -117,9 +115,7 @@ def test_two_processes_give_the_scores_of_one(trained: Path, strategy: str, tmp_
     assert paired.compare("loss", *values).verdict == "cannot tell"
 
 
-def test_an_exported_folder_and_one_with_another_tokenizer(
-    trained: Path, tmp_path: Path, cache: Path, capsys: Any
-) -> None:
+def test_baselines_of_other_tokens(trained: Path, tmp_path: Path, cache: Path, capsys: Any) -> None:
     loaded, caches = load_trained(str(trained), OURS), len([*cache.iterdir()])
     tokenizers = {"same": loaded.tokenizer, "other": ByteBPE(257).fit(iter([runs.SENTENCES]))}
     for name, tokenizer in tokenizers.items():
@@ -210,10 +206,8 @@ def test_processes_of_their_own_run_the_models_strategy(trained: Path) -> None:
 
 def test_bits_per_byte_are_those_of_text_alone() -> None:
     """Of conversations only some tokens count, and their bytes are not known."""
-    table, loss = (
-        pd.DataFrame({"nats": [6.0, 2.0], "tokens": [3, 1], "bytes": [12, 4]}),
-        {"loss": 2.0},
-    )
+    table = pd.DataFrame({"nats": [6.0, 2.0], "tokens": [3, 1], "bytes": [12, 4]})
+    loss = {"loss": 2.0}
     assert evaluation.figures_of(table, is_whole=True) == loss
     bits = loss | {"bits_per_byte": 0.5 / math.log(2)}
     assert evaluation.figures_of(table, is_whole=False) == pytest.approx(bits)
@@ -238,9 +232,7 @@ def answers(rng: np.random.Generator, questions: int, shift: float = 0.0) -> Mea
 
 
 @pytest.mark.parametrize(("make", "sign"), [(losses, -1), (answers, 1)])
-def test_no_difference_is_rarely_found_and_a_planted_one_with_the_promised_power(
-    make: Any, sign: int
-) -> None:
+def test_no_difference_is_rarely_found_and_a_planted_one_is(make: Any, sign: int) -> None:
     for num in (20, 100):
         rng = np.random.default_rng(1)
         verdicts = [paired.compare(*make(rng, num)).verdict for _ in range(SIMULATIONS)]

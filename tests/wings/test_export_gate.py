@@ -83,8 +83,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_named_and_nothing_is_written(
-    trained: Trained, tmp_path: Path, monkeypatch: Any, fault: str
+def test_a_planted_fault_is_named(
+    trained: Any, tmp_path: Path, monkeypatch: Any, fault: str
 ) -> None:
     """In the folder between its writing and its check, as a faulty exporter would leave it."""
     plant, sentence = FAULTS[fault]
@@ -118,9 +118,7 @@ def test_a_stale_token_cache_is_refused(flags: list[str], corpus: Path, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_is_exported_with_its_own_configuration_and_a_card(
-    trained: Any, tmp_path: Path
-) -> None:
+def test_an_export_has_a_card_without_private_text(trained: Any, tmp_path: Path) -> None:
     folder, output = only_run(tmp_path), tmp_path / "out"
     (folder / "evaluation").mkdir()
     found = {"split": "test", "documents": 30, "worst": [{"text": "private"}]}
@@ -140,9 +138,7 @@ def logits(found: Trained) -> torch.Tensor:
         return found.model(torch.arange(60).view(2, 30)).logits
 
 
-def test_a_run_a_checkpoint_and_a_folder_name_the_same_model(
-    flags: list[str], tmp_path: Path
-) -> None:
+def test_a_run_a_checkpoint_and_a_folder_name_the_same_model(flags: Any, tmp_path: Path) -> None:
     assert run("fit", *flags, "--trainer.max_steps=2", "--trainer.limit_val_batches=0") == 0
     folder, output = only_run(tmp_path), tmp_path / "out"
     ours = [flag for flag in flags if not flag.startswith("--trainer.")]
@@ -206,9 +202,7 @@ def version(name: str) -> dict[str, Any]:
     return json.loads(Path("registry", name, "version.json").read_text())
 
 
-def test_a_run_is_compared_with_its_start_and_then_with_the_latest_version(
-    folder: str, verbs: Verbs, capsys: Any
-) -> None:
+def test_a_run_is_compared_with_the_latest_version(folder: str, verbs: Verbs, capsys: Any) -> None:
     promote.main(["promote", folder], PROJECT)
     evaluate, export = verbs.started
     assert evaluate[evaluate.index("--baseline") + 1] == "start"
@@ -229,9 +223,7 @@ def test_a_run_is_compared_with_its_start_and_then_with_the_latest_version(
 
 
 @pytest.mark.parametrize("verb", ["evaluate", "export"])
-def test_a_verb_that_fails_promotes_nothing_and_its_code_is_kept(
-    verb: str, folder: str, verbs: Any
-) -> None:
+def test_a_verb_that_fails_promotes_nothing(verb: str, folder: str, verbs: Any) -> None:
     verbs.failing = verb
     with pytest.raises(Ended, match=f"{verb} has a reason") as ended:
         promote.main(["promote", folder], PROJECT)

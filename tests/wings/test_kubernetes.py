@@ -99,15 +99,14 @@ def test_the_failure_policy_is_the_table_of_exit_codes() -> None:
     assert spec["activeDeadlineSeconds"] == 86_400
 
 
+OPEN = Kubernetes(secrets={"WANDB_API_KEY": SECRET})
 REFUSED: dict[str, dict[str, Any]] = {
     "cluster.image is not given": {"image": None},
     "cluster.mounts has no volume for /app/runs": {"mounts": ["data:/data"]},
     "cluster.partition is not given": {"partition": None},
     "PROXY has a secret": {"environment": {"PROXY": f"http://me:{SECRET}@proxy"}},
     "WANDB_API_KEY has a secret": {"environment": {"WANDB_API_KEY": SECRET}},
-    "WANDB_API_KEY is not a reference": {
-        "kubernetes": Kubernetes(secrets={"WANDB_API_KEY": SECRET})
-    },
+    "WANDB_API_KEY is not a reference": {"kubernetes": OPEN},
     "has a secret, which the manifest would show": {},
 }
 
@@ -207,11 +206,8 @@ def manifest(kind: str, flags: list[str], folder: Path, monkeypatch: Any) -> lis
     """What `launch --on kubernetes` applies for two pods of one process."""
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ["PYTHONPATH"]}
     cluster: dict[str, Any] = {"nodes": 2, "devices_per_node": 1, "image": "train:1", "save_s": 30}
-    cluster |= {
-        "environment": environment,
-        "mounts": [f"runs:{folder}"],
-        "kubernetes": {"kind": kind},
-    }
+    cluster |= {"environment": environment, "mounts": [f"runs:{folder}"]}
+    cluster["kubernetes"] = {"kind": kind}
     (folder / "site.yaml").write_text(yaml.safe_dump({"cluster": cluster}))
     monkeypatch.chdir(PROJECT)
     monkeypatch.setenv("DIST_RUN_ID", f"pods_{kind}")
@@ -222,8 +218,8 @@ def manifest(kind: str, flags: list[str], folder: Path, monkeypatch: Any) -> lis
 @pytest.mark.netns
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", tiers(["Job", "JobSet"], daily=["Job"]))
-def test_two_pods_train_as_one_machine_does(
-    kind: str, flags: list[str], tmp_path: Path, monkeypatch: Any
+def test_two_pods_train_as_one_machine(
+    kind: str, flags: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     if why := lacking():
         pytest.skip(why)

@@ -82,9 +82,7 @@ def test_torchrun_and_ray_get_sizes_and_a_limit(flags: Flags, tmp_path: Path, ca
     assert "launch.targets.ray 12 cpu " in ray and f"{sizes}\n" in ray
 
 
-def test_a_dry_run_prints_commands_and_no_secrets(
-    flags: Flags, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_dry_run_prints_commands_and_no_secrets(flags: Any, tmp_path: Path, capsys: Any) -> None:
     secrets = {"HF_TOKEN": "hf s3cret", "PROXY": "http://me:s3cret@proxy", "PLAIN": "shown"}
     where = site(tmp_path, hosts=["a", "b"], environment=secrets, ssh="ssh -F x")
     key = "--cluster.environment.WANDB_API_KEY=s3cret"
@@ -111,9 +109,8 @@ def test_slurm_gets_the_values_of_the_site(flags: Flags, tmp_path: Path, capsys:
     given = "--nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --time=36:00:00 --signal=SIGUSR1@300"
     given += " --exclusive --array=0-3 --partition=gpu --nice=0"
     assert {*given.split(), '--comment=two "words" # \\'} < {*words}
-    container = (
-        f"apptainer exec --nv --bind {PROJECT}:{PROJECT},/data:/data --pwd {PROJECT} train.sif"
-    )
+    container = f"apptainer exec --nv --bind {PROJECT}:{PROJECT},/data:/data"
+    container += f" --pwd {PROJECT} train.sif"
     assert f"export CONTAINER='{container}'" in text and "export PYTHON=python\n" in text
     assert "--trainer.num_nodes" not in text, "launch/slurm.sh adds the sizes of the job"
     files = slurm(container="pyxis", image="r#train", options={"gres": "gpu:2"}, devices_per_node=2)
@@ -145,8 +142,8 @@ def test_bad_input_is_refused(sentence: str, flags: Flags, tmp_path: Path, capsy
     assert not list(tmp_path.glob("runs/*/*")), "nothing is half-written"
 
 
-def test_a_node_that_is_not_ready_is_named(
-    hosts: Hosts, flags: Flags, tmp_path: Path, capsys: Any
+def test_a_node_that_is_not_up_is_named(
+    hosts: Any, flags: Any, tmp_path: Path, capsys: Any
 ) -> None:
     assert run("prepare", *flags) == 0
     not_ready: dict[str, dict[str, Any]] = {
@@ -173,9 +170,7 @@ def test_units_of_memory_and_time() -> None:
 
 
 @pytest.mark.parametrize("name", ["../../x", "..", "a\nb", "x" * 256])
-def test_a_runs_id_is_one_folders_name(
-    name: str, flags: Flags, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_runs_id_is_one_folders_name(name: str, flags: Any, tmp_path: Path, capsys: Any) -> None:
     os.environ["DIST_RUN_ID"] = name
     assert main(["fit", *flags]) == Exit.BAD_INPUT
     assert "DIST_RUN_ID" in capsys.readouterr().err and not list(tmp_path.glob("runs/*"))
@@ -215,9 +210,7 @@ def test_the_guides_commands_train_as_fit_does(launcher: str, flags: Flags, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on", tiers(of.LAUNCHERS, daily=["torchrun"]))
-def test_a_launcher_trains_on_two_hosts(
-    on: str, hosts: Hosts, flags: Flags, tmp_path: Path
-) -> None:
+def test_a_launcher_trains_on_two_hosts(on: str, hosts: Any, flags: Flags, tmp_path: Path) -> None:
     """The nodes are reached by ssh."""
     assert run("prepare", *flags) == 0
     launched = Launched(tmp_path, on, *flags, two(hosts, tmp_path), *STEPS)
@@ -245,9 +238,7 @@ def record(**changes: Any) -> dict[str, Any]:
     return {"on": "ssh", "id": "", "hosts": [], "ssh": "ssh"} | changes
 
 
-def test_a_signal_reaches_the_process_that_was_started_and_no_other(
-    process: Any, tmp_path: Path
-) -> None:
+def test_a_signal_reaches_the_started_process_alone(process: Any, tmp_path: Path) -> None:
     others = [tmp_path / name / "launch" for name in ("two", "one", "one.[a]b", "oneX[a]")]
     for folder in [*others, mine := tmp_path / "one.[a]" / "launch"]:
         folder.mkdir(parents=True)
@@ -261,8 +252,8 @@ def test_a_signal_reaches_the_process_that_was_started_and_no_other(
     assert SSH.status(record(), mine) == GONE
 
 
-def test_a_host_whose_login_hangs_is_named(
-    flags: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any
+def test_a_host_that_hangs_is_named(
+    flags: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(PROJECT)
     monkeypatch.setattr(nodes, "ANSWER_S", 3.0)
@@ -281,8 +272,8 @@ def test_a_host_whose_login_hangs_is_named(
 
 
 @pytest.mark.slow
-def test_a_second_launch_of_a_running_run_leaves_its_files(
-    flags: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any
+def test_a_second_launch_is_refused(
+    flags: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(PROJECT)
     run("prepare", *flags)
@@ -311,8 +302,8 @@ DOCS = ROOT / "docs" / "launch.md"
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("on", of.LAUNCHERS)
-def test_launchers_have_the_same_losses_and_codes(
-    on: str, hosts: Hosts, flags: list[str], tmp_path: Path
+def test_launchers_have_equal_losses_and_codes(
+    on: str, hosts: Any, flags: Any, tmp_path: Path
 ) -> None:
     assert run("prepare", *flags) == 0
     root = f"--run.root={tmp_path / 'plain' / 'runs'}"
@@ -361,9 +352,7 @@ def lsf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "called"
 
 
-def test_a_target_of_another_package_renders_submits_and_answers(
-    lsf: Path, flags: list[str], tmp_path: Path, capsys: Any
-) -> None:
+def test_a_target_of_another_package(lsf: Path, flags: Any, tmp_path: Path, capsys: Any) -> None:
     sizes = ["--cluster.nodes=2", "--cluster.devices_per_node=3", "--data.global_batch_size=192"]
     given = ["launch", "--on=lsf", "--cluster.partition=short", *flags, *sizes]
     assert main([*given, "--dry-run"]) == Exit.DONE
@@ -377,11 +366,8 @@ def test_a_target_of_another_package_renders_submits_and_answers(
         capsys.readouterr()
         assert main(["launch", verb, str(folder.parent)]) == Exit.DONE
         assert answer in capsys.readouterr().out
-    assert lsf.read_text().splitlines() == [
-        f"bsub -q short -n 2 {folder}/job.sh",
-        "bjobs 17",
-        "bkill -s USR1 17",
-    ]
+    submitted = f"bsub -q short -n 2 {folder}/job.sh"
+    assert lsf.read_text().splitlines() == [submitted, "bjobs 17", "bkill -s USR1 17"]
 
 
 def test_one_name_of_two_packages_is_refused_with_both(lsf: Path, capsys: Any) -> None:

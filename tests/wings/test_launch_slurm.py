@@ -119,9 +119,7 @@ def test_a_requeued_job_resumes_exactly(slurm: Slurm, prepared: Flags, tmp_path:
     assert logged(job.run, "train/loss") == logged(whole.run, "train/loss")
 
 
-def test_stop_saves_and_does_not_requeue(
-    slurm: Slurm, prepared: Flags, tmp_path: Path, capsys: Any
-) -> None:
+def test_stop_saves_and_ends(slurm: Any, prepared: Flags, tmp_path: Path, capsys: Any) -> None:
     comment = 'two "words" # and \\ more'
     job = Submitted(slurm, tmp_path, "stopped", *prepared, *LONG, options={"comment": comment})
     assert slurm.run("squeue", "--noheader", f"--jobs={job.job}", "-o", "%k") == comment

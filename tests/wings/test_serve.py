@@ -74,9 +74,8 @@ def test_an_openai_client_reads_whole_answers_and_streams(client: Any, folder: P
 
 def test_completions_of_a_text_stream_too_and_the_seed_decides(client: Any, server: Server) -> None:
     asked: Any = {"model": "tiny", "prompt": "once", "max_tokens": 8}
-    one, same, other = (
-        client.completions.create(**asked, seed=seed).choices[0].text for seed in (3, 3, 4)
-    )
+    answers = [client.completions.create(**asked, seed=seed) for seed in (3, 3, 4)]
+    one, same, other = (answer.choices[0].text for answer in answers)
     assert one == same != other, "it samples, as OpenAI's do"
     assert [model.id for model in client.models.list()] == ["tiny"]
     body = post(server, TEXT, json=asked | {"stream": True}).text
@@ -100,10 +99,8 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "another generation_config": ({"generation_config": "{}"}, "generation_config"),
     "a stop that is no text": ({"stop": 3}, "cannot be answered"),
 }
-BAD |= {
-    name: (422 if "unknown" in name else 400, {"json": {"prompt": "a"} | given}, sentence)
-    for name, (given, sentence) in FIELDS.items()
-}
+for name, (given, sentence) in FIELDS.items():
+    BAD[name] = (422 if "unknown" in name else 400, {"json": {"prompt": "a"} | given}, sentence)
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -121,21 +118,13 @@ CALL = {"function": {"name": "f", "arguments": "{}"}}
 def test_messages_are_read_or_get_a_400(server: Server) -> None:
     broken = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}
     user = {"role": "user"}
-    for turns in (
-        [{}],
-        [user | {"content": [{"no": "type"}]}],
-        [user | {"content": 3}],
-        5,
-        [broken],
-    ):
+    no_type, no_text = user | {"content": [{"no": "type"}]}, user | {"content": 3}
+    for turns in ([{}], [no_type], [no_text], 5, [broken]):
         answer = post(server, CHAT, json={"messages": turns})
         assert answer.status_code == 400, turns
         assert "cannot be answered" in answer.json()["error"]["message"], answer.text
     parts: Any = [user | {"content": [{"type": "text", "text": SECRET}]}]
-    parts += [
-        {"role": "assistant", "content": "yes", "refusal": None, "annotations": []},
-        *MESSAGES,
-    ]
+    parts += [{"role": "assistant", "content": "yes", "annotations": []}, *MESSAGES]
     call = CALL | {"id": "1", "type": "function"}
     parts += [{"role": "assistant", "content": None, "tool_calls": [call]}]
     parts += [{"role": "tool", "tool_call_id": "1", "content": "3"}]
@@ -243,8 +232,8 @@ def refused(capfd: Any, *flags: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_is_exported_compared_and_served_and_a_planted_fault_is_refused(
-    flags: list[str], tmp_path: Path, capfd: Any
+def test_a_run_is_served_and_a_planted_fault_is_refused(
+    flags: Any, tmp_path: Path, capfd: Any
 ) -> None:
     assert run("fit", *flags, "--trainer.max_steps=2", "--trainer.limit_val_batches=0") == 0
     trained = only_run(tmp_path)
@@ -265,9 +254,7 @@ def test_a_run_is_exported_compared_and_served_and_a_planted_fault_is_refused(
     assert "not what was trained" in error, "a fault exits before the port listens"
 
 
-def test_what_cannot_be_served_is_refused(
-    folder: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
-) -> None:
+def test_what_is_not_served(folder: Path, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     assert "does not exist" in refused(capfd, str(tmp_path / "nowhere"), "--port=0")
     assert "is not a run folder" in refused(capfd, str(tmp_path), "--port=0")
     with socket.create_server(("127.0.0.1", 0)) as other:

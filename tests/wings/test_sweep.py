@@ -71,9 +71,7 @@ def results(tmp_path: Path, name: str = NAME) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_trials_are_fits_and_the_best_configuration_trains_again(
-    here: Trials, flags: Flags, space: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_trials_are_fits(here: Any, flags: Any, space: str, tmp_path: Path, capsys: Any) -> None:
     argv = ["sweep", *flags, space, "--pruner=none", "--trials=3"]
     assert run(*argv) == 0
     printed, trials = capsys.readouterr().out, trials_in(tmp_path)
@@ -97,8 +95,8 @@ def test_trials_are_fits_and_the_best_configuration_trains_again(
 
 
 @pytest.mark.slow
-def test_a_killed_trial_resumes_and_values_do_not_depend_on_it(
-    here: Trials, flags: Flags, space: str, tmp_path: Path, capsys: Any
+def test_a_killed_trial_resumes(
+    here: Any, flags: Any, space: str, tmp_path: Path, capsys: Any
 ) -> None:
     """Trial 1 is killed between step 10 and its end; the same command starts the sweep again."""
     argv = ["sweep", *flags, space, "--trials=3", "--sampler=random"]
@@ -119,8 +117,8 @@ def test_a_killed_trial_resumes_and_values_do_not_depend_on_it(
 
 
 @pytest.mark.parametrize("cut", [3, 40])
-def test_an_entry_that_a_kill_has_cut_is_done_again(
-    cut: int, here: Trials, flags: Flags, space: str, tmp_path: Path
+def test_a_cut_entry_is_done_again(
+    cut: int, here: Any, flags: Any, space: str, tmp_path: Path
 ) -> None:
     """The end of trial 1, cut anywhere."""
     argv = ["sweep", *flags, space, f"--name={NAME}", "--sampler=random", "--trainer.max_steps=3"]
@@ -131,8 +129,8 @@ def test_an_entry_that_a_kill_has_cut_is_done_again(
     assert results(tmp_path) == before and len(here.started) == 3
 
 
-def test_a_trial_that_is_always_killed_fails_at_last(
-    flags: Flags, space: str, tmp_path: Path, monkeypatch: Any
+def test_a_trial_that_always_dies_fails(
+    flags: Any, space: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     def killed(argv: Flags, folder: Path) -> int:
         (folder / "output.txt").write_text("Killed")
@@ -166,8 +164,8 @@ PRUNED += [("tp", "median", 0.5), ("zero3", "median", 0.5)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "pruner", "loss"), tiers(PRUNED, daily=PRUNED[:1]))
-def test_all_ranks_finish_at_the_step_at_which_a_trial_is_pruned(
-    strategy: str, pruner: str, loss: float, flags: Flags, tmp_path: Path
+def test_all_ranks_end_at_the_pruned_step(
+    strategy: str, pruner: str, loss: float, flags: Any, tmp_path: Path
 ) -> None:
     last, folder = 10 if loss < 1 else 20, tmp_path / "runs" / "default"
     folder.mkdir(parents=True)
@@ -186,9 +184,7 @@ def test_all_ranks_finish_at_the_step_at_which_a_trial_is_pruned(
 
 
 @pytest.mark.slow
-def test_a_signal_stops_the_trial_after_a_save_and_the_same_command_resumes_it(
-    flags: Flags, space: str, tmp_path: Path
-) -> None:
+def test_a_signal_stops_a_trial_which_resumes(flags: Any, space: str, tmp_path: Path) -> None:
     """In processes as a user starts them."""
     more = "--trials=1 --trainer.max_steps=150 --trainer.val_check_interval=50"
     more += " --trainer.logger=false --last_checkpoint.every_n_steps=10"
@@ -224,8 +220,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_a_bad_space_is_refused_before_anything_starts(
-    text: str, here: Trials, flags: Flags, tmp_path: Path, capsys: Any
+def test_a_bad_space_is_refused(
+    text: str, here: Any, flags: Any, tmp_path: Path, capsys: Any
 ) -> None:
     (tmp_path / "lr.yaml").write_text(text)
     try:
@@ -247,9 +243,7 @@ def tried(folder: Path, losses: dict[float, float]) -> study.Sweep:
     return sweep
 
 
-def test_the_docs_program_finds_a_planted_power_law(
-    tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_the_docs_program_finds_a_power_law(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """Losses are a parabola around 0.3 / width^0.75, and high where a training would diverge."""
     page = (ROOT / "docs" / "learning_rate.md").read_text()
     (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

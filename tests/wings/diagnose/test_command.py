@@ -60,9 +60,7 @@ def test_it_says_what_is_wrong_and_what_to_type(slow: Path, capsys: Any) -> None
     assert finding["causes"][0]["changes"][0]["flag"] == "--trainer.precision bf16-mixed"
 
 
-def test_it_takes_the_newest_run_and_says_what_it_has_not(
-    slow: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_it_takes_the_newest_run(slow: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     newer = write(a_run(400, 5), tmp_path / "runs" / "other" / "newer")
     for path in newer.iterdir():
         os.utime(path, (4e9, 4e9))
@@ -82,8 +80,8 @@ def test_it_takes_the_newest_run_and_says_what_it_has_not(
 LOW = ["--model.optim.learning_rate=1e-7", "--trainer.limit_val_batches=0", "--diagnosis.every_s=0"]
 
 
-def test_a_finding_is_once_printed_and_written_and_reading_errors_pass(
-    flags: list[str], tmp_path: Path, capsys: Any, monkeypatch: Any
+def test_a_finding_is_printed_once(
+    flags: Any, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     refresh, calls = diagnosis.History.refresh, list[Any]()
 
@@ -107,9 +105,7 @@ def test_a_finding_is_once_printed_and_written_and_reading_errors_pass(
     assert errors[2] == 0 and errors[60] == 1
 
 
-def test_it_diagnoses_again_when_training_fails(
-    flags: list[str], tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_it_diagnoses_a_failure(flags: Any, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     original = LanguageModule.training_step
     monkeypatch.setattr(LanguageModule, "training_step", lambda *given: original(*given) * math.nan)
     assert run("fit", *flags) == 65
@@ -195,12 +191,8 @@ def test_a_damaged_file_gives_no_traceback(name: str, tmp_path: Path) -> None:
         (tmp_path / file).write_text(json.dumps(record))
     (tmp_path / "latest").symlink_to("v1")
 
-    @settings(
-        max_examples=60,
-        deadline=None,
-        suppress_health_check=[*HealthCheck],
-        phases=[Phase.generate],
-    )
+    @settings(max_examples=60, deadline=None, phases=[Phase.generate])
+    @settings(suppress_health_check=[*HealthCheck])
     @given(damaged(GOOD[name]))
     def drawn(content: bytes) -> None:
         (tmp_path / name).write_bytes(content)

@@ -78,9 +78,8 @@ def test_the_advised_change_cures_the_fault(trainings: Trainings, training: Trai
     cured = replace(training, name=f"{training.name}_cured", flags=[*training.flags, *advice])
     findings = engine.diagnose(read_run(trainings(cured)))
     assert trainings.records[cured.name].ok, trainings.records[cured.name].error
-    assert training.rule not in [finding.rule for finding in findings], (
-        f"{advice}\n{as_text(findings)}"
-    )
+    rules = [finding.rule for finding in findings]
+    assert training.rule not in rules, f"{advice}\n{as_text(findings)}"
 
 
 @pytest.mark.slow

@@ -51,16 +51,15 @@ FOUR_BITS = f"{LORA} --model.adapter.quantize=nf4"
 WHOLE = {"ddp": "32-true bf16-true", "fsdp2": "bf16-mixed bf16-true", "tp": "32-true"}
 WHOLE |= {f"zero{stage}": "bf16-mixed 32-true" for stage in (1, 2, 3)}
 TRAINED = [(name, each, "") for name, precisions in WHOLE.items() for each in precisions.split()]
-TRAINED += [
-    (name, "32-true", each) for name in ("ddp", "fsdp2", "zero3") for each in (LORA, FOUR_BITS)
-]
+ADAPTERS = (LORA, FOUR_BITS)
+TRAINED += [(name, "32-true", each) for name in ("ddp", "fsdp2", "zero3") for each in ADAPTERS]
 DAILY = [("fsdp2", "bf16-mixed", ""), ("zero3", "32-true", ""), ("fsdp2", "32-true", FOUR_BITS)]
 INTERLEAVED = "--trainer.strategy.init_args.pp_schedule=Interleaved1F1B"
 STAGED = [("pp", 2, ""), ("pp_fsdp2", 4, ""), ("pp", 2, INTERLEAVED), ("cp", 2, "")]
 
 
 def trained(
-    flags: list[str], folder: Path, strategy: str, ranks: int, more: str
+    flags: Any, folder: Path, strategy: str, ranks: int, more: str
 ) -> tuple[Any, list[float]]:
     """The estimate of a run, and the bytes of each rank."""
     run("prepare", *flags)
@@ -77,7 +76,7 @@ def trained(
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "precision", "adapter"), tiers(TRAINED, DAILY))
 def test_the_estimate_of_weights_gradients_and_optimizer_state_is_exact(
-    flags: list[str], tmp_path: Path, strategy: str, precision: str, adapter: str
+    flags: Any, tmp_path: Path, strategy: str, precision: str, adapter: str
 ) -> None:
     more = f"{adapter} --trainer.precision={precision}"
     estimate, measured = trained(flags, tmp_path, strategy, 2, more)
@@ -91,7 +90,7 @@ def test_the_estimate_of_weights_gradients_and_optimizer_state_is_exact(
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "processes", "more"), tiers(STAGED, STAGED[:1]))
 def test_the_estimate_of_a_stage_is_within_5_percent(
-    flags: list[str], tmp_path: Path, strategy: str, processes: int, more: str
+    flags: Any, tmp_path: Path, strategy: str, processes: int, more: str
 ) -> None:
     more += " --data.global_batch_size=16 --data.micro_batch_size=1"
     estimate, measured = trained(flags, tmp_path, strategy, processes, more)
@@ -102,7 +101,7 @@ def test_the_estimate_of_a_stage_is_within_5_percent(
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_the_estimate_of_activations_is_within_a_factor_of_two(
-    flags: list[str], tmp_path: Path, precision: str, monkeypatch: Any
+    flags: Any, tmp_path: Path, precision: str, monkeypatch: Any
 ) -> None:
     """The ratio is printed with -s."""
     kept: dict[int, int] = {}

@@ -144,7 +144,7 @@ ARCHITECTURES: list[Any] = [
 
 
 @pytest.mark.parametrize(("model_type", "given", "kept"), ARCHITECTURES)
-def test_a_small_architecture_has_the_structure_of_the_large(
+def test_a_small_model_has_the_structure_of_the_large(
     model_type: str, given: Any, kept: dict[str, Any]
 ) -> None:
     small = shrink_model.shrink_architecture(AutoConfig.for_model(model_type, **given), seq_len=32)
