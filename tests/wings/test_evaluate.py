@@ -251,7 +251,8 @@ def test_the_interval_holds_the_planted_difference_and_needs_pairs() -> None:
     rng = np.random.default_rng(3)
     found = [paired.compare(*losses(rng, 100, 0.01)) for _ in range(SIMULATIONS)]
     assert sum(each.low <= 0.01 <= each.high for each in found) >= SIMULATIONS * 0.9
-    name, run, *others = losses(rng, 100, 0.05)
+    measure: Any = losses(rng, 100, 0.05)
+    name, run, *others = measure
     assert paired.compare(name, run, *others).verdict == "worse"
     assert paired.compare(name, run[::-1], *others).verdict == "cannot tell", "by documents"
     _, run, _, weights, _ = losses(np.random.default_rng(6), 100)

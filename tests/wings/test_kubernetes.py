@@ -180,7 +180,7 @@ class Pods(TwoHosts):
         for name in self.names:
             shutil.rmtree(HOSTS / name, ignore_errors=True)
 
-    def start(self, index: int) -> subprocess.Popen[bytes]:
+    def start(self, index: int) -> Any:
         (container,) = self.template["spec"]["containers"]
         given = {"metadata.podIP": "", "status.podIP": self.addresses[index]}
         variables = {"JOB_COMPLETION_INDEX": str(index)}  # by Kubernetes, in pods of an indexed Job

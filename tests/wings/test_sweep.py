@@ -155,7 +155,11 @@ def plant(sweep: study.Sweep, num: int, loss: float) -> None:
             sweep.study().tell(number, loss)
 
 
-DEFINITION = {"space": {RATE: {"log": [1e-4, 1e-1]}}, "flags": [], "metric": "eval/loss"}
+DEFINITION: dict[str, Any] = {
+    "space": {RATE: {"log": [1e-4, 1e-1]}},
+    "flags": [],
+    "metric": "eval/loss",
+}
 DEFINITION |= {"mode": "min", "sampler": "tpe", "pruner": "median", "prune_after": 10}
 DEFINITION |= {"name": "x", "of": "x"}
 PRUNED = [("fsdp2", "median", 0.5), ("ddp", "hyperband", 0.5), ("fsdp2", "median", 99.0)]

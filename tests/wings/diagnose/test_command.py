@@ -156,6 +156,7 @@ def nested(inner: Any) -> Any:
 
 
 values = st.recursive(simple, nested, max_leaves=3)
+ALL = [*HealthCheck]
 DAMAGES = [b"", b"\xff\xfe\0", b"[" * 20_000, b'{"a": ' * 20_000, b"{]", b"9" * 5_000]
 DAMAGES += [b"a: b: c", b"!!int x", b"\t- x\n"]
 
@@ -191,8 +192,7 @@ def test_a_damaged_file_gives_no_traceback(name: str, tmp_path: Path) -> None:
         (tmp_path / file).write_text(json.dumps(record))
     (tmp_path / "latest").symlink_to("v1")
 
-    @settings(max_examples=60, deadline=None, phases=[Phase.generate])
-    @settings(suppress_health_check=[*HealthCheck])
+    @settings(max_examples=60, deadline=None, phases=[Phase.generate], suppress_health_check=ALL)
     @given(damaged(GOOD[name]))
     def drawn(content: bytes) -> None:
         (tmp_path / name).write_bytes(content)

@@ -31,7 +31,11 @@ LLAMA_7B = 6_738_415_616
 FACTS = {"parameters.total": LLAMA_7B, "parameters.embedding": 131_072_000, "model.layers": 32}
 FACTS |= {"model.width": 4096, "model.heads": 32, "model.vocab_size": 32000}
 GPU = {"machine.device": "NVIDIA H100", "machine.supports_bf16": True}
-CONFIG = {"data.seq_len": 4096, "data.micro_batch_size": 8, "data.global_batch_size": 64}
+CONFIG: dict[str, Any] = {
+    "data.seq_len": 4096,
+    "data.micro_batch_size": 8,
+    "data.global_batch_size": 64,
+}
 CONFIG |= {"trainer.precision": "bf16-mixed", "model.architecture": {"intermediate_size": 11008}}
 
 

@@ -179,7 +179,7 @@ def test_a_mesh_shrinks_to_two_by_two(sizes: Any, pp: int, expected: Any, proces
     assert strategy.arguments["tp_size"] == given["tp_size"], "the real strategy is not touched"
 
 
-DATA = {"seq_len": 2048, "global_batch_size": 256, "micro_batch_size": 4}
+DATA: dict[str, Any] = {"seq_len": 2048, "global_batch_size": 256, "micro_batch_size": 4}
 DATA |= {"source": None, "tokenizer": None}
 
 
