@@ -6,7 +6,6 @@ from __future__ import annotations
 from dist_template.wings.diagnose import engine
 from dist_template.wings.diagnose.finding import as_text
 from dist_template.wings.diagnose.report.tables import tables
-from dist_template.wings.launch.command import write as write_job
 from dist_template.wings.launch.job import Job
 from dist_template.wings.launch.job import describe as describe_job
 from dist_template.wings.launch.targets import target as launch_target
@@ -19,7 +18,6 @@ from dist_template.wings.rehearse.report import Result
 from dist_template.wings.rehearse.runs import Runs
 from dist_template.wings.rehearse.workers import clean_processes
 from dist_template.wings.ship.export import command as export
-from dist_template.wings.ship.export.gate import Gate
 from dist_template.wings.ship.export.trained import Trained, load_trained
 from dist_template.wings.ship.promote import Registry
 from dist_template.wings.values import free_port

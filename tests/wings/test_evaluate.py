@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -13,21 +14,26 @@ import pandas as pd
 import pytest
 import yaml
 
-from dist_template import Project
-from dist_template.wings.ship.evaluate import evaluation, paired, tasks
-from tests.support.runs import SENTENCES, SHIPPED, Workers, newest, only_run, run, run_in_subprocess, small
+from dist_template import InputError, Project
+from dist_template.text import ByteBPE
+from dist_template.wings.ship.evaluate import evaluation, paired
+from dist_template.wings.ship.evaluate.documents import DocumentScores
+from tests.support import runs
+from tests.support.runs import OURS, Workers, newest, only_run, run
 from tests.support.strategies import flags_of, settings_of
 from tests.support.tiers import tiers
+from tests.support.wings import load_trained
 
-CALLBACK = "dist_template.wings.ship.evaluate.documents.DocumentScores"
+CALLBACK = f"{DocumentScores.__module__}.DocumentScores"
 
 
 @pytest.fixture(scope="module")
 def fitted(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with two checkpoints and more than 20 test documents."""
     folder = tmp_path_factory.mktemp("fitted")
-    more = ["--data.test_share=0.5", "--last_checkpoint.every_n_steps=10", "--model.optim.learning_rate=0.01"]
-    assert run("fit", *small(corpus, cache, folder), *more) == 0
+    more = ["--data.test_share=0.5", "--last_checkpoint.every_n_steps=10"]
+    own = [*runs.small(corpus, cache, folder), *more, "--model.optim.learning_rate=0.01"]
+    assert run("fit", *own) == 0
     return folder
 
 
@@ -51,95 +57,82 @@ def found_in(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
     return json.loads(path.read_text()), pd.read_parquet(path.with_suffix(".parquet"))
 
 
-def half(folder: Path) -> Path:
-    return folder / "checkpoints" / "step00000010.ckpt"
+def half(folder: Path) -> str:
+    return f"--baseline={folder / 'checkpoints' / 'step00000010.ckpt'}"
 
 
-def test_a_run_is_better_than_its_half_trained_checkpoint_and_no_better_than_itself(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    required = ["--require=eval/loss better", "--require=bits_per_byte not worse by 0.0"]
-    assert run("evaluate", str(trained), f"--baseline={half(trained)}", *required) == 0
+def each(found: dict[str, Any], what: str) -> list[Any]:
+    return [one[what] for one in found["comparisons"]]
+
+
+def test_a_run_is_better_than_its_half_and_not_than_itself(trained: Path, capsys: Any) -> None:
+    better = "--require=eval/loss better"
+    required = [better, "--require=bits_per_byte not worse by 0.0"]
+    assert run("evaluate", str(trained), half(trained), *required) == 0
     printed = capsys.readouterr().out
     found, samples = found_in(trained)
     loss = float(re.findall(r"test: loss ([\d.]+)", printed)[0])
-    assert found["models"][0]["figures"]["loss"] == pytest.approx(loss, abs=1e-4), "what `test` says"
-    assert [each["name"] for each in found["comparisons"]] == ["loss", "bits_per_byte"]
-    assert all(each["verdict"] == "better" and each["high"] < 0 for each in found["comparisons"])
-    assert found["comparisons"][0]["sentence"] in printed and "95 % interval" in printed
-    assert len(samples) == 2 * found["documents"] and samples["hash"].nunique() == found["documents"] >= 20
-    first = samples[samples["model"] == 0]
+    figures = found["models"][0]["figures"]
+    assert figures["loss"] == pytest.approx(loss, abs=1e-4), "what `test` says"
+    assert each(found, "name") == ["loss", "bits_per_byte"]
+    assert each(found, "verdict") == ["better"] * 2 and max(each(found, "high")) < 0
+    assert each(found, "sentence")[0] in printed and "95 % interval" in printed
+    hashes, first = samples["hash"].nunique(), samples[samples["model"] == 0]
+    assert len(samples) == 2 * found["documents"] and hashes == found["documents"] >= 20
     assert first["value"].sum() / first["tokens"].sum() == pytest.approx(loss, abs=1e-4)
     assert (first["bytes"] <= first["tokens"]).all(), "bytes are tokens, and one ends each document"
     shutil.rmtree(trained / "evaluation")
 
-    assert run("evaluate", str(trained), f"--baseline={newest(trained)}", "--require=eval/loss better") == 2
-    captured = capsys.readouterr()
-    assert "required 'eval/loss better', but cannot tell with" in captured.err
+    assert run("evaluate", str(trained), f"--baseline={newest(trained)}", better) == 2
+    assert "required 'eval/loss better', but cannot tell with" in capsys.readouterr().err
     found, _ = found_in(trained)
-    assert [each["verdict"] for each in found["comparisons"]] == ["cannot tell", "cannot tell"]
+    assert each(found, "verdict") == ["cannot tell"] * 2
     assert not [*trained.glob("evaluation/.*")], "nothing temporary is left"
     before = (trained / "metrics.jsonl").read_bytes()
     assert run("evaluate", str(trained), "--split=validation", "--baseline=start") == 2
-    assert "documents of the validation split in common, and 20 are needed" in capsys.readouterr().err
-    assert (trained / "metrics.jsonl").read_bytes() == before, "an evaluation is not part of the training's curves"
-
-
-def test_a_run_is_better_than_its_start(trained: Path) -> None:
-    assert run("evaluate", str(trained), "--baseline=start", "--name=x") == 0
-    found, _ = found_in(trained)
-    bits = found["comparisons"][1]["baseline"]
-    assert 0 < bits < 9 and found["comparisons"][1]["verdict"] == "better"
+    assert "documents of the validation split in common, and 20 are" in capsys.readouterr().err
+    assert (trained / "metrics.jsonl").read_bytes() == before, "no part of the training's curves"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(["fsdp2", "tp", "zero3"], daily=["fsdp2", "zero3"]))
+@pytest.mark.parametrize("strategy", tiers(["fsdp2", "tp", "zero3"], daily=["fsdp2"]))
 def test_two_processes_give_the_scores_of_one(trained: Path, strategy: str, tmp_path: Path) -> None:
     """Another strategy and micro-batch; the same model is not better."""
-    scores = {}
-    for name, num, more in (("one", 1, []), (strategy, 2, [*flags_of(strategy), "--data.micro_batch_size=1"])):
-        callback = json.dumps({"class_path": CALLBACK, "init_args": {"path": str(tmp_path / f"{name}.parquet")}})
-        again = [f"--config={trained / 'config.yaml'}", *more, f"--trainer.devices={num}", "--trainer.logger=false"]
-        argv = ["test", *again, f"--ckpt_path={newest(trained)}", f"--trainer.callbacks+={callback}"]
+    scores = []
+    for name, num in (("one", 1), (strategy, 2)):
+        init = {"path": str(tmp_path / f"{name}.parquet")}
+        callback = json.dumps({"class_path": CALLBACK, "init_args": init})
+        argv = ["test", f"--config={trained / 'config.yaml'}", f"--trainer.callbacks+={callback}"]
+        argv += [*flags_of(strategy), "--data.micro_batch_size=1"] if num > 1 else []
+        argv += [f"--trainer.devices={num}", "--trainer.logger=false"]
         with Workers(num) as workers:
-            workers.run(argv, tmp_path / name).check()
-        scores[name] = pd.read_parquet(tmp_path / f"{name}.parquet")
-    one, many = scores["one"], scores[strategy]
+            workers.run([*argv, f"--ckpt_path={newest(trained)}"], tmp_path / name).check()
+        scores.append(pd.read_parquet(tmp_path / f"{name}.parquet"))
+    one, many = scores
     assert (one.index == many.index).all() and (one["tokens"] == many["tokens"]).all()
     np.testing.assert_allclose(many["nats"], one["nats"], rtol=1e-5)
     values = (many["nats"].to_numpy(), one["nats"].to_numpy(), one["tokens"].to_numpy())
     assert paired.compare("loss", *values).verdict == "cannot tell"
 
 
-def folder_of(trained: Path, output: Path, tokenizer: Any = None) -> Path:
-    """The run's weights as transformers' folder, perhaps with another tokenizer."""
-    from tests.support.runs import OURS
-    from tests.support.wings import load_trained
-
-    loaded = load_trained(str(trained), OURS)
-    loaded.model.save_pretrained(output)
-    (tokenizer or loaded.tokenizer).save_pretrained(output)
-    return output
-
-
-def test_an_exported_folder_and_one_with_another_tokenizer(
-    trained: Path, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from dist_template.text import ByteBPE
-
-    caches = len([*cache.iterdir()])
-    assert run("evaluate", str(trained), f"--baseline={folder_of(trained, tmp_path / 'same')}", "--name=x") == 0
+def test_baselines_of_other_tokens(trained: Path, tmp_path: Path, cache: Path, capsys: Any) -> None:
+    loaded, caches = load_trained(str(trained), OURS), len([*cache.iterdir()])
+    tokenizers = {"same": loaded.tokenizer, "other": ByteBPE(257).fit(iter([runs.SENTENCES]))}
+    for name, tokenizer in tokenizers.items():
+        loaded.model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    argv = ["evaluate", str(trained), "--name=x"]
+    assert run(*argv, f"--baseline={tmp_path / 'same'}") == 0
     found, samples = found_in(trained)
     assert len([*cache.iterdir()]) == caches, "the same tokenizer needs no other token cache"
-    assert [each["name"] for each in found["comparisons"]] == ["loss", "bits_per_byte"]
+    assert each(found, "name") == ["loss", "bits_per_byte"]
     values = samples.pivot(index="hash", columns="model", values="value")
     np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
 
-    other = folder_of(trained, tmp_path / "other", ByteBPE(257).fit(iter([SENTENCES])))
-    argv = ["evaluate", str(trained), f"--baseline={other}", "--name=x"]
+    argv.append(f"--baseline={tmp_path / 'other'}")
     assert run(*argv, "--require=bits_per_byte better") == 0
     found, samples = found_in(trained)
-    assert [each["name"] for each in found["comparisons"]] == ["bits_per_byte"], "tokens cannot be compared"
+    assert each(found, "name") == ["bits_per_byte"], "tokens cannot be compared"
     assert samples.groupby("hash")["bytes"].nunique().max() == 1
     assert run(*argv, "--require=loss better") == 2
     assert "other tokens cannot be compared; give one of bits_per_byte" in capsys.readouterr().err
@@ -154,68 +147,48 @@ output_type: multiple_choice
 doc_to_text: "{{{{question}}}}"
 doc_to_choice: "{{{{choices}}}}"
 doc_to_target: answer
-metric_list:
-  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
 
 
 @pytest.mark.slow
-def test_tasks_of_lm_eval_join_the_samples(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_of_lm_eval_join_the_samples(trained: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    questions = [{"question": "the quick brown", "choices": [" fox", " zzz"], "answer": n % 2} for n in range(30)]
-    (tmp_path / "fox.json").write_text("\n".join(map(json.dumps, questions)))
+    question: Any = {"question": "the quick brown", "choices": [" fox", " zzz"]}
+    lines = [json.dumps(question | {"answer": n % 2}) for n in range(30)]
+    (tmp_path / "fox.json").write_text("\n".join(lines))
     (tmp_path / "fox.yaml").write_text(TASK.format(folder=tmp_path))
     config = tmp_path / "evaluate.yaml"
     config.write_text(f"tasks: [fox]\ntask_folder: {tmp_path}\n")
-    required = ["--require=acc not worse by 0.2"]
-    assert run("evaluate", str(trained), f"--baseline={half(trained)}", f"--config={config}", *required) == 0
+    argv = ["evaluate", str(trained), half(trained), f"--config={config}"]
+    assert run(*argv, "--require=acc not worse by 0.2") == 0
     found, samples = found_in(trained)
-    assert [each["name"] for each in found["comparisons"]] == ["loss", "bits_per_byte", "fox/acc"]
+    assert each(found, "name") == ["loss", "bits_per_byte", "fox/acc"]
     assert found["models"][0]["figures"]["fox/acc"] == 0.5, "each answer is right half the time"
     answers = samples[(samples["measure"] == "fox/acc") & (samples["model"] == 0)]
     assert len(answers) == 30 and set(answers["value"]) == {0.0, 1.0}
-    assert found["comparisons"][2]["verdict"] == "cannot tell"
-
-
-def test_the_shipped_file_has_every_key_with_its_default() -> None:
-    assert tasks.read("evaluate") == yaml.safe_load((SHIPPED / "evaluate.yaml").read_text()) == tasks.read(None)
+    assert each(found, "verdict")[2] == "cannot tell"
 
 
 BAD = {
-    "a folder that is no model": (["{empty}"], "{empty} is not a run folder and contains none; give"),
-    "a baseline that is no model": (
-        ["{run}", "--baseline={empty}"],
-        "{empty} is not a run folder and contains none; give",
-    ),
-    "unknown syntax": (["{run}", "--baseline=start", "--require=loss lower"], "is no requirement: write"),
-    "nothing to compare": (["{run}", "--require=loss better"], "--require compares with a --baseline"),
-    "an unknown key": (["{run}", "--config={key}"], "task"),
+    "{empty}": "{empty} is not a run folder and contains none; give",
+    "{run} --baseline={empty}": "{empty} is not a run folder and contains none; give",
+    "{run} --baseline=start --require=lower": "is no requirement: write",
+    "{run} --require=loss&better": "--require compares with a --baseline",
+    "{run} --config={key}": "task",
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused_in_one_sentence(
-    case: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("given", BAD)
+def test_bad_input_is_refused(given: str, trained: Path, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "key").write_text("task: [fox]")
     places = {name: tmp_path / name for name in ("empty", "key")} | {"run": trained}
-    argv, sentence = BAD[case]
-    assert run("evaluate", *(each.format(**places) for each in argv)) == 2
+    argv = [word.replace("&", " ") for word in given.format(**places).split()]
+    assert run("evaluate", *argv) == 2
     error = capsys.readouterr().err
-    assert sentence.format(**places) in error and error.count("\n") == 1
+    assert BAD[given].format(**places) in error and error.count("\n") == 1
     assert not (trained / "evaluation").exists(), "nothing is half-written"
-
-
-def test_a_run_without_a_held_out_split_is_refused(
-    trained: Path, corpus: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    more = ["--data.test_share=0", "--trainer.max_steps=2", "--run.name=whole"]
-    assert run("fit", *small(corpus, cache, tmp_path), *more) == 0
-    capsys.readouterr()
-    assert run("evaluate", str(tmp_path / "runs" / "whole"), "--baseline=start") == 2
-    error = capsys.readouterr().err
-    assert "has an empty test split: give --split, or train with data.test_share" in error
 
 
 @pytest.mark.slow
@@ -225,7 +198,98 @@ def test_processes_of_their_own_run_the_models_strategy(trained: Path) -> None:
     config["trainer"] |= {"devices": 2, "strategy": settings_of("fsdp2")}
     (trained / "config.yaml").write_text(yaml.safe_dump(config))
     argv = ["evaluate", str(trained), "--baseline=start", "--require=loss not worse by 1"]
-    done = run_in_subprocess(*argv)
+    done = runs.run_in_subprocess(*argv)
     assert done.returncode == 0 and "better with" in done.stdout, done.stdout + done.stderr
-    found, _ = found_in(trained)
-    assert found["models"][0]["figures"]["bits_per_byte"] < found["models"][1]["figures"]["bits_per_byte"]
+    mine, start = (model["figures"]["bits_per_byte"] for model in found_in(trained)[0]["models"])
+    assert 0 < mine < start < 9
+
+
+def test_bits_per_byte_are_those_of_text_alone() -> None:
+    """Of conversations only some tokens count, and their bytes are not known."""
+    table = pd.DataFrame({"nats": [6.0, 2.0], "tokens": [3, 1], "bytes": [12, 4]})
+    loss = {"loss": 2.0}
+    assert evaluation.figures_of(table, is_whole=True) == loss
+    bits = loss | {"bits_per_byte": 0.5 / math.log(2)}
+    assert evaluation.figures_of(table, is_whole=False) == pytest.approx(bits)
+
+
+SIMULATIONS = 200
+Measure = tuple[str, np.ndarray, np.ndarray, np.ndarray, bool]
+
+
+def losses(rng: np.random.Generator, documents: int, shift: float = 0.0) -> Measure:
+    """Two models' nats of documents of very unequal lengths, whose difficulty both share."""
+    sizes = np.ceil(rng.lognormal(6, 1, documents))
+    shared = rng.gamma(4, 0.3, documents)
+    run, baseline = (sizes * (shared + rng.normal(0, 0.05, documents)) for _ in range(2))
+    return "loss", run + shift * sizes, baseline, sizes, True
+
+
+def answers(rng: np.random.Generator, questions: int, shift: float = 0.0) -> Measure:
+    right = rng.random(questions)
+    run = np.where(rng.random(questions) < 0.3, rng.random(questions), right) < 0.6 + shift
+    return "acc", run * 1.0, (right < 0.6) * 1.0, np.ones(questions), False
+
+
+@pytest.mark.parametrize(("make", "sign"), [(losses, -1), (answers, 1)])
+def test_no_difference_is_rarely_found_and_a_planted_one_is(make: Any, sign: int) -> None:
+    for num in (20, 100):
+        rng = np.random.default_rng(1)
+        verdicts = [paired.compare(*make(rng, num)).verdict for _ in range(SIMULATIONS)]
+        assert verdicts.count("better") <= SIMULATIONS * 0.05
+        assert verdicts.count("cannot tell") >= SIMULATIONS * 0.9
+    seeds = map(np.random.default_rng, range(20))
+    detectable = np.median([paired.compare(*make(rng, 200)).detectable for rng in seeds])
+    rng = np.random.default_rng(2)
+    planted = [make(rng, 200, sign * detectable) for _ in range(SIMULATIONS)]
+    found = [paired.compare(*each).verdict for each in planted]
+    assert found.count("better") >= SIMULATIONS * (paired.POWER - 0.1)
+    assert found.count("worse") == 0
+
+
+def test_the_interval_holds_the_planted_difference_and_needs_pairs() -> None:
+    rng = np.random.default_rng(3)
+    found = [paired.compare(*losses(rng, 100, 0.01)) for _ in range(SIMULATIONS)]
+    assert sum(each.low <= 0.01 <= each.high for each in found) >= SIMULATIONS * 0.9
+    measure: Any = losses(rng, 100, 0.05)
+    name, run, *others = measure
+    assert paired.compare(name, run, *others).verdict == "worse"
+    assert paired.compare(name, run[::-1], *others).verdict == "cannot tell", "by documents"
+    _, run, _, weights, _ = losses(np.random.default_rng(6), 100)
+    rounded, better = (paired.compare("loss", run * (1 - by), run, weights) for by in (1e-6, 1e-3))
+    assert (rounded.verdict, better.verdict) == ("cannot tell", "better")
+    assert better.sentence.startswith("better with 100 samples: loss ")
+
+
+def test_verdicts_of_tasks_are_corrected_for_their_number() -> None:
+    rng = np.random.default_rng(4)
+    pair = answers(rng, 300)
+    assert paired.compare(*pair, 8).detectable > paired.compare(*pair).detectable
+    null = [[paired.compare(*answers(rng, 60), 8) for _ in range(8)] for _ in range(50)]
+    assert sum(any(each.verdict == "better" for each in family) for family in null) <= 5
+
+
+def a(name: str, lower: bool, low: float, high: float, verdict: str) -> paired.Comparison:
+    means = (1.0, 1.0, (low + high) / 2)
+    return paired.Comparison(name, 50, lower, *means, low, high, 0.1, verdict)
+
+
+FOUND = [a("loss", True, -0.2, -0.1, "better"), a("fox/acc", False, -0.02, 0.03, "cannot tell")]
+HOLDS = {"eval/loss better": True, "loss not worse by 0": True, "acc better": False}
+HOLDS |= {"acc not worse by 0.03": True, "fox/acc not worse by 0.01": False}
+
+
+@pytest.mark.parametrize("text", HOLDS)
+def test_a_requirement_holds_or_says_why_not(text: str) -> None:
+    why = paired.failure(text, FOUND)
+    assert (why is None) == HOLDS[text] and (why is None or text in why and "cannot tell" in why)
+
+
+def test_a_requirement_that_cannot_be_judged_is_refused() -> None:
+    for text in ("loss", "loss is better", "loss not worse", "loss not worse by much", ""):
+        with pytest.raises(InputError, match="is no requirement: write 'MEASURE better'"):
+            paired.parse(text)
+    with pytest.raises(InputError, match="give one of loss, fox/acc"):
+        paired.failure("exact_match better", FOUND)
+    with pytest.raises(InputError, match="other tokens cannot be compared"):
+        paired.failure("loss better", FOUND[1:])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,193 +16,225 @@ import yaml
 from dist_template import InputError
 from dist_template.cluster.site import Kubernetes, Site
 from dist_template.errors import Exit
-from tests import ROOT
-from tests.support.manifests import OF_SITES, mutations, pods, wrong
+from tests.support.injury import OF_A_LAUNCHER, TwoHosts
+from tests.support.manifests import mutations, pods, wrong
+from tests.support.runs import CONFIGS, OURS, PROJECT, Workers, logged, run
+from tests.support.tiers import tiers
 from tests.support.wings import Job
+from tests.support.wings import describe_job as describe
 from tests.support.wings import launch_target as target
 
-KINDS = ("Job", "JobSet")
-CASES = [(kind, gang) for kind in KINDS for gang in (None, "kueue")]
+CASES = [(kind, gang) for kind in ("Job", "JobSet") for gang in (None, "kueue")]
 KUBERNETES: Any = target("kubernetes")
-SECRET = "9f8e7d6c5b4a"
+SECRET, START = "9f8e7d6c5b4a", "20261123-140000"
 
 
-def job(kind: str = "Job", gang: str | None = None, *flags: str, run: str = "20261123-140000", **site: Any) -> Job:
-    own: dict[str, Any] = {
-        "resources": {"cpu": 32, "memory": "256Gi"},
-        "secrets": {"WANDB_API_KEY": "wandb/api-key"},
-        "pod": {"nodeSelector": {"gpu": "h100"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]},
-    }
-    given: dict[str, Any] = {"image": "registry.example.org/train:1", "partition": "research", "nodes": 2}
-    given |= {"mounts": ["runs:/app/runs", "scratch:/scratch"], "time_limit": "24:00:00", "save_s": 120}
-    given |= {"environment": {"NCCL_DEBUG": "WARN"}, "kubernetes": Kubernetes(kind=kind, gang=gang, **own), **site}  # ty: ignore[invalid-argument-type]
-    folder = Path("/project")
-    return Job(
-        package="trainer", verb="fit", flags=["--config", "configs/pretrain.yaml", *flags], site=Site(**given),
-        run=folder / "runs" / "pretrain" / run, nodes=2, devices=8, hosts=[], accelerator="cuda", folder=folder,
-        python=sys.executable, data=None,
-    )  # fmt: skip
+def job(kind: str = "Job", gang: str | None = None, *flags: str, **site: Any) -> Job:
+    own: dict[str, Any] = {"resources": {"cpu": 32, "memory": "256Gi"}, "kind": kind, "gang": gang}
+    own |= {"secrets": {"WANDB_API_KEY": "wandb/api-key"}, "pod": {"nodeSelector": {"gpu": "h100"}}}
+    given: dict[str, Any] = {"image": "registry.example.org/train:1", "partition": "research"}
+    given |= {"mounts": ["runs:/app/runs", "scratch:/scratch"], "time_limit": "24:00:00"}
+    given |= {"nodes": 2, "save_s": 120, "environment": {"NCCL_DEBUG": "WARN"}}
+    given |= {"kubernetes": Kubernetes(**own), **site}
+    folder, words = Path("/project"), ["--config", "configs/pretrain.yaml", *flags]
+    sizes: Any = {"nodes": 2, "devices": 8, "hosts": [], "accelerator": "cuda"}
+    sizes |= {"folder": folder, "python": sys.executable, "data": None}
+    run = folder / "runs" / "pretrain" / START
+    return Job(package="trainer", verb="fit", flags=words, site=Site(**given), run=run, **sizes)
 
 
 def rendered(described: Job) -> list[dict[str, Any]]:
-
     return list(yaml.safe_load_all(KUBERNETES.render(described)["kubernetes.yaml"]))
-
-
-def variables(pod: dict[str, Any]) -> dict[str, Any]:
-    (container,) = pod["spec"]["containers"]
-    return {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
 
 
 @pytest.mark.parametrize(("kind", "gang"), CASES)
 def test_a_manifest_is_valid_and_fits_together(kind: str, gang: str | None) -> None:
     objects = rendered(job(kind, gang))
     assert wrong(objects) == ""
-    by_kind = {one["kind"]: one for one in objects}
     main, name = objects[-1], objects[-1]["metadata"]["name"]
-    assert main["kind"] == kind
-    assert {one["metadata"]["name"] for one in objects} == {name}
+    assert main["kind"] == kind and {one["metadata"]["name"] for one in objects} == {name}
     for one in objects:
         if one["kind"] in ("Job", "Service"):
             assert kubernetes_validate.validate(one, "1.37", strict=True) == "1.37"
-    nodes = 0
-    for pod in pods(objects):
-        (container,), spec = pod["spec"]["containers"], pod["spec"]
-        assert pod["metadata"]["labels"] == {"dist-template/run": name}
-        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
-        assert spec["nodeSelector"] == {"gpu": "h100"}, "the site's own fields"
-        assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in spec["volumes"]
-        assert spec["terminationGracePeriodSeconds"] == 120
-        assert variables(pod)["WANDB_API_KEY"] == {"secretKeyRef": {"name": "wandb", "key": "api-key"}}
-        assert variables(pod)["NCCL_DEBUG"] == "WARN"
-        nodes += container["resources"]["limits"].get("nvidia.com/gpu") == "8"
-    assert nodes == 1, "one template of the nodes"
+    (pod,) = pods(objects)
+    (container,), spec = pod["spec"]["containers"], pod["spec"]
+    known = {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
+    assert pod["metadata"]["labels"] == {"dist-template/run": name}
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in spec["volumes"]}
+    assert spec["nodeSelector"] == {"gpu": "h100"}, "the site's own fields"
+    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in spec["volumes"]
+    assert known["WANDB_API_KEY"] == {"secretKeyRef": {"name": "wandb", "key": "api-key"}}
+    assert known["NCCL_DEBUG"] == "WARN"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    first = f"{name}-0" if kind == "Job" else f"{name}-node-0-0"
+    assert known["RDZV_ENDPOINT"].rpartition(":")[0] == f"{first}.{name}"
+    assert (known["NNODES"], known["NPROC"], known["DIST_RUN_ID"]) == ("2", "8", START)
+    assert int(known["SHUTDOWN_TIMEOUT"]) + 10 <= spec["terminationGracePeriodSeconds"] == 120
     if gang == "kueue":
         assert main["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
     if kind == "Job":
-        assert by_kind["Service"]["spec"]["selector"].items() <= main["spec"]["template"]["metadata"]["labels"].items()
-        assert main["spec"]["template"]["spec"]["subdomain"] == name
+        (service,) = [one for one in objects if one["kind"] == "Service"]
+        template = main["spec"]["template"]
+        assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+        assert template["spec"]["subdomain"] == name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["Job", "JobSet"])
 def test_any_field_that_is_misspelt_or_of_another_type_is_found(kind: str) -> None:
-    objects = rendered(job(kind, "kueue"))
-    fields = [(name, wrong(changed)) for name, changed in mutations(objects)]
-    assert len(fields) > 600
-    assert [name for name, error in fields if not error] == []
-
-
-def test_a_manifest_names_what_sites_name() -> None:
-    """The keys below these are not in a schema; the rendered ones are known here."""
-    found: dict[str, set[str]] = {}
-
-    def walk(value: Any) -> None:
-        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
-            if key in OF_SITES and isinstance(one, dict):
-                found.setdefault(key, set()).update(one)
-            if isinstance(one, dict | list):
-                walk(one)
-
-    for kind, gang in CASES:
-        walk(rendered(job(kind, gang)))
-    assert found == {
-        "labels": {"dist-template/run", "kueue.x-k8s.io/queue-name"},
-        "selector": {"dist-template/run"},
-        "nodeSelector": {"gpu"},
-        "requests": {"cpu", "memory", "nvidia.com/gpu"},
-        "limits": {"cpu", "memory", "nvidia.com/gpu"},
-    }
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_nodes_meet_at_the_first_pod_and_have_time_to_save(kind: str) -> None:
-    objects = rendered(job(kind))
-    (pod,) = pods(objects)
-    (container,) = pod["spec"]["containers"]
-    name, known = objects[0]["metadata"]["name"], variables(pod)
-    first = f"{name}-0" if kind == "Job" else f"{name}-node-0-0"
-    assert known["RDZV_ENDPOINT"].rpartition(":")[0] == f"{first}.{name}"
-    assert (known["NNODES"], known["NPROC"], known["DIST_RUN_ID"]) == ("2", "8", "20261123-140000")
-    assert int(known["SHUTDOWN_TIMEOUT"]) + 10 <= pod["spec"]["terminationGracePeriodSeconds"]
-    assert container["args"][0] == "fit" and container["command"][0] == "bash"
+    fields = [(name, wrong(changed)) for name, changed in mutations(rendered(job(kind, "kueue")))]
+    assert len(fields) > 600 and [name for name, error in fields if not error] == []
 
 
 def test_the_failure_policy_is_the_table_of_exit_codes() -> None:
     spec = rendered(job())[-1]["spec"]
     actions = {}
     for rule in spec["podFailurePolicy"]["rules"]:
-        for code in rule.get("onExitCodes", {}).get("values", []):
-            actions[code] = rule["action"]
-    deliberate = {code for code in Exit if Exit.is_deliberate([code])}
-    assert {code for code, action in actions.items() if action == "FailJob"} == deliberate - {Exit.REQUEUE}
-    assert {code for code, action in actions.items() if action == "Ignore"} == {Exit.REQUEUE}
-    assert Exit.HUNG not in actions and Exit.FAILED not in actions, "these are retried and counted"
+        codes = rule.get("onExitCodes", {}).get("values", [])
+        actions |= dict.fromkeys(codes, rule["action"])
+    expected = {code: "FailJob" for code in Exit if Exit.is_deliberate([code])}
+    assert actions == expected | {Exit.REQUEUE: "Ignore"}, "others are retried and counted"
     assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (10, 0)
     assert spec["template"]["spec"]["restartPolicy"] == "Never", "a failure policy requires it"
     assert spec["activeDeadlineSeconds"] == 86_400
 
 
-def test_the_projects_manifest_of_a_server_is_valid_too() -> None:
-    served = yaml.safe_load((ROOT / "docs" / "deploy" / "kubernetes.yaml").read_text(encoding="utf-8"))["items"]
-    assert {one["kind"] for one in served} == {"Deployment", "Service", "HorizontalPodAutoscaler"}
-    assert wrong(served) == ""
-    assert [name for name, one in mutations(served) if name.endswith("misspelt") and not wrong(one)] == []
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no image": ({"image": None}, "cluster.image is not given"),
-    "no volume for the runs": ({"mounts": ["data:/data"]}, "cluster.mounts has no volume for /app/runs"),
-    "Kueue without a queue": ({"partition": None}, "cluster.partition is not given"),
-    "no path": ({"mounts": ["data"]}, "cluster.mounts has no volume for /app/runs"),
-    "a password in an address": ({"environment": {"PROXY": f"http://me:{SECRET}@proxy"}}, "PROXY has a secret"),
-    "a secret in the environment": ({"environment": {"WANDB_API_KEY": SECRET}}, "WANDB_API_KEY has a secret"),
+OPEN = Kubernetes(secrets={"WANDB_API_KEY": SECRET})
+REFUSED: dict[str, dict[str, Any]] = {
+    "cluster.image is not given": {"image": None},
+    "cluster.mounts has no volume for /app/runs": {"mounts": ["data:/data"]},
+    "cluster.partition is not given": {"partition": None},
+    "PROXY has a secret": {"environment": {"PROXY": f"http://me:{SECRET}@proxy"}},
+    "WANDB_API_KEY has a secret": {"environment": {"WANDB_API_KEY": SECRET}},
+    "WANDB_API_KEY is not a reference": {"kubernetes": OPEN},
+    "has a secret, which the manifest would show": {},
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_run_is_refused_in_one_sentence(case: str) -> None:
-    changed, sentence = REFUSED[case]
-    with pytest.raises(InputError, match=sentence) as refused:
-        KUBERNETES.render(job("Job", "kueue", **changed))
-    assert "\n" not in str(refused.value) and SECRET not in str(refused.value)
-
-
-def test_a_secret_is_given_by_reference_alone() -> None:
-    for words in ([f"--trainer.logger.init_args.api_key={SECRET}"], ["--trainer.logger.init_args.api_key", SECRET]):
-        with pytest.raises(InputError, match="has a secret, which the manifest would show") as refused:
-            KUBERNETES.render(job("Job", None, *words))
-        assert SECRET not in str(refused.value)
-    with pytest.raises(InputError, match="secrets.WANDB_API_KEY is not a reference") as refused:
-        KUBERNETES.render(job(kubernetes=Kubernetes(secrets={"WANDB_API_KEY": SECRET})))
-    assert SECRET not in str(refused.value)
-
-
-def test_the_printed_cure_is_accepted_on_the_command_line() -> None:
-    objects = rendered(job("Job", None, "--cluster.kubernetes.secrets.WANDB_API_KEY=wandb/api-key"))
-    assert wrong(objects) == ""
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_cannot_run_or_shows_a_secret_is_refused(sentence: str) -> None:
+    key, flags = "--trainer.logger.init_args.api_key", [[]]
+    if not REFUSED[sentence]:
+        flags = [[f"{key}={SECRET}"], [key, SECRET]]
+    for words in flags:
+        with pytest.raises(InputError, match=sentence) as refused:
+            KUBERNETES.render(job("Job", "kueue", *words, **REFUSED[sentence]))
+        assert "\n" not in str(refused.value) and SECRET not in str(refused.value)
+    cure = "--cluster.kubernetes.secrets.WANDB_API_KEY=wandb/api-key"
+    assert wrong(rendered(job("Job", None, cure))) == ""
 
 
 def test_kubectl_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kubectl = tmp_path / "kubectl"
-    kubectl.write_text(
-        f'#!/bin/sh\necho "$@" >> {tmp_path}/called\necho pod/a; echo "Error: no server" >&2; exit $FAILS\n'
-    )
+    kubectl.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\necho pod/a\n')
     kubectl.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setenv("FAILS", "0")
     name = KUBERNETES.submit(job())
-    record = {"id": name}
     for function in (KUBERNETES.status, KUBERNETES.logs, KUBERNETES.stop):
-        function(record, tmp_path)
+        function({"id": name}, tmp_path)
     called = (tmp_path / "called").read_text().splitlines()
     assert [line.split()[0] for line in called] == ["apply", "get", "logs", "delete"]
-    assert name == "run-20261123-140000" and f"dist-template/run={name}" in called[1]
+    assert name == f"run-{START}" and f"dist-template/run={name}" in called[1]
     assert called[3].endswith(str(tmp_path / "kubernetes.yaml"))
-    monkeypatch.setenv("FAILS", "1")
-    with pytest.raises(InputError, match="kubectl fails: Error: no server"):
-        KUBERNETES.submit(job())
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(
-        InputError, match="there is no kubectl on this machine; start it where kubectl is, or give --dry-run"
-    ):
+    with pytest.raises(InputError, match="there is no kubectl on this machine; .*--dry-run"):
         KUBERNETES.submit(job())
+
+
+HOSTS = Path("/etc/netns")  # `ip netns exec` shows HOSTS/NAME/hosts as /etc/hosts
+
+
+def lacking() -> str:
+    """Why there can be no pods here; "" where there can."""
+    if not shutil.which("ip") or not shutil.which("unshare"):
+        return "needs `ip` (iproute2) and `unshare`"
+    tried = "ip netns add pod-try && ip netns exec pod-try unshare --uts hostname pod"
+    tried += "; ip netns delete pod-try"
+    made = subprocess.run(["sh", "-c", tried], capture_output=True, text=True, check=False)
+    return f"network namespaces are not allowed: {made.stderr.strip()}" if made.stderr else ""
+
+
+class Pods(TwoHosts):
+    """Two pods of a manifest, as the kubelet and the headless Service would run them."""
+
+    def __init__(self, objects: list[dict[str, Any]], folder: Path) -> None:
+        self.objects, self.folder, self.started = objects, folder, []
+        ((self.template,), main) = pods(objects), objects[-1]
+        self.name = main["metadata"]["name"]
+        prefix = self.name if main["kind"] == "Job" else f"{self.name}-node-0"
+        self.hosts = [f"{prefix}-{i}" for i in range(2)]
+
+    def __enter__(self) -> Pods:
+        super().__enter__()
+        pairs = zip(self.addresses, self.hosts, strict=True)
+        known = [f"{address} {host}.{self.name} {host}\n" for address, host in pairs]
+        for name in self.names:
+            (HOSTS / name).mkdir(parents=True)
+            (HOSTS / name / "hosts").write_text("127.0.0.1 localhost\n" + "".join(known))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        for process in self.started:
+            process.wait()
+        for name in self.names:
+            shutil.rmtree(HOSTS / name, ignore_errors=True)
+
+    def start(self, index: int) -> Any:
+        (container,) = self.template["spec"]["containers"]
+        given = {"metadata.podIP": "", "status.podIP": self.addresses[index]}
+        variables = {"JOB_COMPLETION_INDEX": str(index)}  # by Kubernetes, in pods of an indexed Job
+        for one in container["env"]:
+            path = one.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+            variables[one["name"]] = given[path] if path else one["value"]
+        kept = {k: value for k, value in os.environ.items() if not k.startswith(OF_A_LAUNCHER)}
+        kept["PATH"] = f"{Path(sys.executable).parent}:{kept['PATH']}"  # as in the image
+        words = ["ip", "netns", "exec", self.names[index], "unshare", "--uts", "sh", "-c"]
+        words += ['hostname "$0"; exec "$@"', self.hosts[index]]
+        words += [*container["command"], *container["args"]]
+        with (self.folder / f"pod-{index}").open("ab") as log:
+            options: Any = {"cwd": PROJECT, "stdout": log, "stderr": log}
+            process = subprocess.Popen(words, env={**kept, **variables}, **options)
+        self.started.append(process)
+        return process
+
+    def logs(self) -> str:
+        return "\n".join((self.folder / f"pod-{index}").read_text()[-3000:] for index in range(2))
+
+
+def manifest(kind: str, flags: list[str], folder: Path, monkeypatch: Any) -> list[dict[str, Any]]:
+    """What `launch --on kubernetes` applies for two pods of one process."""
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ["PYTHONPATH"]}
+    cluster: dict[str, Any] = {"nodes": 2, "devices_per_node": 1, "image": "train:1", "save_s": 30}
+    cluster |= {"environment": environment, "mounts": [f"runs:{folder}"]}
+    cluster["kubernetes"] = {"kind": kind}
+    (folder / "site.yaml").write_text(yaml.safe_dump({"cluster": cluster}))
+    monkeypatch.chdir(PROJECT)
+    monkeypatch.setenv("DIST_RUN_ID", f"pods_{kind}")
+    job = describe(OURS, "fit", [*flags, f"--config={folder / 'site.yaml'}"], on_hosts=False)
+    return list(yaml.safe_load_all(target("kubernetes").render(job)["kubernetes.yaml"]))
+
+
+@pytest.mark.netns
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", tiers(["Job", "JobSet"], daily=["Job"]))
+def test_two_pods_train_as_one_machine(
+    kind: str, flags: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    if why := lacking():
+        pytest.skip(why)
+    given = ("--model.architecture", "--trainer.devices")  # of the quickstart
+    own = [f"--config={CONFIGS}/quickstart.yaml", "--run.name=default", "--trainer.max_steps=4"]
+    own[1:1] = [flag for flag in flags if not flag.startswith(given)]
+    run("prepare", *own)
+    with Workers(2) as workers:
+        argv = ["fit", *own, "--trainer.devices=2", "--run.name=one"]
+        one = workers.run(argv, tmp_path / "one").check()
+    objects = manifest(kind, own, tmp_path, monkeypatch)
+    assert wrong(objects) == ""
+    with Pods(objects, tmp_path) as two:
+        later = two.start(1)  # it waits for the first pod
+        codes = [two.start(0).wait(240), later.wait(60)]
+        assert codes == [Exit.DONE, Exit.DONE], two.logs()
+    losses = logged(tmp_path / "runs" / "default" / f"pods_{kind}", "train/loss")
+    assert len(losses) == 4 and losses == pytest.approx(one.loss, abs=1e-6)

@@ -1,9 +1,15 @@
-"""A served model answers OpenAI's API; what is wrong gets a 4xx and does no harm; SIGTERM ends it cleanly."""
+"""A served model answers OpenAI's API; what is wrong gets a 4xx and does no harm."""
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import json
 import signal
+import socket
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +17,17 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from tests.support.serving import LIMITS, Server, chat_model
+from tests.support.runs import only_run, run
+from tests.support.serving import LIMITS, Server, ask, chat_model, made
 
 KEY, SECRET = "a key", "what the prompt says"
 MESSAGES: Any = [{"role": "user", "content": SECRET}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 FLAGS = [f"--{flag}={value}" for flag, value in LIMITS.items()]
+GREEDY: Any = {"model": "tiny", "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    server = Server(folder, folder.parent / "log", *FLAGS, "--api_key_env=KEY_OF_A_TEST", KEY_OF_A_TEST=KEY)
+    key: Any = {"KEY_OF_A_TEST": KEY}
+    server = Server(folder, folder.parent / "log", *FLAGS, "--api_key_env=KEY_OF_A_TEST", **key)
     yield server
     server.stop(signal.SIGKILL)
 
@@ -38,18 +49,15 @@ def client(server: Server) -> Any:
 
 
 def post(server: Server, path: str, **options: Any) -> httpx.Response:
-    return httpx.post(server.url + path, headers={"Authorization": f"Bearer {KEY}"}, timeout=30, **options)
-
-
-# ---- answers -------------------------------------------------------------------------------------------------------
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return httpx.post(server.url + path, headers=headers, timeout=30, **options)
 
 
 def test_an_openai_client_reads_whole_answers_and_streams(client: Any, folder: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 24, "temperature": 0}
+    asked = GREEDY | {"messages": MESSAGES, "max_tokens": 24}
     whole = client.chat.completions.create(**asked)
-    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(**asked))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert whole.choices[0].message.content == text and len(chunks) > 5
     used = [answer.usage.completion_tokens for answer in (whole, chunks[-1]) if answer.usage]
@@ -57,43 +65,42 @@ def test_an_openai_client_reads_whole_answers_and_streams(client: Any, folder: P
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_tensors="pt")
-    tokens = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    assert tokenizer.decode(tokens, skip_special_tokens=True) == text, "the served model answers as transformers does"
+    options: Any = {"add_generation_prompt": True, "return_tensors": "pt"}
+    prompt = tokenizer.apply_chat_template(MESSAGES, **options)
+    tokens = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0]
+    answer = tokenizer.decode(tokens[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert answer == text, "the served model answers as transformers does"
 
 
-def test_completions_of_a_text_stream_too_and_the_seed_decides(client: Any) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "prompt": "once", "max_tokens": 8, "seed": 3}
-    whole = client.completions.create(**asked).choices[0].text
-    assert client.completions.create(**asked).choices[0].text == whole
-    assert client.completions.create(**asked | {"seed": 4}).choices[0].text != whole, "it samples, as OpenAI's do"
-    assert len([chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)]) > 2
+def test_completions_of_a_text_stream_too_and_the_seed_decides(client: Any, server: Server) -> None:
+    asked: Any = {"model": "tiny", "prompt": "once", "max_tokens": 8}
+    answers = [client.completions.create(**asked, seed=seed) for seed in (3, 3, 4)]
+    one, same, other = (answer.choices[0].text for answer in answers)
+    assert one == same != other, "it samples, as OpenAI's do"
     assert [model.id for model in client.models.list()] == ["tiny"]
+    body = post(server, TEXT, json=asked | {"stream": True}).text
+    assert body.count("data: ") > 3 and '"completion_tokens":8' in body
+    assert body.endswith("\n\ndata: [DONE]\n\n"), "other clients wait for the mark"
 
-
-def test_a_stream_ends_with_the_mark_that_other_clients_wait_for(server: Server) -> None:
-    body = post(server, TEXT, json={"prompt": "a", "max_tokens": 3, "stream": True}).text
-    assert body.endswith("\n\ndata: [DONE]\n\n") and '"completion_tokens":3' in body
-
-
-# ---- bad requests --------------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[int, dict[str, Any], str]] = {
     "no JSON": (400, {"content": b'{"prompt": '}, "JSONDecodeError"),
     "no object": (400, {"content": b"[1]"}, "has to be an object"),
     "nested too deeply": (400, {"content": b"[" * 90_000}, "Recursion"),
-    "nothing": (400, {"content": b""}, "JSONDecodeError"),
     "no text": (400, {"content": b"\xff\xfe\x00"}, "cannot be answered"),
     "10 MB": (413, {"content": b"x" * 10_000_000}, "over 1048576 bytes"),
-    "another type": (400, {"json": {"prompt": "a", "max_tokens": "many"}}, "ValueError"),
-    "a wrong number": (400, {"json": {"prompt": "a", "temperature": "hot"}}, "cannot be answered"),
-    "a wrong penalty": (400, {"json": {"prompt": "a", "frequency_penalty": -3}}, "cannot be answered"),
-    "another model": (400, {"json": {"prompt": "a", "model": "gpt-4"}}, "pinned to 'tiny'; requested 'gpt-4'"),
-    "an unknown field": (422, {"json": {"prompt": "a", "prompts": 3}}, "Unexpected fields"),
-    "a long prompt": (400, {"json": {"prompt": "a" * 600}}, "has 600 tokens, and the model has 512 positions"),
-    "another generation_config": (400, {"json": {"prompt": "a", "generation_config": "{}"}}, "generation_config"),
-    "a stop that is no text": (400, {"json": {"prompt": "a", "stop": 3}}, "cannot be answered"),
 }
+FIELDS: dict[str, tuple[dict[str, Any], str]] = {
+    "another type": ({"max_tokens": "many"}, "ValueError"),
+    "a wrong number": ({"temperature": "hot"}, "cannot be answered"),
+    "another model": ({"model": "gpt-4"}, "pinned to 'tiny'; requested 'gpt-4'"),
+    "an unknown field": ({"prompts": 3}, "Unexpected fields"),
+    "a long prompt": ({"prompt": "a" * 600}, "has 600 tokens, and the model has 512 positions"),
+    "another generation_config": ({"generation_config": "{}"}, "generation_config"),
+    "a stop that is no text": ({"stop": 3}, "cannot be answered"),
+}
+for name, (given, sentence) in FIELDS.items():
+    BAD[name] = (422 if "unknown" in name else 400, {"json": {"prompt": "a"} | given}, sentence)
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -101,57 +108,37 @@ def test_a_bad_request_gets_a_4xx_and_a_sentence(server: Server, case: str) -> N
     code, options, sentence = BAD[case]
     answer = post(server, TEXT, **options)
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["type"]) == (code, code, "invalid_request_error")
-    assert sentence in error["message"], error
+    assert (answer.status_code, error["code"]) == (code, code)
+    assert error["type"] == "invalid_request_error" and sentence in error["message"], error
 
 
 CALL = {"function": {"name": "f", "arguments": "{}"}}
-TURNS: dict[str, Any] = {
-    "no role": [{}],
-    "no type": [{"role": "user", "content": [{"no": "type"}]}],
-    "no text": [{"role": "user", "content": 3}],
-    "no list": 5,
-    "arguments that are none": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}],
-}
 
 
-@pytest.mark.parametrize("case", TURNS)
-def test_bad_messages_get_a_400_and_a_sentence(server: Server, case: str) -> None:
-    answer = post(server, CHAT, json={"messages": TURNS[case]})
-    assert answer.status_code == 400 and "cannot be answered" in answer.json()["error"]["message"], answer.text
-
-
-def test_messages_of_parts_and_earlier_answers_are_read(server: Server) -> None:
-    parts: Any = [{"role": "user", "content": [{"type": "text", "text": SECRET}]}]
-    parts += [{"role": "assistant", "content": "yes", "refusal": None, "annotations": []}, *MESSAGES]
-    parts += [{"role": "assistant", "content": None, "tool_calls": [CALL | {"id": "1", "type": "function"}]}]
+def test_messages_are_read_or_get_a_400(server: Server) -> None:
+    broken = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}
+    user = {"role": "user"}
+    no_type, no_text = user | {"content": [{"no": "type"}]}, user | {"content": 3}
+    for turns in ([{}], [no_type], [no_text], 5, [broken]):
+        answer = post(server, CHAT, json={"messages": turns})
+        assert answer.status_code == 400, turns
+        assert "cannot be answered" in answer.json()["error"]["message"], answer.text
+    parts: Any = [user | {"content": [{"type": "text", "text": SECRET}]}]
+    parts += [{"role": "assistant", "content": "yes", "annotations": []}, *MESSAGES]
+    call = CALL | {"id": "1", "type": "function"}
+    parts += [{"role": "assistant", "content": None, "tool_calls": [call]}]
     parts += [{"role": "tool", "tool_call_id": "1", "content": "3"}]
     answer = post(server, CHAT, json={"messages": parts, "max_tokens": 2})
     assert answer.status_code == 200, answer.text
 
 
-def test_limits_shorten_an_answer(server: Server) -> None:
-    for prompt, most in (("a", 64), ("a" * 500, 12)):
-        answer = post(server, TEXT, json={"prompt": prompt, "max_tokens": 600, "temperature": 0}).json()
-        assert answer["usage"]["completion_tokens"] == most and answer["choices"][0]["finish_reason"] == "length"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_ends_at_a_stop_string(client: Any, stream: bool) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 40, "temperature": 0}
-    full = client.completions.create(**asked).choices[0].text
-    found = client.completions.create(**asked, stop=[full[1:4]], stream=stream)
-    short = "".join(chunk.choices[0].text for chunk in found) if stream else found.choices[0].text
-    assert full.startswith(short) and full[1:4] in short and len(short) < len(full)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_small_temperatures_are_greedy_and_no_stop_strings_are_none(server: Server, stream: bool) -> None:
-    asked = {"prompt": "a", "max_tokens": 6, "stream": stream}
-    texts = [post(server, TEXT, json=asked | {"temperature": t, "stop": []}) for t in (0, 1e-300, 0.009)]
-    assert [one.status_code for one in texts] == [200] * 3
-    assert not stream or all(one.text.endswith("data: [DONE]\n\n") and "error" not in one.text for one in texts)
-    assert stream or len({one.json()["choices"][0]["text"] for one in texts}) == 1
+def test_small_temperatures_are_greedy_and_no_stop_strings_are_none(server: Server) -> None:
+    asked = {"prompt": "a", "max_tokens": 6, "stop": []}
+    given = [asked | {"temperature": temperature} for temperature in (0, 1e-300, 0.009)]
+    texts = {post(server, TEXT, json=each).json()["choices"][0]["text"] for each in given}
+    assert len(texts) == 1
+    streams = [post(server, TEXT, json=each | {"stream": True}).text for each in given]
+    assert all(one.endswith("data: [DONE]\n\n") and "error" not in one for one in streams)
 
 
 def test_routes_and_keys(server: Server) -> None:
@@ -159,17 +146,125 @@ def test_routes_and_keys(server: Server) -> None:
         assert post(server, path, json={"model": "any"}).status_code == 404, path
     assert httpx.get(server.url + CHAT).status_code == 401
     for given in (b"", b"Bearer another", b"Bearer \xff", KEY.encode(), b"bearer " + KEY.encode()):
-        refused = httpx.post(server.url + TEXT, json={"prompt": "a"}, headers={b"Authorization": given})
+        headers = {b"Authorization": given}
+        refused = httpx.post(server.url + TEXT, json={"prompt": "a"}, headers=headers)
         assert refused.status_code == 401 and "API key" in refused.json()["error"]["message"]
     assert httpx.get(f"{server.url}/v1/models").status_code == 401
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
 
 
 def test_more_requests_than_allowed_get_a_429(server: Server) -> None:
-    def one(_: int) -> httpx.Response:
-        return post(server, TEXT, json={"prompt": "a", "max_tokens": 64})
+    def one(_: int) -> int:
+        return post(server, TEXT, json={"prompt": "a", "max_tokens": 64}).status_code
 
     with concurrent.futures.ThreadPoolExecutor(24) as threads:
-        answers = list(threads.map(one, range(48)))
-    codes = [answer.status_code for answer in answers]
+        codes = list(threads.map(one, range(48)))
     assert set(codes) == {200, 429} and codes.count(200) >= LIMITS["max_requests"]
+
+
+def test_an_error_of_a_generation_is_a_500(folder: Path, monkeypatch: Any) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise RuntimeError('no "logits"')
+
+    app, asked = made(folder), {"prompt": SECRET, "max_tokens": 1}
+    monkeypatch.setattr(LlamaForCausalLM, "forward", failing)
+    with pytest.raises(RuntimeError, match="logits"):  # the server logs it
+        asyncio.run(ask(app, TEXT, asked))
+    _, body = asyncio.run(ask(app, TEXT, asked | {"stream": True}))
+    error = json.loads(body.decode().strip().rpartition("data: ")[2])["error"]
+    assert error == {"message": 'no "logits', "type": "server_error", "code": 500}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_whose_client_is_gone_is_not_computed_further(folder: Path, stream: bool) -> None:
+    app = made(folder, max_tokens=500)
+
+    async def both() -> float:
+        gone = {"prompt": "a", "max_tokens": 500, "temperature": 0, "stream": stream}
+        assert (await ask(app, TEXT, {"prompt": "a", "max_tokens": 2}))[0] == 200
+        waiting = asyncio.create_task(ask(app, TEXT, gone, gone_after=0.2))
+        await asyncio.wait([waiting])
+        start = time.monotonic()
+        assert (await ask(app, TEXT, {"prompt": "a", "max_tokens": 2}))[0] == 200
+        return time.monotonic() - start
+
+    assert asyncio.run(both()) < 0.3, "500 tokens take longer"
+
+
+def test_sigterm_in_the_middle_of_a_stream_ends_it_and_the_process_with_0(tmp_path: Path) -> None:
+    """Before, a client goes away in the middle of a stream: that frees the model for the next."""
+    model = chat_model(tmp_path / "long", positions=100_000)
+    limits = ("--max_tokens=90000", "--grace_s=0.5", "--max_requests=1")
+    server, seen = Server(model, tmp_path / "log", *limits), threading.Event()
+    asked = {"prompt": "a", "max_tokens": 90_000, "temperature": 0, "stream": True}
+    with httpx.stream("POST", server.url + TEXT, json=asked, timeout=30) as answer:
+        next(answer.iter_text())
+    end, code, short = time.monotonic() + 10, 429, {"prompt": "a", "max_tokens": 1}
+    while code == 429 and time.monotonic() < end:
+        code = httpx.post(server.url + TEXT, json=short, timeout=10).status_code
+    assert code == 200
+
+    def read() -> str:
+        text = ""
+        with httpx.stream("POST", server.url + TEXT, json=asked, timeout=30) as answer:
+            for chunk in answer.iter_text():
+                text += chunk
+                seen.set()
+        return text  # without an error of the connection: the stream was ended
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(read)
+        assert seen.wait(30)
+        start = time.monotonic()
+        assert server.stop() == 0, (tmp_path / "log").read_text()
+        assert time.monotonic() - start < 10
+        assert reading.result(30).endswith("data: [DONE]\n\n")
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
+
+
+def refused(capfd: Any, *flags: str) -> str:
+    assert run("serve", *flags) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    return error
+
+
+@pytest.mark.slow
+def test_a_run_is_served_and_a_planted_fault_is_refused(
+    flags: Any, tmp_path: Path, capfd: Any
+) -> None:
+    assert run("fit", *flags, "--trainer.max_steps=2", "--trainer.limit_val_batches=0") == 0
+    trained = only_run(tmp_path)
+    server = Server(trained, tmp_path / "log", "--name=mine")
+    answer = httpx.post(server.url + TEXT, json={"prompt": "the", "max_tokens": 3}).json()
+    assert answer["model"] == "mine" and answer["usage"]["completion_tokens"] == 3
+    messages = [{"role": "user", "content": SECRET}]
+    assert "chat template" in httpx.post(server.url + CHAT, json={"messages": messages}).text
+    assert server.stop() == 0
+    assert "largest difference to the trained model's logits" in (tmp_path / "log").read_text()
+
+    (exported,) = (trained / "export").iterdir()
+    file, name = exported / "model.safetensors", "model.layers.1.self_attn.o_proj.weight"
+    state = load_file(file)
+    save_file(state | {name: state[name].T.contiguous()}, file, metadata={"format": "pt"})
+    capfd.readouterr()
+    error = refused(capfd, str(trained), "--port=0")
+    assert "not what was trained" in error, "a fault exits before the port listens"
+
+
+def test_what_is_not_served(folder: Path, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    assert "does not exist" in refused(capfd, str(tmp_path / "nowhere"), "--port=0")
+    assert "is not a run folder" in refused(capfd, str(tmp_path), "--port=0")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        in_use = refused(capfd, str(folder), f"--port={port}")
+    assert f"--port {port} cannot be used" in in_use and "in use" in in_use
+    alone = chat_model(tmp_path / "alone")
+    for file in alone.glob("tokenizer*"):
+        file.unlink()
+    assert "alone" in refused(capfd, str(alone), "--port=0")
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    error = refused(capfd, str(folder), "--port=0")
+    assert "needs the package fastapi: pip install 'dist-template[serve]'" in error

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from trainer_dev.module import LanguageModule
 
-from dist_template.wings.diagnose import History
+from dist_template import InputError
+from dist_template.wings.diagnose import History, expected, read_run
+from dist_template.wings.diagnose import callback as diagnosis
+from dist_template.wings.launch import command as launch
+from dist_template.wings.setup.upgrade import read_record
 from tests.support.histories import a_run
-from tests.support.runs import PROJECT, main
+from tests.support.library import read_lines, run_lock
+from tests.support.runs import logged, main, only_run, run
+from tests.support.wings import Registry, tables
 
 
 def write(history: History, folder: Path) -> Path:
@@ -21,81 +32,188 @@ def write(history: History, folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(history.config))
     (folder / "facts.json").write_text(json.dumps(history.facts))
-    metrics = [(name, history.metrics[name]) for name in history.metrics.names]
-    lines = [
-        json.dumps({"step": step, "time": at, name: value})
-        for name, series in metrics
-        for step, at, value in zip(*(c.tolist() for c in (series.steps, series.times, series.values)), strict=True)
-    ]
+    lines = []
+    for name in history.metrics.names:
+        series = history.metrics[name]
+        columns = (each.tolist() for each in (series.steps, series.times, series.values))
+        for step, at, value in zip(*columns, strict=True):
+            lines.append(json.dumps({"step": step, "time": at, name: value}))
     (folder / "metrics.jsonl").write_text("\n".join(lines))
     return folder
 
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Path:
-    return write(a_run(400, 5, config={"trainer.precision": "32-true"}), tmp_path / "runs" / "pretrain" / "slow")
+    history = a_run(400, 5, config={"trainer.precision": "32-true"})
+    return write(history, tmp_path / "runs" / "pretrain" / "slow")
 
 
-def test_it_says_what_is_wrong_and_what_to_type(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_what_is_wrong_and_what_to_type(slow: Path, capsys: Any) -> None:
     assert main(["diagnose", str(slow)]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{slow}: step 400 of 400: 1 warning\n\nWARNING  training runs in fp32")
     assert "--trainer.precision bf16-mixed" in out and "now 32-true" in out
-
-
-def test_without_a_fault_it_says_what_was_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write(a_run(400, 5), tmp_path / "run")
-    assert main(["diagnose", str(run)]) == 0
-    assert "nothing found: checked " in capsys.readouterr().out
-    (run / "facts.json").unlink()
-    assert main(["diagnose", str(run)]) == 0
-    assert "facts.json missing" in capsys.readouterr().out
-
-
-def test_json_is_for_programs(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", str(slow), str(slow), "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)
     assert first == second and first["run"] == str(slow) and first["step"] == 400
     (finding,) = first["findings"]
-    assert finding["rule"] == "fp32_on_gpu" and finding["level"] == "warning"
     assert finding["causes"][0]["changes"][0]["flag"] == "--trainer.precision bf16-mixed"
 
 
-def test_without_a_folder_it_takes_the_newest_under_runs(
-    slow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_takes_the_newest_run(slow: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     newer = write(a_run(400, 5), tmp_path / "runs" / "other" / "newer")
-    for run, at in ((slow, 2e9), (newer, 2.1e9)):
-        for path in run.iterdir():
-            os.utime(path, (at, at))
+    for path in newer.iterdir():
+        os.utime(path, (4e9, 4e9))
     monkeypatch.chdir(tmp_path)
     assert main(["diagnose"]) == 0
-    assert "runs/other/newer" in capsys.readouterr().out
-    assert main(["diagnose", "runs/pretrain"]) == 0
-    assert "runs/pretrain/slow" in capsys.readouterr().out
-
-
-def test_a_folder_without_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diagnose", str(tmp_path)]) == 2
-    assert f"error: {tmp_path} is not a run folder" in capsys.readouterr().err
-
-
-def test_a_folder_without_a_configuration_is_not_a_run(
-    slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    newer = write(a_run(400, 5), tmp_path / "runs" / "other" / "newer")
+    printed = capsys.readouterr().out
+    assert "runs/other/newer" in printed and "nothing found: checked " in printed
+    (newer / "facts.json").unlink()
+    assert main(["diagnose", str(newer)]) == 0 and "facts.json missing" in capsys.readouterr().out
     (newer / "config.yaml").unlink()
-    os.utime(newer / "metrics.jsonl", (4e9, 4e9))
-    assert main(["diagnose", str(tmp_path / "runs")]) == 0
-    assert str(slow) in capsys.readouterr().out
-    assert main(["diagnose", str(newer)]) == 2
-    assert f"error: {newer} has no config.yaml" in capsys.readouterr().err
+    assert main(["diagnose", "runs"]) == 0 and "pretrain/slow" in capsys.readouterr().out
+    assert main(["diagnose", str(newer)]) == 2 and "has no config.yaml" in capsys.readouterr().err
+    assert main(["diagnose", str(newer.parent)]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
 
 
-def test_it_imports_neither_torch_nor_lightning(slow: Path) -> None:
-    code = (
-        f"import sys; from tests.support.line import main; main(['diagnose', {str(slow)!r}]);"
-        "sys.exit(bool({'torch', 'lightning', 'transformers'} & set(sys.modules)))"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, timeout=60, check=False)
-    assert ended.returncode == 0, ended.stderr
+LOW = ["--model.optim.learning_rate=1e-7", "--trainer.limit_val_batches=0", "--diagnosis.every_s=0"]
+
+
+def test_a_finding_is_printed_once(
+    flags: Any, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    refresh, calls = diagnosis.History.refresh, list[Any]()
+
+    def stutter(history: Any) -> None:
+        calls.append(history)
+        if len(calls) == 2:  # the first reads what earlier attempts wrote
+            raise OSError("Stale file handle")
+        refresh(history)
+
+    monkeypatch.setattr(diagnosis.History, "refresh", stutter)
+    assert run("fit", *flags, *LOW, "--trainer.max_steps=60") == 0
+    out, folder = capsys.readouterr().out, only_run(tmp_path)
+    assert "Stale file handle; training continues" in out
+    assert out.count("diagnosis: error: the loss does not decrease") == 1
+    assert f"diagnose {folder}" in out
+    lines = read_lines(folder / diagnosis.FILE)
+    (found,) = (line for line in lines if line["rule"] == "loss_not_decreasing")
+    assert found["step"] < 60
+    assert found["causes"][0]["changes"][0]["key"] == "model.optim.learning_rate"
+    errors = logged(folder, "health/errors")
+    assert errors[2] == 0 and errors[60] == 1
+
+
+def test_it_diagnoses_a_failure(flags: Any, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    original = LanguageModule.training_step
+    monkeypatch.setattr(LanguageModule, "training_step", lambda *given: original(*given) * math.nan)
+    assert run("fit", *flags) == 65
+    printed = capsys.readouterr().out
+    assert "diagnosis: error: the loss or the gradient is not finite" in printed
+    assert read_lines(only_run(tmp_path) / diagnosis.FILE)[0]["rule"] == "loss_not_finite"
+
+
+@pytest.mark.slow
+def test_it_reads_nothing_from_the_device(flags: list[str], monkeypatch: Any) -> None:
+    reads: list[str] = []
+    for name in ("item", "tolist", "__float__", "__bool__"):
+        original: Any = getattr(torch.Tensor, name)
+
+        def noted(tensor: Any, original: Any = original) -> Any:
+            reads.append("")
+            return original(tensor)
+
+        monkeypatch.setattr(torch.Tensor, name, noted)
+    counts = []
+    for enabled in ("false", "true"):
+        reads.clear()
+        assert run("fit", *flags, *LOW, f"--diagnosis.enabled={enabled}") == 0
+        counts.append(len(reads))
+    assert counts[0] == counts[1]
+
+
+GOOD: dict[str, dict[str, Any]] = {
+    "config.yaml": {"trainer": {"max_steps": 9}, "model": {"optim": {"warmup": 1}}},
+    "defaults.yaml": {"trainer": {"max_steps": -1}},
+    "facts.json": {"training": {"max_steps": 9}, "parameters": {"active": 5}},
+    "environment.json": {"packages": {"torch": "2"}},
+    "metrics.jsonl": {"step": 1, "time": 5.0, "train/loss": 2.5},
+    "goodput.jsonl": {"attempt": 1.0, "time": 2.0, "from_step": 0, "step": 4, "productive": 1.0},
+    "incidents.jsonl": {"step": 3, "kind": "spike", "action": "skip"},
+    "crash/rank0.json": {"time": 3.0, "step": 2, "kind": "error", "message": "x"},
+    "launch/launch.json": {"on": "slurm", "id": "5", "hosts": [], "ssh": ""},
+    "lock.json": {"host": "a", "machine": "b", "pid": 1, "since": 2.0, "parent": 3, "launch": ""},
+    ".cruft.json": {"template": "x", "commit": "y", "context": {"cookiecutter": {"a": "b"}}},
+}
+numbers = st.one_of(st.integers(), st.floats(), st.just(10**400))
+simple = st.one_of(st.none(), st.booleans(), numbers, st.text(max_size=9))
+
+
+def nested(inner: Any) -> Any:
+    keyed = st.dictionaries(st.text(max_size=5), inner, max_size=2)
+    return st.one_of(st.lists(inner, max_size=2), keyed)
+
+
+values = st.recursive(simple, nested, max_leaves=3)
+ALL = [*HealthCheck]
+DAMAGES = [b"", b"\xff\xfe\0", b"[" * 20_000, b'{"a": ' * 20_000, b"{]", b"9" * 5_000]
+DAMAGES += [b"a: b: c", b"!!int x", b"\t- x\n"]
+
+
+def damaged(record: dict[str, Any]) -> st.SearchStrategy[bytes]:
+    """Other bytes, another value for the object or for one in it, or a half of the file."""
+    keys, text = st.sampled_from(sorted(record)), json.dumps(record).encode()
+    changed = st.builds(lambda key, value: record | {key: value}, keys, values)
+    without = keys.map(lambda key: {name: record[name] for name in record if name != key})
+    objects = st.one_of(values, changed, without).map(lambda each: json.dumps(each).encode())
+    halves = st.integers(0, len(text)).map(lambda end: text[:end])
+    return st.one_of(st.sampled_from(DAMAGES), objects, halves)
+
+
+def read_all(folder: Path) -> None:
+    history = read_run(folder)
+    expected.progress(history)
+    for histories in ([history], [history] * 2):
+        tables(histories, [""] * len(histories))
+
+
+READERS: list[Callable[[Path], Any]] = [read_all, read_record]
+READERS += [
+    lambda folder: launch._read(folder / "launch"),
+    lambda folder: Registry(folder).roll_back(),
+]
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_damaged_file_gives_no_traceback(name: str, tmp_path: Path) -> None:
+    for file, record in GOOD.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(json.dumps(record))
+    (tmp_path / "latest").symlink_to("v1")
+
+    @settings(max_examples=60, deadline=None, phases=[Phase.generate], suppress_health_check=ALL)
+    @given(damaged(GOOD[name]))
+    def drawn(content: bytes) -> None:
+        (tmp_path / name).write_bytes(content)
+        for read in READERS:
+            try:
+                read(tmp_path)
+            except InputError as error:
+                assert len(str(error)) < 1_000 and "\n" not in str(error), error
+        run_lock.refusal(
+            tmp_path / name, run_lock.read(tmp_path / "lock.json") or {}, run_lock.this_process()
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_lock, "LEASE_S", 0.0)
+        drawn()
+
+
+def test_what_is_left_of_a_damaged_file_is_read(tmp_path: Path) -> None:
+    good = json.dumps(GOOD["metrics.jsonl"])
+    bad = ["[]", '{"step": "x", "time": 1}', '{"step": NaN, "time": 1}', "5"]
+    lines = [good, *bad, good.replace('"step": 1', '"step": 2')]
+    (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\n")
+    loss = read_run(tmp_path).metrics["train/loss"]
+    assert loss.steps.tolist() == [1, 2] and math.isclose(loss.values[0], 2.5)

@@ -1,199 +1,212 @@
-"""The report of one run: readable offline, escaped, without empty plots."""
+"""The report of one run and of several: readable offline, escaped, without empty plots."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dist_template.observe.history.run import PlotlyJs
-from dist_template.wings.diagnose import History, read_run
-from dist_template.wings.diagnose.report import curves, page
+from dist_template.wings.diagnose import read_run
+from dist_template.wings.diagnose.report import page
 from tests.support.plotted import plotted
-from tests.support.runs import PROJECT, only_run, run
+from tests.support.runs import only_run, run
 from tests.support.wings import tables
 from tests.support.written import HOSTILE, falling, write_run
 
+LOSS = "train/loss"
+
 
 class Elements(HTMLParser):
-    """What a browser would make of a page: elements with their attributes, and the texts of scripts and others."""
+    """A page: its elements with their attributes, and the texts of scripts and others."""
 
-    def __init__(self, page: str) -> None:
+    def __init__(self, text: str) -> None:
         super().__init__()
-        self.figures = plotted(page)
+        self.figures = plotted(text)
         self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self.text = ""
+        self.texts: dict[bool, str] = {True: "", False: ""}  # in scripts, elsewhere
         self._open = ""
-        self.feed(page)
+        self.feed(text)
+        self.text = self.texts[False]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
         self._open = tag
-        if tag == "script":
-            self.scripts.append("")
 
     def handle_endtag(self, tag: str) -> None:
         self._open = ""
 
     def handle_data(self, data: str) -> None:
-        if self._open == "script":
-            self.scripts[-1] += data
-        else:
-            self.text += data
+        self.texts[self._open == "script"] += data
+
+    @property
+    def libraries(self) -> list[str]:
+        """The addresses of scripts in other files."""
+        return [
+            str(given["src"]) for tag, given in self.elements if tag == "script" and "src" in given
+        ]
 
 
-def libraries(made: Elements) -> list[str]:
-    """The addresses of scripts in other files."""
-    return [str(attributes["src"]) for tag, attributes in made.elements if tag == "script" and "src" in attributes]
+def read(folder: Path) -> Elements:
+    return Elements((folder / "report.html").read_text(encoding="utf-8"))
 
 
 def report(folder: Path, plotly: PlotlyJs = "shared") -> Elements:
     page.write([folder], folder, plotly)
-    return Elements((folder / "report.html").read_text(encoding="utf-8"))
+    return read(folder)
 
 
 def test_all_runs_share_one_plotly(tmp_path: Path) -> None:
-    for place, root in (("runs/a/1", "runs"), ("runs/b/c/2", "runs"), ("copied/3", "runs")):
-        name = place.removeprefix("runs/").rpartition("/")[0]
-        folder = write_run(tmp_path / place, falling(5), {"run": {"name": name, "root": root}})
-        (library,) = libraries(report(folder))
+    for place, name in (("runs/a/1", "a"), ("runs/b/c/2", "b/c"), ("copied/3", "copied")):
+        config = {"run": {"name": name, "root": "runs"}}
+        folder = write_run(tmp_path / place, falling(5), config)
+        (library,) = report(folder).libraries
         assert (folder / library).read_text("utf-8").startswith("/**\n* plotly.js v")
         assert (folder / "report.html").stat().st_size < 100_000
     found = {path.relative_to(tmp_path).parent.as_posix() for path in tmp_path.rglob("*.js")}
-    assert found == {"runs", "copied/3"}, "a run that was copied out of its root writes nothing outside of itself"
-    (tmp_path / "runs/a/1/config.yaml").write_text("run: {name: a, root: runs, plotly: cdn}", "utf-8")
-    page.write([tmp_path / "runs/a/1"], tmp_path / "runs/a/1")
-    (library,) = libraries(Elements((tmp_path / "runs/a/1/report.html").read_text("utf-8")))
-    assert library.startswith("https://cdn.plot.ly/plotly-"), "as the run has it"
+    assert found == {"runs", "copied/3"}, "a copied run writes nothing outside of itself"
 
 
-def test_an_inline_page_needs_no_other_file(tmp_path: Path) -> None:
+def test_an_inline_page_needs_no_other_file(tmp_path: Path, capfd: Any) -> None:
     folder = write_run(tmp_path / "a" / "1", falling(5))
     assert run("report", str(folder), "--plotly=inline") == 0
-    made = Elements((folder / "report.html").read_text(encoding="utf-8"))
+    made = read(folder)
     assert not list(tmp_path.rglob("*.js"))
-    assert not [a for _, a in made.elements if {"src", "href", "srcset", "data"} & set(a)]
-    assert not [tag for tag, _ in made.elements if tag in ("link", "iframe", "object", "base", "form")]
+    loading = {"src", "href", "srcset", "data"}
+    assert not [given for _, given in made.elements if loading & set(given)]
+    others = ("link", "iframe", "object", "base", "form")
+    assert not [tag for tag, _ in made.elements if tag in others]
+    assert run("report", str(tmp_path)) == 2
+    assert "is not the folder of a run" in capfd.readouterr().err
 
 
 def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
     config = {"run": {"name": "a"}, "data": {"prompts": [HOSTILE]}, "model": {HOSTILE: HOSTILE}}
     metrics = falling(5) | {f"train/{HOSTILE}": [1.0, 2.0]}
-    folder = write_run(
-        tmp_path / "a" / "<b>1", metrics, config, {"data": {}}, host=HOSTILE, packages={HOSTILE: HOSTILE}
-    )
-    (folder / "incidents.jsonl").write_text(json.dumps({"step": 3, "kind": HOSTILE}) + "\n", encoding="utf-8")
+    others: Any = {"host": HOSTILE, "packages": {HOSTILE: HOSTILE}}
+    folder = write_run(tmp_path / "a" / "<b>1", metrics, config, {"data": {}}, **others)
+    (folder / "incidents.jsonl").write_text(json.dumps({"step": 3, "kind": HOSTILE}) + "\n")
     (folder / "crash").mkdir()
-    crash = {"time": 1.0, "step": 5, "rank": 0, "host": HOSTILE, "error": HOSTILE, "message": HOSTILE}
+    crash = {"time": 1.0, "step": 5, "rank": 0, "host": HOSTILE}
+    crash |= {"error": HOSTILE, "message": HOSTILE}
     (folder / "crash" / "rank0.json").write_text(json.dumps(crash), encoding="utf-8")
     made = report(folder)
-    assert not [text for text in made.scripts if HOSTILE in text] and "img" not in [tag for tag, _ in made.elements]
-    assert not [a for _, a in made.elements if any(name.startswith("on") for name in a)]
+    assert HOSTILE not in made.texts[True] and "img" not in {tag for tag, _ in made.elements}
+    assert not [name for _, given in made.elements for name in given if name.startswith("on")]
     assert made.text.count(HOSTILE) >= 6, "and all of it can be read"
-    plotted = [trace["name"] for plot in made.figures for trace in plot["data"]]
-    assert not [name for name in plotted if "<" in name], "plotly takes names for HTML"
+    names = [trace["name"] for plot in made.figures for trace in plot["data"]]
+    assert not [name for name in names if "<" in name], "plotly takes names for HTML"
+    linked = Elements(page.page([read_run(folder)], [[]], link='"><b>'))
+    assert linked.libraries == ['"><b>']
 
 
-def test_attributes_and_data_are_escaped(tmp_path: Path) -> None:
-    history = read_run(write_run(tmp_path / "a" / "<i>", falling(3) | {"train/</script><b>": [1.0]}))
-    made = Elements(page.page([history], [[]], link='"><b>'))
-    assert libraries(made) == ['"><b>']
-    assert "i" not in [tag for tag, _ in made.elements]
-    assert "train/</script><b>" in made.text and len(made.figures) == 5
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_few_points_are_marked_and_a_metric_without_values_has_no_plot(tmp_path: Path, steps: int) -> None:
-    metrics = falling(steps) | {"perf/mfu": [math.nan] * steps}
-    shown = curves.figures([read_run(write_run(tmp_path / "a" / "1", metrics))], ["a/1"])
-    assert [title.split()[0] for title in shown] == ["Loss,", "Gradient", "Learning", "Tokens"]
-    assert all("markers" in str(trace["mode"]) for traces in shown.values() for trace in traces)
-
-
-def test_non_finite_values_are_gaps(tmp_path: Path) -> None:
+def test_non_finite_values_are_gaps_and_a_last_one_is_shown(tmp_path: Path) -> None:
     metrics = falling(30)
-    metrics["train/loss"][9], metrics["train/loss"][20] = math.nan, math.inf
+    metrics[LOSS][9], metrics[LOSS][20], metrics[LOSS][29] = math.nan, math.inf, math.nan
     folder = write_run(tmp_path / "a" / "1", metrics)
-    made = report(folder)
-    (loss,) = made.figures[0]["data"]
-    assert [i for i, value in enumerate(loss["y"]) if value is None] == [9, 20]
+    (loss,) = report(folder).figures[0]["data"]
+    assert [i for i, value in enumerate(loss["y"]) if value is None] == [9, 20, 29]
+    assert rows("Results", [folder])[LOSS] == ["nan"]
 
 
-def test_the_configuration_is_compared_with_the_defaults(tmp_path: Path) -> None:
-    folder = tmp_path / "a" / "1"
-    defaults = {
-        "run": {"name": "a", "root": str(tmp_path)},
-        "samples": {"folder": "{run}"},
-        "trainer": {"strategy": "auto", "max_steps": -1, "precision": None},
-        "data": {"source": {"class_path": "pkg.TextFiles", "init_args": {"paths": []}}, "seed": 0},
-    }
-    config = json.loads(json.dumps(defaults))
-    config["samples"]["folder"] = str(folder)  # as a run writes it, with the folder filled in
-    config["trainer"] |= {"max_steps": 7, "precision": "bf16"}
-    config["trainer"]["strategy"] = {"class_path": "pkg.parallel.ZeroStrategy", "init_args": {"stage": 2}}
-    assert settings(read_run(write_run(folder, falling(3), config, defaults))) == [
-        ["trainer.max_steps", "7", "-1"],
-        ["trainer.precision", "bf16", "null"],
-        ["trainer.strategy", "ZeroStrategy", "auto"],
-        ["trainer.strategy.stage", "2", "–"],
-    ]
-
-
-def settings(history: History) -> list[list[str]]:
-    (found,) = [table.rows for table in tables([history], ["a"]) if table.title == "Settings that differ"]
-    return found
-
-
-def test_sections_without_content_are_omitted(tmp_path: Path) -> None:
-    made = report(write_run(tmp_path / "a" / "1", {}, command=["python", "-c", "worker"]))
-    assert "Crashes" not in made.text and "No metric was written." in made.text and made.figures == []
-
-
-def test_the_tools_start_without_torch(tmp_path: Path) -> None:
-    runs = [str(write_run(tmp_path / "a" / name, falling(3))) for name in "12"]
-    code = (
-        "import sys; from tests.support.line import main; assert main(['compare', *sys.argv[1:]]) == 0;"
-        "sys.exit(', '.join({'torch', 'lightning', 'transformers'} & set(sys.modules)) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *runs], cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    assert run("report", str(tmp_path)) == 2
-    assert "is not the folder of a run" in capfd.readouterr().err
-
-
-def test_fit_ends_with_a_report(flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    assert run("fit", *flags, "--run.report=true", "--trainer.max_steps=3") == 0
-    folder = only_run(tmp_path)
-    made = Elements((folder / "report.html").read_text(encoding="utf-8"))
-    assert "step 3 of 3" in made.text
-    assert [len(trace["x"]) for trace in made.figures[0]["data"]] == [3, 2]
-    assert made.figures[0]["data"][1]["x"] == [0, 3], "validation before training, and the last one"
-    assert ["data.seq_len", "32", "256"] in settings(read_run(folder)) and "samples.folder" not in made.text
-    assert f"report            {folder}/report.html" in capfd.readouterr().out
+def rows(title: str, folders: list[Path]) -> dict[str, list[str]]:
+    names = [folder.name for folder in folders]
+    made = tables([read_run(folder) for folder in folders], names)
+    (found,) = [table for table in made if title in table.title]
+    return {cells[0]: cells[1:] for cells in found.rows}
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_crash_leaves_a_report_and_no_report_hides_an_error(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, broken: bool
+def test_a_crash_leaves_a_report(
+    flags: Any, tmp_path: Path, capfd: Any, monkeypatch: Any, broken: bool
 ) -> None:
     if broken:
         monkeypatch.setattr(page, "page", lambda *_: 1 / 0)
-    stop = "tests.support.runs.StopAfter"
+    stop = ["--trainer.callbacks+=tests.support.runs.StopAfter", "--trainer.callbacks.step=4"]
     with pytest.raises(RuntimeError, match="stopped by the test"):
-        run("fit", *flags, "--run.report=true", f"--trainer.callbacks+={stop}", "--trainer.callbacks.step=4")
+        run("fit", *flags, "--run.report=true", *stop)
     folder, shown = only_run(tmp_path), capfd.readouterr().err
-    assert (folder / "report.html").exists() != broken
     assert ("at_run_end of diagnose failed: ZeroDivisionError" in shown) == broken
+    assert (folder / "report.html").exists() != broken
     if not broken:
-        made = Elements((folder / "report.html").read_text(encoding="utf-8"))
+        made = read(folder)
         assert "step 4 of 20" in made.text and "training crashed: RuntimeError" in made.text
         assert made.figures[0]["data"][0]["x"] == [1, 2, 3], "what was logged last is in it"
+        assert rows("Settings that differ", [folder])["data.seq_len"] == ["32", "256"]
+        assert "samples.folder" not in made.text
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Two that differ in their seed, one with another rate and 2.5 times the tokens a step."""
+    made = []
+    for number, (rate, seed) in enumerate([(1e-3, 0), (1e-3, 1), (3e-3, 0)]):
+        steps, batch = (20, 4096.0) if number < 2 else (10, 8192.0 * 1.25)
+        metrics = falling(steps) | {"train/tokens": [batch * (i + 1) for i in range(steps)]}
+        metrics[LOSS] = [10.0 - 0.1 * i + number for i in range(steps)]
+        config: Any = {"seed_everything": seed, "model": {"optim": {"learning_rate": rate}}}
+        config["run"] = {"name": "x"}
+        made.append(write_run(tmp_path / "x" / f"r{number}", metrics, config))
+    return made
+
+
+def test_runs_are_compared_at_their_ends_and_at_equal_tokens(runs: list[Path]) -> None:
+    """The first two end at 81,920 tokens, the third at 102,400: at step 8 of 10 it has 81,920."""
+    first = [10 - 0.1 * 19, 11 - 0.1 * 19]
+    final, equal = rows("Results", runs), rows("At 81,920 tokens", runs)
+    assert final["optimizer steps"] == ["20", "20", "10"]
+    assert final[LOSS] == [f"{value:.5g}" for value in (*first, 12 - 0.1 * 9)]
+    assert equal[LOSS] == [f"{value:.5g}" for value in (*first, 12 - 0.1 * 7)]
+
+
+def test_compare_prints_what_differs(runs: list[Path], tmp_path: Path, capfd: Any) -> None:
+    assert run("compare", *map(str, runs)) == 0
+    shown = capfd.readouterr().out
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["seed_everything", "0", "1", "0"] in lines
+    assert ["model.optim.learning_rate", "0.001", "0.001", "0.003"] in lines
+    assert "run.name" not in shown and (tmp_path / "x/report.html").exists()
+    assert run("compare", str(runs[0])) == 2
+    assert run("compare", str(runs[0]), f"{runs[0].parent}/../x/r0") == 2
+    error = capfd.readouterr().err
+    assert "got one run" in error and "given twice" in error
+
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
+HEADLESS = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run"
+OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND"
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+def test_a_moved_report_is_drawn_offline_at_a_phones_width(tmp_path: Path) -> None:
+    if BROWSER is None:
+        pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed")
+    broken = falling(300)
+    broken[LOSS][100:200] = [math.nan] * 100
+    config = {"run": {"name": "a", "root": "runs"}}
+    hostile = falling(3) | {"eval/loss": [5.0]}
+    runs = [write_run(tmp_path / "runs" / "a" / "<b>1", hostile, config, host=HOSTILE)]
+    runs += [write_run(tmp_path / "runs" / "a" / "2", falling(20_000), config)]
+    runs += [write_run(tmp_path / "runs" / "a" / "3", broken, config)]
+    page.write(runs, runs[0])
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    moved = tmp_path / "elsewhere" / "a" / "<b>1" / "report.html"
+    command = [BROWSER, *HEADLESS.split(), OFFLINE, f"--user-data-dir={tmp_path / 'profile'}"]
+    command += "--enable-logging=stderr --virtual-time-budget=4000 --window-size=500,900".split()
+    command += ["--dump-dom", moved.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    plots = re.findall(r'<div class="plot[^>]*>(.*?)</figure>', done.stdout, re.DOTALL)
+    drawn = [len(re.findall(r'class="(?:js-line|point)" [^>]*d="M', plot)) for plot in plots]
+    assert len(drawn) == 4 and min(drawn) >= 3, drawn
+    widths = re.findall(r'class="main-svg"[^>]* width="([\d.]+)"', done.stdout)
+    assert widths and max(map(float, widths)) <= 500
