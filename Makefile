@@ -50,7 +50,7 @@ dev:  ## link the un-rendered project into build/dev, its package named trainer_
 	@echo "dev: cd build/dev && ../../.venv/bin/python -m trainer_dev fit --config configs/quickstart.yaml"
 
 check: $(READY) dev  ## lint (ruff, benchmarks too) and type-check (ty) the hooks, the tests and the un-rendered package
-	.venv/bin/ruff check --no-respect-gitignore .ci src hooks tests docs benchmarks zoo build/dev/trainer_dev build/dev/tests
+	.venv/bin/ruff check --no-respect-gitignore .ci src hooks tests docs benchmarks zoo demonstrations build/dev/trainer_dev build/dev/tests
 	.venv/bin/ty check --no-respect-ignore-files --python .venv --extra-search-path src --extra-search-path build/dev .ci src hooks tests docs build/dev/trainer_dev build/dev/tests
 
 bench: $(READY) dev build/peers  ## measure the project beside a hand-written loop and its peers (PART="step dist data …")
