@@ -57,6 +57,7 @@ class Verb:
 def verbs() -> dict[str, Verb]:
     """Returns every verb: TRAINING's, then the registered ones by name. Raises InputError if a verb is registered
     twice."""
-    points = {verb: EntryPoint(verb, f"{LIBRARY}.cli.fit", GROUP) for verb in TRAINING}
-    points |= registered(GROUP, taken=TRAINING)
-    return {verb: Verb(point) for verb, point in points.items()}
+    found = {verb: Verb(EntryPoint(verb, f"{LIBRARY}.cli.fit", GROUP)) for verb in TRAINING}
+    for verb, point in registered(GROUP, taken=TRAINING).items():
+        found[verb] = Verb(point)
+    return found
