@@ -1,8 +1,7 @@
 """`upgrade`: merges what changed in the template since the project was generated from it.
 
 The template is rendered twice with the project's answers, at the recorded and at the new version,
-and the difference is cherry-picked: git merges it with the project's edits, and its conflicts are
-ordinary ones. docs/upgrade.md compares this with cruft and copier.
+and git cherry-picks the difference, so that conflicts are ordinary ones (docs/upgrade.md).
 """
 
 import json
@@ -12,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +53,15 @@ def main(argv: list[str], project: Project) -> None:
         before = _commit(root, record, old, commits[0], Path(name, "old"))
         new = new if new in tags else commits[1]  # by this name the project pins the library
         after = _commit(root, record, new, commits[1], Path(name, "new"), "-p", before)
-    if _git(root, "cherry-pick", "--keep-redundant-commits", after, check=False):
+    done = _git(root, "cherry-pick", "--keep-redundant-commits", "-X", "no-renames", after, check=False)
+    names = _git(root, "diff", "--name-only", "--diff-filter=U", "--relative").splitlines()
+    if not names and not done:
+        _git(root, "cherry-pick", after)  # raises InputError with git's reason
+    names = [name for name in names if not _is_settled(root, after, name)]
+    if done or not names and _git(root, "-c", "core.editor=true", "cherry-pick", "--continue"):
         print(f"upgraded from {old} to {new} in one commit: `git show --stat` lists it")
         return
-    names = _git(root, "diff", "--name-only", "--diff-filter=U", "--relative").splitlines()
-    if not names:
-        _git(root, "cherry-pick", after)  # raises InputError with git's reason
-    then = "edit and `git add` these, then `git cherry-pick --continue` and `make setup`"
-    why = f"{then} (`git cherry-pick --abort` undoes the upgrade)"
+    why = "edit and `git add` these, then `git cherry-pick --continue` and `make setup` (--abort undoes the upgrade)"
     raise InputError(f"upgraded from {old} to {new} with conflicts in {', '.join(names)}: {why}")
 
 
@@ -80,14 +81,29 @@ def read_record(root: Path) -> dict[str, Any]:
     return record
 
 
+def _is_settled(root: Path, after: str, name: str) -> bool:
+    """Stages the user's file if the template removed it, and the new Makefile with the user's edits if they fit."""
+    if _git(root, "ls-tree", after, name):
+        base, mine, new = (f"{_git(root, 'show', f':{n}:./{name}', check=False)}\n".splitlines(True) for n in (1, 2, 3))
+        text = "".join(new)
+        for change, a, b, c, d in SequenceMatcher(None, base, mine, False).get_opcodes():
+            was, now = "".join(base[a:b]), "".join(mine[c:d])
+            if change != "equal" and (name != "Makefile" or was not in text or (was + now).startswith("\t")):
+                return False  # the template changed the lines, too, or a recipe's target may be another one now
+            text = text.replace(was, now, 1) if was else text + now
+        (root / name).write_text(text, encoding="utf-8")
+    _git(root, "add", "--", name)
+    print(f"{name}: your edits stay{', unread: move them to `pins` in pyproject.toml' * (name == 'constraints.txt')}")
+    return True
+
+
 def _commit(root: Path, record: dict[str, Any], version: str, commit: str, out: Path, *parent: str) -> str:
     """Renders a version; returns a commit of it, on no branch. Raises InputError if it fails."""
     clone = out.parent / "template"
     _git(clone, "checkout", "--quiet", "--detach", commit)
     command = [sys.executable, "-m", "cookiecutter", "--no-input", "--default-config", "--checkout", version]
     command += ["--output-dir", f"{out}/new", "--", str(clone), f"_origin={record['template']}"]
-    for key, value in record["context"]["cookiecutter"].items():
-        command.append(f"{key}={value}")
+    command += [f"{key}={value}" for key, value in record["context"]["cookiecutter"].items()]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         why = " ".join(done.stderr.strip().splitlines()[-1:])
@@ -95,9 +111,8 @@ def _commit(root: Path, record: dict[str, Any], version: str, commit: str, out: 
     place = out / "tree" / _git(root, "rev-parse", "--show-prefix")
     place.parent.mkdir(parents=True, exist_ok=True)
     next((out / "new").iterdir()).rename(place)
-    where = {"GIT_DIR": _git(root, "rev-parse", "--absolute-git-dir")}
-    where |= {"GIT_INDEX_FILE": f"{out}/index", "GIT_WORK_TREE": f"{out}/tree"}
-    _git(out / "tree", "add", "--all", "--force", ".", env=where)
+    where = {"GIT_DIR": _git(root, "rev-parse", "--absolute-git-dir"), "GIT_INDEX_FILE": f"{out}/index"}
+    _git(out / "tree", "--work-tree=.", "add", "--all", "--force", ".", env=where)
     tree = _git(out / "tree", "write-tree", env=where)
     return _git(root, "commit-tree", tree, *parent, "-m", f"Upgrade to {version} of the template")
 
