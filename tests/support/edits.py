@@ -1,6 +1,7 @@
 """Edits that are right: `rehearse` must not raise an alarm on any of them.
 
-Each function edits this process's package as a user edits the files; a rehearsal's workers call it before they train.
+Each function edits this process's package as a user edits the files; a rehearsal's workers call it
+before they train.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from tests.support.faults import after_configure_model
 
 
 def edits_of_the_module() -> None:
-    """Dropout, frozen layers, an unused head, buffers, an auxiliary loss, a custom optimizer, a saved average.
+    """Dropout, frozen layers, an unused head, buffers, an auxiliary loss, a custom optimizer, a
+    saved average.
 
     Tied weights are a key of the architecture.
     """
@@ -34,12 +36,16 @@ def edits_of_the_module() -> None:
         model.reward_head = nn.Linear(model.config.hidden_size, 1)
         return model
 
-    def with_auxiliary_loss(self: Any, logits: Tensor, labels: Tensor, cross_entropy: Tensor) -> Tensor:
+    def with_auxiliary_loss(
+        self: Any, logits: Tensor, labels: Tensor, cross_entropy: Tensor
+    ) -> Tensor:
         counted = labels.flatten() != -100
         return cross_entropy + 1e-3 * logits.flatten(0, 1).logsumexp(-1).square() * counted
 
     def configure_optimizers(self: Any) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+        return torch.optim.SGD(
+            [p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9
+        )
 
     def optimizer_step(self: Any, *args: Any, **kwargs: Any) -> None:
         L.LightningModule.optimizer_step(self, *args, **kwargs)

@@ -1,4 +1,5 @@
-"""Faults in the module, the data, the strategy, processes and checkpoints. `rehearse` must fail on each and name it.
+"""Faults in the module, the data, the strategy, processes and checkpoints. `rehearse` must fail on
+each and name it.
 
 Each function breaks this process's package; a rehearsal's workers call it before they train.
 """
@@ -39,11 +40,12 @@ def after_configure_model(change: Callable[[Any], None]) -> None:
     LanguageModule.configure_model = configure_model
 
 
-# ---- loss and data -------------------------------------------------------------------------------------------------
+# ---- loss and data -------------------------------------------------------------------------------
 
 
 def loss_per_rank() -> None:
-    """The mean over this micro-batch's own tokens: right only where all micro-batches have equally many."""
+    """The mean over this micro-batch's own tokens: right only where all micro-batches have equally
+    many."""
 
     def training_step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.sums(self(batch), batch["labels"])["loss"] / (batch["labels"] != -100).sum()
@@ -73,7 +75,7 @@ def repeating_sampler() -> None:
     global_order.GlobalOrder._entries = same_for_all
 
 
-# ---- the forward pass ----------------------------------------------------------------------------------------------
+# ---- the forward pass ----------------------------------------------------------------------------
 
 
 def documents_leak() -> None:
@@ -91,7 +93,9 @@ def future_leaks() -> None:
     def forward(self: Any, batch: dict[str, Tensor]) -> Tensor:
         embedded = self.model.get_input_embeddings()(batch["input_ids"])
         embedded = embedded + 0.5 * embedded.roll(-1, dims=1)
-        return self.model(inputs_embeds=embedded, position_ids=batch["position_ids"], use_cache=False).logits
+        return self.model(
+            inputs_embeds=embedded, position_ids=batch["position_ids"], use_cache=False
+        ).logits
 
     LanguageModule.forward = forward
 
@@ -135,7 +139,7 @@ def layer_detached() -> None:
     after_configure_model(change)
 
 
-# ---- gradients -----------------------------------------------------------------------------------------------------
+# ---- gradients -----------------------------------------------------------------------------------
 
 
 def layer_outside_of_fsdp() -> None:
@@ -158,17 +162,20 @@ def layer_outside_of_the_tensor_parallel_plan() -> None:
 
     def build_config(self: Any, data: Any) -> Any:
         config = build(self, data)
-        config.base_model_tp_plan = {k: v for k, v in config.base_model_tp_plan.items() if not k.endswith(".down_proj")}
+        config.base_model_tp_plan = {
+            k: v for k, v in config.base_model_tp_plan.items() if not k.endswith(".down_proj")
+        }
         return config
 
     LanguageModule.build_config = build_config
 
 
 def gradients_reduced_twice() -> None:
-    """A norm's gradient under tensor parallelism is summed over the ranks once more at each micro-batch.
+    """A norm's gradient under tensor parallelism is summed over the ranks once more at each
+    micro-batch.
 
-    So it is in transformers 5.23, for the norms of queries and keys. Neither the loss nor the gradients' joint norm
-    shows it within their tolerances in every model.
+    So it is in transformers 5.23, for the norms of queries and keys. Neither the loss nor the
+    gradients' joint norm shows it within their tolerances in every model.
     """
     _double_gradient(lambda model: model.layers[1].input_layernorm.weight)
 
@@ -217,7 +224,11 @@ def clipping_by_rank() -> None:
     """Each rank clips by the norm of its own shards."""
 
     def configure_gradient_clipping(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        local = [getattr(p.grad, "_local_tensor", p.grad) for p in self.parameters() if p.grad is not None]
+        local = [
+            getattr(p.grad, "_local_tensor", p.grad)
+            for p in self.parameters()
+            if p.grad is not None
+        ]
         norm = torch.stack([each.norm() for each in local]).norm()
         for each in local:
             each.mul_((0.1 / norm).clamp(max=1))
@@ -226,7 +237,7 @@ def clipping_by_rank() -> None:
     LanguageModule.configure_gradient_clipping = configure_gradient_clipping
 
 
-# ---- what ranks must share -------------------------------------------------------------------------------------------
+# ---- what ranks must share -----------------------------------------------------------------------
 
 
 def unseeded_parameter() -> None:
@@ -249,13 +260,16 @@ def buffer_by_rank() -> None:
     """A buffer that is computed from the rank."""
 
     def change(self: Any) -> None:
-        self.register_buffer("temperature", torch.tensor(1.0 + 0.1 * self.trainer.global_rank), persistent=False)
+        self.register_buffer(
+            "temperature", torch.tensor(1.0 + 0.1 * self.trainer.global_rank), persistent=False
+        )
 
     after_configure_model(change)
 
 
 def running_mean_by_rank() -> None:
-    """A buffer that each rank updates from its own samples, as in a batch norm that is not synchronized."""
+    """A buffer that each rank updates from its own samples, as in a batch norm that is not
+    synchronized."""
 
     def update(module: nn.Module, args: Any, output: Tensor) -> None:
         running_mean: Any = module.running_mean
@@ -283,13 +297,14 @@ def noise_on_a_weight() -> None:
     LanguageModule.on_train_batch_end = on_train_batch_end
 
 
-# ---- stages of a pipeline --------------------------------------------------------------------------------------------
+# ---- stages of a pipeline ------------------------------------------------------------------------
 
 SKIPPED: list[Tensor] = []  # of this process
 
 
 def block_reads_what_another_stage_has_filled() -> None:
-    """A connection from the first block to the second, through a list: empty on the second's rank."""
+    """A connection from the first block to the second, through a list: empty on the second's
+    rank."""
 
     def change(self: Any) -> None:
         first, second = (self.model.model.layers[number] for number in (0, 1))
@@ -308,7 +323,8 @@ def block_reads_what_another_stage_has_filled() -> None:
 
 
 def tied_gradient_not_summed() -> None:
-    """The first and the last stage have a copy each of a tied weight, and each keeps its own gradient."""
+    """The first and the last stage have a copy each of a tied weight, and each keeps its own
+    gradient."""
     Pipeline._sum_shared = lambda self: None
 
 
@@ -323,7 +339,8 @@ def last_stage_halves_gradients() -> None:
 
 
 def last_stage_counts_in_python() -> None:
-    """The loss's weight grows with an attribute that is set where the loss is, on the last stage."""
+    """The loss's weight grows with an attribute that is set where the loss is, on the last
+    stage."""
     step = LanguageModule.training_step
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
@@ -334,7 +351,7 @@ def last_stage_counts_in_python() -> None:
     LanguageModule.training_step = training_step
 
 
-# ---- processes -------------------------------------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------------------
 
 
 def on_rank_one(act: Any) -> None:
@@ -385,7 +402,7 @@ def collective_on_one_rank() -> None:
     on_rank_one(only_here)
 
 
-# ---- what no checkpoint holds --------------------------------------------------------------------------------------
+# ---- what no checkpoint holds --------------------------------------------------------------------
 
 
 def random_state_not_saved() -> None:
@@ -448,7 +465,9 @@ def average_in_a_buffer() -> None:
         self.average.lerp_(self.model.model.norm.weight.detach(), 0.1)
 
     def change(self: Any) -> None:
-        self.register_buffer("average", torch.ones_like(self.model.model.norm.weight), persistent=False)
+        self.register_buffer(
+            "average", torch.ones_like(self.model.model.norm.weight), persistent=False
+        )
 
     after_configure_model(change)
     LanguageModule.on_train_batch_end = on_train_batch_end
@@ -469,7 +488,7 @@ def average_in_a_callback() -> None:
     LanguageModule.configure_callbacks = lambda self: [Average()]
 
 
-# ---- one process too: what a step predicts, draws and orders, what a validation adds up ------------------------------
+# ---- one process too: what a step predicts, draws and orders, what a validation adds up ----------
 
 
 def evaluation_is_a_mean_of_means() -> None:
@@ -496,7 +515,8 @@ def parameter_without_optimizer() -> None:
 
 
 def labels_drawn() -> None:
-    """Half of the labels are masked, from Python's generator: no fault, and not comparable over ranks."""
+    """Half of the labels are masked, from Python's generator: no fault, and not comparable over
+    ranks."""
     step = LanguageModule.training_step
 
     def training_step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -508,7 +528,8 @@ def labels_drawn() -> None:
 
 
 def tokens_by_process() -> None:
-    """The transform shifts tokens by the process's number, as a generator that a pid seeds would."""
+    """The transform shifts tokens by the process's number, as a generator that a pid seeds
+    would."""
     transform = DataModule.transform
 
     def transformed(self: Any, batch: dict[str, Any]) -> dict[str, Any]:

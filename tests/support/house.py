@@ -1,4 +1,5 @@
-"""Reads the library's files without importing them: who imports whom, whose private names are used, how long they are.
+"""Reads the library's files without importing them: who imports whom, whose private names are used,
+how long they are.
 
 Every import counts as an arrow, also one inside a function or under TYPE_CHECKING.
 """
@@ -26,7 +27,8 @@ NOT_CORE = ("wings", "text", "compat", *PUBLIC)  # a wing may take what belongs 
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """Returns each module of the folder `package` by its name, as "room.file", "file" or "" (the package)."""
+    """Returns each module of the folder `package` by its name, as "room.file", "file" or "" (the
+    package)."""
     found = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
@@ -35,7 +37,8 @@ def modules(package: Path) -> dict[str, Path]:
 
 
 def room_of(name: str, path: Path) -> str:
-    """Returns the folder below the package; "public" or "ground" for a file beside the folders, "" for the package."""
+    """Returns the folder below the package; "public" or "ground" for a file beside the folders, ""
+    for the package."""
     first, _, rest = name.partition(".")
     return first if rest or path.name == "__init__.py" else _beside(first)
 
@@ -69,7 +72,10 @@ def imports(name: str, path: Path, known: set[str], package: str) -> Iterator[st
 def graph(package: Path) -> Graph:
     """Returns which modules each module of the package imports."""
     files = modules(package)
-    return {name: {*imports(name, path, set(files), package.name)} - {name} for name, path in files.items()}
+    return {
+        name: {*imports(name, path, set(files), package.name)} - {name}
+        for name, path in files.items()
+    }
 
 
 def rooms(package: Path) -> Graph:
@@ -105,9 +111,12 @@ def private_names(path: Path) -> list[str]:
     """Returns the private names in a file that another package defines, as "file:line: name"."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     own = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-    own |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+    own |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx,
+        ast.Store)
             and isinstance(n.value, ast.Name) and n.value.id in CONNECTORS}  # fmt: skip
-    own |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    own |= {
+        n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
     found = []
     for node in ast.walk(tree):
         names = []
@@ -119,17 +128,28 @@ def private_names(path: Path) -> list[str]:
         elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
             owner = node.value.func if isinstance(node.value, ast.Call) else node.value
             names = [] if getattr(owner, "id", "") in CONNECTORS else [ast.unparse(node)]
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"getattr", "setattr", "hasattr"}:
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in {
+            "getattr",
+            "setattr",
+            "hasattr",
+        }:
             given = [a.value for a in node.args[1:2] if isinstance(a, ast.Constant)]
             names = [str(name) for name in given if is_private(str(name)) and name not in own]
-        found += [f"{path.name}:{getattr(node, 'lineno', 0)}: {name}" for name in names if name not in STANDARD]
+        found += [
+            f"{path.name}:{getattr(node, 'lineno', 0)}: {name}"
+            for name in names
+            if name not in STANDARD
+        ]
     return found
 
 
 def inherited_private_names(module: ModuleType) -> dict[str, list[str]]:
-    """Returns, for each class of `module`, private names of other libraries that its bases define and it uses."""
+    """Returns, for each class of `module`, private names of other libraries that its bases define
+    and it uses."""
     found = {}
-    classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+    classes = [
+        c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__
+    ]
     for one in classes:
         foreign = [base for base in one.__mro__ if base.__module__.split(".")[0] in LIBRARIES]
         theirs = set().union(*(_private_in(base) for base in foreign))
@@ -147,12 +167,19 @@ def _private_in(one: Any) -> set[str]:
 
 
 def uses_mock(path: Path) -> bool:
-    return any("unittest" in line and "import" in line for line in path.read_text(encoding="utf-8").splitlines())
+    return any(
+        "unittest" in line and "import" in line
+        for line in path.read_text(encoding="utf-8").splitlines()
+    )
 
 
 def strings(path: Path) -> list[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
 
 
 def lines(paths: Iterator[Path] | list[Path]) -> int:
@@ -160,7 +187,8 @@ def lines(paths: Iterator[Path] | list[Path]) -> int:
 
 
 def closure(package: Path, roots: set[str]) -> set[str]:
-    """Returns the modules that importing `roots` can load, late imports and packages above them included."""
+    """Returns the modules that importing `roots` can load, late imports and packages above them
+    included."""
     arrows, found, to_do = graph(package), set[str](), {*roots}
     while to_do:
         name = to_do.pop()
@@ -171,7 +199,8 @@ def closure(package: Path, roots: set[str]) -> set[str]:
 
 
 def wing_names(package: Path) -> set[str]:
-    """Returns what wings/ and testing.py import from the core, as "module.name": not from text, nor from wings.
+    """Returns what wings/ and testing.py import from the core, as "module.name": not from text, nor
+    from wings.
 
     Of a module that is imported, each attribute that the file uses counts.
     """
@@ -201,11 +230,16 @@ def wing_names(package: Path) -> set[str]:
 def _attributes(tree: ast.Module, name: str) -> set[str]:
     """Returns the attributes of the variable `name` that a file uses."""
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    return {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == name}
+    return {
+        node.attr
+        for node in attributes
+        if isinstance(node.value, ast.Name) and node.value.id == name
+    }
 
 
 def offered(package: Path) -> set[str]:
-    """Returns the names in each module's `__all__`, as "module.name"; PLACES is the one of a lazy module."""
+    """Returns the names in each module's `__all__`, as "module.name"; PLACES is the one of a lazy
+    module."""
     found = set()
     for name, path in modules(package).items():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -226,7 +260,8 @@ def _names_in(value: ast.expr) -> list[ast.Constant]:
 
 
 def internals(tests: Path, package: str, public: set[str]) -> list[str]:
-    """Returns "file: name" for each name of the package that a test imports and that is not in `public`."""
+    """Returns "file: name" for each name of the package that a test imports and that is not in
+    `public`."""
     found = set[str]()
     for path in sorted(tests.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -240,10 +275,13 @@ def internals(tests: Path, package: str, public: set[str]) -> list[str]:
 
 
 def dense(path: Path) -> tuple[int, int]:
-    """Returns the number of conditional expressions and comprehensions in a file, and of its statements."""
+    """Returns the number of conditional expressions and comprehensions in a file, and of its
+    statements."""
     kinds = (ast.IfExp, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
     nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    return sum(isinstance(node, kinds) for node in nodes), sum(isinstance(node, ast.stmt) for node in nodes)
+    return sum(isinstance(node, kinds) for node in nodes), sum(
+        isinstance(node, ast.stmt) for node in nodes
+    )
 
 
 def annotations(path: Path) -> Iterator[ast.expr]:
@@ -278,7 +316,8 @@ def comments(path: Path) -> Iterator[str]:
 
 
 def missing_paths(path: Path, bases: list[Path]) -> list[str]:
-    """Returns the paths that comments of a file name, and that are in none of the folders `bases` or above the file."""
+    """Returns the paths that comments of a file name, and that are in none of the folders `bases`
+    or above the file."""
     found, places = [], [*bases, *path.parents]
     for comment in comments(path):
         for match in PATH.finditer(comment):
@@ -294,16 +333,21 @@ def checks_of_strategies(path: Path) -> list[str]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 2:
             asked, of = (ast.unparse(each) for each in node.args)
             is_class = node.func.id == "isinstance" and re.search(r"Strategy\b", of)
-            if is_class or (node.func.id == "hasattr" and asked.split(".")[-1].endswith("strategy")):
+            if is_class or (
+                node.func.id == "hasattr" and asked.split(".")[-1].endswith("strategy")
+            ):
                 found.append(ast.unparse(node))
     return found
 
 
-# Pronouns in place of nouns: write "losses equal one process's", "the weights come from PATH". CHANGELOG.md is history.
+# Pronouns in place of nouns: write "losses equal one process's", "the weights come from PATH".
+# CHANGELOG.md is history.
 PRONOUNS = re.compile(r",\sof which|\bthose\sof\b|\bthat\sof\b|\bis\snone\b|\bas\sit\sis\b")
 
 
 def pronouns(path: Path) -> list[str]:
     """Returns each place of PRONOUNS outside of code blocks, with its words."""
-    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     return [f"{path}: {words}" for words in PRONOUNS.findall(text)]

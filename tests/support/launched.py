@@ -18,24 +18,42 @@ from tests.support.injury import OF_A_LAUNCHER
 from tests.support.loopback import Hosts
 from tests.support.runs import PACKAGE, PROJECT, logged
 
-ENVIRONMENT = {"PYTHONPATH": os.environ["PYTHONPATH"], "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "PYTHONPATH": os.environ["PYTHONPATH"],
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+}
 ENVIRONMENT |= {"MAX_RESTARTS": "0"}  # of torchrun
-STEPS = ["--trainer.max_steps=4", "--trainer.val_check_interval=1000", "--trainer.limit_val_batches=1"]
-LONG = ["--trainer.max_steps=100000", "--trainer.val_check_interval=100000", "--trainer.limit_val_batches=1"]
+STEPS = [
+    "--trainer.max_steps=4",
+    "--trainer.val_check_interval=1000",
+    "--trainer.limit_val_batches=1",
+]
+LONG = [
+    "--trainer.max_steps=100000",
+    "--trainer.val_check_interval=100000",
+    "--trainer.limit_val_batches=1",
+]
 LAUNCHERS = ("ssh", "torchrun")
-VARIABLE = {"PL_FIT__TRAINER__MAX_STEPS": "9"}  # the command line refuses it, in the processes of the job
+VARIABLE = {
+    "PL_FIT__TRAINER__MAX_STEPS": "9"
+}  # the command line refuses it, in the processes of the job
 
 
 def site(folder: Path, environment: Any = None, **keys: Any) -> str:
     """The flag of a file with `cluster`; `environment` is added to what every process needs."""
     path = folder / "site.yaml"
-    path.write_text(yaml.safe_dump({"cluster": {"environment": ENVIRONMENT | (environment or {}), **keys}}))
+    path.write_text(
+        yaml.safe_dump({"cluster": {"environment": ENVIRONMENT | (environment or {}), **keys}})
+    )
     return f"--config={path}"
 
 
 def two(known: Hosts, folder: Path, **keys: Any) -> str:
     """The same, of two hosts."""
-    return site(folder, **{"hosts": ["node1", "node2"], "ssh": known.ssh, "master": "127.0.0.1", **keys})
+    return site(
+        folder, **{"hosts": ["node1", "node2"], "ssh": known.ssh, "master": "127.0.0.1", **keys}
+    )
 
 
 class Launched:
@@ -45,11 +63,17 @@ class Launched:
         name = name or on
         self.run = folder / "runs" / "default" / name
         self.out = folder / f"{name}.out"
-        kept = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not k.startswith(OF_A_LAUNCHER)}
+        kept = {
+            k: v
+            for k, v in os.environ.items()
+            if k == "SLURM_CONF" or not k.startswith(OF_A_LAUNCHER)
+        }
         environment = {**kept, "DIST_RUN_ID": name}
         command = [sys.executable, "-m", PACKAGE, "launch", f"--on={on}", *flags]
         with self.out.open("wb") as out:
-            self.process = subprocess.Popen(command, cwd=PROJECT, env=environment, stdout=out, stderr=out)
+            self.process = subprocess.Popen(
+                command, cwd=PROJECT, env=environment, stdout=out, stderr=out
+            )
 
     def stop(self, number: int) -> None:
         self.process.send_signal(number)
@@ -60,8 +84,13 @@ class Launched:
     def reach(self, step: int) -> None:
         """Waits until a step is logged."""
         deadline = time.monotonic() + 200
-        while not (self.run / "metrics.jsonl").exists() or max(logged(self.run, "train/loss"), default=0) < step:
-            assert not self.process.poll() and time.monotonic() < deadline, self.out.read_text()[-3000:]
+        while (
+            not (self.run / "metrics.jsonl").exists()
+            or max(logged(self.run, "train/loss"), default=0) < step
+        ):
+            assert not self.process.poll() and time.monotonic() < deadline, self.out.read_text()[
+                -3000:
+            ]
             time.sleep(0.3)
 
     def rank(self, node: int) -> int:
@@ -78,11 +107,19 @@ class Launched:
 
 
 def diverging(flags: list[str]) -> list[str]:
-    return [*flags, "--trainer.max_steps=100", "--model.optim.learning_rate=1e30", "--model.optim.warmup=0"]
+    return [
+        *flags,
+        "--trainer.max_steps=100",
+        "--model.optim.learning_rate=1e30",
+        "--model.optim.warmup=0",
+    ]
 
 
-def codes(start: Callable[..., Launched], flags: list[str], end: Callable[[Launched], int]) -> dict[str, int]:
-    """The exit codes of five runs: `start(name, flags, environment)` launches one, `end` waits for it."""
+def codes(
+    start: Callable[..., Launched], flags: list[str], end: Callable[[Launched], int]
+) -> dict[str, int]:
+    """The exit codes of five runs: `start(name, flags, environment)` launches one, `end` waits for
+    it."""
     found = {"finished": end(start("finished", [*flags, *STEPS], {}))}
     found["bad input"] = end(start("bad", [*flags, *STEPS], VARIABLE))
     found["non-finite"] = end(start("diverged", diverging(flags), {}))

@@ -82,9 +82,16 @@ class Slurm:
         key.chmod(0o400)
         for path in (munge, key):
             shutil.chown(path, "munge", "munge")
-        options = ["--foreground", f"--socket={munge}/socket", f"--key-file={key}", f"--pid-file={munge}/pid"]
+        options = [
+            "--foreground",
+            f"--socket={munge}/socket",
+            f"--key-file={key}",
+            f"--pid-file={munge}/pid",
+        ]
         options += [f"--log-file={munge}/log", f"--seed-file={munge}/seed", "--force"]
-        self._daemon("setpriv", "--reuid=munge", "--regid=munge", "--clear-groups", "munged", *options)
+        self._daemon(
+            "setpriv", "--reuid=munge", "--regid=munge", "--clear-groups", "munged", *options
+        )
         self.wait(lambda: (munge / "socket").exists(), 20)
 
     def _daemon(self, *words: str) -> subprocess.Popen[bytes]:
@@ -93,7 +100,9 @@ class Slurm:
         return self.daemons[-1]
 
     def __exit__(self, *_: object) -> None:
-        subprocess.run(["scancel", "--user=root", "--full", "--signal=KILL"], capture_output=True, check=False)
+        subprocess.run(
+            ["scancel", "--user=root", "--full", "--signal=KILL"], capture_output=True, check=False
+        )
         subprocess.run(["scancel", "--user=root"], capture_output=True, check=False)
         time.sleep(2)
         for daemon in reversed(self.daemons):

@@ -1,4 +1,5 @@
-"""As much of a WandB server as the client needs for metrics, on loopback; it can go away in the middle."""
+"""As much of a WandB server as the client needs for metrics, on loopback; it can go away in the
+middle."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any
 
 
 class Service:
-    """Keeps what it is sent, by run id, as WandB does: a list of lines, written from an offset on."""
+    """Keeps what it is sent, by run id, as WandB does: a list of lines, written from an offset
+    on."""
 
     def __init__(self) -> None:
         self.lines: dict[str, list[dict[str, Any]]] = {}
@@ -27,16 +29,34 @@ class Service:
         self._server.server_close()
 
     def answer(self, operation: str, given: dict[str, Any]) -> dict[str, Any]:
-        run = {"id": "1", "name": given.get("name"), "displayName": given.get("displayName"), "sweepName": None}
+        run = {
+            "id": "1",
+            "name": given.get("name"),
+            "displayName": given.get("displayName"),
+            "sweepName": None,
+        }
         lines = self.lines.get(given.get("name", ""))
         if operation == "RunResumeStatus":
-            bucket = run | {"config": json.dumps(self.config), "wandbConfig": '{"t": 1}', "tags": [], "notes": None}
-            bucket |= {"historyLineCount": len(lines or []), "eventsLineCount": 0, "logLineCount": 0}
-            bucket |= {"historyTail": json.dumps([json.dumps(line) for line in (lines or [])[-1:]]), "eventsTail": "[]"}
+            bucket = run | {
+                "config": json.dumps(self.config),
+                "wandbConfig": '{"t": 1}',
+                "tags": [],
+                "notes": None,
+            }
+            bucket |= {
+                "historyLineCount": len(lines or []),
+                "eventsLineCount": 0,
+                "logLineCount": 0,
+            }
+            bucket |= {
+                "historyTail": json.dumps([json.dumps(line) for line in (lines or [])[-1:]]),
+                "eventsTail": "[]",
+            }
             bucket |= {"summaryMetrics": json.dumps((lines or [{}])[-1])}
             return {
-                "model": {"id": "1", "name": "p", "entity": {"name": "e"}, "bucket": None if lines is None else bucket}
-            }
+                "model": {"id": "1", "name": "p", "entity": {"name": "e"}, "bucket":
+                    None if lines is None else bucket},
+            }  # fmt: skip
         if operation == "UpsertBucket":
             lines = self.lines.setdefault(given["name"], [])
             self.config.update(json.loads(given.get("config") or "{}"))
@@ -65,7 +85,11 @@ class _Handler(BaseHTTPRequestHandler):
             sent = {}
         answer: dict[str, Any] = {}
         if "query" in sent:
-            answer = {"data": self.service.answer(sent.get("operationName", ""), sent.get("variables") or {})}
+            answer = {
+                "data": self.service.answer(
+                    sent.get("operationName", ""), sent.get("variables") or {}
+                )
+            }
         elif history := sent.get("files", {}).get("wandb-history.jsonl"):
             lines = self.service.lines.setdefault(self.path.split("/")[-2], [])
             lines[history["offset"] :] = [json.loads(line) for line in history["content"]]

@@ -1,4 +1,5 @@
-"""A run's folder as training would have left it, for tests of what reads it: quicker than to train."""
+"""A run's folder as training would have left it, for tests of what reads it: quicker than to
+train."""
 
 from __future__ import annotations
 
@@ -32,13 +33,16 @@ def write_run(
 ) -> Path:
     """Metrics' values of steps 1, 2, …; NaN is written as training does."""
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config or {"run": {"name": folder.parent.name}}), "utf-8")
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump(config or {"run": {"name": folder.parent.name}}), "utf-8"
+    )
     if defaults:
         (folder / "defaults.yaml").write_text(yaml.safe_dump(defaults), "utf-8")
     recorded = {
-        "command": ["python", "-m", "trainer", "fit", "--trainer.max_steps=10", "--ckpt_path", "last"],
+        "command": ["python", "-m", "trainer", "fit", "--trainer.max_steps=10", "--ckpt_path",
+            "last"],
         "host": "node1",
-    }
+    }  # fmt: skip
     (folder / "environment.json").write_text(json.dumps(recorded | environment), "utf-8")
     with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
         for i in range(max(map(len, metrics.values()), default=0)):
@@ -46,6 +50,7 @@ def write_run(
             file.write(json.dumps({"step": i + 1, "time": 1.8e9 + i, **line}) + "\n")
     seconds = {"productive": 90.0, "start": 10.0}
     (folder / "goodput.jsonl").write_text(
-        json.dumps({"attempt": 1.0, "time": 101.0, "from_step": 0, "step": 1, **seconds}) + "\n", "utf-8"
+        json.dumps({"attempt": 1.0, "time": 101.0, "from_step": 0, "step": 1, **seconds}) + "\n",
+        "utf-8",
     )
     return folder

@@ -33,13 +33,17 @@ class BakedProject:
 
     @property
     def digests(self) -> dict[str, tuple[str, bool]]:
-        """Content hash, without the lines that say where the template was, and executable bit of every file."""
+        """Content hash, without the lines that say where the template was, and executable bit of
+        every file."""
         found = {}
         for name, path in self.files.items():
             lines = path.read_bytes().splitlines()
             origin = (b"file://", b'"template":', b'"commit":', b'"checkout":')
             lines = [line for line in lines if not any(word in line for word in origin)]
-            found[name] = (hashlib.sha256(b"\n".join(lines)).hexdigest(), bool(path.stat().st_mode & 0o100))
+            found[name] = (
+                hashlib.sha256(b"\n".join(lines)).hexdigest(),
+                bool(path.stat().st_mode & 0o100),
+            )
         return found
 
     def read(self, name: str) -> str:
@@ -51,18 +55,34 @@ Bake = Callable[..., BakedProject]
 
 def bake_into(folder: Path, template: Path = ROOT, /, **answers: str) -> BakedProject:
     path = Path(
-        cookiecutter(str(template), no_input=True, extra_context=answers, output_dir=str(folder), default_config=True)
+        cookiecutter(
+            str(template),
+            no_input=True,
+            extra_context=answers,
+            output_dir=str(folder),
+            default_config=True,
+        )
     )
     return BakedProject(path, next(path.glob("*/__main__.py")).parent.name)
 
 
-def bake_from(address: str, folder: Path, checkout: str | None = None, published: bool = False) -> BakedProject:
-    """Clones the template into `folder`, away from the clones of whoever runs the tests, and generates a project."""
+def bake_from(
+    address: str, folder: Path, checkout: str | None = None, published: bool = False
+) -> BakedProject:
+    """Clones the template into `folder`, away from the clones of whoever runs the tests, and
+    generates a project."""
     settings = folder / "cookiecutter.yaml"
-    settings.write_text(f"cookiecutters_dir: {folder / 'clones'}\nreplay_dir: {folder / 'replay'}\n")
+    settings.write_text(
+        f"cookiecutters_dir: {folder / 'clones'}\nreplay_dir: {folder / 'replay'}\n"
+    )
     answers, out = {"_published": published}, str(folder / "out")
     path = cookiecutter(
-        address, checkout=checkout, no_input=True, extra_context=answers, config_file=str(settings), output_dir=out
+        address,
+        checkout=checkout,
+        no_input=True,
+        extra_context=answers,
+        config_file=str(settings),
+        output_dir=out,
     )
     return BakedProject(Path(path), "my_trainer")
 
@@ -94,14 +114,21 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     who = ["-c", "user.name=Ada", "-c", "user.email=ada@example.org"]
-    for command in (["init", "-q"], ["add", "--all"], [*who, "commit", "-q", "-m", "all"], ["tag", "v1"]):
+    for command in (
+        ["init", "-q"],
+        ["add", "--all"],
+        [*who, "commit", "-q", "-m", "all"],
+        ["tag", "v1"],
+    ):
         subprocess.run(["git", *command], cwd=folder, check=True)
     return folder
 
 
 def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     settings = os.environ | environment
-    return subprocess.run(command, cwd=cwd, env=settings, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        command, cwd=cwd, env=settings, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
 
 
 def assert_valid(project: BakedProject) -> None:
@@ -123,8 +150,11 @@ def assert_valid(project: BakedProject) -> None:
 OUTER = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "RUN", "VENV", "ARGS", "CONFIG", "PYTHONPATH"}
 
 
-def make(project: BakedProject, *arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
-    # Without the variables of a `make test` that this test runs under, and without this checkout's src/.
+def make(
+    project: BakedProject, *arguments: str, path: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    # Without the variables of a `make test` that this test runs under, and without this checkout's
+    # src/.
     settings = {key: value for key, value in os.environ.items() if key not in OUTER}
     return subprocess.run(
         ["make", *arguments],

@@ -39,13 +39,17 @@ def test_licence_and_ci_are_what_was_asked_for_and_nothing_else(
     assert_valid(project)
     python = {name: digest for name, digest in default.digests.items() if name.endswith(".py")}
     assert python.items() <= project.digests.items(), "what was linted and type-checked once"
-    assert [name for name in project.files if "LICENSE" in name] == (["LICENSE"] if LICENSES[license] else [])
+    assert [name for name in project.files if "LICENSE" in name] == (
+        ["LICENSE"] if LICENSES[license] else []
+    )
     if words := LICENSES[license]:
         assert words in project.read("LICENSE") and "Copyright" in project.read("LICENSE")
         assert "Ada Lovelace" in project.read("LICENSE")
     declared = tomllib.loads(project.read("pyproject.toml"))["project"]["license"]
     assert declared == ("LicenseRef-Proprietary" if license == "None" else license)
-    assert [path for path in CI.values() if path and path in project.files] == [CI[ci]] * (ci != "None")
+    assert [path for path in CI.values() if path and path in project.files] == [CI[ci]] * (
+        ci != "None"
+    )
     assert (project.path / ".github").exists() == (ci == "GitHub")
 
 
@@ -55,7 +59,9 @@ def test_same_answers_give_the_same_bytes(default: BakedProject, tmp_path: Path)
 
 def test_generating_over_a_project_changes_nothing(default: BakedProject, tmp_path: Path) -> None:
     first = bake_into(tmp_path)
-    command = ["cookiecutter", str(ROOT), "--no-input", "--default-config", "-f", "-o", str(tmp_path)]
+    command = [
+        "cookiecutter", str(ROOT), "--no-input", "--default-config", "-f", "-o", str(tmp_path),
+    ]  # fmt: skip
     done = run(sys.executable, "-m", *command, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert first.digests == default.digests
@@ -63,11 +69,20 @@ def test_generating_over_a_project_changes_nothing(default: BakedProject, tmp_pa
 
 @pytest.mark.parametrize("kind", ["tar", "zip"])
 def test_a_git_archive_gives_the_same_project_as_the_checkout(
-    default: BakedProject, repository: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    default: BakedProject,
+    repository: Path,
+    tmp_path: Path,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     archive, folder = tmp_path / f"archive.{kind}", tmp_path / "archive"
     folder.mkdir()
-    assert run("git", "archive", "--prefix=template/", "-o", str(archive), "v1", cwd=repository).returncode == 0
+    assert (
+        run(
+            "git", "archive", "--prefix=template/", "-o", str(archive), "v1", cwd=repository
+        ).returncode
+        == 0
+    )
     if kind == "zip":
         monkeypatch.setenv("TMPDIR", str(tmp_path))  # where cookiecutter unpacks it
         monkeypatch.setattr(tempfile, "tempdir", None)
@@ -86,7 +101,9 @@ def test_caches_of_a_used_checkout_are_left_behind(default: BakedProject, tmp_pa
     for folder in (inner, inner / PACKAGE.name, inner / "configs"):
         for cache in ("__pycache__", ".ruff_cache", ".pytest_cache"):
             (folder / cache).mkdir(exist_ok=True)
-            (folder / cache / "binary").write_bytes(b"text first, and then not: \x8f\xff{{ nobody }}")
+            (folder / cache / "binary").write_bytes(
+                b"text first, and then not: \x8f\xff{{ nobody }}"
+            )
     assert bake_into(tmp_path / "bakes", used).digests == default.digests
 
 

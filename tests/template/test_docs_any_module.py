@@ -1,4 +1,5 @@
-"""Any LightningModule, as docs/extend.md has one: by the command line, and with a Trainer of its own."""
+"""Any LightningModule, as docs/extend.md has one: by the command line, and with a Trainer of its
+own."""
 
 from __future__ import annotations
 
@@ -34,10 +35,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def python(folder: Path, *argv: str, code: int = 0, path: str = "") -> str:
-    env = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN} | {"OMP_NUM_THREADS": "1"}
+    env = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN} | {
+        "OMP_NUM_THREADS": "1"
+    }
     env["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [path]), env["PYTHONPATH"]])
     found = subprocess.run(
-        [sys.executable, *argv], cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *argv],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert found.returncode == code, found.stdout + found.stderr
     return found.stdout
@@ -51,21 +60,29 @@ def test_the_page_trains_by_the_command_line(folder: Path) -> None:
         "--trainer.val_check_interval=20",
     )  # fmt: skip
     loss = logged(only_run(folder), "train/loss")
-    assert list(loss) == list(range(1, 61)) and sum(list(loss.values())[:20]) > sum(list(loss.values())[-20:])
+    assert list(loss) == list(range(1, 61)) and sum(list(loss.values())[:20]) > sum(
+        list(loss.values())[-20:]
+    )
     held_out = logged(only_run(folder), "eval/loss")
     assert held_out[60] < 0.5 * math.log(4), "it learns what holds for other images"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(["fsdp2", "zero3"], daily=["fsdp2"]))
-def test_the_pages_own_trainer_trains_and_resumes_exactly(folder: Path, strategy: str, tmp_path: Path) -> None:
+def test_the_pages_own_trainer_trains_and_resumes_exactly(
+    folder: Path, strategy: str, tmp_path: Path
+) -> None:
     """Two processes by Lightning's own launcher: 20 steps at once, and 10 and then 20.
 
     fsdp2 has the core's dependencies alone.
     """
     path = without_extras(tmp_path) if strategy == "fsdp2" else str(folder)
-    text = (folder / "own.py").read_text("utf-8").replace('strategy="fsdp2"', f'strategy="{strategy}"')
-    text = text.replace('dirpath="checkpoints"', "dirpath=sys.argv[1]").replace("Console()", "Console(line_every_s=0)")
+    text = (
+        (folder / "own.py").read_text("utf-8").replace('strategy="fsdp2"', f'strategy="{strategy}"')
+    )
+    text = text.replace('dirpath="checkpoints"', "dirpath=sys.argv[1]").replace(
+        "Console()", "Console(line_every_s=0)"
+    )
     text = text.replace("max_steps=20", "max_steps=int(sys.argv[2]), logger=False")
     script = folder / f"{strategy}.py"
     script.write_text(f"import sys\n{text}", encoding="utf-8")

@@ -1,4 +1,5 @@
-"""Every metric of docs/metrics.md is in metrics.jsonl, and in TensorBoard's and WandB's files, also after a restart."""
+"""Every metric of docs/metrics.md is in metrics.jsonl, and in TensorBoard's and WandB's files, also
+after a restart."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ trainer:
 def documented() -> list[str]:
     """The names in the tables: a row begins with them, separated by commas."""
     names: list[str] = []
-    for section in re.split(r"^## ", (ROOT / "docs" / "metrics.md").read_text("utf-8"), flags=re.MULTILINE):
+    for section in re.split(
+        r"^## ", (ROOT / "docs" / "metrics.md").read_text("utf-8"), flags=re.MULTILINE
+    ):
         if not section.startswith(NOT_HERE):
             for cell in re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE):
                 names += re.findall(r"`([a-z]+/[\w/<>]+)`", cell)
@@ -43,11 +46,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture of experts on two processes, which crashes in step 7 and resumes from step 4."""
     folder = tmp_path_factory.mktemp("metrics")
     shutil.copytree(PROJECT / "configs", folder / "configs")
-    shutil.copytree(PROJECT / PACKAGE, folder / "trainer_dev", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        PROJECT / PACKAGE, folder / "trainer_dev", ignore=shutil.ignore_patterns("__pycache__")
+    )
     (folder / "loggers.yaml").write_text(LOGGERS, "utf-8")
     (folder / "texts").mkdir()
     for number in range(30):
-        (folder / "texts" / f"{number}.txt").write_text(f"{number} is a number of some length. " * 30, "utf-8")
+        (folder / "texts" / f"{number}.txt").write_text(
+            f"{number} is a number of some length. " * 30, "utf-8"
+        )
     stop = "{class_path: tests.support.runs.StopAfter, init_args: {step: 7}}"
     flags = f"""--config loggers.yaml --config strategy/ddp --run.root {folder}/runs --run.name r
         --data.source TextFiles --data.source.paths [{folder}/texts/*.txt] --data.tokenizer Bytes --data.seq_len 32
@@ -59,7 +66,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for more, code in (["--trainer.callbacks+", stop], 1), ([], 0):
         command = [sys.executable, "-m", "trainer_dev", "fit", *shlex.split(flags), *more]
         ended = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+            command,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
         assert ended.returncode == code, ended.stdout + ended.stderr
     return folder / "runs" / "r" / "one"
@@ -75,14 +88,18 @@ def test_the_tables_are_read() -> None:
 @pytest.mark.slow
 @pytest.mark.nightly  # a minute
 @pytest.mark.parametrize("logger", ["tensorboard", "wandb"])
-def test_every_documented_metric_is_logged_at_its_steps_also_after_a_restart(run: Path, logger: str) -> None:
+def test_every_documented_metric_is_logged_at_its_steps_also_after_a_restart(
+    run: Path, logger: str
+) -> None:
     reader = read_back
     points = getattr(reader, f"{logger}_points")(run)
     expected: dict[str, dict[int, float]] = {}
     for step, metrics in reader.metrics(run).items():
         for name, value in metrics.items():
             expected.setdefault(name, {})[step] = value
-    known = {re.sub(r"layer_\d+", "layer_<n>", name): name for name in expected}  # <n>: the last layer
+    known = {
+        re.sub(r"layer_\d+", "layer_<n>", name): name for name in expected
+    }  # <n>: the last layer
     assert not set(documented()) - set(known), "documented, and in no metrics.jsonl"
     assert not set(known) - set(documented()) - {"epoch"}, "logged, and not documented"
     assert set(expected["train/loss"]) == set(range(1, 11)), "a step is missing"
@@ -90,6 +107,11 @@ def test_every_documented_metric_is_logged_at_its_steps_also_after_a_restart(run
         shown = {step: points[name][step][-1] for step in expected[name]}
         assert shown == pytest.approx(expected[name], rel=1e-6, nan_ok=True), name
     for name in ("train/loss", "train/tokens", "eval/loss", "moe/unused_experts"):
-        again = {4, *(range(5, 8) if logger == "wandb" else ())}  # 4: its validation; W&B keeps steps done again
+        again = {
+            4,
+            *(range(5, 8) if logger == "wandb" else ()),
+        }  # 4: its validation; W&B keeps steps done again
         for step, values in points[name].items():
-            assert len(set(values)) == 1 and (len(values) == 1 or step in again), f"{name} is logged twice"
+            assert len(set(values)) == 1 and (len(values) == 1 or step in again), (
+                f"{name} is logged twice"
+            )

@@ -22,16 +22,27 @@ PACKAGE = "{{cookiecutter.package_name}}"
 
 
 def edited(module: str, page: str) -> str:
-    """`module` after the edits that `page` asks for: its classes for the default architecture, its methods for ours."""
+    """`module` after the edits that `page` asks for: its classes for the default architecture, its
+    methods for ours."""
     classes, methods = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     body = ast.parse(module).body
     (default,) = [node for node in body if isinstance(node, ast.Assign)]
-    (ours,) = [node for node in body if isinstance(node, ast.ClassDef) and node.name == "LanguageModule"]
-    new = {node.name: source(methods, node) for node in ast.parse(methods).body if isinstance(node, ast.FunctionDef)}
-    methods_of_ours = [node for node in ours.body if isinstance(node, ast.FunctionDef) and node.name in new]
+    (ours,) = [
+        node for node in body if isinstance(node, ast.ClassDef) and node.name == "LanguageModule"
+    ]
+    new = {
+        node.name: source(methods, node)
+        for node in ast.parse(methods).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    methods_of_ours = [
+        node for node in ours.body if isinstance(node, ast.FunctionDef) and node.name in new
+    ]
     edits = [(source(module, node), new.pop(node.name)) for node in methods_of_ours]
     last = source(module, ours.body[-1])  # methods that only the base class has are appended
-    module = module.replace(last, "\n\n".join([last, *(textwrap.indent(text, "    ") for text in new.values())]))
+    module = module.replace(
+        last, "\n\n".join([last, *(textwrap.indent(text, "    ") for text in new.values())])
+    )
     edits.append((source(module, default), classes))
     for old, text in edits:
         indented = old.startswith("    ")
@@ -40,7 +51,9 @@ def edited(module: str, page: str) -> str:
 
 
 def source(text: str, node: ast.stmt) -> str:
-    first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+    first = min(
+        [node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))]
+    )
     return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
 
 
@@ -48,7 +61,11 @@ def source(text: str, node: ast.stmt) -> str:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own_model")
     shutil.copytree(PROJECT / "configs", folder / "configs")
-    shutil.copytree(PROJECT / PACKAGE, folder / "trainer_dev", ignore=shutil.ignore_patterns("tests", "__pycache__"))
+    shutil.copytree(
+        PROJECT / PACKAGE,
+        folder / "trainer_dev",
+        ignore=shutil.ignore_patterns("tests", "__pycache__"),
+    )
     module = folder / "trainer_dev" / "module.py"
     module.write_text(edited(module.read_text("utf-8"), PAGE.read_text("utf-8")), "utf-8")
     texts = folder / "texts"
@@ -66,19 +83,30 @@ def losses(project: Path, strategy: str) -> list[float]:
         --model.architecture {{width:\\ 32,num_layers:\\ 2,num_heads:\\ 2}}
         --model.sample_tokens 4 --trainer.accelerator cpu --trainer.devices 2 --trainer.max_steps 4
         --trainer.val_check_interval 4 --trainer.log_every_n_steps 1"""
-    environment = {k: v for k, v in os.environ.items() if k != "DIST_RUN_ID"} | {"OMP_NUM_THREADS": "1"}
+    environment = {k: v for k, v in os.environ.items() if k != "DIST_RUN_ID"} | {
+        "OMP_NUM_THREADS": "1"
+    }
     command = [sys.executable, "-m", "trainer_dev", "fit", *shlex.split(flags)]
     run = subprocess.run(
-        command, cwd=project, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command,
+        cwd=project,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     (folder,) = (project / "runs" / strategy).iterdir()
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+    ]
     return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
 @pytest.mark.slow
-@pytest.mark.nightly  # a minute; test_any_module.py trains models that are not of transformers in `make test`
+# a minute; test_any_module.py trains models that are not of transformers in `make test`
+@pytest.mark.nightly
 def test_the_model_of_the_docs_trains_alike_under_ddp_fsdp2_and_zero(project: Path) -> None:
     expected = losses(project, "ddp")
     assert len(expected) == 4

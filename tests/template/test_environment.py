@@ -102,7 +102,8 @@ PLANS: dict[str, tuple[Callable[[Machine], None], str, list[str]]] = {
     ),
     "a stale lock": (
         stale, "",
-        ["torch==2.13.0.cpu$", "setuptools==84.2.1$", "transformers==5.23.1\n", "deepspeed==0.19.8$"],
+        ["torch==2.13.0.cpu$", "setuptools==84.2.1$", "transformers==5.23.1\n",
+            "deepspeed==0.19.8$"],
     ),
     "without hashes": (
         nothing, "HASHES=", ["torch==2.13.0.cpu$", "setuptools", "yarl==1.25.1\n", "deepspeed"],
@@ -188,7 +189,9 @@ def test_setup_stops_with_one_sentence(machine: Machine, case: str) -> None:
 
 
 def test_an_old_python_starts_a_newer_one_or_says_which_it_is(machine: Machine) -> None:
-    trick = "import sys; sys.version_info = (3, 10); sys.version = '3.10.1'; sys.argv = sys.argv[1:]; "
+    trick = (
+        "import sys; sys.version_info = (3, 10); sys.version = '3.10.1'; sys.argv = sys.argv[1:]; "
+    )
     trick += "exec(open('environment.py').read())"
     machine.has("python3", f'#!/bin/bash\nexec "{sys.executable}" -c "{trick}" "$@"\n')
     said, asked = machine.setup()

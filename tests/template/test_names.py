@@ -19,15 +19,12 @@ from .conftest import ROOT, SOURCE, Bake, assert_valid, bake_into, run
 WORK = {
     "quotes": """Bob's "best" 'model'""",
     "triple quotes": "'''; import os; '''\"\"\"",
-    "backslashes": "C:\\new\\table \\",
-    "one brace": "a { b } c",
-    "chinese": "深度学习 trainer",
+    "backslashes": "C:\\new\\table \\", "one brace": "a { b } c", "chinese": "深度学习 trainer",
     "emoji": "Rocket 🚀 trainer 👩‍🚀",
     "markup": "<b>*bold*</b> & `code` # [x](y) -- | :",
     "shell": "$(touch owned) `touch owned` ; touch owned",
-    "200 characters": "long name " * 20,
-    "accents": "Ünïcødé modèle",
-}
+    "200 characters": "long name " * 20, "accents": "Ünïcødé modèle",
+}  # fmt: skip
 REFUSED_PACKAGES = (
     """
     two-words 1st naïve class match json Test torch Lightning yaml datasets configs a/b .. __init__ 模型
@@ -54,7 +51,9 @@ def test_hostile_text_is_only_text(bake: Bake, tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["My Model 2", "2 towers", "under_score", "dots.and-dashes"])
-def test_derived_names_are_valid_or_refused_by_name(bake: Bake, capfd: pytest.CaptureFixture[str], name: str) -> None:
+def test_derived_names_are_valid_or_refused_by_name(
+    bake: Bake, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
     try:
         project = bake(project_name=name)
     except FailedHookException:
@@ -76,18 +75,28 @@ def refused(tmp_path: Path, capfd: pytest.CaptureFixture[str], **answers: str) -
 
 
 @pytest.mark.parametrize("name", REFUSED_PACKAGES)
-def test_bad_package_name_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
-    assert refused(tmp_path, capfd, project_slug="fine", package_name=name).startswith("package_name ")
+def test_bad_package_name_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert refused(tmp_path, capfd, project_slug="fine", package_name=name).startswith(
+        "package_name "
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED_SLUGS)
 def test_bad_slug_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
-    assert refused(tmp_path, capfd, project_slug=name, package_name="fine").startswith("project_slug ")
+    assert refused(tmp_path, capfd, project_slug=name, package_name="fine").startswith(
+        "project_slug "
+    )
 
 
 @pytest.mark.parametrize("key", ["project_name", "description", "author"])
-@pytest.mark.parametrize("text", ["two\nlines", "tab\there", "bell\a", "sep\u2028arator", "x" * 301, " "])
-def test_bad_text_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str], key: str, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["two\nlines", "tab\there", "bell\a", "sep\u2028arator", "x" * 301, " "]
+)
+def test_bad_text_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], key: str, text: str
+) -> None:
     answers = {"project_slug": "fine", key: text}
     assert refused(tmp_path, capfd, **answers).startswith(f"{key} ")
 
@@ -102,11 +111,15 @@ def test_slug_that_is_no_folder_is_refused_before_one_is_made(tmp_path: Path, sl
 def test_a_name_of_emoji_alone_asks_for_a_slug(tmp_path: Path) -> None:
     with pytest.raises(UndefinedError, match="project_slug must be one folder name"):
         bake_into(tmp_path / "bakes", project_name="🚀🚀")
-    assert bake_into(tmp_path / "bakes", project_name="🚀🚀", project_slug="rocket").package == "rocket"
+    assert (
+        bake_into(tmp_path / "bakes", project_name="🚀🚀", project_slug="rocket").package
+        == "rocket"
+    )
 
 
 def test_braces_that_cookiecutter_would_evaluate_are_refused(tmp_path: Path) -> None:
-    """cookiecutter renders answers given with --no-input: an unknown name in them stops it at once."""
+    """cookiecutter renders answers given with --no-input: an unknown name in them stops it at
+    once."""
     with pytest.raises(UndefinedVariableInTemplate, match="project_name"):
         bake_into(tmp_path / "bakes", project_name="{{ braces }}")
     assert not (tmp_path / "bakes").exists()
@@ -116,7 +129,9 @@ def test_braces_typed_at_the_prompt_stay_text(tmp_path: Path) -> None:
     """The command line, with answers on stdin: what is typed is not rendered."""
     name = "a {{ 7 * 7 }} {% raw %} b"
     typed = f"{name}\nbraces\nbraces\n{name}\n{name}\n1\n1\n"
-    command = [sys.executable, "-m", "cookiecutter", str(ROOT), "--default-config", "-o", str(tmp_path)]
+    command = [
+        sys.executable, "-m", "cookiecutter", str(ROOT), "--default-config", "-o", str(tmp_path),
+    ]  # fmt: skip
     done = subprocess.run(command, input=typed, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     metadata = tomllib.loads((tmp_path / "braces" / "pyproject.toml").read_text())["project"]
@@ -124,7 +139,9 @@ def test_braces_typed_at_the_prompt_stay_text(tmp_path: Path) -> None:
 
 
 def test_a_refusal_on_the_command_line_exits_with_1_and_leaves_nothing(tmp_path: Path) -> None:
-    command = ["cookiecutter", str(ROOT), "--no-input", "--default-config", "-o", str(tmp_path / "out")]
+    command = [
+        "cookiecutter", str(ROOT), "--no-input", "--default-config", "-o", str(tmp_path / "out"),
+    ]  # fmt: skip
     done = run(sys.executable, "-m", *command, "package_name=torch", cwd=tmp_path)
     assert done.returncode == 1
     assert "package_name 'torch' is the name of a package that the project needs" in done.stderr

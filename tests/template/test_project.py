@@ -30,7 +30,9 @@ def test_a_fresh_environment_trains_and_is_built_again_without_a_network_and_fro
     def place() -> Path:
         where = [".venv/bin/python", "-c", "import dist_template; print(dist_template.__file__)"]
         settings = {key: value for key, value in os.environ.items() if key not in OUTER}
-        found = subprocess.run(where, cwd=project.path, env=settings, capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            where, cwd=project.path, env=settings, capture_output=True, text=True, check=True
+        )
         return Path(found.stdout.strip()).parent
 
     done("setup")

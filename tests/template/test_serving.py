@@ -48,7 +48,8 @@ def test_compose_serves_on_loopback_and_waits_for_running_requests() -> None:
     assert service["volumes"][0].endswith(f":{given.model}")
 
 
-# Object -> the fields that the Kubernetes API of that version has, as far as they are sensible here. A field that is
+# Object -> the fields that the Kubernetes API of that version has, as far as they are sensible
+# here. A field that is
 # not in the table is a slip, or needs a line here.
 FIELDS: dict[str, str] = {
     "Deployment": "apiVersion kind metadata spec",
@@ -58,12 +59,15 @@ FIELDS: dict[str, str] = {
     "Deployment.spec.template": "metadata spec",
     "Deployment.spec.template.spec": "automountServiceAccountToken containers securityContext"
     " terminationGracePeriodSeconds volumes nodeSelector tolerations affinity serviceAccountName",
-    "Deployment.spec.template.spec.securityContext": "fsGroup runAsGroup runAsNonRoot runAsUser seccompProfile",
-    "Deployment.spec.template.spec.containers": "args command env image imagePullPolicy lifecycle livenessProbe name"
+    "Deployment.spec.template.spec.securityContext": "fsGroup runAsGroup runAsNonRoot runAsUser "
+    "seccompProfile",
+    "Deployment.spec.template.spec.containers": "args command env image imagePullPolicy lifecycle "
+    "livenessProbe name"
     " ports readinessProbe resources securityContext startupProbe volumeMounts",
     "Deployment.spec.template.spec.containers.ports": "containerPort name protocol",
     "Deployment.spec.template.spec.containers.resources": "limits requests",
-    "Deployment.spec.template.spec.containers.securityContext": "allowPrivilegeEscalation capabilities"
+    "Deployment.spec.template.spec.containers.securityContext": "allowPrivilegeEscalation "
+    "capabilities"
     " readOnlyRootFilesystem runAsNonRoot runAsUser",
     "Deployment.spec.template.spec.containers.volumeMounts": "mountPath name readOnly subPath",
     **{
@@ -71,7 +75,8 @@ FIELDS: dict[str, str] = {
         " periodSeconds successThreshold timeoutSeconds"
         for probe in ("livenessProbe", "readinessProbe", "startupProbe")
     },
-    "Deployment.spec.template.spec.volumes": "configMap emptyDir hostPath name persistentVolumeClaim secret",
+    "Deployment.spec.template.spec.volumes": "configMap emptyDir hostPath name "
+    "persistentVolumeClaim secret",
     "Service": "apiVersion kind metadata spec",
     "Service.spec": "ports selector type",
     "Service.spec.ports": "name port protocol targetPort",
@@ -91,7 +96,9 @@ def unknown_fields(value: Any, path: str) -> list[str]:
         return []
     allowed = FIELDS.get(path, "").split()
     wrong = [f"{path}.{key}" for key in value if allowed and key not in allowed]
-    return wrong + [found for key, each in value.items() for found in unknown_fields(each, f"{path}.{key}")]
+    return wrong + [
+        found for key, each in value.items() for found in unknown_fields(each, f"{path}.{key}")
+    ]
 
 
 def wrong_objects(text: str) -> list[str]:
@@ -99,7 +106,8 @@ def wrong_objects(text: str) -> list[str]:
     manifest = yaml.safe_load(text)
     items = {item["kind"]: item for item in manifest["items"]}
     found = [] if (manifest["apiVersion"], manifest["kind"]) == ("v1", "List") else ["not a list"]
-    found += [f"{kind}: {items.get(kind, {}).get('apiVersion')}" for kind, version in VERSIONS.items()
+    found += [f"{kind}: {items.get(kind, {}).get('apiVersion')}" for kind,
+        version in VERSIONS.items()
               if items.get(kind, {}).get("apiVersion") != version]  # fmt: skip
     for kind, item in items.items():
         found += unknown_fields(item, kind)
@@ -109,22 +117,36 @@ def wrong_objects(text: str) -> list[str]:
     pod = deployment["template"]["spec"]
     (container,) = pod["containers"]
     labels = deployment["template"]["metadata"]["labels"].items()
-    if not deployment["selector"]["matchLabels"].items() <= labels or not service["selector"].items() <= labels:
+    if (
+        not deployment["selector"]["matchLabels"].items() <= labels
+        or not service["selector"].items() <= labels
+    ):
         found.append("a selector does not match the pods' labels")
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    probes = [container[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")]
-    if {probe["port"] for probe in probes} | {port["targetPort"] for port in service["ports"]} != set(ports):
+    probes = [
+        container[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")
+    ]
+    if {probe["port"] for probe in probes} | {
+        port["targetPort"] for port in service["ports"]
+    } != set(ports):
         found.append("a probe or the service names another port")
     if [probe["path"] for probe in probes] != ["/health", "/health", "/health"]:
         found.append("a probe asks for another path")
-    if {mount["name"] for mount in container["volumeMounts"]} != {volume["name"] for volume in pod["volumes"]}:
+    if {mount["name"] for mount in container["volumeMounts"]} != {
+        volume["name"] for volume in pod["volumes"]
+    }:
         found.append("a mount has no volume")
     target = scaler["scaleTargetRef"]
     if (target["kind"], target["name"]) != ("Deployment", items["Deployment"]["metadata"]["name"]):
         found.append("the autoscaler scales something else")
-    if not 1 <= scaler["minReplicas"] <= scaler["maxReplicas"] or "cpu" not in container["resources"]["requests"]:
+    if (
+        not 1 <= scaler["minReplicas"] <= scaler["maxReplicas"]
+        or "cpu" not in container["resources"]["requests"]
+    ):
         found.append("the autoscaler has no range, or nothing to measure")
-    if not pod["securityContext"]["runAsNonRoot"] or container["securityContext"]["capabilities"] != {"drop": ["ALL"]}:
+    if not pod["securityContext"]["runAsNonRoot"] or container["securityContext"][
+        "capabilities"
+    ] != {"drop": ["ALL"]}:
         found.append("it runs as root")
     given = command.flags(container["args"][1:])
     if list(ports.values()) != [given.port] or given.host != "0.0.0.0":

@@ -20,44 +20,24 @@ PACKAGE = "trainer_dev"
 MODULE, DATA = f"{PACKAGE}/module.py", f"{PACKAGE}/data.py"
 MASK = 'batch["labels"]'
 
-# What a user did wrong: file, text there, text in its place, the check that must fail, its sentence.
+# What a user did wrong: file, text there, text in its place, the check that must fail, its
+# sentence.
 EDITS = {
-    "a misspelt key": (
-        "configs/cluster.yaml",
-        "precision: bf16-mixed",
-        "precison: bf16-mixed",
-        "a_configuration_can_be_added-cluster",
-        "precison",
-    ),
-    "labels that are not shifted": (
-        DATA,
-        "        return batch\n",
+    "a misspelt key": ("configs/cluster.yaml", "precision: bf16-mixed", "precison: bf16-mixed",
+        "a_configuration_can_be_added-cluster", "precison"),
+    "labels that are not shifted": (DATA, "        return batch\n",
         '        return batch | {"labels": batch["input_ids"].clone()}\n',
-        "labels_are_the_next_tokens",
-        "labels are not the next token",
-    ),
-    "a mean of the micro-batch": (
-        MODULE,
-        'batch["tokens_per_micro_batch"]',
-        f"({MASK} != -100).sum()",
-        "two_ranks_train_as-one_big_batch",
-        "'accumulation = one big batch'",
-    ),
-    "a loss that does not reach the model": (
-        MODULE,
-        "        return cross_entropy\n",
+        "labels_are_the_next_tokens", "labels are not the next token"),
+    "a mean of the micro-batch": (MODULE, 'batch["tokens_per_micro_batch"]',
+        f"({MASK} != -100).sum()", "two_ranks_train_as-one_big_batch",
+        "'accumulation = one big batch'"),
+    "a loss that does not reach the model": (MODULE, "        return cross_entropy\n",
         "        return cross_entropy.detach().requires_grad_()\n",
-        "every_trainable_parameter_gets_a_gradient",
-        "trainable parameters get no gradient",
-    ),
-    "a loss with the wrong sign": (
-        MODULE,
-        "        return cross_entropy\n",
-        "        return -cross_entropy\n",
-        "the_initial_loss_is_that_of_a_uniform_guess",
-        "a uniform guess has",
-    ),
-}
+        "every_trainable_parameter_gets_a_gradient", "trainable parameters get no gradient"),
+    "a loss with the wrong sign": (MODULE, "        return cross_entropy\n",
+        "        return -cross_entropy\n", "the_initial_loss_is_that_of_a_uniform_guess",
+        "a uniform guess has"),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -105,7 +85,9 @@ def test_a_check_is_skipped_by_its_name_alone() -> None:
     project = Project(PACKAGE)
     checks = project_checks(project, skip={"labels_are_the_next_tokens": "pixels"})
     marks = {param.id: [mark.name for mark in param.marks] for param in checks.args[1]}
-    assert {name for name, found in marks.items() if found == ["skip"]} == {"labels_are_the_next_tokens"}
+    assert {name for name, found in marks.items() if found == ["skip"]} == {
+        "labels_are_the_next_tokens"
+    }
     slow = {f"a_sharded_strategy_passes_every_check-{name}" for name in ("fsdp2", "zero3")}
     assert {name for name, found in marks.items() if found == ["slow"]} == slow
     with pytest.raises(ValueError, match="'labels'.*one_batch_can_be_overfitted"):

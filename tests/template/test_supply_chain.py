@@ -129,14 +129,17 @@ DAYS = {"1.0": 30, "1.1": 1, "2.13.0": 30, "2.14.0": 30, "2.14.0+cpu": 30}
 
 
 def index(path: str, _: bytes) -> Any:
-    """Two package indexes: torch has its own versions, in /cpu/ CPU builds; other packages 1.0, 1.1."""
+    """Two package indexes: torch has its own versions, in /cpu/ CPU builds; other packages 1.0,
+    1.1."""
     name = path.strip("/").split("/")[-1]
     if path.endswith(".metadata"):
         package, version = name.split("-")[:2]
         return f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n".encode()
     files = []
     for version in DAYS:
-        if version.startswith("2") != (name == "torch") or ("+" in version) != path.startswith("/cpu"):
+        if version.startswith("2") != (name == "torch") or ("+" in version) != path.startswith(
+            "/cpu"
+        ):
             continue
         wheel = f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
         uploaded = f"{datetime.now(UTC) - timedelta(days=DAYS[version]):%FT%TZ}"
