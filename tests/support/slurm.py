@@ -40,7 +40,8 @@ SlurmdTimeout=10
 JobRequeue=1
 KillWait=20
 OverTimeLimit=0
-NodeName=n[1-3] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 RealMemory=2000 State=UNKNOWN
+NodeName=n[1-3] NodeHostname={host} NodeAddr=127.0.0.1 \
+Port=[{first}-{last}] CPUs=2 RealMemory=2000 State=UNKNOWN
 PartitionName=main Nodes=n[1-3] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=n[1-3] MaxTime=INFINITE State=UP PriorityTier=10
 """

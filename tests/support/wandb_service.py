@@ -19,7 +19,7 @@ class Service:
         self.config: dict[str, Any] = {}
         handler = type("Handler", (_Handler,), {"service": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.handle_error = lambda *_: None  # ty: ignore[invalid-assignment]  (clients hang up as they like)
+        self._server.handle_error = lambda *_: None  # ty: ignore[invalid-assignment]
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self.is_away = False
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

@@ -52,7 +52,8 @@ MARKED = re.compile(
 )  # blocks that run on a CPU
 # What a marked training gets besides its own flags, so that it takes seconds.
 SHORT = """trainer: {max_steps: 2, val_check_interval: 2, limit_val_batches: 1}
-data: {source: {class_path: TextFiles, init_args: {paths: [configs/**/*.yaml]}}, tokenizer: Bytes, seq_len: 32}
+data: {source: {class_path: TextFiles, init_args: {paths: [configs/**/*.yaml]}},
+  tokenizer: Bytes, seq_len: 32}
 last_checkpoint: {every_n_steps: 1}
 """
 

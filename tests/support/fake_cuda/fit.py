@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.fake_cuda import torch_cuda  # noqa: F401, I001  (before anything else uses torch.cuda)
+from tests.support.fake_cuda import torch_cuda  # noqa: F401, I001  (first)
 
 if os.environ.get("FAKE_NCCL"):
     from tests.support.fake_cuda import backend  # noqa: F401
