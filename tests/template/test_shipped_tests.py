@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from dist_template import Project
 from dist_template.testing import project_checks
 from tests.support.tiers import tiers
 
-from .conftest import SOURCE
+from .conftest import copied_project, run
 
 PACKAGE = "trainer_dev"
 MODULE, DATA = f"{PACKAGE}/module.py", f"{PACKAGE}/data.py"
@@ -42,23 +41,14 @@ EDITS = {
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    shutil.copytree(SOURCE / "configs", tmp_path / "configs")
-    caches = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(SOURCE / "tests", tmp_path / "tests", ignore=caches)
-    shutil.copytree(SOURCE / "{{cookiecutter.package_name}}", tmp_path / PACKAGE, ignore=caches)
-    return tmp_path
+    return copied_project(tmp_path)
 
 
 def run_tests(project: Path, selection: list[str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
     command += [f"--rootdir={project}", *selection]
-    environment = os.environ | {
-        "PYTHONPATH": f"{project}{os.pathsep}{os.environ['PYTHONPATH']}",
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.run(
-        command, cwd=project, env=environment, capture_output=True, text=True, check=False
-    )
+    path = f"{project}{os.pathsep}{os.environ['PYTHONPATH']}"
+    return run(*command, cwd=project, PYTHONPATH=path, OMP_NUM_THREADS="1")
 
 
 @pytest.mark.slow
