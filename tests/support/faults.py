@@ -153,8 +153,12 @@ def layer_outside_of_the_tensor_parallel_plan(build: Any, self: Any, data: Any) 
 
 
 def double_gradient(self: Any, parameter: Tensor) -> None:
+    def double(each: Tensor) -> None:
+        assert each.grad is not None
+        each.grad.mul_(2)
+
     if self.trainer.world_size > 1:
-        parameter.register_post_accumulate_grad_hook(lambda each: each.grad.mul_(2) and None)
+        parameter.register_post_accumulate_grad_hook(double)
 
 
 @after_configure_model
