@@ -1,5 +1,4 @@
-"""The table of models: without a mend its rows turn red, and a sample of it, another one each day,
-is still so."""
+"""The table of models: rows turn red without a mend; a sample, another each day, is right."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import datetime
 import json
 import random
 import subprocess
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,18 +65,9 @@ MENDS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "variant", "arm", "remove", "why"), MENDS, ids=[mend[0] for mend in MENDS]
-)
-def test_a_row_turns_red_without_its_mend(
-    cases: zoo.Zoo,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    variant: str,
-    arm: str,
-    remove: Callable,
-    why: str,
-) -> None:
+@pytest.mark.parametrize("mend", MENDS, ids=lambda mend: mend[0])
+def test_a_row_turns_red_without_its_mend(cases: zoo.Zoo, monkeypatch: Any, mend: Any) -> None:
+    kind, variant, arm, remove, why = mend
     assert verdict(cases, kind, variant, arm) == ("right", "")
     monkeypatch.setattr(zoo, "without_table", remove)
     found, sentence = verdict(cases, kind, variant, arm)
@@ -100,12 +89,8 @@ TOUCHES = {  # a change of these files: the arms whose rows are all tried again
 
 
 def arms_of(changed: str) -> set[str]:
-    return {
-        arm
-        for path, arms in TOUCHES.items()
-        if f"src/dist_template/{path}" in changed
-        for arm in arms
-    }
+    touched = [arms for path, arms in TOUCHES.items() if f"src/dist_template/{path}" in changed]
+    return {arm for arms in touched for arm in arms}
 
 
 def due(today: datetime.date, changed: str) -> list[tuple[str, str, str]]:
@@ -178,11 +163,10 @@ def test_fit_calls_a_class_of_the_users_own_unproven_and_rehearse_names_its_faul
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planted_model.register()
-    sizes = "hidden_size: 48, intermediate_size: 74, num_hidden_layers: 2, num_attention_heads: 4"
+    sizes = "hidden_size: 48, intermediate_size: 74, num_hidden_layers: 2, num_attention_heads: 4,"
+    sizes += " num_key_value_heads: 2"
     flags = [f"--config={CONFIGS}/quickstart.yaml", "--config=strategy/tp", "--data.prompts=[]"]
-    flags += [
-        f"--model.architecture={{model_type: {planted_model.NAME}, {sizes}, num_key_value_heads: 2}}"
-    ]
+    flags += [f"--model.architecture={{model_type: {planted_model.NAME}, {sizes}}}"]
     with Workers(2) as workers:
         fit = [
             *flags, "--trainer.devices=2", "--trainer.max_steps=1", f"--run.root={tmp_path}/runs",
