@@ -29,34 +29,18 @@ class Service:
         self._server.server_close()
 
     def answer(self, operation: str, given: dict[str, Any]) -> dict[str, Any]:
-        run = {
-            "id": "1",
-            "name": given.get("name"),
-            "displayName": given.get("displayName"),
-            "sweepName": None,
-        }
+        run = {"id": "1", "sweepName": None}
+        run |= {key: given.get(key) for key in ("name", "displayName")}
         lines = self.lines.get(given.get("name", ""))
         if operation == "RunResumeStatus":
-            bucket = run | {
-                "config": json.dumps(self.config),
-                "wandbConfig": '{"t": 1}',
-                "tags": [],
-                "notes": None,
-            }
-            bucket |= {
-                "historyLineCount": len(lines or []),
-                "eventsLineCount": 0,
-                "logLineCount": 0,
-            }
-            bucket |= {
-                "historyTail": json.dumps([json.dumps(line) for line in (lines or [])[-1:]]),
-                "eventsTail": "[]",
-            }
-            bucket |= {"summaryMetrics": json.dumps((lines or [{}])[-1])}
-            return {
-                "model": {"id": "1", "name": "p", "entity": {"name": "e"}, "bucket":
-                    None if lines is None else bucket},
-            }  # fmt: skip
+            newest = (lines or [{}])[-1]
+            tail = json.dumps([json.dumps(line) for line in (lines or [])[-1:]])
+            counts = {"historyLineCount": len(lines or []), "eventsLineCount": 0}
+            bucket = run | counts | {"logLineCount": 0, "historyTail": tail, "eventsTail": "[]"}
+            bucket |= {"config": json.dumps(self.config), "wandbConfig": '{"t": 1}'}
+            bucket |= {"tags": [], "notes": None, "summaryMetrics": json.dumps(newest)}
+            found = None if lines is None else bucket
+            return {"model": {"id": "1", "name": "p", "entity": {"name": "e"}, "bucket": found}}
         if operation == "UpsertBucket":
             lines = self.lines.setdefault(given["name"], [])
             self.config.update(json.loads(given.get("config") or "{}"))
@@ -85,11 +69,8 @@ class _Handler(BaseHTTPRequestHandler):
             sent = {}
         answer: dict[str, Any] = {}
         if "query" in sent:
-            answer = {
-                "data": self.service.answer(
-                    sent.get("operationName", ""), sent.get("variables") or {}
-                )
-            }
+            given = sent.get("variables") or {}
+            answer = {"data": self.service.answer(sent.get("operationName", ""), given)}
         elif history := sent.get("files", {}).get("wandb-history.jsonl"):
             lines = self.service.lines.setdefault(self.path.split("/")[-2], [])
             lines[history["offset"] :] = [json.loads(line) for line in history["content"]]

@@ -103,7 +103,7 @@ def test_a_release_sets_the_version_in_every_place_and_commits(checkout: Path) -
     changed = run("git", "show", "--format=%s", "--name-only", cwd=checkout).stdout.split("\n")
     assert changed[0] == "Release 7.0.0"
     assert set(changed[2:]) - {""} == {"CHANGELOG.md", "cookiecutter.json", "pyproject.toml"}
-    assert '\nversion = "7.0.0"\n' in (checkout / "pyproject.toml").read_text("utf-8")
+    assert '\nversion = "7.0.0"' in (checkout / "pyproject.toml").read_text("utf-8")
     assert '"_version": "7.0.0"' in (checkout / "cookiecutter.json").read_text("utf-8")
     assert re.search(r"(?m)^## 7\.0\.0 \(\d{4}-\d\d-\d\d\)$", changelog.read_text("utf-8"))
     assert "the tag is v1.0.0, the version 7.0.0" in release(checkout, "build", "v1.0.0").stderr
