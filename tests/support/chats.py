@@ -10,29 +10,27 @@ from typing import Any
 import trl
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+CHATML = ("<|im_end|>", ["<|endoftext|>", "<|im_start|>"])
+LLAMA = ("<|eot_id|>", ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"])
+GEMMA = ("<eos>", ["<bos>", "<start_of_turn>", "<end_of_turn>"])
+COHERE = """<BOS_TOKEN> <|START_OF_TURN_TOKEN|> <|SYSTEM_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|>
+    <|START_RESPONSE|> <|END_RESPONSE|>""".split()
 SPECIAL = {  # family -> (EOS, other special tokens)
     "qwen3": ("<|im_end|>", ["<|im_start|>", "<|endoftext|>"]),
     "base": ("<|endoftext|>", ["<|pad|>"]),  # a model that has seen no conversation
-    **dict.fromkeys(
-        ["llama3", "llama3_1"],
-        ("<|eot_id|>", ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"])
-    ),
+    **dict.fromkeys(["llama3", "llama3_1"], LLAMA),
     "gemma4_v5": ("<turn|>", ["<bos>", "<|turn>", "<|channel>", "<channel|>"]),
-    "deepseekv3": ("<｜end▁of▁sentence｜>", ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]),
-    **dict.fromkeys(["qwen2_5", "qwen3_instruct_2507", "chatml"], ("<|im_end|>", ["<|endoftext|>",
-        "<|im_start|>"])),
-    **dict.fromkeys(["gemma", "gemma3"], ("<eos>", ["<bos>", "<start_of_turn>", "<end_of_turn>"])),
+    "deepseekv3": (
+        "<｜end▁of▁sentence｜>", ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]),
+    **dict.fromkeys(["qwen2_5", "qwen3_instruct_2507", "chatml"], CHATML),
+    **dict.fromkeys(["gemma", "gemma3"], GEMMA),
     "qwen3_5_think": ("<|im_end|>", ["<|endoftext|>", "<|im_start|>", "<think>", "</think>"]),
     "phi3": ("<|endoftext|>", ["<s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]),
-    "gptoss": ("<|return|>", ["<|startoftext|>", "<|start|>", "<|channel|>", "<|message|>",
-        "<|end|>", "<|call|>"]),
-    "glm4moe": ("<|endoftext|>", ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>",
-        "<|observation|>"]),
-    "cohere2": ("<|END_OF_TURN_TOKEN|>", [
-        "<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>",
-        "<|CHATBOT_TOKEN|>",
-        "<|START_RESPONSE|>", "<|END_RESPONSE|>",
-    ]),
+    "gptoss": (
+        "<|return|>", "<|startoftext|> <|start|> <|channel|> <|message|> <|end|> <|call|>".split()),
+    "glm4moe": (
+        "<|endoftext|>", "[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>".split()),
+    "cohere2": ("<|END_OF_TURN_TOKEN|>", COHERE),
     "mistral": ("</s>", ["<s>", "[INST]", "[/INST]"]),
 }  # fmt: skip
 TAGGED = (

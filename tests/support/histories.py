@@ -1,5 +1,4 @@
-"""Synthetic histories: a healthy run of any length, with changes, and for each rule a fault and a
-near miss."""
+"""Synthetic histories: a healthy run with changes, and for each rule a fault and a near miss."""
 
 from __future__ import annotations
 
@@ -13,9 +12,8 @@ import numpy as np
 from dist_template.wings.diagnose import History
 from dist_template.wings.history import Metrics
 
-Column = Callable[
-    [np.ndarray], np.ndarray
-]  # maps the (N,) completed shares of a training to (N,) values
+# Maps the (N,) completed shares of a training to (N,) values.
+Column = Callable[[np.ndarray], np.ndarray]
 
 LAYERS, EXPERTS = 12, 16
 
@@ -81,10 +79,7 @@ def a_run(
     facts: dict[str, Any] | None = None,
     **rest: Any,
 ) -> History:
-    """Returns a healthy run with changes: `steps` steps, logged every `every` steps, validated ten
-    times.
-
-    A further validation precedes training.
+    """Returns a healthy run with changes, validated ten times and before the training.
 
     Args:
         steps: Optimizer steps.
@@ -95,31 +90,19 @@ def a_run(
         facts: Values by path.
         rest: Other fields of `History`.
     """
-    config = {
-        "trainer.max_steps": steps,
-        "trainer.val_check_interval": max(steps // 10, 1),
-        **CONFIG,
-        **(config or {}),
-    }
+    own = {"trainer.max_steps": steps, "trainer.val_check_interval": max(steps // 10, 1)}
     history = History(
         Path("runs/a/b"),
-        config=nested(config),
+        config=nested(own | CONFIG | (config or {})),
         facts=nested(FACTS | (facts or {})),
         metrics=Metrics(),
     )
     history.environment = {"job_started": 0.0, "cpu_count": 16}
-    history.goodput = {
-        "start": 60.0,
-        "productive": 0.5 * steps * upto,
-        "validation": 0.01 * steps,
-        "checkpoint": 20.0,
-    }
+    history.goodput = {"start": 60.0, "productive": 0.5 * steps * upto, "checkpoint": 20.0}
+    history.goodput["validation"] = 0.01 * steps
     for kind, frequency in ((COLUMNS, every), (EVAL, steps // 10)):
-        made = {
-            **kind,
-            **{name: column for name, column in (columns or {}).items() if (name in EVAL) == (
-                kind is EVAL)},
-        }  # fmt: skip
+        changed = columns or {}
+        made = kind | {k: changed[k] for k in changed if (k in EVAL) == (kind is EVAL)}
         at = np.arange(0 if kind is EVAL else frequency, int(steps * upto) + 1, frequency)
         values = {name: column(at / steps) for name, column in made.items() if column}
         for index, step in enumerate(at.tolist()):
@@ -152,9 +135,8 @@ def incident(
     step: int, loss: float = math.nan, rank: int = 0, decision: str = "stop", **more: Any
 ) -> dict[str, Any]:
     ranks = [{"rank": r, "loss": 2.0, "rows": [[r]]} for r in range(8)]
-    found = {
-        "step": step, "kind": "non_finite", "decision": decision, "loss": loss, "suspects": [rank],
-    }  # fmt: skip
+    found = {"step": step, "kind": "non_finite", "decision": decision, "loss": loss}
+    found["suspects"] = [rank]
     return found | {"ranks": ranks} | more
 
 
@@ -192,9 +174,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "loss_spikes": (_loss(_spikes), _loss(lambda done: noisy(loss(done), 0.03))),
     "loss_not_decreasing": (
         _loss(lambda done: noisy(np.full_like(done, 10.82), 0.002)),
-        _loss(
-            lambda done: noisy(np.full_like(done, 3.0), 0.002)
-        ),  # fine-tuning: the first loss is low
+        # fine-tuning: the first loss is low
+        _loss(lambda done: noisy(np.full_like(done, 3.0), 0.002)),
     ),
     "labels_masked": (_metric("train/loss", flat(0.0)), _metric("train/loss", flat(0.2))),
     "experts_unused": (
