@@ -95,12 +95,16 @@ def collapse_router(favoured: int) -> None:
 
 def make_nan(name: str, call: int) -> None:
     """The module returns NaN from its `call`th training forward on."""
-    calls = itertools.count()
 
-    def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return output * float("nan") if module.training and next(calls) >= call else output
+    def spoil(model: nn.Module) -> None:
+        calls = itertools.count()
 
-    edit_model(lambda model: model.get_submodule(name).register_forward_hook(hook))
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            return output * float("nan") if module.training and next(calls) >= call else output
+
+        model.get_submodule(name).register_forward_hook(hook)
+
+    edit_model(spoil)
 
 
 def detach_loss() -> None:
