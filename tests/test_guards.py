@@ -35,7 +35,8 @@ GUARDS = {
         "text/batches/loader.py",
         "return total, dist.all_reduce(total, async_op=True) if several else None",
         "return total, None",
-        "parallel/test_parity.py::test_a_strategy_trains_to_the_numbers_of_one_process[deepseek_v3-fsdp2]",
+        "parallel/test_parity.py"
+        "::test_a_strategy_trains_to_the_numbers_of_one_process[deepseek_v3-fsdp2]",
     ),
     "the order of samples depends on no rank": Guard(
         "callbacks/global_order.py",
@@ -47,7 +48,8 @@ GUARDS = {
         "callbacks/global_order.py",
         'self._base = self._loaded["consumed_samples"]',
         "self._base = 0",
-        "parallel/test_training_parity.py::test_a_resumed_run_ends_bit_identical_to_one_never_stopped",
+        "parallel/test_training_parity.py"
+        "::test_a_resumed_run_ends_bit_identical_to_one_never_stopped",
     ),
     "evaluation counts each sample once": Guard(
         "callbacks/global_order.py",
