@@ -1,4 +1,5 @@
-"""Each promise of docs/promises.md has a guard in the source, and a test that fails when the guard is removed.
+"""Each promise of docs/promises.md has a guard in the source, and a test that fails when the guard
+is removed.
 
 A guard is removed in a copy of the repository: one text of one file is replaced by another.
 """
@@ -20,7 +21,8 @@ COPIED = ("src", "tests", "{{cookiecutter.project_slug}}")
 
 
 class Guard(NamedTuple):
-    """A text of a file of src/dist_template, what it is replaced by, and the test (file::function) that must fail."""
+    """A text of a file of src/dist_template, what it is replaced by, and the test (file::function)
+    that must fail."""
 
     file: str
     text: str
@@ -33,7 +35,8 @@ GUARDS = {
         "text/batches/loader.py",
         "return total, dist.all_reduce(total, async_op=True) if several else None",
         "return total, None",
-        "parallel/test_parity.py::test_a_strategy_trains_to_the_numbers_of_one_process[deepseek_v3-fsdp2]",
+        "parallel/test_parity.py"
+        "::test_a_strategy_trains_to_the_numbers_of_one_process[deepseek_v3-fsdp2]",
     ),
     "the order of samples depends on no rank": Guard(
         "callbacks/global_order.py",
@@ -45,7 +48,8 @@ GUARDS = {
         "callbacks/global_order.py",
         'self._base = self._loaded["consumed_samples"]',
         "self._base = 0",
-        "parallel/test_training_parity.py::test_a_resumed_run_ends_bit_identical_to_one_never_stopped",
+        "parallel/test_training_parity.py"
+        "::test_a_resumed_run_ends_bit_identical_to_one_never_stopped",
     ),
     "evaluation counts each sample once": Guard(
         "callbacks/global_order.py",
@@ -139,7 +143,9 @@ GUARDS = {
 def test_the_guard_and_its_test_exist(promise: str) -> None:
     guard = GUARDS[promise]
     file, _, name = guard.test.partition("::")
-    assert (ROOT / "src" / "dist_template" / guard.file).read_text(encoding="utf-8").count(guard.text) == 1
+    assert (ROOT / "src" / "dist_template" / guard.file).read_text(encoding="utf-8").count(
+        guard.text
+    ) == 1
     name = name.partition("[")[0]
     assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")
     assert f"`{file}::{name}`" in (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
@@ -148,7 +154,11 @@ def test_the_guard_and_its_test_exist(promise: str) -> None:
 def test_every_guard_and_test_file_of_the_page_exists() -> None:
     page = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
     for file, name in re.findall(r"`(\w+/[\w/]+\.py)(?::(\w+))?[`:.]", page):
-        path = next(p for folder in ("src/dist_template", "tests", ".") if (p := ROOT / folder / file).exists())
+        path = next(
+            p
+            for folder in ("src/dist_template", "tests", ".")
+            if (p := ROOT / folder / file).exists()
+        )
         assert re.search(rf"(def|class) {name}", path.read_text(encoding="utf-8")), (file, name)
 
 
@@ -162,11 +172,19 @@ def copied(folder: Path) -> Path:
 
 def outcome(folder: Path, *tests: str) -> str:
     """The last line of pytest, run in `folder`."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not nightly"]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "PYTHONPATH"))}
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not nightly",
+    ]  # fmt: skip
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PYTEST", "PYTHONPATH"))
+    }
     environment["PYTHONPATH"] = str(folder / "src")
     command += [f"tests/{test}" for test in tests]
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     return ended.stdout.strip().splitlines()[-1] if ended.stdout.strip() else ended.stderr
 
 
@@ -174,7 +192,11 @@ def outcome(folder: Path, *tests: str) -> str:
 @pytest.mark.nightly
 def test_with_the_guards_the_tests_pass(tmp_path: Path) -> None:
     last_line = outcome(copied(tmp_path / "copy"), *(guard.test for guard in GUARDS.values()))
-    assert re.search(r"\d+ passed", last_line) and "failed" not in last_line and "error" not in last_line, last_line
+    assert (
+        re.search(r"\d+ passed", last_line)
+        and "failed" not in last_line
+        and "error" not in last_line
+    ), last_line
 
 
 @pytest.mark.slow
@@ -184,6 +206,8 @@ def test_without_its_guard_the_test_fails(promise: str, tmp_path: Path) -> None:
     guard = GUARDS[promise]
     folder = copied(tmp_path / "copy")
     file = folder / "src" / "dist_template" / guard.file
-    file.write_text(file.read_text(encoding="utf-8").replace(guard.text, guard.replacement), encoding="utf-8")
+    file.write_text(
+        file.read_text(encoding="utf-8").replace(guard.text, guard.replacement), encoding="utf-8"
+    )
     last_line = outcome(folder, guard.test)
     assert re.search(r"\d+ failed", last_line), last_line

@@ -24,7 +24,11 @@ MODEL = {"llama": "llama", "attention": "deepseek_v3", "experts": "deepseek_v3"}
 
 
 def flags(targets: str, *more: str) -> list[str]:
-    keys = [f"--model.adapter.targets={targets}", "--model.adapter.rank=4", "--model.adapter.alpha=8"]
+    keys = [
+        f"--model.adapter.targets={targets}",
+        "--model.adapter.rank=4",
+        "--model.adapter.alpha=8",
+    ]
     return [*keys, *(f"--model.adapter.{key}" for key in more)]
 
 

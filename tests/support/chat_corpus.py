@@ -18,7 +18,9 @@ from tests.support.runs import quiet
 GOOD = {"messages": messages(*TURNS)}
 
 
-def prepared(tmp_path: Path, source: Chat, family: str = "qwen3", template: str | None = None) -> DataModule:
+def prepared(
+    tmp_path: Path, source: Chat, family: str = "qwen3", template: str | None = None
+) -> DataModule:
     folder = chats.tokenizer(tmp_path / family, family, template)
     options = {"validation_share": 0.0, "test_share": 0.0, "cache_dir": str(tmp_path / "cache")}
     data = DataModule(source, Pretrained(str(folder)), 256, 1, 1, **options)

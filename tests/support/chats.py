@@ -10,29 +10,34 @@ from typing import Any
 import trl
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+CHATML = ("<|im_end|>", ["<|endoftext|>", "<|im_start|>"])
+LLAMA = ("<|eot_id|>", ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"])
+GEMMA = ("<eos>", ["<bos>", "<start_of_turn>", "<end_of_turn>"])
+COHERE = """<BOS_TOKEN> <|START_OF_TURN_TOKEN|> <|SYSTEM_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|>
+    <|START_RESPONSE|> <|END_RESPONSE|>""".split()
 SPECIAL = {  # family -> (EOS, other special tokens)
     "qwen3": ("<|im_end|>", ["<|im_start|>", "<|endoftext|>"]),
     "base": ("<|endoftext|>", ["<|pad|>"]),  # a model that has seen no conversation
-    **dict.fromkeys(
-        ["llama3", "llama3_1"], ("<|eot_id|>", ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"])
-    ),
+    **dict.fromkeys(["llama3", "llama3_1"], LLAMA),
     "gemma4_v5": ("<turn|>", ["<bos>", "<|turn>", "<|channel>", "<channel|>"]),
-    "deepseekv3": ("<｜end▁of▁sentence｜>", ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]),
-    **dict.fromkeys(["qwen2_5", "qwen3_instruct_2507", "chatml"], ("<|im_end|>", ["<|endoftext|>", "<|im_start|>"])),
-    **dict.fromkeys(["gemma", "gemma3"], ("<eos>", ["<bos>", "<start_of_turn>", "<end_of_turn>"])),
+    "deepseekv3": (
+        "<｜end▁of▁sentence｜>", ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]),
+    **dict.fromkeys(["qwen2_5", "qwen3_instruct_2507", "chatml"], CHATML),
+    **dict.fromkeys(["gemma", "gemma3"], GEMMA),
     "qwen3_5_think": ("<|im_end|>", ["<|endoftext|>", "<|im_start|>", "<think>", "</think>"]),
     "phi3": ("<|endoftext|>", ["<s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]),
-    "gptoss": ("<|return|>", ["<|startoftext|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"]),
-    "glm4moe": ("<|endoftext|>", ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]),
-    "cohere2": ("<|END_OF_TURN_TOKEN|>", [
-        "<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>",
-        "<|START_RESPONSE|>", "<|END_RESPONSE|>",
-    ]),
+    "gptoss": (
+        "<|return|>", "<|startoftext|> <|start|> <|channel|> <|message|> <|end|> <|call|>".split()),
+    "glm4moe": (
+        "<|endoftext|>", "[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>".split()),
+    "cohere2": ("<|END_OF_TURN_TOKEN|>", COHERE),
     "mistral": ("</s>", ["<s>", "[INST]", "[/INST]"]),
 }  # fmt: skip
 TAGGED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation "
+    "%}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )  # the smallest template with tags
 
@@ -40,12 +45,9 @@ TAGGED = (
 UNTAGGED = TAGGED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 TURNS = [
-    ("system", "Be brief."),
-    ("user", "One?"),
-    ("assistant", "Uno."),
-    ("user", "Two?"),
+    ("system", "Be brief."), ("user", "One?"), ("assistant", "Uno."), ("user", "Two?"),
     ("assistant", "Due, ok."),
-]
+]  # fmt: skip
 
 
 def messages(*turns: tuple[str, str]) -> list[dict[str, str]]:
@@ -63,12 +65,15 @@ def published(family: str) -> str:
 
 
 def tokenizer(folder: Path, family: str = "qwen3", template: str | None = None) -> Path:
-    """Saves a tokenizer of bytes with the special tokens of a family, and its published chat template or another."""
+    """Saves a tokenizer of bytes with the special tokens of a family, and its published chat
+    template or another."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    backend = Tokenizer(
+        models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     eos, others = SPECIAL[family]
@@ -101,7 +106,9 @@ def weights(folder: Path, **options: Any) -> Path:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     stop = tokenizer.eos_token_id
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), eos_token_id=stop, **(SMALL_QWEN3 | options)))
+    model = Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=len(tokenizer), eos_token_id=stop, **(SMALL_QWEN3 | options))
+    )
     # published weights sample by default, and stop at more than one token
     model.generation_config = GenerationConfig(do_sample=True, top_k=20, eos_token_id=[stop, 0])
     model.save_pretrained(folder)
@@ -112,7 +119,11 @@ def taught(path: Path, number: int = 60) -> Path:
     """Conversations in which each answer has the same format."""
     words = ["cat", "dog", "owl", "fox", "hen", "ant", "bee", "elk", "emu", "yak"]
     records = [
-        {"messages": messages(("user", f"{i}: a {words[i % 10]}?"), ("assistant", "Aye aye, captain."))}
+        {
+            "messages": messages(
+                ("user", f"{i}: a {words[i % 10]}?"), ("assistant", "Aye aye, captain.")
+            )
+        }
         for i in range(number)
     ]
     return write(path, records)

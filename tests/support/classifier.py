@@ -104,7 +104,9 @@ class PlainClassifier(L.LightningModule):
     def __init__(self, learning_rate: float = 3e-3, dropout: float = 0.0) -> None:
         super().__init__()
         self.learning_rate = learning_rate
-        self.optim, self.metrics, self.eval_metrics, self.track = "adam", ["accuracy"], nn.ModuleDict(), False
+        self.optim, self.metrics, self.eval_metrics, self.track = (
+            "adam", ["accuracy"], nn.ModuleDict(), False,
+        )  # fmt: skip
         self.stem = nn.Conv2d(3, WIDTH, 3, padding=1)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.dropout = nn.Dropout(dropout)
@@ -125,7 +127,11 @@ class PlainClassifier(L.LightningModule):
         self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("test_loss", F.cross_entropy(self.head(self.stem(batch[0]).mean((2, 3))), batch[1]), sync_dist=True)
+        self.log(
+            "test_loss",
+            F.cross_entropy(self.head(self.stem(batch[0]).mean((2, 3))), batch[1]),
+            sync_dist=True,
+        )
 
     def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self(batch[0]).argmax(-1)

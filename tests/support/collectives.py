@@ -1,4 +1,5 @@
-"""Counts what a rank sends in one optimizer step, whoever calls it: torch's reducer in C++, DTensor, DeepSpeed."""
+"""Counts what a rank sends in one optimizer step, whoever calls it: torch's reducer in C++,
+DTensor, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ OPERATORS = {
     "alltoall_base_": ("all_to_all", 1),
     "send": ("send", 0),
     "all_reduce": ("all_reduce", 0),
-    "all_gather_into_tensor": ("all_gather", 0),  # a part of it: times the number of ranks, its second argument
+    "all_gather_into_tensor": (
+        "all_gather",
+        0,
+    ),  # a part of it: times the number of ranks, its second argument
     "reduce_scatter_tensor": ("reduce_scatter", 0),
     "all_to_all_single": ("all_to_all", 0),
 }
@@ -57,7 +61,9 @@ class Sent(ToGroups):
     def take(self, name: str, args: Any, kwargs: Any) -> None:
         if name in OPERATORS:
             kind, argument = OPERATORS[name]
-            size = sum(each.numel() for each in tree_leaves(args[argument]) if isinstance(each, Tensor))
+            size = sum(
+                each.numel() for each in tree_leaves(args[argument]) if isinstance(each, Tensor)
+            )
             size *= args[1] if name == "all_gather_into_tensor" else 1
             if size >= SMALL:
                 self.elements[kind] += size
@@ -78,13 +84,19 @@ class CountCollectives(Callback):
         elif trainer.global_step == self.step + 1 and self.sent:
             self.sent.__exit__(None, None, None)
             found, self.sent = self.sent.elements, None
-            (self.folder / f"sent{trainer.global_rank}.json").write_text(json.dumps(found), encoding="utf-8")
+            (self.folder / f"sent{trainer.global_rank}.json").write_text(
+                json.dumps(found), encoding="utf-8"
+            )
 
 
 def read_sent(folder: Path) -> dict[str, float]:
     """Kind -> elements, the mean over ranks."""
-    ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("sent*.json"))]
-    assert ranks and len({tuple(sorted(rank)) for rank in ranks}) == 1, "ranks differ in what they call"
+    ranks = [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("sent*.json"))
+    ]
+    assert ranks and len({tuple(sorted(rank)) for rank in ranks}) == 1, (
+        "ranks differ in what they call"
+    )
     return {kind: sum(rank[kind] for rank in ranks) / len(ranks) for kind in ranks[0]}
 
 

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-WHO = {f"GIT_{role}_{key}": "ada@example.org" for role in ("AUTHOR", "COMMITTER") for key in ("NAME", "EMAIL")}
+WHO = {
+    f"GIT_{role}_{key}": "ada@example.org"
+    for role in ("AUTHOR", "COMMITTER")
+    for key in ("NAME", "EMAIL")
+}
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,8 @@
 
     python -m tests.support.crds jobset.x-k8s.io_jobsets.yaml …
 
-Unknown fields are errors, pods and Jobs refer to Kubernetes' own schemas, texts and `status` are left out. Source, of
-the Apache License 2.0: kubernetes-sigs/jobset v0.12.0.
+Unknown fields are errors, pods and Jobs refer to Kubernetes' own schemas, texts and `status` are
+left out. Source, of the Apache License 2.0: kubernetes-sigs/jobset v0.12.0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Edits that are right: `rehearse` must not raise an alarm on any of them.
 
-Each function edits this process's package as a user edits the files; a rehearsal's workers call it before they train.
+Each function edits this process's package; a rehearsal's workers call it before they train.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.faults import after_configure_model
 
 
 def edits_of_the_module() -> None:
-    """Dropout, frozen layers, an unused head, buffers, an auxiliary loss, a custom optimizer, a saved average.
+    """Dropout, frozen layers, an unused head, buffers, an auxiliary loss, an optimizer, an average.
 
     Tied weights are a key of the architecture.
     """
@@ -34,12 +34,13 @@ def edits_of_the_module() -> None:
         model.reward_head = nn.Linear(model.config.hidden_size, 1)
         return model
 
-    def with_auxiliary_loss(self: Any, logits: Tensor, labels: Tensor, cross_entropy: Tensor) -> Tensor:
+    def loss(self: Any, logits: Tensor, labels: Tensor, cross_entropy: Tensor) -> Tensor:
         counted = labels.flatten() != -100
         return cross_entropy + 1e-3 * logits.flatten(0, 1).logsumexp(-1).square() * counted
 
     def configure_optimizers(self: Any) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(trained, lr=0.05, momentum=0.9)
 
     def optimizer_step(self: Any, *args: Any, **kwargs: Any) -> None:
         L.LightningModule.optimizer_step(self, *args, **kwargs)
@@ -51,21 +52,9 @@ def edits_of_the_module() -> None:
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.long))
         self.register_buffer("scale", torch.ones(3), persistent=False)
 
-    after_configure_model(change)
-    LanguageModule.build_model = build_model
-    LanguageModule.loss = with_auxiliary_loss
-    LanguageModule.configure_optimizers = configure_optimizers
-    LanguageModule.optimizer_step = optimizer_step
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + F.gelu(self.linear(self.norm(hidden)))
+    after_configure_model(change)()
+    for method in (build_model, loss, configure_optimizers, optimizer_step):
+        setattr(LanguageModule, method.__name__, method)
 
 
 class Plain(nn.Module):
@@ -74,13 +63,14 @@ class Plain(nn.Module):
     def __init__(self, vocab_size: int, width: int = 32) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab_size, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        blocks = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(2)]
+        self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(width, vocab_size, bias=False)
 
     def forward(self, input_ids: Tensor, **_: Any) -> CausalLMOutput:
         hidden = self.embed(input_ids)
         for block in self.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=False)
+            hidden = hidden + F.gelu(checkpoint(block, hidden, use_reentrant=False))
         return CausalLMOutput(logits=self.head(hidden))
 
 

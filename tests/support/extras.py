@@ -1,4 +1,5 @@
-"""A Python in which the packages of the extras cannot be imported: the core's dependencies alone."""
+"""A Python in which the packages of the extras cannot be imported: the core's dependencies
+alone."""
 
 from __future__ import annotations
 
@@ -12,5 +13,7 @@ EXTRAS = (
 
 def without_extras(folder: Path) -> str:
     """Writes into `folder` what hides the packages, and returns it as an entry of PYTHONPATH."""
-    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({EXTRAS})\n")
+    (folder / "sitecustomize.py").write_text(
+        f"import sys\nsys.modules |= dict.fromkeys({EXTRAS})\n"
+    )
     return str(folder)

@@ -1,6 +1,7 @@
 """Two forked processes that save and load the checkpoints of a fake training in milliseconds.
 
-The fake strategies write the files of the real formats by the library's own writers. One "step" adds 1 to the weights.
+The fake strategies write the files of the real formats by the library's own writers. One "step"
+adds 1 to the weights.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class FakeMesh(FakeDdp):
     def save_checkpoint(self, checkpoint: dict[str, Any], folder: Path) -> None:
         mesh = init_device_mesh("cpu", (RANKS,))
         weight = distribute_tensor(checkpoint["state_dict"]["weight"], mesh, [Shard(0)])
-        sharded.write({"state_dict": {"weight": weight}}, {"global_step": checkpoint["global_step"]}, folder)
+        sharded.write(
+            {"state_dict": {"weight": weight}}, {"global_step": checkpoint["global_step"]}, folder
+        )
 
 
 class FakeZero(FakeDdp):
@@ -63,7 +66,9 @@ class FakeZero(FakeDdp):
 
     def __init__(self) -> None:
         # Looked up at each call: kill points replace it.
-        files = SimpleNamespace(save=lambda content, file: torch.save(content, file), makedirs=os.makedirs)
+        files = SimpleNamespace(
+            save=lambda content, file: torch.save(content, file), makedirs=os.makedirs
+        )
         self.deepspeed_engine = SimpleNamespace(
             checkpoint_engine=files, save_checkpoint=self._save, _copy_recovery_script=None
         )
@@ -79,7 +84,9 @@ class FakeZero(FakeDdp):
         half = self.weight.chunk(RANKS)[rank].clone()
         dist.barrier()
         for kind, content in (("model_states", rest), ("optim_states", {"weight": half})):
-            self.deepspeed_engine.checkpoint_engine.save(content, path / tag / f"rank{rank}_{kind}.pt")
+            self.deepspeed_engine.checkpoint_engine.save(
+                content, path / tag / f"rank{rank}_{kind}.pt"
+            )
         dist.barrier()
 
     @staticmethod
@@ -99,7 +106,9 @@ def trainer_of(strategy: FakeDdp, step: int) -> Any:
     return SimpleNamespace(**given, _checkpoint_connector=connector)
 
 
-def launch(strategy: type[FakeDdp], folder: Path, last: int, arm: Callable[[], object] | None = None) -> list[int]:
+def launch(
+    strategy: type[FakeDdp], folder: Path, last: int, arm: Callable[[], object] | None = None
+) -> list[int]:
     """Resumes from `folder` on two forked processes and saves after each step up to `last`.
 
     Args:
@@ -112,7 +121,10 @@ def launch(strategy: type[FakeDdp], folder: Path, last: int, arm: Callable[[], o
         The exit codes by rank: 0 done, LOST for a rank that has lost the other one.
     """
     store = folder.parent / f"store-{time.monotonic_ns()}"
-    processes = [_fork(lambda rank=rank: _train(strategy, folder, last, rank, store, arm)) for rank in range(RANKS)]
+    processes = [
+        _fork(lambda rank=rank: _train(strategy, folder, last, rank, store, arm))
+        for rank in range(RANKS)
+    ]
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in processes]
 
 
@@ -131,7 +143,12 @@ def _fork(run: Callable[[], None]) -> int:
 
 
 def _train(
-    strategy: type[FakeDdp], folder: Path, last: int, rank: int, store: Path, arm: Callable[[], object] | None
+    strategy: type[FakeDdp],
+    folder: Path,
+    last: int,
+    rank: int,
+    store: Path,
+    arm: Callable[[], object] | None,
 ) -> None:
     os.environ["RANK"] = str(rank)
     timeout = timedelta(seconds=TIMEOUT_S)

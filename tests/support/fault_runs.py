@@ -1,12 +1,13 @@
 """Small trainings on the CPU, each with one planted fault, and healthy ones.
 
-The fault is in the configuration where a user's error would be there, else a function below plants it. It is called in
-every worker before the command, and changes a class or a function there. Callbacks are appended to all others.
-recorded.py keeps the history of each; test_diagnosis_faults.py expects the right rule and cause first.
+The fault is in the configuration where a user's error would be there, else a function below plants
+it in every worker. recorded.py keeps the history of each; test_diagnosis_faults.py expects the
+right rule and cause first.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import resource
@@ -22,31 +23,41 @@ import psutil
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
-from trainer_dev.module import LanguageModule
 
+from tests.support.faults import replaces
 from tests.support.library import PackedRows, training_module
 from tests.support.runs import Workers
 from tests.support.wings import RunRecord
 
 H100 = {"device": "NVIDIA H100 80GB HBM3", "supports_bf16": True, "memory_gib": 79.1}
 
-# ---- the data's ------------------------------------------------------------------------------------------------------
+# ---- what is planted -----------------------------------------------------------------------------
+
+
+def edit_batches(edit: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    replaces("__getitems__", PackedRows)(lambda read, self, rows: edit(read(self, rows)))()
+
+
+def edit_loss(edit: Callable[[Any, Tensor], Tensor]) -> None:
+    replaces("training_step")(lambda step, self, *args: edit(self, step(self, *args)))()
+
+
+def edit_model(edit: Callable[[Any], None]) -> None:
+    def build_model(build: Any, self: Any, data: Any) -> nn.Module:
+        model = build(self, data)
+        with torch.no_grad():
+            edit(model)
+        return model
+
+    replaces("build_model")(build_model)()
 
 
 def mask_all_labels() -> None:
-    _edit_batches(lambda batch: batch | {"labels": torch.full_like(batch["labels"], -100)})
+    edit_batches(lambda batch: batch | {"labels": torch.full_like(batch["labels"], -100)})
 
 
 def read_slowly(seconds: float) -> None:
-    _edit_batches(lambda batch: time.sleep(seconds) or batch)
-
-
-def _edit_batches(edit: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    read = PackedRows.__getitems__
-    PackedRows.__getitems__ = lambda self, rows: edit(read(self, rows))
-
-
-# ---- the model's -----------------------------------------------------------------------------------------------------
+    edit_batches(lambda batch: time.sleep(seconds) or batch)
 
 
 def freeze_all_but_norms() -> None:
@@ -54,22 +65,22 @@ def freeze_all_but_norms() -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad = name.endswith("norm.weight")
 
-    _edit_model(freeze)
+    edit_model(freeze)
 
 
 def bias_router(biases: Sequence[float]) -> None:
-    """Sets the bias of each expert, as in a DeepSeek-V3 router that has learned to choose few experts."""
+    """Sets the experts' biases, as in a DeepSeek-V3 router that has learned to choose few."""
 
     def bias(model: nn.Module) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.tensor(biases))
 
-    _edit_model(bias)
+    edit_model(bias)
 
 
 def collapse_router(favoured: int) -> None:
-    """Without a bias: all embeddings share a direction, by which the routers choose `favoured` experts."""
+    """All embeddings share a direction, by which the routers choose `favoured` experts."""
 
     def collapse(model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
@@ -79,44 +90,29 @@ def collapse_router(favoured: int) -> None:
                 parameter[:favoured] += 0.01
                 parameter[favoured:] -= 0.01
 
-    _edit_model(collapse)
+    edit_model(collapse)
 
 
 def make_nan(name: str, call: int) -> None:
     """The module returns NaN from its `call`th training forward on."""
 
     def spoil(model: nn.Module) -> None:
-        calls = iter(range(10**9))
+        calls = itertools.count()
 
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             return output * float("nan") if module.training and next(calls) >= call else output
 
         model.get_submodule(name).register_forward_hook(hook)
 
-    _edit_model(spoil)
-
-
-def _edit_model(edit: Callable[[nn.Module], None]) -> None:
-    build = LanguageModule.build_model
-
-    def build_model(self: Any, data: Any) -> nn.Module:
-        model = build(self, data)
-        with torch.no_grad():
-            edit(model)
-        return model
-
-    LanguageModule.build_model = build_model
-
-
-# ---- the training's --------------------------------------------------------------------------------------------------
+    edit_model(spoil)
 
 
 def detach_loss() -> None:
-    _edit_loss(lambda self, loss: loss.detach() + 0 * loss)
+    edit_loss(lambda self, loss: loss.detach() + 0 * loss)
 
 
 def leak_memory(mib: int) -> None:
-    """Keeps `mib` MiB of every step, as a list of results does; memory is measured once a second."""
+    """Keeps `mib` MiB of every step, as a list of results does; memory is measured each second."""
     kept = []
 
     def leak(self: Any, loss: Tensor) -> Tensor:
@@ -124,7 +120,7 @@ def leak_memory(mib: int) -> None:
         time.sleep(0.05)
         return loss
 
-    _edit_loss(leak)
+    edit_loss(leak)
 
 
 def raise_in_loss(step: int, error: Exception) -> None:
@@ -133,61 +129,50 @@ def raise_in_loss(step: int, error: Exception) -> None:
             raise error
         return loss
 
-    _edit_loss(fail)
+    edit_loss(fail)
+
+
+# The CUDA allocator's error.
+OUT_OF_MEMORY = """CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of \
+79.11 GiB of which 1.02 GiB is free. Including non-PyTorch memory, this process has 78.08 GiB \
+memory in use. Of the allocated memory 75.90 GiB is allocated by PyTorch, and 1.31 GiB is reserved \
+by PyTorch but unallocated."""
 
 
 def run_out_in_backward(step: int) -> None:
-    """Raises the error of the CUDA allocator."""
-    message = (
-        "CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.02 GiB is"
-        " free. Including non-PyTorch memory, this process has 78.08 GiB memory in use. Of the allocated memory 75.90"
-        " GiB is allocated by PyTorch, and 1.31 GiB is reserved by PyTorch but unallocated."
-    )
-
     def fail(gradient: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError(message)
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
     def hook(self: Any, loss: Tensor) -> Tensor:
         if self.global_step >= step:
             loss.register_hook(fail)
         return loss
 
-    _edit_loss(hook)
-
-
-def _edit_loss(edit: Callable[[Any, Tensor], Tensor]) -> None:
-    step = LanguageModule.training_step
-    LanguageModule.training_step = lambda self, batch, batch_idx: edit(self, step(self, batch, batch_idx))
+    edit_loss(hook)
 
 
 def overshoot_schedule(step: int, factor: float) -> None:
     """An edited schedule multiplies the learning rate by `factor` after `step`."""
-    code: Any = training_module
-    build = code.build_schedule
 
-    def build_schedule(optimizer: Any, *rest: Any) -> Any:
-        built = build(optimizer, *rest)
+    def overshot(shape: Callable[[int], float], at: int) -> float:
+        return shape(at) * (factor if at > step else 1)
+
+    def build_schedule(build: Any, *args: Any) -> Any:
+        built = build(*args)
         scheduler = built["scheduler"]
-        scheduler.lr_lambdas = [
-            lambda at, shape=shape: shape(at) * (factor if at > step else 1) for shape in scheduler.lr_lambdas
-        ]
+        scheduler.lr_lambdas = [partial(overshot, shape) for shape in scheduler.lr_lambdas]
         return built
 
-    code.build_schedule = build_schedule
+    replaces("build_schedule", training_module)(build_schedule)()
 
 
 def compute_slowly(seconds: float, rank: int) -> None:
-    forward = LanguageModule.forward
-
-    def slow(self: Any, batch: Any) -> Tensor:
+    def slow(forward: Any, self: Any, batch: Any) -> Tensor:
         if self.global_rank == rank:
             time.sleep(seconds)
         return forward(self, batch)
 
-    LanguageModule.forward = slow
-
-
-# ---- the machine's ---------------------------------------------------------------------------------------------------
+    replaces("forward")(slow)()
 
 
 class LimitMemory(Callback):
@@ -202,7 +187,7 @@ class LimitMemory(Callback):
 
 
 class StopAt(Callback):
-    """Stops training regularly after `step`, as a time limit does; the schedule covers all steps."""
+    """Stops training after `step`, as a time limit does; the schedule covers all steps."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -220,24 +205,19 @@ def edit_facts(run: Path, **edits: dict[str, Any]) -> None:
     path.write_text(json.dumps(facts), "utf-8")
 
 
-# ---- the trainings' flags --------------------------------------------------------------------------------------------
+# ---- the trainings' flags ------------------------------------------------------------------------
 
 
-LLAMA = (
-    "--model.architecture={model_type: llama, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 2,"
-    " num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: true}"
-)
-DEEPSEEK = (
-    "--model.architecture={model_type: deepseek_v3, hidden_size: 64, intermediate_size: 64, moe_intermediate_size: 16,"
-    " num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, q_lora_rank: 16, kv_lora_rank: 16,"
-    " qk_nope_head_dim: 16, qk_rope_head_dim: 8, v_head_dim: 16, first_k_dense_replace: 1, n_routed_experts: 4,"
-    " num_experts_per_tok: 2, n_group: 1, topk_group: 1, num_mtp_layers: 0}"
-)
-QWEN3 = (
-    "--model.architecture={model_type: qwen3, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 2,"
-    " num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16}"
-)
-QWEN3_MOE = QWEN3.replace("qwen3,", "qwen3_moe, moe_intermediate_size: 32, num_experts: 8, num_experts_per_tok: 2,")
+SIZES = "hidden_size: 64, intermediate_size: 64, num_hidden_layers: 2, "
+HEADS = "num_attention_heads: 4, num_key_value_heads: 2, "
+LLAMA = f"--model.architecture={{model_type: llama, {SIZES}{HEADS}tie_word_embeddings: true}}"
+DEEPSEEK = f"""--model.architecture={{model_type: deepseek_v3, {SIZES}moe_intermediate_size: 16, \
+num_attention_heads: 2, num_key_value_heads: 2, q_lora_rank: 16, kv_lora_rank: 16, \
+qk_nope_head_dim: 16, qk_rope_head_dim: 8, v_head_dim: 16, first_k_dense_replace: 1, \
+n_routed_experts: 4, num_experts_per_tok: 2, n_group: 1, topk_group: 1, num_mtp_layers: 0}}"""
+QWEN3 = f"--model.architecture={{model_type: qwen3, {SIZES}{HEADS}head_dim: 16}}"
+EXPERTS = "qwen3_moe, moe_intermediate_size: 32, num_experts: 8, num_experts_per_tok: 2,"
+QWEN3_MOE = QWEN3.replace("qwen3,", EXPERTS)
 SPEED = "--model.balance.bias_update_speed"
 RATE, VALIDATE = "--model.optim.learning_rate", "--trainer.val_check_interval"
 EACH_STEP = "--trainer.log_every_n_steps=1"
@@ -248,22 +228,28 @@ LONG = ["--data.global_batch_size=64", "--data.micro_batch_size=64", "--data.seq
 FOUR = ["--data.global_batch_size=4", "--data.micro_batch_size=4"]
 EVERY_STEP, EVERY_SECOND = "--last_checkpoint.every_n_steps=1", f"{VALIDATE}=2"
 
-# ---- the text: random sentences, which can be learned in part --------------------------------------------------------
+# ---- the text: random sentences, which can be learned in part ------------------------------------
 
 WORDS = {
-    "A": "small old quick quiet green heavy bright cold round empty".split(),
-    "N": "river stone garden window letter engine bridge farmer doctor child ship forest lamp table road".split(),
-    "V": "moves follows finds carries breaks opens paints leaves watches turns".split(),
-    "P": "under near behind above across without".split(),
+    "A": "small old quick quiet green heavy bright cold round empty",
+    "N": "river stone garden window letter engine bridge farmer doctor child ship forest lamp table"
+    " road",
+    "V": "moves follows finds carries breaks opens paints leaves watches turns",
+    "P": "under near behind above across without",
 }
-SENTENCES = ("the A N V the N.", "the N V the A N P the N.", "P the N the A N V the N.", "one A N V the N P a A N.")
+SENTENCES = """the A N V the N.|the N V the A N P the N.|P the N the A N V the N.|\
+one A N V the N P a A N.""".split("|")
 
 
 def sentences(seed: int) -> str:
     """Returns about 400 bytes."""
     chance = random.Random(seed)
-    words = [word for _ in range(chance.randint(8, 14)) for word in chance.choice(SENTENCES).split()]
-    return " ".join(chance.choice(WORDS[word[0]]) + word[1:] if word[0] in WORDS else word for word in words)
+    chosen = [chance.choice(SENTENCES).split() for _ in range(chance.randint(8, 14))]
+    known = {kind: words.split() for kind, words in WORDS.items()}
+    return " ".join(
+        chance.choice(known[word[0]]) + word[1:] if word[0] in known else word
+        for word in sum(chosen, [])
+    )
 
 
 def noise(seed: int) -> str:
@@ -277,7 +263,7 @@ TEXTS: dict[str, tuple[int, Callable[[int], str]]] = {  # number of documents, a
     "damaged": (300, lambda number: noise(number) if number % 40 == 7 else sentences(number)),
 }
 
-# ---- the trainings ---------------------------------------------------------------------------------------------------
+# ---- the trainings -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -310,55 +296,59 @@ class Training:
 
 
 HEALTHY = [
-    Training("llama"),
-    Training("deepseek_v3", [DEEPSEEK]),
-    Training("qwen3", [QWEN3]),
+    Training("llama"), Training("deepseek_v3", [DEEPSEEK]), Training("qwen3", [QWEN3]),
     Training("accumulation", ["--data.micro_batch_size=4"]),
     Training("stable_decay", ["--model.optim.schedule=warmup_stable_decay"]),
     Training("constant", ["--model.optim.schedule=constant"]),
     Training("plateau", ["--model.optim.schedule=reduce_on_plateau"]),
-    Training("ddp", DDP, ranks=2),
-    Training("fsdp2", FSDP2, ranks=2),
+    Training("ddp", DDP, ranks=2), Training("fsdp2", FSDP2, ranks=2),
     Training("zero2", ["--data.micro_batch_size=8", "--config=strategy/zero2"], ranks=2),
     Training("resumed", attempts=([StopAt(40)], ())),
     Training("short", ["--trainer.max_steps=20", f"{VALIDATE}=10"]),
     Training("no_validation", ["--data.validation_share=0"]),
     Training("finetuned", [EXPORTED, f"{RATE}=5e-4"]),
-]
+]  # fmt: skip
 
+BATCH = "data.micro_batch_size"
 FAULTS = [
     # optimizer
     Training("learning_rate_x100", [f"{RATE}=0.5"], "early_loss_jump", RATE[2:]),
     Training("learning_rate_x0.001", [f"{RATE}=5e-6"], "loss_not_decreasing", RATE[2:]),
-    Training("no_warmup", [EXPORTED, "--model.optim.warmup=0", EACH_STEP], "early_loss_jump", "model.optim.warmup"),
-    Training("schedule_x1000", [], "loss_diverges", RATE[2:], plant=partial(overshoot_schedule, 50, 1000.0)),
+    Training("no_warmup", [EXPORTED, "--model.optim.warmup=0", EACH_STEP], "early_loss_jump",
+             "model.optim.warmup"),
+    Training("schedule_x1000", [], "loss_diverges", RATE[2:],
+             plant=partial(overshoot_schedule, 50, 1000.0)),
     # model
     Training("frozen", [], "loss_not_decreasing", says="frozen", plant=freeze_all_but_norms),
     Training("detached_loss", [], "loss_not_decreasing", says=".detach()", plant=detach_loss),
     Training("nan", [], "loss_not_finite", says="model.layers.1.mlp is the first module",
              plant=partial(make_nan, "model.layers.1.mlp", 60)),
-    Training("router_collapse", [DEEPSEEK, f"{SPEED}=0"], "experts_unused", SPEED[2:], says="router has collapsed",
-             plant=partial(bias_router, [0.9, 0.9, 0, 0])),
+    Training("router_collapse", [DEEPSEEK, f"{SPEED}=0"], "experts_unused", SPEED[2:],
+             says="router has collapsed", plant=partial(bias_router, [0.9, 0.9, 0, 0])),
     Training("dead_expert", [DEEPSEEK, f"{SPEED}=0"], "experts_unused", SPEED[2:], says="1 of",
              plant=partial(bias_router, [0, 0, 0, -0.9])),
-    Training("router_collapse_by_weights", [QWEN3_MOE, "--trainer.max_steps=150"], "experts_overloaded",
-             "model.balance.aux_loss_coef", says="too weak", plant=partial(collapse_router, 2)),
+    Training("router_collapse_by_weights", [QWEN3_MOE, "--trainer.max_steps=150"],
+             "experts_overloaded", "model.balance.aux_loss_coef", says="too weak",
+             plant=partial(collapse_router, 2)),
     # data
     Training("masked_labels", [], "labels_masked", says="mask covers", plant=mask_all_labels),
-    Training("damaged_documents", [QWEN3, EACH_STEP, *FOUR], "loss_spikes", says="samples", text="damaged"),
+    Training("damaged_documents", [QWEN3, EACH_STEP, *FOUR], "loss_spikes", says="samples",
+             text="damaged"),
     # speed and memory
     Training("slow_rank", DDP, "slow_rank", says="The machine on ", ranks=2,
              plant=partial(compute_slowly, 0.03, 1)),
-    Training("slow_loader", [], "waits_for_data", "data.num_workers", plant=partial(read_slowly, 0.02)),
+    Training("slow_loader", [], "waits_for_data", "data.num_workers",
+             plant=partial(read_slowly, 0.02)),
     Training("fp32_on_gpu", [], "fp32_on_gpu", "trainer.precision",
              edit=partial(edit_facts, machine=H100)),
-    Training("address_space", LONG, "out_of_memory", "data.micro_batch_size", attempts=([LimitMemory(100)],)),
-    Training("cuda_out_of_memory", [], "out_of_memory", "data.micro_batch_size",
+    Training("address_space", LONG, "out_of_memory", BATCH, attempts=([LimitMemory(100)],)),
+    Training("cuda_out_of_memory", [], "out_of_memory", BATCH,
              plant=partial(run_out_in_backward, 10)),
     Training("leak", [], "memory_grows", says="every step is kept", plant=partial(leak_memory, 4)),
     # job
     Training("expensive_checkpoints", [EVERY_STEP], "checkpoint_overhead_high", EVERY_STEP[2:-2]),
-    Training("expensive_validation", [EVERY_SECOND, "--data.validation_share=0.2", "--trainer.max_steps=20"],
+    Training("expensive_validation",
+             [EVERY_SECOND, "--data.validation_share=0.2", "--trainer.max_steps=20"],
              "validation_overhead_high", VALIDATE[2:]),
     Training("crash", [], "crashed", says="KeyError: 'logit'",
              plant=partial(raise_in_loss, 30, KeyError("logit"))),
@@ -367,24 +357,19 @@ ALL = [*HEALTHY, *FAULTS]
 
 
 class Trainings:
-    """Runs each training once.
-
-    Args:
-        folder: Of runs, texts and token caches.
-    """
+    """Runs each training once; runs, texts and token caches are in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.records: dict[str, RunRecord] = {}  # last attempt of each training
         self._prepared: set[tuple[str, ...]] = set()
-        self.flags = [
-            f"--run.root={folder / 'runs'}", "--data.source=TextFiles", "--data.tokenizer=Bytes",
-            f"--data.cache_dir={folder / 'cache'}", "--data.seq_len=64", "--data.global_batch_size=16",
-            "--data.micro_batch_size=16", "--data.validation_share=0.05", "--data.test_share=0", "--data.prompts=[]",
-            LLAMA, f"{RATE}=5e-3", "--model.optim.warmup=10", "--trainer.accelerator=cpu", "--trainer.max_steps=100",
-            "--trainer.log_every_n_steps=2", f"{VALIDATE}=25", "--trainer.logger=false",
-            "--last_checkpoint.every_n_steps=50", "--run.report=false",
-        ]  # fmt: skip
+        self.flags = f"""--run.root={folder / "runs"} --run.report=false --data.source=TextFiles
+            --data.tokenizer=Bytes --data.cache_dir={folder / "cache"} --data.seq_len=64
+            --data.global_batch_size=16 --data.micro_batch_size=16 --data.validation_share=0.05
+            --data.test_share=0 --data.prompts=[] {RATE}=5e-3 --model.optim.warmup=10
+            --trainer.accelerator=cpu --trainer.max_steps=100 --trainer.log_every_n_steps=2
+            {VALIDATE}=25 --trainer.logger=false --last_checkpoint.every_n_steps=50""".split()
+        self.flags.append(LLAMA)
 
     def __call__(self, training: Training) -> Path:
         """Returns the folder of the run."""
@@ -397,13 +382,16 @@ class Trainings:
 
     def _make(self, training: Training) -> None:
         flags = [*self.flags, f"--trainer.devices={training.ranks}", self._source(training.text)]
-        flags += [f"--model.pretrained={self._export()}" if flag == EXPORTED else flag for flag in training.flags]
+        own = self._export() if EXPORTED in training.flags else ""
+        exported = f"--model.pretrained={own}"
+        flags += [exported if flag == EXPORTED else flag for flag in training.flags]
         self._prepare(flags)
         for number, callbacks in enumerate(training.attempts):
             record = self.folder / "records" / f"{training.name}.{number}"
-            options: dict = {"callbacks": callbacks, "prelude": training.plant, "run_id": training.name}
+            options: dict = {"callbacks": callbacks, "prelude": training.plant, "timeout_s": 120}
+            options["run_id"] = training.name
             with Workers(training.ranks) as workers:
-                self.records[training.name] = workers.run(["fit", *flags], record, timeout_s=120, **options)
+                self.records[training.name] = workers.run(["fit", *flags], record, **options)
 
     def _source(self, text: str) -> str:
         folder = self.folder / "texts" / text
@@ -415,7 +403,7 @@ class Trainings:
         return f"--data.source.paths=[{folder}/*.txt]"
 
     def _prepare(self, flags: list[str]) -> None:
-        """Tokenizes the data once for all trainings that share them: ranks of a launcher do not tokenize."""
+        """Tokenizes the data once for all trainings that share them: ranks do not tokenize."""
         data = tuple(flag for flag in flags if flag.startswith("--data."))
         if data not in self._prepared:
             self._prepared.add(data)
@@ -424,9 +412,10 @@ class Trainings:
     def _export(self) -> Path:
         output, source = self.folder / "exported", HEALTHY[0]
         if not output.exists():
-            flags = [flag for flag in self.flags if flag.startswith(("--data.", "--model.", "--run."))]
-            checkpoints = self(source) / "checkpoints"
-            self._run("export", *flags, self._source(source.text), f"--checkpoint={checkpoints}", f"--output={output}")
+            kept = ("--data.", "--model.", "--run.")
+            flags = [flag for flag in self.flags if flag.startswith(kept)]
+            flags += [self._source(source.text), f"--output={output}"]
+            self._run("export", *flags, f"--checkpoint={self(source) / 'checkpoints'}")
         return output
 
     def _run(self, verb: str, *flags: str) -> None:

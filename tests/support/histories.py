@@ -1,4 +1,4 @@
-"""Synthetic histories: a healthy run of any length, with changes, and for each rule a fault and a near miss."""
+"""Synthetic histories: a healthy run with changes, and for each rule a fault and a near miss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 from dist_template.wings.diagnose import History
 from dist_template.wings.history import Metrics
 
-Column = Callable[[np.ndarray], np.ndarray]  # maps the (N,) completed shares of a training to (N,) values
+# Maps the (N,) completed shares of a training to (N,) values.
+Column = Callable[[np.ndarray], np.ndarray]
 
 LAYERS, EXPERTS = 12, 16
 
@@ -46,41 +47,24 @@ COLUMNS: dict[str, Column] = {
     "moe/unused_experts": lambda done: np.where(done < 0.01, 20.0, 0.0),
     "data/counted_share": lambda done: np.ones_like(done),
 }
-EVAL: dict[str, Column] = {
-    "eval/loss": lambda done: 3.05 + 7.8 * np.exp(-done / 0.05),
-}
+EVAL: dict[str, Column] = {"eval/loss": lambda done: 3.05 + 7.8 * np.exp(-done / 0.05)}
 CONFIG = {
     "model.architecture": {"model_type": "deepseek_v3"},
-    "model.optim.learning_rate": 6e-4,
-    "model.optim.warmup": 0.05,
-    "model.optim.betas": [0.9, 0.95],
-    "model.optim.weight_decay": 0.1,
-    "model.blocks.checkpointing": "none",
-    "data.seq_len": 2048,
-    "data.global_batch_size": 256,
-    "data.micro_batch_size": 8,
-    "data.num_workers": 0,
-    "data.cache_dir": "data_cache",
-    "trainer.gradient_clip_val": 1.0,
-    "trainer.precision": "bf16-mixed",
-    "last_checkpoint.every_n_steps": 1000,
+    "model.optim.learning_rate": 6e-4, "model.optim.warmup": 0.05, "model.optim.betas": [0.9, 0.95],
+    "model.optim.weight_decay": 0.1, "model.blocks.checkpointing": "none", "data.seq_len": 2048,
+    "data.global_batch_size": 256, "data.micro_batch_size": 8, "data.num_workers": 0,
+    "data.cache_dir": "data_cache", "trainer.gradient_clip_val": 1.0,
+    "trainer.precision": "bf16-mixed", "last_checkpoint.every_n_steps": 1000,
     "last_checkpoint.asynchronous": False,
-}
+}  # fmt: skip
 FACTS = {
-    "parameters.total": 300_000_000,
-    "parameters.trainable": 300_000_000,
-    "parameters.embedding": 40_000_000,
-    "model.vocab_size": 50_257,
-    "model.experts": EXPERTS,
-    "model.experts_per_token": 2,
-    "balance.has_bias": True,
-    "balance.aux_loss_coef": 0.0,
-    "model.layers": LAYERS,
-    "machine.world_size": 8,
+    "parameters.total": 300_000_000, "parameters.trainable": 300_000_000,
+    "parameters.embedding": 40_000_000, "model.vocab_size": 50_257, "model.experts": EXPERTS,
+    "model.experts_per_token": 2, "balance.has_bias": True, "balance.aux_loss_coef": 0.0,
+    "model.layers": LAYERS, "machine.world_size": 8,
     "machine.hosts": ["node1"] * 4 + ["node2"] * 4,
-    "machine.device": "NVIDIA H200",
-    "machine.supports_bf16": True,
-}
+    "machine.device": "NVIDIA H200", "machine.supports_bf16": True,
+}  # fmt: skip
 
 
 def a_run(
@@ -93,9 +77,7 @@ def a_run(
     facts: dict[str, Any] | None = None,
     **rest: Any,
 ) -> History:
-    """Returns a healthy run with changes: `steps` steps, logged every `every` steps, validated ten times.
-
-    A further validation precedes training.
+    """Returns a healthy run with changes, validated ten times and before the training.
 
     Args:
         steps: Optimizer steps.
@@ -106,15 +88,19 @@ def a_run(
         facts: Values by path.
         rest: Other fields of `History`.
     """
-    config = {"trainer.max_steps": steps, "trainer.val_check_interval": max(steps // 10, 1), **CONFIG, **(config or {})}
-    history = History(Path("runs/a/b"), config=nested(config), facts=nested(FACTS | (facts or {})), metrics=Metrics())
+    own = {"trainer.max_steps": steps, "trainer.val_check_interval": max(steps // 10, 1)}
+    history = History(
+        Path("runs/a/b"),
+        config=nested(own | CONFIG | (config or {})),
+        facts=nested(FACTS | (facts or {})),
+        metrics=Metrics(),
+    )
     history.environment = {"job_started": 0.0, "cpu_count": 16}
-    history.goodput = {"start": 60.0, "productive": 0.5 * steps * upto, "validation": 0.01 * steps, "checkpoint": 20.0}
+    history.goodput = {"start": 60.0, "productive": 0.5 * steps * upto, "checkpoint": 20.0}
+    history.goodput["validation"] = 0.01 * steps
     for kind, frequency in ((COLUMNS, every), (EVAL, steps // 10)):
-        made = {
-            **kind,
-            **{name: column for name, column in (columns or {}).items() if (name in EVAL) == (kind is EVAL)},
-        }
+        changed = columns or {}
+        made = kind | {k: changed[k] for k in changed if (k in EVAL) == (kind is EVAL)}
         at = np.arange(0 if kind is EVAL else frequency, int(steps * upto) + 1, frequency)
         values = {name: column(at / steps) for name, column in made.items() if column}
         for index, step in enumerate(at.tolist()):
@@ -136,16 +122,19 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-# ---- faults ----------------------------------------------------------------------------------------------------------
+# ---- faults --------------------------------------------------------------------------------------
 
 
 def flat(value: float) -> Column:
     return lambda done: np.full_like(done, value)
 
 
-def incident(step: int, loss: float = math.nan, rank: int = 0, decision: str = "stop", **more: Any) -> dict[str, Any]:
+def incident(
+    step: int, loss: float = math.nan, rank: int = 0, decision: str = "stop", **more: Any
+) -> dict[str, Any]:
     ranks = [{"rank": r, "loss": 2.0, "rows": [[r]]} for r in range(8)]
-    found = {"step": step, "kind": "non_finite", "decision": decision, "loss": loss, "suspects": [rank]}
+    found = {"step": step, "kind": "non_finite", "decision": decision, "loss": loss}
+    found["suspects"] = [rank]
     return found | {"ranks": ranks} | more
 
 
@@ -183,7 +172,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "loss_spikes": (_loss(_spikes), _loss(lambda done: noisy(loss(done), 0.03))),
     "loss_not_decreasing": (
         _loss(lambda done: noisy(np.full_like(done, 10.82), 0.002)),
-        _loss(lambda done: noisy(np.full_like(done, 3.0), 0.002)),  # fine-tuning: the first loss is low
+        # fine-tuning: the first loss is low
+        _loss(lambda done: noisy(np.full_like(done, 3.0), 0.002)),
     ),
     "labels_masked": (_metric("train/loss", flat(0.0)), _metric("train/loss", flat(0.2))),
     "experts_unused": (
@@ -197,7 +187,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "memory_grows": (
         _metric("memory/allocated_gib", lambda done: noisy(40 + 20 * done, 0.001)),
         # the near miss: an allocator that grows in the first quarter, and by single pages after it
-        _metric("memory/allocated_gib", lambda done: 40 + 10 * np.minimum(done / 0.25, 1) + 0.01 * done),
+        _metric(
+            "memory/allocated_gib", lambda done: 40 + 10 * np.minimum(done / 0.25, 1) + 0.01 * done
+        ),
     ),
     "waits_for_data": (
         _metric("perf/data_wait_share", flat(0.4)),  # the near miss: after validations only

@@ -1,4 +1,4 @@
-"""Reads the library's files without importing them: who imports whom, whose private names are used, how long they are.
+"""Reads the library's files without importing them: imports, private names, lengths, sentences.
 
 Every import counts as an arrow, also one inside a function or under TYPE_CHECKING.
 """
@@ -19,6 +19,7 @@ Graph = dict[str, set[str]]
 STANDARD = {"os._exit", "sys._current_frames"}  # documented functions of Python's own
 LIBRARIES = {"lightning", "torch", "deepspeed", "transformers", "jsonargparse"}
 CONNECTORS = {"self", "cls", "super"}
+BY_NAME = {"getattr", "setattr", "hasattr"}
 
 
 PUBLIC = ("strategies", "testing")  # files beside the rooms that stand above all of them
@@ -26,7 +27,8 @@ NOT_CORE = ("wings", "text", "compat", *PUBLIC)  # a wing may take what belongs 
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """Returns each module of the folder `package` by its name, as "room.file", "file" or "" (the package)."""
+    """Returns each module of the folder `package` by its name, as "room.file", "file" or "" (the
+    package)."""
     found = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
@@ -35,7 +37,8 @@ def modules(package: Path) -> dict[str, Path]:
 
 
 def room_of(name: str, path: Path) -> str:
-    """Returns the folder below the package; "public" or "ground" for a file beside the folders, "" for the package."""
+    """Returns the folder below the package; "public" or "ground" for a file beside the folders, ""
+    for the package."""
     first, _, rest = name.partition(".")
     return first if rest or path.name == "__init__.py" else _beside(first)
 
@@ -44,32 +47,41 @@ def _beside(name: str) -> str:
     return "public" if name in PUBLIC else "ground"
 
 
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _own(name: str, path: Path) -> list[str]:
+    """Returns the package of the module `name`."""
+    own = name.split(".") if name else []
+    return own if path.name == "__init__.py" else own[:-1]
+
+
+def _base(node: ast.ImportFrom, own: list[str], package: str) -> list[str] | None:
+    """Returns the module below `package` from which a file in `own` imports."""
+    if node.level:
+        return [*own[: len(own) - node.level + 1], *filter(None, [node.module])]
+    first, *rest = (node.module or "").split(".")
+    return rest if first == package else None
+
+
 def imports(name: str, path: Path, known: set[str], package: str) -> Iterator[str]:
     """Yields the modules of the package that a file imports, at any depth."""
-    own = name.split(".") if name else []
-    if path.name != "__init__.py":
-        own = own[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.startswith(f"{package}."):
-                    yield alias.name.removeprefix(f"{package}.")
+            names = [alias.name for alias in node.names]
+            yield from (n.removeprefix(f"{package}.") for n in names if n.startswith(f"{package}."))
         elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                base = [*own[: len(own) - node.level + 1], *filter(None, [node.module])]
-            elif (node.module or "").split(".")[0] == package:
-                base = (node.module or "").split(".")[1:]
-            else:
-                continue
-            for alias in node.names:
-                deeper = ".".join([*base, alias.name])
-                yield deeper if deeper in known else ".".join(base)
+            base = _base(node, _own(name, path), package)
+            for alias in node.names if base is not None else ():
+                deeper = ".".join([*(base or ()), alias.name])
+                yield deeper if deeper in known else ".".join(base or ())
 
 
 def graph(package: Path) -> Graph:
     """Returns which modules each module of the package imports."""
-    files = modules(package)
-    return {name: {*imports(name, path, set(files), package.name)} - {name} for name, path in files.items()}
+    files, known = modules(package), set(modules(package))
+    return {n: {*imports(n, path, known, package.name)} - {n} for n, path in files.items()}
 
 
 def rooms(package: Path) -> Graph:
@@ -103,13 +115,13 @@ def is_private(name: str) -> bool:
 
 def private_names(path: Path) -> list[str]:
     """Returns the private names in a file that another package defines, as "file:line: name"."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    own = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-    own |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
-            and isinstance(n.value, ast.Name) and n.value.id in CONNECTORS}  # fmt: skip
-    own |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    nodes = [*ast.walk(_tree(path))]
+    stored = [n for n in nodes if isinstance(getattr(n, "ctx", None), ast.Store)]
+    own = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    own |= {n.id for n in stored if isinstance(n, ast.Name)}
+    own |= {n.attr for n in stored if getattr(getattr(n, "value", None), "id", "") in CONNECTORS}
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         names = []
         if isinstance(node, ast.Import):
             names = [a.name for a in node.names if any(map(is_private, a.name.split(".")))]
@@ -119,17 +131,21 @@ def private_names(path: Path) -> list[str]:
         elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
             owner = node.value.func if isinstance(node.value, ast.Call) else node.value
             names = [] if getattr(owner, "id", "") in CONNECTORS else [ast.unparse(node)]
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"getattr", "setattr", "hasattr"}:
-            given = [a.value for a in node.args[1:2] if isinstance(a, ast.Constant)]
-            names = [str(name) for name in given if is_private(str(name)) and name not in own]
-        found += [f"{path.name}:{getattr(node, 'lineno', 0)}: {name}" for name in names if name not in STANDARD]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in BY_NAME:
+            given = [str(a.value) for a in node.args[1:2] if isinstance(a, ast.Constant)]
+            names = [name for name in given if is_private(name) and name not in own]
+        line = getattr(node, "lineno", 0)
+        found += [f"{path.name}:{line}: {name}" for name in names if name not in STANDARD]
     return found
 
 
 def inherited_private_names(module: ModuleType) -> dict[str, list[str]]:
-    """Returns, for each class of `module`, private names of other libraries that its bases define and it uses."""
+    """Returns, for each class of `module`, private names of other libraries that its bases define
+    and it uses."""
     found = {}
-    classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+    classes = [
+        c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__
+    ]
     for one in classes:
         foreign = [base for base in one.__mro__ if base.__module__.split(".")[0] in LIBRARIES]
         theirs = set().union(*(_private_in(base) for base in foreign))
@@ -147,12 +163,12 @@ def _private_in(one: Any) -> set[str]:
 
 
 def uses_mock(path: Path) -> bool:
-    return any("unittest" in line and "import" in line for line in path.read_text(encoding="utf-8").splitlines())
+    return bool(re.search(r"import.*unittest|unittest.*import", path.read_text(encoding="utf-8")))
 
 
 def strings(path: Path) -> list[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    constants = [node.value for node in ast.walk(_tree(path)) if isinstance(node, ast.Constant)]
+    return [value for value in constants if isinstance(value, str)]
 
 
 def lines(paths: Iterator[Path] | list[Path]) -> int:
@@ -160,7 +176,7 @@ def lines(paths: Iterator[Path] | list[Path]) -> int:
 
 
 def closure(package: Path, roots: set[str]) -> set[str]:
-    """Returns the modules that importing `roots` can load, late imports and packages above them included."""
+    """Returns the modules that importing `roots` can load, with late imports and packages above."""
     arrows, found, to_do = graph(package), set[str](), {*roots}
     while to_do:
         name = to_do.pop()
@@ -171,7 +187,7 @@ def closure(package: Path, roots: set[str]) -> set[str]:
 
 
 def wing_names(package: Path) -> set[str]:
-    """Returns what wings/ and testing.py import from the core, as "module.name": not from text, nor from wings.
+    """Returns what wings/ and testing.py import from the core, as "module.name".
 
     Of a module that is imported, each attribute that the file uses counts.
     """
@@ -179,19 +195,13 @@ def wing_names(package: Path) -> set[str]:
     for name, path in files.items():
         if room_of(name, path) != "wings" and name != "testing":
             continue
-        own = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = _tree(path)
         for node in ast.walk(tree):
-            if not isinstance(node, ast.ImportFrom):
-                continue
-            if node.level:
-                base = ".".join([*own[: len(own) - node.level + 1], *filter(None, [node.module])])
-            elif (node.module or "").split(".")[0] == package.name:
-                base = (node.module or "").partition(".")[2]
-            else:
-                continue
-            for alias in node.names:
-                target = f"{base}.{alias.name}".lstrip(".")
+            base = None
+            if isinstance(node, ast.ImportFrom):
+                base = _base(node, _own(name, path), package.name)
+            for alias in node.names if base is not None else ():  # ty: ignore
+                target = ".".join([*(base or ()), alias.name])
                 # a package may offer a function by the name of a module
                 used = _attributes(tree, alias.asname or alias.name) if target in files else set()
                 found |= {f"{target}.{each}" for each in used} or {target}
@@ -200,55 +210,47 @@ def wing_names(package: Path) -> set[str]:
 
 def _attributes(tree: ast.Module, name: str) -> set[str]:
     """Returns the attributes of the variable `name` that a file uses."""
-    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    return {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == name}
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return {node.attr for node in found if getattr(node.value, "id", None) == name}
 
 
 def offered(package: Path) -> set[str]:
-    """Returns the names in each module's `__all__`, as "module.name"; PLACES is the one of a lazy module."""
+    """Returns the names in each module's `__all__`, or PLACES if it is lazy, as "module.name"."""
     found = set()
     for name, path in modules(package).items():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in _tree(path).body:
             targets = node.targets if isinstance(node, ast.Assign) else []
             if any(getattr(target, "id", "") in ("__all__", "PLACES") for target in targets):
-                texts = [each.value for each in _names_in(node.value)]  # ty: ignore[missing-attribute]
-                found |= {f"{name}.{text}".lstrip(".") for text in texts}
+                given: Any = node
+                value = given.value  # a dictionary, a list or a tuple
+                texts = value.keys if isinstance(value, ast.Dict) else getattr(value, "elts", [])
+                found |= {f"{name}.{getattr(text, 'value', '')}".lstrip(".") for text in texts}
     return found
 
 
-def _names_in(value: ast.expr) -> list[ast.Constant]:
-    """Returns the strings of a list, or the keys of a dictionary."""
-    if isinstance(value, ast.Dict):
-        return [key for key in value.keys if isinstance(key, ast.Constant)]
-    if isinstance(value, ast.List | ast.Tuple):
-        return [each for each in value.elts if isinstance(each, ast.Constant)]
-    return []
-
-
 def internals(tests: Path, package: str, public: set[str]) -> list[str]:
-    """Returns "file: name" for each name of the package that a test imports and that is not in `public`."""
+    """Returns "file: name" for each name of the package that tests import and `public` lacks."""
     found = set[str]()
     for path in sorted(tests.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
                 base = (node.module or "").partition(".")[2]
-                for alias in node.names:
-                    name = f"{base}.{alias.name}".lstrip(".")
-                    if name not in public:
-                        found.add(f"{path.relative_to(tests)}: {name}")
+                names = {f"{base}.{alias.name}".lstrip(".") for alias in node.names} - public
+                found |= {f"{path.relative_to(tests)}: {name}" for name in names}
     return sorted(found)
 
 
 def dense(path: Path) -> tuple[int, int]:
-    """Returns the number of conditional expressions and comprehensions in a file, and of its statements."""
+    """Returns the number of conditional expressions and comprehensions, and of statements."""
     kinds = (ast.IfExp, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    return sum(isinstance(node, kinds) for node in nodes), sum(isinstance(node, ast.stmt) for node in nodes)
+    nodes = [*ast.walk(_tree(path))]
+    dense, statements = ([isinstance(node, kind) for node in nodes] for kind in (kinds, ast.stmt))
+    return sum(dense), sum(statements)
 
 
 def annotations(path: Path) -> Iterator[ast.expr]:
     """Yields the annotations of arguments, results and variables in a file."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns:
             yield node.returns
         elif isinstance(node, ast.arg | ast.AnnAssign) and node.annotation:
@@ -278,7 +280,7 @@ def comments(path: Path) -> Iterator[str]:
 
 
 def missing_paths(path: Path, bases: list[Path]) -> list[str]:
-    """Returns the paths that comments of a file name, and that are in none of the folders `bases` or above the file."""
+    """Returns the paths that a file's comments name and no folder of `bases` or above it has."""
     found, places = [], [*bases, *path.parents]
     for comment in comments(path):
         for match in PATH.finditer(comment):
@@ -290,20 +292,22 @@ def missing_paths(path: Path, bases: list[Path]) -> list[str]:
 def checks_of_strategies(path: Path) -> list[str]:
     """`isinstance(…, …Strategy)` and `hasattr(strategy, …)` of a file."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 2:
             asked, of = (ast.unparse(each) for each in node.args)
             is_class = node.func.id == "isinstance" and re.search(r"Strategy\b", of)
-            if is_class or (node.func.id == "hasattr" and asked.split(".")[-1].endswith("strategy")):
+            has = node.func.id == "hasattr" and asked.split(".")[-1].endswith("strategy")
+            if is_class or has:
                 found.append(ast.unparse(node))
     return found
 
 
-# Pronouns in place of nouns: write "losses equal one process's", "the weights come from PATH". CHANGELOG.md is history.
+# Pronouns in place of nouns: write "losses equal one process's", "the weights come from PATH".
+# CHANGELOG.md is history.
 PRONOUNS = re.compile(r",\sof which|\bthose\sof\b|\bthat\sof\b|\bis\snone\b|\bas\sit\sis\b")
 
 
 def pronouns(path: Path) -> list[str]:
     """Returns each place of PRONOUNS outside of code blocks, with its words."""
-    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"(?ms)^```.*?^```", "", path.read_text(encoding="utf-8"))
     return [f"{path}: {words}" for words in PRONOUNS.findall(text)]

@@ -1,11 +1,13 @@
-"""The one helper that hurts a training: kills, stops, signals, corrupts, cuts; and sees how it goes on.
+"""The one helper that hurts a training: kills, stops, signals, corrupts, cuts; and sees how it goes
+on.
 
-    with Training(folder, argv, NPROC="2") as training:      # launch/torchrun.sh, as a user starts it
-        training.reach(10)
+    with Training(folder, argv, NPROC="2") as training:      # launch/torchrun.sh, as a user starts
+        it training.reach(10)
         kill(training.ranks()[1])
         assert training.end() == Exit.DONE
 
-Its ranks run this module instead of the package: the same command, and every step is written down (`Step`).
+Its ranks run this module instead of the package: the same command, and every step is written down
+(`Step`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from tests import PROJECT
 
 STEPS = "INJURY_STEPS"  # the folder where ranks write their steps down
 STEP_S = "INJURY_STEP_S"  # seconds that every step takes longer
-OF_A_LAUNCHER = ("DIST_", "TORCHELASTIC", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "NODE_RANK", "SLURM_", "INJURY")
+OF_A_LAUNCHER = (
+    "DIST_", "TORCHELASTIC", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "NODE_RANK", "SLURM_",
+    "INJURY",
+)  # fmt: skip
 
 
 class Step(NamedTuple):
@@ -44,7 +49,9 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
 
 def corrupt(checkpoint: Path, chance: random.Random) -> str:
     """Flip one bit of one of its files, or cut one short; returns what was done."""
-    path = chance.choice([file for file in sorted(checkpoint.rglob("*")) if file.is_file() and file.stat().st_size])
+    path = chance.choice(
+        [file for file in sorted(checkpoint.rglob("*")) if file.is_file() and file.stat().st_size]
+    )
     data = bytearray(path.read_bytes())
     at = chance.randrange(len(data))
     if chance.random() < 0.5:
@@ -58,7 +65,8 @@ def corrupt(checkpoint: Path, chance: random.Random) -> str:
 
 
 class TwoHosts:
-    """Two network namespaces, `names`, on one link; each has nothing but it and its loopback. Needs root and `ip`."""
+    """Two network namespaces, `names`, on one link; each has nothing but it and its loopback. Needs
+    root and `ip`."""
 
     names = ("injury-a", "injury-b")
     addresses = ("10.77.0.1", "10.77.0.2")
@@ -67,8 +75,22 @@ class TwoHosts:
         self.__exit__()
         for name in self.names:
             _ip("netns", "add", name)
-        _ip("link", "add", "veth-a", "netns", self.names[0], "type", "veth", "peer", "veth-b", "netns", self.names[1])
-        for name, address, link in zip(self.names, self.addresses, ("veth-a", "veth-b"), strict=True):
+        _ip(
+            "link",
+            "add",
+            "veth-a",
+            "netns",
+            self.names[0],
+            "type",
+            "veth",
+            "peer",
+            "veth-b",
+            "netns",
+            self.names[1],
+        )
+        for name, address, link in zip(
+            self.names, self.addresses, ("veth-a", "veth-b"), strict=True
+        ):
             _ip("-n", name, "address", "add", f"{address}/24", "dev", link)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", link, "up")
@@ -114,7 +136,11 @@ def children(pid: int) -> dict[int, int]:
         with contextlib.suppress(OSError, IndexError, ValueError):
             if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid:
                 environment = (entry / "environ").read_bytes().split(b"\0")
-                ranks |= {int(word[5:]): int(entry.name) for word in environment if word.startswith(b"RANK=")}
+                ranks |= {
+                    int(word[5:]): int(entry.name)
+                    for word in environment
+                    if word.startswith(b"RANK=")
+                }
     return ranks
 
 
@@ -128,14 +154,20 @@ class Training:
         environment: Of launch/torchrun.sh: NPROC, DIST_RUN_ID …
     """
 
-    def __init__(self, folder: Path, argv: list[str], prefix: tuple[str, ...] = (), **environment: str) -> None:
+    def __init__(
+        self, folder: Path, argv: list[str], prefix: tuple[str, ...] = (), **environment: str
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.log = folder, folder / "log"
         # torchrun starts its workers with $PYTHON_EXEC -u -m <package> …
         watched = Path(environment.get(STEPS, folder)) / "watched.sh"
-        watched.write_text(f'#!/bin/sh\nshift 3\nexec "{sys.executable}" -u -m tests.support.injury "$@"\n')
+        watched.write_text(
+            f'#!/bin/sh\nshift 3\nexec "{sys.executable}" -u -m tests.support.injury "$@"\n'
+        )
         watched.chmod(0o755)
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_LAUNCHER)}
+        inherited = {
+            key: value for key, value in os.environ.items() if not key.startswith(OF_A_LAUNCHER)
+        }
         self.environment = inherited | {
             "PYTHON": sys.executable,
             "PYTHON_EXEC": str(watched),
@@ -159,7 +191,9 @@ class Training:
     def start(self) -> Training:
         """Also again, as a scheduler does."""
         with self.log.open("a") as log:
-            self.launcher = subprocess.Popen(self.command, env=self.environment, cwd=PROJECT, stdout=log, stderr=log)
+            self.launcher = subprocess.Popen(
+                self.command, env=self.environment, cwd=PROJECT, stdout=log, stderr=log
+            )
         return self
 
     def ranks(self) -> dict[int, int]:
@@ -175,7 +209,10 @@ class Training:
         deadline = time.monotonic() + timeout_s
         while not until():
             if self.launcher.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"ended with {self.launcher.poll()}, or too slow:\n{self.log.read_text()[-3000:]}")
+                raise AssertionError(
+                    f"ended with {self.launcher.poll()}, or too "
+                    f"slow:\n{self.log.read_text()[-3000:]}"
+                )
             time.sleep(0.01)
 
     def reach(self, step: int, timeout_s: float = 60.0) -> Step:

@@ -1,4 +1,5 @@
-"""The moments of a save at which a rank is killed, for a fake training (fake_saves.py) or a real one (saves.py)."""
+"""The moments of a save at which a rank is killed, for a fake training (fake_saves.py) or a real
+one (saves.py)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def die(*_: Any) -> None:
 
 
 def crash(point: str, rank: int, at_save: int) -> None:
-    """In each worker: ends the process of `rank` at `point` of its `at_save`th save, as kill -9 would."""
+    """In each worker: ends the process of `rank` at `point` of its `at_save`th save, as kill -9
+    would."""
     if int(os.environ["RANK"]) != rank:
         return
     code: Any = commit
@@ -57,7 +59,9 @@ def _arm(code: Any, point: str, path: Path) -> None:
         code._commit = lambda *args: _die_before_rename(*args)
     elif kind == "renamed":
         code._flush = lambda file: die() if file == path.parent else flush(file)
-    elif kind == "replacing":  # the checkpoint of the same name has been renamed, and the new one has not
+    elif (
+        kind == "replacing"
+    ):  # the checkpoint of the same name has been renamed, and the new one has not
         code._hidden = lambda file, suffix: _die_after_rename(hidden(file, suffix), suffix)
     else:  # "waiting" for rank 0, which renames meanwhile
         code._agree = lambda *args: die() if next(calls) == 3 else agree(*args)
@@ -108,14 +112,21 @@ def _die_at(name: str, halfway: bool) -> None:
         write_text(self, *args, **kwargs)
 
     libraries: Any = (torch, pickle, Path)
-    libraries[0].save, libraries[1].dump, libraries[2].write_text = dying_save, dying_dump, dying_text
+    libraries[0].save, libraries[1].dump, libraries[2].write_text = (
+        dying_save,
+        dying_dump,
+        dying_text,
+    )
 
 
 # What each strategy's ranks write: rank 0, rank 1.
 FILES = {
     "ddp": (["checkpoint.pt"], []),
     "fsdp2": ([".distcp", ".metadata", "meta.pt"], [".distcp"]),
-    "zero": (["model_states.pt", "optim_states.pt", "latest"], ["model_states.pt", "optim_states.pt"]),
+    "zero": (
+        ["model_states.pt", "optim_states.pt", "latest"],
+        ["model_states.pt", "optim_states.pt"],
+    ),
 }
 POINTS = (
     ["written", "hashed", "manifest", "renaming", "renamed"],

@@ -18,24 +18,28 @@ from tests.support.injury import OF_A_LAUNCHER
 from tests.support.loopback import Hosts
 from tests.support.runs import PACKAGE, PROJECT, logged
 
-ENVIRONMENT = {"PYTHONPATH": os.environ["PYTHONPATH"], "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-ENVIRONMENT |= {"MAX_RESTARTS": "0"}  # of torchrun
-STEPS = ["--trainer.max_steps=4", "--trainer.val_check_interval=1000", "--trainer.limit_val_batches=1"]
-LONG = ["--trainer.max_steps=100000", "--trainer.val_check_interval=100000", "--trainer.limit_val_batches=1"]
+ENVIRONMENT = {"PYTHONPATH": os.environ["PYTHONPATH"], "DS_ACCELERATOR": "cpu"}
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "MAX_RESTARTS": "0"}  # of torchrun
+ONE_BATCH = "--trainer.limit_val_batches=1"
+STEPS = ["--trainer.max_steps=4", "--trainer.val_check_interval=1000", ONE_BATCH]
+LONG = ["--trainer.max_steps=100000", "--trainer.val_check_interval=100000", ONE_BATCH]
 LAUNCHERS = ("ssh", "torchrun")
-VARIABLE = {"PL_FIT__TRAINER__MAX_STEPS": "9"}  # the command line refuses it, in the processes of the job
+# The command line refuses it, in the processes of the job.
+VARIABLE = {"PL_FIT__TRAINER__MAX_STEPS": "9"}
 
 
 def site(folder: Path, environment: Any = None, **keys: Any) -> str:
     """The flag of a file with `cluster`; `environment` is added to what every process needs."""
     path = folder / "site.yaml"
-    path.write_text(yaml.safe_dump({"cluster": {"environment": ENVIRONMENT | (environment or {}), **keys}}))
+    cluster = {"environment": ENVIRONMENT | (environment or {}), **keys}
+    path.write_text(yaml.safe_dump({"cluster": cluster}))
     return f"--config={path}"
 
 
 def two(known: Hosts, folder: Path, **keys: Any) -> str:
     """The same, of two hosts."""
-    return site(folder, **{"hosts": ["node1", "node2"], "ssh": known.ssh, "master": "127.0.0.1", **keys})
+    hosts = {"hosts": ["node1", "node2"], "ssh": known.ssh, "master": "127.0.0.1"}
+    return site(folder, **(hosts | keys))
 
 
 class Launched:
@@ -45,11 +49,12 @@ class Launched:
         name = name or on
         self.run = folder / "runs" / "default" / name
         self.out = folder / f"{name}.out"
-        kept = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not k.startswith(OF_A_LAUNCHER)}
-        environment = {**kept, "DIST_RUN_ID": name}
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(OF_A_LAUNCHER)}
+        kept |= {k: v for k, v in os.environ.items() if k == "SLURM_CONF"}
+        options: Any = {"cwd": PROJECT, "env": kept | {"DIST_RUN_ID": name}}
         command = [sys.executable, "-m", PACKAGE, "launch", f"--on={on}", *flags]
         with self.out.open("wb") as out:
-            self.process = subprocess.Popen(command, cwd=PROJECT, env=environment, stdout=out, stderr=out)
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, **options)
 
     def stop(self, number: int) -> None:
         self.process.send_signal(number)
@@ -60,8 +65,10 @@ class Launched:
     def reach(self, step: int) -> None:
         """Waits until a step is logged."""
         deadline = time.monotonic() + 200
-        while not (self.run / "metrics.jsonl").exists() or max(logged(self.run, "train/loss"), default=0) < step:
-            assert not self.process.poll() and time.monotonic() < deadline, self.out.read_text()[-3000:]
+        metrics = self.run / "metrics.jsonl"
+        while not metrics.exists() or max(logged(self.run, "train/loss"), default=0) < step:
+            is_alive = not self.process.poll() and time.monotonic() < deadline
+            assert is_alive, self.out.read_text()[-3000:]
             time.sleep(0.3)
 
     def rank(self, node: int) -> int:
@@ -77,12 +84,18 @@ class Launched:
         raise AssertionError(f"no rank of node {node}")
 
 
+DIVERGING = """--trainer.max_steps=100 --model.optim.learning_rate=1e30
+    --model.optim.warmup=0""".split()
+
+
 def diverging(flags: list[str]) -> list[str]:
-    return [*flags, "--trainer.max_steps=100", "--model.optim.learning_rate=1e30", "--model.optim.warmup=0"]
+    return [*flags, *DIVERGING]
 
 
-def codes(start: Callable[..., Launched], flags: list[str], end: Callable[[Launched], int]) -> dict[str, int]:
-    """The exit codes of five runs: `start(name, flags, environment)` launches one, `end` waits for it."""
+def codes(
+    start: Callable[..., Launched], flags: list[str], end: Callable[[Launched], int]
+) -> dict[str, int]:
+    """The exit codes of five runs: `start(name, flags, environment)` launches, `end` waits."""
     found = {"finished": end(start("finished", [*flags, *STEPS], {}))}
     found["bad input"] = end(start("bad", [*flags, *STEPS], VARIABLE))
     found["non-finite"] = end(start("diverged", diverging(flags), {}))

@@ -1,4 +1,5 @@
-"""Names of the library that several tests need and that are not public: see docs/api.md for those."""
+"""Names of the library that several tests need and that are not public: see docs/api.md for
+those."""
 
 # ruff: noqa: F401
 from __future__ import annotations

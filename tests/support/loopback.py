@@ -1,4 +1,5 @@
-"""Hosts on loopback: an sshd of this user with its own keys, and an ssh that knows it by several names."""
+"""Hosts on loopback: an sshd of this user with its own keys, and an ssh that knows it by several
+names."""
 
 from __future__ import annotations
 
@@ -9,7 +10,11 @@ import time
 from pathlib import Path
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
-LACKING = "" if Path(SSHD).exists() and shutil.which("ssh-keygen") else "needs sshd and ssh-keygen (openssh-server)"
+LACKING = (
+    ""
+    if Path(SSHD).exists() and shutil.which("ssh-keygen")
+    else "needs sshd and ssh-keygen (openssh-server)"
+)
 
 SERVER = """\
 Port {port}
@@ -40,7 +45,8 @@ Host *
 
 
 class Hosts:
-    """`node1` and `node2` are this machine; `down` refuses connections. `ssh` is the command that knows them."""
+    """`node1` and `node2` are this machine; `down` refuses connections. `ssh` is the command that
+    knows them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.ssh = folder, f"ssh -F {folder}/config"
@@ -51,7 +57,10 @@ class Hosts:
             one.bind(("127.0.0.1", 0))
             self.port = one.getsockname()[1]
         for name in ("host", "key"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / name], check=True)
+            subprocess.run(
+                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / name],
+                check=True,
+            )
         for name, text in (("server", SERVER), ("config", CLIENT)):
             (self.folder / name).write_text(text.format(port=self.port, folder=self.folder))
         with (self.folder / "sshd.log").open("wb") as log:

@@ -37,9 +37,13 @@ def validator(kind: str, api: str) -> Any:
 
 @cache
 def definitions() -> Any:
-    resource = referencing.Resource.from_contents(utils.schema_contents(f"{FOLDER}/_definitions.json", VERSION))
+    resource = referencing.Resource.from_contents(
+        utils.schema_contents(f"{FOLDER}/_definitions.json", VERSION)
+    )
     named = [("/api/_definitions.json", resource), (resource.id(), resource)]
-    return referencing.Registry().with_resources(named).crawl()  # otherwise each look-up reads 1.3 MB again
+    return (
+        referencing.Registry().with_resources(named).crawl()
+    )  # otherwise each look-up reads 1.3 MB again
 
 
 def wrong(objects: Objects) -> str:
@@ -65,7 +69,8 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def mutations(objects: Objects) -> Iterator[tuple[str, Objects]]:
-    """Copies of the manifests in each of which one field is misspelt, or has a value of another type."""
+    """Copies of the manifests in each of which one field is misspelt, or has a value of another
+    type."""
     for path in paths(objects):
         if len(path) == 1:
             continue

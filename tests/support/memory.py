@@ -1,4 +1,5 @@
-"""What a training really needs: bytes of its state, and the most that torch allocates in a micro-batch."""
+"""What a training really needs: bytes of its state, and the most that torch allocates in a
+micro-batch."""
 
 from __future__ import annotations
 
@@ -31,15 +32,19 @@ class State(Callback):
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         if trainer.global_step != 1:
             return
-        tensors = [t for p in pl_module.parameters() for t in (kept(p), p.grad, getattr(p, "ds_tensor", None))]
-        for optimizer in [each for each in gc.get_objects() if isinstance(each, torch.optim.Optimizer)]:
-            tensors += [t for state in optimizer.state.values() for t in state.values()]
-            tensors += [t for group in optimizer.param_groups for p in group["params"] for t in (kept(p), p.grad)]
+        shards = [getattr(p, "ds_tensor", None) for p in pl_module.parameters()]
+        tensors = [t for p in pl_module.parameters() for t in (kept(p), p.grad)] + shards
+        for each in gc.get_objects():
+            if isinstance(each, torch.optim.Optimizer):
+                tensors += [t for state in each.state.values() for t in state.values()]
+                for p in [p for group in each.param_groups for p in group["params"]]:
+                    tensors += [kept(p), p.grad]
         for name in ZERO:
             tensors += flat(getattr(getattr(trainer.model, "optimizer", None), name, None))
         sizes: dict[int, int] = {}
         for tensor in flat(tensors):
-            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storage = local.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
         self.most = max(self.most, sum(sizes.values()))
         (self.folder / f"state{trainer.global_rank}.json").write_text(json.dumps(self.most))
@@ -51,43 +56,53 @@ def kept(parameter: Any) -> Any:
 
 
 def flat(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [value] if isinstance(value, torch.Tensor) else [tensor for each in values for tensor in flat(each)]
+    return [tensor for each in values for tensor in flat(each)]
+
+
+def is_measured(trainer: Any, batch_idx: int) -> bool:
+    """The third step's last micro-batch, when gradients and optimizer state exist."""
+    return trainer.global_step == 2 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0
 
 
 class Live(Callback):
-    """Records the most bytes of new tensors that live at once in the third step's last batch: in a pipeline, in the
-    whole step, at whose end torch's profiler (2.13) has crashed."""
+    """Records the most bytes of new tensors that live at once in the third step's last batch.
+
+    In a pipeline it is the whole step, at whose end torch's profiler (2.13) has crashed.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._counter = folder, None
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 2 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if is_measured(trainer, batch_idx):
             gc.collect()
-            self._counter: Any = LiveBytes([each for each in gc.get_objects() if isinstance(each, torch.Tensor)])
+            before = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+            self._counter: Any = LiveBytes(before)
             self._counter.__enter__()
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
-            (self.folder / f"live{trainer.global_rank}.json").write_text(json.dumps(self._counter.peak))
+            path = self.folder / f"live{trainer.global_rank}.json"
+            path.write_text(json.dumps(self._counter.peak))
             self._counter = None
 
 
 class Allocated(Callback):
-    """Records the most bytes that a micro-batch allocates, forward and backward, beyond those that it starts with.
+    """Records the most bytes that a micro-batch, forward and backward, allocates in addition.
 
-    It is the last micro-batch of the third step, when gradients and optimizer state exist. torch's profiler
-    counts every allocation on the host.
+    torch's profiler counts every allocation on the host.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._profile: Any = None
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 2 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if is_measured(trainer, batch_idx):
             gc.collect()
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._profile.__enter__()
@@ -96,9 +111,9 @@ class Allocated(Callback):
         if self._profile is None:
             return
         self._profile.__exit__(None, None, None)
-        events = [event for event in self._profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        events = self._profile.profiler.kineto_results.events()
         self._profile, live, most = None, 0, 0
         for event in sorted(events, key=lambda event: event.start_ns()):
-            live += event.nbytes()
+            live += event.nbytes() if event.name() == "[memory]" else 0
             most = max(most, live)
         (self.folder / f"allocated{trainer.global_rank}.json").write_text(json.dumps(most))

@@ -1,4 +1,5 @@
-"""The language module without a Trainer, in every architecture of configs/model, and an output layer alone."""
+"""The language module without a Trainer, in every architecture of configs/model, and an output
+layer alone."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from dist_template.text.model.head import without_head
 from tests.support.runs import SHIPPED
 
 ARCHITECTURES = {"deepseek_v3": SMALL_DEEPSEEK_V3} | {
-    path.stem: yaml.safe_load(path.read_text())["model"]["architecture"] for path in SHIPPED.glob("model/*.yaml")
+    path.stem: yaml.safe_load(path.read_text())["model"]["architecture"]
+    for path in SHIPPED.glob("model/*.yaml")
 }
 
 
@@ -40,7 +42,8 @@ def hidden_states(model: Any, forward: Callable[[], Tensor]) -> Tensor:
 
 
 class Head(nn.Module):
-    """An embedding and an output layer with the same weight; `cap` bounds the logits as Gemma does."""
+    """An embedding and an output layer with the same weight; `cap` bounds the logits as Gemma
+    does."""
 
     def __init__(self, vocabulary: int, width: int, cap: float = 0.0) -> None:
         super().__init__()

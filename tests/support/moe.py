@@ -2,11 +2,14 @@
 
 TINY = {
     "hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 8, "num_hidden_layers": 4,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 32, "head_dim": 8,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 50,
+    "max_position_embeddings": 32, "head_dim": 8,
 }  # fmt: skip
 DEEPSEEK = TINY | {
-    "model_type": "deepseek_v3", "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
-    "v_head_dim": 8, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
+    "model_type": "deepseek_v3", "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "n_group": 1,
     "topk_group": 1, "head_dim": 4,
 }  # fmt: skip
 SPARSE = {

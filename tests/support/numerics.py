@@ -1,4 +1,5 @@
-"""Trainings with a non-finite or anomalous step, planted on one rank, and how they would end without it."""
+"""Trainings with a non-finite or anomalous step, planted on one rank, and how they would end
+without it."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def spoil_gradient(step: int, rank: int) -> None:
 
 
 def spoil_reduced_gradient(step: int, rank: int, value: float) -> None:
-    """In each worker: after the reduction, one rank's gradient of a parameter that others have too holds `value`."""
+    """In each worker: after the reduction, one rank's gradient of a parameter that others have too
+    holds `value`."""
 
     def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
         if (self.global_step + 1, self.global_rank) == (step, rank):
@@ -75,7 +77,8 @@ def report_exit_codes() -> None:
 
 
 def skip_explicitly(step: int) -> None:
-    """In each worker: no guard, and the one step is not taken, as one would write it in a loop of one's own."""
+    """In each worker: no guard, and the one step is not taken, as one would write it in a loop of
+    one's own."""
     _without_guard()
 
     def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
@@ -88,7 +91,12 @@ def skip_explicitly(step: int) -> None:
 
 
 def _without_guard() -> None:
-    for hook in ("on_before_backward", "on_train_start", "on_before_optimizer_step", "on_save_checkpoint"):
+    for hook in (
+        "on_before_backward",
+        "on_train_start",
+        "on_before_optimizer_step",
+        "on_save_checkpoint",
+    ):
         setattr(Numerics, hook, lambda *_: None)
 
 
@@ -99,31 +107,46 @@ class Train:
         self.folder = folder
         self._by_hand: dict[tuple[str, int], dict[str, Tensor]] = {}
         self.flags = [
-            f"--run.root={folder / 'runs'}", "--data.source=TextFiles", f"--data.source.paths=[{corpus}/*.txt]",
-            "--data.tokenizer=Bytes", f"--data.cache_dir={cache}", "--data.seq_len=32", "--data.validation_share=0.15",
+            f"--run.root={folder / 'runs'}", "--data.source=TextFiles",
+            f"--data.source.paths=[{corpus}/*.txt]",
+            "--data.tokenizer=Bytes", f"--data.cache_dir={cache}", "--data.seq_len=32",
+            "--data.validation_share=0.15",
             "--data.test_share=0.15", "--data.global_batch_size=8", "--trainer.accelerator=cpu",
-            "--trainer.max_steps=8", "--trainer.log_every_n_steps=1", "--trainer.limit_val_batches=0",
+            "--trainer.max_steps=8", "--trainer.log_every_n_steps=1",
+            "--trainer.limit_val_batches=0",
             "--trainer.logger=false", "--model.optim.warmup=2", "--model.optim.learning_rate=0.01",
             "--last_checkpoint.every_n_steps=4",
         ]  # fmt: skip
         with Workers(1) as workers:
             workers.run(["prepare", *self.flags], folder / "prepare").check()
 
-    def __call__(self, strategy: str, name: str, prelude: Callable[[], None] | None, *extra: str) -> RunRecord:
+    def __call__(
+        self, strategy: str, name: str, prelude: Callable[[], None] | None, *extra: str
+    ) -> RunRecord:
         num = PROCESSES.get(strategy, 1)
         model = MODELS["deepseek_v3" if strategy == "fsdp2_ep" else "llama"]
         flags = flags_of(strategy) if strategy in PROCESSES else []
         if strategy == "zero3":
             flags += ["--trainer.strategy.init_args.param_persistence_threshold=16"]
-        flags += [f"--trainer.devices={num}", f"--data.micro_batch_size={4 // num}", f"--model.architecture={model}"]
+        flags += [
+            f"--trainer.devices={num}",
+            f"--data.micro_batch_size={4 // num}",
+            f"--model.architecture={model}",
+        ]
         record = self.folder / f"{strategy}-{name}"
         number = len(list(self.folder.glob(f"{record.name}*")))
         argv = ["fit", *self.flags, *flags, *extra]
         with Workers(num) as workers:
-            return workers.run(argv, record.with_name(f"{record.name}.{number}"), prelude=prelude, run_id=record.name)
+            return workers.run(
+                argv,
+                record.with_name(f"{record.name}.{number}"),
+                prelude=prelude,
+                run_id=record.name,
+            )
 
     def by_hand(self, strategy: str, step: int) -> dict[str, Tensor]:
-        """The weights of a training, done once, in which `step` is left out as one would write it oneself."""
+        """The weights of a training, done once, in which `step` is left out as one would write it
+        oneself."""
         if (strategy, step) not in self._by_hand:
             run = self(strategy, f"by-hand-{step}", partial(skip_explicitly, step)).check()
             self._by_hand[strategy, step] = run.end
@@ -138,7 +161,9 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache: Path)
     return Train(tmp_path_factory.mktemp("numerics"), corpus, cache)
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[int], bool], factor: float = math.nan) -> None:
+def spoil(
+    monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[int], bool], factor: float = math.nan
+) -> None:
     """The loss of each step that `is_bad`, times `factor`, in its first micro-batch."""
     original = LanguageModule.training_step
 

@@ -1,4 +1,5 @@
-"""What torch does in a test: its operations, those that read a value on the host, the memory that it holds."""
+"""What torch does in a test: its operations, those that read a value on the host, the memory that
+it holds."""
 
 from __future__ import annotations
 
@@ -23,9 +24,13 @@ class Ops(TorchDispatchMode):
 
 
 class Reads(TorchDispatchMode):
-    """Notes each operation that makes the host wait for the device: it reads a number, or needs one for a shape."""
+    """Notes each operation that makes the host wait for the device: it reads a number, or needs one
+    for a shape."""
 
-    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount", "equal")
+    WAITING = (
+        "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount",
+        "equal",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()

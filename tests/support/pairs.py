@@ -9,8 +9,13 @@ from typing import Any
 
 from tests.support import chats
 
-RECORDS = [{"prompt": f"q{i} ", "chosen": f"good {i * i}", "rejected": f"bad {i}"} for i in range(8)]
-LENGTHS = [{"prompt": f"q{i} ", "chosen": "yes" * (1 + i * 7 % 5), "rejected": "no" * (1 + i % 7)} for i in range(60)]
+RECORDS = [
+    {"prompt": f"q{i} ", "chosen": f"good {i * i}", "rejected": f"bad {i}"} for i in range(8)
+]
+LENGTHS = [
+    {"prompt": f"q{i} ", "chosen": "yes" * (1 + i * 7 % 5), "rejected": "no" * (1 + i % 7)}
+    for i in range(60)
+]
 
 
 def flags(folder: Path, records: list[Any]) -> list[str]:
@@ -18,7 +23,8 @@ def flags(folder: Path, records: list[Any]) -> list[str]:
     path = chats.write(folder / "pairs.jsonl", records)
     return [
         "--data.source=Preferences", f"--data.source.paths=[{path}]", "--data.tokenizer=Pretrained",
-        f"--data.tokenizer.path={chats.tokenizer(folder / 'tokenizer')}", f"--data.cache_dir={folder / 'cache'}",
+        f"--data.tokenizer.path={chats.tokenizer(folder / 'tokenizer')}",
+        f"--data.cache_dir={folder / 'cache'}",
         "--data.validation_share=0", "--data.test_share=0", "--data.prompts=[]",
     ]  # fmt: skip
 
@@ -29,7 +35,8 @@ def save_llama(folder: Path, vocab_size: int) -> None:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -42,12 +49,15 @@ def losses_of_trl(model: str, tokenizer: str, output: str) -> list[float]:
     from trl import DPOConfig, DPOTrainer
 
     arguments = DPOConfig(
-        output_dir=output, per_device_train_batch_size=8, max_steps=4, learning_rate=0.5, optim="sgd",
-        lr_scheduler_type="constant", max_grad_norm=1e9, beta=0.1, logging_steps=1, use_cpu=True, report_to=[],
+        output_dir=output, per_device_train_batch_size=8, max_steps=4, learning_rate=0.5,
+        optim="sgd",
+        lr_scheduler_type="constant", max_grad_norm=1e9, beta=0.1, logging_steps=1, use_cpu=True,
+        report_to=[],
         save_strategy="no", bf16=False, gradient_checkpointing=False,
     )  # fmt: skip
     trainer = DPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model), ref_model=AutoModelForCausalLM.from_pretrained(model),
+        model=AutoModelForCausalLM.from_pretrained(model),
+        ref_model=AutoModelForCausalLM.from_pretrained(model),
         args=arguments, train_dataset=Dataset.from_list(RECORDS),
         processing_class=AutoTokenizer.from_pretrained(tokenizer),
     )  # fmt: skip

@@ -17,16 +17,23 @@ from tests.support.strategies import NAMES, flags_of
 from tests.support.wings import RunRecord
 
 MODELS = {
-    "deepseek_v3": "{model_type: deepseek_v3, hidden_size: 32, intermediate_size: 64, moe_intermediate_size: 16,"
-    " num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, q_lora_rank: 16, kv_lora_rank: 16,"
-    " qk_nope_head_dim: 16, qk_rope_head_dim: 8, v_head_dim: 16, first_k_dense_replace: 1, n_routed_experts: 4,"
+    "deepseek_v3": "{model_type: deepseek_v3, hidden_size: 32, intermediate_size: 64, "
+    "moe_intermediate_size: 16,"
+    " num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, q_lora_rank: 16, "
+    "kv_lora_rank: 16,"
+    " qk_nope_head_dim: 16, qk_rope_head_dim: 8, v_head_dim: 16, first_k_dense_replace: 1, "
+    "n_routed_experts: 4,"
     " num_experts_per_tok: 2, n_group: 1, topk_group: 1, num_mtp_layers: 0}",
-    "llama": "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4,"
+    "llama": "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
+    "num_attention_heads: 4,"
     " num_key_value_heads: 2, tie_word_embeddings: true}",
 }
-MODELS |= {  # four blocks, for up to four stages; tied weights, so that the first and the last stage share one
+# four blocks, for up to four stages; tied weights, so that the first and the last stage share one
+MODELS |= {
     "llama_of_4": MODELS["llama"].replace("num_hidden_layers: 2", "num_hidden_layers: 4"),
-    "qwen3_of_4": MODELS["llama"].replace("num_hidden_layers: 2", "num_hidden_layers: 4").replace("llama", "qwen3"),
+    "qwen3_of_4": MODELS["llama"]
+    .replace("num_hidden_layers: 2", "num_hidden_layers: 4")
+    .replace("llama", "qwen3"),
 }
 PROCESSES = dict.fromkeys(NAMES, 2)
 PROCESSES |= {"hsdp": 4, "fsdp2_tp": 4, "fsdp2_tp_ep": 4, "pp_fsdp2": 4, "pp_ep": 4}
@@ -67,7 +74,10 @@ class Trainings:
     def __init__(self, folder: Path, flags: list[str]) -> None:
         self.folder = folder
         self.flags = [*flags, "--model.optim.learning_rate=0.01", "--model.optim.warmup=5"]
-        self.flags += [f"--trainer.gradient_clip_val={CLIP}", f"--data.global_batch_size={GLOBAL_BATCH}"]
+        self.flags += [
+            f"--trainer.gradient_clip_val={CLIP}",
+            f"--data.global_batch_size={GLOBAL_BATCH}",
+        ]
         self._done: dict[tuple[str, ...], RunRecord] = {}
         self._count = 0
 
@@ -107,18 +117,25 @@ class Trainings:
         name = f"{self._count}-{verb}-{model}-{strategy}"
         argv = [verb, *self.flags, f"--run.name={name}", *flags, *extra]
         with Workers(num) as workers:
-            return workers.run(argv, self.folder / name, prelude=prelude or mask_labels, callbacks=callbacks).check()
+            return workers.run(
+                argv, self.folder / name, prelude=prelude or mask_labels, callbacks=callbacks
+            ).check()
 
 
 @pytest.fixture(scope="session")
-def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache: Path) -> Iterator[Trainings]:
+def train(
+    tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache: Path
+) -> Iterator[Trainings]:
     folder = tmp_path_factory.mktemp("parity")
     flags = [
-        f"--run.root={folder / 'runs'}", "--data.source=TextFiles", f"--data.source.paths=[{corpus}/*.txt]",
-        "--data.tokenizer=Bytes", f"--data.cache_dir={cache}", "--data.seq_len=32", "--data.validation_share=0.15",
+        f"--run.root={folder / 'runs'}", "--data.source=TextFiles",
+        f"--data.source.paths=[{corpus}/*.txt]",
+        "--data.tokenizer=Bytes", f"--data.cache_dir={cache}", "--data.seq_len=32",
+        "--data.validation_share=0.15",
         "--data.test_share=0.15", "--model.sample_tokens=4", "--trainer.accelerator=cpu",
         f"--trainer.max_steps={STEPS}",
-        "--trainer.log_every_n_steps=1", f"--trainer.val_check_interval={STEPS // 2}", "--trainer.logger=false",
+        "--trainer.log_every_n_steps=1", f"--trainer.val_check_interval={STEPS // 2}",
+        "--trainer.logger=false",
     ]  # fmt: skip
     with Workers(1) as workers:
         workers.run(["prepare", *flags], folder / "prepare").check()

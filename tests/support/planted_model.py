@@ -15,7 +15,8 @@ class PlantedConfig(LlamaConfig):
 
 
 class CentredMLP(nn.Module):
-    """Subtracts the mean over features from the gate; under tensor parallelism each rank has its own mean."""
+    """Subtracts the mean over features from the gate; under tensor parallelism each rank has its
+    own mean."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
@@ -24,7 +25,9 @@ class CentredMLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate = self.gate_proj(hidden)
-        return self.down_proj(self.act_fn(gate - gate.mean(-1, keepdim=True)) * self.up_proj(hidden))
+        return self.down_proj(
+            self.act_fn(gate - gate.mean(-1, keepdim=True)) * self.up_proj(hidden)
+        )
 
 
 class PlantedForCausalLM(LlamaForCausalLM):

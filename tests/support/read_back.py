@@ -1,4 +1,5 @@
-"""What TensorBoard and WandB would show, read from their own files. The template's own tests use it too."""
+"""What TensorBoard and WandB would show, read from their own files. The template's own tests use it
+too."""
 
 from __future__ import annotations
 
@@ -51,10 +52,17 @@ def wandb_points(run: Path) -> Points:
     points: Points = {}
     for path in wandb_files(run):
         for record in wandb_records(path):
-            items = [(i.key or "/".join(i.nested_key), json.loads(i.value_json)) for i in record.history.item]
+            items = [
+                (i.key or "/".join(i.nested_key), json.loads(i.value_json))
+                for i in record.history.item
+            ]
             step = dict(items).get("trainer/global_step", -1)
             for name, value in items:
-                is_number = isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity")
+                is_number = isinstance(value, int | float) or value in (
+                    "NaN",
+                    "Infinity",
+                    "-Infinity",
+                )
                 if is_number and not name.startswith(("_", "trainer/", "eval/sample")):
                     points.setdefault(name, {}).setdefault(int(step), []).append(float(value))
     return points

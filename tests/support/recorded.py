@@ -1,9 +1,9 @@
-"""Histories of the trainings of fault_runs.py, recorded so that the rules can be tested without training.
+"""Histories of the trainings of fault_runs.py: rules are tested on them without training.
 
-    python -m tests.support.recorded [NAME …]     # trains them again and rewrites recorded/*.json: ten minutes
+    python -m tests.support.recorded [NAME …]     # trains them again, in ten minutes
 
-A recording holds what rules can read: the metrics that diagnosis/ names, the sections of the configuration and the
-facts. Times are relative to the start of the job; folders and hosts have made-up names.
+A recording in recorded/ has what rules can read: the metrics that diagnosis/ names, sections of the
+configuration and facts. Times begin with the job; folders and hosts have made-up names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from dist_template.wings import diagnose as diagnosis
 from dist_template.wings.diagnose import History, read_run
@@ -27,7 +26,7 @@ FOLDER = Path(__file__).parent / "recorded"
 SECTIONS = ("model", "data", "trainer", "numerics", "last_checkpoint", "preemption")
 RULES = Path(diagnosis.__file__).parent
 FILES = [*RULES.glob("*.py"), *RULES.glob("rules/*.py")]
-METRICS = sorted({name for path in FILES for name in re.findall(r'"(\w+/\w+)"', path.read_text("utf-8"))})
+METRICS = sorted({m for path in FILES for m in re.findall(r'"(\w+/\w+)"', path.read_text("utf-8"))})
 
 
 def recorded(name: str) -> History:
@@ -35,7 +34,7 @@ def recorded(name: str) -> History:
     metrics, lines = data.pop("metrics"), data.pop("lines")
     history = History(Path("runs/default") / name, **data)
     for step, time, *values in lines:
-        line = {name: value for name, value in zip(metrics, values, strict=True) if value is not None}
+        line = {m: value for m, value in zip(metrics, values, strict=True) if value is not None}
         history.metrics.add({"step": step, "time": time, **line})
     return history
 
@@ -50,12 +49,15 @@ def record(run: Path, root: Path) -> None:
         "config": {section: history.config[section] for section in SECTIONS},
         "facts": history.facts,
         "environment": {"job_started": 0.0, "cpu_count": history.environment["cpu_count"]},
-        "incidents": [{key: value for key, value in each.items() if key != "time"} for each in history.incidents],
+        "incidents": [{k: v for k, v in i.items() if k != "time"} for i in history.incidents],
         "goodput": history.goodput,
         "crashes": [each | {"time": each["time"] - start} for each in history.crashes],
         "metrics": metrics,
     }
-    rows = [[line["step"], round(line["time"] - start, 3), *_values(line, metrics)] for line in lines]
+    rows = []
+    for line in lines:
+        rounded = [float(f"{line[m]:.5g}") if m in line else None for m in metrics]
+        rows.append([line["step"], round(line["time"] - start, 3), *rounded])
     parts = [f'"{name}": {json.dumps(value)}' for name, value in data.items()]
     parts.append('"lines": [\n' + ",\n".join(json.dumps(row) for row in rows) + "\n]")
     text = "{\n" + ",\n".join(parts) + "\n}\n"
@@ -66,18 +68,13 @@ def record(run: Path, root: Path) -> None:
     (FOLDER / f"{run.name}.json").write_text(text, encoding="utf-8")
 
 
-def _values(line: dict[str, Any], metrics: list[str]) -> list[float | None]:
-    """Rounded to 5 digits."""
-    return [float(f"{line[name]:.5g}") if name in line else None for name in metrics]
-
-
 def main(names: list[str]) -> None:
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         trainings = Trainings(Path(folder))
         for training in (each for each in ALL if not names or each.name in names):
             record(trainings(training), Path(folder))
-            print(f"{training.name}: {(FOLDER / f'{training.name}.json').stat().st_size / 1000:.0f} kB", flush=True)
+            print(training.name, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Trainings for tests: the command line as a user has it, in this process, in another, or on several ranks."""
+"""Trainings for tests: the command line as a user has it, in this process, in another, or on
+several ranks."""
 
 from __future__ import annotations
 
@@ -28,40 +29,30 @@ OTHERS = {"evaluate", "sweep"}  # files of these verbs
 ALL_CONFIGS = [*sorted(CONFIGS.rglob("*.yaml")), *sorted(SHIPPED.rglob("*.yaml"))]
 FIT_CONFIGS = [path for path in ALL_CONFIGS if not {path.stem, path.parent.name} & OTHERS]
 
-SENTENCES = "The cache is written once. Every rank maps it. Ranks never tokenize, whatever happens. ÄÖ€😀\n"
-SMALL_LLAMA = (
-    "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2,"
-    " num_key_value_heads: 2}"
+SENTENCES = (
+    "The cache is written once. Every rank maps it. Ranks never tokenize, whatever happens. ÄÖ€😀\n"
 )
+SMALL_LLAMA = """{model_type: llama, hidden_size: 32, intermediate_size: 64, \
+num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2}"""
 
 
 def small(corpus: Path, cache: Path, folder: Path) -> list[str]:
     """A complete small training on one CPU process, writing into `folder`."""
-    return [
-        f"--run.root={folder / 'runs'}",
-        "--run.report=false",  # 5 MB and a second
-        "--data.source=TextFiles",
-        f"--data.source.paths=[{corpus}/*.txt]",
-        "--data.tokenizer=Bytes",
-        f"--data.cache_dir={cache}",
-        "--data.seq_len=32",
-        "--data.global_batch_size=8",
-        "--data.micro_batch_size=2",
-        "--data.validation_share=0.15",
-        "--data.test_share=0.15",
-        f"--model.architecture={SMALL_LLAMA}",
-        "--model.sample_tokens=4",
-        "--trainer.accelerator=cpu",
-        "--trainer.devices=1",
-        "--trainer.max_steps=20",
-        "--trainer.log_every_n_steps=1",
-        "--trainer.val_check_interval=10",
-    ]
+    flags = f"""--run.root={folder / "runs"} --run.report=false
+        --data.source=TextFiles --data.source.paths=[{corpus}/*.txt] --data.tokenizer=Bytes
+        --data.cache_dir={cache} --data.seq_len=32 --data.global_batch_size=8
+        --data.micro_batch_size=2 --data.validation_share=0.15 --data.test_share=0.15
+        --model.sample_tokens=4 --trainer.accelerator=cpu --trainer.devices=1
+        --trainer.max_steps=20 --trainer.log_every_n_steps=1 --trainer.val_check_interval=10"""
+    return [*flags.split(), f"--model.architecture={SMALL_LLAMA}"]
 
 
 # What a training in this process leaves behind, and a new one would take for its launcher's.
-OF_ANOTHER_RUN = {"DIST_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"}
-OF_ANOTHER_RUN |= {"WANDB_SERVICE"}  # wandb's address of this process's service, which then has both runs
+# WANDB_SERVICE: the address of this process's service, which would then have both runs.
+OF_ANOTHER_RUN = {
+    *"""DIST_RUN_ID MASTER_ADDR MASTER_PORT RANK LOCAL_RANK NODE_RANK WORLD_SIZE
+    WANDB_SERVICE""".split()
+}
 
 
 class StopAfter(Callback):
@@ -98,12 +89,16 @@ class Workers:
         return run_ranks(self.num, self.project, argv, record, **options)
 
 
-def run_in_subprocess(verb: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python -m <package> VERB …` as a user types it; needed where Lightning starts further processes."""
+def run_in_subprocess(
+    verb: str, *flags: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`python -m <package> VERB …` as a user types it; needed where Lightning starts further
+    processes."""
     env = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN} | environment
     env |= {"OMP_NUM_THREADS": "1"}
     argv = [sys.executable, "-m", PACKAGE, verb, *flags]
-    return subprocess.run(argv, env=env, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False)
+    options: Any = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+    return subprocess.run(argv, env=env, cwd=PROJECT, **options)
 
 
 def only_run(root: Path, name: str = "default") -> Path:
@@ -127,7 +122,8 @@ def logged(run_folder: Path, metric: str) -> dict[int, float]:
 
 @contextmanager
 def disk(folder: Path, size: str) -> Generator[Path]:
-    """A file system of its own of that size, where this machine lets us mount one; the test is skipped elsewhere."""
+    """A file system of its own of that size, where this machine lets us mount one; the test is
+    skipped elsewhere."""
     folder.mkdir()
     mount = shutil.which("mount")
     argv = [str(mount), "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]

@@ -1,4 +1,5 @@
-"""Servers for tests: a process forked from one that has imported torch, and an ASGI client without one."""
+"""Servers for tests: a process forked from one that has imported torch, and an ASGI client without
+one."""
 
 from __future__ import annotations
 
@@ -26,14 +27,24 @@ LIMITS = {"max_tokens": 64, "max_requests": 4, "grace_s": 3.0}
 
 
 def chat_model(folder: Path, positions: int = 512) -> Path:
-    """A small Llama with a chat template, as it would be exported. It says something else at each token."""
+    """A small Llama with a chat template, as it would be exported. It says something else at each
+    token."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
     tokens: Any = AutoTokenizer.from_pretrained(tokenizer(folder, "qwen3", TAGGED))
     torch.manual_seed(0)
-    sizes: Any = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"vocab_size": len(tokens), "max_position_embeddings": positions, "eos_token_id": tokens.eos_token_id}
+    sizes: Any = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    sizes |= {
+        "vocab_size": len(tokens),
+        "max_position_embeddings": positions,
+        "eos_token_id": tokens.eos_token_id,
+    }
     LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.5)).save_pretrained(folder)
     return folder
 
@@ -46,7 +57,9 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         log.touch()
         argv = ["serve", str(model), f"--port={self.port}", *flags]
-        self.process = clean_processes().Process(target=_serve, args=(argv, log, os.environ | environment))
+        self.process = clean_processes().Process(
+            target=_serve, args=(argv, log, os.environ | environment)
+        )
         self.process.start()
         end = time.monotonic() + 120
         while not self._is_ready():

@@ -40,7 +40,8 @@ SlurmdTimeout=10
 JobRequeue=1
 KillWait=20
 OverTimeLimit=0
-NodeName=n[1-3] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 RealMemory=2000 State=UNKNOWN
+NodeName=n[1-3] NodeHostname={host} NodeAddr=127.0.0.1 \
+Port=[{first}-{last}] CPUs=2 RealMemory=2000 State=UNKNOWN
 PartitionName=main Nodes=n[1-3] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=n[1-3] MaxTime=INFINITE State=UP PriorityTier=10
 """
@@ -82,9 +83,16 @@ class Slurm:
         key.chmod(0o400)
         for path in (munge, key):
             shutil.chown(path, "munge", "munge")
-        options = ["--foreground", f"--socket={munge}/socket", f"--key-file={key}", f"--pid-file={munge}/pid"]
+        options = [
+            "--foreground",
+            f"--socket={munge}/socket",
+            f"--key-file={key}",
+            f"--pid-file={munge}/pid",
+        ]
         options += [f"--log-file={munge}/log", f"--seed-file={munge}/seed", "--force"]
-        self._daemon("setpriv", "--reuid=munge", "--regid=munge", "--clear-groups", "munged", *options)
+        self._daemon(
+            "setpriv", "--reuid=munge", "--regid=munge", "--clear-groups", "munged", *options
+        )
         self.wait(lambda: (munge / "socket").exists(), 20)
 
     def _daemon(self, *words: str) -> subprocess.Popen[bytes]:
@@ -93,7 +101,9 @@ class Slurm:
         return self.daemons[-1]
 
     def __exit__(self, *_: object) -> None:
-        subprocess.run(["scancel", "--user=root", "--full", "--signal=KILL"], capture_output=True, check=False)
+        subprocess.run(
+            ["scancel", "--user=root", "--full", "--signal=KILL"], capture_output=True, check=False
+        )
         subprocess.run(["scancel", "--user=root"], capture_output=True, check=False)
         time.sleep(2)
         for daemon in reversed(self.daemons):

@@ -1,4 +1,5 @@
-"""Strategies by name: a file of the library's configs/strategy, and the flags that make variants of it."""
+"""Strategies by name: a file of the library's configs/strategy, and the flags that make variants of
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ VARIANTS = {  # name -> file, flags
     "zero1": ("zero2", [f"{ARGS}.stage=1"]),
     "zero2_offload": ("zero2", [f"{ARGS}.offload_optimizer=true"]),
     "zero3_offload": ("zero3", HOST),
-    "zero3_nvme": ("zero3", [*HOST, f"{ARGS}.offload_optimizer_device=nvme", f"{ARGS}.offload_params_device=nvme"]),
+    "zero3_nvme": (
+        "zero3",
+        [*HOST, f"{ARGS}.offload_optimizer_device=nvme", f"{ARGS}.offload_params_device=nvme"],
+    ),
     "fsdp2_offload": ("fsdp2", [f"{ARGS}.cpu_offload=true"]),
     "fsdp2_tp_ep": ("fsdp2_tp", [f"{ARGS}.ep_size=2"]),
 }
@@ -30,7 +34,9 @@ def flags_of(name: str) -> list[str]:
 def settings_of(name: str) -> Any:
     """What these flags set `trainer.strategy` to, as the YAML has it."""
     file, flags = VARIANTS.get(name, (name, []))
-    strategy = yaml.safe_load((SHIPPED / "strategy" / f"{file}.yaml").read_text())["trainer"]["strategy"]
+    strategy = yaml.safe_load((SHIPPED / "strategy" / f"{file}.yaml").read_text())["trainer"][
+        "strategy"
+    ]
     for flag in flags:
         key, _, value = flag.removeprefix(f"{ARGS}.").partition("=")
         strategy["init_args"][key] = yaml.safe_load(value)

@@ -29,9 +29,12 @@ class Stream(IterableDataset):
 
 
 class Streams(Images):
-    """`kind`: a Stream's; or "sampler": a sampler of its own, whose seed is the same on all ranks."""
+    """`kind`: a Stream's; or "sampler": a sampler of its own, whose seed is the same on all
+    ranks."""
 
-    def __init__(self, batch_size: int = 2, num_train: int = 96, kind: str = "same", num_held_out: int = 64) -> None:
+    def __init__(
+        self, batch_size: int = 2, num_train: int = 96, kind: str = "same", num_held_out: int = 64
+    ) -> None:
         super().__init__(batch_size, num_train)
         self.kind = kind
         self.num_held_out = num_held_out
@@ -43,7 +46,9 @@ class Streams(Images):
         return DataLoader(Stream(self.train, self.kind), self.batch_size)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(TensorDataset(*(each[: self.num_held_out] for each in self.held_out.tensors)), 4)
+        return DataLoader(
+            TensorDataset(*(each[: self.num_held_out] for each in self.held_out.tensors)), 4
+        )
 
     def test_dataloader(self) -> Any:
         return self.val_dataloader()

@@ -1,4 +1,5 @@
-"""A classifier with an average of its weights, updated where Lightning's documentation says: once in each step."""
+"""A classifier with an average of its weights, updated where Lightning's documentation says: once
+in each step."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class Student(PlainClassifier):
         with torch.no_grad(), _gathered(list(self.parameters())):
             weights = [parameter.detach().clone() for parameter in self.parameters()]
         self.teacher = self.teacher or weights
-        self.teacher = [0.5 * old + 0.5 * new for old, new in zip(self.teacher, weights, strict=True)]
+        self.teacher = [
+            0.5 * old + 0.5 * new for old, new in zip(self.teacher, weights, strict=True)
+        ]
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.calls["on_before_optimizer_step"] += 1
@@ -48,7 +51,8 @@ class Student(PlainClassifier):
 
 
 class OwnOrder(DataLoader):
-    """Of its own class, so that an epoch's last step may have fewer micro-batches than the others."""
+    """Of its own class, so that an epoch's last step may have fewer micro-batches than the
+    others."""
 
 
 class OwnOrderImages(Images):

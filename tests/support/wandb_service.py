@@ -1,4 +1,5 @@
-"""As much of a WandB server as the client needs for metrics, on loopback; it can go away in the middle."""
+"""As much of a WandB server as the client needs for metrics, on loopback; it can go away in the
+middle."""
 
 from __future__ import annotations
 
@@ -10,14 +11,15 @@ from typing import Any
 
 
 class Service:
-    """Keeps what it is sent, by run id, as WandB does: a list of lines, written from an offset on."""
+    """Keeps what it is sent, by run id, as WandB does: a list of lines, written from an offset
+    on."""
 
     def __init__(self) -> None:
         self.lines: dict[str, list[dict[str, Any]]] = {}
         self.config: dict[str, Any] = {}
         handler = type("Handler", (_Handler,), {"service": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.handle_error = lambda *_: None  # ty: ignore[invalid-assignment]  (clients hang up as they like)
+        self._server.handle_error = lambda *_: None  # ty: ignore[invalid-assignment]
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self.is_away = False
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -27,16 +29,18 @@ class Service:
         self._server.server_close()
 
     def answer(self, operation: str, given: dict[str, Any]) -> dict[str, Any]:
-        run = {"id": "1", "name": given.get("name"), "displayName": given.get("displayName"), "sweepName": None}
+        run = {"id": "1", "sweepName": None}
+        run |= {key: given.get(key) for key in ("name", "displayName")}
         lines = self.lines.get(given.get("name", ""))
         if operation == "RunResumeStatus":
-            bucket = run | {"config": json.dumps(self.config), "wandbConfig": '{"t": 1}', "tags": [], "notes": None}
-            bucket |= {"historyLineCount": len(lines or []), "eventsLineCount": 0, "logLineCount": 0}
-            bucket |= {"historyTail": json.dumps([json.dumps(line) for line in (lines or [])[-1:]]), "eventsTail": "[]"}
-            bucket |= {"summaryMetrics": json.dumps((lines or [{}])[-1])}
-            return {
-                "model": {"id": "1", "name": "p", "entity": {"name": "e"}, "bucket": None if lines is None else bucket}
-            }
+            newest = (lines or [{}])[-1]
+            tail = json.dumps([json.dumps(line) for line in (lines or [])[-1:]])
+            counts = {"historyLineCount": len(lines or []), "eventsLineCount": 0}
+            bucket = run | counts | {"logLineCount": 0, "historyTail": tail, "eventsTail": "[]"}
+            bucket |= {"config": json.dumps(self.config), "wandbConfig": '{"t": 1}'}
+            bucket |= {"tags": [], "notes": None, "summaryMetrics": json.dumps(newest)}
+            found = None if lines is None else bucket
+            return {"model": {"id": "1", "name": "p", "entity": {"name": "e"}, "bucket": found}}
         if operation == "UpsertBucket":
             lines = self.lines.setdefault(given["name"], [])
             self.config.update(json.loads(given.get("config") or "{}"))
@@ -65,7 +69,8 @@ class _Handler(BaseHTTPRequestHandler):
             sent = {}
         answer: dict[str, Any] = {}
         if "query" in sent:
-            answer = {"data": self.service.answer(sent.get("operationName", ""), sent.get("variables") or {})}
+            given = sent.get("variables") or {}
+            answer = {"data": self.service.answer(sent.get("operationName", ""), given)}
         elif history := sent.get("files", {}).get("wandb-history.jsonl"):
             lines = self.service.lines.setdefault(self.path.split("/")[-2], [])
             lines[history["offset"] :] = [json.loads(line) for line in history["content"]]

@@ -1,4 +1,5 @@
-"""Names of wings that several tests need and that are not public. No package of an extra is imported."""
+"""Names of wings that several tests need and that are not public. No package of an extra is
+imported."""
 
 # ruff: noqa: F401
 from __future__ import annotations

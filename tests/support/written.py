@@ -1,4 +1,5 @@
-"""A run's folder as training would have left it, for tests of what reads it: quicker than to train."""
+"""A run's folder as training would have left it, for tests of what reads it: quicker than to
+train."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 
 import yaml
 
-HOSTILE = """<script>document.title = "owned"</script><img src=x onerror="alert(1)">'"></pre></script>&amp;"""
+HOSTILE = """<script>document.title = "owned"</script><img src=x onerror="alert(1)">\
+'"></pre></script>&amp;"""
 
 
 def falling(steps: int) -> dict[str, list[float]]:
@@ -32,20 +34,18 @@ def write_run(
 ) -> Path:
     """Metrics' values of steps 1, 2, …; NaN is written as training does."""
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config or {"run": {"name": folder.parent.name}}), "utf-8")
+    config = config or {"run": {"name": folder.parent.name}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config), "utf-8")
     if defaults:
         (folder / "defaults.yaml").write_text(yaml.safe_dump(defaults), "utf-8")
-    recorded = {
-        "command": ["python", "-m", "trainer", "fit", "--trainer.max_steps=10", "--ckpt_path", "last"],
-        "host": "node1",
-    }
+    command = "python -m trainer fit --trainer.max_steps=10 --ckpt_path last"
+    recorded = {"command": command.split(), "host": "node1"}
     (folder / "environment.json").write_text(json.dumps(recorded | environment), "utf-8")
     with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
         for i in range(max(map(len, metrics.values()), default=0)):
             line = {name: values[i] for name, values in metrics.items() if i < len(values)}
             file.write(json.dumps({"step": i + 1, "time": 1.8e9 + i, **line}) + "\n")
     seconds = {"productive": 90.0, "start": 10.0}
-    (folder / "goodput.jsonl").write_text(
-        json.dumps({"attempt": 1.0, "time": 101.0, "from_step": 0, "step": 1, **seconds}) + "\n", "utf-8"
-    )
+    goodput = {"attempt": 1.0, "time": 101.0, "from_step": 0, "step": 1, **seconds}
+    (folder / "goodput.jsonl").write_text(json.dumps(goodput) + "\n", "utf-8")
     return folder

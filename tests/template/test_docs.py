@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-import os
 import re
+import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 import textwrap
 import tomllib
@@ -16,7 +14,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,24 +26,33 @@ from tests.support.recorded import METRICS
 from tests.support.wings import engine
 from tests.support.written import falling, write_run
 
-ROOT = Path(__file__).parents[2]
+from .conftest import ROOT, run
+
 DOCS = ROOT / "docs"
 GENERATED = DOCS / "reference.md"  # by `make docs`, not in git
 PAGES = sorted(page for page in DOCS.rglob("*.md") if page != GENERATED)
-OTHERS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md"))]  # the project's: test_source.py
+OTHERS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
+]  # the project's: test_source.py
 CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
 
-STRATEGY = {key for kind in (MeshStrategy, *ZeroStrategy.__mro__[:2]) for key in signature(kind).parameters}
+STRATEGY = {
+    key for kind in (MeshStrategy, *ZeroStrategy.__mro__[:2]) for key in signature(kind).parameters
+}
 ADAPTER = set(signature(AdapterConfig).parameters)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 LAUNCHERS = {"launch/torchrun.sh", "launch/slurm.sh"}
 TRAINING = {"fit", "validate", "test", "predict", "prepare"}
-MARKED = re.compile(r"^<!-- run -->\n```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # blocks that run on a CPU
+MARKED = re.compile(
+    r"^<!-- run -->\n```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)  # blocks that run on a CPU
 # What a marked training gets besides its own flags, so that it takes seconds.
 SHORT = """trainer: {max_steps: 2, val_check_interval: 2, limit_val_batches: 1}
-data: {source: {class_path: TextFiles, init_args: {paths: [configs/**/*.yaml]}}, tokenizer: Bytes, seq_len: 32}
+data: {source: {class_path: TextFiles, init_args: {paths: [configs/**/*.yaml]}},
+  tokenizer: Bytes, seq_len: 32}
 last_checkpoint: {every_n_steps: 1}
 """
 
@@ -63,7 +70,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(code: str) -> Iterator[list[str]]:
-    """The project's commands in a bash block, each as verb and flags; <names> stand for one word."""
+    """The project's commands in a bash block, as verb and flags; <names> stand for one word."""
     for line in re.sub(r"<[a-z ]+>|\{\{.*?\}\}", "name", code.replace("\\\n", " ")).splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
@@ -80,9 +87,10 @@ def commands(code: str) -> Iterator[list[str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The ids that the site gives this page's headings: lower case, hyphens for blanks, no punctuation."""
+    """The ids of a page's headings in the site: lower case, hyphens for blanks, no punctuation."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(page)), re.MULTILINE)
-    return {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    words = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]
+    return {each.replace(" ", "-") for each in words}
 
 
 def broken_links(site: Path) -> list[str]:
@@ -93,71 +101,63 @@ def broken_links(site: Path) -> list[str]:
         for target, anchor in re.findall(r'(?:href|src)="?([^"#: >]*)(?:#([^" >]*))?"?[ >]', text):
             linked = (html.parent / target).resolve() if target else html
             linked = linked / "index.html" if linked.is_dir() else linked
-            known = not anchor or re.search(rf'id="?{re.escape(anchor)}["\s>]', texts.get(linked, ""))
-            if not linked.is_file() or not known:
+            name = rf'id="?{re.escape(anchor)}["\s>]'
+            is_known = not anchor or re.search(name, texts.get(linked, ""))
+            if not linked.is_file() or not is_known:
                 broken.append(f"{html.relative_to(site.resolve())}: {target}#{anchor}")
     return broken
 
 
 @pytest.fixture(scope="module")
-def reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reference", DOCS / "reference.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def reference() -> Any:
+    return SimpleNamespace(**runpy.run_path(str(DOCS / "reference.py"), run_name="reference"))
 
 
 @pytest.fixture(scope="module")
-def package(reference: ModuleType) -> Any:
+def package(reference: Any) -> Any:
     with reference.package() as cli:
         yield cli
 
 
 @pytest.fixture(scope="module")
-def parser(reference: ModuleType, package: Any) -> Any:
+def parser(reference: Any, package: Any) -> Any:
     return reference.fit_parser(package)
 
 
 @pytest.fixture(scope="module")
-def keys(reference: ModuleType, parser: Any) -> set[str]:
+def keys(reference: Any, parser: Any) -> set[str]:
     return reference.keys(parser)
 
 
 @pytest.fixture(scope="module")
-def generated(reference: ModuleType, package: Any) -> str:
+def generated(reference: Any, package: Any) -> str:
     return reference.page(package)
 
 
-def test_every_key_has_a_text_in_the_reference(parser: Any, reference: ModuleType, generated: str) -> None:
-    """Those of a group, of a callback that always runs, and of a class that `class_path` may name."""
+def test_every_key_has_a_text_in_the_reference(parser: Any, reference: Any, generated: str) -> None:
+    """Keys of a group, of a callback that always runs, and of a class that `class_path` names."""
     rows = dict(re.findall(r"^\| `([\w.]+)` \|(?:.*\|)? ([^|]*) \|$", generated, re.MULTILINE))
     lightnings = ("trainer", "optimizer", "lr_scheduler", "weights_only")
     own = {key for key in reference.knobs(parser) if not key.startswith(lightnings)}
     assert len(own) > 80 and own <= rows.keys()
-    assert [key for key, text in rows.items() if not text.strip() and not key.startswith("trainer.")] == []
+    empty = [key for key, text in rows.items() if not text.strip()]
+    assert [key for key in empty if not key.startswith("trainer.")] == []
     sections = re.findall(r"^#+ (.+)\n\n(.*)$", generated, re.MULTILINE)
     assert [title for title, text in sections if not text.strip()] == []
 
 
-def test_the_reference_knows_every_slot_and_every_source(keys: set[str], generated: str, package: Any) -> None:
-    assert {
-        "data.seq_len",
-        "model.optim.warmup",
-        "run.name",
-        "data.source.paths",
-        "trainer.max_steps",
-    } <= keys
-    for name in (*package.always_on(), "StandardLibrary", "HubDataset", "ByteBPE", "quickstart.yaml"):
-        assert name in generated
+def test_the_reference_knows_every_slot_and_every_source(
+    keys: set[str], generated: str, package: Any
+) -> None:
+    some = "data.seq_len model.optim.warmup run.name data.source.paths trainer.max_steps"
+    assert {*some.split()} <= keys
+    others = "StandardLibrary HubDataset ByteBPE quickstart.yaml"
+    assert [name for name in (*package.always_on(), *others.split()) if name not in generated] == []
 
 
 def test_navigation_names_every_page_once() -> None:
-    def pages(entries: list[dict[str, Any]]) -> list[str]:
-        values = [value for entry in entries for value in entry.values()]
-        return [page for value in values for page in (pages(value) if isinstance(value, list) else [value])]
-
-    assert sorted(pages(CONFIG["nav"])) == sorted(map(name_of, [*PAGES, GENERATED]))
+    named = re.findall(r"[\w/]+\.md", str(CONFIG["nav"]))
+    assert sorted(named) == sorted(map(name_of, [*PAGES, GENERATED]))
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name_of)
@@ -169,8 +169,9 @@ def test_every_relative_link_resolves(page: Path) -> None:
         linked = page.parent / name if name else page
         if linked.resolve() == GENERATED and not anchor:
             continue  # the site has it
-        assert linked.exists() and ROOT in linked.resolve().parents, f"{name_of(page)} links to {target}"
-        assert not anchor or anchor in anchors(linked), f"{name_of(page)} links to {target}"
+        is_here = linked.exists() and ROOT in linked.resolve().parents
+        is_known = is_here and (not anchor or anchor in anchors(linked))
+        assert is_known, f"{name_of(page)} links to {target}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -178,29 +179,37 @@ def test_every_key_that_a_page_names_exists(page: Path, keys: set[str]) -> None:
     groups = "|".join(sorted({key.split(".")[0] for key in keys if "." in key}))
     key = rf"(?:{groups})\.(?!(?:py|txt|jsonl|json|onnx)\b)[a-z_]+(?:\.[a-z_]+)*"
     flags = [flag for code in blocks(page, "bash") for flag in re.findall(rf"--({key})", code)]
-    prose = FENCE.sub("", text_of(page)).partition("## For wings and packages")[0]  # which lists modules
+    prose = FENCE.sub("", text_of(page)).partition("## For wings and packages")[
+        0
+    ]  # which lists modules
     named = re.findall(rf"`(?:--)?({key})\+?(?: [^`]*)?`", prose)
     for found in {*flags, *named}:
         of_strategy = found.removeprefix("trainer.strategy.").removeprefix("init_args.") in STRATEGY
         of_adapter = found.removeprefix("model.adapter.") in ADAPTER
-        known = found in keys or of_strategy or of_adapter or found.startswith("model.architecture.")
+        known = (
+            found in keys or of_strategy or of_adapter or found.startswith("model.architecture.")
+        )
         assert known, f"{name_of(page)} names {found}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_command_that_a_page_gives_has_its_files(page: Path, reference: ModuleType) -> None:
+def test_every_command_that_a_page_gives_has_its_files(page: Path, reference: Any) -> None:
     for code in blocks(page, "bash"):
         for path in re.findall(r"\b((?:configs|launch)/[\w./-]+)", code):
             places = [reference.PROJECT / path, reference.LIBRARY / path]
             assert any(place.is_file() for place in places), f"{name_of(page)} names {path}"
         for name in re.findall(r"(?:--config|-c|--space)[ =]([a-z]\w+(?:/\w+)?)(?![\w./-])", code):
-            files = [folder / "configs" / f"{name}.yaml" for folder in (reference.PROJECT, reference.LIBRARY)]
+            folders = (reference.PROJECT, reference.LIBRARY)
+            files = [folder / "configs" / f"{name}.yaml" for folder in folders]
             assert any(file.is_file() for file in files), f"{name_of(page)} names {name}"
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", *ROOT.glob("{{*/README.md")], ids=name_of)
+READ = [*PAGES, ROOT / "README.md", *ROOT.glob("{{*/README.md")]
+
+
+@pytest.mark.parametrize("page", READ, ids=name_of)
 def test_every_training_that_a_page_gives_is_accepted(
-    page: Path, parser: Any, reference: ModuleType, monkeypatch: pytest.MonkeyPatch
+    page: Path, parser: Any, reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(reference.PROJECT)
     for code in blocks(page, "bash"):
@@ -211,34 +220,39 @@ def test_every_training_that_a_page_gives_is_accepted(
 
 def pages_that(train: bool) -> list[Any]:
     """The pages whose marked blocks have such commands; `plan` takes seconds."""
-    found = {page: [each for code in MARKED.findall(text_of(page)) for each in commands(code)] for page in PAGES}
-    chosen = [page for page, each in found.items() if any((argv[0] in TRAINING) == train for argv in each)]
-    slow = {page: [pytest.mark.slow] for page in chosen if page.name == "plan.md"}
-    return [pytest.param(page, marks=slow.get(page, []), id=name_of(page)) for page in chosen]
+    chosen = []
+    for page in PAGES:
+        found = [each for code in MARKED.findall(text_of(page)) for each in commands(code)]
+        if any((argv[0] in TRAINING) == train for argv in found):
+            marks = [pytest.mark.slow] if page.name == "plan.md" else []
+            chosen.append(pytest.param(page, marks=marks, id=name_of(page)))
+    return chosen
 
 
 def marked(page: Path, folder: Path) -> list[list[str]]:
-    """The commands of a page's marked blocks, without those for GPUs; `folder` gets the project and the named runs."""
+    """A page's marked commands, without GPUs; `folder` gets the project and the named runs."""
     for entry in (ROOT / "build" / "dev").iterdir():
         if entry.name not in {"runs", "data_cache"}:
             (folder / entry.name).symlink_to(entry.resolve())
     found = [each for code in MARKED.findall(text_of(page)) for each in commands(code)]
     on_cluster = re.compile("(configs/)?cluster[./]")
     found = [each for each in found if "plan" in each or not any(map(on_cluster.match, each))]
-    for run in sorted({word for each in found for word in each if re.match(r"runs/\w+/\w", word)}):
-        write_run(folder / run, falling(20))
+    for name in {word for each in found for word in each if re.match(r"runs/\w+/\w", word)}:
+        write_run(folder / name, falling(20))
     return found
 
 
 @pytest.mark.parametrize("page", pages_that(train=False))
-def test_the_marked_commands_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_marked_commands_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that train nothing: in this process, which has imported what they need."""
     found = marked(page, tmp_path)
     monkeypatch.chdir(tmp_path)
     for argv in found:
         if argv[0] not in TRAINING:
-            argv = [name for word in argv for name in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
-            assert main(argv) == 0, argv
+            words = [sorted(map(str, Path().glob(w))) if "*" in w else [w] for w in argv]
+            assert main(sum(words, [])) == 0, argv
 
 
 @pytest.mark.slow
@@ -250,7 +264,7 @@ def test_the_marked_trainings_of_a_page_run(page: Path, tmp_path: Path) -> None:
     for argv in found:
         short = [] if {"--help", "--print_config"} & set(argv) else ["--config", "short.yaml"]
         command = [sys.executable, "-m", PACKAGE, *argv, *short]
-        done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False)
+        done = run(*command, cwd=tmp_path)
         assert done.returncode == 0, (argv, done.stdout[-2000:] + done.stderr[-2000:])
 
 
@@ -285,11 +299,11 @@ def test_the_site_builds(tmp_path: Path, generated: str) -> None:
         copy(ROOT / name, tmp_path / name)
     (tmp_path / "docs" / GENERATED.name).write_text(generated, encoding="utf-8")
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
-    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    built = run(*command, cwd=tmp_path)
     assert built.returncode == 0, built.stdout + built.stderr
     for page in [*PAGES, GENERATED]:
         place = page.relative_to(DOCS).with_suffix("")
         html = tmp_path / "site" / (place.parent if place.name == "index" else place) / "index.html"
         assert html.is_file(), f"{name_of(page)} is not in the site"
-        assert "stylesheets/extra.css" in html.read_text(encoding="utf-8"), "tables and code at 1,400 pixels"
+        assert "stylesheets/extra.css" in html.read_text(encoding="utf-8"), "wide tables"
     assert broken_links(tmp_path / "site") == []

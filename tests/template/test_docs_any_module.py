@@ -1,4 +1,4 @@
-"""Any LightningModule, as docs/extend.md has one: by the command line, and with a Trainer of its own."""
+"""Any LightningModule of docs/extend.md: by the command line, and with its own Trainer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,39 +35,46 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def python(folder: Path, *argv: str, code: int = 0, path: str = "") -> str:
-    env = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN} | {"OMP_NUM_THREADS": "1"}
+    env = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN}
+    env |= {"OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [path]), env["PYTHONPATH"]])
-    found = subprocess.run(
-        [sys.executable, *argv], cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
-    )
+    options: Any = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+    found = subprocess.run([sys.executable, *argv], cwd=folder, env=env, **options)
     assert found.returncode == code, found.stdout + found.stderr
     return found.stdout
 
 
 @pytest.mark.slow
 def test_the_page_trains_by_the_command_line(folder: Path) -> None:
-    python(
-        folder, "-m", "images", "fit", f"--run.root={folder / 'runs'}", "--run.report=false",
-        "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_steps=60", "--trainer.log_every_n_steps=1",
-        "--trainer.val_check_interval=20",
-    )  # fmt: skip
+    flags = f"""--run.root={folder / "runs"} --run.report=false --trainer.accelerator=cpu
+        --trainer.devices=1 --trainer.max_steps=60 --trainer.log_every_n_steps=1
+        --trainer.val_check_interval=20"""
+    python(folder, "-m", "images", "fit", *flags.split())
     loss = logged(only_run(folder), "train/loss")
-    assert list(loss) == list(range(1, 61)) and sum(list(loss.values())[:20]) > sum(list(loss.values())[-20:])
+    values = [*loss.values()]
+    assert list(loss) == list(range(1, 61)) and sum(values[:20]) > sum(values[-20:])
     held_out = logged(only_run(folder), "eval/loss")
     assert held_out[60] < 0.5 * math.log(4), "it learns what holds for other images"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(["fsdp2", "zero3"], daily=["fsdp2"]))
-def test_the_pages_own_trainer_trains_and_resumes_exactly(folder: Path, strategy: str, tmp_path: Path) -> None:
+def test_the_pages_own_trainer_trains_and_resumes_exactly(
+    folder: Path, strategy: str, tmp_path: Path
+) -> None:
     """Two processes by Lightning's own launcher: 20 steps at once, and 10 and then 20.
 
     fsdp2 has the core's dependencies alone.
     """
     path = without_extras(tmp_path) if strategy == "fsdp2" else str(folder)
-    text = (folder / "own.py").read_text("utf-8").replace('strategy="fsdp2"', f'strategy="{strategy}"')
-    text = text.replace('dirpath="checkpoints"', "dirpath=sys.argv[1]").replace("Console()", "Console(line_every_s=0)")
-    text = text.replace("max_steps=20", "max_steps=int(sys.argv[2]), logger=False")
+    text = (folder / "own.py").read_text("utf-8")
+    for old, new in (
+        ('strategy="fsdp2"', f'strategy="{strategy}"'),
+        ('dirpath="checkpoints"', "dirpath=sys.argv[1]"),
+        ("Console()", "Console(line_every_s=0)"),
+        ("max_steps=20", "max_steps=int(sys.argv[2]), logger=False"),
+    ):
+        text = text.replace(old, new)
     script = folder / f"{strategy}.py"
     script.write_text(f"import sys\n{text}", encoding="utf-8")
     out = python(folder, str(script), str(tmp_path / "whole"), "20", path=path)
@@ -99,8 +107,8 @@ class Signal(L.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 callbacks = [Watchdog(), Signal(), LastCheckpoint(every_n_steps=10_000), Preemption()]
-trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=2_000, logger=False, enable_progress_bar=False,
-                    default_root_dir=sys.argv[1], callbacks=callbacks)
+trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=2_000, logger=False,
+    enable_progress_bar=False, default_root_dir=sys.argv[1], callbacks=callbacks)
 try:
     trainer.fit(Classifier(), datamodule=Images())
 except Ended as ended:

@@ -1,23 +1,17 @@
-"""Every metric of docs/metrics.md is in metrics.jsonl, and in TensorBoard's and WandB's files, also after a restart."""
+"""Every metric of docs/metrics.md is in metrics.jsonl, TensorBoard's and WandB's files."""
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support import read_back
 
-ROOT = Path(__file__).parents[2]
-PROJECT = ROOT / "{{cookiecutter.project_slug}}"
-PACKAGE = "{{cookiecutter.package_name}}"
-# sections
+from .conftest import ROOT, copied_project, fit
+
 NOT_HERE = ("With hardware whose peak is known", "With several sources")
 LOGGERS = """
 trainer:
@@ -31,7 +25,7 @@ trainer:
 def documented() -> list[str]:
     """The names in the tables: a row begins with them, separated by commas."""
     names: list[str] = []
-    for section in re.split(r"^## ", (ROOT / "docs" / "metrics.md").read_text("utf-8"), flags=re.MULTILINE):
+    for section in (ROOT / "docs" / "metrics.md").read_text("utf-8").split("\n## "):
         if not section.startswith(NOT_HERE):
             for cell in re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE):
                 names += re.findall(r"`([a-z]+/[\w/<>]+)`", cell)
@@ -42,26 +36,14 @@ def documented() -> list[str]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture of experts on two processes, which crashes in step 7 and resumes from step 4."""
     folder = tmp_path_factory.mktemp("metrics")
-    shutil.copytree(PROJECT / "configs", folder / "configs")
-    shutil.copytree(PROJECT / PACKAGE, folder / "trainer_dev", ignore=shutil.ignore_patterns("__pycache__"))
+    copied_project(folder)
+    shutil.rmtree(folder / "tests")  # the callback below is of this repository's tests
     (folder / "loggers.yaml").write_text(LOGGERS, "utf-8")
-    (folder / "texts").mkdir()
-    for number in range(30):
-        (folder / "texts" / f"{number}.txt").write_text(f"{number} is a number of some length. " * 30, "utf-8")
     stop = "{class_path: tests.support.runs.StopAfter, init_args: {step: 7}}"
-    flags = f"""--config loggers.yaml --config strategy/ddp --run.root {folder}/runs --run.name r
-        --data.source TextFiles --data.source.paths [{folder}/texts/*.txt] --data.tokenizer Bytes --data.seq_len 32
-        --data.validation_share 0.2 --data.test_share 0 --data.global_batch_size 8 --data.micro_batch_size 2
-        --model.sample_tokens 4 --trainer.accelerator cpu --trainer.devices 2 --trainer.max_steps 10
-        --trainer.val_check_interval 4 --trainer.log_every_n_steps 1 --last_checkpoint.every_n_steps 4"""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    environment = kept | {"OMP_NUM_THREADS": "1", "DIST_RUN_ID": "one", "DS_ACCELERATOR": "cpu"}
-    for more, code in (["--trainer.callbacks+", stop], 1), ([], 0):
-        command = [sys.executable, "-m", "trainer_dev", "fit", *shlex.split(flags), *more]
-        ended = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert ended.returncode == code, ended.stdout + ended.stderr
+    flags = """--config loggers.yaml --config strategy/ddp --run.name r --trainer.max_steps 10
+        --last_checkpoint.every_n_steps 4 """
+    fit(folder, f"{flags} --trainer.callbacks+ '{stop}'", code=1, DIST_RUN_ID="one")
+    fit(folder, flags, DIST_RUN_ID="one")
     return folder / "runs" / "r" / "one"
 
 
@@ -75,14 +57,16 @@ def test_the_tables_are_read() -> None:
 @pytest.mark.slow
 @pytest.mark.nightly  # a minute
 @pytest.mark.parametrize("logger", ["tensorboard", "wandb"])
-def test_every_documented_metric_is_logged_at_its_steps_also_after_a_restart(run: Path, logger: str) -> None:
-    reader = read_back
-    points = getattr(reader, f"{logger}_points")(run)
+def test_every_documented_metric_is_logged_at_its_steps_also_after_a_restart(
+    run: Path, logger: str
+) -> None:
+    points = getattr(read_back, f"{logger}_points")(run)
     expected: dict[str, dict[int, float]] = {}
-    for step, metrics in reader.metrics(run).items():
+    for step, metrics in read_back.metrics(run).items():
         for name, value in metrics.items():
             expected.setdefault(name, {})[step] = value
-    known = {re.sub(r"layer_\d+", "layer_<n>", name): name for name in expected}  # <n>: the last layer
+    # <n>: the last layer
+    known = {re.sub(r"layer_\d+", "layer_<n>", name): name for name in expected}
     assert not set(documented()) - set(known), "documented, and in no metrics.jsonl"
     assert not set(known) - set(documented()) - {"epoch"}, "logged, and not documented"
     assert set(expected["train/loss"]) == set(range(1, 11)), "a step is missing"
@@ -90,6 +74,8 @@ def test_every_documented_metric_is_logged_at_its_steps_also_after_a_restart(run
         shown = {step: points[name][step][-1] for step in expected[name]}
         assert shown == pytest.approx(expected[name], rel=1e-6, nan_ok=True), name
     for name in ("train/loss", "train/tokens", "eval/loss", "moe/unused_experts"):
-        again = {4, *(range(5, 8) if logger == "wandb" else ())}  # 4: its validation; W&B keeps steps done again
+        # 4: its validation; W&B keeps steps done again
+        again = {4, *(range(5, 8) if logger == "wandb" else ())}
         for step, values in points[name].items():
-            assert len(set(values)) == 1 and (len(values) == 1 or step in again), f"{name} is logged twice"
+            assert len(set(values)) == 1, name
+            assert len(values) == 1 or step in again, f"{name} is logged twice"

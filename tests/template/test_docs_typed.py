@@ -1,7 +1,9 @@
-"""The pages' commands, typed as they are with the shipped defaults, on 200 made conversations and pairs.
+"""The pages' commands, typed as they are with the shipped defaults, on 200 made conversations and
+pairs.
 
-The reader's part is made: FOLDER (the small model that also has the hub's name), chats, pairs, texts. Not typed: what
-needs an index, a cluster, GPUs or a container. configs/pretrain.yaml trains a small model.
+The reader's part is made: FOLDER (the small model that also has the hub's name), chats, pairs,
+texts. Not typed: what needs an index, a cluster, GPUs or a container. configs/pretrain.yaml trains
+a small model.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from tests.support.wings import free_port
 ROOT = Path(__file__).parents[2]
 PAGES = ("start", "finetune", "evaluate")
 BASH = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ELSEWHERE = ("pip", "cookiecutter", "cd", "make", "source", "launch/", "sbatch", "docker", "MODEL=", "kubectl")
+ELSEWHERE = (
+    "pip", "cookiecutter", "cd", "make", "source", "launch/", "sbatch", "docker", "MODEL=",
+    "kubectl",
+)  # fmt: skip
 QUICKSTART = f"python -m {PACKAGE} fit --config configs/quickstart.yaml"
 ON_CPUS = "--trainer.accelerator cpu --trainer.devices 2"
 NUMBER = 200
@@ -36,7 +41,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 def lines(page: str) -> Iterator[str]:
-    """The commands of a page's bash blocks, with the project's name, and its CPUs in place of GPUs."""
+    """The commands of a page's bash blocks, with the project's name, and its CPUs in place of
+    GPUs."""
     for code in BASH.findall((ROOT / "docs" / f"{page}.md").read_text("utf-8")):
         for line in code.replace("\\\n", " ").splitlines():
             line = re.sub(r"\s+", " ", re.sub(r"\s#\s.*", "", line)).strip()
@@ -52,7 +58,9 @@ def environment() -> dict[str, str]:
 
 def typed(folder: Path, line: str) -> str:
     """Returns what a command prints; fails if it fails."""
-    done = subprocess.run(["bash", "-c", line], cwd=folder, env=environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=folder, env=environment(), capture_output=True, text=True
+    )
     assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert "Traceback" not in done.stderr, done.stderr
     return done.stdout
@@ -69,23 +77,30 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = random.Random(0)
     sums = [[draw.randint(1, 999), draw.randint(1, 999)] for _ in range(NUMBER)]
     talks = [
-        {"messages": chats.messages(*2 * (("user", f"{a} times {b}?"), ("assistant", f"{a * b}.")))} for a, b in sums
+        {"messages": chats.messages(*2 * (("user", f"{a} times {b}?"), ("assistant", f"{a * b}.")))}
+        for a, b in sums
     ]
     chats.write(folder / "chats" / "a.jsonl", talks)
-    pairs = [{"prompt": f"{a} and {b} is ", "chosen": f"{a + b}.", "rejected": f"{a + b + 1}."} for a, b in sums]
+    pairs = [
+        {"prompt": f"{a} and {b} is ", "chosen": f"{a + b}.", "rejected": f"{a + b + 1}."}
+        for a, b in sums
+    ]
     chats.write(folder / "pairs" / "a.jsonl", pairs)
     for source in sorted(Path(os.__file__).parent.glob("*.py"))[:60]:
-        (folder / "data" / f"{source.stem}.txt").write_text(source.read_text("utf-8")[:20_000], "utf-8")
+        (folder / "data" / f"{source.stem}.txt").write_text(
+            source.read_text("utf-8")[:20_000], "utf-8"
+        )
     chats.weights(chats.tokenizer(folder / "FOLDER"))
     for name in ("my-weights", "Qwen/Qwen3-0.6B"):
         (folder / name).symlink_to(folder / "FOLDER")
     llama = yaml.safe_load((SHIPPED / "model" / "llama.yaml").read_text("utf-8"))
     short = {
         "model": llama["model"] | {"optim": {"warmup": 1}},
-        "data": {"seq_len": 64, "global_batch_size": 4, "micro_batch_size": 2, "validation_share": 0.1}
-        | {"test_share": 0.1, "tokenizer": {"class_path": "ByteBPE", "init_args": {"vocab_size": 512}}},
+        "data": {"seq_len": 64, "global_batch_size": 4, "micro_batch_size": 2, "validation_share":
+            0.1} | {"test_share": 0.1, "tokenizer": {"class_path": "ByteBPE", "init_args": {
+            "vocab_size": 512}}},
         "trainer": {"max_steps": 4, "val_check_interval": 2, "limit_val_batches": 1},
-    }
+    }  # fmt: skip
     (folder / "short.yaml").write_text(yaml.safe_dump(short), "utf-8")
     return folder
 
@@ -110,7 +125,9 @@ def served(folder: Path, line: str, log: Path) -> subprocess.Popen[str]:
     """Starts `serve`, and returns when it is ready."""
     command = ["bash", "-c", f"exec env {line}"]
     with log.open("w") as file:
-        server = subprocess.Popen(command, cwd=folder, env=environment(), stdout=file, stderr=file, text=True)
+        server = subprocess.Popen(
+            command, cwd=folder, env=environment(), stdout=file, stderr=file, text=True
+        )
     while "is ready at" not in log.read_text():
         assert server.poll() is None, log.read_text()
         time.sleep(0.2)
@@ -133,7 +150,9 @@ def test_the_commands_of_a_page_do_what_it_says(
         before = run / "checkpoints" / "step00000200.ckpt"
         line = line.replace("BEFORE", str(before)).replace(":8000", f":{port}")
         if "configs/pretrain.yaml" in line:
-            line = line.replace("configs/pretrain.yaml", "configs/pretrain.yaml --config short.yaml")
+            line = line.replace(
+                "configs/pretrain.yaml", "configs/pretrain.yaml --config short.yaml"
+            )
         if f"{PACKAGE} serve " in line:
             servers.append(served(project, f"{line} --port {port}", tmp_path / "log"))
         else:

@@ -48,39 +48,21 @@ def test_compose_serves_on_loopback_and_waits_for_running_requests() -> None:
     assert service["volumes"][0].endswith(f":{given.model}")
 
 
-# Object -> the fields that the Kubernetes API of that version has, as far as they are sensible here. A field that is
-# not in the table is a slip, or needs a line here.
+# Object of Kubernetes -> the fields that it has here. Another one is a slip, or needs a line here.
+POD = "Deployment.spec.template.spec"
+PROBE = "failureThreshold httpGet initialDelaySeconds periodSeconds timeoutSeconds"
 FIELDS: dict[str, str] = {
-    "Deployment": "apiVersion kind metadata spec",
-    "Deployment.spec": "replicas selector strategy template minReadySeconds revisionHistoryLimit",
-    "Deployment.spec.strategy": "type rollingUpdate",
-    "Deployment.spec.strategy.rollingUpdate": "maxUnavailable maxSurge",
-    "Deployment.spec.template": "metadata spec",
-    "Deployment.spec.template.spec": "automountServiceAccountToken containers securityContext"
-    " terminationGracePeriodSeconds volumes nodeSelector tolerations affinity serviceAccountName",
-    "Deployment.spec.template.spec.securityContext": "fsGroup runAsGroup runAsNonRoot runAsUser seccompProfile",
-    "Deployment.spec.template.spec.containers": "args command env image imagePullPolicy lifecycle livenessProbe name"
-    " ports readinessProbe resources securityContext startupProbe volumeMounts",
-    "Deployment.spec.template.spec.containers.ports": "containerPort name protocol",
-    "Deployment.spec.template.spec.containers.resources": "limits requests",
-    "Deployment.spec.template.spec.containers.securityContext": "allowPrivilegeEscalation capabilities"
-    " readOnlyRootFilesystem runAsNonRoot runAsUser",
-    "Deployment.spec.template.spec.containers.volumeMounts": "mountPath name readOnly subPath",
-    **{
-        f"Deployment.spec.template.spec.containers.{probe}": "exec failureThreshold httpGet initialDelaySeconds"
-        " periodSeconds successThreshold timeoutSeconds"
-        for probe in ("livenessProbe", "readinessProbe", "startupProbe")
-    },
-    "Deployment.spec.template.spec.volumes": "configMap emptyDir hostPath name persistentVolumeClaim secret",
-    "Service": "apiVersion kind metadata spec",
+    "Deployment.spec": "replicas selector strategy template",
+    POD: "automountServiceAccountToken containers securityContext terminationGracePeriodSeconds"
+    " volumes",
+    f"{POD}.containers": "args command env image lifecycle livenessProbe name ports readinessProbe"
+    " resources securityContext startupProbe volumeMounts",
+    f"{POD}.containers.livenessProbe": PROBE, f"{POD}.containers.readinessProbe": PROBE,
+    f"{POD}.containers.startupProbe": PROBE,
+    f"{POD}.volumes": "emptyDir name persistentVolumeClaim",
     "Service.spec": "ports selector type",
-    "Service.spec.ports": "name port protocol targetPort",
-    "HorizontalPodAutoscaler": "apiVersion kind metadata spec",
     "HorizontalPodAutoscaler.spec": "behavior maxReplicas metrics minReplicas scaleTargetRef",
-    "HorizontalPodAutoscaler.spec.scaleTargetRef": "apiVersion kind name",
-    "HorizontalPodAutoscaler.spec.metrics": "type resource pods",
-    "HorizontalPodAutoscaler.spec.metrics.resource": "name target",
-}
+}  # fmt: skip
 VERSIONS = {"Deployment": "apps/v1", "Service": "v1", "HorizontalPodAutoscaler": "autoscaling/v2"}
 
 
@@ -89,52 +71,53 @@ def unknown_fields(value: Any, path: str) -> list[str]:
         return [found for each in value for found in unknown_fields(each, path)]
     if not isinstance(value, dict):
         return []
-    allowed = FIELDS.get(path, "").split()
-    wrong = [f"{path}.{key}" for key in value if allowed and key not in allowed]
-    return wrong + [found for key, each in value.items() for found in unknown_fields(each, f"{path}.{key}")]
+    allowed = FIELDS[path].split() if path in FIELDS else value
+    wrong = [f"{path}.{key}" for key in value if key not in allowed]
+    for key, each in value.items():
+        wrong += unknown_fields(each, f"{path}.{key}")
+    return wrong
 
 
 def wrong_objects(text: str) -> list[str]:
     """What an API server, or its first rollout, would complain about."""
     manifest = yaml.safe_load(text)
     items = {item["kind"]: item for item in manifest["items"]}
-    found = [] if (manifest["apiVersion"], manifest["kind"]) == ("v1", "List") else ["not a list"]
-    found += [f"{kind}: {items.get(kind, {}).get('apiVersion')}" for kind, version in VERSIONS.items()
-              if items.get(kind, {}).get("apiVersion") != version]  # fmt: skip
-    for kind, item in items.items():
-        found += unknown_fields(item, kind)
-        if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", item["metadata"]["name"]):
-            found.append(f"{kind}: the name")
+    fields = [field for kind, item in items.items() for field in unknown_fields(item, kind)]
+    names = [item["metadata"]["name"] for item in items.values()]
     deployment, service, scaler = (items[kind]["spec"] for kind in VERSIONS)
     pod = deployment["template"]["spec"]
     (container,) = pod["containers"]
     labels = deployment["template"]["metadata"]["labels"].items()
-    if not deployment["selector"]["matchLabels"].items() <= labels or not service["selector"].items() <= labels:
-        found.append("a selector does not match the pods' labels")
+    selectors = (deployment["selector"]["matchLabels"], service["selector"])
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    probes = [container[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")]
-    if {probe["port"] for probe in probes} | {port["targetPort"] for port in service["ports"]} != set(ports):
-        found.append("a probe or the service names another port")
-    if [probe["path"] for probe in probes] != ["/health", "/health", "/health"]:
-        found.append("a probe asks for another path")
-    if {mount["name"] for mount in container["volumeMounts"]} != {volume["name"] for volume in pod["volumes"]}:
-        found.append("a mount has no volume")
+    kinds = ("startupProbe", "livenessProbe", "readinessProbe")
+    probes = [container[name]["httpGet"] for name in kinds]
+    asked = {probe["port"] for probe in probes} | {port["targetPort"] for port in service["ports"]}
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
     target = scaler["scaleTargetRef"]
-    if (target["kind"], target["name"]) != ("Deployment", items["Deployment"]["metadata"]["name"]):
-        found.append("the autoscaler scales something else")
-    if not 1 <= scaler["minReplicas"] <= scaler["maxReplicas"] or "cpu" not in container["resources"]["requests"]:
-        found.append("the autoscaler has no range, or nothing to measure")
-    if not pod["securityContext"]["runAsNonRoot"] or container["securityContext"]["capabilities"] != {"drop": ["ALL"]}:
-        found.append("it runs as root")
     given = command.flags(container["args"][1:])
-    if list(ports.values()) != [given.port] or given.host != "0.0.0.0":
-        found.append("it does not listen where it is asked")
     before = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    if before + given.grace_s + 5 > pod["terminationGracePeriodSeconds"]:
-        found.append("it is killed before its grace is over")
-    if given.api_key_env not in {variable["name"] for variable in container["env"]}:
-        found.append("it has no key")
-    return found
+    grace = pod["terminationGracePeriodSeconds"]
+    no_root = pod["securityContext"]["runAsNonRoot"]
+    capabilities = container["securityContext"]["capabilities"]
+    holds = {
+        f"no unknown field: {fields}": not fields,
+        "a list": (manifest["apiVersion"], manifest["kind"]) == ("v1", "List"),
+        "versions": {kind: item["apiVersion"] for kind, item in items.items()} == VERSIONS,
+        "names": all(re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name) for name in names),
+        "selectors match the pods' labels": all(each.items() <= labels for each in selectors),
+        "probes and the service name the port": asked == set(ports),
+        "probes ask for /health": all(probe["path"] == "/health" for probe in probes),
+        "each mount has a volume": mounts == {volume["name"] for volume in pod["volumes"]},
+        "the deployment is scaled": target["name"] == items["Deployment"]["metadata"]["name"],
+        "a range of replicas": 1 <= scaler["minReplicas"] <= scaler["maxReplicas"],
+        "CPUs to measure": "cpu" in container["resources"]["requests"],
+        "no root": no_root and capabilities == {"drop": ["ALL"]},
+        "it listens": [*ports.values()] == [given.port] and given.host == "0.0.0.0",
+        "it has its grace": before + given.grace_s + 5 <= grace,
+        "it has a key": given.api_key_env in {variable["name"] for variable in container["env"]},
+    }
+    return [name for name, is_so in holds.items() if not is_so]
 
 
 def test_the_kubernetes_objects_fit_together() -> None:

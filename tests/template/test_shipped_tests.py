@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,71 +13,42 @@ from dist_template import Project
 from dist_template.testing import project_checks
 from tests.support.tiers import tiers
 
-from .conftest import SOURCE
+from .conftest import copied_project, run
 
 PACKAGE = "trainer_dev"
 MODULE, DATA = f"{PACKAGE}/module.py", f"{PACKAGE}/data.py"
 MASK = 'batch["labels"]'
 
-# What a user did wrong: file, text there, text in its place, the check that must fail, its sentence.
+# What a user did wrong: file, text there, text in its place, the check that must fail, its
+# sentence.
 EDITS = {
-    "a misspelt key": (
-        "configs/cluster.yaml",
-        "precision: bf16-mixed",
-        "precison: bf16-mixed",
-        "a_configuration_can_be_added-cluster",
-        "precison",
-    ),
-    "labels that are not shifted": (
-        DATA,
-        "        return batch\n",
+    "a misspelt key": ("configs/cluster.yaml", "precision: bf16-mixed", "precison: bf16-mixed",
+        "a_configuration_can_be_added-cluster", "precison"),
+    "labels that are not shifted": (DATA, "        return batch\n",
         '        return batch | {"labels": batch["input_ids"].clone()}\n',
-        "labels_are_the_next_tokens",
-        "labels are not the next token",
-    ),
-    "a mean of the micro-batch": (
-        MODULE,
-        'batch["tokens_per_micro_batch"]',
-        f"({MASK} != -100).sum()",
-        "two_ranks_train_as-one_big_batch",
-        "'accumulation = one big batch'",
-    ),
-    "a loss that does not reach the model": (
-        MODULE,
-        "        return cross_entropy\n",
+        "labels_are_the_next_tokens", "labels are not the next token"),
+    "a mean of the micro-batch": (MODULE, 'batch["tokens_per_micro_batch"]',
+        f"({MASK} != -100).sum()", "two_ranks_train_as-one_big_batch",
+        "'accumulation = one big batch'"),
+    "a loss that does not reach the model": (MODULE, "        return cross_entropy\n",
         "        return cross_entropy.detach().requires_grad_()\n",
-        "every_trainable_parameter_gets_a_gradient",
-        "trainable parameters get no gradient",
-    ),
-    "a loss with the wrong sign": (
-        MODULE,
-        "        return cross_entropy\n",
-        "        return -cross_entropy\n",
-        "the_initial_loss_is_that_of_a_uniform_guess",
-        "a uniform guess has",
-    ),
-}
+        "every_trainable_parameter_gets_a_gradient", "trainable parameters get no gradient"),
+    "a loss with the wrong sign": (MODULE, "        return cross_entropy\n",
+        "        return -cross_entropy\n", "the_initial_loss_is_that_of_a_uniform_guess",
+        "a uniform guess has"),
+}  # fmt: skip
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    shutil.copytree(SOURCE / "configs", tmp_path / "configs")
-    caches = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(SOURCE / "tests", tmp_path / "tests", ignore=caches)
-    shutil.copytree(SOURCE / "{{cookiecutter.package_name}}", tmp_path / PACKAGE, ignore=caches)
-    return tmp_path
+    return copied_project(tmp_path)
 
 
 def run_tests(project: Path, selection: list[str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
     command += [f"--rootdir={project}", *selection]
-    environment = os.environ | {
-        "PYTHONPATH": f"{project}{os.pathsep}{os.environ['PYTHONPATH']}",
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.run(
-        command, cwd=project, env=environment, capture_output=True, text=True, check=False
-    )
+    path = f"{project}{os.pathsep}{os.environ['PYTHONPATH']}"
+    return run(*command, cwd=project, PYTHONPATH=path, OMP_NUM_THREADS="1")
 
 
 @pytest.mark.slow
@@ -105,7 +75,9 @@ def test_a_check_is_skipped_by_its_name_alone() -> None:
     project = Project(PACKAGE)
     checks = project_checks(project, skip={"labels_are_the_next_tokens": "pixels"})
     marks = {param.id: [mark.name for mark in param.marks] for param in checks.args[1]}
-    assert {name for name, found in marks.items() if found == ["skip"]} == {"labels_are_the_next_tokens"}
+    assert {name for name, found in marks.items() if found == ["skip"]} == {
+        "labels_are_the_next_tokens"
+    }
     slow = {f"a_sharded_strategy_passes_every_check-{name}" for name in ("fsdp2", "zero3")}
     assert {name for name, found in marks.items() if found == ["slow"]} == slow
     with pytest.raises(ValueError, match="'labels'.*one_batch_can_be_overfitted"):

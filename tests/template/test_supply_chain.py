@@ -57,9 +57,7 @@ def test_the_locks_differ_by_torchs_build_and_have_the_pins_of_pyproject() -> No
     text = (SOURCE / "lock-cpu.txt").read_text()
     assert f"\ntorch=={pins['torch']}+cpu ; sys_platform != 'darwin'" in text
     assert f"\ntorch=={pins['torch']} ; sys_platform == 'darwin'" in text
-    first = {
-        (SOURCE / f"lock-{kind}.txt").read_text().partition("\n")[0] for kind in ("cpu", "cuda")
-    }
+    first = {path.read_text().partition("\n")[0] for path in SOURCE.glob("lock-*.txt")}
     assert len(first) == 1, "both are of one pyproject.toml"
 
 
@@ -80,9 +78,8 @@ def test_a_wheel_with_one_changed_byte_is_refused(tmp_path: Path) -> None:
     blocks = {found[1]: found[0] for found in BLOCK.finditer((SOURCE / "lock-cpu.txt").read_text())}
     (tmp_path / "lock.txt").write_text(blocks["sniffio"])
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    get = run(
-        *pip, *"download --no-deps --require-hashes -d wheels -r lock.txt".split(), cwd=tmp_path
-    )
+    words = "download --no-deps --require-hashes -d wheels -r lock.txt"
+    get = run(*pip, *words.split(), cwd=tmp_path)
     assert get.returncode == 0, get.stderr
     (wheel,) = (tmp_path / "wheels").iterdir()
     install = [*pip, "install", "--isolated", "--no-index", "--find-links=wheels"]
@@ -103,9 +100,8 @@ class Server:
     def __init__(self, answer: Callable[[str, bytes], Any]) -> None:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                given = answer(
-                    self.path, self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                )
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                given = answer(self.path, body)
                 self.send_response(200)
                 self.send_header("Content-Type", "application/vnd.pypi.simple.v1+json")
                 self.end_headers()
@@ -152,20 +148,14 @@ LOCKING = {  # a further pin, variables -> what is said, or what lock-cpu.txt th
     "a young version, without the rule": ('demo = "1.1"', {"COOL_DOWN": "0 days"}, "demo==1.1 "),
     "a blocked version": ('bad = "1.0"', {}, "you require bad==1.0 and"),
     "another torch": ('torch = "2.14.0"', {}, "torch 2.14.0 needs make lock TORCH_INDEX="),
-    "another torch, with its index": (
-        'torch = "2.14.0"',
-        {"TORCH_INDEX": "{}"},
-        "torch==2.14.0+cpu ; sys",
-    ),
+    "another torch, its index": ('torch = "2.14.0"', {"TORCH_INDEX": "{}"}, "torch==2.14.0+cpu ;"),
     "a version that is not pinned": ("", {"COOL_DOWN": "0 days"}, "kept==1.0 "),
     "a version that is not pinned, upgraded": ("--upgrade", {"COOL_DOWN": "0 days"}, "kept==1.1 "),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", tiers(LOCKING, daily=["an old version", "a young version", "a blocked version"])
-)
+@pytest.mark.parametrize("case", tiers(LOCKING, daily=[*LOCKING][:2] + ["a blocked version"]))
 def test_lock_takes_what_is_old_enough_and_not_blocked(
     case: str, tools: Path, tmp_path: Path
 ) -> None:
@@ -195,11 +185,8 @@ tool.environment.blocked."bad!=1.0" = "malicious: GHSA-x"
     if "==" in said and not said.startswith("you"):
         assert done.returncode == 0, done.stderr
         cpu, cuda = (lock.read_text() for lock in locks)
-        assert (
-            f"\n{said}" in cpu
-            and "127.0.0.1" not in cpu + cuda
-            and ("+cpu" in cpu) != ("+cpu" in cuda)
-        )
+        assert f"\n{said}" in cpu and "127.0.0.1" not in cpu + cuda
+        assert ("+cpu" in cpu) != ("+cpu" in cuda)
     else:
         assert done.returncode == 1 and "lock: nothing was written" in done.stderr, done.stderr
         assert said in done.stderr and [lock.read_text() for lock in locks] == before, done.stderr
@@ -232,9 +219,8 @@ def test_audit_says_what_is_vulnerable_and_fails_when_it_does_not_know(
     said = vulnerable if case == "vulnerable" else {}
     with Server(lambda path, body: said if b'"yarl"' in body else {}) as address:
         address = "http://127.0.0.1:9" if case == "no answer" else address
-        done = typed(
-            project, f"{line_of('pip-audit --')} --vulnerability-service osv --osv-url {address}"
-        )
+        line = f"{line_of('pip-audit --')} --vulnerability-service osv --osv-url {address}"
+        done = typed(project, line)
     assert (done.returncode == 0) == (case == "sound"), done.stdout + done.stderr
     assert AUDITS[case] in done.stdout + done.stderr
 
@@ -266,9 +252,8 @@ def test_a_secret_is_found_before_it_is_committed(project: BakedProject) -> None
 
 def test_actions_and_images_are_pinned_by_digest(default: BakedProject) -> None:
     texts = [default.read(name) for name in (".github/workflows/ci.yml", "Dockerfile")]
-    texts += [
-        path.read_text() for path in [SOURCE / ".gitlab-ci.yml", *ROOT.glob(".github/workflows/*")]
-    ]
+    paths = [SOURCE / ".gitlab-ci.yml", *ROOT.glob(".github/workflows/*")]
+    texts += [path.read_text() for path in paths]
     used = [use for text in texts for use in re.findall(r"uses: (.*)", text)]
     pinned = re.compile(r"[\w./-]+@[0-9a-f]{40}  ?# v[\d.]+")
     assert len(used) >= 2 and all(pinned.fullmatch(use) for use in used), used

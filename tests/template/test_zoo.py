@@ -1,4 +1,4 @@
-"""The table of models: without a mend its rows turn red, and a sample of it, another one each day, is still so."""
+"""The table of models: rows turn red without a mend; a sample, another each day, is right."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import datetime
 import json
 import random
 import subprocess
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ def verdict(cases: zoo.Zoo, kind: str, variant: str, arm: str) -> tuple[str, str
     return cases.judge(kind, variant, arm, architecture, one)
 
 
-# ---- without a mend --------------------------------------------------------------------------------------------------
+# ---- without a mend ------------------------------------------------------------------------------
 
 
 def forget_the_norms() -> None:
@@ -66,17 +65,16 @@ MENDS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "variant", "arm", "remove", "why"), MENDS, ids=[mend[0] for mend in MENDS])
-def test_a_row_turns_red_without_its_mend(
-    cases: zoo.Zoo, monkeypatch: pytest.MonkeyPatch, kind: str, variant: str, arm: str, remove: Callable, why: str
-) -> None:
+@pytest.mark.parametrize("mend", MENDS, ids=lambda mend: mend[0])
+def test_a_row_turns_red_without_its_mend(cases: zoo.Zoo, monkeypatch: Any, mend: Any) -> None:
+    kind, variant, arm, remove, why = mend
     assert verdict(cases, kind, variant, arm) == ("right", "")
     monkeypatch.setattr(zoo, "without_table", remove)
     found, sentence = verdict(cases, kind, variant, arm)
     assert found == "fault" and why in sentence, sentence
 
 
-# ---- a sample of the table ------------------------------------------------------------------------------------------
+# ---- a sample of the table -----------------------------------------------------------------------
 
 SAMPLE = 24  # rows: two minutes
 TOUCHES = {  # a change of these files: the arms whose rows are all tried again
@@ -91,11 +89,13 @@ TOUCHES = {  # a change of these files: the arms whose rows are all tried again
 
 
 def arms_of(changed: str) -> set[str]:
-    return {arm for path, arms in TOUCHES.items() if f"src/dist_template/{path}" in changed for arm in arms}
+    touched = [arms for path, arms in TOUCHES.items() if f"src/dist_template/{path}" in changed]
+    return {arm for arms in touched for arm in arms}
 
 
 def due(today: datetime.date, changed: str) -> list[tuple[str, str, str]]:
-    """(type, variant, arm) of the rows for `today`, and of those that `changed`, the names of files, may change."""
+    """(type, variant, arm) of the rows for `today`, and of those that `changed`, the names of
+    files, may change."""
     table = json.loads((Path(proof.__file__).parents[1] / "proof.json").read_text("utf-8"))
     rows = [
         (kind, variant, arm)
@@ -112,12 +112,17 @@ def due(today: datetime.date, changed: str) -> list[tuple[str, str, str]]:
 def test_what_is_tried_again_depends_on_the_day_and_on_what_changed() -> None:
     monday, tuesday = datetime.date(2026, 11, 23), datetime.date(2026, 11, 24)
     assert len(due(monday, "")) == SAMPLE and due(monday, "") == due(monday, "") != due(tuesday, "")
-    assert {"cp"} == {arm for *_, arm in {*due(monday, "src/dist_template/parallel/sequence.py")} - {*due(monday, "")}}
+    assert {"cp"} == {
+        arm
+        for *_, arm in {*due(monday, "src/dist_template/parallel/sequence.py")} - {*due(monday, "")}
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.timeout(3 * 3600)  # a change that touches most strategies tries half of the table again
+@pytest.mark.timeout(
+    3 * 3600
+)  # a change that touches most strategies tries half of the table again
 def test_the_rows_of_the_day_are_right(cases: zoo.Zoo) -> None:
     log = ["git", "log", "--since=8 days", "--name-only", "--format="]
     changed = subprocess.run(log, cwd=zoo.ROOT, capture_output=True, text=True).stdout
@@ -127,7 +132,8 @@ def test_the_rows_of_the_day_are_right(cases: zoo.Zoo) -> None:
 
 
 def wrong_of(cases: zoo.Zoo, rows: list[tuple[str, str, str]]) -> list[str]:
-    """Runs the rows, two at a time as `python -m zoo` does, and returns those that are not right."""
+    """Runs the rows, two at a time as `python -m zoo` does, and returns those that are not
+    right."""
     arms: dict[str, list[str]] = {}
     for kind, _, arm in rows:
         arms.setdefault(kind, []).append(arm)
@@ -149,7 +155,7 @@ def test_wrong_rows_are_named(cases: zoo.Zoo, monkeypatch: pytest.MonkeyPatch) -
     assert wrong.startswith("a default pp: ")
 
 
-# ---- a type that no table has ----------------------------------------------------------------------------------------
+# ---- a type that no table has --------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -157,14 +163,19 @@ def test_fit_calls_a_class_of_the_users_own_unproven_and_rehearse_names_its_faul
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planted_model.register()
-    sizes = "hidden_size: 48, intermediate_size: 74, num_hidden_layers: 2, num_attention_heads: 4"
+    sizes = "hidden_size: 48, intermediate_size: 74, num_hidden_layers: 2, num_attention_heads: 4,"
+    sizes += " num_key_value_heads: 2"
     flags = [f"--config={CONFIGS}/quickstart.yaml", "--config=strategy/tp", "--data.prompts=[]"]
-    flags += [f"--model.architecture={{model_type: {planted_model.NAME}, {sizes}, num_key_value_heads: 2}}"]
+    flags += [f"--model.architecture={{model_type: {planted_model.NAME}, {sizes}}}"]
     with Workers(2) as workers:
-        fit = [*flags, "--trainer.devices=2", "--trainer.max_steps=1", f"--run.root={tmp_path}/runs"]
+        fit = [
+            *flags, "--trainer.devices=2", "--trainer.max_steps=1", f"--run.root={tmp_path}/runs",
+        ]  # fmt: skip
         fit += [f"--data.cache_dir={tmp_path}/cache", "--run.report=false"]
         workers.run(["prepare", *fit], tmp_path / "prepare", prelude=planted_model.register).check()
-        record = workers.run(["fit", *fit], tmp_path / "fit", prelude=planted_model.register).check()
+        record = workers.run(
+            ["fit", *fit], tmp_path / "fit", prelude=planted_model.register
+        ).check()
     assert "note: not proven here: a model of type 'planted'" in record.log(0)
     with pytest.raises(SystemExit) as ended:
         main(["rehearse", *flags, f"--output={tmp_path}/out"], OURS, prelude=planted_model.register)

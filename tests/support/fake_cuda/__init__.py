@@ -1,7 +1,9 @@
-"""A CUDA device that computes on the host: the shipped `fit` runs on it, and its waits for the device are counted.
+"""A CUDA device that computes on the host: the shipped `fit` runs on it, and its waits for the
+device are counted.
 
-Tensors really are on `cuda:0`, copies to the host arrive only when something waits, memory starts as NaN, and a fake
-NCCL refuses host and non-contiguous tensors. What it cannot show: speed, memory, order between streams."""
+Tensors really are on `cuda:0`, copies to the host arrive only when something waits, memory starts
+as NaN, and a fake NCCL refuses host and non-contiguous tensors. What it cannot show: speed, memory,
+order between streams."""
 
 from __future__ import annotations
 
@@ -23,21 +25,25 @@ from torch.utils.cpp_extension import include_paths
 from tests import PROJECT, ROOT
 
 FOLDER = Path(__file__).parent
-SOURCES = {"fake_hooks": [], "fake_device": [], "fake_nccl": ["-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]}
+SOURCES = {"fake_hooks": [], "fake_device": [], "fake_nccl": ["-DUSE_DISTRIBUTED"]}
+SOURCES["fake_nccl"].append("-DUSE_C10D_GLOO")
 COMPILER = shutil.which("g++")
 
 
 def build() -> Path:
-    """Compiles the three libraries once per version of torch and of their sources, and returns their folder."""
+    """Compiles the three libraries once per version of torch and of their sources, and returns
+    their folder."""
     sources = sorted(FOLDER.glob("*.[ch]pp"))
-    text = torch.__version__ + sys.version + "".join(path.read_text(encoding="utf-8") for path in sources)
+    text = torch.__version__ + sys.version
+    text += "".join(path.read_text(encoding="utf-8") for path in sources)
     folder = ROOT / "build" / "fake_cuda" / hashlib.sha256(text.encode()).hexdigest()[:16]
     for name, flags in SOURCES.items():
         library = folder / f"{name}.so"
         if not library.exists():
             folder.mkdir(parents=True, exist_ok=True)
             temporary = library.with_suffix(f".{os.getpid()}")
-            argv = [COMPILER or "g++", *_options(name), *flags, f"{FOLDER}/{name}.cpp", "-o", str(temporary)]
+            argv = [COMPILER or "g++", *_options(name), *flags, f"{FOLDER}/{name}.cpp"]
+            argv += ["-o", str(temporary)]
             subprocess.run(argv, check=True)
             temporary.rename(library)
     return folder
@@ -81,12 +87,14 @@ def run(folder: Path, argv: list[str], num: int = 1, prelude: str = "") -> Repor
     """Runs a verb of the linked project on `num` fake devices. `prelude`: see fit.py."""
     libraries = build()
     folder.mkdir(parents=True, exist_ok=True)
-    env = os.environ | {"LD_PRELOAD": f"{libraries}/fake_hooks.so", "FAKE_GPUS": str(num), "OMP_NUM_THREADS": "1"}
-    env |= {"PYTHONPATH": f"{os.environ['PYTHONPATH']}:{libraries}", "FAKE_REPORT": f"{folder}/report"}
+    env = os.environ | {"LD_PRELOAD": f"{libraries}/fake_hooks.so", "FAKE_GPUS": str(num)}
+    env |= {"OMP_NUM_THREADS": "1", "FAKE_REPORT": f"{folder}/report"}
+    env |= {"PYTHONPATH": f"{os.environ['PYTHONPATH']}:{libraries}"}
     env |= {"FAKE_POISON": "1", "FAKE_PRELUDE": prelude, "FAKE_NCCL": "1" if num > 1 else ""}
     env.pop("DS_ACCELERATOR", None)
     command = [sys.executable, "-m", "tests.support.fake_cuda.fit", *argv]
-    done = subprocess.run(command, env=env, cwd=PROJECT, capture_output=True, text=True, timeout=600, check=False)
+    options: Any = {"capture_output": True, "text": True, "timeout": 600, "check": False}
+    done = subprocess.run(command, env=env, cwd=PROJECT, **options)
     text = done.stdout + done.stderr
     report = folder / "report.0"
     found = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}

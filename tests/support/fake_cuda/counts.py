@@ -1,4 +1,5 @@
-"""Counts what the fake device reports, by phase of training and by the line of ours that caused it."""
+"""Counts what the fake device reports, by phase of training and by the line of ours that caused
+it."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ import threading
 import traceback
 from pathlib import Path
 
-# Kinds: SYNC and EVENT_WAIT, the host waits for the device; H2D_PAGEABLE and D2H_ASYNC, copies; MIX, a host tensor in a
-# device operation; RACE_H2D, pinned memory was written while a copy still read it; NCCL_*, what NCCL would refuse.
+# Kinds: SYNC and EVENT_WAIT, the host waits for the device; H2D_PAGEABLE and D2H_ASYNC, copies;
+# MIX, a host tensor in a
+# device operation; RACE_H2D, pinned memory was written while a copy still read it; NCCL_*, what
+# NCCL would refuse.
 WAITS = ("SYNC", "EVENT_WAIT")
 ERRORS = ("RACE_H2D", "BAD_GENERATOR", "NCCL_CPU_TENSOR", "NCCL_NONCONTIGUOUS", "NCCL_DTYPE")
 OURS = ("/dist_template/", "/trainer_dev/")
@@ -28,7 +31,9 @@ class Counts:
 
     def record(self, kind: str, operation: str, detail: str) -> None:
         """Called by the device for each event, in the thread that caused it."""
-        frames = [frame for frame in traceback.extract_stack()[:-1] if "/fake_cuda/" not in frame.filename]
+        frames = [
+            frame for frame in traceback.extract_stack()[:-1] if "/fake_cuda/" not in frame.filename
+        ]
         ours = [frame for frame in frames if any(part in frame.filename for part in OURS)]
         thread = threading.current_thread().name
         phase = "background save" if thread.startswith("checkpoint") else self.phase

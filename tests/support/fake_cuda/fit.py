@@ -1,7 +1,8 @@
 """A verb of the linked project on the fake device: `python -m tests.support.fake_cuda.fit VERB …`.
 
-FAKE_GPUS: number of devices. FAKE_REPORT: where the counts are written, of rank N with `.N` at the end. FAKE_PRELUDE:
-module:function to call first, with a fault to plant. FAKE_NCCL: 1 for several ranks."""
+FAKE_GPUS: number of devices. FAKE_REPORT: where the counts are written, of rank N with `.N` at the
+end. FAKE_PRELUDE: module:function to call first, with a fault to plant. FAKE_NCCL: 1 for several
+ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.fake_cuda import torch_cuda  # noqa: F401, I001  (before anything else uses torch.cuda)
+from tests.support.fake_cuda import torch_cuda  # noqa: F401, I001  (first)
 
 if os.environ.get("FAKE_NCCL"):
     from tests.support.fake_cuda import backend  # noqa: F401
@@ -69,7 +70,9 @@ def main() -> int:
     finally:
         gc.collect()  # events that nothing refers to
         rank = os.environ.get("LOCAL_RANK", "0")
-        COUNTS.write(Path(f"{os.environ['FAKE_REPORT']}.{rank}"), events_alive=Event.alive, code=code)
+        COUNTS.write(
+            Path(f"{os.environ['FAKE_REPORT']}.{rank}"), events_alive=Event.alive, code=code
+        )
     return code
 
 
