@@ -1,7 +1,7 @@
 """Tests of module.py, data.py and configs/: every check of the library, and tests of your own.
 
-`make test` runs what takes seconds; `make test-all` also rehearses sharded strategies, with a kill
-and a resume. One check alone: pytest -k one_batch_can_be_overfitted.
+`make test` runs what takes seconds; `make test ARGS='-m ""'` also rehearses sharded strategies,
+with a kill and a resume. One check alone: pytest -k one_batch_can_be_overfitted.
 """
 
 from __future__ import annotations
