@@ -60,7 +60,8 @@ def _own(name: str, path: Path) -> list[str]:
 def _base(node: ast.ImportFrom, own: list[str], package: str) -> list[str] | None:
     """Returns the module below `package` from which a file in `own` imports."""
     if node.level:
-        return [*own[: len(own) - node.level + 1], *filter(None, [node.module])]
+        found: list[str] = own[: len(own) - node.level + 1]
+        return [*found, node.module] if node.module else found
     first, *rest = (node.module or "").split(".")
     return rest if first == package else None
 
@@ -119,7 +120,9 @@ def private_names(path: Path) -> list[str]:
     stored = [n for n in nodes if isinstance(getattr(n, "ctx", None), ast.Store)]
     own = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
     own |= {n.id for n in stored if isinstance(n, ast.Name)}
-    own |= {n.attr for n in stored if getattr(getattr(n, "value", None), "id", "") in CONNECTORS}
+    for n in stored:
+        if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") in CONNECTORS:
+            own.add(n.attr)
     found = []
     for node in nodes:
         names = []

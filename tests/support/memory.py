@@ -76,7 +76,9 @@ class Live(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder, self._counter = folder, None
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if is_measured(trainer, batch_idx):
             gc.collect()
             before = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
@@ -101,7 +103,9 @@ class Allocated(Callback):
         self.folder = folder
         self._profile: Any = None
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if is_measured(trainer, batch_idx):
             gc.collect()
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)

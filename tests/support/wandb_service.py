@@ -36,7 +36,9 @@ class Service:
             newest = (lines or [{}])[-1]
             tail = json.dumps([json.dumps(line) for line in (lines or [])[-1:]])
             counts = {"historyLineCount": len(lines or []), "eventsLineCount": 0}
-            bucket = run | counts | {"logLineCount": 0, "historyTail": tail, "eventsTail": "[]"}
+            bucket: dict[str, Any] = (
+                run | counts | {"logLineCount": 0, "historyTail": tail, "eventsTail": "[]"}
+            )
             bucket |= {"config": json.dumps(self.config), "wandbConfig": '{"t": 1}'}
             bucket |= {"tags": [], "notes": None, "summaryMetrics": json.dumps(newest)}
             found = None if lines is None else bucket

@@ -58,9 +58,10 @@ def test_derived_names_are_valid_or_refused_by_name(
 
 
 BAD_TEXTS = ["two\nlines", "tab\there", "bell\a", "sep\u2028arator", "x" * 301, " "]
-REFUSED = [("package_name", name) for name in REFUSED_PACKAGES]
+REFUSED: list[tuple[str, str]] = [("package_name", name) for name in REFUSED_PACKAGES]
 REFUSED += [("project_slug", name) for name in REFUSED_SLUGS]
-REFUSED += [(key, text) for key in ("project_name", "description", "author") for text in BAD_TEXTS]
+for key in ("project_name", "description", "author"):
+    REFUSED += [(key, text) for text in BAD_TEXTS]
 
 
 @pytest.mark.parametrize(("key", "text"), REFUSED)
