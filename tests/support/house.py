@@ -62,8 +62,8 @@ def _base(node: ast.ImportFrom, own: list[str], package: str) -> list[str] | Non
     if node.level:
         found: list[str] = own[: len(own) - node.level + 1]
         return [*found, node.module] if node.module else found
-    first, *rest = (node.module or "").split(".")
-    return rest if first == package else None
+    parts: list[str] = (node.module or "").split(".")
+    return parts[1:] if parts[0] == package else None
 
 
 def imports(name: str, path: Path, known: set[str], package: str) -> Iterator[str]:
