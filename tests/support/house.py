@@ -62,7 +62,7 @@ def _base(node: ast.ImportFrom, own: list[str], package: str) -> list[str] | Non
     if node.level:
         found: list[str] = own[: len(own) - node.level + 1]
         return [*found, node.module] if node.module else found
-    parts: list[str] = (node.module or "").split(".")
+    parts = str(node.module or "").split(".")
     return parts[1:] if parts[0] == package else None
 
 
