@@ -70,7 +70,8 @@ WING_NAMES = 60
 INTERNALS = 250
 INTERFACE = "For wings and packages"  # the section of docs/api.md
 
-PAGE_LINES = 150
+PAGES, WORDS, PAGE_LINES = 40, 38_000, 150  # a word has a letter or a digit
+TEST_LINES, BENCHMARK_LINES = 23_900, 1_800  # the aim of the tests is 21,000
 LONG_PAGES = {"api.md": 180}
 
 MOST_PRONOUNS = 10
@@ -159,11 +160,15 @@ def broken_project(project: Path) -> list[str]:
 
 
 def broken_pages(docs: Path) -> list[str]:
-    """Pages above the limit, or above their length in the table of exceptions."""
+    """Too many pages or words, pages above the limit or their length in the table of exceptions."""
     pages = {page.relative_to(docs).as_posix(): page for page in docs.rglob("*.md")}
     pages.pop("reference.md", None)  # generated, not in git
     lengths = {name: house.lines([page]) for name, page in pages.items()}
-    return [f"{name}: {n}" for name, n in lengths.items() if n > LONG_PAGES.get(name, PAGE_LINES)]
+    texts = [page.read_text(encoding="utf-8") for page in pages.values()]
+    words = sum(len(re.findall(r"\S*\w\S*", text)) for text in texts)
+    found = [f"{name}: {n}" for name, n in lengths.items() if n > LONG_PAGES.get(name, PAGE_LINES)]
+    is_much = len(pages) > PAGES or words > WORDS
+    return found + ([f"{len(pages)} pages, {words} words"] if is_much else [])
 
 
 def broken_api(docs: Path) -> list[str]:
@@ -290,6 +295,8 @@ def test_the_project_the_pages_the_public_names_and_the_tests_keep_theirs() -> N
     ):
         assert broken_paths(folder) == [], folder
     assert all(hasattr(dist_template, name) for name in dist_template.__all__)
+    assert house.lines((ROOT / "tests").rglob("*.py")) <= TEST_LINES
+    assert house.lines((ROOT / "benchmarks").rglob("*.py")) <= BENCHMARK_LINES
 
 
 def test_sentences_have_nouns() -> None:
@@ -350,6 +357,7 @@ BREAKS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "too many lines": (broken_size, "cli/a.py: " + "\n" * (LINES + sum(ADDED.values()) + 1)),
     "a project of many files": (broken_project, " | ".join(f"{n}.py: " for n in range(60))),
     "a project of many lines": (broken_project, "module.py: " + "\n" * 5_000),
+    "many pages": (broken_pages, " | ".join(f"{n}.md: a" for n in range(PAGES + 1))),
     "a long page": (broken_pages, "page.md: " + "\n" * (PAGE_LINES + 1)),
     "a wing that fit reaches by a late import": (
         broken_closures, "cli/fit.py: def f():\n    from ..wings import a | wings/a.py: "),
