@@ -158,4 +158,4 @@ def test_manual_optimization_under_ddp_equals_one_process(tmp_path: Path, kind: 
 
 def test_manual_optimization_is_refused_where_the_weights_are_sharded(tmp_path: Path) -> None:
     refusal = fit_manual(tmp_path, "fsdp2", 2).refusal
-    assert "Manual optimizes manually" in refusal and "configs/strategy/ddp.yaml" in refusal
+    assert "Manual optimizes manually" in refusal and "--config strategy/ddp" in refusal

@@ -249,7 +249,7 @@ def tried(folder: Path, losses: dict[float, float]) -> study.Sweep:
 
 def test_the_docs_program_finds_a_power_law(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """Losses are a parabola around 0.3 / width^0.75, and high where a training would diverge."""
-    page = (ROOT / "docs" / "learning_rate.md").read_text()
+    page = (ROOT / "docs" / "sweep.md").read_text()
     (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     folders = [tmp_path / str(width) for width in (64, 128, 256)]
     for folder in folders:
