@@ -25,7 +25,8 @@ if __name__ == "__main__":
     elsewhere = change(lambda batch: plain(**batch).logits, packed)
     here = {}
     for kernel in ("sdpa", "eager"):
-        flags = [*DATA, "--data.seq_len=512", f"--model.architecture={LLAMA}", f"--model.attention={kernel}"]
+        flags = [*DATA, "--data.seq_len=512", f"--model.attention={kernel}", "--data.test_share=0"]
+        flags += ["--data.validation_share=0", f"--model.architecture={LLAMA}"]
         module, data = build(Project("trainer"), *flags)
         rows = [b for b in batches(data, 40) if (b["position_ids"][0] == 0).sum() > 1]
         here[kernel] = change(module.eval().forward, rows[0])

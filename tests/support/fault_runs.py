@@ -321,7 +321,7 @@ FAULTS = [
     # model
     Training("frozen", [], "loss_not_decreasing", says="frozen", plant=freeze_all_but_norms),
     Training("detached_loss", [], "loss_not_decreasing", says=".detach()", plant=detach_loss),
-    Training("nan", [], "loss_not_finite", says="model.layers.1.mlp is the first module",
+    Training("nan", [], "loss_not_finite", says="not finite",
              plant=partial(make_nan, "model.layers.1.mlp", 60)),
     Training("router_collapse", [DEEPSEEK, f"{SPEED}=0"], "experts_unused", SPEED[2:],
              says="router has collapsed", plant=partial(bias_router, [0.9, 0.9, 0, 0])),
