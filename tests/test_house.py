@@ -288,11 +288,7 @@ def test_the_library_keeps_the_rule(rule: Callable[[Path], list[str]]) -> None:
 def test_the_project_the_pages_the_public_names_and_the_tests_keep_theirs() -> None:
     assert broken_project(PROJECT) == [] and broken_pages(DOCS) == [] and broken_api(DOCS) == []
     assert broken_tests(ROOT / "tests") == [] and broken_internals(ROOT / "tests") == []
-    for folder in (
-        LIBRARY,
-        PROJECT,
-        *(ROOT / name for name in "tests benchmarks zoo hooks".split()),
-    ):
+    for folder in (LIBRARY, PROJECT, *map(ROOT.joinpath, "tests benchmarks zoo hooks".split())):
         assert broken_paths(folder) == [], folder
     assert all(hasattr(dist_template, name) for name in dist_template.__all__)
     assert house.lines((ROOT / "tests").rglob("*.py")) <= TEST_LINES
