@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import peft
 import transformers
-from safetensors.torch import load_file
-from shared import DATA, FOLDER, TRAINER, command, show
+from shared import exported_adapter, show
 
 MOE = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2}
 MOE |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
@@ -22,13 +21,7 @@ if __name__ == "__main__":
     named = plain()
     architecture = "{model_type: qwen3_moe, " + ", ".join(f"{key}: {value}" for key, value in MOE.items()) + "}"
     flags = [f"--model.architecture={architecture}", "--model.adapter.targets=[gate_up_proj, down_proj]"]
-    code, printed = command("fit", *DATA, *TRAINER, *flags)
-    if code == 0:
-        run = next(FOLDER.glob("runs/*/*"))
-        code, printed = command("export", str(run), "--output", str(FOLDER / "adapter"))
-    if code:
-        show(str(named), printed[-3000:], False)
-    saved = load_file(FOLDER / "adapter" / "adapter_model.safetensors")
+    saved, printed = exported_adapter(str(named), *flags)
     experts = {name: tensor for name, tensor in saved.items() if ".experts" in name}
     moved = sum(tensor.abs().sum().item() > 0 for tensor in experts.values())
     said = [line for line in printed.splitlines() if "logits" in line]

@@ -70,6 +70,19 @@ def built_under_zero3(build: Callable[[], Any]) -> Any:
         return build()
 
 
+def exported_adapter(elsewhere: str, *flags: str) -> tuple[dict[str, Any], str]:
+    """The tensors that `export` writes of a trained adapter, and what it prints; ends where a command fails."""
+    from safetensors.torch import load_file
+
+    code, printed = command("fit", *DATA, *TRAINER, *flags)
+    if code == 0:
+        run = next(FOLDER.glob("runs/*/*"))
+        code, printed = command("export", str(run), "--output", str(FOLDER / "adapter"))
+    if code:
+        show(elsewhere, printed[-3000:], False)
+    return load_file(FOLDER / "adapter" / "adapter_model.safetensors"), printed
+
+
 def rehearse(only: str, *flags: str) -> tuple[bool, str]:
     """Whether the checks of `rehearse` with `only` in their name pass, and their lines."""
     code, printed = command("rehearse", *flags, "--only", only)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import peft
-from safetensors.torch import load_file
-from shared import DATA, FOLDER, LLAMA, TRAINER, built_under_zero3, command, plain_llama, show, strategy
+from shared import LLAMA, built_under_zero3, exported_adapter, plain_llama, show, strategy
 
 
 def adapted() -> peft.PeftModel:
@@ -14,13 +13,7 @@ def adapted() -> peft.PeftModel:
 if __name__ == "__main__":
     sizes = [tensor.numel() for tensor in peft.get_peft_model_state_dict(built_under_zero3(adapted)).values()]
     adapter = [f"--model.architecture={LLAMA}", "--model.adapter.targets=[q_proj]", strategy("zero3")]
-    code, printed = command("fit", *DATA, *TRAINER, *adapter)
-    if code == 0:
-        run = next(FOLDER.glob("runs/*/*"))
-        code, printed = command("export", str(run), "--output", str(FOLDER / "adapter"))
-    if code:
-        show(str(sizes), printed[-3000:], False)
-    saved = load_file(FOLDER / "adapter" / "adapter_model.safetensors")
+    saved, _ = exported_adapter(str(sizes), *adapter)
     elements = [tensor.numel() for tensor in saved.values()]
     norm = sum(tensor.norm().item() for name, tensor in saved.items() if "lora_B" in name)
     holds = not sum(sizes) and all(elements) and norm > 0
