@@ -19,7 +19,7 @@ import yaml
 
 from ..errors import InputError
 from ..observe.history import goodput
-from ..observe.history.run import RunFile, read_lines, without_folder
+from ..observe.history.run import RunFile, is_number, read_lines, without_folder
 from ..records import flatten, read_mapping
 
 Tree = dict[str, Any]  # the content of a JSON or YAML file
@@ -148,7 +148,7 @@ class History:
         self.incidents = read_lines(self.folder / RunFile.INCIDENTS)
         self.goodput = goodput.read(self.folder)
         crashes = [_read(path, json.loads) for path in (self.folder / RunFile.CRASHES).glob("*.json")]
-        crashes = [crash for crash in crashes if isinstance(crash.get("step") or 0, int)]
+        crashes = [crash for crash in crashes if is_number(crash.get("step") or 0)]
         self.crashes = sorted(crashes, key=lambda crash: str(crash.get("time")))
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ..answers.plain import Plain
 from ..configured import ARGS
 from ..pipeline.stages import StageFacts
-from .facts import BlockRun, Facts, Saving, Sent
+from .facts import STATE, BlockRun, Facts, Saving, Sent
 
 LOGIT_BYTES = 12  # per logit in backward: log-probability, its gradient and the logit's, in fp32
 BYTES_IN_4_BITS = 1 / 2 + 1 / 64  # packed, and a scale of 64 weights in 8 bits
@@ -29,6 +29,7 @@ FILES: dict[str, dict[str, Any]] = {  # what `savings` proposes in place of DDP
 class Estimate(Plain):
     """Each rank has the full model, and its own batches."""
 
+    STATE: ClassVar[tuple[str, ...]] = STATE
     creates_state_at_start: ClassVar[bool] = False  # of the optimizer; else in the first step
 
     def accumulation(self, facts: Facts) -> int:

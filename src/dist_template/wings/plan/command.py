@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...errors import InputError
-from ...parallel.estimates.facts import STATE
 from ...project import Project, program
 from ...table import Table
 from .. import sizes
@@ -89,7 +88,7 @@ def _row(option: Planned) -> list[str]:
     parts, machine, total, facts = option.parts(), option.machine, option.total(), option.facts
     row = [f"{machine.nodes} x {machine.devices}", str(option.candidate)]
     row += [str(facts.micro_batch_size), facts.checkpointing]
-    state, kept = sum(parts[name] for name in STATE), parts["activations"]
+    state, kept = sum(parts[name] for name in option.sharding.STATE), parts["activations"]
     for size in (state, kept, total - state - kept, total):
         row.append(f"{size / GB:.1f}")
     return [*row, "yes" if option.fits else "no", f"{option.sent() / GB:.1f}", f"{option.seconds():.2f}"]

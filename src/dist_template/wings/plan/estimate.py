@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...parallel.estimates.candidates import Candidate
-from ...parallel.estimates.facts import STATE, Facts
+from ...parallel.estimates.facts import Facts
 
 FULL = 0.95  # of the device memory: the rest is needed for fragmentation and a longer batch
 FRAGMENTATION = 0.1  # of activations, logits and buffers
@@ -44,10 +44,10 @@ class Planned:
     def parts(self) -> dict[str, float]:
         """Returns STATE, MOVING, buffers and the allowance for what is not counted."""
         memory = self.sharding.memory(self.facts)
-        buffers = sum(size for name, size in memory.items() if name not in (*STATE, *MOVING))
+        buffers = sum(size for name, size in memory.items() if name not in (*self.sharding.STATE, *MOVING))
         kept, logits, backward = (memory[name] for name in MOVING)
         allowance = CONTEXT + FRAGMENTATION * (kept + max(logits, backward) + buffers)
-        parts = {name: memory[name] for name in (*STATE, *MOVING)}
+        parts = {name: memory[name] for name in (*self.sharding.STATE, *MOVING)}
         return parts | {"buffers": buffers, "allowance": allowance}
 
     def total(self) -> float:
