@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from trainer_dev.data import DataModule
 
 from dist_template import InputError
-from dist_template.text import ByteBPE, Bytes
+from dist_template.text import ByteBPE, Bytes, TextFiles
 from dist_template.text.cache.token_cache import SPLITS
 from tests.support.library import NOT_COUNTED
 from tests.support.runs import SENTENCES, disk, quiet
@@ -24,16 +23,10 @@ from tests.support.runs import SENTENCES, disk, quiet
 def documents_of(data: DataModule, split: str) -> list[str]:
     """The texts of a split, read back from its tokens."""
     corpus = data.require()
-    ids = corpus.tokens(split).tolist()
-    documents, current = [], []
-    for token in ids:
-        if token == data.eos_token_id:
-            documents.append(corpus.tokenizer.decode(current))
-            current = []
-        else:
-            current.append(token)
-    assert not current, "the last document has its end"
-    return documents
+    tokens = corpus.tokens(split)
+    *documents, rest = np.split(tokens, np.flatnonzero(tokens == data.eos_token_id) + 1)
+    assert not len(rest), "the last document has its end"
+    return [corpus.tokenizer.decode(each[:-1].tolist()) for each in documents]
 
 
 @pytest.mark.parametrize("tokenizer", [Bytes(), ByteBPE(vocab_size=300)], ids=["bytes", "bpe"])
@@ -64,15 +57,13 @@ def test_rows_count_every_token_once_and_only_the_last_is_not_full(data: DataMod
 def test_positions_restart_after_each_end_of_a_document(data: DataModule) -> None:
     data.prepare(report=quiet)
     batch = next(iter(data.train_dataloader()))
-    restarts = 0
-    rows = (batch[name].tolist() for name in ("input_ids", "position_ids"))
-    for ids, positions in zip(*rows, strict=True):
-        position = 0
-        for previous, got in zip([None, *ids], positions, strict=False):
-            restarts += previous == data.eos_token_id
-            position = 0 if previous in (None, data.eos_token_id) else position + 1
-            assert got == position
-    assert restarts > 0
+    ends = batch["input_ids"] == data.eos_token_id
+    assert ends[:, :-1].any()
+    for row, positions in zip(ends.tolist(), batch["position_ids"].tolist(), strict=True):
+        expected = [0]
+        for is_end in row[:-1]:
+            expected.append(0 if is_end else expected[-1] + 1)
+        assert positions == expected
     data.cross_document_attention = True
     batch = next(iter(data.train_dataloader()))
     assert batch["position_ids"].tolist() == [list(range(32))] * 8
@@ -100,6 +91,8 @@ def test_a_stale_cache_is_refused_until_prepared_again(data: DataModule, texts: 
     data.check_source = True
     data.prepare(report=quiet)
     assert text.upper() in [text for split in SPLITS for text in documents_of(data, split)]
+    data.source = TextFiles([f"{texts}/*.txt"], separator="!")
+    assert "no token cache" in refused(data), "other arguments have another cache"
 
 
 def flip_a_bit(path: Path) -> None:
@@ -129,19 +122,13 @@ def test_a_damaged_cache_is_refused_and_repaired(data: DataModule, name: str, ha
 
 def test_a_second_prepare_at_the_same_time_is_refused(data: DataModule) -> None:
     corpus = data.prepare(report=quiet)
-    lock = str(corpus.folder) + ".lock"
-    code = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2);"
-    code += "print('held', flush=True); input()"
-    command = [sys.executable, "-c", code, lock]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
-        assert other.stdout and other.stdout.readline() == "held\n"
+    with open(f"{corpus.folder}.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         data.prepare(report=quiet)  # what is ready can be used all the same
         shutil.rmtree(corpus.folder)
         with pytest.raises(InputError, match="another `prepare` is filling"):
             data.prepare(report=quiet)
-        other.communicate("\n")
-    data.prepare(report=quiet)  # the lock went with its holder
+    data.prepare(report=quiet)  # the lock is released when its holder exits
 
 
 def test_a_full_disk_leaves_the_older_cache_alone(
