@@ -14,8 +14,7 @@ from torch import Tensor
 from trainer_dev.module import LanguageModule
 
 from tests.support.library import BOUNDS
-from tests.support.modules import ARCHITECTURES, build
-from tests.support.moe import TINY
+from tests.support.modules import ARCHITECTURES, TINY, build
 from tests.support.operations import Reads
 from tests.support.parity import MODELS
 from tests.support.runs import logged, only_run, run

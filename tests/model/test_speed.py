@@ -14,9 +14,9 @@ from torch._dynamo.utils import counters
 from trainer_dev.module import LanguageModule
 from transformers import AttentionInterface
 
-from dist_template.text.model.head import ChunkedLoss
+from dist_template.text.model.head import ChunkedLoss, without_head
 from tests.support.library import PackedRows
-from tests.support.modules import ARCHITECTURES, Head, build, hidden_states
+from tests.support.modules import ARCHITECTURES, Head, build
 from tests.support.operations import Reads, peak_bytes
 from tests.support.parity import MODELS
 from tests.support.runs import run
@@ -34,7 +34,9 @@ def step(model: nn.Module, tokens: Tensor, chunk: int | None) -> tuple[Tensor, .
     """What `LanguageModule.training_step` does."""
     chunked_loss = ChunkedLoss(model, LanguageModule().sums, chunk)
     if chunked_loss.applies_to(tokens):
-        sums = chunked_loss(hidden_states(model, lambda: model(tokens)), tokens)
+        with without_head(model) as result:
+            hidden = result(model(tokens))
+        sums = chunked_loss(hidden, tokens)
     else:
         sums = LanguageModule().sums(model(tokens), tokens)
     if sums["loss"].requires_grad:
