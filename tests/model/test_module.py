@@ -15,7 +15,7 @@ from trainer_dev.module import LanguageModule
 
 from tests.support.library import BOUNDS
 from tests.support.modules import ARCHITECTURES, TINY, build
-from tests.support.operations import Reads
+from tests.support.operations import Ops
 from tests.support.parity import MODELS
 from tests.support.runs import logged, only_run, run
 from tests.support.tiers import tiers
@@ -117,20 +117,18 @@ def test_nothing_reads_the_device_between_log_steps(
     flags: list[str], monkeypatch: MonkeyPatch, model: str
 ) -> None:
     """With every callback that always runs. torch does not dispatch `tolist` on a CPU."""
-    off = [
-        "--trainer.limit_val_batches=0", "--trainer.logger=false", "--numerics.on_spike=skip",
-        "--last_checkpoint.every_n_steps=1000", "--numerics.spike_window=8",
-        "--numerics.spike_sigmas=1000",
-    ]  # fmt: skip
+    off = ["--trainer.limit_val_batches=0", "--trainer.logger=false", "--numerics.on_spike=skip"]
+    off += ["--last_checkpoint.every_n_steps=1000", "--numerics.spike_window=8"]
+    off += ["--numerics.spike_sigmas=1000"]
     to_list = torch.Tensor.tolist
 
     def reads(steps: int, every: int) -> int:
-        with Reads() as reads, monkeypatch.context() as patched:
-            noted = lambda tensor: reads.seen.append("tolist") or to_list(tensor)  # noqa: E731
+        with Ops() as ops, monkeypatch.context() as patched:
+            noted = lambda tensor: ops.reads.append("tolist") or to_list(tensor)  # noqa: E731
             patched.setattr(torch.Tensor, "tolist", noted)
             sizes = [f"--trainer.max_steps={steps}", f"--trainer.log_every_n_steps={every}"]
             assert run("fit", *flags, *sizes, *off, f"--model.architecture={MODELS[model]}") == 0
-        return len(reads.seen)
+        return len(ops.reads)
 
     ten, five, longer = reads(20, 10), reads(20, 5), reads(40, 10)
     assert five - ten == 2, "20 steps logged every 5 instead of every 10 read twice more"

@@ -9,9 +9,9 @@ from typing import Any, get_args
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import nn
 from transformers import get_scheduler
 
 from dist_template import InputError, OptimConfig
@@ -52,16 +52,8 @@ def test_schedules_are_those_of_transformers_to_the_bit(schedule: Any) -> None:
         assert ours.state_dict() == theirs.state_dict()
 
 
-class Clipped(L.LightningModule):
-    """One matrix; keeps the norm of its gradients, as clipping finds it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(8, 8)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.layer(batch[0]).square().mean()
+class Clipped(BoringModel):
+    """Keeps the norm of its gradients, as clipping finds it."""
 
     def configure_optimizers(self) -> Any:
         return optim.build_optimizer(self, OptimConfig(), scaled=self.trainer.scaler is not None)
@@ -71,11 +63,12 @@ class Clipped(L.LightningModule):
 
 
 def test_clipping_sees_gradients_without_the_scale_of_float16() -> None:
-    norms, rows = [], DataLoader(TensorDataset(torch.ones(4, 8)), 4)
     scales: Any = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))
+    norms = []
     for plugins in ([], [scales]):
+        L.seed_everything(0)
         module = Clipped()
-        L.Trainer(accelerator="cpu", max_steps=1, barebones=True, plugins=plugins).fit(module, rows)
+        L.Trainer(accelerator="cpu", max_steps=1, barebones=True, plugins=plugins).fit(module)
         norms.append(float(module.norm))
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)
 

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from dist_template.text.model.head import ChunkedLoss, without_head
 from tests.support.library import PackedRows
 from tests.support.modules import ARCHITECTURES, Head, build
-from tests.support.operations import Reads, peak_bytes
+from tests.support.operations import Ops, peak_bytes
 from tests.support.parity import MODELS
 from tests.support.runs import run
 from tests.support.tiers import tiers
@@ -79,9 +79,9 @@ def test_chunks_have_the_sums_and_gradients_of_one_piece(frozen: bool) -> None:
 def test_a_forward_reads_nothing_from_the_device(name: str) -> None:
     module = build(architecture=ARCHITECTURES[name])
     for batch in (batch_of(), batch_of(document=1000)):
-        with Reads() as reads:
+        with Ops() as ops:
             module(batch)
-        assert reads.seen == []
+        assert ops.reads == []
 
 
 def test_a_varlen_kernel_gets_the_bounds_that_the_mask_shows() -> None:
@@ -90,10 +90,8 @@ def test_a_varlen_kernel_gets_the_bounds_that_the_mask_shows() -> None:
     def varlen(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
         assert mask is None and options["max_length_q"] == query.shape[2]
         groups = query.shape[1] // key.shape[1]
-        key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
-        one_row = [
-            t.transpose(0, 1).flatten(1, 2) for t in (query, key, value)
-        ]  # (heads, B*T, width)
+        every = (query, *(t.repeat_interleave(groups, 1) for t in (key, value)))
+        one_row = [t.transpose(0, 1).flatten(1, 2) for t in every]  # (heads, B*T, width)
         lengths, outputs = options["cu_seq_lens_q"].diff().tolist(), []
         for parts in zip(*(t.split(lengths, 1) for t in one_row), strict=True):
             given = [part[None] for part in parts]
@@ -128,9 +126,8 @@ def test_compiled_blocks_are_not_compiled_after_the_second_step(
     torch._dynamo.reset()
     counters.clear()
     options = ["--model.blocks.compile=true", "--model.loss_chunk=64", "--data.micro_batch_size=8"]
-    options += [
-        "--trainer.max_steps=6", "--trainer.log_every_n_steps=3", "--trainer.limit_val_batches=0",
-    ]  # fmt: skip
+    options += ["--trainer.max_steps=6", "--trainer.log_every_n_steps=3"]
+    options += ["--trainer.limit_val_batches=0"]
     assert run("fit", *flags, *options, f"--model.architecture={MODELS[model]}") == 0
     assert not counters["graph_break"]
     assert graphs[0] == 0 < graphs[1] and set(graphs[2:]) == {graphs[2]}

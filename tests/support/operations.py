@@ -1,5 +1,4 @@
-"""What torch does in a test: its operations, those that read a value on the host, the memory that
-it holds."""
+"""What torch does in a test: its operations, and the memory that it holds."""
 
 from __future__ import annotations
 
@@ -12,20 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Ops(TorchDispatchMode):
-    """Counts every operation that torch does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class Reads(TorchDispatchMode):
-    """Notes each operation that makes the host wait for the device: it reads a number, or needs one
-    for a shape."""
+    """Counts torch's operations, and notes each that makes the host wait for the device: it reads a
+    number, or needs one for a shape."""
 
     WAITING = (
         "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount",
@@ -34,11 +21,13 @@ class Reads(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[str] = []
+        self.seen: Counter[str] = Counter()
+        self.reads: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name.removeprefix("aten::") in self.WAITING:
-            self.seen.append(func._schema.name)
+        name = func._schema.name.removeprefix("aten::")
+        self.seen[name] += 1
+        self.reads += [name] if name in self.WAITING else []
         return func(*args, **(kwargs or {}))
 
 
