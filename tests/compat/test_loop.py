@@ -23,8 +23,7 @@ from tests.support.library import lighten
 
 def trainer_in(folder: Path, is_lightnings: bool = False, **options: Any) -> L.Trainer:
     off = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    defaults: dict[str, Any] = {"max_steps": 2, "limit_val_batches": 0} | dict.fromkeys(off, False)
-    given = defaults | options
+    given: Any = {"max_steps": 2, "limit_val_batches": 0} | dict.fromkeys(off, False) | options
     trainer = L.Trainer(accelerator="cpu", default_root_dir=folder, **given)
     if not is_lightnings:
         lighten(trainer)
@@ -82,15 +81,10 @@ def test_a_resume_at_an_epochs_end_is_lightnings(tmp_path: Path, is_lightnings: 
     assert module.seen == [(6, 2), (9, 2)]
 
 
-@pytest.fixture
-def optimizer() -> torch.optim.AdamW:
+def test_hooks_are_called() -> None:
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
-    return torch.optim.AdamW([parameter], lr=0.1)
-
-
-def test_hooks_are_called(optimizer: torch.optim.AdamW) -> None:
-    calls: list[Any] = []
+    optimizer, calls = torch.optim.AdamW([parameter], lr=0.1), list[Any]()
     optimizer.register_step_pre_hook(lambda *call: calls.append(call))
     optimizer.register_step_post_hook(lambda *call: calls.append(call))
     handle = register_optimizer_step_post_hook(lambda *call: calls.append(call))

@@ -66,7 +66,7 @@ def test_clipping_sees_gradients_without_the_scale_of_float16() -> None:
     scales: Any = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))
     norms = []
     for plugins in ([], [scales]):
-        L.seed_everything(0)
+        torch.manual_seed(0)
         module = Clipped()
         L.Trainer(accelerator="cpu", max_steps=1, barebones=True, plugins=plugins).fit(module)
         norms.append(float(module.norm))
