@@ -1,4 +1,4 @@
-"""What a user sees of the training loop is Lightning's own: closures, errors, counts, pickles."""
+"""What a user sees of the training loop is Lightning's own: closures, counts, pickles, hooks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.optimization.automatic import Closure
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -40,21 +39,15 @@ def test_a_trainer_can_be_pickled(tmp_path: Path) -> None:
 
 
 class Unusual(BoringModel):
-    calls_closure = True
-
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
     ) -> None:
         assert isinstance(optimizer_closure, Closure)
-        optimizer.step(optimizer_closure if self.calls_closure else None)
+        optimizer.step(optimizer_closure)
 
 
-def test_the_closure_is_lightnings_and_must_be_called(tmp_path: Path) -> None:
+def test_the_closure_of_an_optimizer_step_is_lightnings(tmp_path: Path) -> None:
     trainer_in(tmp_path).fit(Unusual())
-    module = Unusual()
-    module.calls_closure = False
-    with pytest.raises(MisconfigurationException, match="The closure hasn't been executed"):
-        trainer_in(tmp_path).fit(module)
 
 
 class Validations(BoringModel):

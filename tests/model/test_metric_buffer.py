@@ -10,7 +10,7 @@ import torch
 
 from dist_template.model.metrics import FOLD
 from tests.support.library import MetricBuffer
-from tests.support.operations import Ops
+from tests.support.modules import Ops
 
 CPU = torch.device("cpu")
 NAMES = [f"m{i}" for i in range(10)]

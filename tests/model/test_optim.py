@@ -73,16 +73,6 @@ def test_clipping_sees_gradients_without_the_scale_of_float16() -> None:
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)
 
 
-def test_plateau_watches_its_metric_after_validation() -> None:
-    config = OptimConfig(schedule="reduce_on_plateau", plateau_patience=0, plateau_factor=0.5)
-    optimizer = optim.build_optimizer(nn.Linear(2, 2), config)
-    entry = optim.build_schedule(optimizer, config, math.inf)
-    assert entry["monitor"] == "eval/loss" and entry["reduce_on_plateau"]
-    for loss in (1.0, 2.0):
-        entry["scheduler"].step(loss)
-    assert optimizer.param_groups[0]["lr"] == config.learning_rate / 2
-
-
 @pytest.mark.parametrize("max_norm", [0.5, 100.0, None])
 def test_clipping_equals_torchs_own(max_norm: float | None) -> None:
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +12,13 @@ import torch.nn.functional as F
 from pytest import MonkeyPatch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
 from trainer_dev.module import LanguageModule
 from transformers import AttentionInterface
 
 from dist_template.text.model.head import ChunkedLoss, without_head
 from tests.support.library import PackedRows
-from tests.support.modules import ARCHITECTURES, Head, build
-from tests.support.operations import Ops, peak_bytes
+from tests.support.modules import ARCHITECTURES, Ops, build
 from tests.support.parity import MODELS
 from tests.support.runs import run
 from tests.support.tiers import tiers
@@ -28,6 +29,22 @@ def batch_of(document: int = 5) -> dict[str, Any]:
     tokens = torch.randint(1, 50, (65,), generator=torch.Generator().manual_seed(0))
     tokens[document - 1 :: document] = 0
     return PackedRows(tokens.numpy(), 16, eos_token_id=0).__getitems__([0, 1, 2, 3])
+
+
+class Head(nn.Module):
+    """An embedding and an output layer with the same weight."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.output = nn.Linear(width, vocabulary, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.output
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.output(torch.tanh(self.embedding(tokens)))
 
 
 def step(model: nn.Module, tokens: Tensor, chunk: int | None) -> tuple[Tensor, ...]:
@@ -42,6 +59,20 @@ def step(model: nn.Module, tokens: Tensor, chunk: int | None) -> tuple[Tensor, .
     if sums["loss"].requires_grad:
         (sums["loss"] / tokens.numel()).backward()
     return tuple(sums.values())
+
+
+def peak_bytes(work: Callable[[], Any]) -> int:
+    """The most that torch's tensors held at once, kernels' own included, beyond what there was."""
+    work()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events, most = list(profiler.profiler.kineto_results.experimental_event_tree()), 0
+    while events:
+        event = events.pop()
+        events += event.children
+        if event.tag.name == "Allocation":
+            most = max(most, event.extra_fields.total_allocated)
+    return most
 
 
 def test_a_step_in_chunks_holds_less_than_0_7_of_its_memory() -> None:

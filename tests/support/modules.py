@@ -1,14 +1,15 @@
 """The language module without a Trainer, in every architecture of configs/model; tiny models with
-experts; an output layer alone."""
+experts; a count of torch's operations."""
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_dev.module import SMALL_DEEPSEEK_V3, LanguageModule
 
 from tests.support.runs import SHIPPED
@@ -50,17 +51,22 @@ def build(seed: int = 0, **options: Any) -> LanguageModule:
     return module
 
 
-class Head(nn.Module):
-    """An embedding and an output layer with the same weight."""
+class Ops(TorchDispatchMode):
+    """Counts torch's operations, and notes each that makes the host wait for the device: it reads a
+    number, or needs one for a shape."""
 
-    def __init__(self, vocabulary: int, width: int) -> None:
+    WAITING = (
+        "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount",
+        "equal",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.output = nn.Linear(width, vocabulary, bias=False)
-        self.output.weight = self.embedding.weight
+        self.seen: Counter[str] = Counter()
+        self.reads: list[str] = []
 
-    def get_output_embeddings(self) -> nn.Module:
-        return self.output
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.output(torch.tanh(self.embedding(tokens)))
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        self.seen[name] += 1
+        self.reads += [name] if name in self.WAITING else []
+        return func(*args, **(kwargs or {}))

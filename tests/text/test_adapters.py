@@ -99,9 +99,11 @@ def test_four_bit_layers_have_the_values_that_transformers_gives_them(tmp_path: 
     """So that an exported adapter finds the base on which it was trained."""
     model = built()
     model.save_pretrained(tmp_path)
-    settings: Any = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    settings |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
-    options: Any = {"quantization_config": BitsAndBytesConfig(**settings), "dtype": torch.float32}
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+    options: Any = {"quantization_config": settings, "dtype": torch.float32}
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
     tokens = torch.arange(60).view(2, 30)
     full = model(tokens).logits

@@ -121,13 +121,13 @@ def test_the_answers_of_a_family_count_and_follow_a_served_prompt(
     name: str, tmp_path: Path
 ) -> None:
     family = FAMILIES[name]
-    turns = [("user", "{}: a cat?"), *TURNS[2:]]
+    turns = [("user", "{}: a ß?"), *TURNS[2:4], ("assistant", "日 ß.")]
     turns = [TURNS[0], *turns] if family.system else turns
     talks = [messages(*((role, text.format(i)) for role, text in turns)) for i in range(9)]
     records = [{"messages": talk} for talk in talks]
     of_family: Any = {"family": name, "seq_len": family.seq_len}
     data = prepared(tmp_path, records, WRITTEN.get(name), **of_family)
-    answers = [family.answer.format("Uno."), (family.last or family.answer).format("Due, ok.")]
+    answers = [family.answer.format("Uno."), (family.last or family.answer).format("日 ß.")]
     assert counted_text(data) == answers * len(talks)
     tokenizer: Any = data.text_tokenizer
     asked = [talk[: 1 + family.system] for talk in talks]
@@ -135,15 +135,6 @@ def test_the_answers_of_a_family_count_and_follow_a_served_prompt(
     assert all(each.endswith(family.only_served) for each in served)
     first = tokenizer.decode(data.corpus.tokens("train")[: data.corpus.starts("train")[1]])
     assert sum(first.startswith(each.removesuffix(family.only_served)) for each in served) == 1
-
-
-@pytest.mark.parametrize("family", ["gemma3", "llama3", "qwen3_instruct_2507"])
-def test_without_marks_the_same_tokens_count(family: str, tmp_path: Path) -> None:
-    other = {"messages": messages(*TURNS[1:3], ("user", "ß?"), ("assistant", "日 ß"))}
-    text = chats.published(family)
-    unknown = text + "{# a family that trl does not know #}"
-    marked = counted_text(prepared(tmp_path, [GOOD, other], text))
-    assert counted_text(prepared(tmp_path, [GOOD, other], unknown)) == marked != []
 
 
 def own_template(folder: Path, text: str) -> str:

@@ -37,37 +37,24 @@ def test_the_first_batch_of_a_step_has_the_counts_of_the_step_and_the_next() -> 
     assert [counted.step for counted in steps(1)] == LABELS
 
 
-class TwoRanks:
-    """In place of torch.distributed: the other rank has 10 labels more; sums come after a wait."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-        self.is_initialized, self.get_world_size = lambda: True, lambda: 2
-
-    def all_reduce(self, tensor: Tensor, async_op: bool) -> Any:
-        assert async_op
-        name = f"{tensor.item():.0f}"
-        self.calls.append(f"start {name}")
-
-        class Work:
-            def wait(_) -> None:
-                self.calls.append(f"wait {name}")
-                tensor.add_(tensor + 10)
-
-        return Work()
-
-
 def test_the_sum_starts_a_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = TwoRanks()
-    monkeypatch.setattr(loader, "dist", ranks)
-    tokens, means, calls = loader.TokensPerMicroBatch(), [], []
+    """The other rank has 10 labels more; sums come after a wait."""
+    calls: list[str] = []
+
+    def all_reduce(tensor: Tensor, async_op: bool) -> Any:
+        assert async_op
+        calls.append(f"start {tensor.item():.0f}")
+        return SimpleNamespace(wait=lambda: calls.append("wait") or tensor.add_(tensor + 10))
+
+    ranks: Any = {"is_initialized": lambda: True, "get_world_size": lambda: 2}
+    monkeypatch.setattr(loader, "dist", SimpleNamespace(all_reduce=all_reduce, **ranks))
+    tokens, means = loader.TokensPerMicroBatch(), []
     for counted in steps(2):
         means.append(tokens.of(counted, 2, CPU).item())
-        calls.append(ranks.calls[:])
-        ranks.calls.clear()
+        calls.append("step")
     assert means == [(11 + 21) / 2 / 2, (3 + 13) / 2 / 2, (5 + 15) / 2 / 2]
-    assert calls == [["start 11", "wait 11", "start 3"], ["wait 3", "start 5"], ["wait 5"]]
+    assert calls[:4] == ["start 11", "wait", "start 3", "step"]
+    assert calls[4:] == ["wait", "start 5", "step", "wait", "step"]
 
 
 def test_memory_is_pinned_for_the_gpu_that_trains(data: DataModule, monkeypatch: Any) -> None:
@@ -76,11 +63,8 @@ def test_memory_is_pinned_for_the_gpu_that_trains(data: DataModule, monkeypatch:
     data.setup("fit")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("cpu", "cuda"):
-        strategy = SimpleNamespace(root_device=torch.device(name))
-        data.trainer = SimpleNamespace(strategy=strategy)
+        data.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(name)))
         assert data._loader(data.rows_of("train"), [[0]], 0).pin_memory == (name == "cuda")
-    data.trainer = None
-    assert not data._loader(data.rows_of("train"), [[0]], 0).pin_memory
 
 
 @pytest.mark.parametrize(("median", "sigma", "seq_len"), [(250, 0.9, 2048), (60, 1.2, 1024)])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,8 +16,7 @@ COUNTERS = ("ready", "started", "processed", "completed")
 PROPERTY = settings(max_examples=150, deadline=None, derandomize=True)
 
 
-@dataclass(frozen=True)
-class Attempt:
+class Attempt(NamedTuple):
     """A job between two checkpoints: batch sizes, data-parallel ranks, and its number of steps."""
 
     micro: int
@@ -31,10 +29,8 @@ class Attempt:
         return self.micro * self.ranks * self.accumulation
 
 
-def attempts() -> st.SearchStrategy[list[Attempt]]:
-    sizes = st.integers(1, 4)
-    attempt = st.builds(Attempt, sizes, sizes, sizes, st.integers(1, 6))
-    return st.lists(attempt, min_size=1, max_size=4)
+FEW = st.integers(1, 4)
+ATTEMPTS = st.lists(st.builds(Attempt, FEW, FEW, FEW, st.integers(1, 6)), min_size=1, max_size=4)
 
 
 class Run:
@@ -94,7 +90,7 @@ def stream(num_rows: int, seed: int | None) -> Iterator[int]:
 
 
 @PROPERTY
-@given(st.integers(0, 40), st.none() | st.integers(0, 3), attempts())
+@given(st.integers(0, 40), st.none() | st.integers(0, 3), ATTEMPTS)
 def test_a_run_of_any_attempts_reads_the_stream_without_a_gap(
     spare_rows: int, seed: int | None, jobs: list[Attempt]
 ) -> None:

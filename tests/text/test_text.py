@@ -10,7 +10,7 @@ import pytest
 from trainer_dev.data import DataModule
 
 from dist_template import InputError
-from dist_template.text import ByteBPE, Bytes, HubDataset, Jsonl, Parquet, Pretrained, TextFiles
+from dist_template.text import ByteBPE, Bytes, HubDataset, Jsonl, Parquet, TextFiles
 from dist_template.text.sources.records import matching
 from dist_template.text.tokenizers import EOS
 
@@ -96,18 +96,6 @@ def test_bpe_learns_from_the_train_split_alone(tmp_path: Path) -> None:
     assert Recorded.seen
     assert {data._recipe.split_of(text) for text in Recorded.seen} == {"train"}
     assert len(Recorded.seen) == data.require().manifest["splits"]["train"]["documents"]
-
-
-def test_a_saved_tokenizer_serves_as_a_pretrained_one(tmp_path: Path) -> None:
-    made = ByteBPE(vocab_size=300)
-    tokenizer = made.fit(iter(TEXTS * 9))
-    tokenizer.save_pretrained(tmp_path)
-    spec = Pretrained(str(tmp_path))
-    loaded = spec.fit(iter([]))
-    assert loaded.eos_token_id == tokenizer.eos_token_id
-    found, expected = spec.encode(loaded, TEXTS), made.encode(tokenizer, TEXTS)
-    assert [ids.tolist() for ids in found] == [ids.tolist() for ids in expected]
-    assert tmp_path / "tokenizer.json" in spec.files()
 
 
 def test_shares_that_leave_nothing_are_refused() -> None:
