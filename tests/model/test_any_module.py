@@ -19,6 +19,7 @@ from tests.support.tiers import tiers
 from tests.support.wings import KillAt, RunRecord
 
 MODULES = {"TrainingModule": CLASSIFIER, "plain": PLAIN}
+MANUALLY = {"TrainingModule": BUILT, "two optimizers": MANUAL}
 STEPS, EVERY, KILLED = 10, 2, 7
 BATCH, GLOBAL = 2, 8
 STRATEGIES = {"auto": 1, "ddp": 2, "fsdp2": 2, "zero2": 2, "zero3": 2, "hsdp": 4}  # ranks
@@ -29,28 +30,27 @@ class Trainings:
 
     def __init__(self, folder: Path, project: Project) -> None:
         self.folder, self.project = folder, project
-        self.whole = cache(lambda strategy: self.run(strategy, strategy))
-        of_plain = "--best_checkpoint.monitor=val_loss"
+        self.whole = cache(lambda strategy: self.run(strategy, strategy).check())
+        of_others = "--best_checkpoint.monitor=val_loss"
         self.flags = [
             f"--run.root={folder / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
-            f"--trainer.max_steps={STEPS}", "--data.num_train=40", f"--data.batch_size={BATCH}",
-            "--trainer.log_every_n_steps=1", "--trainer.val_check_interval=5",
-            f"--last_checkpoint.every_n_steps={EVERY}", "--last_checkpoint.keep=9",
-            of_plain if project is PLAIN else "--model.optim.learning_rate=3e-3",
+            f"--trainer.max_steps={STEPS}", "--data.num_train=40", "--trainer.log_every_n_steps=1",
+            "--trainer.val_check_interval=5", "--last_checkpoint.keep=9",
+            f"--last_checkpoint.every_n_steps={EVERY}",
+            "--model.optim.learning_rate=3e-3" if project is CLASSIFIER else of_others,
         ]  # fmt: skip
 
     def run(
-        self, name: str, strategy: str, *more: str, verb: str = "fit", kill: int = 0, run: str = ""
-    ) -> RunRecord:
+        self, name: str, strategy: str, *more: str, verb: str = "fit", run: str = "",
+        batch: int = BATCH, **options: Any,
+    ) -> RunRecord:  # fmt: skip
         ranks = STRATEGIES[strategy]
         given = [verb, *self.flags, f"--trainer.devices={ranks}", f"--run.name={run or name}"]
-        given += [f"--trainer.accumulate_grad_batches={GLOBAL // BATCH // ranks}", *more]
+        given += [f"--data.batch_size={batch}", *more]
+        given += [f"--trainer.accumulate_grad_batches={GLOBAL // batch // ranks}"]
         given += flags_of(strategy) if strategy != "auto" else []
         with Workers(ranks, self.project) as workers:
-            callbacks = [KillAt(kill)] if kill else []
-            record = workers.run(given, self.folder / name, callbacks=callbacks)
-        assert record.was_killed if kill else record.ok, record.error
-        return record
+            return workers.run(given, self.folder / name, **options)
 
 
 @pytest.fixture(scope="module", params=tiers(MODULES, daily=["plain"]))
@@ -75,8 +75,8 @@ def test_a_strategy_has_the_losses_of_one_process(trainings: Trainings, strategy
 @pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["fsdp2", "zero3"]))
 def test_a_killed_run_resumes_at_the_next_sample(trainings: Trainings, strategy: str) -> None:
     name = f"{strategy}-killed"
-    trainings.run(name, strategy, kill=KILLED)
-    resumed = trainings.run(f"{strategy}-resumed", strategy, "--ckpt_path=last", run=name)
+    assert trainings.run(name, strategy, callbacks=[KillAt(KILLED)]).was_killed
+    resumed = trainings.run(f"{strategy}-resumed", strategy, "--ckpt_path=last", run=name).check()
     steps = range(KILLED // EVERY * EVERY + 1, STEPS + 1)
     whole = trainings.whole(strategy)
     assert resumed.loss == {step: whole.loss[step] for step in steps}
@@ -90,7 +90,7 @@ OTHERS = [("ddp", "fsdp2"), ("fsdp2", "zero3"), ("zero3", "auto")]
 def test_a_checkpoint_resumes_under_another(trainings: Trainings, first: str, second: str) -> None:
     whole = trainings.whole("auto")
     checkpoint = trainings.whole(first).run / "checkpoints" / manifest.name(6)
-    resumed = trainings.run(f"{first}-{second}", second, f"--ckpt_path={checkpoint}")
+    resumed = trainings.run(f"{first}-{second}", second, f"--ckpt_path={checkpoint}").check()
     expected = {step: whole.loss[step] for step in range(7, STEPS + 1)}
     assert resumed.loss == pytest.approx(expected, rel=1e-5)
 
@@ -101,7 +101,7 @@ def test_a_checkpoint_is_validated_tested_and_predicts(trainings: Trainings, str
     trained = trainings.whole(strategy)
     checkpoint = f"--ckpt_path={trained.run / 'checkpoints' / manifest.name(STEPS)}"
     validated, tested, predicted = (
-        trainings.run(f"{strategy}-{verb}", strategy, checkpoint, verb=verb)
+        trainings.run(f"{strategy}-{verb}", strategy, checkpoint, verb=verb).check()
         for verb in ("validate", "test", "predict")
     )
     assert validated.eval()[0] == pytest.approx(trained.eval()[STEPS], rel=1e-6)
@@ -110,33 +110,21 @@ def test_a_checkpoint_is_validated_tested_and_predicts(trainings: Trainings, str
     assert [len(json.loads(line)) for line in lines] == [BATCH] * 4
 
 
-PROJECTS = {"two optimizers": MANUAL, "TrainingModule": BUILT}
-
-
-def fit_manual(folder: Path, strategy: str, ranks: int, project: Project = MANUAL) -> RunRecord:
-    given = [
-        "fit", f"--run.root={folder / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
-        f"--trainer.devices={ranks}", "--trainer.max_steps=24", f"--run.name={strategy}",
-        "--best_checkpoint.monitor=val_loss", "--trainer.log_every_n_steps=1",
-        f"--data.batch_size={8 // ranks}", "--last_checkpoint.every_n_steps=12",
-        *(flags_of(strategy) if strategy != "auto" else ()),
-    ]  # fmt: skip
-    with Workers(ranks, project) as workers:
-        return workers.run(given, folder / strategy)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", tiers(PROJECTS, daily=["two optimizers"]))
+@pytest.mark.parametrize("kind", tiers(MANUALLY, daily=["two optimizers"]))
 def test_manual_optimization_under_ddp_equals_one_process(tmp_path: Path, kind: str) -> None:
-    each = (("auto", 1), ("ddp", 2))
-    one, two = (fit_manual(tmp_path, *sizes, PROJECTS[kind]).check() for sizes in each)
+    trainings, several = (
+        Trainings(tmp_path, MANUALLY[kind]),
+        (("auto", GLOBAL), ("ddp", GLOBAL // 2)),
+    )
+    one, two = (trainings.run(name, name, batch=batch).check() for name, batch in several)
     losses = logged(one.run, "my/loss")
-    assert len(losses) >= 10
+    assert len(losses) >= 4
     assert logged(two.run, "my/loss") == pytest.approx(losses, rel=1e-5)
     for step, results in one.eval().items():
         assert two.eval()[step] == pytest.approx(results, rel=1e-5)
 
 
 def test_manual_optimization_is_refused_where_the_weights_are_sharded(tmp_path: Path) -> None:
-    refusal = fit_manual(tmp_path, "fsdp2", 2).refusal
+    refusal = Trainings(tmp_path, MANUAL).run("refused", "fsdp2", batch=GLOBAL // 2).refusal
     assert "Manual optimizes manually" in refusal and "--config strategy/ddp" in refusal
