@@ -88,9 +88,7 @@ def test_an_edited_objective_leaves_the_reported_cross_entropy_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", tiers(["deepseek_v3", "llama"], daily=["deepseek_v3"]))
-def test_nothing_reads_the_device_between_log_steps(
-    flags: list[str], monkeypatch: MonkeyPatch, model: str
-) -> None:
+def test_only_log_steps_read_the_device(flags: list[str], monkeypatch: Any, model: str) -> None:
     """With every callback that always runs. torch does not dispatch `tolist` on a CPU."""
     off = ["--trainer.limit_val_batches=0", "--trainer.logger=false", "--numerics.on_spike=skip"]
     off += ["--last_checkpoint.every_n_steps=1000", "--numerics.spike_window=8"]

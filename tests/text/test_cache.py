@@ -131,9 +131,7 @@ def test_a_second_prepare_at_the_same_time_is_refused(data: DataModule) -> None:
     data.prepare(report=quiet)  # the lock is released when its holder exits
 
 
-def test_a_full_disk_leaves_the_older_cache_alone(
-    data: DataModule, texts: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_leaves_an_older_cache(data: DataModule, texts: Path, tmp_path: Path) -> None:
     with disk(tmp_path / "disk", "256k") as tiny:
         data.cache_dir = str(tiny)
         folder = data.prepare(report=quiet).folder

@@ -117,9 +117,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_answers_of_a_family_count_and_follow_a_served_prompt(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_familys_answers_count_and_follow_a_served_prompt(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     turns = [("user", "{}: a ß?"), *TURNS[2:4], ("assistant", "日 ß.")]
     turns = [TURNS[0], *turns] if family.system else turns

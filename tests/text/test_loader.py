@@ -68,9 +68,7 @@ def test_memory_is_pinned_for_the_gpu_that_trains(data: DataModule, monkeypatch:
 
 
 @pytest.mark.parametrize(("median", "sigma", "seq_len"), [(250, 0.9, 2048), (60, 1.2, 1024)])
-def test_rows_are_98_percent_full_and_hold_every_item_once(
-    median: int, sigma: float, seq_len: int
-) -> None:
+def test_rows_are_98_percent_full_and_complete(median: int, sigma: float, seq_len: int) -> None:
     """A log-normal distribution describes the lengths of published conversations well."""
     lengths = np.exp(np.random.default_rng(0).normal(np.log(median), sigma, 20_000))
     sizes = np.clip(lengths.astype(np.int64), 8, seq_len)

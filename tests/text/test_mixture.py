@@ -52,9 +52,7 @@ def test_each_source_gives_its_share_and_all_its_rows(sizes: Any, changes: Any, 
 
 @PROPERTY
 @given(SIZES, CHANGES, CHANGES, st.integers(0, 2000))
-def test_new_weights_lose_and_repeat_no_sample(
-    sizes: Any, before: Any, after: Any, position: int
-) -> None:
+def test_new_weights_lose_no_sample(sizes: Any, before: Any, after: Any, position: int) -> None:
     """They take effect at the next block: until then the order is the old one."""
     old, new = mixture.MixtureOrder(sizes, before, 0), mixture.MixtureOrder(sizes, after, 0)
     new.resume([*map(list, before)], position)
