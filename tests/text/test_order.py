@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -37,10 +38,8 @@ class Run:
     """A run over several attempts: counts batches as Lightning's loops, keeps a checkpoint."""
 
     def __init__(self, num_rows: int, seed: int | None) -> None:
-        self.num_rows = num_rows
-        self.seed = seed
+        self.num_rows, self.seed = num_rows, seed
         self.rows: list[int] = []  # in the order in which they were read
-        self.start = 0  # consumed samples when the newest attempt started
         total, current = (SimpleNamespace(**dict.fromkeys(COUNTERS, 0)) for _ in range(2))
         self.saved: Any = (SimpleNamespace(total=total, current=current), {})
 
@@ -53,25 +52,21 @@ class Run:
         loop.batch_progress = progress  # Lightning restores its counters after `setup`
         counter.load(state)
         counter.on_train_start(trainer, SimpleNamespace())  # ty: ignore[invalid-argument-type]
-        self.start = counter.value(trainer)
-        wanted = self.start + attempt.steps * attempt.global_batch
+        wanted = counter.value(trainer) + attempt.steps * attempt.global_batch
         while counter.value(trainer) < wanted:
-            self._epoch(attempt, trainer, counter, wanted)
+            self._epoch(attempt, progress, lambda: counter.value(trainer), wanted)
         self.saved = (progress, counter.as_state(trainer))
 
-    def _epoch(self, attempt: Attempt, trainer: Any, counter: Any, wanted: int) -> None:
-        progress = trainer.fit_loop.epoch_loop.batch_progress
+    def _epoch(self, attempt: Attempt, progress: Any, consumed: Any, wanted: int) -> None:
+        sizes, ranks = (self.num_rows, attempt.global_batch, attempt.micro), attempt.ranks
         orders = [
-            global_order.GlobalOrder(
-                self.num_rows, attempt.global_batch, attempt.micro, rank, attempt.ranks, self.seed,
-                consumed=lambda: counter.value(trainer),
-            )
-            for rank in range(attempt.ranks)
-        ]  # fmt: skip
+            global_order.GlobalOrder(*sizes, rank, ranks, self.seed, consumed=consumed)
+            for rank in range(ranks)
+        ]
         if progress.current.ready >= len(orders[0]):
             vars(progress.current).update(dict.fromkeys(COUNTERS, 0))
         for batches in zip(*orders, strict=True):
-            if progress.current.ready >= len(orders[0]) or counter.value(trainer) >= wanted:
+            if progress.current.ready >= len(orders[0]) or consumed() >= wanted:
                 return
             for batch in batches:
                 assert len(batch) == attempt.micro
@@ -83,10 +78,8 @@ class Run:
 
 def stream(num_rows: int, seed: int | None) -> Iterator[int]:
     """All rows, then all rows in another order, and so on."""
-    epoch = 0
-    while True:
+    for epoch in count():
         yield from global_order.permutation(num_rows, seed, epoch).tolist()
-        epoch += 1
 
 
 @PROPERTY
