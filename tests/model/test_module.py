@@ -21,12 +21,6 @@ from tests.support.tiers import tiers
 TWO_STEPS = ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--model.optim.warmup=0"]
 
 
-def rows(seed: int = 0) -> dict[str, torch.Tensor]:
-    tokens = torch.randint(1, 50, (4, 17), generator=torch.Generator().manual_seed(seed))
-    positions = torch.arange(16).expand(4, 16).contiguous()
-    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": positions}
-
-
 TWO = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 FOUR = {"intermediate_size": 16, "num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 8}
 OF_AFMOE = {"num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1}
@@ -40,9 +34,11 @@ WITHOUT_POSITIONS = {  # their masks need no positions, by which transformers kn
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES | WITHOUT_POSITIONS))
 def test_packed_documents_do_not_see_each_other(name: str) -> None:
-    module, batch = build(architecture=(ARCHITECTURES | WITHOUT_POSITIONS)[name]).eval(), rows()
-    positions = torch.cat([torch.arange(6), torch.arange(10)]).expand(4, 16).contiguous()
-    packed = batch | {"position_ids": positions}
+    module = build(architecture=(ARCHITECTURES | WITHOUT_POSITIONS)[name]).eval()
+    tokens = torch.randint(1, 50, (4, 16), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(6), torch.arange(10)])
+    batch = {"input_ids": tokens, "position_ids": torch.arange(16).expand(4, 16).contiguous()}
+    packed = batch | {"position_ids": positions.expand(4, 16).contiguous()}
     alone = {key: value[:, 6:] for key, value in packed.items()}
     places = [start for row in range(4) for start in (16 * row, 16 * row + 6)]
     starts = torch.tensor([*places, 64], dtype=torch.int32)
