@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ def read(source: Any) -> list[str]:
     return [text for _, text in source.documents()]
 
 
-def error_of(source: Any) -> str:
+def refusal(call: Callable[..., object], *given: Any) -> str:
     with pytest.raises(InputError) as caught:
-        read(source)
+        call(*given)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -56,7 +57,7 @@ def test_links_in_a_circle_give_each_file_once(tmp_path: Path) -> None:
     (tree / "deep" / "again.txt").symlink_to(tree / "a.txt")
     found = [path.relative_to(tree).as_posix() for path in matching([f"{tree}/**/*.txt"])]
     assert found == ["a.txt", "deep/b.txt", "deep/er/c.txt"]
-    assert f"{tree}/**/*" in error_of(TextFiles([str(tree)])), "how to write a folder"
+    assert f"{tree}/**/*" in refusal(read, TextFiles([str(tree)])), "how to write a folder"
 
 
 def test_records_give_their_field_or_say_which_there_are(tmp_path: Path, monkeypatch: Any) -> None:
@@ -72,11 +73,11 @@ def test_records_give_their_field_or_say_which_there_are(tmp_path: Path, monkeyp
     lines.write_text("".join(json.dumps(one) + "\n" for one in table.to_pylist()))
     for kind, name in ((Parquet, [str(path)]), (Jsonl, [str(lines)]), (HubDataset, str(folder))):
         assert read(kind(name, field="body")) == TEXTS
-        assert "'text'" in error_of(kind(name)) and "body, id" in error_of(kind(name))
-    assert ":1, which has body, id" in error_of(Jsonl([str(lines)], "id")), "it is no text"
-    assert "nowhere" in error_of(HubDataset(str(folder), split="nowhere"))
+        assert "'text'" in refusal(read, kind(name)) and "body, id" in refusal(read, kind(name))
+    assert ":1, which has body, id" in refusal(read, Jsonl([str(lines)], "id")), "it is no text"
+    assert "nowhere" in refusal(read, HubDataset(str(folder), split="nowhere"))
     path.write_bytes(path.read_bytes()[:-9])
-    assert str(path) in error_of(Parquet([str(path)], "body"))
+    assert str(path) in refusal(read, Parquet([str(path)], "body"))
 
 
 @pytest.mark.parametrize("spec", [Bytes(), ByteBPE(vocab_size=400)], ids=["bytes", "bpe"])
@@ -158,30 +159,22 @@ def test_positions_restart_after_each_end_of_a_document(data: DataModule) -> Non
     assert batch["position_ids"].tolist() == [list(range(32))] * 8
 
 
-def refused(data: DataModule) -> str:
-    with pytest.raises(InputError) as caught:
-        data.require()
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
 def test_a_stale_cache_is_refused_until_prepared_again(data: DataModule, texts: Path) -> None:
     data.prepare(report=quiet)
     path = texts / "03.txt"
     text = path.read_text(encoding="utf-8")
     path.write_text(text.upper(), encoding="utf-8")  # of the same size
     os.utime(path, ns=(1, 1))
-    assert "stale" in refused(data) and "03.txt has changed" in refused(data)
+    assert "stale" in refusal(data.require) and "03.txt has changed" in refusal(data.require)
     (texts / "new.txt").write_text("one more", encoding="utf-8")
-    assert "new.txt came or went" in refused(data)
+    assert "new.txt came or went" in refusal(data.require)
     data.check_source = False
     data.require()
     data.check_source = True
     data.prepare(report=quiet)
     assert text.upper() in [text for split in SPLITS for text in documents_of(data, split)]
     data.source = TextFiles([f"{texts}/*.txt"], separator="!")
-    assert "no token cache" in refused(data), "other arguments have another cache"
+    assert "no token cache" in refusal(data.require), "other arguments have another cache"
 
 
 def flip_a_bit(path: Path) -> None:
@@ -203,7 +196,7 @@ HARMS += [("test.bin", lambda path: os.truncate(path, 10))]
 def test_a_damaged_cache_is_refused_and_repaired(data: DataModule, name: str, harm: Any) -> None:
     harm(data.prepare(report=quiet).folder / name)
     lines: list[str] = []
-    assert "damaged" in refused(data)
+    assert "damaged" in refusal(data.require)
     data.prepare(report=lines.append)
     assert "damaged" in lines[0]
     data.require()
