@@ -51,6 +51,8 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def commit(folder: Path, message: str) -> None:
+    """Commits all files of a folder, as a repository of its own."""
+    git(folder, "init", "-q", "-b", "main")
     git(folder, "add", "--all")
     git(folder, "commit", "-q", "-m", message)
 
@@ -116,7 +118,6 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-    git(folder, "init", "-q", "-b", "main")
     commit(folder, "all")
     git(folder, "tag", "v1")
     return folder

@@ -21,7 +21,7 @@ import pytest
 
 from tests.support.tiers import tiers
 
-from .conftest import LIBRARY, ROOT, SOURCE, BakedProject, git, output, run
+from .conftest import LIBRARY, ROOT, SOURCE, BakedProject, commit, output, run
 
 BLOCK = re.compile(
     r"^([\w.-]+)==([^\s;]+)(?: ; ([^\\\n]+?))?(?: \\\n +--hash=sha256:[0-9a-f]{64})+\n",
@@ -174,8 +174,7 @@ def project(default: BakedProject, tmp_path_factory: pytest.TempPathFactory) -> 
     made = tmp_path_factory.mktemp("project") / "made"
     shutil.copytree(default.path, made)
     (made / ".tools").symlink_to(TOOLS)
-    git(made, "init", "-q")
-    git(made, "add", "--all")
+    commit(made, "all")
     return made
 
 

@@ -66,11 +66,6 @@ def release_next(template: Path) -> None:
     git(template, "tag", f"v{NEXT}")
 
 
-def track(folder: Path) -> None:
-    git(folder, "init", "-q", "-b", "main")
-    commit(folder, "My project")
-
-
 METHOD, MINE_TOO = "    def configure_callbacks(", "    mine = 'an attribute of my own'\n\n"
 EDITS = {  # file: text there, or "" for its end; a user's own text
     "Makefile": ("", "\nmine:  ## my own command\n\t@echo mine\n"),
@@ -87,7 +82,7 @@ def edit_as_user(project: Path) -> None:
     (project / "configs" / "mine.yaml").write_text(CONFIG)
     for name, (old, new) in EDITS.items():
         edit(project / name, old, new)
-    track(project)
+    commit(project, "My project")
 
 
 FIT = [sys.executable, "-m", "my_trainer", "fit", "--config", "configs/mine.yaml"]
@@ -177,7 +172,7 @@ def test_inside_a_repository_and_without_conflicts_there_is_one_commit(
     outer = tmp_path / "out"
     project = bake_into(outer, template).path
     (outer / "mine.txt").write_text("mine\n")
-    track(outer)
+    commit(outer, "My project")
     release_next(template)
     assert upgraded(project, monkeypatch) == 0
     fresh = bake_into(tmp_path / "fresh", template)
@@ -202,7 +197,7 @@ def test_what_cannot_be_upgraded_is_refused_and_left_as_it_is(
         return error
 
     assert "`git cat-file -e` fails: fatal: not a git repository" in refusal()
-    track(project)
+    commit(project, "My project")
     (project / "README.md").write_text("edited")
     assert "README.md has uncommitted changes: commit or stash them" in refusal()
     git(project, "checkout", "README.md")
@@ -240,7 +235,7 @@ def test_hooks_of_an_address_run_only_where_somebody_trusts_it(
 ) -> None:
     """An edited .cruft.json reaches everybody who pulls, and names a program to run."""
     project, ran = bake_into(tmp_path / "out", template).path, tmp_path / "ran"
-    track(project)
+    commit(project, "My project")
     with (template / "hooks" / "pre_gen_project.py").open("a") as file:
         file.write(f"open({str(ran)!r}, 'a').close()\n")
     commit(template, "Another hook")
