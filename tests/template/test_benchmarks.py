@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiers import tiers
-
 from .conftest import ROOT, output
 
 TEXTS = [path.read_text("utf-8") for path in (ROOT / "benchmarks").glob("*.py")]
@@ -19,7 +17,8 @@ PARTS = sorted(name for text in TEXTS for name in re.findall(r'^NAME = "(.+)"', 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", tiers(PARTS, daily=["dist"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", PARTS)
 def test_a_part_runs_and_its_json_makes_its_table(part: str, tmp_path: Path) -> None:
     if not (ROOT / "build" / "peers" / "accelerate").exists():
         pytest.skip("the peers are not installed; `make build/peers` does so")

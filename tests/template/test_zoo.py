@@ -16,7 +16,7 @@ from torch import Tensor
 from dist_template.parallel import mesh, mesh_ranks
 from tests.support import planted_model
 from tests.support.library import proof, shard_batch
-from tests.support.runs import CONFIGS, OURS, Workers
+from tests.support.runs import CONFIGS, OURS, Workers, run
 from tests.support.wings import rehearse_main as main
 from zoo import cases as zoo
 from zoo.arms import OF_LORA, reference_of
@@ -142,6 +142,7 @@ def test_fit_calls_a_class_of_the_users_own_unproven_and_rehearse_names_its_faul
     flags += [f"--model.architecture={{model_type: {planted_model.NAME}, {sizes}}}"]
     fit = [*flags, "--trainer.devices=2", "--trainer.max_steps=1", f"--run.root={tmp_path}/runs"]
     fit += [f"--data.cache_dir={tmp_path}/cache", "--run.report=false"]
+    assert run("prepare", *fit) == 0
     record = Workers(2).run(["fit", *fit], tmp_path / "fit", prelude=planted_model.register)
     assert "note: not proven here: a model of type 'planted'" in record.check().log(0)
     with pytest.raises(SystemExit) as ended:
