@@ -118,24 +118,26 @@ def test_a_damaged_checkpoint_is_refused_if_it_is_named_and_skipped_if_not(
     flags = [*flags, "--trainer.limit_val_batches=0", "--trainer.logger=false"]
     flags += ["--last_checkpoint.every_n_steps=2", "--trainer.max_steps=6"]
 
-    def relaunch(*more: str) -> list[str]:
+    def launch(*more: str) -> list[str]:
         monkeypatch.setenv("DIST_RUN_ID", "job")
         assert main(["fit", *flags, *more]) == 0
         return sorted(path.name for path in (only_run(tmp_path) / "checkpoints").iterdir())
 
-    assert relaunch("--trainer.max_steps=4") == [manifest.name(2), manifest.name(4)]
+    assert launch("--trainer.max_steps=4") == [manifest.name(2), manifest.name(4)]
     path = newest(only_run(tmp_path))
-    content = bytearray((path / formats.FILE).read_bytes())
-    content[len(content) // 2] ^= 1
-    sentences = {bytes(content): "its checkpoint.pt is not what was written", b"": "has 0 bytes of"}
-    for damaged, sentence in sentences.items():
-        (path / formats.FILE).write_bytes(damaged)
-        error = refused("fit", [*flags, f"--ckpt_path={path}"], capfd)
-        assert "is damaged: its " in error and sentence in error
-    (path / formats.FILE).write_bytes(content)
+    flip_a_bit(path / formats.FILE)
     with pytest.warns(UserWarning, match="are skipped: step00000004.ckpt"):
-        kept = relaunch()
+        kept = launch()
     assert "resumes from its newest" in capfd.readouterr().out
     assert kept == [manifest.name(4), manifest.name(6)]
     assert manifest.damage(path) is None, "it was written anew"
-    assert relaunch() == kept, "a relaunch of what is done"
+    assert launch() == kept, "a relaunch of what is done"
+    flip_a_bit(path / formats.FILE)
+    error = refused("fit", [*flags, f"--ckpt_path={path}"], capfd)
+    assert "is damaged: its checkpoint.pt is not what was written" in error
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)

@@ -125,7 +125,7 @@ class Refusals(Callback):
             free = shutil.disk_usage(self.full).free
             (self.full / "ballast").write_bytes(bytes(max(0, free - 40_000)))
         else:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, resource.RLIM_INFINITY))
 
     def free(self) -> None:
         if self.full:
