@@ -10,7 +10,6 @@ damaged too. Other tests of kills: test_kill_points.py, test_saves.py.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -158,7 +157,7 @@ FAULTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "sign"), tiers(FAULTS, daily=FAULTS[:1]))
 def test_without_its_guard_a_resumed_run_is_another(
-    train: Trainings, fault: Callable[[], None], sign: str
+    train: Trainings, fault: Any, sign: str
 ) -> None:
     resumed = train(fault.__name__, "zero3", train.kept("zero3", 6), prelude=fault).check()
     assert sign in difference(train.whole("zero3"), resumed, 7)

@@ -52,7 +52,8 @@ def test_the_exported_folder_gives_the_trained_modules_logits(
     state = torch.load(newest(only_run(tmp_path)) / "checkpoint.pt")["state_dict"]
     trained.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
     assert torch.equal(logits(model), logits(trained))
-    assert AutoTokenizer.from_pretrained(folder).decode([72, 105]) == "Hi"
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode([72, 105]) == "Hi"
     assert model.generation_config.eos_token_id == model.config.eos_token_id
     assert [p.name for p in tmp_path.glob("*out*")] == ["out"], "nothing unfinished is left"
 

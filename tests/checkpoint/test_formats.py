@@ -100,7 +100,7 @@ def write_zero(path: Path, trained: Trained, stage: int) -> None:
     for name, weight in weights.items():
         module[name] = torch.empty(0) if stage == 3 else weight.detach().to(torch.bfloat16)
     shapes = [{name: weights[name].shape for name in group} for group in NAMES]
-    model = {"module": module, "buffer_names": ["counts"], "param_shapes": shapes}
+    model: Any = {"module": module, "buffer_names": ["counts"], "param_shapes": shapes}
     model |= {"shared_params": {}, **REST}
     groups = [g | {"params": [number]} for number, g in enumerate(state["param_groups"])]
     (path / "checkpoint").mkdir(parents=True)

@@ -10,7 +10,7 @@ import resource
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Container
+from collections.abc import Container
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ from tests.support.saves import Trainings
 from tests.support.tiers import tiers
 from tests.support.wings import KillAt, RunRecord
 
+UNLIMITED = resource.RLIM_INFINITY
 STEPS, EVERY = 8, 4  # optimizer steps: of the second checkpoint, between two checkpoints
 
 
@@ -82,7 +83,7 @@ CASES += [("fsdp2", stage_nothing)]
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "fault"), tiers(CASES, daily=CASES[:2]))
 def test_a_kill_during_a_write_leaves_the_one_before_which_is_of_one_step(
-    train: Trainings, strategy: str, fault: Callable[[], None]
+    train: Trainings, strategy: str, fault: Any
 ) -> None:
     """Training resumes from it with the losses and norms that it had before the kill."""
     name = f"{strategy}-{fault.__name__}"
@@ -125,13 +126,13 @@ class Refusals(Callback):
             free = shutil.disk_usage(self.full).free
             (self.full / "ballast").write_bytes(bytes(max(0, free - 40_000)))
         else:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, UNLIMITED))
 
     def free(self) -> None:
         if self.full:
             (self.full / "ballast").unlink()
         else:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (UNLIMITED, UNLIMITED))
 
 
 REFUSALS = [("fsdp2", True), ("zero3", False), ("ddp", True), ("zero2", True), ("zero1", False)]
