@@ -42,7 +42,8 @@ class Images(L.LightningDataModule):
     test_dataloader = val_dataloader
 
     def predict_dataloader(self) -> DataLoader:
-        return DataLoader(TensorDataset(self.held_out.tensors[0][:8]), self.batch_size)
+        # by name: Lightning builds it anew
+        return DataLoader(TensorDataset(self.held_out.tensors[0][:8]), batch_size=self.batch_size)
 
 
 class Block(nn.Module):
