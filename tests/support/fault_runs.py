@@ -18,7 +18,6 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import psutil
 import torch
 from lightning.pytorch import Callback
@@ -28,7 +27,7 @@ from trainer_dev.module import LanguageModule
 from tests.support.faults import replaces
 from tests.support.library import PackedRows, training_module
 from tests.support.runs import Workers
-from tests.support.wings import RunRecord
+from tests.support.wings import KillAt, RunRecord
 
 H100 = {"device": "NVIDIA H100 80GB HBM3", "supports_bf16": True, "memory_gib": 79.1}
 
@@ -155,16 +154,6 @@ def limit_memory(*_: Any) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-class StopAt(Callback):
-    """Stops training after `step`, as a time limit does; the schedule covers all steps."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        trainer.should_stop = trainer.should_stop or trainer.global_step >= self.step
-
-
 # ---- the trainings' flags ------------------------------------------------------------------------
 
 
@@ -250,7 +239,7 @@ HEALTHY = [
     Training("plateau", ["--model.optim.schedule=reduce_on_plateau"]),
     Training("ddp", DDP, ranks=2), Training("fsdp2", FSDP2, ranks=2),
     Training("zero2", ["--data.micro_batch_size=8", "--config=strategy/zero2"], ranks=2),
-    Training("resumed", attempts=([StopAt(40)], ())),
+    Training("resumed", ["--last_checkpoint.every_n_steps=20"], attempts=([KillAt(50)], ())),
     Training("short", ["--trainer.max_steps=20", f"{VALIDATE}=10"]),
     Training("no_validation", ["--data.validation_share=0"]),
     Training("finetuned", [EXPORTED, f"{RATE}=5e-4"]),
@@ -273,7 +262,8 @@ FAULTS = [
     Training("dead_expert", [DEEPSEEK, f"{SPEED}=0"], "experts_unused", SPEED[2:], says="1 of",
              plant=partial(bias_router, [0, 0, 0, -0.9])),
     Training("router_collapse_by_weights", [QWEN3_MOE, "--trainer.max_steps=150"],
-             "experts_overloaded", "model.balance.aux_loss_coef", says="too weak", plant=collapse_router),
+             "experts_overloaded", "model.balance.aux_loss_coef", says="too weak",
+             plant=collapse_router),
     # data
     Training("masked_labels", [], "labels_masked", says="mask covers", plant=mask_all_labels),
     Training("damaged_documents", [QWEN3, EACH_STEP, *FOUR], "loss_spikes", says="samples",

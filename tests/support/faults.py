@@ -20,7 +20,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
-from trainer_dev.data import DataModule
 from trainer_dev.module import LanguageModule
 
 from dist_template.callbacks import RandomState
@@ -59,7 +58,7 @@ def after_configure_model(change: Callable[[Any], None]) -> Callable[[], None]:
     return wraps(change)(replaces("configure_model")(configure_model))
 
 
-# ---- loss and data -------------------------------------------------------------------------------
+# ---- steps, weights and data ---------------------------------------------------------------------
 
 
 @replaces("training_step")
@@ -82,9 +81,6 @@ def repeating_sampler(entries: Any, self: Any, position: int, count: int) -> lis
     return entries(self, position - self.rank * self.micro_batch_size, count)
 
 
-# ---- the forward pass ----------------------------------------------------------------------------
-
-
 @replaces("forward")
 def documents_leak(_: Any, self: Any, batch: Batch) -> Tensor:
     """Positions are not given to the model, which then takes a row for one document."""
@@ -103,17 +99,8 @@ def future_leaks(_: Any, self: Any, batch: Batch) -> Tensor:
 @after_configure_model
 def mlp_of_rank(self: Any) -> None:
     """The second block's MLP computes something else on rank 1."""
-    mlp = self.model.model.layers[1].mlp
-    mlp.act_fn = Scaled(mlp.act_fn, 1 + 0.01 * self.trainer.global_rank)
-
-
-class Scaled(nn.Module):
-    def __init__(self, inner: nn.Module, scale: float) -> None:
-        super().__init__()
-        self.inner, self.scale = inner, scale
-
-    def forward(self, *args: Any) -> Tensor:
-        return self.inner(*args) * self.scale
+    if self.trainer.global_rank == 1:
+        self.model.model.layers[1].mlp.act_fn = nn.GELU()
 
 
 @after_configure_model
@@ -121,9 +108,6 @@ def layer_detached(self: Any) -> None:
     """The first block's MLP is computed without gradients."""
     mlp = self.model.model.layers[0].mlp
     mlp.forward = torch.no_grad()(mlp.forward)
-
-
-# ---- gradients -----------------------------------------------------------------------------------
 
 
 def layer_outside_of_fsdp() -> None:
@@ -141,8 +125,7 @@ def layer_outside_of_fsdp() -> None:
 
 
 def double_gradient(self: Any, parameter: Tensor) -> None:
-    def double(each: Tensor) -> None:
-        assert each.grad is not None
+    def double(each: Any) -> None:
         each.grad.mul_(2)
 
     if self.trainer.world_size > 1:
@@ -181,9 +164,6 @@ def clipping_by_rank(_: Any, self: Any, *args: Any, **options: Any) -> None:
     for each in local:
         each.mul_((0.1 / norm).clamp(max=1))
     self.track("train/grad_norm", norm)
-
-
-# ---- what ranks must share -----------------------------------------------------------------------
 
 
 @replaces("build_model")
@@ -273,9 +253,6 @@ def hang() -> None:
     time.sleep(600)
 
 
-# ---- what no checkpoint holds --------------------------------------------------------------------
-
-
 def random_state_not_saved() -> None:
     """As in Lightning: a resumed training draws other dropout masks."""
     for hook in ("on_save_checkpoint", "on_load_checkpoint"):
@@ -326,9 +303,6 @@ def average_in_a_callback(*_: Any) -> list[Callback]:
     return [Average()]
 
 
-# ---- one process too: what a step predicts, draws and orders, what a validation adds up ----------
-
-
 def evaluation_is_a_mean_of_means() -> None:
     """Each batch counts alike, however many labels it has."""
 
@@ -345,12 +319,6 @@ def parameter_without_optimizer(configure: Any, self: Any) -> Any:
     found = configure(self)
     del found["optimizer"].param_groups[0]["params"][0]
     return found
-
-
-@replaces("transform", DataModule)
-def tokens_by_process(transform: Any, self: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """Shifts tokens by the process's number, as a generator that a pid seeds would."""
-    return transform(self, batch | {"input_ids": (batch["input_ids"] + os.getpid()) % 200})
 
 
 # ---- what only a GPU shows (parallel/test_fake_cuda.py) ------------------------------------------
