@@ -5,7 +5,7 @@
         kill(training.ranks()[1])
         assert training.end() == Exit.DONE
 
-Its ranks run this module instead of the package: the same command, and each step is written down.
+A callback of the training, `Watch`, writes each step down.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+from lightning.pytorch import Callback
 
 from tests import PROJECT
 
@@ -38,6 +39,20 @@ class Step(NamedTuple):
     at: float  # time.time()
     life: str  # the process's number
     step: int
+
+
+class Watch(Callback):
+    """Lightning calls it before all that save: a step is done, and not yet saved."""
+
+    step = -1
+
+    def note(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.is_global_zero and trainer.global_step != self.step:
+            self.step = trainer.global_step
+            with Path(os.environ[STEPS], "steps").open("a") as file:
+                file.write(f"{time.time():.3f} {os.getpid()} {self.step}\n")
+
+    on_train_batch_start = on_train_batch_end = note
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
@@ -121,16 +136,12 @@ class Training:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.log = folder, folder / "log"
-        # torchrun starts its workers with $PYTHON_EXEC -u -m <package> …
-        watched = Path(environment.get(STEPS, folder)) / "watched.sh"
-        command = f'exec "{sys.executable}" -u -m tests.support.injury "$@"'
-        watched.write_text(f"#!/bin/sh\nshift 3\n{command}\n")
-        watched.chmod(0o755)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(OF_A_LAUNCHER)}
-        inherited |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", STEPS: str(folder)}
-        inherited |= {"PYTHON": sys.executable, "PYTHON_EXEC": str(watched)}
-        self.environment = inherited | {"DIST_RUN_ID": folder.name} | environment
-        self.command = [*prefix, "bash", str(PROJECT / "launch" / "torchrun.sh"), *argv]
+        inherited |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHON": sys.executable}
+        own = {"DIST_RUN_ID": folder.name, STEPS: str(folder)}
+        self.environment = inherited | own | environment
+        watched = f"--trainer.callbacks+={__name__}.Watch"
+        self.command = [*prefix, "bash", f"{PROJECT}/launch/torchrun.sh", *argv, watched]
 
     def __enter__(self) -> Training:
         return self.start()
@@ -179,46 +190,3 @@ class Training:
     def end(self, timeout_s: float = 120.0) -> int:
         """Waits for the launcher's end; returns its exit code."""
         return self.launcher.wait(timeout_s)
-
-
-def watched(argv: list[str]) -> int:
-    """Runs one rank's command and writes rank 0's steps down."""
-    from dist_template.cluster import signals
-
-    signals.listen()
-    from dist_template.lazy import without_collections
-
-    with without_collections():
-        import lightning as L
-
-        from dist_template.cli import fit as cli
-        from tests.support.line import command
-
-    class Watch(L.Callback):
-        """Before all other callbacks: a step is done, and not yet saved."""
-
-        step = -1
-
-        def note(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-            if trainer.global_step != self.step:
-                self.step = trainer.global_step
-                with Path(os.environ[STEPS], "steps").open("a") as file:
-                    file.write(f"{time.time():.3f} {os.getpid()} {self.step}\n")
-
-        on_train_batch_start = on_train_batch_end = note
-
-    build = cli.CLI.instantiate_trainer
-
-    def instantiate_trainer(self: Any, **options: Any) -> L.Trainer:
-        trainer: Any = build(self, **options)
-        trainer.callbacks[:0] = [Watch()] if os.environ["RANK"] == "0" else []
-        return trainer
-
-    cli.CLI.instantiate_trainer = instantiate_trainer
-    code = command(argv)
-    signals.ignore()
-    return code
-
-
-if __name__ == "__main__":
-    sys.exit(watched(sys.argv[1:]))
