@@ -1,29 +1,32 @@
-"""`launch` in a process of its own, on hosts that are loopback or under Slurm."""
+"""`launch` in a process of its own, on hosts that are loopback, under Slurm or under Ray."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.support.injury import OF_A_LAUNCHER
-from tests.support.loopback import Hosts
-from tests.support.runs import PACKAGE, PROJECT, logged
+from tests.support.runs import PACKAGE, PROJECT, Workers, logged, run
 
 ENVIRONMENT = {"PYTHONPATH": os.environ["PYTHONPATH"], "DS_ACCELERATOR": "cpu"}
 ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "MAX_RESTARTS": "0"}  # of torchrun
 ONE_BATCH = "--trainer.limit_val_batches=1"
 STEPS = ["--trainer.max_steps=4", "--trainer.val_check_interval=1000", ONE_BATCH]
 LONG = ["--trainer.max_steps=100000", "--trainer.val_check_interval=100000", ONE_BATCH]
-LAUNCHERS = ("ssh", "torchrun")
+DIVERGING = ["--trainer.max_steps=100", "--model.optim.learning_rate=1e30"]
+DIVERGING.append("--model.optim.warmup=0")
 # The command line refuses it, in the processes of the job.
 VARIABLE = {"PL_FIT__TRAINER__MAX_STEPS": "9"}
 
@@ -36,10 +39,11 @@ def site(folder: Path, environment: Any = None, **keys: Any) -> str:
     return f"--config={path}"
 
 
-def two(known: Hosts, folder: Path, **keys: Any) -> str:
-    """The same, of two hosts."""
-    hosts = {"hosts": ["node1", "node2"], "ssh": known.ssh, "master": "127.0.0.1"}
-    return site(folder, **(hosts | keys))
+def one_machine(flags: list[str], folder: Path) -> dict[int, float]:
+    """The losses of `fit` on two processes of this machine, after `prepare`."""
+    assert run("prepare", *flags) == 0
+    argv = ["fit", *flags, "--trainer.devices=2", "--run.name=one"]
+    return Workers(2).run(argv, folder / "one").check().loss
 
 
 class Launched:
@@ -84,33 +88,70 @@ class Launched:
         raise AssertionError(f"no rank of node {node}")
 
 
-DIVERGING = """--trainer.max_steps=100 --model.optim.learning_rate=1e30
-    --model.optim.warmup=0""".split()
+def row(on: str, flags: list[str], losses: dict[int, float], start: Callable[..., Launched]) -> str:
+    """A row of the table in docs/launch.md: how far the losses of `STEPS` are from `losses`, and
+    the exit codes of five runs, which `start(name, flags, environment)` launches."""
+    first = start("finished", [*flags, *STEPS], {})
+    codes = [first.end(), start("bad", [*flags, *STEPS], VARIABLE).end()]
+    codes.append(start("diverged", [*flags, *DIVERGING], {}).end())
+    stopped = start("stopped", [*flags, *LONG], {})
+    stopped.reach(3)
+    stopped.stop(signal.SIGUSR1)
+    codes.append(stopped.end())
+    killed = start("killed", [*flags, *LONG], {})
+    killed.reach(3)
+    os.kill(killed.rank(1), signal.SIGKILL)
+    codes.append(killed.end())
+    own = logged(first.run, "train/loss")
+    equal = "equal" if own == pytest.approx(losses, abs=1e-6) else "differ"
+    return f"| {on} | {equal} | " + " | ".join(map(str, codes)) + " |"
 
 
-def diverging(flags: list[str]) -> list[str]:
-    return [*flags, *DIVERGING]
+SERVER = """\
+Port {port}
+ListenAddress 127.0.0.1
+HostKey {folder}/host
+AuthorizedKeysFile {folder}/key.pub
+PidFile none
+StrictModes no
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+UsePAM no
+"""
+CLIENT = """\
+Host node1 node2
+  HostName 127.0.0.1
+  Port {port}
+Host *
+  IdentityFile {folder}/key
+  UserKnownHostsFile {folder}/known
+  StrictHostKeyChecking no
+  BatchMode yes
+  LogLevel ERROR
+"""
 
 
-def codes(
-    start: Callable[..., Launched], flags: list[str], end: Callable[[Launched], int]
-) -> dict[str, int]:
-    """The exit codes of five runs: `start(name, flags, environment)` launches, `end` waits."""
-    found = {"finished": end(start("finished", [*flags, *STEPS], {}))}
-    found["bad input"] = end(start("bad", [*flags, *STEPS], VARIABLE))
-    found["non-finite"] = end(start("diverged", diverging(flags), {}))
-    run = start("stopped", [*flags, *LONG], {})
-    run.reach(3)
-    run.stop(signal.SIGUSR1)
-    found["SIGUSR1"] = end(run)
-    run = start("killed", [*flags, *LONG], {})
-    run.reach(3)
-    os.kill(run.rank(1), signal.SIGKILL)
-    found["rank killed"] = end(run)
-    return found
-
-
-def row(on: str, difference: float, found: dict[str, int]) -> str:
-    """A row of the table in docs/launch.md."""
-    equal = "equal" if difference <= 1e-6 else f"differ by {difference:.0e}"
-    return f"| {on} | {equal} | " + " | ".join(str(code) for code in found.values()) + " |"
+@contextlib.contextmanager
+def loopback(folder: Path) -> Iterator[str]:
+    """An sshd of this user with its own keys; gives the ssh that knows it as node1 and node2."""
+    sshd = shutil.which("sshd") or "/usr/sbin/sshd"
+    if not Path(sshd).exists() or not shutil.which("ssh-keygen"):
+        pytest.skip("needs sshd and ssh-keygen (openssh-server)")
+    Path("/run/sshd").mkdir(exist_ok=True)  # where sshd drops its privileges
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    for name in ("host", "key"):
+        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+        subprocess.run(words, check=True)
+    for name, text in (("server", SERVER), ("config", CLIENT)):
+        (folder / name).write_text(text.format(port=port, folder=folder))
+    with (folder / "sshd.log").open("wb") as log:
+        command = [sshd, "-D", "-e", "-f", str(folder / "server")]
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    ssh, deadline = f"ssh -F {folder}/config", time.monotonic() + 20
+    while subprocess.run([*ssh.split(), "node1", "true"], capture_output=True).returncode:
+        assert time.monotonic() < deadline, (folder / "sshd.log").read_text()
+        time.sleep(0.1)
+    yield ssh
+    server.terminate()
+    server.wait()
