@@ -1,16 +1,14 @@
-"""`launch` in a process of its own, on hosts that are loopback, under Slurm or under Ray."""
+"""`launch` in a process of its own, on hosts that are this machine, under Slurm or under Ray."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +29,30 @@ DIVERGING.append("--model.optim.warmup=0")
 VARIABLE = {"PL_FIT__TRAINER__MAX_STEPS": "9"}
 
 
+SSH = """#!/bin/sh
+# A host that is this machine: runs a command with the environment of a login.
+case $1 in
+    hangs) sleep 1000 & wait;;
+    down) echo "ssh: connect to host down port 22: Connection refused" >&2; exit 255;;
+esac
+exec env -i HOME="$HOME" PATH=/usr/local/bin:/usr/bin:/bin sh -c "$2"
+"""
+
+
 def site(folder: Path, environment: Any = None, **keys: Any) -> str:
     """The flag of a file with `cluster`; `environment` is added to what every process needs."""
     path = folder / "site.yaml"
     cluster = {"environment": ENVIRONMENT | (environment or {}), **keys}
     path.write_text(yaml.safe_dump({"cluster": cluster}))
     return f"--config={path}"
+
+
+def hosts(folder: Path, names: Any = ("node1", "node2"), **keys: Any) -> str:
+    """The same, with hosts that a script in place of ssh reaches."""
+    ssh = folder / "ssh"
+    ssh.write_text(SSH)
+    ssh.chmod(0o755)
+    return site(folder, **{"hosts": [*names], "ssh": str(ssh), "master": "127.0.0.1", **keys})
 
 
 def one_machine(flags: list[str], folder: Path) -> dict[int, float]:
@@ -105,53 +121,3 @@ def row(on: str, flags: list[str], losses: dict[int, float], start: Callable[...
     own = logged(first.run, "train/loss")
     equal = "equal" if own == pytest.approx(losses, abs=1e-6) else "differ"
     return f"| {on} | {equal} | " + " | ".join(map(str, codes)) + " |"
-
-
-SERVER = """\
-Port {port}
-ListenAddress 127.0.0.1
-HostKey {folder}/host
-AuthorizedKeysFile {folder}/key.pub
-PidFile none
-StrictModes no
-PermitRootLogin prohibit-password
-PasswordAuthentication no
-UsePAM no
-"""
-CLIENT = """\
-Host node1 node2
-  HostName 127.0.0.1
-  Port {port}
-Host *
-  IdentityFile {folder}/key
-  UserKnownHostsFile {folder}/known
-  StrictHostKeyChecking no
-  BatchMode yes
-  LogLevel ERROR
-"""
-
-
-@contextlib.contextmanager
-def loopback(folder: Path) -> Iterator[str]:
-    """An sshd of this user with its own keys; gives the ssh that knows it as node1 and node2."""
-    sshd = shutil.which("sshd") or "/usr/sbin/sshd"
-    if not Path(sshd).exists() or not shutil.which("ssh-keygen"):
-        pytest.skip("needs sshd and ssh-keygen (openssh-server)")
-    Path("/run/sshd").mkdir(exist_ok=True)  # where sshd drops its privileges
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = one.getsockname()[1]
-    for name in ("host", "key"):
-        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
-        subprocess.run(words, check=True)
-    for name, text in (("server", SERVER), ("config", CLIENT)):
-        (folder / name).write_text(text.format(port=port, folder=folder))
-    with (folder / "sshd.log").open("wb") as log:
-        command = [sshd, "-D", "-e", "-f", str(folder / "server")]
-        server = subprocess.Popen(command, stdout=log, stderr=log)
-    ssh, deadline = f"ssh -F {folder}/config", time.monotonic() + 20
-    while subprocess.run([*ssh.split(), "node1", "true"], capture_output=True).returncode:
-        assert time.monotonic() < deadline, (folder / "sshd.log").read_text()
-        time.sleep(0.1)
-    yield ssh
-    server.terminate()
-    server.wait()

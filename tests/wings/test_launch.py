@@ -1,4 +1,4 @@
-"""`launch`: what it renders and refuses, and that each launcher trains on two loopback hosts."""
+"""`launch`: what it renders and refuses, and that launchers train on two hosts."""
 
 from __future__ import annotations
 
@@ -27,19 +27,11 @@ from tests.support.installed import write_metadata
 from tests.support.launched import STEPS, Launched, site
 from tests.support.line import main
 from tests.support.runs import OURS, PACKAGE, PROJECT, logged, only_run, refused, run, small
-from tests.support.tiers import tiers
 from tests.support.wings import launch_target as target
 
 DOCS = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")
 BATCH = "--data.global_batch_size=192"
 Flags = list[str]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """`cluster` with two hosts."""
-    with of.loopback(tmp_path_factory.mktemp("ssh")) as ssh:
-        yield {"hosts": ["node1", "node2"], "ssh": ssh, "master": "127.0.0.1"}
 
 
 @pytest.fixture(scope="module")
@@ -139,13 +131,6 @@ def test_bad_input_is_refused(sentence: str, flags: Flags, tmp_path: Path, capfd
 
 
 SSH: Any = target("ssh")
-FAKE_SSH = """#!/bin/sh
-case $1 in
-    hangs) sleep 1000 & wait;;
-    down) echo "ssh: connect to host down port 22: Connection refused" >&2; exit 255;;
-esac
-exec sh -c "$2"
-"""
 
 
 def test_a_node_that_is_not_ready_is_named(
@@ -153,25 +138,22 @@ def test_a_node_that_is_not_ready_is_named(
 ) -> None:
     monkeypatch.setattr(nodes, "ANSWER_S", 5.0)
     run("prepare", *flags)
-    ssh = tmp_path / "fake_ssh"
-    ssh.write_text(FAKE_SSH)
-    ssh.chmod(0o755)
     with socket.create_server(("", 0)) as other:
         not_ready: dict[str, dict[str, Any]] = {
-            "hangs is not ready: no answer in 5 s; edit cluster": {"hosts": ["node1", "hangs"]},
-            "down is not ready: ssh: connect to host": {"hosts": ["down"]},
+            "hangs is not ready: no answer in 5 s; edit cluster": {"names": ["node1", "hangs"]},
+            "down is not ready: ssh: connect to host": {"names": ["down"]},
             "cluster.ssh 'shh -q' cannot be run: ": {"ssh": "shh -q"},
             "node1 is not ready: OSError: [Errno 98]": {"port": other.getsockname()[1]},
         }
         for sentence, keys in not_ready.items():
-            where = site(tmp_path, **{"hosts": ["node1"], "ssh": str(ssh), **keys})
+            where = of.hosts(tmp_path, **keys)
             assert sentence in refused("launch", ["--on=ssh", *flags, where], capfd)
     unprepared = ["--on=ssh", *flags, f"--data.cache_dir={tmp_path}/none"]
     assert "run `prepare` first" in refused("launch", unprepared, capfd)
     assert not list(tmp_path.glob("runs/*/*")), "a refused run leaves no folder"
     unknown = refused("launch", ["status", str(tmp_path)], capfd)
     assert "give a run that `launch` has started" in unknown
-    status = SSH.status({"hosts": ["node1", "hangs"], "ssh": str(ssh)}, tmp_path)
+    status = SSH.status({"hosts": ["node1", "hangs"], "ssh": f"{tmp_path}/ssh"}, tmp_path)
     assert status == "node1: no process\nhangs: no answer in 5 s"
 
 
@@ -202,7 +184,8 @@ OWN = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", tiers(OWN, daily=["torchrun"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", OWN)
 def test_the_guides_commands_train_as_fit_does(
     launcher: str, flags: Flags, losses: Any, tmp_path: Path
 ) -> None:
@@ -221,9 +204,8 @@ def test_the_guides_commands_train_as_fit_does(
 
 
 @pytest.mark.slow
-def test_torchrun_trains_on_two_hosts(two: Any, flags: Any, losses: Any, tmp_path: Path) -> None:
-    """The nodes are reached by ssh."""
-    launched = Launched(tmp_path, "torchrun", *flags, site(tmp_path, **two), *STEPS)
+def test_torchrun_trains_on_two_hosts(flags: Flags, losses: Any, tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "torchrun", *flags, of.hosts(tmp_path), *STEPS)
     assert launched.end() == Exit.DONE, launched.out.read_text()[-3000:]
     assert logged(launched.run, "train/loss") == pytest.approx(losses, abs=1e-6)
     logs = [log.read_text() for log in (launched.run / "launch").glob("node-*.log")]
@@ -272,10 +254,10 @@ def test_a_second_launch_is_refused(flags: Any, tmp_path: Path, capsys: Any) -> 
 @pytest.mark.nightly
 @pytest.mark.parametrize("on", ["ssh", "torchrun"])
 def test_launchers_have_equal_losses_and_codes(
-    on: str, two: Any, flags: Any, losses: Any, tmp_path: Path
+    on: str, flags: Any, losses: Any, tmp_path: Path
 ) -> None:
     def start(name: str, flags: Flags, environment: dict[str, str]) -> Launched:
-        where = site(tmp_path, environment=environment, **two)
+        where = of.hosts(tmp_path, environment=environment)
         return Launched(tmp_path, on, *flags, where, name=name)
 
     assert (line := of.row(on, flags, losses, start)) in DOCS, line
