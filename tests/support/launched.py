@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -93,14 +93,11 @@ class Launched:
 
     def rank(self, node: int) -> int:
         """The process of a node's rank."""
-        of_node = {f"NODE_RANK={node}".encode(), f"SLURM_NODEID={node}".encode()}
-        run = f"DIST_RUN_ID={self.run.name}".encode()
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                own = set((entry / "environ").read_bytes().split(b"\0"))
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                if PACKAGE.encode() in words[2:4] and run in own and of_node & own:
-                    return int(entry.name)
+        for process in psutil.process_iter(["cmdline", "environ"]):
+            own, words = process.info["environ"] or {}, process.info["cmdline"] or []
+            is_node = str(node) in (own.get("NODE_RANK"), own.get("SLURM_NODEID"))
+            if is_node and own.get("DIST_RUN_ID") == self.run.name and PACKAGE in words[2:4]:
+                return process.pid
         raise AssertionError(f"no rank of node {node}")
 
 

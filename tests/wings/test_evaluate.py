@@ -283,12 +283,10 @@ def test_verdicts_of_tasks_are_corrected_for_their_number() -> None:
     assert sum(any(each.verdict == "better" for each in family) for family in null) <= 5
 
 
-def a(name: str, lower: bool, low: float, high: float, verdict: str) -> paired.Comparison:
-    means = (1.0, 1.0, (low + high) / 2)
-    return paired.Comparison(name, 50, lower, *means, low, high, 0.1, verdict)
-
-
-FOUND = [a("loss", True, -0.2, -0.1, "better"), a("fox/acc", False, -0.02, 0.03, "cannot tell")]
+BETTER = (1.0, 1.0, -0.15, -0.2, -0.1, 0.1, "better")
+UNKNOWN = (1.0, 1.0, 0.005, -0.02, 0.03, 0.1, "cannot tell")
+FOUND = [paired.Comparison("loss", 50, True, *BETTER)]
+FOUND.append(paired.Comparison("fox/acc", 50, False, *UNKNOWN))
 HOLDS = {"eval/loss better": True, "loss not worse by 0": True, "acc better": False}
 HOLDS |= {"acc not worse by 0.03": True, "fox/acc not worse by 0.01": False}
 

@@ -22,11 +22,12 @@ from dist_template.errors import Exit
 from dist_template.wings.launch import command, nodes
 from tests import ROOT
 from tests.support import launched as of
+from tests.support import runs
 from tests.support.injury import OF_A_LAUNCHER
 from tests.support.installed import write_metadata
 from tests.support.launched import STEPS, Launched, site
 from tests.support.line import main
-from tests.support.runs import OURS, PACKAGE, PROJECT, logged, only_run, refused, run, small
+from tests.support.runs import PACKAGE, PROJECT, logged, only_run, refused, run
 from tests.support.wings import launch_target as target
 
 DOCS = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")
@@ -38,7 +39,7 @@ Flags = list[str]
 def losses(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Of four steps on two processes of this machine."""
     folder = tmp_path_factory.mktemp("losses")
-    return of.one_machine([*small(corpus, cache, folder), *STEPS], folder)
+    return of.one_machine([*runs.small(corpus, cache, folder), *STEPS], folder)
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,7 @@ def dry_run(capsys: Any, folder: Path, *argv: str) -> list[str]:
     """The lines that `--dry-run` prints; it writes nothing."""
     os.environ["DIST_RUN_ID"] = "dry"
     before = sorted(folder.rglob("*"))
-    command.main(["launch", "--dry-run", *argv, BATCH], OURS)
+    command.main(["launch", "--dry-run", *argv, BATCH], runs.OURS)
     assert sorted(folder.rglob("*")) == before
     return capsys.readouterr().out.splitlines()
 
@@ -203,21 +204,10 @@ def test_the_guides_commands_train_as_fit_does(
     assert logged(only_run(tmp_path), "train/loss") == pytest.approx(losses, abs=1e-6)
 
 
-@pytest.mark.slow
-def test_torchrun_trains_on_two_hosts(flags: Flags, losses: Any, tmp_path: Path) -> None:
-    launched = Launched(tmp_path, "torchrun", *flags, of.hosts(tmp_path), *STEPS)
-    assert launched.end() == Exit.DONE, launched.out.read_text()[-3000:]
-    assert logged(launched.run, "train/loss") == pytest.approx(losses, abs=1e-6)
-    logs = [log.read_text() for log in (launched.run / "launch").glob("node-*.log")]
-    assert sum("finished after step 4" in log for log in logs) == 1  # torchrun orders nodes itself
-    facts = json.loads((launched.run / "launch" / "launch.json").read_text())
-    assert facts["on"] == "torchrun" and facts["hosts"] == ["node1", "node2"]
-
-
 def test_a_signal_reaches_the_started_process_alone(tmp_path: Path) -> None:
     record = {"hosts": [], "ssh": "ssh"}
     environment = {**os.environ, "DIST_RUN_ID": "one.[a]"}
-    with subprocess.Popen(["sleep", "1000"], env=environment) as process:
+    with subprocess.Popen(["sleep", "60"], env=environment) as process:
         others = [tmp_path / name / "launch" for name in ("two", "one", "one.[a]b", "oneX[a]")]
         for folder in [*others, mine := tmp_path / "one.[a]" / "launch"]:
             folder.mkdir(parents=True)
@@ -229,11 +219,13 @@ def test_a_signal_reaches_the_started_process_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_launch_is_refused(flags: Any, tmp_path: Path, capsys: Any) -> None:
+def test_two_hosts_train_as_one_and_a_second_launch_is_refused(
+    flags: Any, tmp_path: Path, capsys: Any
+) -> None:
     run("prepare", *flags)
-    first = Launched(tmp_path, "ssh", *flags, site(tmp_path), *of.LONG)
+    first = Launched(tmp_path, "torchrun", *flags, of.hosts(tmp_path), *of.LONG)
     try:
-        first.reach(2)
+        first.reach(4)
         kept = [file for file in (first.run / "launch").iterdir() if file.suffix != ".log"]
         texts = [file.read_text() for file in kept]
         for on in ("ssh", "torchrun"):
@@ -243,11 +235,15 @@ def test_a_second_launch_is_refused(flags: Any, tmp_path: Path, capsys: Any) -> 
             assert f"{first.run} is running: `" in error and "launch stop" in error
         assert [file.read_text() for file in kept] == texts
         assert run("launch", "status", str(first.run)) == 0
-        assert "this machine: running" in capsys.readouterr().out
+        assert capsys.readouterr().out == "node1: running\nnode2: running\n"
         assert run("launch", "stop", str(first.run)) == 0
-        assert first.end() == Exit.REQUEUE
+        assert first.end() == Exit.REQUEUE, first.out.read_text()[-3000:]
     finally:
         first.process.kill()
+    argv = ["fit", *flags, *of.LONG, "--trainer.devices=2", "--run.name=one"]
+    one = runs.Workers(2).run(argv, tmp_path / "one", callbacks=[runs.StopAfter(4)]).loss
+    losses = logged(first.run, "train/loss")
+    assert len(one) >= 3 and {step: losses[step] for step in one} == pytest.approx(one, abs=1e-6)
 
 
 @pytest.mark.slow

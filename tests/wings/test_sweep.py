@@ -59,16 +59,16 @@ def space(tmp_path: Path) -> str:
     return f"--space={tmp_path / 'lr.yaml'}"
 
 
-def sweep_in(tmp_path: Path, name: str = NAME) -> study.Sweep:
-    return study.Sweep(tmp_path / "runs" / name)
+def sweep_in(tmp_path: Path) -> study.Sweep:
+    return study.Sweep(tmp_path / "runs" / NAME)
 
 
-def trials_in(tmp_path: Path, name: str = NAME) -> list[Any]:
-    return sweep_in(tmp_path, name).study().trials
+def trials_in(tmp_path: Path) -> list[Any]:
+    return sweep_in(tmp_path).study().trials
 
 
-def results(tmp_path: Path, name: str = NAME) -> list[Any]:
-    return [(one.params, one.value) for one in trials_in(tmp_path, name)]
+def results(tmp_path: Path) -> list[Any]:
+    return [(one.params, one.value) for one in trials_in(tmp_path)]
 
 
 @pytest.mark.slow
@@ -100,26 +100,24 @@ def test_a_killed_trial_resumes(
     here: Any, flags: Any, space: str, tmp_path: Path, capsys: Any
 ) -> None:
     """Trial 1 is killed between step 10 and its end; the same command starts the sweep again."""
-    argv = ["sweep", *flags, space, "--trials=3", "--sampler=random"]
-    argv += ["--last_checkpoint.every_n_steps=10"]
-    assert run(*argv, "--name=whole") == 0
-    expected = results(tmp_path, "whole")
-    here.started, here.codes = [], {2: -9}
-    assert run(*argv, f"--name={NAME}") == 75
+    argv = ["sweep", *flags, space, "--trials=3", "--last_checkpoint.every_n_steps=10"]
+    here.codes = {2: -9}
+    assert run(*argv) == 75
     assert "trial 1 was stopped; the same command resumes the sweep" in capsys.readouterr().err
     assert [one.state.name for one in trials_in(tmp_path)] == ["COMPLETE", "RUNNING"]
-    newest(sweep_in(tmp_path).run(1)).rename(tmp_path / "lost.ckpt")
-    for best in (sweep_in(tmp_path).run(1) / "checkpoints").glob("best-step00000020.ckpt"):
+    first, trial = results(tmp_path)[0], sweep_in(tmp_path).run(1)
+    value = logged(trial, "eval/loss")[20]
+    newest(trial).rename(tmp_path / "lost.ckpt")
+    for best in (trial / "checkpoints").glob("best-step00000020.ckpt"):
         best.rename(tmp_path / "lost-best.ckpt")
-    assert run(*argv, f"--name={NAME}") == 0
-    assert results(tmp_path) == expected and len(here.started) == 4
-    output = (sweep_in(tmp_path).run(1) / "output.txt").read_text()
-    assert "has checkpoints: the run resumes from its newest" in output
+    assert run(*argv) == 0 and len(here.started) == 4
+    expected = results(tmp_path)
+    assert expected[0] == first and expected[1][1] == value
+    assert "the run resumes from its newest" in (trial / "output.txt").read_text()
     journal = sweep_in(tmp_path).folder / "journal.log"
     for cut in (3, 40):  # the end of trial 2, cut anywhere
         journal.write_bytes(journal.read_bytes()[:-cut])
-        assert run(*argv, f"--name={NAME}") == 0
-        assert results(tmp_path) == expected
+        assert run(*argv) == 0 and results(tmp_path) == expected
     assert len(here.started) == 6
 
 
