@@ -181,7 +181,8 @@ def test_a_bad_request_gets_a_4xx_and_a_sentence(server: Server, case: str) -> N
 
 
 def test_messages_are_read_or_get_a_400(server: Server) -> None:
-    user, call = {"role": "user"}, {"function": {"name": "f", "arguments": "{}"}}
+    user, function = {"role": "user"}, {"name": "f", "arguments": "{}"}
+    call = {"id": "1", "type": "function", "function": function}
     broken = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}
     no_type, no_text = user | {"content": [{"no": "type"}]}, user | {"content": 3}
     for turns in ([{}], [no_type], [no_text], 5, [broken]):
@@ -190,7 +191,6 @@ def test_messages_are_read_or_get_a_400(server: Server) -> None:
         assert "cannot be answered" in answer.json()["error"]["message"], answer.text
     parts: Any = [user | {"content": [{"type": "text", "text": SECRET}]}]
     parts += [{"role": "assistant", "content": "yes", "annotations": []}, *MESSAGES]
-    call |= {"id": "1", "type": "function"}
     parts += [{"role": "assistant", "content": None, "tool_calls": [call]}]
     parts += [{"role": "tool", "tool_call_id": "1", "content": "3"}]
     answer = post(server, CHAT, json={"messages": parts, "max_tokens": 2})
