@@ -48,29 +48,15 @@ def step_with_own_gradients() -> None:
     LanguageModule.on_before_optimizer_step = on_before_optimizer_step
 
 
-def change_on_rank_0() -> None:
-    """In each worker: code that depends on the rank."""
-    original = LanguageModule.training_step
-
-    def training_step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        if self.global_rank == 0 and self.global_step == 0:
-            with torch.no_grad():
-                local_shard(self.model.get_parameter(NORM)).add_(1e-3)
-        return original(self, batch, batch_idx)
-
-    LanguageModule.training_step = training_step
-
-
 PLANTS = {
     "bit": partial(flip_a_bit, 2, NORM),  # ZeRO overwrites it in the next step
     "gradient": step_with_own_gradients,
-    "rank_0": change_on_rank_0,
     "later": partial(flip_a_bit, 4, NORM),
     "shard": partial(flip_a_bit, 2, SHARDED, rank=3),
 }
 # DeepSpeed reduces gradients after the hook, and a step overwrites what was changed before it.
 CASES = [("tp", "gradient"), ("hsdp", "shard")]
-CASES += [("ddp", "rank_0"), ("ddp", "bit"), ("tp", "bit"), ("zero1", "bit")]
+CASES += [("ddp", "bit"), ("tp", "bit"), ("zero1", "bit")]
 
 
 def assert_refused(guarded: Train, strategy: str, plant: str, step: int) -> None:
