@@ -86,7 +86,7 @@ GUARDS = {
         "loss, norm = figures[::2].mean(), figures[1::2].amax()",
         "loss = figures[::2].mean()",
         "callbacks/test_numerics_recovery.py"
-        "::test_all_ranks_skip_a_step_whose_reduced_gradient_is_damaged_on_one[hsdp-nan]",
+        "::test_all_ranks_skip_a_step_whose_reduced_gradient_is_damaged_on_one[ddp-nan]",
     ),
     "replicas that differ are never saved": Guard(
         "callbacks/replicas.py",
