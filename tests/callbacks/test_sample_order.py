@@ -35,6 +35,13 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-6)
 
 
+class Data(L.LightningDataModule):
+    loader: Any
+
+    def train_dataloader(self) -> Any:
+        return self.loader
+
+
 def fit(folder: Path, loader: Any, max_steps: int, **options: Any) -> list[list[int]]:
     """The samples of each batch, with checkpoints in `folder`."""
     module, resumes = Module(), options.pop("ckpt_path", None)
@@ -44,8 +51,8 @@ def fit(folder: Path, loader: Any, max_steps: int, **options: Any) -> list[list[
         enable_checkpointing=len(callbacks) > 1, enable_model_summary=False, callbacks=callbacks,
         **options,
     )  # fmt: skip
-    data = L.LightningDataModule()
-    data.train_dataloader = lambda: loader
+    data = Data()
+    data.loader = loader
     trainer.fit(module, datamodule=data, ckpt_path=resumes)
     trainer.save_checkpoint(folder / "last.ckpt")
     return module.batches
