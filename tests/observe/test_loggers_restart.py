@@ -66,7 +66,7 @@ def test_wandb_continues_the_run_with_every_metric_and_setting(restarted: Path) 
     for step in range(6, 11):  # wandb writes in blocks; a killed process loses the last one
         shown = {name: points[name][step][-1] for name in expected[step]}
         assert shown == pytest.approx(expected[step], rel=1e-6, nan_ok=True), step
-    updates = [each for one in read_back.wandb_records(files[1]) for each in one.run.config.update]
+    updates = [each for one in read_back.wandb_records(files[1]) for each in one.config.update]
     config = {each.key: json.loads(each.value_json) for each in updates}
     assert config["data"]["seq_len"] == 32 and config["last_checkpoint"]["every_n_steps"] == 5
     assert config["environment"]["git_commit"] == git("rev-parse", "HEAD")
