@@ -98,7 +98,7 @@ def a_run(
 
 
 def _values(column: Column, done: np.ndarray) -> np.ndarray:
-    return np.full_like(done, column) if isinstance(column, float) else column(done)
+    return np.full_like(done, column) if isinstance(column, int | float) else column(done)
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
