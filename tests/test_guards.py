@@ -65,7 +65,7 @@ GUARDS = {
     "all ranks skip a step that is anomalous on one": Guard(
         "loss, norm = figures[::2].mean(), figures[1::2].amax()",
         "loss = figures[::2].mean()",
-        "[hsdp-nan]",
+        "[ddp-nan]",
     ),
     "replicas that differ are never saved": Guard("        if differ:", "        if False:"),
     "a hang is named": Guard(
