@@ -18,7 +18,7 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 2, "pad_token_id": 0,
 }  # fmt: skip
 EXPERTS = {
-    "moe_intermediate_size": 14, "n_routed_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
 }  # fmt: skip
 LATENT = {
