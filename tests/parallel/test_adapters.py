@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from lightning.pytorch import Callback
 from torch.distributed.tensor import DTensor
 
 from tests.support.adapters import MODEL, TARGETS, flags, with_random_b
-from tests.support.parity import Trainings, assert_close
+from tests.support.parity import Trainings, assert_close, run_folder
 from tests.support.tiers import tiers
 from tests.support.wings import RunRecord
 
@@ -33,7 +32,7 @@ class LocalBytes(Callback):
             local = getattr(parameter, "ds_tensor", parameter)
             local = local.to_local() if isinstance(local, DTensor) else local
             sizes[name] = local.numel() * local.element_size()
-        file = Path(trainer.default_root_dir, f"bytes{trainer.global_rank}.json")
+        file = run_folder(trainer) / f"bytes{trainer.global_rank}.json"
         file.write_text(json.dumps(sizes))
 
 

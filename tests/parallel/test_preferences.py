@@ -17,7 +17,7 @@ from dist_template.checkpoint.frozen import REFERENCE
 from tests import ROOT
 from tests.support import adapters, pairs
 from tests.support.library import read_full, weights
-from tests.support.parity import PauseAfter, Trainings
+from tests.support.parity import PauseAfter, Trainings, run_folder
 from tests.support.runs import Workers, newest
 from tests.support.tiers import tiers
 from tests.support.wings import RunRecord
@@ -54,7 +54,7 @@ class ReferenceWeights(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any, name: str = "start.pt") -> None:
         if pl_module.reference is not None and (full := weights.gather(pl_module.reference)):
-            torch.save(full, Path(trainer.default_root_dir, name))
+            torch.save(full, run_folder(trainer) / name)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.on_train_start(trainer, pl_module, "end.pt")

@@ -57,6 +57,12 @@ class PauseAfter(Callback):
         trainer.should_stop = trainer.should_stop or trainer.global_step >= self.step
 
 
+def run_folder(trainer: Any) -> Path:
+    """The run folder of a training, in its process: the recorder of `Workers` knows it."""
+    (run,) = (each.run for each in trainer.callbacks if type(each).__name__ == "Recorder")
+    return Path(run)
+
+
 class Trainings:
     """Trainings by their arguments, each run once."""
 
