@@ -72,7 +72,7 @@ def test_a_signal_to_the_launcher_or_its_death_saves(flags: list[str], tmp_path:
     last = 0
     with Training(tmp_path / "run", argv, NPROC="2") as training:
         for number, code in ((signal.SIGTERM, Exit.REQUEUE), (signal.SIGKILL, -signal.SIGKILL)):
-            training.reach(last + 20)
+            training.reach(last + 20, timeout_s=180)
             assert lives(training)[-1][0].step == last, "it has resumed there"
             ranks = [psutil.Process(pid) for pid in training.ranks().values()]
             kill(training.launcher.pid, number)
