@@ -44,7 +44,7 @@ GUARDS = {
         "yield self._entries(position, self.micro_batch_size)",
     ),
     "a resumed run continues with the next sample": Guard(
-        'self._base = self._loaded["consumed_samples"]', "self._base = 0"
+        'self._base = self._loaded["consumed_samples"]', "self._base = 0", "[zero3-inside a save]"
     ),
     "evaluation counts each sample once": Guard(
         "first + row if row < size else PADDING - number for row", "first + row % size for row"

@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dist_template.callbacks import goodput
 from dist_template.observe.history.goodput import describe, read, share
 from dist_template.observe.history.run import RunFile
-from tests.support.fault_runs import read_slowly
-from tests.support.library import commit, read_lines, read_metrics
-from tests.support.parity import MODELS, SHORT, Trainings
+from tests.support.fault_runs import changes
+from tests.support.library import PackedRows, commit, read_lines, read_metrics
+from tests.support.parity import MODELS, Trainings
 from tests.support.runs import logged, only_run, run
 from tests.support.tiers import tiers
 
@@ -51,8 +51,8 @@ def test_a_slow_checkpoint_counts_as_neither_training_nor_waiting(
 
 @pytest.mark.slow
 def test_the_slow_rank_is_named(train: Trainings) -> None:
-    steps = [SHORT, "--trainer.log_every_n_steps=3"]
-    metrics = read_metrics(train.run("fit", "llama", "ddp", *steps, prelude=slow_loader).run)
+    steps = "--trainer.log_every_n_steps=3"
+    metrics = read_metrics(train.run("fit", "llama", "ddp", steps, prelude=slow_loader).run)
     assert metrics["rank/slowest"].values.tolist() == [1, 1]
     assert metrics["rank/slowest_over_median"].last > 1.5
 
@@ -60,7 +60,7 @@ def test_the_slow_rank_is_named(train: Trainings) -> None:
 def slow_loader() -> None:
     """In each worker: the loader of rank 1 is slow."""
     if os.environ["RANK"] == "1":
-        read_slowly(0.2)
+        changes("__getitems__", PackedRows)(lambda rows, batch: time.sleep(0.2) or batch)()
 
 
 SHARDED = ["ddp", "fsdp2_ep", "fsdp2_tp_ep", "zero2", "zero3"]
@@ -69,7 +69,7 @@ SHARDED = ["ddp", "fsdp2_ep", "fsdp2_tp_ep", "zero2", "zero3"]
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(SHARDED, daily=["fsdp2_ep"]))
 def test_facts_do_not_depend_on_the_strategy(train: Trainings, strategy: str) -> None:
-    runs = [train("deepseek_v3", each, SHORT).run for each in ("one", strategy)]
+    runs = [train("deepseek_v3", each).run for each in ("one", strategy)]
     one, many = (json.loads((run / "facts.json").read_text()) for run in runs)
     with torch.device("meta"):
         config = AutoConfig.for_model(**yaml.safe_load(MODELS["deepseek_v3"]), vocab_size=257)

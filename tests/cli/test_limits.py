@@ -60,7 +60,7 @@ BATCH = {"train_micro_batch_size_per_gpu": 7, "zero_optimization": {"stage": 2}}
 HALF = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}
 NF4 = LanguageModule(adapter=AdapterConfig(quantize="nf4"))
 PAIRS = DataModule(Preferences(paths=["pairs.jsonl"]), global_batch_size=1024, micro_batch_size=1)
-ROUNDS = {"pp_schedule": "Interleaved1F1B"}
+ROUNDS: Any = {"pp_schedule": "Interleaved1F1B"}
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     (mesh(fsdp_size=3), "fsdp_size 3 .* does not make 8"),
     (mesh(dp_replicate_size="auto"), "only one size can be auto"),

@@ -45,14 +45,12 @@ def parser(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 # Options that the Trainer keeps under their names.
-KEPT = dict(
-    word.split("=")
-    for word in """precision=bf16-mixed max_epochs=3 min_epochs=1 max_steps=9 min_steps=2
+WORDS = """precision=bf16-mixed max_epochs=3 min_epochs=1 max_steps=9 min_steps=2
     num_nodes=1 limit_train_batches=0.5 limit_val_batches=2 limit_test_batches=3
     limit_predict_batches=4 val_check_interval=4 check_val_every_n_epoch=1 num_sanity_val_steps=2
     log_every_n_steps=3 gradient_clip_val=0.5 gradient_clip_algorithm=value default_root_dir=/x
-    reload_dataloaders_every_n_epochs=1 enable_autolog_hparams=false""".split()
-)
+    reload_dataloaders_every_n_epochs=1 enable_autolog_hparams=false"""
+KEPT: dict[str, str] = {word.partition("=")[0]: word.partition("=")[2] for word in WORDS.split()}
 # Options that name a class: a value, and the class that the Trainer has then.
 NAMED = {
     "accelerator": ("cpu", "CPUAccelerator"),

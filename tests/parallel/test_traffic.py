@@ -6,7 +6,7 @@ in a loop of ten lines that trains by the strategy's own library, and two number
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -244,7 +244,7 @@ def test_a_training_sends_what_it_must_and_what_the_model_says(
         assert not calls or found == Counter(calls) + OURS
     tokens = MICRO_BATCH * SEQ_LEN // (shared if strategy == "cp" else 1)
     at = Setting(processes, tokens, 2, 2, half=False, reduces_each=flag != ONCE)
-    expected: Counter[str] = Counter()
+    expected: dict[str, float] = defaultdict(float)
     for one in traffic(strategy, build(architecture, 257), at):
         expected[one.kind] += one.elements
     for kind in {*expected, *(kind for _, found in ranks for kind in found)}:

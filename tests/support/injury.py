@@ -183,9 +183,9 @@ class Training:
             assert is_waiting, f"ended with {ended}, or too slow:\n{self.log.read_text()[-3000:]}"
             time.sleep(0.01)
 
-    def reach(self, step: int) -> None:
+    def reach(self, step: int, timeout_s: float = 60.0) -> None:
         """Waits until rank 0 has done `step`."""
-        self.wait(lambda: bool((steps := self.steps()) and steps[-1].step >= step))
+        self.wait(lambda: bool((steps := self.steps()) and steps[-1].step >= step), timeout_s)
 
     def end(self, timeout_s: float = 120.0) -> int:
         """Waits for the launcher's end; returns its exit code."""

@@ -95,5 +95,5 @@ def run(folder: Path, argv: list[str], num: int = 1, prelude: str = "") -> Repor
     done = subprocess.run(command, env=env, cwd=PROJECT, **options)
     text = done.stdout + done.stderr
     report = folder / "report.0"
-    found = json.loads(report.read_text(encoding="utf-8")) if report.exists() else [[], -1]
+    found: Any = json.loads(report.read_text(encoding="utf-8")) if report.exists() else [[], -1]
     return Report(done.returncode, text, folder, *found)

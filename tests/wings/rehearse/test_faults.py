@@ -61,7 +61,7 @@ class Plant:
 
 
 RESUMED: dict[str, Any] = {"sound": (), "processes": 1, "more": "resumed"}
-LOADED = RESUMED | {"sound": ("strategy", "uninterrupted", "killed")}
+LOADED: dict[str, Any] = RESUMED | {"sound": ("strategy", "uninterrupted", "killed")}
 PP: dict[str, Any] = {"strategy": "pp", "processes": 2}
 BIG: dict[str, Any] = {"sound": (), "more": "big"}
 DROPPED = SMALL_LLAMA[:-1] + ", attention_dropout: 0.1}"
