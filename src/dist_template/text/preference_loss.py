@@ -29,15 +29,20 @@ class PreferenceConfig:
     """The loss of pairs, with data.source Preferences.
 
     Args:
-        loss: dpo (arXiv:2305.18290). ipo (arXiv:2310.12036), which bounds the difference. simpo (arXiv:2405.14734),
-            which has no reference. ipo and simpo compare means per token.
-        beta: Scale of the rewards: a larger one keeps the model closer to the reference.
+        loss: dpo (arXiv:2305.18290). ipo (arXiv:2310.12036), which bounds the difference. simpo (arXiv:2405.14734)
+            and orpo (arXiv:2403.07691), which have no reference. All but dpo compare means per token.
+        beta: Scale of the rewards: a larger one keeps the model closer to the reference. Of orpo, the weight of the
+            odds ratio beside the chosen answer's cross-entropy.
         margin: Of simpo alone: by how much the chosen answer's reward has to be larger.
     """
 
-    loss: Literal["dpo", "ipo", "simpo"] = "dpo"
+    loss: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo"
     beta: float = 0.1
     margin: float = 0.5
+
+    @property
+    def has_reference(self) -> bool:
+        return self.loss in ("dpo", "ipo")
 
 
 def has_pairs(data: object) -> bool:
@@ -48,7 +53,7 @@ def add_reference(module: Any) -> None:
     """Gives `module` a copy as its reference, if the loss needs one and no adapters can be switched off."""
     module.reference = None
     has_base = module.adapter is not None and not module.adapter.trainable
-    if has_base or not has_pairs(module.data) or module.preference.loss == "simpo":
+    if has_base or not has_pairs(module.data) or not module.preference.has_reference:
         return
 
     def build() -> nn.Module:
@@ -62,14 +67,15 @@ def add_reference(module: Any) -> None:
     exclude_frozen(module, "reference.")
 
 
-def pair_sums(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns sums over the pairs of a micro-batch: the loss, and as metrics the rewards.
+def pair_values(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns values (P,) of the pairs of a micro-batch: the loss, and as metrics the rewards.
 
-    A reward is beta times the log-ratio of an answer's probabilities, model to reference.
+    A reward is beta times the log-ratio of an answer's probabilities, model to reference. Equal rewards, as at the
+    start, are right by half.
     """
     config = module.preference
     reference: Tensor | float = 0.0
-    if config.loss != "simpo":
+    if config.has_reference:
         with _as_reference(module), torch.no_grad():
             reference, _ = _log_probabilities(module, batch)
     scores, lengths = _log_probabilities(module, batch)  # (P, 2) each
@@ -79,16 +85,20 @@ def pair_sums(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     difference = scores[:, 0] - scores[:, 1]
     if config.loss == "ipo":
         losses = (difference - 1 / (2 * config.beta)).square()
+    elif config.loss == "orpo":
+        against = (-scores.expm1()).log()  # of the probability that the answer is another one, per token
+        log_odds = difference - against[:, 0] + against[:, 1]
+        losses = -scores[:, 0] - config.beta * F.logsigmoid(log_odds)
     else:
         margin = config.margin if config.loss == "simpo" else 0.0
         losses = -F.logsigmoid(config.beta * difference - margin)
     chosen, rejected = (config.beta * scores.detach()).unbind(1)
     return {
-        "loss": losses.sum(),
-        "rewards/chosen": chosen.sum(),
-        "rewards/rejected": rejected.sum(),
-        "rewards/margin": (chosen - rejected).sum(),
-        "rewards/accuracy": (chosen > rejected).sum(),
+        "loss": losses,
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margin": chosen - rejected,
+        "rewards/accuracy": (1 + (chosen - rejected).sign()) / 2,
     }
 
 
