@@ -33,22 +33,23 @@ pytestmark = [pytest.mark.filterwarnings(each) for each in FILTERS]
 EPOCH, EPOCHS = 3, 3  # optimizer steps of an epoch; epochs
 STEPS = EPOCH * EPOCHS
 GLOBAL, MICRO, SEQ_LEN = 4, 2, 16
-KINDS = ("kill", "sigterm", "max_time", "max_steps", "early_stop", "sigterm_in_validation")
+KINDS = ("kill", "sigterm", "max_time", "max_steps", "sigterm_in_validation")
 TWICE = ("kill", "sigterm", "max_steps", "sigterm_in_validation")
 
 Stop = tuple[str, int]  # how, after which optimizer step
 Chain = tuple[Stop, ...]
+Done = tuple["Recorder", dict[str, Any]]
 
 
 class Recorder(L.LightningModule):
-    """One weight; records what it trains on and which hooks are called."""
+    """One weight; records what it trains on and which hooks are called, after what is `before`."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Recorder | None = None) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.window: list[int] = []
-        self.events: list[tuple[Any, ...]] = []
-        self.ended_epochs: list[int] = []
+        self.events: list[tuple[Any, ...]] = [*before.events] if before else []
+        self.ended_epochs: set[int] = {*before.ended_epochs} if before else set()
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         self.window += batch["input_ids"][:, 0].tolist()  # a row's first byte is its name
@@ -63,7 +64,7 @@ class Recorder(L.LightningModule):
         self.events.append(("epoch", self.trainer.current_epoch))
 
     def on_train_epoch_end(self) -> None:
-        self.ended_epochs.append(self.trainer.current_epoch)
+        self.ended_epochs.add(self.trainer.current_epoch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("eval/loss", self.weight)
@@ -92,7 +93,6 @@ class StopAt(Checkpoint):
             raise KeyError("killed")
         if self.kind in ("sigterm", "max_time"):
             self._preempt(trainer)
-        trainer.should_stop = self.kind == "early_stop"
 
     def on_validation_batch_end(self, trainer: Any, *batch: Any, **more: Any) -> None:
         is_here = (trainer.global_step, batch[3]) == (self.step, 1)
@@ -127,28 +127,26 @@ class Trainings:
     def _interrupted(self, *stops: Stop) -> tuple[Recorder, Path]:
         """What was done up to the last of `stops`, and the folder with its checkpoint."""
         folder = self.folder / "-".join(f"{kind}{step}" for kind, step in stops)
-        before = self.interrupted(*stops[:-1]) if len(stops) > 1 else None
-        module = Recorder()
-        if before:
-            shutil.copytree(before[1], folder)
-        (kind, step) = stops[-1]
+        kind, step = stops[-1]
         limit = {"max_steps": step} if kind == "max_steps" else {}
-        trainer = self.fit(module, folder, StopAt(kind, step), **limit)
-        assert trainer.global_step == step
-        if before:
-            module.events = before[0].events + module.events
-            module.ended_epochs = before[0].ended_epochs + module.ended_epochs
+        module = self.copied(folder, *stops[:-1])
+        assert self.fit(module, folder, StopAt(kind, step), **limit).global_step == step
         return module, folder
 
-    def resumed(self, *stops: Stop) -> tuple[Recorder, dict[str, Any]]:
+    def copied(self, folder: Path, *stops: Stop) -> Recorder:
+        """A module that was stopped so, and its checkpoint in `folder`."""
+        if not stops:
+            return Recorder()
+        before, source = self.interrupted(*stops)
+        shutil.copytree(source, folder)
+        return Recorder(before)
+
+    def resumed(self, *stops: Stop) -> Done:
         """What was done in all, and the loops' counters at the end."""
-        before, folder = self.interrupted(*stops)
-        module, copy = Recorder(), self.folder / "resumed"
-        shutil.copytree(folder, copy)
-        trainer = self.fit(module, copy)
-        shutil.rmtree(copy)
-        module.events = before.events + module.events
-        module.ended_epochs = before.ended_epochs + module.ended_epochs
+        folder = self.folder / "resumed"
+        module = self.copied(folder, *stops)
+        trainer = self.fit(module, folder)
+        shutil.rmtree(folder)
         return module, trainer.fit_loop.state_dict()
 
     def fit(self, module: Recorder, folder: Path, *stop: StopAt, **limit: int) -> L.Trainer:
@@ -172,19 +170,12 @@ class Trainings:
         return trainer
 
 
-Done = tuple[Recorder, dict[str, Any]]
-
-
-def difference(found: Done, whole: Done, stops_early: bool) -> str:
+def difference(found: Done, whole: Done) -> str:
     """What one of an interrupted training and the other one did alone; "" for nothing."""
-    events, expected = found[0].events, whole[0].events
-    if stops_early:  # Lightning validates then, due or not
-        events, expected = ([event[:3] for event in each] for each in (events, expected))
-        events = [event for event in events if event[0] != "validation" or event in expected]
-    if events != expected:
-        pairs = itertools.zip_longest(events, expected)
-        return "{} and not {}".format(*next(pair for pair in pairs if pair[0] != pair[1]))
-    if set(found[0].ended_epochs) != set(whole[0].ended_epochs):
+    for pair in itertools.zip_longest(found[0].events, whole[0].events):
+        if pair[0] != pair[1]:
+            return "{} and not {}".format(*pair)
+    if found[0].ended_epochs != whole[0].ended_epochs:
         return f"ended epochs {found[0].ended_epochs} and not {whole[0].ended_epochs}"
     keys = [key for key in whole[1] if found[1][key] != whole[1][key] and key != VALIDATED]
     return "".join(f"{key} is {found[1][key]} and not {whole[1][key]}" for key in keys)
@@ -198,17 +189,15 @@ VALIDATED = "epoch_loop.val_loop.batch_progress"
 
 def differences(folder: Path, limits: dict[str, Any], wanted: Callable[[list[Stop]], Any]) -> Any:
     """A chain of interruptions -> what it changed, of those that `wanted` chooses."""
-    trainings, module = Trainings(folder, **limits), Recorder()
-    whole = module, trainings.fit(module, folder / "whole").fit_loop.state_dict()
-    trained = [epoch for kind, epoch, *_ in module.events if kind == "step"]
+    trainings = Trainings(folder, **limits)
+    whole = trainings.resumed()
+    events = whole[0].events
+    trained = [epoch for kind, epoch, *_ in events if kind == "step"]
     assert trained == [step // EPOCH for step in range(STEPS)]
-    validated = {event[1] for event in module.events if event[0] == "validation"}
+    validated = {event[1] for event in events if event[0] == "validation"}
     once = itertools.product(KINDS, range(1, STEPS))
     stops = [stop for stop in once if stop[0] != "sigterm_in_validation" or stop[1] in validated]
-    found = {}
-    for chain in wanted(stops):
-        stops_early = chain[0][0] == "early_stop"
-        found[chain] = difference(trainings.resumed(*chain), whole, stops_early)
+    found = {chain: difference(trainings.resumed(*chain), whole) for chain in wanted(stops)}
     return {chain: what for chain, what in found.items() if what}
 
 

@@ -1,4 +1,4 @@
-"""What a user sees of the training loop is Lightning's own: closures, errors, counts, pickles."""
+"""What a user sees of the training loop is Lightning's own: closures, counts, pickles, hooks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.optimization.automatic import Closure
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -23,8 +22,7 @@ from tests.support.library import lighten
 
 def trainer_in(folder: Path, is_lightnings: bool = False, **options: Any) -> L.Trainer:
     off = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    defaults: dict[str, Any] = {"max_steps": 2, "limit_val_batches": 0} | dict.fromkeys(off, False)
-    given = defaults | options
+    given: Any = {"max_steps": 2, "limit_val_batches": 0} | dict.fromkeys(off, False) | options
     trainer = L.Trainer(accelerator="cpu", default_root_dir=folder, **given)
     if not is_lightnings:
         lighten(trainer)
@@ -41,21 +39,15 @@ def test_a_trainer_can_be_pickled(tmp_path: Path) -> None:
 
 
 class Unusual(BoringModel):
-    calls_closure = True
-
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
     ) -> None:
         assert isinstance(optimizer_closure, Closure)
-        optimizer.step(optimizer_closure if self.calls_closure else None)
+        optimizer.step(optimizer_closure)
 
 
-def test_the_closure_is_lightnings_and_must_be_called(tmp_path: Path) -> None:
+def test_the_closure_of_an_optimizer_step_is_lightnings(tmp_path: Path) -> None:
     trainer_in(tmp_path).fit(Unusual())
-    module = Unusual()
-    module.calls_closure = False
-    with pytest.raises(MisconfigurationException, match="The closure hasn't been executed"):
-        trainer_in(tmp_path).fit(module)
 
 
 class Validations(BoringModel):
@@ -82,15 +74,10 @@ def test_a_resume_at_an_epochs_end_is_lightnings(tmp_path: Path, is_lightnings: 
     assert module.seen == [(6, 2), (9, 2)]
 
 
-@pytest.fixture
-def optimizer() -> torch.optim.AdamW:
+def test_hooks_are_called() -> None:
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
-    return torch.optim.AdamW([parameter], lr=0.1)
-
-
-def test_hooks_are_called(optimizer: torch.optim.AdamW) -> None:
-    calls: list[Any] = []
+    optimizer, calls = torch.optim.AdamW([parameter], lr=0.1), list[Any]()
     optimizer.register_step_pre_hook(lambda *call: calls.append(call))
     optimizer.register_step_post_hook(lambda *call: calls.append(call))
     handle = register_optimizer_step_post_hook(lambda *call: calls.append(call))

@@ -20,13 +20,8 @@ def test_dropout_is_the_identity_and_noted_where_it_would_have_an_effect() -> No
     noted: list[str] = []
     randomness.turn_dropout_off(lambda: noted.append("dropout"))
     ones = torch.ones(2, 3, 4, 4)
-    for module in (
-        nn.Dropout(0.5),
-        nn.Dropout2d(0.5),
-        nn.AlphaDropout(0.5),
-        nn.FeatureAlphaDropout(0.5),
-    ):
-        assert torch.equal(module(ones), ones)
+    for kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout):
+        assert torch.equal(kind(0.5)(ones), ones)
     assert len(noted) == 4
     attended = nn.functional.scaled_dot_product_attention(ones, ones, ones, dropout_p=0.9)
     assert torch.allclose(attended, ones) and len(noted) == 5

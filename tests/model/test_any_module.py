@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,72 +19,50 @@ from tests.support.tiers import tiers
 from tests.support.wings import KillAt, RunRecord
 
 MODULES = {"TrainingModule": CLASSIFIER, "plain": PLAIN}
+MANUALLY = {"TrainingModule": BUILT, "two optimizers": MANUAL}
 STEPS, EVERY, KILLED = 10, 2, 7
 BATCH, GLOBAL = 2, 8
-STRATEGIES = {"ddp": 2, "fsdp2": 2, "zero2": 2, "zero3": 2, "hsdp": 4}  # ranks
-NIGHTLY = {"zero2", "hsdp"}
-
-
-def flags(folder: Path, project: Project, ranks: int = 1) -> list[str]:
-    """40 samples: an epoch is five steps."""
-    return [
-        f"--run.root={folder / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
-        f"--trainer.devices={ranks}", f"--trainer.max_steps={STEPS}", "--data.num_train=40",
-        f"--trainer.accumulate_grad_batches={GLOBAL // BATCH // ranks}",
-        f"--data.batch_size={BATCH}", "--trainer.log_every_n_steps=1",
-        "--trainer.val_check_interval=5", "--last_checkpoint.keep=9",
-        f"--last_checkpoint.every_n_steps={EVERY}",
-        f"--best_checkpoint.monitor={'val_loss' if project is PLAIN else 'eval/loss'}",
-        *(() if project is PLAIN else ("--model.optim.learning_rate=3e-3",)),
-    ]  # fmt: skip
+STRATEGIES = {"auto": 1, "ddp": 2, "fsdp2": 2, "zero2": 2, "zero3": 2, "hsdp": 4}  # ranks
 
 
 class Trainings:
-    """Trainings of a module, each done once."""
+    """Trainings of a module, each from 40 samples: an epoch is five steps."""
 
     def __init__(self, folder: Path, project: Project) -> None:
-        self.folder = folder
-        self.project = project
-        self._records: dict[str, RunRecord] = {}
+        self.folder, self.project = folder, project
+        self.whole = cache(lambda strategy: self.run(strategy, strategy).check())
+        of_others = "--best_checkpoint.monitor=val_loss"
+        self.flags = [
+            f"--run.root={folder / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
+            f"--trainer.max_steps={STEPS}", "--data.num_train=40", "--trainer.log_every_n_steps=1",
+            "--trainer.val_check_interval=5", "--last_checkpoint.keep=9",
+            f"--last_checkpoint.every_n_steps={EVERY}",
+            "--model.optim.learning_rate=3e-3" if project is CLASSIFIER else of_others,
+        ]  # fmt: skip
 
     def run(
-        self, name: str, strategy: str, *more: str, verb: str = "fit", kill: int = 0, run: str = ""
-    ) -> RunRecord:
-        if name not in self._records:
-            ranks = STRATEGIES.get(strategy, 1)
-            given = [verb, *flags(self.folder, self.project, ranks), f"--run.name={run or name}"]
-            given += more
-            given += flags_of(strategy) if strategy in STRATEGIES else []
-            with Workers(ranks, self.project) as workers:
-                callbacks = [KillAt(kill)] if kill else []
-                record = workers.run(given, self.folder / name, callbacks=callbacks)
-            assert record.was_killed if kill else record.ok, record.error
-            self._records[name] = record
-        return self._records[name]
+        self, name: str, strategy: str, *more: str, verb: str = "fit", run: str = "",
+        batch: int = BATCH, **options: Any,
+    ) -> RunRecord:  # fmt: skip
+        ranks = STRATEGIES[strategy]
+        given = [verb, *self.flags, f"--trainer.devices={ranks}", f"--run.name={run or name}"]
+        given += [f"--data.batch_size={batch}", *more]
+        given += [f"--trainer.accumulate_grad_batches={GLOBAL // batch // ranks}"]
+        given += flags_of(strategy) if strategy != "auto" else []
+        with Workers(ranks, self.project) as workers:
+            return workers.run(given, self.folder / name, **options)
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trainings]:
-    return {name: Trainings(tmp_path_factory.mktemp(name), each) for name, each in MODULES.items()}
-
-
-@pytest.fixture
-def trainings(request: pytest.FixtureRequest, both: dict[str, Trainings]) -> Trainings:
-    return both[request.param]
-
-
-def strategies(*names: str) -> Callable:
-    """Of both modules. A TrainingModule under each strategy is daily in parallel/test_parity.py."""
-    cases = list(itertools.product(MODULES, names or tuple(STRATEGIES)))
-    daily = [("plain", name) for name in names or STRATEGIES if name not in NIGHTLY]
-    arguments, parameters = ("trainings", "strategy"), tiers(cases, daily)
-    return pytest.mark.parametrize(arguments, parameters, indirect=["trainings"])
+@pytest.fixture(scope="module", params=tiers(MODULES, daily=["plain"]))
+def trainings(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    """A TrainingModule under each strategy is daily in parallel/test_parity.py."""
+    return Trainings(tmp_path_factory.mktemp("any"), MODULES[request.param])
 
 
 @pytest.mark.slow
-@strategies()
+@pytest.mark.parametrize("strategy", tiers([*STRATEGIES][1:], daily=["ddp", "fsdp2", "zero3"]))
 def test_a_strategy_has_the_losses_of_one_process(trainings: Trainings, strategy: str) -> None:
-    one, several = trainings.run("auto", "auto"), trainings.run(strategy, strategy)
+    one, several = trainings.whole("auto"), trainings.whole(strategy)
     assert list(one.loss) == list(range(1, STEPS + 1)) and one.loss[STEPS] < one.loss[1]
     assert several.loss == pytest.approx(one.loss, rel=1e-6)
     assert several.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
@@ -94,68 +72,59 @@ def test_a_strategy_has_the_losses_of_one_process(trainings: Trainings, strategy
 
 
 @pytest.mark.slow
-@strategies("auto", *STRATEGIES)
+@pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["fsdp2", "zero3"]))
 def test_a_killed_run_resumes_at_the_next_sample(trainings: Trainings, strategy: str) -> None:
-    uninterrupted = trainings.run(strategy, strategy)
-    trainings.run(f"{strategy}-killed", strategy, kill=KILLED)
-    name, run = f"{strategy}-resumed", f"{strategy}-killed"
-    resumed = trainings.run(name, strategy, "--ckpt_path=last", run=run)
+    name = f"{strategy}-killed"
+    assert trainings.run(name, strategy, callbacks=[KillAt(KILLED)]).was_killed
+    resumed = trainings.run(f"{strategy}-resumed", strategy, "--ckpt_path=last", run=name).check()
     steps = range(KILLED // EVERY * EVERY + 1, STEPS + 1)
-    assert resumed.loss == {step: uninterrupted.loss[step] for step in steps}
+    whole = trainings.whole(strategy)
+    assert resumed.loss == {step: whole.loss[step] for step in steps}
+
+
+OTHERS = [("ddp", "fsdp2"), ("fsdp2", "zero3"), ("zero3", "auto")]
 
 
 @pytest.mark.slow
-@strategies("ddp", "fsdp2", "zero3")
-def test_a_checkpoint_resumes_under_another_strategy(trainings: Trainings, strategy: str) -> None:
-    uninterrupted = trainings.run("auto", "auto")
-    other = {"ddp": "fsdp2", "fsdp2": "zero3", "zero3": "auto"}[strategy]
-    checkpoint = trainings.run(strategy, strategy).run / "checkpoints" / manifest.name(6)
-    resumed = trainings.run(f"{strategy}-{other}", other, f"--ckpt_path={checkpoint}")
-    expected = {step: uninterrupted.loss[step] for step in range(7, STEPS + 1)}
+@pytest.mark.parametrize(("first", "second"), tiers(OTHERS, [("ddp", "fsdp2"), ("zero3", "auto")]))
+def test_a_checkpoint_resumes_under_another(trainings: Trainings, first: str, second: str) -> None:
+    whole = trainings.whole("auto")
+    checkpoint = trainings.whole(first).run / "checkpoints" / manifest.name(6)
+    resumed = trainings.run(f"{first}-{second}", second, f"--ckpt_path={checkpoint}").check()
+    expected = {step: whole.loss[step] for step in range(7, STEPS + 1)}
     assert resumed.loss == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
-@strategies("auto", "fsdp2", "zero3")
+@pytest.mark.parametrize("strategy", tiers(["auto", "fsdp2", "zero3"], daily=["fsdp2"]))
 def test_a_checkpoint_is_validated_tested_and_predicts(trainings: Trainings, strategy: str) -> None:
-    trained = trainings.run(strategy, strategy)
+    trained = trainings.whole(strategy)
     checkpoint = f"--ckpt_path={trained.run / 'checkpoints' / manifest.name(STEPS)}"
-    validated = trainings.run(f"{strategy}-validate", strategy, checkpoint, verb="validate")
+    validated, tested, predicted = (
+        trainings.run(f"{strategy}-{verb}", strategy, checkpoint, verb=verb).check()
+        for verb in ("validate", "test", "predict")
+    )
     assert validated.eval()[0] == pytest.approx(trained.eval()[STEPS], rel=1e-6)
-    tested = trainings.run(f"{strategy}-test", strategy, checkpoint, verb="test")
     assert all(0 < value < 2 for value in tested.eval("test")[0].values())
-    predicted = trainings.run(f"{strategy}-predict", strategy, checkpoint, verb="predict")
     lines = (predicted.run / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
     assert [len(json.loads(line)) for line in lines] == [BATCH] * 4
 
 
-PROJECTS = {"two optimizers": MANUAL, "TrainingModule": BUILT}
-
-
-def fit_manual(folder: Path, strategy: str, ranks: int, project: Project = MANUAL) -> RunRecord:
-    given = [
-        "fit", f"--run.root={folder / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
-        f"--trainer.devices={ranks}", "--trainer.max_steps=24", f"--run.name={strategy}",
-        "--best_checkpoint.monitor=val_loss", "--trainer.log_every_n_steps=1",
-        f"--data.batch_size={8 // ranks}", "--last_checkpoint.every_n_steps=12",
-        *(flags_of(strategy) if strategy != "auto" else ()),
-    ]  # fmt: skip
-    with Workers(ranks, project) as workers:
-        return workers.run(given, folder / strategy, run_id=strategy)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", PROJECTS)
+@pytest.mark.parametrize("kind", tiers(MANUALLY, daily=["two optimizers"]))
 def test_manual_optimization_under_ddp_equals_one_process(tmp_path: Path, kind: str) -> None:
-    each = (("auto", 1), ("ddp", 2))
-    one, two = (fit_manual(tmp_path, *sizes, PROJECTS[kind]).check() for sizes in each)
+    trainings, several = (
+        Trainings(tmp_path, MANUALLY[kind]),
+        (("auto", GLOBAL), ("ddp", GLOBAL // 2)),
+    )
+    one, two = (trainings.run(name, name, batch=batch).check() for name, batch in several)
     losses = logged(one.run, "my/loss")
-    assert len(losses) >= 10
+    assert len(losses) >= 4
     assert logged(two.run, "my/loss") == pytest.approx(losses, rel=1e-5)
     for step, results in one.eval().items():
         assert two.eval()[step] == pytest.approx(results, rel=1e-5)
 
 
 def test_manual_optimization_is_refused_where_the_weights_are_sharded(tmp_path: Path) -> None:
-    refusal = fit_manual(tmp_path, "fsdp2", 2).refusal
+    refusal = Trainings(tmp_path, MANUAL).run("refused", "fsdp2", batch=GLOBAL // 2).refusal
     assert "Manual optimizes manually" in refusal and "--config strategy/ddp" in refusal

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from dist_template import BalanceConfig
 from dist_template.model import balance
-from tests.support.library import Balancer, read_metrics
-from tests.support.moe import DEEPSEEK, SPARSE, TINY
+from tests.support.library import Balancer
+from tests.support.modules import DEEPSEEK, SPARSE, TINY
 from tests.support.parity import SHORT, Trainings, assert_close
 from tests.support.tiers import tiers
 from tests.support.wings import RunRecord
@@ -103,13 +101,55 @@ def test_the_bias_moves_against_the_load_and_not_in_a_skipped_step() -> None:
     assert [bias.tolist() for bias in biases] == expected.tolist()
 
 
-STEPS, LOAD = 8, "moe/expert_load_max_over_mean"
+STEPS, LOAD, UNUSED = 8, "moe/expert_load_max_over_mean", "moe/unused_experts"
 BOTH = [  # DeepSeek-V3's bias and every loss term
     "--model.balance.aux_loss_coef=0.05", "--model.balance.sequence_loss_coef=0.01",
     "--model.balance.z_loss_coef=0.001", f"--trainer.max_steps={STEPS}",
     "--trainer.val_check_interval=8",
 ]  # fmt: skip
-TERMS = ("moe/aux_loss", "moe/sequence_loss", "moe/z_loss")
+
+
+class Routing(Callback):
+    """Counts each expert's tokens in training: {(optimizer step, router): counts} as a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.loads: dict[tuple[int, str], Tensor] = {}
+        for name, module in pl_module.named_modules():
+            if type(module).__name__ == "DeepseekV3TopkRouter":
+                module.register_forward_hook(partial(self.note, trainer, name))
+
+    def note(self, trainer: Any, name: str, router: Any, _: Any, out: Any) -> None:
+        if router.training:
+            key, counts = (trainer.global_step + 1, name), out[2].flatten().bincount(minlength=4)
+            self.loads[key] = self.loads.get(key, 0) + counts
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        torch.save(self.loads, self.file)
+
+
+@pytest.fixture(scope="module")
+def routing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("routing") / "loads.pt"
+
+
+@pytest.fixture(scope="module")
+def one(train: Trainings, routing: Path) -> RunRecord:
+    return train("deepseek_v3", "one", *BOTH, callbacks=[Routing(routing)])
+
+
+@pytest.mark.slow
+def test_loads_equal_a_count_of_choices(one: RunRecord, routing: Path) -> None:
+    """Of one process; the other strategies have the same loads."""
+    counted, worst = torch.load(routing), []
+    for step in range(1, STEPS + 1):
+        loads = torch.stack([counts for (at, _), counts in counted.items() if at == step]).double()
+        worst.append((loads.amax(1) / loads.mean(1)).max().item())
+        assert one.metric(UNUSED)[step] == (loads == 0).sum()
+    assert [*one.metric(LOAD).values()] == pytest.approx(worst, rel=1e-6)
+    assert max(worst) > 1.05
 
 
 def biases(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -118,35 +158,29 @@ def biases(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def assert_same_balance(got: RunRecord, expected: RunRecord) -> None:
     assert got.loss == pytest.approx(expected.loss, rel=1e-5)
-    for term in TERMS:
+    for term in ("moe/aux_loss", "moe/sequence_loss", "moe/z_loss"):
         assert got.metric(term) == pytest.approx(expected.metric(term), rel=1e-6), term
-    assert got.metric(LOAD) == expected.metric(LOAD)
+    for count in (LOAD, UNUSED):
+        assert got.metric(count) == expected.metric(count)
     assert_close(got.end, expected.end, 1e-5)
     for name, bias in biases(expected.end).items():
         assert torch.equal(got.end[name], bias), name
+    events = [event for rank in got.ranks for event in rank if event["event"] == "step"]
     for step in range(STEPS + 1):
-        events = [
-            e for rank in got.ranks for e in rank if (e["event"], e.get("step")) == ("step", step)
-        ]
-        hashes = {str(biases(event["tensors"])) for event in events}
+        hashes = {str(biases(each["tensors"])) for each in events if each["step"] == step}
         assert len(hashes) == 1, f"ranks differ in a router's bias after step {step}"
-
-
-@pytest.fixture(scope="module")
-def one(train: Trainings) -> RunRecord:  # noqa: F811
-    return train("deepseek_v3", "one", *BOTH)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy", tiers(["ddp", "fsdp2_ep", "tp", "zero3"], ["fsdp2_ep", "zero3"])
+    "strategy", tiers(["ddp", "fsdp2_ep", "fsdp2_tp_ep", "tp", "zero3"], ["fsdp2_ep", "zero3"])
 )
 def test_a_strategy_balances_as_one(train: Trainings, one: RunRecord, strategy: str) -> None:
     assert_same_balance(train("deepseek_v3", strategy, *BOTH), one)
 
 
 @pytest.mark.slow
-def test_the_size_of_a_micro_batch_does_not_matter(train: Trainings, one: RunRecord) -> None:  # noqa: F811
+def test_the_size_of_a_micro_batch_does_not_matter(train: Trainings, one: RunRecord) -> None:
     moved = [tensor.abs().max().item() for tensor in biases(one.end).values()]
     assert moved and min(moved) > 0.002, "the bias must have moved"
     assert len(set(one.metric("moe/aux_loss").values())) > 3 and one.metric("moe/aux_loss")[2] > 1
@@ -156,7 +190,7 @@ def test_the_size_of_a_micro_batch_does_not_matter(train: Trainings, one: RunRec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(["fsdp2", "zero3"], daily=["fsdp2"]))
-def test_the_bias_stays_float32_in_half_precision(train: Trainings, strategy: str) -> None:  # noqa: F811
+def test_the_bias_stays_float32_in_half_precision(train: Trainings, strategy: str) -> None:
     run = train("deepseek_v3", strategy, "--trainer.precision=bf16-true", SHORT)
     for bias in biases(run.end).values():
         assert bias.dtype == torch.float32
@@ -174,57 +208,9 @@ def no_reduction() -> None:
 
 
 @pytest.mark.slow
-def test_loads_that_are_not_reduced_are_noticed(train: Trainings, one: RunRecord) -> None:  # noqa: F811
+@pytest.mark.nightly
+def test_loads_that_are_not_reduced_are_noticed(train: Trainings, one: RunRecord) -> None:
     unguarded = '--replicas.ignore=["*"]'
     apart = train.run("fit", "deepseek_v3", "ddp", *BOTH, unguarded, prelude=no_reduction)
     with pytest.raises(AssertionError):
         assert_same_balance(apart, one)
-
-
-class Routing(Callback):
-    """Writes down what the routers choose in training, optimizer step by optimizer step."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.lines: list[tuple[int, str, list[int]]] = []
-        self.file = self.folder / f"routing{trainer.global_rank}.json"
-        for name, module in pl_module.named_modules():
-            if type(module).__name__ == "DeepseekV3TopkRouter":
-                module.register_forward_hook(partial(self.note, trainer, name))
-
-    def note(self, trainer: Any, name: str, router: Any, _: Any, out: Any) -> None:
-        if router.training:
-            self.lines.append((trainer.global_step + 1, name, out[2].flatten().tolist()))
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.file.write_text(json.dumps(self.lines))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy", tiers(["ddp", "fsdp2_ep", "fsdp2_tp_ep", "zero3"], ["fsdp2_ep"])
-)
-def test_loads_equal_a_count_of_choices(train: Trainings, tmp_path: Path, strategy: str) -> None:
-    flags, callbacks = ["--trainer.max_steps=6"], [Routing(tmp_path)]
-    run = train.run("fit", "deepseek_v3", strategy, *flags, callbacks=callbacks)
-    metrics = read_metrics(run.run)
-    expected = list(by_hand(tmp_path))
-    ratios = [ratio for ratio, _ in expected]
-    assert metrics[LOAD].values.tolist() == pytest.approx(ratios, rel=1e-6)
-    assert metrics["moe/unused_experts"].values.tolist() == [unused for _, unused in expected]
-    assert len(expected) == 6 and any(ratio > 1.05 for ratio, _ in expected)
-
-
-def by_hand(folder: Path, num_experts: int = 4) -> Iterator[tuple[float, int]]:
-    """(largest over mean of the worst layer, experts without a token) of each step."""
-    lines = sum((json.loads(path.read_text()) for path in folder.glob("routing*.json")), [])
-    for step in sorted({step for step, _, _ in lines}):
-        layers: dict[str, list[int]] = {}
-        for of, name, chosen in lines:
-            layers.setdefault(name, [])
-            layers[name] += chosen if of == step else []
-        loads = [[chosen.count(n) for n in range(num_experts)] for chosen in layers.values()]
-        worst = max(max(each) * num_experts / sum(each) for each in loads)
-        yield worst, sum(each.count(0) for each in loads)

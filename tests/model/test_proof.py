@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from pytest import MonkeyPatch
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from dist_template import AdapterConfig
 from dist_template.strategies import MeshStrategy
@@ -18,7 +18,8 @@ from tests.support.library import proof
 
 SWITCHES = proof.switches_of(AutoConfig.for_model("llama"))
 PLAIN = {
-    "switches": SWITCHES, "right": ["ddp", "fsdp", "tp", "fsdp+tp"], "refused": {"pp": "it is odd"},
+    "switches": SWITCHES, "right": ["ddp", "fsdp", "tp", "fsdp+tp", "lora+tp"],
+    "refused": {"pp": "it is odd", "lora+ddp": "A differs"},
 }  # fmt: skip
 BIASED = {
     "switches": SWITCHES | {"attention_bias": True}, "right": ["tp"],
@@ -50,10 +51,16 @@ def llama(**fields: Any) -> Any:
         ({}, "fsdp+cp", "unproven", "under fsdp+cp"),
         ({"mlp_bias": True}, "tp", "unproven", "mlp_bias true"),
         ({"attention_bias": True}, "ddp", "proven", ""),  # no layer is divided
+        ({}, "ddp", "proven", ""),  # what is refused with adapters holds for them only
+        ({}, "lora+ddp", "refused", "A differs"),
+        ({}, "lora+pp", "refused", "it is odd"),  # adapters do not mend it
+        ({}, "lora+tp", "proven", ""),
+        ({}, "lora+fsdp", "unproven", "LoRA of type 'llama' under fsdp"),
+        ({}, "lora with quantize nf4+tp", "unproven", "LoRA with quantize nf4 of type 'llama' und"),
     ],
 )
 def test_a_verdict(fields: dict[str, Any], axes: str, kind: str, why: str) -> None:
-    """Of the type, its switches and the strategy."""
+    """Of the type, its switches, the strategy and adapters, which have verdicts of their own."""
     found = proof.verdict(llama(**fields), axes)
     assert found.kind == kind and why in found.why
 
@@ -75,28 +82,6 @@ def test_a_project_remembers_what_it_has_proven(tmp_path: Path, monkeypatch: Mon
     assert proof.verdict(config, "tp", tmp_path).kind == "unproven"
 
 
-@pytest.mark.parametrize(
-    ("axes", "kind", "why"),
-    [
-        ("ddp", "proven", ""),  # what is refused with adapters holds for them only
-        ("lora+ddp", "refused", "A differs"),
-        ("lora+pp", "refused", "it is odd"),  # adapters do not mend it
-        ("lora+tp", "proven", ""),
-        ("lora+fsdp", "unproven", "LoRA of type 'llama' under fsdp"),
-        ("lora with quantize nf4+tp", "unproven", "LoRA with quantize nf4 of type 'llama' under"),
-    ],
-)
-def test_adapters_have_verdicts_of_their_own(
-    axes: str, kind: str, why: str, monkeypatch: MonkeyPatch
-) -> None:
-    variant: Any = {"switches": SWITCHES, "right": ["ddp", "tp", "lora+tp"]}
-    variant["refused"] = {"lora+ddp": "A differs", "pp": "it is odd"}
-    table = TABLE | {"models": {"llama": {"variants": [variant]}}}
-    monkeypatch.setattr(proof, "_table", lambda: table)
-    found = proof.verdict(llama(), axes)
-    assert found.kind == kind and why in found.why
-
-
 def test_a_proof_with_adapters_is_none_without_them(tmp_path: Path) -> None:
     def module(**keys: Any) -> SimpleNamespace:
         return SimpleNamespace(adapter_axes=proof_axes(AdapterConfig(**keys)))
@@ -112,13 +97,10 @@ def test_a_proof_with_adapters_is_none_without_them(tmp_path: Path) -> None:
 
 
 def test_the_shipped_table_is_of_the_pinned_versions_and_of_known_types() -> None:
-    from transformers import CONFIG_MAPPING
-
-    path = Path(proof.__file__).parents[1] / "proof.json"
-    table = json.loads(path.read_text("utf-8"))
+    table = json.loads((Path(proof.__file__).parents[1] / "proof.json").read_text("utf-8"))
     assert set(table["models"]) <= set(CONFIG_MAPPING)
     assert table["versions"].keys() == set(proof.PACKAGES)
     for kind, entry in table["models"].items():
         for variant in entry.get("variants", []):
             assert not set(variant["right"]) & variant["refused"].keys(), kind
-            assert all(why for why in variant["refused"].values()), kind
+            assert all(variant["refused"].values()), kind

@@ -13,23 +13,18 @@ from torch.distributed.tensor import DTensor
 from dist_template.text import module as text_module
 from tests.support.parity import mask_labels
 
-# Both stacked expert parameters; peft takes gate_proj and up_proj together for the first.
-EXPERTS = "[gate_up_proj, down_proj]"
 TARGETS = {
     "llama": "[q_proj, v_proj, o_proj, gate_proj, down_proj]",
     "attention": "[q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj]",
-    "experts": EXPERTS,
+    # Both stacked parameters; peft takes gate_proj and up_proj together for the first.
+    "experts": "[gate_up_proj, down_proj]",
 }
 MODEL = {"llama": "llama", "attention": "deepseek_v3", "experts": "deepseek_v3"}
 
 
 def flags(targets: str, *more: str) -> list[str]:
-    keys = [
-        f"--model.adapter.targets={targets}",
-        "--model.adapter.rank=4",
-        "--model.adapter.alpha=8",
-    ]
-    return [*keys, *(f"--model.adapter.{key}" for key in more)]
+    keys = (f"targets={targets}", "rank=4", "alpha=8", *more)
+    return [f"--model.adapter.{key}" for key in keys]
 
 
 def with_random_b() -> None:

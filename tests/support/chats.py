@@ -33,15 +33,13 @@ SPECIAL = {  # family -> (EOS, other special tokens)
     "cohere2": ("<|END_OF_TURN_TOKEN|>", COHERE),
     "mistral": ("</s>", ["<s>", "[INST]", "[/INST]"]),
 }  # fmt: skip
+# The smallest template with tags.
 TAGGED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation "
-    "%}{{ m.content }}"
-    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}{% "
-    "endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}"
+    "{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)  # the smallest template with tags
-
-
+)
 UNTAGGED = TAGGED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 TURNS = [
@@ -65,15 +63,13 @@ def published(family: str) -> str:
 
 
 def tokenizer(folder: Path, family: str = "qwen3", template: str | None = None) -> Path:
-    """Saves a tokenizer of bytes with the special tokens of a family, and its published chat
-    template or another."""
+    """Saves a tokenizer of bytes with a family's special tokens and chat template, or another's."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(
-        models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[])
-    )
+    vocabulary = {character: i for i, character in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     eos, others = SPECIAL[family]
@@ -87,43 +83,31 @@ def tokenizer(folder: Path, family: str = "qwen3", template: str | None = None) 
 
 
 SMALL_QWEN3: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
     "tie_word_embeddings": True,
-}
+}  # fmt: skip
 
 
-def weights(folder: Path, **options: Any) -> Path:
+def weights(folder: Path) -> Path:
     """Adds a small Qwen3 model for the tokenizer that `folder` has, as published weights are."""
     import torch
     from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     stop = tokenizer.eos_token_id
+    config = Qwen3Config(vocab_size=len(tokenizer), eos_token_id=stop, **SMALL_QWEN3)
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(vocab_size=len(tokenizer), eos_token_id=stop, **(SMALL_QWEN3 | options))
-    )
+    model = Qwen3ForCausalLM(config)
     # published weights sample by default, and stop at more than one token
     model.generation_config = GenerationConfig(do_sample=True, top_k=20, eos_token_id=[stop, 0])
     model.save_pretrained(folder)
     return folder
 
 
-def taught(path: Path, number: int = 60) -> Path:
+def taught(path: Path) -> Path:
     """Conversations in which each answer has the same format."""
     words = ["cat", "dog", "owl", "fox", "hen", "ant", "bee", "elk", "emu", "yak"]
-    records = [
-        {
-            "messages": messages(
-                ("user", f"{i}: a {words[i % 10]}?"), ("assistant", "Aye aye, captain.")
-            )
-        }
-        for i in range(number)
-    ]
-    return write(path, records)
+    questions = [("user", f"{i}: a {words[i % 10]}?") for i in range(60)]
+    talks = [messages(question, ("assistant", "Aye aye, captain.")) for question in questions]
+    return write(path, [{"messages": talk} for talk in talks])

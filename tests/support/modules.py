@@ -1,23 +1,38 @@
-"""The language module without a Trainer, in every architecture of configs/model, and an output
-layer alone."""
+"""The language module without a Trainer, in every architecture of configs/model; tiny models with
+experts; a count of torch's operations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_dev.module import SMALL_DEEPSEEK_V3, LanguageModule
 
-from dist_template.text.model.head import without_head
 from tests.support.runs import SHIPPED
 
 ARCHITECTURES = {"deepseek_v3": SMALL_DEEPSEEK_V3} | {
     path.stem: yaml.safe_load(path.read_text())["model"]["architecture"]
     for path in SHIPPED.glob("model/*.yaml")
+}
+TINY = {
+    "hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 8, "num_hidden_layers": 4,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 50, "head_dim": 8,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+DEEPSEEK = TINY | {
+    "model_type": "deepseek_v3", "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 1, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "head_dim": 4,
+}  # fmt: skip
+SPARSE = {
+    "deepseek_v3": DEEPSEEK,
+    "qwen3_moe": TINY | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2},
+    "mixtral": TINY | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+    "gpt_oss": TINY | {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2},
 }
 
 
@@ -36,25 +51,22 @@ def build(seed: int = 0, **options: Any) -> LanguageModule:
     return module
 
 
-def hidden_states(model: Any, forward: Callable[[], Tensor]) -> Tensor:
-    with without_head(model) as result:
-        return result(forward())
+class Ops(TorchDispatchMode):
+    """Counts torch's operations, and notes each that makes the host wait for the device: it reads a
+    number, or needs one for a shape."""
 
+    WAITING = (
+        "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount",
+        "equal",
+    )  # fmt: skip
 
-class Head(nn.Module):
-    """An embedding and an output layer with the same weight; `cap` bounds the logits as Gemma
-    does."""
-
-    def __init__(self, vocabulary: int, width: int, cap: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.output = nn.Linear(width, vocabulary, bias=False)
-        self.output.weight = self.embedding.weight
-        self.cap = cap
+        self.seen: Counter[str] = Counter()
+        self.reads: list[str] = []
 
-    def get_output_embeddings(self) -> nn.Module:
-        return self.output
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.output(torch.tanh(self.embedding(tokens)))
-        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        self.seen[name] += 1
+        self.reads += [name] if name in self.WAITING else []
+        return func(*args, **(kwargs or {}))

@@ -23,9 +23,8 @@ def flags(folder: Path, records: list[Any]) -> list[str]:
     path = chats.write(folder / "pairs.jsonl", records)
     return [
         "--data.source=Preferences", f"--data.source.paths=[{path}]", "--data.tokenizer=Pretrained",
-        f"--data.tokenizer.path={chats.tokenizer(folder / 'tokenizer')}",
-        f"--data.cache_dir={folder / 'cache'}",
-        "--data.validation_share=0", "--data.test_share=0", "--data.prompts=[]",
+        f"--data.tokenizer.path={chats.tokenizer(folder / 'tokenizer')}", "--data.prompts=[]",
+        f"--data.cache_dir={folder / 'cache'}", "--data.validation_share=0", "--data.test_share=0",
     ]  # fmt: skip
 
 
@@ -36,8 +35,7 @@ def save_llama(folder: Path, vocab_size: int) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
 
@@ -49,16 +47,13 @@ def losses_of_trl(model: str, tokenizer: str, output: str) -> list[float]:
     from trl import DPOConfig, DPOTrainer
 
     arguments = DPOConfig(
-        output_dir=output, per_device_train_batch_size=8, max_steps=4, learning_rate=0.5,
-        optim="sgd",
-        lr_scheduler_type="constant", max_grad_norm=1e9, beta=0.1, logging_steps=1, use_cpu=True,
-        report_to=[],
-        save_strategy="no", bf16=False, gradient_checkpointing=False,
+        output_dir=output, per_device_train_batch_size=8, max_steps=4, learning_rate=0.5, beta=0.1,
+        optim="sgd", lr_scheduler_type="constant", max_grad_norm=1e9, logging_steps=1, use_cpu=True,
+        report_to=[], save_strategy="no", bf16=False, gradient_checkpointing=False,
     )  # fmt: skip
+    policy, reference = (AutoModelForCausalLM.from_pretrained(model) for _ in range(2))
     trainer = DPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model),
-        ref_model=AutoModelForCausalLM.from_pretrained(model),
-        args=arguments, train_dataset=Dataset.from_list(RECORDS),
+        policy, reference, arguments, train_dataset=Dataset.from_list(RECORDS),
         processing_class=AutoTokenizer.from_pretrained(tokenizer),
     )  # fmt: skip
     trainer.train()

@@ -1,12 +1,14 @@
-"""The cache: what goes in comes out, and what cannot be used is refused in one sentence."""
+"""Sources, tokenizers and the cache: what goes in comes out, and what cannot be used is refused in
+one sentence."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +17,106 @@ import pytest
 from trainer_dev.data import DataModule
 
 from dist_template import InputError
-from dist_template.text import ByteBPE, Bytes
+from dist_template.text import ByteBPE, Bytes, HubDataset, Jsonl, Parquet, TextFiles
 from dist_template.text.cache.token_cache import SPLITS
+from dist_template.text.sources.records import matching
+from dist_template.text.tokenizers import EOS
 from tests.support.library import NOT_COUNTED
 from tests.support.runs import SENTENCES, disk, quiet
+
+TEXTS = [
+    "def f(x):\n    return x\n", "  two  spaces\tand tabs\r\n", "Grüße, 世界 😀 \x00\x7f",
+    f"say {EOS} aloud",
+]  # fmt: skip
+EVERY_BYTE = "".join(map(chr, range(0x250)))  # all lead bytes of two-byte characters
+
+
+def read(source: Any) -> list[str]:
+    return [text for _, text in source.documents()]
+
+
+def refusal(call: Callable[..., object], *given: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        call(*given)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_text_files_are_read_in_one_order_each_once_and_to_the_byte(tmp_path: Path) -> None:
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"{number}.txt").write_bytes(text.encode())
+    assert read(TextFiles([f"{tmp_path}/[23].txt", f"{tmp_path}/**/*.txt"])) == TEXTS
+
+
+def test_links_in_a_circle_give_each_file_once(tmp_path: Path) -> None:
+    tree = tmp_path / "corpus"
+    for name in ("a.txt", "deep/b.txt", "deep/er/c.txt", ".hidden/d.txt"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(name)
+    (tree / "loop").symlink_to(tree, target_is_directory=True)
+    (tree / "deep" / "again.txt").symlink_to(tree / "a.txt")
+    found = [path.relative_to(tree).as_posix() for path in matching([f"{tree}/**/*.txt"])]
+    assert found == ["a.txt", "deep/b.txt", "deep/er/c.txt"]
+    assert f"{tree}/**/*" in refusal(read, TextFiles([str(tree)])), "how to write a folder"
+
+
+def test_records_give_their_field_or_say_which_there_are(tmp_path: Path, monkeypatch: Any) -> None:
+    import pyarrow
+    import pyarrow.parquet
+    from datasets import config
+
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    table, folder = pyarrow.table({"body": TEXTS, "id": [*range(4)]}), tmp_path / "set"
+    folder.mkdir()
+    path, lines = tmp_path / "a.parquet", folder / "train.jsonl"
+    pyarrow.parquet.write_table(table, path)
+    lines.write_text("".join(json.dumps(one) + "\n" for one in table.to_pylist()))
+    for kind, name in ((Parquet, [str(path)]), (Jsonl, [str(lines)]), (HubDataset, str(folder))):
+        assert read(kind(name, field="body")) == TEXTS
+        assert "'text'" in refusal(read, kind(name)) and "body, id" in refusal(read, kind(name))
+    assert ":1, which has body, id" in refusal(read, Jsonl([str(lines)], "id")), "it is no text"
+    assert "nowhere" in refusal(read, HubDataset(str(folder), split="nowhere"))
+    path.write_bytes(path.read_bytes()[:-9])
+    assert str(path) in refusal(read, Parquet([str(path)], "body"))
+
+
+@pytest.mark.parametrize("spec", [Bytes(), ByteBPE(vocab_size=400)], ids=["bytes", "bpe"])
+def test_any_text_comes_back_and_an_end_in_the_text_stays_text(spec: Any) -> None:
+    texts = [*TEXTS, EVERY_BYTE]
+    tokenizer = spec.fit(iter(texts * 20))
+    for text, ids in zip(texts, spec.encode(tokenizer, texts), strict=True):
+        assert tokenizer.decode(ids.tolist()) == text
+        assert tokenizer.eos_token_id not in ids
+
+
+def test_bpe_learns_from_the_train_split_alone(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Recorded(ByteBPE):
+        def fit(self, texts: Any) -> Any:
+            seen.extend(texts)
+            return super().fit(iter(seen))
+
+    source = TextFiles([str(Path(__file__))], separator="\n\n")
+    shares: Any = {"validation_share": 0.2, "test_share": 0.2, "cache_dir": str(tmp_path)}
+    data = DataModule(source, Recorded(300), 16, 2, 2, **shares)
+    data.prepare()
+    assert seen and {data._recipe.split_of(text) for text in seen} == {"train"}
+    assert len(seen) == data.require().manifest["splits"]["train"]["documents"]
+
+
+def test_shares_that_leave_nothing_are_refused() -> None:
+    with pytest.raises(InputError, match="nothing to train on"):
+        DataModule(validation_share=0.5, test_share=0.5).check(world_size=1)
 
 
 def documents_of(data: DataModule, split: str) -> list[str]:
     """The texts of a split, read back from its tokens."""
     corpus = data.require()
-    ids = corpus.tokens(split).tolist()
-    documents, current = [], []
-    for token in ids:
-        if token == data.eos_token_id:
-            documents.append(corpus.tokenizer.decode(current))
-            current = []
-        else:
-            current.append(token)
-    assert not current, "the last document has its end"
-    return documents
+    tokens = corpus.tokens(split)
+    *documents, rest = np.split(tokens, np.flatnonzero(tokens == data.eos_token_id) + 1)
+    assert not len(rest), "the last document has its end"
+    return [corpus.tokenizer.decode(each[:-1].tolist()) for each in documents]
 
 
 @pytest.mark.parametrize("tokenizer", [Bytes(), ByteBPE(vocab_size=300)], ids=["bytes", "bpe"])
@@ -64,26 +147,16 @@ def test_rows_count_every_token_once_and_only_the_last_is_not_full(data: DataMod
 def test_positions_restart_after_each_end_of_a_document(data: DataModule) -> None:
     data.prepare(report=quiet)
     batch = next(iter(data.train_dataloader()))
-    restarts = 0
-    rows = (batch[name].tolist() for name in ("input_ids", "position_ids"))
-    for ids, positions in zip(*rows, strict=True):
-        position = 0
-        for previous, got in zip([None, *ids], positions, strict=False):
-            restarts += previous == data.eos_token_id
-            position = 0 if previous in (None, data.eos_token_id) else position + 1
-            assert got == position
-    assert restarts > 0
+    ends = batch["input_ids"] == data.eos_token_id
+    assert ends[:, :-1].any()
+    for row, positions in zip(ends.tolist(), batch["position_ids"].tolist(), strict=True):
+        expected = [0]
+        for is_end in row[:-1]:
+            expected.append(0 if is_end else expected[-1] + 1)
+        assert positions == expected
     data.cross_document_attention = True
     batch = next(iter(data.train_dataloader()))
     assert batch["position_ids"].tolist() == [list(range(32))] * 8
-
-
-def refused(data: DataModule) -> str:
-    with pytest.raises(InputError) as caught:
-        data.require()
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def test_a_stale_cache_is_refused_until_prepared_again(data: DataModule, texts: Path) -> None:
@@ -92,14 +165,16 @@ def test_a_stale_cache_is_refused_until_prepared_again(data: DataModule, texts: 
     text = path.read_text(encoding="utf-8")
     path.write_text(text.upper(), encoding="utf-8")  # of the same size
     os.utime(path, ns=(1, 1))
-    assert "stale" in refused(data) and "03.txt has changed" in refused(data)
+    assert "stale" in refusal(data.require) and "03.txt has changed" in refusal(data.require)
     (texts / "new.txt").write_text("one more", encoding="utf-8")
-    assert "new.txt came or went" in refused(data)
+    assert "new.txt came or went" in refusal(data.require)
     data.check_source = False
     data.require()
     data.check_source = True
     data.prepare(report=quiet)
     assert text.upper() in [text for split in SPLITS for text in documents_of(data, split)]
+    data.source = TextFiles([f"{texts}/*.txt"], separator="!")
+    assert "no token cache" in refusal(data.require), "other arguments have another cache"
 
 
 def flip_a_bit(path: Path) -> None:
@@ -121,7 +196,7 @@ HARMS += [("test.bin", lambda path: os.truncate(path, 10))]
 def test_a_damaged_cache_is_refused_and_repaired(data: DataModule, name: str, harm: Any) -> None:
     harm(data.prepare(report=quiet).folder / name)
     lines: list[str] = []
-    assert "damaged" in refused(data)
+    assert "damaged" in refusal(data.require)
     data.prepare(report=lines.append)
     assert "damaged" in lines[0]
     data.require()
@@ -129,24 +204,16 @@ def test_a_damaged_cache_is_refused_and_repaired(data: DataModule, name: str, ha
 
 def test_a_second_prepare_at_the_same_time_is_refused(data: DataModule) -> None:
     corpus = data.prepare(report=quiet)
-    lock = str(corpus.folder) + ".lock"
-    code = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2);"
-    code += "print('held', flush=True); input()"
-    command = [sys.executable, "-c", code, lock]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
-        assert other.stdout and other.stdout.readline() == "held\n"
+    with open(f"{corpus.folder}.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         data.prepare(report=quiet)  # what is ready can be used all the same
         shutil.rmtree(corpus.folder)
         with pytest.raises(InputError, match="another `prepare` is filling"):
             data.prepare(report=quiet)
-        other.communicate("\n")
-    data.prepare(report=quiet)  # the lock went with its holder
+    data.prepare(report=quiet)  # the lock is released when its holder exits
 
 
-def test_a_full_disk_leaves_the_older_cache_alone(
-    data: DataModule, texts: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_leaves_an_older_cache(data: DataModule, texts: Path, tmp_path: Path) -> None:
     with disk(tmp_path / "disk", "256k") as tiny:
         data.cache_dir = str(tiny)
         folder = data.prepare(report=quiet).folder

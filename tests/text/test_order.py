@@ -1,24 +1,32 @@
-"""The order of samples does not depend on who reads them, and a run resumes exactly."""
+"""The order of samples does not depend on who reads them, a run resumes exactly, and the counted
+labels of a global batch are known on all ranks before a step."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from trainer_dev.data import DataModule
 
+from dist_template.text.batches import loader
+from dist_template.text.batches.rows import best_fit
 from tests.support.library import global_order
+from tests.support.runs import quiet
 
 COUNTERS = ("ready", "started", "processed", "completed")
 PROPERTY = settings(max_examples=150, deadline=None, derandomize=True)
 
 
-@dataclass(frozen=True)
-class Attempt:
+class Attempt(NamedTuple):
     """A job between two checkpoints: batch sizes, data-parallel ranks, and its number of steps."""
 
     micro: int
@@ -31,20 +39,16 @@ class Attempt:
         return self.micro * self.ranks * self.accumulation
 
 
-def attempts() -> st.SearchStrategy[list[Attempt]]:
-    sizes = st.integers(1, 4)
-    attempt = st.builds(Attempt, sizes, sizes, sizes, st.integers(1, 6))
-    return st.lists(attempt, min_size=1, max_size=4)
+FEW = st.integers(1, 4)
+ATTEMPTS = st.lists(st.builds(Attempt, FEW, FEW, FEW, st.integers(1, 6)), min_size=1, max_size=4)
 
 
 class Run:
     """A run over several attempts: counts batches as Lightning's loops, keeps a checkpoint."""
 
     def __init__(self, num_rows: int, seed: int | None) -> None:
-        self.num_rows = num_rows
-        self.seed = seed
+        self.num_rows, self.seed = num_rows, seed
         self.rows: list[int] = []  # in the order in which they were read
-        self.start = 0  # consumed samples when the newest attempt started
         total, current = (SimpleNamespace(**dict.fromkeys(COUNTERS, 0)) for _ in range(2))
         self.saved: Any = (SimpleNamespace(total=total, current=current), {})
 
@@ -57,25 +61,21 @@ class Run:
         loop.batch_progress = progress  # Lightning restores its counters after `setup`
         counter.load(state)
         counter.on_train_start(trainer, SimpleNamespace())  # ty: ignore[invalid-argument-type]
-        self.start = counter.value(trainer)
-        wanted = self.start + attempt.steps * attempt.global_batch
+        wanted = counter.value(trainer) + attempt.steps * attempt.global_batch
         while counter.value(trainer) < wanted:
-            self._epoch(attempt, trainer, counter, wanted)
+            self._epoch(attempt, progress, lambda: counter.value(trainer), wanted)
         self.saved = (progress, counter.as_state(trainer))
 
-    def _epoch(self, attempt: Attempt, trainer: Any, counter: Any, wanted: int) -> None:
-        progress = trainer.fit_loop.epoch_loop.batch_progress
+    def _epoch(self, attempt: Attempt, progress: Any, consumed: Any, wanted: int) -> None:
+        sizes, ranks = (self.num_rows, attempt.global_batch, attempt.micro), attempt.ranks
         orders = [
-            global_order.GlobalOrder(
-                self.num_rows, attempt.global_batch, attempt.micro, rank, attempt.ranks, self.seed,
-                consumed=lambda: counter.value(trainer),
-            )
-            for rank in range(attempt.ranks)
-        ]  # fmt: skip
+            global_order.GlobalOrder(*sizes, rank, ranks, self.seed, consumed=consumed)
+            for rank in range(ranks)
+        ]
         if progress.current.ready >= len(orders[0]):
             vars(progress.current).update(dict.fromkeys(COUNTERS, 0))
         for batches in zip(*orders, strict=True):
-            if progress.current.ready >= len(orders[0]) or counter.value(trainer) >= wanted:
+            if progress.current.ready >= len(orders[0]) or consumed() >= wanted:
                 return
             for batch in batches:
                 assert len(batch) == attempt.micro
@@ -87,14 +87,12 @@ class Run:
 
 def stream(num_rows: int, seed: int | None) -> Iterator[int]:
     """All rows, then all rows in another order, and so on."""
-    epoch = 0
-    while True:
+    for epoch in count():
         yield from global_order.permutation(num_rows, seed, epoch).tolist()
-        epoch += 1
 
 
 @PROPERTY
-@given(st.integers(0, 40), st.none() | st.integers(0, 3), attempts())
+@given(st.integers(0, 40), st.none() | st.integers(0, 3), ATTEMPTS)
 def test_a_run_of_any_attempts_reads_the_stream_without_a_gap(
     spare_rows: int, seed: int | None, jobs: list[Attempt]
 ) -> None:
@@ -109,9 +107,7 @@ def test_a_run_of_any_attempts_reads_the_stream_without_a_gap(
 
 @PROPERTY
 @given(st.integers(2, 60), st.integers(0, 5), st.integers(0, 5))
-def test_each_pass_has_every_row_once_in_an_order_of_its_own(
-    num_rows: int, seed: int, epoch: int
-) -> None:
+def test_each_pass_has_every_row_in_another_order(num_rows: int, seed: int, epoch: int) -> None:
     rows = global_order.permutation(num_rows, seed, epoch).tolist()
     assert sorted(rows) == [*range(num_rows)]
     assert rows[-1] == num_rows - 1, "the last row, in which only a part may count, stays the last"
@@ -133,3 +129,66 @@ def test_evaluation_reads_every_row_once_in_equally_many_full_batches(
         read += [row for batch in batches for row in batch]
     assert sorted(row for row in read if row != global_order.PADDING) == [*range(rows)]
     assert len(read) - rows < ranks * micro, "no more padding than it takes"
+
+
+LABELS = [3, 8, 1, 2, 5]  # labels that count, in each batch of 8
+CPU = torch.device("cpu")
+
+
+def read(accumulation: int) -> list[dict[str, Any]]:
+    labels = (torch.from_numpy(np.where(np.arange(8) < counted, 7, -100)) for counted in LABELS)
+    rows = [{"labels": each} for each in labels]
+    return list(loader.StepLoader(rows, accumulation, batch_size=None))
+
+
+def steps(accumulation: int) -> list[loader.Counted]:
+    return [batch[loader.COUNTED] for batch in read(accumulation) if loader.COUNTED in batch]
+
+
+def test_the_first_batch_of_a_step_has_the_counts_of_the_step_and_the_next() -> None:
+    assert [loader.COUNTED in batch for batch in read(2)] == [True, False, True, False, True]
+    assert steps(2) == [
+        loader.Counted(11, 3, True), loader.Counted(3, 5, False), loader.Counted(5, None, False),
+    ]  # fmt: skip
+    assert [counted.step for counted in steps(1)] == LABELS
+
+
+def test_the_sum_starts_a_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank has 10 labels more; sums come after a wait."""
+    calls: list[str] = []
+
+    def all_reduce(tensor: Tensor, async_op: bool) -> Any:
+        assert async_op
+        calls.append(f"start {tensor.item():.0f}")
+        return SimpleNamespace(wait=lambda: calls.append("wait") or tensor.add_(tensor + 10))
+
+    ranks: Any = {"is_initialized": lambda: True, "get_world_size": lambda: 2}
+    monkeypatch.setattr(loader, "dist", SimpleNamespace(all_reduce=all_reduce, **ranks))
+    tokens, means = loader.TokensPerMicroBatch(), []
+    for counted in steps(2):
+        means.append(tokens.of(counted, 2, CPU).item())
+        calls.append("step")
+    assert means == [(11 + 21) / 2 / 2, (3 + 13) / 2 / 2, (5 + 15) / 2 / 2]
+    assert calls[:4] == ["start 11", "wait", "start 3", "step"]
+    assert calls[4:] == ["wait", "start 5", "step", "wait", "step"]
+
+
+def test_memory_is_pinned_for_the_gpu_that_trains(data: DataModule, monkeypatch: Any) -> None:
+    """Not for a training on CPUs beside GPUs: each rank would start CUDA on the first GPU."""
+    data.prepare(report=quiet)
+    data.setup("fit")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("cpu", "cuda"):
+        data.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(name)))
+        assert data._loader(data.rows_of("train"), [[0]], 0).pin_memory == (name == "cuda")
+
+
+@pytest.mark.parametrize(("median", "sigma", "seq_len"), [(250, 0.9, 2048), (60, 1.2, 1024)])
+def test_rows_are_98_percent_full_and_complete(median: int, sigma: float, seq_len: int) -> None:
+    """A log-normal distribution describes the lengths of published conversations well."""
+    lengths = np.exp(np.random.default_rng(0).normal(np.log(median), sigma, 20_000))
+    sizes = np.clip(lengths.astype(np.int64), 8, seq_len)
+    rows = best_fit(sizes, seq_len)
+    assert sorted(item for row in rows for item in row) == [*range(len(sizes))]
+    assert max(int(sizes[row].sum()) for row in rows) <= seq_len
+    assert sizes.sum() / (len(rows) * seq_len) >= 0.98

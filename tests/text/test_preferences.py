@@ -38,18 +38,17 @@ def test_messages_may_be_answers_or_full_conversations(tmp_path: Path) -> None:
 
 
 TEXTS = {"prompt": "a ", "chosen": "b", "rejected": "c"}
-IN_OBJECTS = {"prompt": {"a": 1}, "chosen": {"a": 2}, "rejected": {"a": 3}}
-WRONG: list[tuple[Any, str]] = [
-    ({"prompt": "a", "chosen": "b"}, "needs chosen and rejected"),
-    ({"chosen": "b", "rejected": "c"}, "needs prompt, chosen and rejected in one form"),
-    (TEXTS | {"rejected": "b"}, "two different answers"),
-    (TEXTS | {"rejected": messages(GOOD)}, "in one form: texts, or lists of messages"),
-    (IN_OBJECTS, "in one form"),
-]
+WRONG: dict[str, Any] = {
+    "needs chosen and rejected": {"prompt": "a", "chosen": "b"},
+    "needs prompt, chosen and rejected in one form": {"chosen": "b", "rejected": "c"},
+    "two different answers": TEXTS | {"rejected": "b"},
+    "in one form: texts, or lists of messages": TEXTS | {"rejected": messages(GOOD)},
+    "in one form": {"prompt": {"a": 1}, "chosen": {"a": 2}, "rejected": {"a": 3}},
+}
 
 
 def test_a_wrong_pair_is_one_sentence_with_file_and_line(tmp_path: Path) -> None:
-    for record, sentence in WRONG:
+    for sentence, record in WRONG.items():
         path = write(tmp_path / "bad.jsonl", [TEXTS, record])
         with pytest.raises(InputError, match=sentence) as caught:
             read(path)
@@ -57,14 +56,12 @@ def test_a_wrong_pair_is_one_sentence_with_file_and_line(tmp_path: Path) -> None
 
 
 def prepared(
-    tmp_path: Path, records: list[Any], template: Any = None, **options: Any
+    folder: Path, records: list[Any], template: str | None = None, seq_len: int = 64, **options: Any
 ) -> DataModule:
-    folder = chats.tokenizer(tmp_path / "tokenizer", template=template)
-    path = write(tmp_path / "pairs.jsonl", records)
-    given: Any = {"seq_len": 64, "global_batch_size": 1, "micro_batch_size": 1}
-    given |= {"validation_share": 0.0, "test_share": 0.0, "cache_dir": str(tmp_path / "cache")}
-    given |= options
-    data = DataModule(Preferences([str(path)]), Pretrained(str(folder)), **given)
+    tokenizer = Pretrained(str(chats.tokenizer(folder / "tokenizer", template=template)))
+    source = Preferences([str(write(folder / "pairs.jsonl", records))])
+    options |= {"validation_share": 0.0, "test_share": 0.0, "cache_dir": str(folder / "cache")}
+    data = DataModule(source, tokenizer, seq_len, 1, 1, **options)
     data.prepare(report=quiet)
     return data
 
@@ -110,11 +107,10 @@ def test_attention_across_documents_and_a_hidden_answer_are_refused(tmp_path: Pa
     data = prepared(tmp_path, [TEXTS], cross_document_attention=True)
     with pytest.raises(InputError, match="cross_document_attention lets a pair's second answer"):
         data.check(1)
-    (tmp_path / "b").mkdir()
     hides = chats.UNTAGGED.replace("m.role == 'assistant'", "false").replace("{{ m.content }}", "")
     said = "pairs.jsonl:1 of data.source has an answer without a token of its own"
     with pytest.raises(InputError, match=said):
-        prepared(tmp_path / "b", [IN_MESSAGES], template=hides)
+        prepared(tmp_path, [IN_MESSAGES], hides)
 
 
 LOSSES = {"dpo": -math.log(1 / (1 + math.exp(-0.5 * (-3.0 + 5.0))))}
@@ -125,26 +121,21 @@ LOSSES |= {"simpo": -math.log(1 / (1 + math.exp(-(0.5 * (-2.0 + 7.0) - 0.5))))}
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_losses_are_those_of_their_papers(loss: Any) -> None:
     """A chosen answer of 2 tokens and a rejected one of 1, of a model whose logits are given."""
-    log_probabilities = torch.tensor([-9.0, -1.0, -3.0, -9.0, -7.0])  # of labels; -9: not counted
     labels = torch.tensor([[NOT_COUNTED, 0, 0, NOT_COUNTED, 0]])
-    batch = {"labels": labels, PAIRS: torch.tensor([[0, 3, 5]])}
-    reference = torch.tensor([0.0, -0.5, -0.5, 0.0, -2.0])
-
-    class Model(torch.nn.Module):
-        def __init__(self, values: torch.Tensor) -> None:
-            super().__init__()
-            self.values = values
+    policy = torch.tensor([-9.0, -1.0, -3.0, -9.0, -7.0])  # log-probabilities; -9: not counted
+    reference = torch.tensor([-1e-9, -0.5, -0.5, -1e-9, -2.0])
 
     class Module(SimpleNamespace):
         def __call__(self, batch: Any) -> torch.Tensor:
-            first = self.model.values
+            first = self.model[0]
             return torch.stack([first, torch.log1p(-first.exp())], -1)[None]
 
+    models = [torch.nn.ParameterList([values]) for values in (policy, reference)]
     module = Module(
-        model=Model(log_probabilities), reference=Model(reference.clamp(max=-1e-9)),
-        balancer=SimpleNamespace(counts_now=True), preference=PreferenceConfig(loss=loss, beta=0.5),
+        model=models[0], reference=models[1], balancer=SimpleNamespace(counts_now=True),
+        preference=PreferenceConfig(loss=loss, beta=0.5),
     )  # fmt: skip
-    sums = pair_sums(module, batch)
+    sums = pair_sums(module, {"labels": labels, PAIRS: torch.tensor([[0, 3, 5]])})
     assert sums["loss"].item() == pytest.approx(LOSSES[loss], rel=1e-5)
     assert sums["rewards/accuracy"].item() == 1
-    assert module.model.values is log_probabilities and module.balancer.counts_now
+    assert module.model is models[0] and module.balancer.counts_now
