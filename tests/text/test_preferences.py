@@ -15,7 +15,7 @@ from trainer_dev.data import DataModule
 from dist_template import InputError
 from dist_template.text import Preferences, Pretrained
 from dist_template.text.batches.rows import PAIRS
-from dist_template.text.preference_loss import pair_sums
+from dist_template.text.preference_loss import pair_values
 from tests.support import chats, pairs
 from tests.support.chats import messages, write
 from tests.support.library import BOUNDS, NOT_COUNTED, PreferenceConfig, global_order
@@ -115,6 +115,8 @@ def test_attention_across_documents_and_a_hidden_answer_are_refused(tmp_path: Pa
 
 LOSSES = {"dpo": -math.log(1 / (1 + math.exp(-0.5 * (-3.0 + 5.0))))}
 LOSSES |= {"ipo": ((-3.0 / 2 + 5.0) - 1.0) ** 2}
+ODDS = [math.exp(score) / (1 - math.exp(score)) for score in (-2.0, -7.0)]
+LOSSES |= {"orpo": 2.0 + 0.5 * math.log(1 + ODDS[1] / ODDS[0])}
 LOSSES |= {"simpo": -math.log(1 / (1 + math.exp(-(0.5 * (-2.0 + 7.0) - 0.5))))}
 
 
@@ -135,7 +137,7 @@ def test_the_losses_are_those_of_their_papers(loss: Any) -> None:
         model=models[0], reference=models[1], balancer=SimpleNamespace(counts_now=True),
         preference=PreferenceConfig(loss=loss, beta=0.5),
     )  # fmt: skip
-    sums = pair_sums(module, {"labels": labels, PAIRS: torch.tensor([[0, 3, 5]])})
-    assert sums["loss"].item() == pytest.approx(LOSSES[loss], rel=1e-5)
-    assert sums["rewards/accuracy"].item() == 1
+    values = pair_values(module, {"labels": labels, PAIRS: torch.tensor([[0, 3, 5]])})
+    assert values["loss"].item() == pytest.approx(LOSSES[loss], rel=1e-5)
+    assert values["rewards/accuracy"].item() == 1
     assert module.model is models[0] and module.balancer.counts_now

@@ -32,7 +32,7 @@ HELP = (
     " the assistant's turns"
 )
 COUNTS = "train"  # key of a message in a document: whether it counts, whatever its role
-NO_REASONING = {"enable_thinking": False, "thinking": False}  # variables of published templates
+NO_REASONING: dict[str, Any] = {"enable_thinking": False, "thinking": False}  # variables of published templates
 OPENED = re.compile(r"<think>\s*$")  # a prompt that demands reasoning
 PROBE = [{"role": role, "content": content} for role, content in zip(("user", "assistant") * 2, "abcd", strict=True)]
 
@@ -111,8 +111,8 @@ def encode(
             ids, offsets = np.array(out["input_ids"], dtype=np.int64), np.array(out["offset_mapping"])
             counted = np.ones(len(ids), dtype=bool)
             if train_on != "all":
-                spans = _spans(partial(render, tokenize=False), tokenizer, template, messages, numbers)
-                counted = _tokens(spans, offsets)
+                as_text: Any = partial(render, tokenize=False)
+                counted = _tokens(_spans(as_text, tokenizer, template, messages, numbers), offsets)
             if template.has_tags and train_on != "all":
                 counted &= np.array(out["assistant_masks"], dtype=bool)
         except Exception as error:  # a template raises errors of Jinja and of Python
@@ -133,10 +133,12 @@ def _spans(
     text, special = render(messages), tuple(tokenizer.get_added_vocab())
     for number in numbers:
         turn = render(messages[: number + 1]).rstrip()  # no label follows the token that ends it
-        prompt = _prompt(render, messages[:number], turn, template)
-        if (role := messages[number]["role"]) != "assistant":
+        is_answer = number > 0 and messages[number]["role"] == "assistant"
+        if is_answer:
+            prompt = _prompt(render, messages[:number], turn, template)
+        else:  # nothing asks for it
             prompt = turn[: turn.rfind(messages[number]["content"].strip())]
-        if template.has_tags and role == "assistant":
+        if template.has_tags and is_answer:
             following = [n for n in range(number + 1, len(messages)) if messages[n]["role"] == "assistant"]
             end = len(render(messages[: following[0]])) if following else len(text)
             prompt = prompt or render(messages[:number])
