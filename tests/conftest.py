@@ -50,10 +50,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     few steps."""
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(60):
-        line = f"document {number}: " + "the quick brown fox jumps over the lazy dog. " * (
-            4 + number % 5
-        )
-        (folder / f"{number:02}.txt").write_text(line, encoding="utf-8")
+        words = "the quick brown fox jumps over the lazy dog. " * (4 + number % 5)
+        (folder / f"{number:02}.txt").write_text(f"document {number}: {words}", encoding="utf-8")
     return folder
 
 
@@ -74,9 +72,8 @@ def texts(tmp_path: Path) -> Path:
     folder = tmp_path / "texts"
     folder.mkdir()
     for number in range(40):
-        (folder / f"{number:02}.txt").write_text(
-            f"{number % 39}\n" + SENTENCES * (1 + number % 39 % 5), "utf-8"
-        )
+        text = f"{number % 39}\n" + SENTENCES * (1 + number % 39 % 5)
+        (folder / f"{number:02}.txt").write_text(text, "utf-8")
     return folder
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +10,9 @@ import torch
 from lightning.pytorch import Callback
 from pytest import CaptureFixture, MonkeyPatch
 
-from dist_template.errors import Exit
+from dist_template.errors import DECIDED, Exit
 from dist_template.wings.diagnose import read_run
-from tests.support.injury import Training
-from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, command, only_run, run
-from tests.support.tiers import tiers
+from tests.support.runs import command, only_run, run, run_in_subprocess
 from tests.support.wings import engine
 
 ERRORS = {"KeyError": KeyError, "OutOfMemoryError": torch.OutOfMemoryError}
@@ -46,16 +41,10 @@ def broken(flags: list[str], **arguments: Any) -> list[str]:
     return ["fit", *flags, f"--trainer.callbacks+={__name__}.Breaks", *given]
 
 
-@pytest.fixture(autouse=True)
-def apart(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.delenv("DIST_RUN_ID", raising=False)
-    monkeypatch.delenv("TRACEBACK", raising=False)
-
-
 def test_a_crash_is_reported_in_a_sentence_and_its_traceback_is_kept(
-    flags: list[str], tmp_path: Path, capfd: CaptureFixture, monkeypatch: MonkeyPatch
+    flags: list[str], tmp_path: Path, capfd: CaptureFixture
 ) -> None:
-    assert command(broken(flags)) == Exit.FAILED
+    assert command(broken([*flags, "--run.report=true"])) == Exit.FAILED
     printed, folder = capfd.readouterr().err, only_run(tmp_path)
     assert "Traceback" not in printed
     assert "step 2, micro-batch 1, forward" in printed and "KeyError: 'labels'" in printed
@@ -68,10 +57,8 @@ def test_a_crash_is_reported_in_a_sentence_and_its_traceback_is_kept(
     assert record["memory"]["used_gib"] >= record["memory"]["outside_gib"] > 0
     (finding,) = [each for each in engine.diagnose(read_run(folder)) if each.rule == "crashed"]
     assert "KeyError: 'labels'" in finding.evidence and finding.steps == (2, 2)
-
-    monkeypatch.setenv("TRACEBACK", "1")
-    assert command(broken(flags)) == Exit.FAILED
-    assert "Traceback (most recent call last)" in capfd.readouterr().err
+    report = (folder / "report.html").read_text("utf-8")
+    assert "step 1 of 20" in report and "training crashed: KeyError" in report
 
 
 def test_out_of_memory_is_reported_with_remedies(
@@ -79,7 +66,7 @@ def test_out_of_memory_is_reported_with_remedies(
 ) -> None:
     message = "CUDA out of memory. Tried to allocate 2.00 GiB"
     memory = {"error": "OutOfMemoryError", "message": message}
-    assert command(broken(flags, **memory, step=1)) == Exit.FAILED
+    assert command(broken(flags, **memory)) == Exit.FAILED
     printed = capfd.readouterr().err
     assert "Traceback" not in printed and "2 GiB more were requested" in printed
     assert "--data.micro_batch_size 1 " in printed and "now 2, frees" in printed
@@ -89,42 +76,23 @@ def test_out_of_memory_is_reported_with_remedies(
     (first,) = [each for each in findings if each.rule == "out_of_memory"]
     assert first.level == "error" and first.causes[0].changes[0].to == 1
 
+    monkeypatch.setenv("TRACEBACK", "1")
     assert command(broken([*flags, "--run.name=second"], **memory, step=0)) == Exit.OUT_OF_MEMORY
-    assert "optimizer state" not in capfd.readouterr().err, "which the first step would have made"
+    printed = capfd.readouterr().err
+    assert "optimizer state" not in printed, "which the first step would have made"
+    assert "Traceback (most recent call last)" in printed
+    assert Exit.OUT_OF_MEMORY in DECIDED, "a launcher does not restart it"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", tiers([1, -1], daily=[1]))
-def test_two_processes_report_a_crash_once(flags: list[str], tmp_path: Path, rank: int) -> None:
-    """As a user starts them; with -1 both crash."""
+def test_two_processes_report_a_crash_of_one_once(flags: list[str], tmp_path: Path) -> None:
+    """As a user starts them."""
     run("prepare", *flags)
-    flags = [*flags, "--trainer.devices=2", "--trainer.strategy=ddp"]
-    environment = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_RUN}
-    argv = [sys.executable, "-m", PACKAGE, *broken(flags, rank=rank)]
-    options: Any = {"capture_output": True, "text": True, "timeout": 120}
-    ended = subprocess.run(argv, cwd=PROJECT, env=environment, **options)
+    two = ["--trainer.devices=2", "--trainer.strategy=ddp"]
+    ended = run_in_subprocess(*broken([*flags, *two], rank=1))
     printed = ended.stdout + ended.stderr
     assert ended.returncode == Exit.FAILED
     assert printed.count("KeyError: 'labels'") == 1 and "Traceback" not in printed, printed
     assert "training crashed" not in printed, "as a finding too"
     assert printed.count("the traceback is in") == 1
     assert {crash["rank"] for crash in read_run(only_run(tmp_path)).crashes} == {0, 1}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", tiers([1, 2], daily=[1]))
-def test_the_launcher_restarts_only_if_a_step_had_fitted(
-    flags: list[str], tmp_path: Path, ranks: int
-) -> None:
-    """The last of the ranks has no memory."""
-    run("prepare", *flags)
-    last = ranks - 1
-    memory = {"error": "OutOfMemoryError", "message": "'Tried to allocate 2.00 GiB'", "rank": last}
-    for step, code, starts in ((0, Exit.OUT_OF_MEMORY, 1), (1, Exit.FAILED, 2)):
-        argv = broken([*flags, "--trainer.strategy=ddp"], **memory, step=step)
-        with Training(tmp_path / f"at{step}", argv, NPROC=str(ranks), MAX_RESTARTS="1") as training:
-            assert training.end() == code, training.log.read_text()
-        printed = training.log.read_text()
-        assert printed.count("ERROR    out of memory") == starts and "Traceback" not in printed
-        folder = tmp_path / "runs" / "default" / f"at{step}" / "crash"
-        assert len(list(folder.glob(f"rank{last}*.json"))) == starts, "of the attempt before, too"

@@ -18,7 +18,7 @@ from dist_template.callbacks import Numerics
 from dist_template.callbacks.numerics import StepCheck
 from dist_template.errors import Exit
 from tests.support.library import numerics, read_full, read_incidents
-from tests.support.numerics import is_finite, newest_step, spoil
+from tests.support.numerics import is_finite, newest_step, spoil_loss
 from tests.support.runs import newest, only_run, run
 
 QUICK = ["--trainer.max_steps=8", "--trainer.limit_val_batches=0", "--trainer.logger=false"]
@@ -34,25 +34,17 @@ def test_stopping_returns_its_exit_code_and_keeps_the_checkpoint_from_before(
     flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture, last: int
 ) -> None:
     """Also at the last step, after which there is no step in which the host could check it."""
-    spoil(monkeypatch, lambda step: step == last)
+    spoil_loss([last], replace=monkeypatch.setattr)
     assert run("fit", *flags, *QUICK, "--last_checkpoint.every_n_steps=1") == Exit.NON_FINITE
-    assert f"training stopped: step {last} was skipped: loss nan" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert f"training stopped: step {last} was skipped: loss nan" in shown.err
+    assert "diagnosis: error: the loss or the gradient is not finite" in shown.out
     assert newest_step(only_run(tmp_path)) == last - 1
     assert is_finite(saved_weights(tmp_path))
 
 
-def test_without_the_guard_nan_weights_are_saved_silently(
-    flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
-    spoil(monkeypatch, lambda step: step == 4)
-    for hook in ("before_backward", "train_start", "before_optimizer_step", "save_checkpoint"):
-        monkeypatch.setattr(Numerics, f"on_{hook}", lambda *_: None)
-    assert run("fit", *flags, *QUICK) == 0
-    assert not is_finite(saved_weights(tmp_path))
-
-
 def test_skip_has_patience(flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    spoil(monkeypatch, lambda step: step >= 3)
+    spoil_loss(range(3, 9), replace=monkeypatch.setattr)
     skip = ["--numerics.on_non_finite=skip", "--numerics.patience=3"]
     assert run("fit", *flags, *QUICK, *skip) == Exit.NON_FINITE
     found = [(each["step"], each["decision"]) for each in read_incidents(only_run(tmp_path))]
@@ -81,7 +73,7 @@ def test_no_checkpoint_is_saved_of_weights_that_something_else_made_non_finite(
 def test_an_optimizer_that_is_not_fused_skips_the_step_too(
     flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
-    spoil(monkeypatch, lambda step: step == 4)
+    spoil_loss([4], replace=monkeypatch.setattr)
     sgd = lambda self: torch.optim.SGD(self.parameters(), lr=0.1)  # noqa: E731
     monkeypatch.setattr(LanguageModule, "configure_optimizers", sgd)
     assert run("fit", *flags, *QUICK, "--numerics.on_non_finite=skip") == 0
@@ -105,13 +97,12 @@ def test_the_loss_scale_falls_where_the_own_gradient_is_finite(
     assert weight.tolist() == [1.0] * 3
 
 
-def judged(guard: Numerics, norm: float, loss: float = 2.0, **precision: Any) -> str:
-    """Returns how the guard reacts to a step with this loss and norm."""
-    plugin = SimpleNamespace(precision="16-mixed", **precision)
-    data = SimpleNamespace(rank=0)
-    trainer = SimpleNamespace(precision_plugin=plugin, is_global_zero=True, datamodule=data)
+def judged(guard: Numerics, norm: float, scaler: Any) -> str:
+    """Returns how the guard reacts to a step with a finite loss and this norm."""
+    trainer = SimpleNamespace(is_global_zero=True, datamodule=SimpleNamespace(rank=0))
+    trainer.precision_plugin = SimpleNamespace(precision="16-mixed", scaler=scaler)
     guard._uses_deepspeed = False
-    values = torch.tensor([loss, norm, math.inf, float(not math.isfinite(norm))])
+    values = torch.tensor([2.0, norm, math.inf, float(not math.isfinite(norm))])
     try:
         guard._act_on(trainer, StepCheck(values, step=3))
     except Ended as ended:
@@ -121,10 +112,9 @@ def judged(guard: Numerics, norm: float, loss: float = 2.0, **precision: Any) ->
 
 def test_an_overflow_of_the_loss_scaler_is_an_incident_only_after_patience(tmp_path: Path) -> None:
     guard = Numerics(folder=str(tmp_path), patience=3)
-    assert [judged(guard, math.inf, scaler=object()) for _ in range(2)] == ["continues"] * 2
-    assert judged(guard, 1.0, scaler=object()) == "continues"
-    third = [judged(guard, math.inf, scaler=object()) for _ in range(3)]
-    assert third == ["continues", "continues", "NON_FINITE"]
+    norms = [math.inf, math.inf, 1.0, math.inf, math.inf]
+    assert [judged(guard, norm, scaler=object()) for norm in norms] == ["continues"] * 5
+    assert judged(guard, math.inf, scaler=object()) == "NON_FINITE"
     assert judged(Numerics(folder=str(tmp_path)), math.inf, scaler=None) == "NON_FINITE"
 
 

@@ -8,22 +8,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from dist_template import InputError
+from dist_template import InputError, Project
 from dist_template.callbacks import LastCheckpoint, SampleOrder
+from tests.support.classifier import Images
 from tests.support.runs import Workers
-from tests.support.streams import STREAMS
 
 NUM = 22
-
-
-class Numbers(Dataset):
-    def __len__(self) -> int:
-        return NUM
-
-    def __getitem__(self, index: int) -> int:
-        return index
+NUMBERS: Any = range(NUM)  # a data set: it has a length and items
 
 
 class Module(L.LightningModule):
@@ -43,9 +36,7 @@ class Module(L.LightningModule):
 
 
 class Data(L.LightningDataModule):
-    def __init__(self, loader: Any) -> None:
-        super().__init__()
-        self.loader = loader
+    loader: Any
 
     def train_dataloader(self) -> Any:
         return self.loader
@@ -60,14 +51,16 @@ def fit(folder: Path, loader: Any, max_steps: int, **options: Any) -> list[list[
         enable_checkpointing=len(callbacks) > 1, enable_model_summary=False, callbacks=callbacks,
         **options,
     )  # fmt: skip
-    trainer.fit(module, datamodule=Data(loader), ckpt_path=resumes)
+    data = Data()
+    data.loader = loader
+    trainer.fit(module, datamodule=data, ckpt_path=resumes)
     trainer.save_checkpoint(folder / "last.ckpt")
     return module.batches
 
 
 @pytest.mark.parametrize(("stop", "workers"), [(3, 0), (5, 1), (7, 0)])
 def test_a_resume_reads_the_next_samples(tmp_path: Path, stop: int, workers: int) -> None:
-    loader = DataLoader(Numbers(), 4, shuffle=True, num_workers=workers)
+    loader = DataLoader(NUMBERS, 4, shuffle=True, num_workers=workers)
     uninterrupted = fit(tmp_path, loader, 12)
     samples = sum(uninterrupted, [])
     assert sorted(samples[:20]) != samples[:20], "shuffled"
@@ -77,13 +70,13 @@ def test_a_resume_reads_the_next_samples(tmp_path: Path, stop: int, workers: int
 
 
 def test_a_resume_with_other_samples_is_refused_and_can_be_accepted(tmp_path: Path) -> None:
-    fit(tmp_path, DataLoader(Numbers(), 4, shuffle=True), 3)
-    last, fewer = tmp_path / "last.ckpt", Subset(Numbers(), range(18))
-    seeded = DataLoader(Numbers(), 4, shuffle=True, generator=torch.Generator().manual_seed(5))
+    fit(tmp_path, DataLoader(NUMBERS, 4, shuffle=True), 3)
+    last, fewer = tmp_path / "last.ckpt", Subset(NUMBERS, range(18))
+    seeded = DataLoader(NUMBERS, 4, shuffle=True, generator=torch.Generator().manual_seed(5))
     for loader, said in (
         (DataLoader(fewer, 4, shuffle=True), r"samples 22, now 18: .*accept_changes '\[samples\]'"),
         (seeded, "seed 0, now 5: "),
-        (DataLoader(Numbers(), 4), "seed 0, now None: "),
+        (DataLoader(NUMBERS, 4), "seed 0, now None: "),
     ):
         with pytest.raises(InputError, match=f"was trained with {said}"):
             fit(tmp_path, loader, 5, ckpt_path=last)
@@ -95,20 +88,26 @@ def test_a_resume_with_other_samples_is_refused_and_can_be_accepted(tmp_path: Pa
 def test_a_training_set_below_one_step_is_refused(tmp_path: Path) -> None:
     sentence = "has 22 samples, and an optimizer step takes 24: batch_size 8 x data_parallel 1 x "
     with pytest.raises(InputError, match=sentence):
-        fit(tmp_path, DataLoader(Numbers(), 8), 1, accumulate_grad_batches=3)
+        fit(tmp_path, DataLoader(NUMBERS, 8), 1, accumulate_grad_batches=3)
 
 
-def sanity_check(folder: Path, ranks: int, rows: int) -> dict[str, float]:
-    given = [
-        "fit", f"--run.root={folder / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
-        f"--trainer.devices={ranks}", "--trainer.max_steps=6", "--data.kind=constant",
-        "--best_checkpoint.monitor=val_loss", f"--data.num_held_out={rows}",
-    ]  # fmt: skip
-    with Workers(ranks, STREAMS) as workers:
-        return workers.run(given, folder / f"{ranks}").check().eval("sanity_check")[0]
+class Uneven(Images):
+    """30 rows to evaluate: in batches of 4, the last one has 2."""
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(TensorDataset(*(each[:30] for each in self.held_out.tensors)), 4)
+
+
+UNEVEN = Project("tests.support", ".classifier:PlainClassifier", f"{__name__}:Uneven")
 
 
 @pytest.mark.slow
 def test_an_evaluation_counts_each_row_of_a_smaller_last_batch_once(tmp_path: Path) -> None:
-    one, two = (sanity_check(tmp_path, ranks, rows=30) for ranks in (1, 2))
-    assert two == pytest.approx(one, rel=1e-6)
+    losses = []
+    for ranks in (1, 2):
+        given = f"""fit --run.root={tmp_path / "runs"} --run.report=false --trainer.accelerator=cpu
+            --trainer.devices={ranks} --trainer.max_steps=1 --best_checkpoint.monitor=val_loss"""
+        with Workers(ranks, UNEVEN) as workers:
+            record = workers.run(given.split(), tmp_path / f"{ranks}").check()
+        losses.append(record.eval("sanity_check")[0])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)

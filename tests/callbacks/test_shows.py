@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from pytest import CaptureFixture, MonkeyPatch
 from torch import Tensor, nn
 from trainer_dev.module import LanguageModule
 
 from dist_template.callbacks import Console
+from dist_template.callbacks.console import only_shows
 from dist_template.callbacks.samples import Samples
 from dist_template.callbacks.summary import Summary
 from dist_template.wings.diagnose.callback import Diagnosis
@@ -33,17 +34,13 @@ class Network(nn.Module):
         return self.output(self.embedding(tokens)) / self.temperature
 
 
-@pytest.fixture(autouse=True)
-def own_network(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(LanguageModule, "build_model", lambda _, data: Network(data.vocab_size))
-    monkeypatch.setattr(LanguageModule, "build_config", lambda *_: None)
+def test_a_network_without_generate_trains_and_predict_refuses_it(
+    flags: list[str], tmp_path: Path, capsys: CaptureFixture, monkeypatch: MonkeyPatch
+) -> None:
     forward = lambda self, batch: self.model(batch["input_ids"])  # noqa: E731
     monkeypatch.setattr(LanguageModule, "forward", forward)
-
-
-def test_a_network_without_generate_trains_and_predict_refuses_it(
-    flags: list[str], tmp_path: Path, capsys: CaptureFixture
-) -> None:
+    monkeypatch.setattr(LanguageModule, "build_model", lambda _, data: Network(data.vocab_size))
+    monkeypatch.setattr(LanguageModule, "build_config", lambda *_: None)
     steps = ["--trainer.max_steps=4", "--trainer.val_check_interval=2", "--model.optim.warmup=0"]
     assert run("fit", *flags, *steps) == 0
     out = capsys.readouterr().out
@@ -54,24 +51,23 @@ def test_a_network_without_generate_trains_and_predict_refuses_it(
     assert capsys.readouterr().err == f"error: {sentence}\n"
 
 
-SHOWS = [(Samples, "on_validation_end"), (Console, "on_log_step"), (Diagnosis, "_diagnose")]
+SHOWS = {Console: "on_log_step", Diagnosis: "_diagnose", Samples: "on_validation_end"}
+SHOWS |= {Summary: "show"}
 
 
-@pytest.mark.parametrize(("owner", "method"), [*SHOWS, (Summary, "show")])
-def test_an_error_in_what_only_shows_ends_no_training(
-    flags: list[str], monkeypatch: MonkeyPatch, capsys: CaptureFixture, owner: Any, method: str
+def test_errors_in_what_only_shows_end_no_training(
+    flags: list[str], monkeypatch: MonkeyPatch, capsys: CaptureFixture
 ) -> None:
-    from dist_template.callbacks.console import only_shows
-
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("planted")
 
-    inner = getattr(owner, method)
-    replaced = only_shows(broken) if hasattr(inner, "__wrapped__") else broken
-    monkeypatch.setattr(owner, method, replaced)
+    for owner, method in SHOWS.items():
+        assert hasattr(getattr(owner, method), "__wrapped__"), "by only_shows"
+        monkeypatch.setattr(owner, method, only_shows(broken))
     steps = ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--model.optim.warmup=0"]
     assert run("fit", *flags, *steps) == 0
-    assert "RuntimeError: planted; training continues without it" in capsys.readouterr().out
+    notes = re.findall(r"note: (\w+): RuntimeError: planted; training", capsys.readouterr().out)
+    assert sorted(notes) == ["console", "diagnosis", "samples", "summary"]
 
 
 METRICS = {
@@ -82,18 +78,11 @@ METRICS = {
 PARTS = ("step 40/1000", "loss 2.346", "lr 3.00e-04", "123,456 tok/s", "mfu 42%", "eta ", "  ok\n")
 
 
-class Screen(io.StringIO):
-    is_terminal = False
-
-    def isatty(self) -> bool:
-        return self.is_terminal
-
-
-def shown(monkeypatch: MonkeyPatch, columns: int | None) -> str:
-    """What a log step prints on a terminal that wide; None: no terminal."""
-    monkeypatch.setattr("sys.stdout", screen := Screen())
+def shown(monkeypatch: MonkeyPatch, columns: int = 0) -> str:
+    """What a log step prints on a terminal that wide; 0: no terminal."""
+    monkeypatch.setattr("sys.stdout", screen := io.StringIO())
+    monkeypatch.setattr(screen, "isatty", lambda: bool(columns))
     monkeypatch.setenv("COLUMNS", str(columns or 80))
-    screen.is_terminal = columns is not None
     console = Console()
     console._first_step = 30
     trainer: Any = SimpleNamespace(global_step=40, estimated_stepping_batches=1000)
@@ -102,7 +91,7 @@ def shown(monkeypatch: MonkeyPatch, columns: int | None) -> str:
 
 
 def test_a_log_step_is_one_line_that_a_terminal_never_wraps(monkeypatch: MonkeyPatch) -> None:
-    line = shown(monkeypatch, None)
+    line = shown(monkeypatch)
     assert "\r" not in line and "\x1b" not in line and line.endswith("\n") and line.count("\n") == 1
     assert all(part in line for part in PARTS), line
     for columns in (200, 100, 80, 60, 40, 20, 8):

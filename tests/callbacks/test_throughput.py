@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback
 from pytest import CaptureFixture, MonkeyPatch
 from trainer_dev.data import DataModule
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,12 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dist_template.callbacks import goodput
 from dist_template.observe.history.goodput import describe, read, share
 from dist_template.observe.history.run import RunFile
-from tests.support.library import Rows, commit, read_metrics
+from tests.support.fault_runs import changes
+from tests.support.library import PackedRows, commit, read_lines, read_metrics
 from tests.support.parity import MODELS, Trainings
 from tests.support.runs import logged, only_run, run
 from tests.support.tiers import tiers
 
-SLOW_S = 0.2
 SAVE_S = 1000.0  # by a clock of the test's own: longer than steps take on any machine
 
 
@@ -50,54 +49,28 @@ def test_a_slow_checkpoint_counts_as_neither_training_nor_waiting(
     assert 3 * logged(folder, "perf/step_s")[6] < SAVE_S
 
 
-class Slow(Callback):
-    """Makes one rank's loader, or its forward, slow."""
-
-    def __init__(self, rank: int, what: str) -> None:
-        self.rank = rank
-        self.what = what
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.global_rank != self.rank:
-            return
-        if self.what == "forward":
-            pl_module.model.register_forward_pre_hook(lambda *_: time.sleep(SLOW_S))
-            return
-        quick = Rows.__getitems__
-
-        def slowly(self: Rows, rows: list[int]) -> Any:
-            time.sleep(SLOW_S)
-            return quick(self, rows)
-
-        Rows.__getitems__ = slowly
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rank", "what"), tiers([(0, "loader"), (1, "forward")], daily=[(0, "loader")])
-)
-def test_the_slow_rank_is_named(train: Trainings, rank: int, what: str) -> None:  # noqa: F811
-    steps = ["--trainer.max_steps=6", "--trainer.log_every_n_steps=3"]
-    metrics = read_metrics(
-        train.run("fit", "llama", "ddp", *steps, callbacks=[Slow(rank, what)]).run
-    )
-    assert metrics["rank/slowest"].values.tolist() == [rank, rank]
+def test_the_slow_rank_is_named(train: Trainings) -> None:
+    steps = "--trainer.log_every_n_steps=3"
+    metrics = read_metrics(train.run("fit", "llama", "ddp", steps, prelude=slow_loader).run)
+    assert metrics["rank/slowest"].values.tolist() == [1, 1]
     assert metrics["rank/slowest_over_median"].last > 1.5
 
 
-SHORT = "--trainer.max_steps=6"
+def slow_loader() -> None:
+    """In each worker: the loader of rank 1 is slow."""
+    if os.environ["RANK"] == "1":
+        changes("__getitems__", PackedRows)(lambda rows, batch: time.sleep(0.2) or batch)()
+
+
+SHARDED = ["ddp", "fsdp2_ep", "fsdp2_tp_ep", "zero2", "zero3"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy",
-    tiers(["ddp", "fsdp2_ep", "fsdp2_tp_ep", "zero2", "zero3"], daily=["fsdp2_ep", "zero3"]),
-)
-def test_facts_do_not_depend_on_the_strategy(train: Trainings, strategy: str) -> None:  # noqa: F811
-    one, many = (
-        json.loads((train("deepseek_v3", s, SHORT).run / "facts.json").read_text())
-        for s in ("one", strategy)
-    )
+@pytest.mark.parametrize("strategy", tiers(SHARDED, daily=["fsdp2_ep"]))
+def test_facts_do_not_depend_on_the_strategy(train: Trainings, strategy: str) -> None:
+    runs = [train("deepseek_v3", each).run for each in ("one", strategy)]
+    one, many = (json.loads((run / "facts.json").read_text()) for run in runs)
     with torch.device("meta"):
         config = AutoConfig.for_model(**yaml.safe_load(MODELS["deepseek_v3"]), vocab_size=257)
         model: Any = AutoModelForCausalLM.from_config(config)
@@ -110,15 +83,13 @@ def test_facts_do_not_depend_on_the_strategy(train: Trainings, strategy: str) ->
     assert many["machine"]["peak_tflops"] is None, "of a CPU no peak is known"
 
 
-def lines(folder: Path, *attempts: dict[str, float]) -> Path:
-    (folder / RunFile.GOODPUT).write_text(
-        "".join(json.dumps(line) + "\n" for line in attempts), encoding="utf-8"
-    )
-    return folder
-
-
 def attempt(began: float, end: float, first: int, last: int, **seconds: float) -> dict[str, float]:
     return {"attempt": began, "time": end, "from_step": first, "step": last, **seconds}
+
+
+def total_of(folder: Path, *attempts: dict[str, float]) -> dict[str, float]:
+    (folder / RunFile.GOODPUT).write_text("\n".join(map(json.dumps, attempts)) + "\n")
+    return read(folder)
 
 
 def test_repeated_steps_are_lost_time_and_the_gap_is_restart(tmp_path: Path) -> None:
@@ -126,14 +97,14 @@ def test_repeated_steps_are_lost_time_and_the_gap_is_restart(tmp_path: Path) -> 
     early = killed | {"time": 110.0, "step": 3, "productive": 2, "data_wait": 2}
     second = attempt(137, 160, 15, 25, start=5, productive=10, checkpoint=3, validation=5)
     again = attempt(161, 170, 10, 12, start=5, productive=4)
-    total = read(lines(tmp_path, early, killed, second))
+    total = total_of(tmp_path, early, killed, second)
     # 5 of 20 steps were done again: a quarter of 20 s. From 130 to 137 no process lived; then 5 s.
     expected = {"productive": 25, "start": 6, "restart": 12, "checkpoint": 3, "data_wait": 4}
     assert total == expected | {"validation": 5, "lost": 5}
     assert sum(total.values()) == 160 - 100 and share(total) == pytest.approx(25 / 60)
     assert describe(total).startswith("42% of 60 s productive, start 6 s, restart 12 s")
     # From step 10: all that the second attempt did is lost, and 10 of the first's 20 steps.
-    both = read(lines(tmp_path, killed, second, again))
+    both = total_of(tmp_path, killed, second, again)
     assert (both["productive"], both["lost"]) == (pytest.approx(10 + 4), pytest.approx(10 + 10))
 
 
@@ -144,27 +115,20 @@ def test_the_kinds_add_up_to_the_wall_time_across_a_restart(
     monkeypatch.setattr(goodput, "LINE_S", 0.0)
     transfer = DataModule.on_before_batch_transfer
 
-    def slow(self: Any, batch: Any, dataloader_idx: int) -> Any:
-        time.sleep(0.01)
-        return transfer(self, batch, dataloader_idx)
-
+    slow = lambda *given: time.sleep(0.01) or transfer(*given)  # noqa: E731
     monkeypatch.setattr(DataModule, "on_before_batch_transfer", slow)
-    flags = [
-        *flags, "--trainer.max_steps=10", "--last_checkpoint.every_n_steps=4",
-        "--model.optim.warmup=0",
-    ]  # fmt: skip
+    steps = "--trainer.max_steps=10 --last_checkpoint.every_n_steps=4 --model.optim.warmup=0"
+    flags += steps.split()
     goodput._have_trained.add(os.getpid())  # or the tests before this one would be its start
     began = time.time()
+    stop = ["--trainer.callbacks+=tests.support.runs.StopAfter", "--trainer.callbacks.step=6"]
     with pytest.raises(RuntimeError, match="stopped by the test"):
-        stop = "tests.support.runs.StopAfter"
-        run("fit", *flags, f"--trainer.callbacks+={stop}", "--trainer.callbacks.step=6")
+        run("fit", *flags, *stop)
     time.sleep(0.5)
     assert run("fit", *flags, "--ckpt_path=last") == 0
     seconds = read(only_run(tmp_path))
     wall = sum(seconds.values())
-    events = [
-        json.loads(line) for line in (only_run(tmp_path) / RunFile.GOODPUT).read_text().splitlines()
-    ]
+    events = read_lines(only_run(tmp_path) / RunFile.GOODPUT)
     assert wall == pytest.approx(events[-1]["time"] - events[0]["attempt"], abs=0.01)
     assert wall <= time.time() - began + 1.0
     assert seconds["restart"] >= 0.5

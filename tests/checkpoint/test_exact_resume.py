@@ -1,16 +1,16 @@
 """A run that is killed and resumed equals, bit for bit, the uninterrupted run; on other numbers of
 ranks, nearly.
 
-    plain     killed in mid-epoch 0 and at the epoch's boundary, each time after the step
-    varied    accumulation 2, dropout and 2 loader workers, killed in mid-epoch 1
-
 An epoch has 8 steps and a few rows more. A checkpoint is written every second step; later steps are
-repeated. After step 6 there is a validation, after the checkpoint.
+repeated. After step 6 there is a validation, after the checkpoint. Each run of CELLS is killed
+three times: inside a save, at an epoch's end, and in epoch 1, where its newest checkpoint is
+damaged too. Other tests of kills: test_kill_points.py, test_saves.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import random
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -21,78 +21,60 @@ import pytest
 from dist_template.callbacks import RandomState
 from dist_template.compat import epochs
 from dist_template.wings.rehearse.compare import trace_resumed
+from tests.support import saves
 from tests.support.faults import random_state_not_saved
+from tests.support.injury import corrupt
 from tests.support.library import global_order, manifest
 from tests.support.parity import MODELS
-from tests.support.runs import Workers
-from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
 from tests.support.wings import KillAt, RunRecord, first_difference
 
 STRATEGIES = ["ddp", "fsdp2", "fsdp2_ep", "zero1", "zero2", "zero3"]
+VARIED = {"fsdp2_ep", "zero2"}  # with accumulation over 2, dropout and 2 loader workers
 STEPS, EPOCH, EVERY = 15, 8, 2  # optimizer steps: of the run, of an epoch, between two checkpoints
-GLOBAL_BATCH, SEQ_LEN, LAST = 8, 64, "--ckpt_path=last"
+GLOBAL_BATCH, SEQ_LEN = 8, 64
 MODEL = MODELS["deepseek_v3"].removesuffix("}") + ", attention_dropout: DROPOUT}"
-VARIED = "mid-epoch 1, accumulation 2, dropout, 2 workers"
-CELLS = {"mid-epoch 0": 7, "epoch boundary": EPOCH, VARIED: 11}  # killed after this step
-PLAIN = ["mid-epoch 0", "epoch boundary"]
-DAILY = [*product(["ddp", "fsdp2", "zero3"], PLAIN), ("fsdp2", VARIED)]
+DAMAGED = 12  # the checkpoint that is
+CELLS = {"inside a save": 7, "epoch's end": EPOCH + 1, "damaged": DAMAGED - 1}  # resumes at step
 
 
-class Trainings:
-    """Trainings by name, each done once."""
+class Trainings(saves.Trainings):
+    def __call__(self, name: str, strategy: str, *extra: str, **options: Any) -> RunRecord:
+        is_varied, processes = strategy in VARIED, options.get("processes", 2)
+        micro_batch = GLOBAL_BATCH // processes // (2 if is_varied else 1)
+        flags = [f"--data.micro_batch_size={micro_batch}"]
+        flags += [f"--data.num_workers={2 if is_varied else 0}"]
+        flags += [f"--model.architecture={MODEL.replace('DROPOUT', str(0.1 * is_varied))}"]
+        return super().__call__(name, strategy, *flags, *extra, **options)
 
-    def __init__(self, folder: Path, flags: list[str]) -> None:
-        self.folder = folder
-        self.flags = flags
-        self._whole: dict[tuple[str, bool], RunRecord] = {}
-        self._legs: dict[tuple[str, bool], dict[str, RunRecord]] = {}
-
-    def whole(self, strategy: str, varied: bool = False) -> RunRecord:
+    @cache  # noqa: B019
+    def whole(self, strategy: str) -> RunRecord:
         """The run that is never stopped."""
-        key = (strategy, varied)
-        if key not in self._whole:
-            name = f"{strategy}-{varied}"
-            self._whole[key] = self.run(name, f"{name}-whole", strategy, varied=varied).check()
-        return self._whole[key]
+        return self(f"{strategy}-whole", strategy).check()
 
-    def legs(self, strategy: str, varied: bool = False) -> dict[str, RunRecord]:
+    @cache  # noqa: B019
+    def resumed(self, strategy: str) -> dict[str, RunRecord]:
         """Cell -> what the run did after it had been killed there; the last one ends."""
-        key, name = (strategy, varied), f"{strategy}-{varied}-cut"
-        if key not in self._legs:
-            cells = [cell for cell in CELLS if (cell == VARIED) == varied]
-            records, more = [], []
-            for number, acts in enumerate([*([KillAt(CELLS[cell])] for cell in cells), []]):
-                options: Any = {"varied": varied, "callbacks": acts}
-                record = self.run(name, f"{name}-{number}", strategy, *more, **options)
-                assert record.was_killed if acts else record.check(), record.error
-                records.append(record)
-                more = ["--ckpt_path=last"]
-            self._legs[key] = dict(zip(cells, records[1:], strict=True))
-        return self._legs[key]
+        rank, half = int(strategy != "ddp"), 2  # under DDP rank 0 writes
+        inside = partial(saves.crash, rank, half, EPOCH, "save")
+        kills: list[dict] = [{"prelude": inside}]
+        kills += [{"callbacks": [KillAt(step)]} for step in (EPOCH, DAMAGED + 1)]
+        records = []
+        for kill in kills:
+            records.append(self(f"{strategy}-killed", strategy, **kill))
+            assert "killed: exit code -9" in records[-1].answers.values(), records[-1].error
+        newest = records[-1].run / "checkpoints" / manifest.name(DAMAGED)
+        corrupt(newest, random.Random(0))
+        records.append(self(f"{strategy}-killed", strategy).check())
+        return dict(zip(CELLS, records[1:], strict=True))
 
     def kept(self, strategy: str, step: int) -> str:
-        """The flag that goes on from a checkpoint of the plain run that is never stopped."""
+        """The flag that goes on from a checkpoint of the run that is never stopped."""
         return f"--ckpt_path={self.whole(strategy).run / 'checkpoints' / manifest.name(step)}"
-
-    def run(
-        self, name: str, record: str, strategy: str, *extra: str, processes: int = 2,
-        varied: bool = False, **options: Any,
-    ) -> RunRecord:  # fmt: skip
-        """One `fit` into the run's folder `name`."""
-        flags = [*flags_of(strategy), f"--trainer.devices={processes}"]
-        if strategy == "zero3":  # or so small a model would stay whole on every rank
-            flags += ["--trainer.strategy.init_args.param_persistence_threshold=16"]
-        flags += [f"--model.architecture={MODEL.replace('DROPOUT', '0.1' if varied else '0.0')}"]
-        flags += [f"--data.micro_batch_size={GLOBAL_BATCH // processes // (2 if varied else 1)}"]
-        flags += [f"--data.num_workers={2 if varied else 0}"]
-        argv = ["fit", *self.flags, f"--run.name={name}", *flags, *extra]
-        with Workers(processes) as workers:
-            return workers.run(argv, self.folder / record, run_id=name, **options)
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Trainings]:
+def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Trainings:
     folder = tmp_path_factory.mktemp("resume")
     flags = [
         f"--run.root={folder / 'runs'}", "--data.source=TextFiles", "--data.tokenizer=Bytes",
@@ -104,9 +86,7 @@ def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Tr
         "--trainer.val_check_interval=6", f"--last_checkpoint.every_n_steps={EVERY}",
         "--last_checkpoint.keep=99",
     ]  # fmt: skip
-    with Workers(1) as workers:
-        workers.run(["prepare", *flags], folder / "prepare").check()
-    yield Trainings(folder, flags)
+    return Trainings(folder, flags)
 
 
 def difference(whole: RunRecord, leg: RunRecord, first: int) -> str:
@@ -135,15 +115,20 @@ def _exact(value: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "cell"), tiers(product(STRATEGIES, CELLS), daily=DAILY))
+@pytest.mark.parametrize(
+    ("strategy", "cell"),
+    tiers(product(STRATEGIES, CELLS), daily=[*product(["fsdp2_ep", "zero3"], CELLS)]),
+)
 def test_a_killed_run_resumes_bit_identically(train: Trainings, strategy: str, cell: str) -> None:
     """Losses, norms, learning rates, rows, random state of every rank, weights after each step."""
-    whole, leg = train.whole(strategy, cell == VARIED), train.legs(strategy, cell == VARIED)[cell]
+    whole, resumed = train.whole(strategy), train.resumed(strategy)[cell]
     assert list(whole.loss) == list(range(1, STEPS + 1))
-    found = difference(whole, leg, CELLS[cell] // EVERY * EVERY + 1)
+    found = difference(whole, resumed, CELLS[cell])
     assert not found, f"{strategy}, {cell}: {found}"
-    if leg is [*train.legs(strategy, cell == VARIED).values()][-1]:
-        assert not first_difference(whole.end, leg.end)
+    if cell == "damaged":
+        assert f"are skipped: {manifest.name(DAMAGED)} (" in resumed.log(0)
+        assert not first_difference(whole.end, resumed.end)
+        assert not list((resumed.run / "checkpoints").glob(".*")), "nothing of a killed save"
 
 
 def position_forgotten() -> None:
@@ -172,29 +157,27 @@ FAULTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "sign"), tiers(FAULTS, daily=FAULTS[:1]))
 def test_without_its_guard_a_resumed_run_is_another(
-    train: Trainings, fault: Callable[[], None], sign: str
+    train: Trainings, fault: Any, sign: str
 ) -> None:
-    name = f"ddp-{sign.replace(' ', '-')}"
-    resumed = train.run(name, name, "ddp", train.kept("ddp", 6), prelude=fault).check()
-    assert sign in difference(train.whole("ddp"), resumed, 7)
+    resumed = train(fault.__name__, "zero3", train.kept("zero3", 6), prelude=fault).check()
+    assert sign in difference(train.whole("zero3"), resumed, 7)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(["fsdp2", "zero3"], daily=["zero3"]))
 def test_a_run_resumes_with_1_process_then_4_then_2(train: Trainings, strategy: str) -> None:
     """The same rows in the same global order, and rounding in another order."""
-    whole, name = train.whole(strategy), f"{strategy}-resized"
-    legs = [(1, 7, train.kept(strategy, 4)), (4, 11, LAST), (2, 0, LAST)]
+    whole, name, start = train.whole(strategy), f"{strategy}-resized", [train.kept(strategy, 4)]
     loss = {step: value for step, value in whole.loss.items() if step <= 4}
-    for processes, stop, where in legs:
+    for processes, first, stop in ((1, 5, 7), (4, 7, 11), (2, 11, 0)):
         acts = [KillAt(stop)] if stop else []
-        options: Any = {"processes": processes, "callbacks": acts}
-        leg = train.run(name, f"{name}-{processes}", strategy, where, **options)
+        leg = train(name, strategy, *start, processes=processes, callbacks=acts)
         assert leg.was_killed if stop else leg.check(), leg.error
-        assert min(leg.loss) == {1: 5, 4: 7, 2: 11}[processes]
+        assert min(leg.loss) == first
         for step in leg.loss:
             rows = [[row for row, _ in run.rows()[step]] for run in (leg, whole)]
             assert rows[0] == rows[1], f"{processes} ranks, step {step}"
         loss |= leg.loss
+        start = []  # it resumes from its newest
     assert loss.keys() == whole.loss.keys()
     assert fmean(loss.values()) == pytest.approx(fmean(whole.loss.values()), abs=1e-6)

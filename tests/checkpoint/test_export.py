@@ -1,4 +1,7 @@
-"""A checkpoint of any strategy is exported with the logits that were trained."""
+"""A checkpoint of weights or of adapters is exported with the logits that were trained.
+
+parallel/test_parity.py exports checkpoints of every strategy.
+"""
 
 from __future__ import annotations
 
@@ -7,71 +10,82 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from pytest import CaptureFixture
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.library import ZeroFormat, formats
+from tests.support.library import quantize
 from tests.support.parity import MODELS
-from tests.support.runs import OURS, SMALL_LLAMA, Workers, logged, newest, only_run, run
+from tests.support.runs import OURS, SMALL_LLAMA, newest, only_run, run
 from tests.support.wings import export
 
-TIED_LLAMA = SMALL_LLAMA[:-1] + ", tie_word_embeddings: true}"
+DEEPSEEK, TIED_LLAMA = MODELS["deepseek_v3"], SMALL_LLAMA[:-1] + ", tie_word_embeddings: true}"
 
 
 @pytest.fixture
 def quick(flags: list[str]) -> list[str]:
-    """Four steps, no validation."""
-    four = ["--trainer.max_steps=4", "--trainer.limit_val_batches=0"]
-    return [*flags, *four, "--last_checkpoint.every_n_steps=2"]
+    return [*flags, "--trainer.max_steps=2", "--trainer.limit_val_batches=0"]
 
 
-def exported(flags: list[str], output: Path, checkpoint: Any = "last") -> Any:
-    """The model as anyone would load it."""
-    from transformers import AutoModelForCausalLM
-
-    ours = [flag for flag in flags if not flag.startswith(("--trainer.", "--last_checkpoint."))]
-    export.main(["export", *ours, f"--checkpoint={checkpoint}", f"--output={output}"], OURS)
-    return AutoModelForCausalLM.from_pretrained(output).eval()
+def exported(flags: list[str], output: Path, *more: str) -> Path:
+    ours = [flag for flag in flags if not flag.startswith("--trainer.")]
+    export.main(["export", *ours, "--checkpoint=last", f"--output={output}", *more], OURS)
+    return output
 
 
-@pytest.mark.parametrize("architecture", [MODELS["deepseek_v3"], TIED_LLAMA], ids=["moe", "tied"])
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(60).view(2, 30)).logits
+
+
+@pytest.mark.parametrize("architecture", [DEEPSEEK, TIED_LLAMA], ids=["moe", "tied"])
 def test_the_exported_folder_gives_the_trained_modules_logits(
     quick: list[str], tmp_path: Path, capsys: CaptureFixture, architecture: str
 ) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
+    """As anyone would load it, and from the checkpoint's own tensors by no code of ours."""
     quick = [*quick, f"--model.architecture={architecture}"]
     assert run("fit", *quick) == 0
-    model = exported(quick, tmp_path / "out")
+    folder = exported(quick, tmp_path / "out")
     assert "100.0% of the greedy tokens equal\n" in capsys.readouterr().out
-
-    # The same from the checkpoint's own tensors, by no code of ours.
-    trained = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "out")).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    trained = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     state = torch.load(newest(only_run(tmp_path)) / "checkpoint.pt")["state_dict"]
     trained.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
-    tokens = torch.arange(60).view(2, 30)
-    with torch.no_grad():
-        assert torch.equal(model(tokens).logits, trained(tokens).logits)
-    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(model), logits(trained))
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.decode([72, 105]) == "Hi"
     assert model.generation_config.eos_token_id == model.config.eos_token_id
-    assert sorted(p.name for p in tmp_path.glob("*out*")) == ["out"], "nothing unfinished is left"
+    assert [p.name for p in tmp_path.glob("*out*")] == ["out"], "nothing unfinished is left"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeeds_own_folder_is_read(quick: list[str], tmp_path: Path, stage: int) -> None:
-    """It measures and exports as it was trained."""
-    flags = [*quick, f"--model.architecture={MODELS['deepseek_v3']}"]
-    flags += ["--trainer.limit_val_batches=1.0"]
-    zero = ["--trainer.devices=2", "--trainer.strategy=ZeroStrategy"]
-    zero += [f"--trainer.strategy.stage={stage}"]
-    with Workers(2) as workers:
-        workers.run(["prepare", *flags], tmp_path / "prepare").check()
-        workers.run(["fit", *flags, *zero], tmp_path / "fit").check()
-    trained = logged(only_run(tmp_path), "eval/loss")[4]
-    path = newest(only_run(tmp_path))
-    assert formats.format_of(path) is ZeroFormat
-    assert run("validate", *flags, "--run.name=one", f"--ckpt_path={path}") == 0
-    (measured,) = logged(only_run(tmp_path, "one"), "eval/loss").values()
-    assert measured == pytest.approx(trained, rel=1e-6)
-    exported(flags, tmp_path / "out", path)
+ADAPTED = {  # the base, and flags
+    "deepseek": (DEEPSEEK, "--model.adapter.targets=[q_a_proj, gate_up_proj, down_proj]"),
+    "llama in 4 bits": (SMALL_LLAMA, "--model.adapter.quantize=nf4"),
+    "tied llama": (TIED_LLAMA, "--model.adapter.trainable=[norm, embed_tokens]"),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_an_adapter_folder_and_merged_weights_give_the_trained_logits(
+    quick: list[str], tmp_path: Path, kind: str
+) -> None:
+    from peft import PeftModel
+
+    architecture, flag = ADAPTED[kind]
+    base = tmp_path / "base"
+    torch.manual_seed(1)
+    fields = yaml.safe_load(architecture) | {"vocab_size": 257, "max_position_embeddings": 64}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).save_pretrained(base)
+    quick += [f"--model.pretrained={base}", "--model.adapter.targets=[q_proj, down_proj]"]
+    quick += ["--model.optim.learning_rate=0.05", "--model.optim.warmup=0"]
+    quick += ["--model.adapter.trainable=[norm]", flag]
+    assert run("fit", *quick) == 0
+    plain = AutoModelForCausalLM.from_pretrained(base).requires_grad_(False)
+    if "nf4" in flag:
+        quantize(plain)
+    untrained = logits(plain)
+    merged = exported(quick, tmp_path / "merged", "--adapter=merged")
+    merged = logits(AutoModelForCausalLM.from_pretrained(merged))
+    adapted = PeftModel.from_pretrained(plain, str(exported(quick, tmp_path / "peft")))
+    assert (merged - untrained).abs().max() > 1e-3, "training must have changed something"
+    assert torch.allclose(logits(adapted), merged, atol=1e-5)

@@ -1,56 +1,154 @@
-"""A checkpoint of any strategy is read whole by one process, and nothing in it runs."""
+"""A checkpoint of any strategy is read whole by one process, and nothing in it runs.
+
+The checkpoints are a tiny model's, written here without a Trainer.
+"""
 
 from __future__ import annotations
 
 import os
 import pickle
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from dist_template import InputError
 from dist_template.checkpoint.optimizer import numbered
-from tests.support.formats import NAMES, REST, Tiny, build_optimizer, step
-
-from tests.support.formats import write_distributed, write_file, write_zero  # isort: skip
 from tests.support.library import by_name, formats, read_full
+
+REST = {"global_step": 2, "loops": {"fit_loop": {}}, "DataModule": {"consumed_samples": 16}}
+# Of the two parameter groups; their order is not the model's.
+NAMES = [["second.weight", "first.weight"], ["first.bias", "second.bias"]]
+RANKS = 2
+
+
+class Tiny(nn.Module):
+    """Odd sizes, so that no number of ranks divides them, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 7)
+        self.register_buffer("counts", torch.arange(3))
+
+
+class Trained(NamedTuple):
+    model: Tiny
+    optimizer: torch.optim.AdamW
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's state by parameter name."""
+        return by_name(self.optimizer.state_dict(), sum(NAMES, []))
 
 
 @pytest.fixture
-def trained() -> Any:
-    """A model and its optimizer after two steps."""
+def trained() -> Trained:
+    """A model and its optimizer, fused as in training, after two steps."""
     torch.manual_seed(0)
     model = Tiny()
-    optimizer = build_optimizer(model)
-    step(model, optimizer)
-    step(model, optimizer)
-    return model, optimizer
+    parameters = dict(model.named_parameters())
+    groups: Any = [{"params": [parameters[name] for name in group]} for group in NAMES]
+    groups[1]["weight_decay"] = 0.0
+    optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, fused=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.second(model.first(torch.ones(2, 3))).square().sum().backward()
+        optimizer.step()
+    return Trained(model, optimizer)
 
 
-@pytest.fixture(params=["file", "distributed", "zero2", "zero3"])
-def checkpoint(request: pytest.FixtureRequest, trained: Any, tmp_path: Path) -> Path:
-    model, optimizer = trained
-    path, state = tmp_path / "last.ckpt", by_name(optimizer.state_dict(), sum(NAMES, []))
-    if request.param == "file":
-        write_file(path, model, optimizer)
-    elif request.param == "distributed":
-        write_distributed(path, model.state_dict(), state, REST)
-    else:
-        write_zero(path, model, state, int(request.param[-1]))
+def write_file(path: Path, trained: Trained) -> None:
+    states: Any = {"optimizer_states": [trained.optimizer.state_dict()]}
+    states["parameter_names"] = [sum(NAMES, [])]
+    torch.save({"state_dict": trained.model.state_dict(), **states, **REST}, path / formats.FILE)
+
+
+def write_distributed(path: Path, trained: Trained) -> None:
+    """As MeshStrategy does: torch's flattened optimizer state, and Lightning's rest in meta.pt."""
+    flat: dict[str, Any] = {}
+    for name, values in trained.state["state"].items():
+        flat |= {f"state.{name}.{key}": value for key, value in values.items()}
+    for group in trained.state["param_groups"]:
+        for name in group["params"]:
+            settings = {f"param_groups.{name}.{key}": value for key, value in group.items()}
+            settings.pop(f"param_groups.{name}.params")
+            flat |= settings
+    tensors = {"state_dict": trained.model.state_dict(), "optimizer_0": flat}
+    dcp.save(tensors, checkpoint_id=path, no_dist=True)
+    torch.save(REST, path / "meta.pt")
+
+
+def partitions(tensors: list[Tensor], stage: int) -> list[Tensor]:
+    """Each rank's: ZeRO-1 and 2 shard a group's flat tensor, ZeRO-3 each parameter, padded."""
+    flats = [tensor.detach().flatten() for tensor in tensors]
+    if stage < 3:
+        flat = torch.cat(flats)
+        return list(pad(flat, (0, -len(flat) % (2 * RANKS))).chunk(RANKS))
+    padded = [pad(flat, (0, -len(flat) % RANKS)).chunk(RANKS) for flat in flats]
+    return [torch.cat(of_rank) for of_rank in zip(*padded, strict=True)]
+
+
+def write_zero(path: Path, trained: Trained, stage: int) -> None:
+    """As DeepSpeed does."""
+    weights, state = dict(trained.model.named_parameters()), trained.state
+    module = dict(trained.model.state_dict())
+    for name, weight in weights.items():
+        module[name] = torch.empty(0) if stage == 3 else weight.detach().to(torch.bfloat16)
+    shapes = [{name: weights[name].shape for name in group} for group in NAMES]
+    model: Any = {"module": module, "buffer_names": ["counts"], "param_shapes": shapes}
+    model |= {"shared_params": {}, **REST}
+    groups = [g | {"params": [number]} for number, g in enumerate(state["param_groups"])]
+    (path / "checkpoint").mkdir(parents=True)
+    (path / "latest").write_text("checkpoint")
+    for rank in range(RANKS):
+        flat: dict[int, dict[str, Tensor]] = {}
+        for number, group in enumerate(NAMES):
+            flat[number] = {"step": torch.tensor(2.0)}
+            for kind in ("exp_avg", "exp_avg_sq"):
+                moments = [state["state"][name][kind] for name in group]
+                flat[number][kind] = partitions(moments, stage)[rank]
+        base = {"state": flat, "param_groups": groups}
+        fp32 = [partitions([weights[name] for name in group], stage)[rank] for group in NAMES]
+        own = {"fp32_flat_groups": fp32, "optimizer_state_dict": base, "partition_count": RANKS}
+        file = name = f"zero_pp_rank_{rank}_mp_rank_00"
+        if stage < 3:
+            own = {"single_partition_of_fp32_groups": fp32, "base_optimizer_state": base}
+            own["partition_count"] = [RANKS, 1]
+            file = "mp_rank_00"
+        torch.save({"optimizer_state_dict": own}, path / f"checkpoint/{name}_optim_states.pt")
+        torch.save(model, path / f"checkpoint/{file}_model_states.pt")
+
+
+WRITERS = {
+    "file": write_file,
+    "distributed": write_distributed,
+    "zero2": partial(write_zero, stage=2),
+    "zero3": partial(write_zero, stage=3),
+}
+
+
+@pytest.fixture(params=WRITERS)
+def checkpoint(request: pytest.FixtureRequest, trained: Trained, tmp_path: Path) -> Path:
+    path = tmp_path / "last.ckpt"
+    path.mkdir()
+    WRITERS[request.param](path, trained)
     return path
 
 
-def test_every_format_reads_as_the_same_state(checkpoint: Path, trained: Any) -> None:
+def test_every_format_reads_as_the_same_state(checkpoint: Path, trained: Trained) -> None:
     full = read_full(checkpoint)
     assert {key: full[key] for key in REST} == REST
-    for name, tensor in trained[0].state_dict().items():
+    for name, tensor in trained.model.state_dict().items():
         read = full["state_dict"][name]
         assert torch.equal(read, tensor) and read.dtype == tensor.dtype, name
     (state,) = full["optimizer_states"]
-    back = numbered(state, NAMES, trained[1].param_groups)
-    expected = trained[1].state_dict()
+    back = numbered(state, NAMES, trained.optimizer.param_groups)
+    expected = trained.optimizer.state_dict()
     assert [g["params"] for g in back["param_groups"]] == [[0, 1], [2, 3]]
     assert [g["weight_decay"] for g in back["param_groups"]] == [0.1, 0.0]
     for number, values in expected["state"].items():
@@ -80,8 +178,7 @@ class Touch:
 
 def test_nothing_in_a_checkpoint_runs(checkpoint: Path, tmp_path: Path) -> None:
     proof = tmp_path / "it ran"
-    files = [*checkpoint.rglob("*.pt"), *checkpoint.glob(".metadata")]
-    for file in files or [checkpoint]:
+    for file in (*checkpoint.rglob("*.pt"), *checkpoint.glob(".metadata")):
         before = file.read_bytes()
         if file.name == ".metadata":
             file.write_bytes(pickle.dumps(Touch(proof)))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pytest import CaptureFixture, MonkeyPatch
+from pytest import CaptureFixture
 
 from dist_template.checkpoint.identity import KEY
 from tests.support.library import manifest, read_full
-from tests.support.line import OURS
-from tests.support.runs import SMALL_LLAMA, newest, only_run, run, small
+from tests.support.runs import OURS, SMALL_LLAMA, newest, only_run, refused, run
 from tests.support.wings import export
 
 ON = ["--ckpt_path=last", "--trainer.max_steps=4"]
@@ -27,22 +25,9 @@ FIXED = {  # each change, and what is said of it
 
 
 @pytest.fixture
-def flags(corpus: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> list[str]:
-    """A small training on a corpus of its own."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    shutil.copytree(corpus, tmp_path / "texts")
-    flags = [*small(tmp_path / "texts", tmp_path / "cache", tmp_path), "--trainer.max_steps=2"]
-    flags += ["--trainer.logger=false", "--model.optim.warmup=1", "--model.sample_tokens=1"]
-    return [*flags, "--trainer.val_check_interval=2"]
-
-
-def refused(capfd: CaptureFixture, *flags: str) -> str:
-    """The sentence with which a resume ends."""
-    capfd.readouterr()
-    assert run("fit", *flags, *ON) == 2
-    error = capfd.readouterr().err
-    assert "Traceback" not in error and error.count("error:") == 1
-    return error
+def flags(flags: list[str]) -> list[str]:
+    more = ["--trainer.max_steps=2", "--trainer.logger=false", "--model.optim.warmup=1"]
+    return [*flags, *more, "--model.sample_tokens=1", "--trainer.val_check_interval=2"]
 
 
 def test_a_changed_setting_is_refused_and_can_be_accepted(
@@ -53,7 +38,7 @@ def test_a_changed_setting_is_refused_and_can_be_accepted(
     before = sorted(path.name for path in only_run(tmp_path).iterdir())
     for change, said in FIXED.items():
         assert run("prepare", *flags, f"--{change}") == 0
-        error = refused(capfd, *flags, f"--{change}")
+        error = refused("fit", [*flags, *ON, f"--{change}"], capfd)
         assert f"was trained with {said}" in error
         assert f"--last_checkpoint.accept_changes '[{said.split()[0]}" in error
     assert sorted(path.name for path in only_run(tmp_path).iterdir()) == before
@@ -70,10 +55,10 @@ def test_another_model_is_refused(flags: list[str], tmp_path: Path, capfd: Captu
     assert run("fit", *flags) == 0
     for kind in ("mistral", "granite"):
         architecture = SMALL_LLAMA.replace("llama", kind).replace("}", ", attention_dropout: 0.1}")
-        error = refused(capfd, *flags, f"--model.architecture={architecture}")
+        error = refused("fit", [*flags, *ON, f"--model.architecture={architecture}"], capfd)
         assert f"was trained with model.architecture.model_type llama, now {kind}: restore" in error
     extra = SMALL_LLAMA.replace("}", ", extra: {scale: 2}}")
-    error = refused(capfd, *flags, f"--model.architecture={extra}")
+    error = refused("fit", [*flags, *ON, f"--model.architecture={extra}"], capfd)
     assert "model.architecture.scale None, now 2" in error
     ours = [flag for flag in flags if not flag.startswith("--trainer.")]
     export.main(["export", *ours, "--checkpoint=last", f"--output={tmp_path}/out"], OURS)
@@ -81,7 +66,7 @@ def test_another_model_is_refused(flags: list[str], tmp_path: Path, capfd: Captu
     config = tmp_path / "out" / "config.json"
     original = config.read_text()
     config.write_text(original.replace("10000.0", "500.0"))
-    error = refused(capfd, *pretrained)
+    error = refused("fit", [*pretrained, *ON], capfd)
     assert "model.pretrained.rope_parameters.rope_theta 10000.0, now 500.0" in error
     config.write_text(original)
     assert run("fit", *pretrained, *ON) == 0
@@ -115,15 +100,12 @@ def test_what_changes_the_updates_is_printed(
     assert resumed("--trainer.max_steps=3") == []
     assert sorted(resumed("--trainer.max_steps=4", *PRINTED)) == sorted(PRINTED.values())
     assert group()["betas"] == before["betas"] and group()["weight_decay"] == before["weight_decay"]
-    assert newest_settings(tmp_path)["model.optim.betas"] == [0.9, 0.95]
+    assert manifest.read(newest(only_run(tmp_path)))[KEY]["model.optim.betas"] == [0.9, 0.95]
     sgd = ["--optimizer=torch.optim.SGD", "--optimizer.momentum=0.9"]
-    error = refused(capfd, *flags, *sgd)
+    error = refused("fit", [*flags, *ON, *sgd], capfd)
     assert "was trained with optimizer AdamW, now SGD: restore" in error
     assert "accept_changes '[optimizer]'" in error
     sgd += ["--last_checkpoint.accept_changes=[optimizer]"]
     assert "optimizer AdamW -> SGD" in resumed("--trainer.max_steps=9", *sgd)
-    assert group()["momentum"] == 0.9 and newest_settings(tmp_path)["optimizer"] == "SGD"
-
-
-def newest_settings(folder: Path) -> dict[str, Any]:
-    return manifest.read(newest(only_run(folder)))[KEY]
+    assert group()["momentum"] == 0.9
+    assert manifest.read(newest(only_run(tmp_path)))[KEY]["optimizer"] == "SGD"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,16 @@ from hypothesis import strategies as st
 
 from dist_template.cli.fit import CLI
 from tests.support.library import RANGES, keys_of
-from tests.support.line import main
+from tests.support.runs import refused
 from tests.support.tiers import tiers
 
 LONGEST = 2_100  # characters of a sentence: a value that is longer is shown without its middle
 SECTIONS = "data model trainer run cluster model.optim model.adapter model.architecture".split()
-BELOW = "model.adapter.rank model.adapter.targets model.architecture.hidden_size".split()
-BELOW += "model.architecture.model_type data.source.paths data.tokenizer.vocab_size".split()
-BELOW += ["trainer.strategy.init_args.tp_size"]
-TEXTS = [
-    "", "null", "../..", "/proc/x", "a\0b", "\ud800", "x" * 5_000, "%s{}{run}", "[", "!!int x",
-    "-1",
-]  # fmt: skip
+SECTIONS += "model.adapter.rank model.adapter.targets model.architecture.hidden_size".split()
+SECTIONS += "model.architecture.model_type data.source.paths data.tokenizer.vocab_size".split()
+SECTIONS += ["trainer.strategy.init_args.tp_size"]
+TEXTS = ["", "null", "../..", "/proc/x", "a\0b", "\ud800", "x" * 5_000]
+TEXTS += ["%s{}{run}", "[", "!!int x", "-1"]
 NUMBERS = [0, -1, 1, 10**9, -(10**9), 10**30, 2**63, 1e300]
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(TEXTS)
@@ -38,13 +35,12 @@ values = st.recursive(
     max_leaves=4,
 )
 
-
 # An example takes 0.1 s: finding a shorter one that fails too takes minutes.
 QUICK = settings(deadline=None, suppress_health_check=[*HealthCheck], phases=[Phase.generate])
 
 
-class Accepted(Exception):
-    pass
+class Accepted(BaseException):
+    """Raised where a command would begin to train."""
 
 
 @pytest.fixture
@@ -72,47 +68,36 @@ def outcome(flags: list[str], parsers: Any, tmp_path: Path, capfd: Any) -> Calla
 
     def of(key: str, value: Any, in_file: bool) -> str:
         text = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
-        more = [f"--{key}=" + text.removesuffix("\n...\n").strip()]
+        more = f"--{key}=" + text.removesuffix("\n...\n").strip()
         if in_file:
             for name in reversed(key.split(".")):
                 value = {name: value}
             (tmp_path / "drawn.yaml").write_text(yaml.safe_dump(value), encoding="utf-8")
-            more = [f"--config={tmp_path}/drawn.yaml"]
-        capfd.readouterr()
-        os.environ.pop("DIST_RUN_ID", None)
+            more = f"--config={tmp_path}/drawn.yaml"
         try:
-            code = main(["fit", *flags, *more])
+            sentence = refused("fit", [*flags, more], capfd)
         except Accepted:
             return ""
-        except SystemExit as stopped:
-            code = stopped.code
-        shown = capfd.readouterr().err.strip()
-        assert code == 2 and shown.startswith("error: "), (more, shown)
-        assert len(shown.splitlines()) == 1 and len(shown) <= LONGEST, (more, shown)
-        return shown
+        assert sentence.startswith("error: ") and len(sentence) <= LONGEST, (more, sentence)
+        return sentence
 
     return of
-
-
-def all_keys(parsers: dict[str, Any]) -> list[str]:
-    names = {action.dest for action in keys_of(parsers["_subcommand_parsers"]["fit"])}
-    others = {"config", "print_config", "help"}
-    return sorted(name for name in names - others if not name.endswith(".help")) + SECTIONS + BELOW
-
-
-def accept(self: CLI, subcommand: str) -> None:
-    raise Accepted
 
 
 @pytest.mark.parametrize("examples", tiers([150, 4_000], daily=[150]))
 def test_no_value_of_a_key_gives_a_traceback(
     outcome: Any, parsers: dict[str, Any], monkeypatch: pytest.MonkeyPatch, examples: int
 ) -> None:
+    def accept(self: CLI, subcommand: str) -> None:
+        raise Accepted
+
     monkeypatch.setattr(CLI, "_run_subcommand", accept)
     outcome("run.report", False, False)
+    names = {action.dest for action in keys_of(parsers["_subcommand_parsers"]["fit"])}
+    names -= {"config", "print_config", *(name for name in names if name.endswith("help"))}
 
     @settings(QUICK, max_examples=examples, derandomize=True)
-    @given(st.sampled_from(all_keys(parsers)), values, st.booleans())
+    @given(st.sampled_from([*sorted(names), *SECTIONS]), values, st.booleans())
     def drawn(key: str, value: Any, in_file: bool) -> None:
         sentence = outcome(key, value, in_file)
         if key in RANGES and isinstance(value, int | float) and not isinstance(value, bool):

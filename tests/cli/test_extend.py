@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.installed import write_metadata
 from tests.support.line import command
-from tests.support.runs import PACKAGE, PROJECT, only_run, run, run_in_subprocess
+from tests.support.runs import PACKAGE, PROJECT, only_run, run
 from tests.support.wings import engine
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
@@ -39,29 +39,27 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def started(site: Path, *argv: str) -> str:
-    """What `python -m <package> …` prints where the package is installed."""
+    """What Python prints where the package is installed."""
     env = os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{os.environ['PYTHONPATH']}"}
-    argv = (sys.executable, "-m", PACKAGE, *argv)
-    return subprocess.check_output(argv, env=env, cwd=PROJECT, text=True)
+    return subprocess.check_output([sys.executable, *argv], env=env, cwd=PROJECT, text=True)
 
 
 def test_a_package_adds_a_verb_a_rule_and_hooks(
     site: Path, flags: list[str], tmp_path: Path, capfd: Any
 ) -> None:
-    assert re.search(
-        "\n  runs +lists runs with their last validation loss\n", started(site, "--help")
-    )
+    help_line = "\n  runs +lists runs with their last validation loss\n"
+    assert re.search(help_line, started(site, "-m", PACKAGE, "--help"))
     assert run("fit", *flags, "--trainer.max_steps=3") == 0
     folder = only_run(tmp_path)
     assert (folder / "ended.txt").read_text() == "None"
-    assert re.fullmatch(rf"{folder} \d\.\d{{4}}\n", started(site, "runs", str(tmp_path / "runs")))
+    listed = started(site, "-m", PACKAGE, "runs", str(tmp_path / "runs"))
+    assert re.fullmatch(rf"{folder} \d\.\d{{4}}\n", listed)
     assert run("diagnose", str(folder)) == 0
     shown = capfd.readouterr().out
     assert "the run is short (certain)" in shown and "--trainer.max_steps 1000" in shown
 
     breaks = ["--run.name=second", "--trainer.callbacks+=tests.support.runs.StopAfter"]
-    breaks += ["--trainer.callbacks.step=2"]
-    assert command(["fit", *flags, *breaks]) == 1
+    assert command(["fit", *flags, *breaks, "--trainer.callbacks.step=2"]) == 1
     assert "\nsee the runbook of RuntimeError\n" in capfd.readouterr().err
     ended = (only_run(tmp_path, "second") / "ended.txt").read_text()
     assert ended.startswith("RuntimeError('stopped by the test")
@@ -70,11 +68,11 @@ def test_a_package_adds_a_verb_a_rule_and_hooks(
 def test_a_hook_or_a_rule_that_raises_changes_nothing(
     site: Path, flags: list[str], tmp_path: Path, capfd: Any
 ) -> None:
-    hook = "def at_run_end(run, error):\n    raise SystemExit(7)\n"
-    (site / "my_tools" / "hooks.py").write_text(hook)
-    (site / "my_tools" / "rules.py").write_text("import a_module_that_is_missing\n")
-    for name in ("my_tools.hooks", "my_tools.rules"):
-        sys.modules.pop(name, None)
+    files = {"hooks": "def at_run_end(run, error):\n    raise SystemExit(7)\n"}
+    files["rules"] = "import a_module_that_is_missing\n"
+    for name, text in files.items():
+        (site / "my_tools" / f"{name}.py").write_text(text)
+        sys.modules.pop(f"my_tools.{name}", None)
     assert run("fit", *flags, "--trainer.max_steps=2") == 0
     assert "at_run_end of my_tools failed: SystemExit: 7" in capfd.readouterr().err
     assert run("diagnose", str(only_run(tmp_path))) == 0
@@ -111,23 +109,24 @@ class Answers(Plain):
 """
 
 
+TWICE = """
+import sys
+from tests.support.runs import run
+
+assert run(*sys.argv[1:], "--trainer.strategy.most=0") == 2
+assert run(*sys.argv[1:], "--trainer.strategy.most=1") == 0
+"""
+
+
 @pytest.mark.slow
 def test_a_strategy_of_another_package_is_known_by_its_name_and_refuses_by_itself(
-    flags: list[str], tmp_path: Path
+    flags: list[str], tmp_path: Path, capfd: Any
 ) -> None:
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "my_sharding.py").write_text(STRATEGY)
+    (tmp_path / "my_sharding.py").write_text(STRATEGY)
     names = {"strategies": "my_sharding:Careful", "shardings": "my_sharding:Answers"}
     points = {f"dist_template.{group}": {"Careful": at} for group, at in names.items()}
-    write_metadata(site, "my-sharding", points)
-    path = os.pathsep.join([str(site), os.environ["PYTHONPATH"]])
-    short = ["--trainer.max_steps=2", "--model.optim.warmup=0", "--trainer.devices=2"]
-    careful = ["--trainer.strategy.class_path=Careful", "--trainer.strategy.most"]
-    refused = run_in_subprocess("fit", *flags, *short, *careful, "1", PYTHONPATH=path)
-    assert refused.returncode == 2
-    assert "error: Careful takes 1 processes: edit trainer.devices\n" in refused.stderr
-    done = run_in_subprocess("fit", *flags, *short, *careful, "2", PYTHONPATH=path)
-    assert done.returncode == 0 and "finished after step 2" in done.stdout, (
-        done.stdout + done.stderr
-    )
+    write_metadata(tmp_path, "my-sharding", points)
+    careful = ["--trainer.max_steps=2", "--trainer.strategy.class_path=Careful"]
+    printed = started(tmp_path, "-c", TWICE, "fit", *flags, *careful)
+    assert "finished after step 2" in printed
+    assert "error: Careful takes 0 processes: edit trainer.devices\n" in capfd.readouterr().err

@@ -11,8 +11,9 @@ from trainer_dev.data import DataModule
 from trainer_dev.module import LanguageModule
 from transformers import AutoConfig
 
-from dist_template import BlockConfig, OptimConfig
+from dist_template import AdapterConfig, BlockConfig, OptimConfig
 from dist_template.strategies import MeshStrategy, ZeroStrategy
+from dist_template.text import Preferences
 from tests.support.library import Machine, violations
 from tests.support.limits import LLAMA, violations_of
 from tests.support.strategies import NAMES, settings_of
@@ -21,26 +22,34 @@ DEEPSEEK = AutoConfig.for_model("deepseek_v3")  # as published: 128 heads, 256 e
 NO_PLAN = AutoConfig.for_model("gpt2", tie_word_embeddings=False)
 
 
-def with_arguments(kind: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `violations_of`; those that it does not have are the strategy's."""
-    own = {"config"} & given.keys() if kind is ZeroStrategy else set()  # a file of DeepSpeed
-    others = {name: given.pop(name) for name in (OTHERS & given.keys()) - own}
+OTHERS = {"module", "machine", "data", "gradient_clip_algorithm"}  # not a strategy's arguments
+
+
+def with_strategy(kind: Any, given: dict[str, Any]) -> dict[str, Any]:
+    others = {name: given.pop(name) for name in OTHERS & given.keys()}
     return {"strategy": kind(**given), **others}
 
 
-def mesh(**given: Any) -> dict[str, Any]:
-    return with_arguments(MeshStrategy, given)
+def mesh(config: Any = LLAMA, **given: Any) -> dict[str, Any]:
+    return with_strategy(MeshStrategy, given) | {"config": config}
 
 
 def zero(**given: Any) -> dict[str, Any]:
-    return with_arguments(ZeroStrategy, given)
+    return with_strategy(ZeroStrategy, given)
+
+
+def pipeline(rows: int = 1024, **given: Any) -> dict[str, Any]:
+    """2 ranks, and 4 data-parallel ranks."""
+    return {
+        "data": DataModule(global_batch_size=rows, micro_batch_size=1),
+        **mesh(**given, pp_size=2),
+    }
 
 
 def module(**given: Any) -> dict[str, Any]:
     return {"module": LanguageModule(optim=OptimConfig(**given))}
 
 
-OTHERS = {"config", "module", "machine", "data", "gradient_clip_algorithm"}
 AutoModel = AutoConfig.for_model
 HEADS_12 = AutoModel("llama", num_attention_heads=12, hidden_size=768)
 FP64, FP16 = (Machine("cuda", 8, precision=name) for name in ("64-true", "16-mixed"))
@@ -49,6 +58,9 @@ ROWS_12, ROWS_6 = (DataModule(global_batch_size=n, micro_batch_size=1) for n in 
 OFFLOAD = {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
 BATCH = {"train_micro_batch_size_per_gpu": 7, "zero_optimization": {"stage": 2}}
 HALF = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+NF4 = LanguageModule(adapter=AdapterConfig(quantize="nf4"))
+PAIRS = DataModule(Preferences(paths=["pairs.jsonl"]), global_batch_size=1024, micro_batch_size=1)
+ROUNDS: Any = {"pp_schedule": "Interleaved1F1B"}
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     (mesh(fsdp_size=3), "fsdp_size 3 .* does not make 8"),
     (mesh(dp_replicate_size="auto"), "only one size can be auto"),
@@ -85,6 +97,13 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     (module(learning_rate=-1.0), "model.optim: Invalid learning rate: -1.0"),
     (module(warmup=1000), "warm-up of 1000 steps is not shorter than training"),
     ({"max_steps": -1, "max_epochs": -1}, "'cosine' .* needs to know how long"),
+    (pipeline(rows=4), "has 1 micro-batches .* 1F1B needs 2 or more, one for each stage: edit"),
+    (pipeline(rows=20, **ROUNDS), "has 5 micro-batches .* Interleaved1F1B needs a multiple of 2:"),
+    (pipeline(config=AutoModel("llama", num_hidden_layers=3), **ROUNDS),
+     "3 blocks cannot be divided into 4 stages: lower .*pp_size, or"),
+    (pipeline(cpu_offload=True), "cpu_offload true does not work in a pipeline: set it to false"),
+    (pipeline(module=NF4), "adapter.quantize does not work in a pipeline: set it to null, or pp_"),
+    (pipeline(data=PAIRS), "Preferences runs the model twice in a step, .* set .*pp_size to 1"),
 ]  # fmt: skip
 
 
@@ -98,10 +117,10 @@ def test_the_impossible_is_refused_in_one_sentence(given: dict[str, Any], words:
 def from_file(name: str) -> Any:
     """A strategy by its name."""
     strategy = settings_of(name)
+    kinds: Any = {"MeshStrategy": MeshStrategy, "ZeroStrategy": ZeroStrategy}
     if isinstance(strategy, str):
         return strategy
-    kind: Any = {"MeshStrategy": MeshStrategy, "ZeroStrategy": ZeroStrategy}[strategy["class_path"]]
-    return kind(**strategy["init_args"])
+    return kinds[strategy["class_path"]](**strategy["init_args"])
 
 
 AT_LEAST_2 = ("cp", "hsdp", "fsdp2_tp", "fsdp2_ep", "fsdp2_tp_ep", "pp", "pp_fsdp2")
@@ -132,6 +151,7 @@ POSSIBLE: list[dict[str, Any]] = [
     mesh(config=None),  # an own model
     mesh(tp_size=2, tp_plan=PLAN, config=NO_PLAN),
     mesh(ep_size="auto", config=DEEPSEEK),
+    *(pipeline(rows=16, pp_schedule=schedule) for schedule in ("1F1B", "Interleaved1F1B")),
     {"machine": FP16},
     {"max_steps": -1, "max_epochs": 3},
     {"max_steps": -1, "max_time": "00:01:00:00", **module(schedule="constant", warmup=10)},
@@ -147,7 +167,7 @@ def test_the_merely_unusual_is_not_refused(given: dict[str, Any]) -> None:
 
 def test_evaluation_needs_no_batch_that_divides_and_no_schedule() -> None:
     trainer: Any = {"strategy": "ddp", "max_steps": 1}
-    given: Any = (Machine("cuda", 8), trainer, *module(warmup=1000).values())
-    given += (DataModule(global_batch_size=12), LLAMA)
+    given: Any = [Machine("cuda", 8), trainer, *module(warmup=1000).values()]
+    given += [DataModule(global_batch_size=12), LLAMA]
     assert len(violations(*given)) == 2
     assert violations(*given, trains=False) == []

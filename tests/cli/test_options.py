@@ -11,11 +11,12 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from lightning.pytorch.accelerators import CPUAccelerator
+import yaml
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy
 
+from dist_template.cli import config_file
 from dist_template.cli.defaults import always_on
 from dist_template.cli.fit import CLI
 from dist_template.strategies import MeshStrategy
@@ -25,91 +26,76 @@ from tests.support.line import OURS
 from tests.support.runs import logged, only_run, run
 
 
-class Seen(Exception):
-    """The Trainer that a command line describes; it is built, and not run."""
+class Stopped(Exception):
+    """With what a test asks for, before the command trains."""
 
 
 @pytest.fixture
-def trainer_of(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The CLI of `fit` with further flags, before it trains."""
+def parser(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The parser of `fit`, with every key."""
 
-    def stop(self: CLI, subcommand: str) -> None:
-        raise Seen(self)
+    def parse(self: Any, parser: Any, args: Any) -> None:
+        raise Stopped(self._subcommand_parsers["fit"])
 
-    monkeypatch.setattr(CLI, "_run_subcommand", stop)
-
-    def build(*more: str) -> Any:
-        with pytest.raises(Seen) as seen:
-            run("fit", *flags, *more)
-        return seen.value.args[0]
-
-    return build
+    monkeypatch.setattr(CLI, "parse_arguments", parse)
+    OURS.start()
+    with pytest.raises(Stopped) as stopped:
+        CLI(OURS, ["fit"], run=True)
+    return stopped.value.args[0]
 
 
-# Key: a value, and how the Trainer, the module or the configuration shows that it is honoured.
-HONOURED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+# Options that the Trainer keeps under their names.
+WORDS = """precision=bf16-mixed max_epochs=3 min_epochs=1 max_steps=9 min_steps=2
+    num_nodes=1 limit_train_batches=0.5 limit_val_batches=2 limit_test_batches=3
+    limit_predict_batches=4 val_check_interval=4 check_val_every_n_epoch=1 num_sanity_val_steps=2
+    log_every_n_steps=3 gradient_clip_val=0.5 gradient_clip_algorithm=value default_root_dir=/x
+    reload_dataloaders_every_n_epochs=1 enable_autolog_hparams=false"""
+KEPT: dict[str, str] = {word.partition("=")[0]: word.partition("=")[2] for word in WORDS.split()}
+# Options that name a class: a value, and the class that the Trainer has then.
+NAMED = {
+    "accelerator": ("cpu", "CPUAccelerator"),
+    "strategy": ("ddp", "DDPStrategy"),
+    "logger": ("{class_path: CSVLogger, init_args: {save_dir: x}}", "CSVLogger"),
+    "callbacks": ("[LearningRateMonitor]", "LearningRateMonitor"),
+    "enable_progress_bar": ("true", "ProgressBar"),
+    "enable_model_summary": ("true", "ModelSummary"),
+    "profiler": ("simple", "SimpleProfiler"),
+    "plugins": (f"[{__name__}.Plugin]", "Plugin"),
+}
+# The others: a value, and how the Trainer, the module or the configuration shows that it works.
+SHOWN: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "seed_everything": ("5", lambda cli: cli.config.fit.seed_everything == 5),
     "weights_only": ("true", lambda cli: cli.config.fit.weights_only is True),
     "optimizer": ("ASGD", lambda cli: "optim.ASGD" in str(cli.model.optim.optimizer)),
     "lr_scheduler": ("ConstantLR", lambda cli: "ConstantLR" in str(cli.model.optim.lr_scheduler)),
-    "trainer.accelerator": ("cpu", lambda cli: isinstance(cli.trainer.accelerator, CPUAccelerator)),
-    "trainer.strategy": ("ddp", lambda cli: type(cli.trainer.strategy).__name__ == "DDPStrategy"),
     "trainer.devices": ("1", lambda cli: cli.trainer.num_devices == 1),
-    "trainer.num_nodes": ("1", lambda cli: cli.trainer.num_nodes == 1),
-    "trainer.precision": ("bf16-mixed", lambda cli: cli.trainer.precision == "bf16-mixed"),
-    "trainer.logger": ("{class_path: CSVLogger, init_args: {save_dir: x}}", lambda cli: has(
-        cli.trainer.loggers, "CSV")),
-    "trainer.callbacks": ("[LearningRateMonitor]", lambda cli: has(cli.trainer.callbacks,
-        "LearningRateMonitor")),
-    "trainer.max_epochs": ("3", lambda cli: cli.trainer.max_epochs == 3),
-    "trainer.min_epochs": ("1", lambda cli: cli.trainer.min_epochs == 1),
-    "trainer.max_steps": ("9", lambda cli: cli.trainer.max_steps == 9),
-    "trainer.min_steps": ("2", lambda cli: cli.trainer.min_steps == 2),
     "trainer.max_time": ("00:01:00:00",
         lambda cli: cli.config_init.fit.preemption.max_time == "00:01:00:00"),
-    "trainer.limit_train_batches": ("0.5", lambda cli: cli.trainer.limit_train_batches == 0.5),
-    "trainer.limit_val_batches": ("2", lambda cli: cli.trainer.limit_val_batches == 2),
-    "trainer.limit_test_batches": ("3", lambda cli: cli.trainer.limit_test_batches == 3),
-    "trainer.limit_predict_batches": ("4", lambda cli: cli.trainer.limit_predict_batches == 4),
-    "trainer.val_check_interval": ("4", lambda cli: cli.trainer.val_check_interval == 4),
-    "trainer.check_val_every_n_epoch": ("1", lambda cli: cli.trainer.check_val_every_n_epoch == 1),
-    "trainer.num_sanity_val_steps": ("2", lambda cli: cli.trainer.num_sanity_val_steps == 2),
-    "trainer.log_every_n_steps": ("3", lambda cli: cli.trainer.log_every_n_steps == 3),
     "trainer.enable_checkpointing":
-        ("false", lambda cli: not has(cli.trainer.callbacks, "LastCheckpoint")),
-    "trainer.enable_progress_bar": ("true", lambda cli: has(cli.trainer.callbacks, "ProgressBar")),
-    "trainer.enable_model_summary":
-        ("true", lambda cli: has(cli.trainer.callbacks, "ModelSummary")),
-    "trainer.gradient_clip_val": ("0.5", lambda cli: cli.trainer.gradient_clip_val == 0.5),
-    "trainer.gradient_clip_algorithm":
-        ("value", lambda cli: cli.trainer.gradient_clip_algorithm == "value"),
+        ("false", lambda cli: "LastCheckpoint" not in classes(cli.trainer)),
     "trainer.deterministic": ("warn",
         lambda cli: torch.is_deterministic_algorithms_warn_only_enabled()),
     "trainer.benchmark": ("true", lambda cli: torch.backends.cudnn.benchmark),
     "trainer.inference_mode": ("false", lambda cli: not cli.trainer.validate_loop.inference_mode),
-    "trainer.profiler": ("simple", lambda cli: has([cli.trainer.profiler], "SimpleProfiler")),
     "trainer.detect_anomaly": ("true", lambda cli: cli.trainer._detect_anomaly),
-    "trainer.plugins": ("[Plugin]", lambda cli: has([cli.trainer.strategy.cluster_environment],
-        "Plugin")),
     "trainer.sync_batchnorm": ("true", lambda cli: cli.trainer.strategy._layer_sync is not None),
-    "trainer.reload_dataloaders_every_n_epochs":
-        ("1", lambda cli: cli.trainer.reload_dataloaders_every_n_epochs == 1),
-    "trainer.default_root_dir": ("/x", lambda cli: cli.trainer.default_root_dir == "/x"),
-    "trainer.enable_autolog_hparams": ("false", lambda cli: not cli.trainer.enable_autolog_hparams),
 }  # fmt: skip
+HONOURED = {f"trainer.{name}": value for name, value in KEPT.items()}
+HONOURED |= {f"trainer.{name}": value for name, (value, _) in NAMED.items()}
+HONOURED |= {key: value for key, (value, _) in SHOWN.items()}
 ELSEWHERE = {"config", "ckpt_path", "trainer.fast_dev_run"}  # test_cli.py, test_runs.py, below
-REFUSED = {
-    f"trainer.{name}" for name in "overfit_batches barebones accumulate_grad_batches".split()
-}
-REFUSED |= {"trainer.use_distributed_sampler", "trainer.model_registry"}  # test_sentences.py
+REFUSED = "overfit_batches barebones accumulate_grad_batches use_distributed_sampler model_registry"
 
 
 class Plugin(LightningEnvironment):
     """A cluster environment of a user's."""
 
 
-def has(objects: list[Any], name: str) -> bool:
-    return any(name in kind.__name__ for one in objects for kind in type(one).__mro__)
+def classes(trainer: Any) -> set[str]:
+    """Names of the classes that a Trainer's objects have, and of their bases."""
+    objects = [trainer.accelerator, trainer.strategy, trainer.strategy.cluster_environment]
+    objects += [trainer.profiler, *trainer.loggers, *trainer.callbacks]
+    return {kind.__name__ for one in objects for kind in type(one).__mro__}
 
 
 def test_every_option_is_in_one_of_the_tables(parser: Any) -> None:
@@ -117,27 +103,42 @@ def test_every_option_is_in_one_of_the_tables(parser: Any) -> None:
     keys = {action.dest for action in parser._actions if not action.dest.endswith("help")}
     ours = {"model", "data", "run", "cluster", "trainer", "print_config", *always_on()}
     lightnings = {key for key in keys if key.partition(".")[0] not in ours or key[:8] == "trainer."}
-    assert lightnings == {*HONOURED, *ELSEWHERE, *REFUSED}
+    refused = {f"trainer.{name}" for name in REFUSED.split()}  # test_sentences.py
+    assert lightnings == {*HONOURED, *ELSEWHERE, *refused}
 
 
-def test_every_option_that_is_not_refused_is_honoured(trainer_of: Any, monkeypatch: Any) -> None:
-    flags = [f"--{key}={value}" for key, (value, _) in HONOURED.items()]
-    flags = [flag.replace("[Plugin]", f"[{__name__}.Plugin]") for flag in flags]
+def test_no_key_that_the_parser_has_is_refused_before_the_imports(parser: Any) -> None:
+    keys = {action.dest for action in parser._actions if not action.dest.endswith("help")}
+    config_file.check(["fit", *(f"--{key}=null" for key in keys - {"print_config", "config"})])
+
+
+def test_every_option_that_is_not_refused_is_honoured(flags: list[str], monkeypatch: Any) -> None:
+    def built(*more: str) -> Any:
+        with pytest.raises(Stopped) as stopped:
+            run("fit", *flags, *more)
+        return stopped.value.args[0]
+
+    def stop(self: CLI, subcommand: str) -> None:
+        raise Stopped(self)
+
+    monkeypatch.setattr(CLI, "_run_subcommand", stop)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     try:
-        cli = trainer_of(*flags)
-        assert not [key for key, (_, is_honoured) in HONOURED.items() if not is_honoured(cli)]
+        cli = built(*(f"--{key}={value}" for key, value in HONOURED.items()))
+        assert [key for key, (_, is_honoured) in SHOWN.items() if not is_honoured(cli)] == []
     finally:
         torch.use_deterministic_algorithms(False)
-    assert trainer_of("--trainer.fast_dev_run=2").trainer.fast_dev_run == 2
+    kept = {name: yaml.safe_load(value) for name, value in KEPT.items()}
+    assert {name: getattr(cli.trainer, name) for name in kept} == kept
+    assert {name for _, name in NAMED.values()} - classes(cli.trainer) == set()
+    assert built("--trainer.fast_dev_run=2").trainer.fast_dev_run == 2
 
 
 def test_a_run_trains_by_the_named_optimizer_and_schedule(flags: list[str], tmp_path: Path) -> None:
     chosen = ["--optimizer=torch.optim.SGD", "--optimizer.momentum=0.9", "--lr_scheduler=StepLR"]
-    chosen += [
-        "--lr_scheduler.step_size=1", "--lr_scheduler.gamma=0.5", "--model.optim.learning_rate=0.5",
-    ]  # fmt: skip
-    assert run("fit", *flags, *chosen, "--trainer.max_steps=3") == 0
+    chosen += ["--lr_scheduler.step_size=1", "--lr_scheduler.gamma=0.5"]
+    chosen += ["--model.optim.learning_rate=0.5", "--trainer.max_steps=3"]
+    assert run("fit", *flags, *chosen) == 0
     rates = list(logged(only_run(tmp_path), "train/learning_rate").values())
     assert rates == [0.25, 0.125, 0.0625], "stepped after each optimizer step"
     settings = f"--config={only_run(tmp_path)}/config.yaml"
@@ -146,23 +147,15 @@ def test_a_run_trains_by_the_named_optimizer_and_schedule(flags: list[str], tmp_
 
 
 # Lightning checks these itself, and most of them take -1, "auto" or null besides.
-LIGHTNINGS = {
-    *"max_epochs min_epochs max_steps min_steps max_time fast_dev_run overfit_batches".split(),
-    *"limit_val_batches limit_test_batches limit_predict_batches".split(),
-    *"plugins accumulate_grad_batches precision".split(),
-}
-MESH = {f"trainer.strategy.{name}" for name in signature(MeshStrategy).parameters}  # its own
-CHECKED = {"preemption.max_time", "data.source.weights", "data.source.schedule"}
+LIGHTNINGS = """max_epochs min_epochs max_steps min_steps max_time fast_dev_run overfit_batches
+limit_val_batches limit_test_batches limit_predict_batches plugins accumulate_grad_batches
+precision"""
+# The classes check these.
+CHECKED = {f"trainer.strategy.{name}" for name in signature(MeshStrategy).parameters}
+CHECKED |= {"preemption.max_time", "data.source.weights", "data.source.schedule"}
 CHECKED |= {"data.tokenizer.vocab_size"}
-WITHOUT = {f"trainer.{name}" for name in LIGHTNINGS} | CHECKED | MESH
-CLASSES = {  # what `class_path` names
-    "data.source": Source, "data.tokenizer": TokenizerSpec, "trainer.strategy": Strategy,
-    "trainer.logger": Logger,
-}  # fmt: skip
-
-
-class Parsed(Exception):
-    pass
+CLASS_PATHS = {"data.source": Source, "data.tokenizer": TokenizerSpec}
+CLASS_PATHS |= {"trainer.strategy": Strategy, "trainer.logger": Logger}
 
 
 def numeric(hint: Any, key: str) -> Iterator[str]:
@@ -185,33 +178,22 @@ def below(kind: type) -> Iterator[type]:
         yield from below(one)
 
 
-@pytest.fixture
-def parser(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    def parse(self: Any, parser: Any, args: Any) -> None:
-        raise Parsed(self._subcommand_parsers["fit"])
-
-    monkeypatch.setattr(CLI, "parse_arguments", parse)
-    OURS.start()
-    with pytest.raises(Parsed) as parsed:
-        CLI(OURS, ["fit", *flags], run=True)
-    return parsed.value.args[0]
-
-
 def test_every_numeric_key_has_a_range_that_its_default_is_in(parser: Any) -> None:
     """A number in a class of `class_path` is checked by that class."""
-    found = set()
+    found: set[str] = set()
     for action in keys_of(parser):
         hint = getattr(action, "_typehint", None) or action.type
         if hint is not None and not action.dest.endswith(".help"):
-            found |= {*numeric(hint, action.dest)} - WITHOUT
+            found |= {*numeric(hint, action.dest)}
         default = action.default
         for value in default if isinstance(default, tuple) else [default]:
             if action.dest in RANGES and isinstance(value, int | float):
                 assert RANGES[action.dest][1] <= value <= RANGES[action.dest][2], action.dest
-    for section, base in CLASSES.items():
+    for section, base in CLASS_PATHS.items():
         for kind in below(base):
             for name, hint in get_type_hints(kind.__init__).items():
-                found |= {*numeric(hint, f"{section}.{name}")} - WITHOUT
+                found |= {*numeric(hint, f"{section}.{name}")}
+    found -= CHECKED | {f"trainer.{name}" for name in LIGHTNINGS.split()}
     of_torch = ("lr_scheduler.", "optimizer.")
     assert found == {key for key in RANGES if not key.startswith(of_torch)}
     assert all(math.isfinite(least) and math.isfinite(most) for _, least, most in RANGES.values())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,19 +12,6 @@ from dist_template.cli import main as command_line
 from tests.support.installed import write_metadata
 
 GROUP = "dist_template.examples"  # this library registers none
-Install = Callable[[str, str], None]
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Registers a package; `points` are the lines of its group."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def write(name: str, points: str) -> None:
-        written = dict(line.split(" = ") for line in points.splitlines())
-        write_metadata(tmp_path, name, {GROUP: written})
-
-    return write
 
 
 @pytest.fixture
@@ -42,10 +27,18 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_entry_points_of_packages_and_project_are_sorted(install: Install, project: Path) -> None:
-    install("other", "ab = other:AB")
+def test_entry_points_of_packages_and_project_are_sorted(project: Path) -> None:
+    write_metadata(project.parent, "other", {GROUP: {"ab": "other:AB"}})
     found = plugins.registered(GROUP)
     assert list(found) == ["a", "ab", "b"] and found["b"] == EntryPoint("b", "a_trainer.b:B", GROUP)
+
+
+def test_one_name_of_two_packages_is_refused_with_both(project: Path) -> None:
+    write_metadata(project.parent, "other", {GROUP: {"b": "other:B"}})
+    with pytest.raises(InputError, match="a-trainer and other both have 'b' in the group"):
+        plugins.registered(GROUP)
+    with pytest.raises(InputError, match="dist_template and a-trainer both have 'a' in the group"):
+        plugins.registered(GROUP, taken={"a"})
 
 
 BROKEN = {
@@ -57,22 +50,13 @@ BROKEN = {
 
 @pytest.mark.parametrize("text", BROKEN)
 def test_help_shows_a_verb_whose_file_is_broken_or_missing(
-    text: Any, project: Path, capsys: Any
+    text: str | None, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if text is not None:
         (project.parent / "a_trainer" / "broken.py").write_text(text)
-    points = '[project.entry-points."dist_template.verbs"]\nbroken = "a_trainer.broken"\n'
-    project.write_text(f'[project]\nname = "a"\n{points}')
+    project.write_text('[project.entry-points."dist_template.verbs"]\nbroken = "a_trainer.broken"')
     assert command_line.run(["--help"], Project("a_trainer")) == 0
     assert f"\n  broken             {BROKEN[text]}\n" in capsys.readouterr().out
-
-
-def test_one_name_of_two_packages_is_refused_with_both(install: Install, project: Path) -> None:
-    install("other", "b = other:B")
-    with pytest.raises(InputError, match="a-trainer and other both have 'b' in the group"):
-        plugins.registered(GROUP)
-    with pytest.raises(InputError, match="dist_template and a-trainer both have 'a' in the group"):
-        plugins.registered(GROUP, taken={"a"})
 
 
 def test_a_pyproject_that_is_not_toml_is_refused_with_its_path(project: Path) -> None:

@@ -6,7 +6,7 @@ import gzip
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,25 @@ from dist_template.errors import Exit
 from dist_template.text import Source
 from tests.support.runs import SMALL_LLAMA, command, disk, newest, only_run, refused, run
 
-LLAMA = yaml.safe_load(SMALL_LLAMA) | {"vocab_size": 300}
 LINES = b'{"text": "abc"}\n' * 10
+BAD_LINE = LINES + b'{"text": "\xff"}\n'
+LLAMA = json.dumps(yaml.safe_load(SMALL_LLAMA) | {"vocab_size": 300}).encode()
+FILES = {
+    "file": b"not a checkpoint",
+    "empty.txt": b"",
+    "deep.yaml": b"trainer:\n  max_stepz: 3\n",
+    "empty.jsonl": b"",
+    "latin.jsonl": BAD_LINE + LINES,
+    "latin.jsonl.gz": gzip.compress(BAD_LINE),
+    "half_a_line.jsonl": LINES + b'{"text": "x"\n' + LINES,
+    "half.jsonl.gz": gzip.compress(LINES)[:25],
+    "no_weights/config.json": LLAMA,
+    "half/config.json": LLAMA,
+    "half/model.safetensors": b"\x10\0\0\0\0\0\0\0{}",
+    "one_of_two/config.json": LLAMA,
+    "one_of_two/model.safetensors.index.json":
+        b'{"metadata": {}, "weight_map": {"a": "model-00002.safetensors"}}',
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +48,11 @@ LONG = "x" * 300
 UNEVEN_HEADS = SMALL_LLAMA.replace("hidden_size: 32", "hidden_size: 65")
 MESH = "--trainer.devices=2 --trainer.strategy.class_path=MeshStrategy --trainer.strategy"
 ZERO = "--trainer.devices=2 --trainer.strategy.class_path=ZeroStrategy"
-# Flags after a complete small training's -> a pattern in the sentence; {here} is the test's folder.
+JSONL = "--data.source=Jsonl --data.source.paths"
+# Flags after a complete small training's -> a pattern in the sentence; {here} has the FILES.
 FLAGS = {
     # names
+    "--wachdog.enabled=true": "wachdog is not a key .* mean watchdog?",
     "--trainer.max_stepz=3": "trainer.max_stepz .* mean trainer.max_steps?",
     "--config={here}/deep.yaml": "trainer.max_stepz .* mean trainer.max_steps?",
     "--data.seqlen=3": r"data.seqlen .* mean data.seq_len\?",
@@ -77,7 +96,9 @@ FLAGS = {
     "--trainer.gradient_clip_val=-1": r"trainer\.gradient_clip_val is -1",
     "--watchdog.start_timeout_s=.nan": r"watchdog\.start_timeout_s is nan; give 0",
     f"--model.architecture={UNEVEN_HEADS}": r"hidden size \(65\) is not a multiple",
-    # folders and files
+    # files and folders
+    "--config=strategy/zero3 --config=preset/overfit --config=configs/strategy/fsdp2.yaml":
+        "--config strategy/zero3 and --config strategy/fsdp2 are both a strategy: give one",
     "--run.root={here}/file/x": r"run\.root .* cannot be written: .*Not a directory",
     "--run.root=/proc/x": r"run\.root '/proc/x' cannot be written: /",
     "--run.name=../../x": r"run\.name '\.\./\.\./x' is not a folder below run\.root",
@@ -124,27 +145,33 @@ FLAGS = {
     "--optimizer=SparseAdam": "--optimizer SparseAdam: .*dense",
     "--lr_scheduler={class_path: OneCycleLR, init_args: {max_lr: 1}}": "OneCycleLR: .*total_steps",
 }  # fmt: skip
+LATER = {  # found when the run has a folder
+    "--model.pretrained={here}/no_weights": "model.pretrained '.*no_weights' cannot be loaded: ",
+    "--model.pretrained={here}/half": "model.pretrained '.*half' cannot be loaded: ",
+    "--model.pretrained={here}/one_of_two": "model.pretrained '.*one_of_two' cannot be loaded: ",
+    f"{JSONL}=[{{here}}/empty.jsonl]": "data.source Jsonl has no text in it",
+    f"{JSONL}=[{{here}}/latin.jsonl]": "cannot be read after record 10: 'utf-8'",
+    f"{JSONL}=[{{here}}/latin.jsonl.gz]": "cannot be read after record 10: 'utf-8'",
+    f"{JSONL}=[{{here}}/half_a_line.jsonl]": "cannot be read after record 10: ",
+    f"{JSONL}=[{{here}}/half.jsonl.gz]": "cannot be read after record 0: ",
+    "--best_checkpoint.monitor=eval/mine": "monitor is 'eval/mine', and what is measured is",
+}
 
 
-@pytest.mark.parametrize("words", FLAGS, ids=lambda words: words[-60:].replace("\0", "NUL"))
+@pytest.mark.parametrize(
+    "words", [*FLAGS, *LATER], ids=lambda words: words[-60:].replace("\0", "NUL")
+)
 def test_of_flags(words: str, flags: list[str], tmp_path: Path, capfd: Any) -> None:
-    (tmp_path / "file").write_text("not a checkpoint")
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "deep.yaml").write_text("trainer:\n  max_stepz: 3\n")
-    if words.startswith("--model.architecture="):
+    for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    if words.startswith(("--model.architecture=", "--model.pretrained=")):
         assert run("prepare", *flags) == 0
     before = sorted(tmp_path.rglob("*"))
     wrong = re.split(" (?=--)", words.replace("{here}", str(tmp_path)))
-    error = refused("fit", [*flags, *wrong], capfd)
-    assert re.search(FLAGS[words], error) and "object at 0x" not in error, error
-    assert sorted(tmp_path.rglob("*")) == before, "a refused run leaves nothing"
-
-
-def test_a_metric_that_is_not_measured_is_refused_at_once(flags: list[str], capfd: Any) -> None:
-    assert run("fit", *flags, "--best_checkpoint.monitor=eval/of_my_own") == 2
-    shown = capfd.readouterr()
-    assert "best_checkpoint.monitor is 'eval/of_my_own', and what is measured is" in shown.err
-    assert "step 1/" not in shown.out + shown.err
+    error = refused("prepare" if JSONL in words else "fit", [*flags, *wrong], capfd)
+    assert re.search((FLAGS | LATER)[words], error) and "object at 0x" not in error, error
+    assert words in LATER or sorted(tmp_path.rglob("*")) == before, "a refused run leaves nothing"
 
 
 def test_of_a_disk_that_fills_up(flags: list[str], tmp_path: Path, capfd: Any) -> None:
@@ -160,58 +187,24 @@ def test_of_a_disk_that_fills_up(flags: list[str], tmp_path: Path, capfd: Any) -
 
 
 OF_VERBS = {
+    "fitt": "allowed are fit",
+    "fit --help modle": "there is no section modle: see",
     "plan --bandwidth=300": "argument --bandwidth: expected 2 arguments",
+    "plan --config=strategy/fspd2": "did you mean strategy/fsdp2",
     "launch --on=torch": "argument --on: invalid choice: 'torch'",
-    "launch --config=x.yaml": "the following arguments are required: --on",
+    "launch --config=x.yaml": "arguments are required: --on.* launch --help` explains every flag",
     "rehearse --nodes=two": "argument --nodes: 'two' is not allowed, give a whole number from 1",
+    "config": "action",
+    "config edit mine": "invalid choice: 'edit'",
+    "config show": "config show needs a name",
+    "config copy strategy/fsdp3": "did you mean strategy/fsdp2",
 }
 
 
 @pytest.mark.parametrize("words", OF_VERBS)
-def test_of_a_verbs_own_flag(words: str, capfd: Any) -> None:
+def test_of_a_verbs_own_words(words: str, capfd: Any) -> None:
     verb, *flags = words.split()
-    error = refused(verb, flags, capfd)
-    assert f"error: {OF_VERBS[words]}" in error and f" {verb} --help` explains every flag" in error
-
-
-BAD_LINE = LINES + b'{"text": "\xff"}\n'
-JSONL = {
-    "empty": (b"", "x.jsonl", "data.source Jsonl has no text in it"),
-    "not UTF-8": (BAD_LINE + LINES, "x.jsonl", "cannot be read after record 10: 'utf-8'"),
-    "not UTF-8, compressed": (gzip.compress(BAD_LINE), "x.jsonl.gz", "after record 10: 'utf-8'"),
-    "not JSON": (LINES + b'{"text": "x"\n' + LINES, "x.jsonl", "cannot be read after record 10: "),
-    "half a gzip file": (gzip.compress(LINES)[:25], "x.jsonl.gz", "be read after record 0: "),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", JSONL)
-def test_of_a_jsonl_file(case: str, flags: list[str], tmp_path: Path, capfd: Any) -> None:
-    content, name, error = JSONL[case]
-    (tmp_path / name).write_bytes(content)
-    given = [*flags, "--data.source=Jsonl", f"--data.source.paths=[{tmp_path / name}]"]
-    assert error in refused("prepare", given, capfd)
-
-
-def half_a_file(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
-
-
-def one_of_two(folder: Path) -> None:
-    index = {"metadata": {}, "weight_map": {"a": "model-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-@pytest.mark.parametrize("made", [lambda folder: None, half_a_file, one_of_two])
-def test_of_published_weights(
-    made: Callable[[Path], None], flags: list[str], tmp_path: Path, capfd: Any
-) -> None:
-    folder = tmp_path / "published"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    made(folder)
-    assert run("prepare", *flags) == 0
-    error = refused("fit", [*flags, f"--model.pretrained={folder}"], capfd)
-    assert f"model.pretrained '{folder}' cannot be loaded: " in error
+    assert re.search(f"^error: .*{OF_VERBS[words]}", refused(verb, flags, capfd))
 
 
 class AsksToRun:
@@ -219,37 +212,32 @@ class AsksToRun:
         return print, ("it ran",)
 
 
+CHECKPOINTS = {
+    "step00000009.ckpt": "its manifest says step 1, and its name another",
+    "asks_to_run.ckpt": "cannot be read: it names the class print; only tensors",
+    "list.ckpt": "has no `state_dict`",
+    ".metadata": "its .metadata is damaged",
+    "__0_0.distcp": "cannot be read",
+}
+
+
 @pytest.mark.slow
 def test_of_a_checkpoint(flags: list[str], tmp_path: Path, capfd: Any) -> None:
     """Several in one test: each needs the same trained checkpoint."""
-    flags = [*flags, "--config=strategy/fsdp2", "--trainer.devices=1"]
-    flags += ["--trainer.accelerator=cpu"]
+    flags = [*flags, "--config=strategy/fsdp2", "--trainer.devices=1", "--trainer.accelerator=cpu"]
     assert run("fit", *flags, "--trainer.max_steps=1") == 0
     path = newest(only_run(tmp_path))
-
-    def error(checkpoint: Path, *more: str) -> str:
-        return refused("fit", [*flags, f"--ckpt_path={checkpoint}", *more], capfd)
-
-    larger = SMALL_LLAMA.replace("hidden_size: 32", "hidden_size: 64")
-    said = error(path, f"--model.architecture={larger}")
-    assert "was trained with model.architecture.hidden_size 32, now 64" in said
-    renamed = shutil.copytree(path, tmp_path / "step00000009.ckpt")
-    assert "its manifest says step 1, and its name another" in error(renamed)
-    asks = {"state_dict": {}, "x": AsksToRun()}
-    expected = "cannot be read: it names the class print; only tensors"
-    for content, words in ((asks, expected), ([1], "has no `state_dict`")):
-        torch.save(content, tmp_path / "made.ckpt")
-        said = error(tmp_path / "made.ckpt")
-        assert words in said and "weights_only" not in said and "it ran" not in said
-    for damaged, words in (
-        (".metadata", "its .metadata is damaged"),
-        ("__0_0.distcp", "cannot be read"),
-    ):
+    shutil.copytree(path, tmp_path / "step00000009.ckpt")
+    torch.save({"state_dict": {}, "x": AsksToRun()}, tmp_path / "asks_to_run.ckpt")
+    torch.save([1], tmp_path / "list.ckpt")
+    for damaged in (".metadata", "__0_0.distcp"):
         foreign = shutil.copytree(path, tmp_path / damaged)
         (foreign / "manifest.json").unlink()  # which would notice, by its CRC-32
         content = (foreign / damaged).read_bytes()
         (foreign / damaged).write_bytes(content[:100] + b"\xff\x00zz")
-        assert words in error(foreign)
+    for name, words in CHECKPOINTS.items():
+        said = refused("fit", [*flags, f"--ckpt_path={tmp_path / name}"], capfd)
+        assert words in said and "weights_only" not in said and "it ran" not in said
 
 
 class Mistaken(Source):
@@ -260,14 +248,11 @@ class Mistaken(Source):
         yield "second", {"body": "a text"}["text"]
 
 
-@pytest.mark.parametrize("verb", ["fit", "prepare"])
 def test_an_error_in_a_source_is_reported_with_its_line(
-    verb: str, flags: list[str], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+    flags: list[str], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others = ("--data.source.", "--data.cache_dir", "--trainer")
-    flags = [verb, *(flag for flag in flags if not flag.startswith(others))]
+    flags = ["fit", *(flag for flag in flags if not flag.startswith("--data.source."))]
     flags += [f"--data.source={__name__}.Mistaken", f"--data.cache_dir={tmp_path}/cache"]
-    flags += ["--trainer.accelerator=cpu"]
     assert command(flags) == Exit.FAILED
     error = capfd.readouterr().err
     assert "Traceback" not in error and "error: KeyError: 'text'\n" in error

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +19,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from dist_template.cluster import torchrun
 from dist_template.compat import torchrun as names
 from dist_template.errors import Exit
-from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, run
+from tests.support.runs import PACKAGE, PROJECT, clean_environment, run
 from tests.support.tiers import tiers
-
-HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
 
 CODES = [
     ([0, 0], Exit.DONE),
@@ -50,32 +47,14 @@ class Launched:
     def __init__(self, folder: Path, capfd: pytest.CaptureFixture) -> None:
         self.folder, self.capfd = folder, capfd
 
-    def run(self, *by_rank: str, restarts: int = 2, shutdown_timeout_s: int = 5) -> int:
+    def run(self, *by_rank: str) -> int:
         cases = "".join(f"{rank}) {command};; " for rank, command in enumerate(by_rank))
         script = f"echo >> {self.folder}/starts.$RANK; case $RANK in {cases}esac"
-        flags = [f"--nproc-per-node={len(by_rank)}", f"--max-restarts={restarts}"]
+        flags = [f"--nproc-per-node={len(by_rank)}", "--max-restarts=1"]
         flags += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
         flags += ["--monitor-interval=0.05", "--signals-to-handle=SIGTERM,SIGUSR1"]
-        flags += [f"--shutdown-timeout={shutdown_timeout_s}", "--no-python", "sh", "-c", script]
+        flags += ["--shutdown-timeout=5", "--no-python", "sh", "-c", script]
         return torchrun.main(flags)
-
-    def when(self, files: list[str], number: int) -> None:
-        """Signals this process once workers have written these files and the agent knows them."""
-
-        def ready() -> bool:
-            knows = any(agent.workers() for agent in torchrun.Agent.instances)
-            return bool(knows) and all((self.folder / file).exists() for file in files)
-
-        def signal_when_written() -> None:
-            deadline = time.monotonic() + 60
-            while not ready():
-                if time.monotonic() > deadline:
-                    return  # the test fails by what its workers did not do
-                time.sleep(0.02)
-            os.kill(os.getpid(), number)
-            (self.folder / f"after_{files[0]}").touch()
-
-        threading.Thread(target=signal_when_written, daemon=True).start()
 
     @property
     def starts(self) -> int:
@@ -92,10 +71,10 @@ def launched(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(names, "PEERS_S", 0.5)
     monkeypatch.setattr(torchrun.Agent, "instances", [])
     replaced = {"LocalElasticAgent": names.launcher, "Popen": names.subprocess_handler}
-    replaced["_terminate_process_handler"] = names.processes
-    for name, module in replaced.items():
+    for name, module in (replaced | {"_terminate_process_handler": names.processes}).items():
         monkeypatch.setattr(module, name, getattr(module, name))  # puts it back after the test
-    before = {number: signal.getsignal(number) for number in HANDLED}
+    handled = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in handled}
     yield Launched(tmp_path, capfd)
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -107,39 +86,36 @@ def test_a_process_that_exits_by_decision_is_not_restarted(launched: Launched, c
     assert launched.starts == 1 and launched.printed == "", "rank 0 has printed why"
 
 
-@pytest.mark.slow
-def test_killed_workers_are_restarted_and_then_relaunched(launched: Launched) -> None:
-    assert launched.run("kill -9 $$$$", "exec sleep 60", restarts=1) == Exit.REQUEUE
-    assert launched.starts == 2
-    printed = launched.printed
-    assert "rank 0 was killed by SIGKILL; restarting, 0 more left" in printed
-    assert "no restart is left" in printed
-    assert "Traceback" not in printed and "=====" not in printed
+SLEEPS = "exec sleep 60"
+ENDS = {  # commands of two workers, the launcher's code, how often it starts them, what it prints
+    "a killed worker": (["kill -9 $$$$", SLEEPS], Exit.REQUEUE, 2, "rank 0 was killed by SIGKILL;"
+        " restarting, 0 more left.*no restart is left"),
+    # 75 would make a scheduler start the same failure for ever
+    "a failure": (["exit 1", SLEEPS], Exit.FAILED, 2, "rank 0 exited with code 1; restarting, 0"),
+    "a decision": ([SLEEPS, "exit 2"], Exit.BAD_INPUT, 1, "rank 1 exited with code 2"),
+}  # fmt: skip
 
 
 @pytest.mark.slow
-def test_a_failure_stays_one_if_another_rank_has_to_be_killed(launched: Launched) -> None:
-    """The rank waits in a collective; 75 would make a scheduler start the same failure for ever."""
-    assert launched.run("exit 1", "exec sleep 60") == Exit.FAILED
-
-
-@pytest.mark.slow
-def test_one_ranks_decision_ends_those_that_wait_for_it(launched: Launched) -> None:
+@pytest.mark.parametrize("case", ENDS)
+def test_one_workers_end_ends_those_that_wait_for_it(case: str, launched: Launched) -> None:
+    commands, code, starts, sentence = ENDS[case]
     begun = time.monotonic()
-    assert launched.run("exec sleep 60", "exit 2", shutdown_timeout_s=1) == Exit.BAD_INPUT
-    assert launched.starts == 1 and "rank 1 exited with code 2" in launched.printed
+    assert launched.run(*commands) == code and launched.starts == starts
+    printed = launched.printed
+    assert re.search(sentence, printed, re.DOTALL), printed
+    assert "Traceback" not in printed and "=====" not in printed
     assert time.monotonic() - begun < 25, "rank 0 would sleep for 60 s, and torchrun wait for 30"
 
 
 def test_a_signal_is_handed_on_once_and_the_workers_code_is_the_launchers(launched: Any) -> None:
-    """The workers save until the second signal: they end with 75 only if it did not end them."""
-    here = launched.folder
-    wait = "; do sleep 0.05; done"
-    saves = f"touch {here}/saves.$RANK; while [ ! -e {here}/after_saves.0 ]{wait}; exit 75"
-    saves = f"trap '{saves}' TERM USR1; touch {here}/trains.$RANK; while [ -d {here} ]{wait}"
-    launched.when(["trains.0", "trains.1"], signal.SIGUSR1)
-    launched.when(["saves.0", "saves.1"], signal.SIGUSR1)
-    assert launched.run(saves, saves, shutdown_timeout_s=60) == Exit.REQUEUE
+    """The workers signal their launcher, and once more while they save."""
+    save = "kill -USR1 $PPID; sleep 0.5; exit 75"
+    wait = f"touch {launched.folder}/trains.$RANK; while :; do sleep 0.05; done"
+    both = f"[ -e {launched.folder}/trains.0 ] && [ -e {launched.folder}/trains.1 ]"
+    first = f"(until {both}; do sleep 0.05; done; sleep 0.5; kill -USR1 $PPID) & {wait}"
+    handled = f"trap '{save}' TERM USR1; "
+    assert launched.run(handled + first, handled + wait) == Exit.REQUEUE
     assert launched.starts == 1 and torchrun.codes() == [75, 75], "they have saved"
 
 
@@ -160,11 +136,12 @@ def test_lightnings_own_launcher_ends_with_a_code(flags: Any, tmp_path: Path, nu
     """The first process is the launcher, and would be killed by Lightning."""
     run("prepare", *flags)
     more = ["--trainer.strategy=ddp", "--trainer.devices=2", "--trainer.max_steps=100000"]
-    environment = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN}
     command = [sys.executable, "-m", PACKAGE, "fit", *flags, *more]
     command += ["--last_checkpoint.every_n_steps=5"]
     with (tmp_path / "log").open("w") as log:
-        first = subprocess.Popen(command, env=environment, cwd=PROJECT, stdout=log, stderr=log)
+        first = subprocess.Popen(
+            command, env=clean_environment(), cwd=PROJECT, stdout=log, stderr=log
+        )
     try:
         deadline = time.monotonic() + 180
         while not list(tmp_path.glob("runs/*/*/checkpoints/step*")):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from dist_template.cluster import rendezvous
 from dist_template.errors import Exit
 from dist_template.wings import values
 from tests.support.library import Rendezvous, SameEnvironment
-from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, Workers, run
+from tests.support.runs import Workers, run
 
 OWN: dict[str, Any] = {
     "python": "3.11.7",
@@ -33,23 +32,17 @@ OWN: dict[str, Any] = {
 
 def compare(*of_ranks: dict[str, Any], ignore: list[str] | None = None) -> list[Ended | None]:
     """Returns how each rank's comparison ends; each rank has OWN, with the changes given for it."""
-    ends: list[Ended | None] = [None] * len(of_ranks)
-
     store = dist.HashStore()
 
-    def one(rank: int) -> None:
+    def ended(rank: int) -> Ended | None:
+        together = Rendezvous(store, rank, len(of_ranks), 10.0)
         try:
-            together = Rendezvous(store, rank, len(of_ranks), 10.0)
             SameEnvironment(ignore or []).compare(together, OWN | of_ranks[rank])
         except Ended as end:
-            ends[rank] = end
+            return end
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(of_ranks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return ends
+    with ThreadPoolExecutor(len(of_ranks)) as threads:
+        return [*threads.map(ended, range(len(of_ranks)))]
 
 
 OLDER = {"numpy": "1.26", "torch": "2.13.0"}
@@ -94,50 +87,28 @@ def test_a_rank_that_never_comes_is_named(here: int, missing: int, monkeypatch: 
     assert ended.value.code == Exit.HUNG and time.monotonic() - started < 60
 
 
+@pytest.mark.slow
+def test_ranks_that_differ_end_before_the_first_step(flags: list[str], tmp_path: Path) -> None:
+    """Without the comparison they train on."""
+    assert run("prepare", *flags) == 0
+    two = ["fit", *flags, "--trainer.strategy=ddp", "--trainer.devices=2", "--trainer.max_steps=1"]
+    two += ["--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0"]
+    with Workers(2) as workers:
+        ended = workers.run(two, tmp_path / "on", prelude=partial(other_on_rank_1, tmp_path))
+        assert all(answer.startswith("Ended:") for answer in ended.answers.values()), ended.answers
+        rows = [line.split() for line in ended.log(0).splitlines()]
+        assert ["variables.NCCL_ALGO", "1", "Ring"] in rows
+        assert ["packages.numpy", "1", "0.0.1"] in rows
+        unlike = partial(unlike_and_not_compared, tmp_path)
+        workers.run(two, tmp_path / "off", prelude=unlike).check()
+
+
 def other_on_rank_1(folder: Path) -> None:
     """A prelude: another version of a package, another variable."""
     if os.environ["RANK"] == "1":
         os.environ["NCCL_ALGO"] = "Ring"
         (folder / "numpy-0.0.1.dist-info").mkdir(parents=True, exist_ok=True)
         sys.path.insert(0, str(folder))
-
-
-@pytest.fixture
-def two(flags: list[str]) -> list[str]:
-    assert run("prepare", *flags) == 0
-    two = ["fit", *flags, "--trainer.strategy=ddp", "--trainer.devices=2", "--trainer.max_steps=1"]
-    return [*two, "--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0"]
-
-
-@pytest.mark.slow
-def test_two_processes_that_differ_both_exit_with_78(two: list[str], tmp_path: Path) -> None:
-    """Started manually, each process with its own command."""
-    env = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_RUN}
-    env |= {"OMP_NUM_THREADS": "1", "DIST_RUN_ID": "by-hand", "TORCHELASTIC_RUN_ID": "x"}
-    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(values.free_port())}
-    processes = []
-    for rank in range(2):
-        of_rank = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        of_rank |= {"NCCL_ALGO": "Ring"} if rank else {}
-        command = [sys.executable, "-m", PACKAGE, *two, f"--data.seed={rank}"]
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen(command, env=of_rank, cwd=PROJECT, **pipes))
-    printed = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [Exit.MISMATCH] * 2, printed
-    rows = [line.split() for line in "".join(printed).splitlines()]
-    assert ["config.data.seed", "0", "0"] in rows and ["config.data.seed", "1", "1"] in rows
-    assert ["variables.NCCL_ALGO", "1", "Ring"] in rows
-    assert "".join(printed).count("the ranks' environments differ") == 1
-
-
-@pytest.mark.slow
-def test_without_the_comparison_they_train_on_unlike(two: list[str], tmp_path: Path) -> None:
-    with Workers(2) as workers:
-        ended = workers.run(two, tmp_path / "on", prelude=partial(other_on_rank_1, tmp_path))
-        assert all(answer.startswith("Ended:") for answer in ended.answers.values()), ended.answers
-        unlike = partial(unlike_and_not_compared, tmp_path)
-        workers.run(two, tmp_path / "off", prelude=unlike).check()
 
 
 def unlike_and_not_compared(folder: Path) -> None:

@@ -9,13 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from dist_template.errors import Exit
 from tests.support.injury import Step, Training, kill
-from tests.support.library import manifest, read_full
-from tests.support.runs import run
+from tests.support.library import read_full
+from tests.support.runs import newest, run
 
 KILLS = int(os.environ.get("KILLS", "20"))
 EVERY = 10  # steps between two checkpoints
@@ -29,16 +30,8 @@ def lives(training: Training) -> list[list[Step]]:
     return [*found.values()]
 
 
-def newest(root: Path, run_id: str) -> Path:
-    path = manifest.newest(root / "runs" / "default" / run_id / "checkpoints")
-    assert path is not None
-    return path
-
-
-def same(one: Path, other: Path) -> bool:
-    """Whether two checkpoints hold the same weights, bit by bit."""
-    a, b = read_full(one)["state_dict"], read_full(other)["state_dict"]
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+def newest_of(root: Path, run_id: str) -> Path:
+    return newest(root / "runs" / "default" / run_id)
 
 
 @pytest.mark.slow
@@ -66,7 +59,9 @@ def test_a_kill_at_any_time_costs_at_most_one_interval(flags: list[str], tmp_pat
         assert hurt.end(300) == Exit.DONE, hurt.log.read_text()[-3000:]
     print(f"first batch after {min(waits):.1f} to {max(waits):.1f} s, {max(lost)} steps lost")
     assert max(lost) <= EVERY
-    assert same(newest(tmp_path, "hurt"), newest(tmp_path, "reference"))
+    one, other = (newest_of(tmp_path, name) for name in ("hurt", "reference"))
+    one, other = (read_full(path)["state_dict"] for path in (one, other))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.slow
@@ -74,25 +69,16 @@ def test_a_signal_to_the_launcher_or_its_death_saves(flags: list[str], tmp_path:
     run("prepare", *flags)
     argv = ["fit", *flags, "--trainer.strategy=ddp", "--trainer.max_steps=200"]
     argv += ["--last_checkpoint.every_n_steps=100"]
+    last = 0
     with Training(tmp_path / "run", argv, NPROC="2") as training:
         for number, code in ((signal.SIGTERM, Exit.REQUEUE), (signal.SIGKILL, -signal.SIGKILL)):
-            begun = training.steps()[-1].step if training.steps() else 0
-            training.reach(begun + 20)
-            ranks = training.ranks()
+            training.reach(last + 20, timeout_s=180)
+            assert lives(training)[-1][0].step == last, "it has resumed there"
+            ranks = [psutil.Process(pid) for pid in training.ranks().values()]
             kill(training.launcher.pid, number)
             assert training.end(10) == code
-            for pid in ranks.values():  # not the launcher's children any more, if that was killed
-                _wait_for_death(pid)
+            assert psutil.wait_procs(ranks, timeout=10)[1] == []
             last = training.steps()[-1].step
-            assert newest(tmp_path, "run").name == f"step{last:08}.ckpt", "no step is lost"
-            training.start()
-            training.wait(lambda last=last: training.steps()[-1].step > last)
-            assert lives(training)[-1][0].step == last
-        assert training.end() == Exit.DONE
-
-
-def _wait_for_death(pid: int, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+            assert newest_of(tmp_path, "run").name == f"step{last:08}.ckpt", "no step is lost"
+            if code == Exit.REQUEUE:
+                training.start()

@@ -14,30 +14,27 @@ from dist_template.errors import Exit
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the end of a parent")
 
-WORKER_THAT_LOOPS = """
+WORKERS_THAT_LOOP = """
 import os, sys, time
 from torch.utils.data import DataLoader, Dataset
 from dist_template.cluster import signals
 
 class Looping(Dataset):
     def __len__(self):
-        return 1
+        return 2
 
     def __getitem__(self, index):
         os.write(1, f"{os.getpid()}\\n".encode())
         while True:
             pass
 
-batches = iter(DataLoader(Looping(), num_workers=1, worker_init_fn=signals.isolate_worker))
-time.sleep(float(sys.argv[1]))
-os._exit(71)  # as the watchdog does
+def load():
+    workers = int(sys.argv[1])
+    return iter(DataLoader(Looping(), num_workers=workers, worker_init_fn=signals.isolate_worker))
 """
 
 # The rank exits before its two workers ask for a signal; each holds the other's pipe to the rank.
 LATE = """
-import os, sys, time
-from dist_template.cluster import signals
-
 class Late:
     def prctl(self, *arguments):
         rank = os.getppid()
@@ -48,10 +45,8 @@ class Late:
 
 prctl, signals.LIBC = signals.LIBC.prctl, Late()
 """
-TWO_WORKERS = WORKER_THAT_LOOPS.replace("num_workers=1", "num_workers=2").replace(
-    "return 1", "return 2"
-)
-CODES = {"a worker": WORKER_THAT_LOOPS, "workers that are late": LATE + TWO_WORKERS}
+EXITS = "batches = load(); time.sleep(2); os._exit(71)  # as the watchdog does"
+CODES = {"1": WORKERS_THAT_LOOP + EXITS, "2": WORKERS_THAT_LOOP + LATE + EXITS}
 
 
 def lives(pid: int) -> bool:
@@ -63,10 +58,10 @@ def lives(pid: int) -> bool:
 
 @LINUX
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [*CODES.values()], ids=[*CODES])
-def test_what_a_rank_has_started_ends_with_it(code: str) -> None:
-    command = [sys.executable, "-c", code, "3"]
-    process = subprocess.Popen(command, env=os.environ, stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("workers", CODES, ids=["a worker", "workers that are late"])
+def test_what_a_rank_has_started_ends_with_it(workers: str) -> None:
+    command = [sys.executable, "-c", CODES[workers], workers]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pid = int(process.stdout.readline())  # no more: what was started may hold the pipe open
     try:

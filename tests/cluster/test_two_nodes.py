@@ -7,32 +7,26 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dist_template.errors import Exit
-from tests.support.injury import Training, TwoHosts, kill
+from tests.support.injury import TwoHosts, kill
 from tests.support.runs import run
 
 LIMIT_S = 120.0  # for each of these waits, on a machine on which everything is slow
 
 
-def no_namespaces() -> str:
-    """Why there can be none here; "" where they can."""
-    if not shutil.which("ip"):
-        return "needs `ip` (iproute2)"
-    add = ["ip", "netns", "add", "injury-try"]
-    made = subprocess.run(add, capture_output=True, text=True, check=False)
-    subprocess.run(["ip", "netns", "delete", "injury-try"], capture_output=True, check=False)
-    return f"`ip netns add` is not allowed: {made.stderr.strip()}" if made.returncode else ""
-
-
 @pytest.fixture
 def hosts() -> Iterator[TwoHosts]:
-    if why := no_namespaces():
-        pytest.skip(why)
-    with TwoHosts() as two:
-        yield two
+    if not shutil.which("ip"):
+        pytest.skip("needs `ip` (iproute2)")
+    try:
+        with TwoHosts() as two:
+            yield two
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"`ip netns add` is not allowed: {error.stderr}")
 
 
 def seconds(what: str, until: Callable[[], bool]) -> None:
@@ -42,12 +36,6 @@ def seconds(what: str, until: Callable[[], bool]) -> None:
         assert time.monotonic() - begun < LIMIT_S, what
         time.sleep(0.02)
     print(f"{what}: {time.monotonic() - begun:.1f} s")
-
-
-def restarted(training: Training) -> Callable[[], bool]:
-    """Whether rank 0 has had a first batch since now."""
-    lives = len({step.life for step in training.steps()})
-    return lambda: len({step.life for step in training.steps()}) > lives
 
 
 @pytest.mark.netns
@@ -61,38 +49,31 @@ def test_what_is_left_goes_on(hosts: TwoHosts, flags: list[str], tmp_path: Path)
     options = {"NNODES": "1:2", "MAX_RESTARTS": "10", "DIST_RUN_ID": "hosts"}
     options["SHUTDOWN_TIMEOUT"] = "10"
     a, b = (hosts.training(host, tmp_path / "steps", argv, **options) for host in (0, 1))
+
+    def restarts(what: str, act: Callable[..., Any], *arguments: Any) -> None:
+        """Waits until rank 0 has a first batch after `act`."""
+        lives = len({step.life for step in a.steps()})
+        act(*arguments)
+        seconds(what, lambda: len({step.life for step in a.steps()}) > lives)
+
+    def has_ended() -> bool:
+        return b.launcher.poll() is not None
+
     with a, b:
         a.reach(10)
-
-        again = restarted(a)
-        kill(next(iter(b.ranks().values())))
-        seconds("a worker killed, to the first batch on both", again)
+        restarts("a worker killed, to the first batch on both", kill, *b.ranks().values())
         assert len(a.ranks()) == len(b.ranks()) == 1
         a.reach(a.steps()[-1].step + 25)
-
-        again = restarted(a)
-        hosts.cut()
-        seconds("the link cut (watchdog 10 s), to the first batch on one node", again)
-        seconds("  and to the other's exit", lambda: b.launcher.poll() is not None)
+        restarts("the link cut (watchdog 10 s), to the first batch on one node", hosts.cut)
+        seconds("  and to the other's exit", has_ended)
         assert b.launcher.returncode == Exit.REQUEUE
-
         hosts.cut(whole=True)
-        again = restarted(a)
-        b.start()
-        seconds("the link mended and the node relaunched, to the first batch on both", again)
+        restarts("the link mended and the node relaunched, to the first batch on both", b.start)
         a.reach(a.steps()[-1].step + 25)
-
-        again = restarted(a)
-        hosts.kill(1)
-        seconds("a node killed, to the first batch on the other", again)
-
-        again = restarted(a)
-        b.start()
-        seconds("the node relaunched, to the first batch on both", again)
+        restarts("a node killed, to the first batch on the other", hosts.kill, 1)
+        restarts("the node relaunched, to the first batch on both", b.start)
         a.reach(a.steps()[-1].step + 25)
-
         hosts.kill(0)
-        ended = lambda: b.launcher.poll() is not None  # noqa: E731
-        seconds("the rendezvous's host killed, to the other's exit", ended)
+        seconds("the rendezvous's host killed, to the other's exit", has_ended)
         assert b.launcher.returncode == Exit.REQUEUE
         assert "the rendezvous is lost" in b.log.read_text()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,19 +18,23 @@ from lightning.fabric.utilities.distributed import _suggested_max_num_threads
 from lightning.pytorch import Callback
 
 from tests.support.parity import MODELS
-from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, logged, only_run, run, small
-from tests.support.warns import Warns
+from tests.support.runs import PACKAGE, PROJECT, clean_environment, logged, only_run, run, small
 
 pytestmark = pytest.mark.slow
 
 
-class Threads(Callback):
-    """Records torch's number of threads, and OMP_NUM_THREADS for child processes."""
+class Reports(Callback):
+    """Records torch's number of threads, and OMP_NUM_THREADS for child processes; then warns and
+    reports an error."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         path = Path(os.environ["THREADS_INTO"]) / f"rank{trainer.global_rank}"
         found = [torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")]
         path.write_text(json.dumps(found), encoding="utf-8")
+        rank = f"rank {trainer.global_rank}"
+        warnings.warn(f"{rank} warns", stacklevel=1)
+        logging.getLogger("some.library").warning("%s warns in a log", rank)
+        logging.getLogger("some.library").error("%s fails in a log", rank)
 
 
 class Typed(NamedTuple):
@@ -45,9 +51,9 @@ def typed(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -
     flags += ["--model.optim.learning_rate=0.01", "--model.optim.warmup=5"]
     flags += ["--trainer.gradient_clip_val=0.5"]
     two = ["--run.name=two", "--trainer.devices=2", "--trainer.strategy=ddp"]
-    two += [f"--trainer.callbacks+={each.__module__}.{each.__name__}" for each in (Warns, Threads)]
-    unset = {*OF_ANOTHER_RUN, "OMP_NUM_THREADS"}
-    env = {k: v for k, v in os.environ.items() if k not in unset} | {"THREADS_INTO": str(folder)}
+    two += [f"--trainer.callbacks+={__name__}.Reports"]
+    env = clean_environment(THREADS_INTO=str(folder))
+    env.pop("OMP_NUM_THREADS", None)
     command = [sys.executable, "-m", PACKAGE, "fit", *flags, *two]
     options: Any = {"env": env, "cwd": PROJECT, "capture_output": True, "text": True}
     result = subprocess.run(command, timeout=300, check=False, **options)
@@ -69,9 +75,10 @@ def test_one_and_two_processes_have_the_same_loss_at_each_of_20_steps(typed: Typ
     assert logged(two, "eval/loss") == pytest.approx(logged(one, "eval/loss"), rel=1e-5)
 
 
-def test_they_share_a_terminal_and_rank_0_prints_warnings(typed: Typed) -> None:
-    assert typed.printed.count("all say this") == 2, "one line, and the source line by Python"
-    assert "only rank 1 says this" not in typed.printed and "a library's log" not in typed.printed
+def test_rank_0_prints_warnings_and_each_rank_its_errors(typed: Typed) -> None:
+    for ending in ("warns", "warns in a log", "fails in a log"):
+        assert f"rank 0 {ending}\n" in typed.printed
+    assert "rank 1 warns" not in typed.printed and "rank 1 fails in a log" in typed.printed
 
 
 def test_where_nobody_has_set_the_threads_each_process_has_its_share(typed: Typed) -> None:
@@ -79,22 +86,3 @@ def test_where_nobody_has_set_the_threads_each_process_has_its_share(typed: Type
     share = _suggested_max_num_threads(2)
     for rank in range(2):
         assert json.loads((typed.folder / f"rank{rank}").read_text()) == [share, str(share)]
-
-
-WARN = """
-from dist_template.cluster.messages import hide_warnings; hide_warnings()
-import warnings, logging
-warnings.warn('odd'); logging.getLogger('x').warning('long'); logging.error('bad')
-"""
-
-
-def printed(**environment: str) -> str:
-    options: Any = {"env": os.environ | environment, "capture_output": True, "text": True}
-    return subprocess.run([sys.executable, "-c", WARN], timeout=60, check=False, **options).stderr
-
-
-def test_rank_0_prints_warnings_and_every_rank_errors() -> None:
-    first = printed()
-    assert "UserWarning: odd" in first and "long\n" in first and "bad" in first
-    assert printed(RANK="3").strip() == "ERROR:root:bad"
-    assert printed(RANK="3", DIST_WARNINGS="all") == first

@@ -17,7 +17,7 @@ from dist_template import BalanceConfig
 from dist_template.model import balance
 from tests.support.library import Balancer
 from tests.support.modules import DEEPSEEK, SPARSE, TINY
-from tests.support.parity import SHORT, Trainings, assert_close
+from tests.support.parity import Trainings, assert_close
 from tests.support.tiers import tiers
 from tests.support.wings import RunRecord
 
@@ -191,7 +191,7 @@ def test_the_size_of_a_micro_batch_does_not_matter(train: Trainings, one: RunRec
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(["fsdp2", "zero3"], daily=["fsdp2"]))
 def test_the_bias_stays_float32_in_half_precision(train: Trainings, strategy: str) -> None:
-    run = train("deepseek_v3", strategy, "--trainer.precision=bf16-true", SHORT)
+    run = train("deepseek_v3", strategy, "--trainer.precision=bf16-true")
     for bias in biases(run.end).values():
         assert bias.dtype == torch.float32
         moves = bias / 0.001

@@ -66,16 +66,9 @@ def test_wandb_continues_the_run_with_every_metric_and_setting(restarted: Path) 
     for step in range(6, 11):  # wandb writes in blocks; a killed process loses the last one
         shown = {name: points[name][step][-1] for name in expected[step]}
         assert shown == pytest.approx(expected[step], rel=1e-6, nan_ok=True), step
-    config = read_back.wandb_config(files[1])
+    updates = [each for one in read_back.wandb_records(files[1]) for each in one.config.update]
+    config = {each.key: json.loads(each.value_json) for each in updates}
     assert config["data"]["seq_len"] == 32 and config["last_checkpoint"]["every_n_steps"] == 5
     assert config["environment"]["git_commit"] == git("rev-parse", "HEAD")
-    environment = json.loads((restarted / "environment.json").read_text())
-    assert config["environment"]["command"] == environment["command"]
-
-
-@pytest.mark.slow
-def test_no_logger_records_a_secret_of_the_command_line(restarted: Path) -> None:
-    files = [path for path in restarted.rglob("*") if path.is_file()]
-    assert len(read_back.wandb_files(restarted)) == 2
-    assert any("tfevents" in path.name for path in files)
-    assert [path for path in files if b"s3cr3t" in path.read_bytes()] == []
+    written = [path for path in restarted.rglob("*") if path.is_file()]
+    assert not [path for path in written if b"s3cr3t" in path.read_bytes()]

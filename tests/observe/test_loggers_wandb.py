@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import json
 import shutil
 import threading
 import time
 from collections.abc import Generator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,68 @@ from pytest import MonkeyPatch
 
 from dist_template.observe.loggers.wandb import Uploads, WandB
 from tests.support import read_back
-from tests.support.wandb_service import Service
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Any
+
+    def do_POST(self) -> None:
+        if self.server.is_away:
+            self.close_connection = True
+            return
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+        answer: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):  # a file, or telemetry
+            answer = self.server.answer(self.path, json.loads(body))
+        content = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_PUT = do_GET = do_POST
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        pass
+
+
+class Service(ThreadingHTTPServer):
+    """A W&B server for metrics: keeps each run's lines, which are written from an offset on."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.lines: dict[str, list[dict[str, Any]]] = {}
+        self.config: dict[str, Any] = {}
+        self.is_away = False
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass
+
+    def answer(self, path: str, sent: dict[str, Any]) -> dict[str, Any]:
+        if history := sent.get("files", {}).get("wandb-history.jsonl"):
+            lines = self.lines.setdefault(path.split("/")[-2], [])
+            lines[history["offset"] :] = [json.loads(line) for line in history["content"]]
+        operation, given = sent.get("operationName"), sent.get("variables") or {}
+        project = {"id": "1", "name": "p", "entity": {"id": "1", "name": "e"}}
+        bucket = {"id": "1", "name": given.get("name"), "config": json.dumps(self.config)}
+        if operation == "RunResumeStatus":
+            lines = self.lines.get(given["name"], [])
+            bucket |= {"historyLineCount": len(lines), "eventsLineCount": 0, "logLineCount": 0}
+            bucket |= {"historyTail": json.dumps([json.dumps(line) for line in lines[-1:]])}
+            bucket |= {"eventsTail": "[]", "summaryMetrics": "{}", "wandbConfig": '{"t": 1}'}
+            return {"data": {"model": project | {"bucket": bucket if lines else None}}}
+        if operation == "UpsertBucket":
+            self.config.update(json.loads(given.get("config") or "{}"))
+            upserted = {"bucket": bucket | {"project": project}, "inserted": True}
+            return {"data": {"upsertBucket": upserted}}
+        if operation == "CreateRunFiles":
+            url = f"http://127.0.0.1:{self.server_port}/upload"
+            files = [{"name": name, "uploadUrl": url} for name in given["files"]]
+            return {"data": {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": files}}}
+        return {"data": {}}
 
 
 @pytest.fixture
@@ -26,10 +91,11 @@ def service(monkeypatch: MonkeyPatch, tmp_path: Path) -> Generator[Service]:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", service.url)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{service.server_port}")
     yield service
     wandb.teardown()
-    service.close()
+    service.shutdown()
+    service.server_close()
 
 
 def started(run: Path, init_timeout_s: float = 20, finish_timeout_s: float = 20) -> WandB:
@@ -43,10 +109,11 @@ def log(logger: WandB, steps: range) -> None:
         logger.log_metrics({"train/loss": 1 / step}, step)
 
 
-def exit_process() -> None:
-    """What wandb does when the process exits."""
+def end(logger: WandB) -> None:
+    """Ends the training and the process, as far as wandb knows."""
     import wandb
 
+    logger.finalize("success")
     wandb.finish()
     wandb.teardown()
 
@@ -55,8 +122,7 @@ def exit_process() -> None:
 def test_a_resumed_run_continues_as_the_same_run_online(tmp_path: Path, service: Service) -> None:
     for steps in range(1, 8), range(6, 11):  # resumed from step 5
         log(logger := started(tmp_path / "one"), steps)
-        logger.finalize("success")
-        exit_process()
+        end(logger)
     ((name, lines),) = service.lines.items()
     assert name == "one" and service.config["data"]["value"] == {"seq_len": 32}
     steps = [line["trainer/global_step"] for line in lines if "train/loss" in line]
@@ -71,8 +137,7 @@ def test_a_service_that_goes_away_does_not_delay(tmp_path: Path, service: Servic
     log(logger, range(4, 7))
     logger.log_sample("text", 6)
     assert time.monotonic() - begun < 20, "training waited"
-    logger.finalize("success")
-    exit_process()
+    end(logger)
     assert time.monotonic() - begun < 60, "finish_timeout_s is 3"
     assert set(read_back.wandb_points(tmp_path / "one")["train/loss"]) == set(range(1, 7))
 
@@ -83,8 +148,7 @@ def test_without_a_service_at_the_start_wandb_logs_offline(
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # no service listens there
     with pytest.warns(UserWarning, match="logging offline"):
         log(logger := started(tmp_path / "one", init_timeout_s=3), range(1, 7))
-    logger.finalize("success")
-    exit_process()
+    end(logger)
     assert set(read_back.wandb_points(tmp_path / "one")["train/loss"]) == set(range(1, 7))
 
 
@@ -94,20 +158,19 @@ class FakeRun:
     id = "r"
 
     def __init__(self) -> None:
-        self.taken: list[dict[str, Any]] = []
+        self.taken: list[tuple[str, str]] = []
         self.outlived: list[str] = []
         self.may = threading.Event()
 
     def log_artifact(self, artifact: Any, aliases: list[str]) -> None:
-        object.__setattr__(artifact, "wait", lambda _: self._wait(artifact))
-        paths = {name: entry.local_path for name, entry in artifact.manifest.entries.items()}
-        read = {name: Path(path).read_text() for name, path in paths.items()}
-        self.taken.append({"name": artifact.name, "aliases": aliases, "files": read})
+        (weights,) = (Path(each.local_path) for each in artifact.manifest.entries.values())
+        self.taken.append((aliases[1], weights.read_text()))
 
-    def _wait(self, artifact: Any) -> None:
-        assert self.may.wait(120)
-        entries = artifact.manifest.entries.values()
-        self.outlived += [Path(entry.local_path).read_text() for entry in entries]
+        def wait(_: Any) -> None:
+            assert self.may.wait(120)
+            self.outlived.append(weights.read_text())
+
+        object.__setattr__(artifact, "wait", wait)
 
 
 def checkpoint(folder: Path, name: str) -> Path:
@@ -130,9 +193,8 @@ def test_checkpoints_may_be_deleted_while_they_are_uploaded(tmp_path: Path) -> N
         uploads.wait(0.05)
     fake.may.set()
     uploads.wait(10)
-    assert [each["aliases"][1] for each in fake.taken] == ["step1", "best-step3", "step3"]
-    names = ["step1.ckpt", "best-step3.ckpt", "step3.ckpt"]
-    assert [each["files"]["part/weights"] for each in fake.taken] == fake.outlived == names
+    assert fake.taken == [(name, f"{name}.ckpt") for name in ("step1", "best-step3", "step3")]
+    assert fake.outlived == [text for _, text in fake.taken]
     assert not (tmp_path / ".uploads").exists()
 
 

@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
+import re
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
+from torch.distributed.tensor import DTensor
 
-from tests.support.adapters import MODEL, TARGETS, LocalBytes, flags, with_random_b
-from tests.support.parity import SHORT, Trainings, assert_close
+from tests.support.adapters import MODEL, TARGETS, flags, with_random_b
+from tests.support.parity import Trainings, assert_close, run_folder
 from tests.support.tiers import tiers
 from tests.support.wings import RunRecord
 
 STRATEGIES = ["ddp", "fsdp2", "hsdp", "tp", "fsdp2_tp", "fsdp2_ep", "fsdp2_tp_ep", "zero2", "zero3"]
-OFFLOADED = ["fsdp2_offload", "zero2_offload", "zero3_offload"]
 CASES = [(k, s) for k in TARGETS for s in STRATEGIES if not (k == "llama" and "ep" in s)]
 DAILY = [("llama", "tp"), ("experts", "fsdp2_ep")]
 
 
-def trained(train: Trainings, kind: str, strategy: str, *more: str, **options: Any) -> RunRecord:
-    keys = [SHORT, "--model.optim.warmup=2", *flags(TARGETS[kind], *more)]
-    keys += ["--trainer.precision=32-true"]
-    return train(MODEL[kind], strategy, *keys, prelude=with_random_b, **options)
+class LocalBytes(Callback):
+    """Writes {name: bytes of this rank's shard} of every parameter into the run folder."""
+
+    def __repr__(self) -> str:
+        return "LocalBytes()"  # the same training, for `Trainings`
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        sizes = {}
+        for name, parameter in pl_module.model.named_parameters():
+            local = getattr(parameter, "ds_tensor", parameter)
+            local = local.to_local() if isinstance(local, DTensor) else local
+            sizes[name] = local.numel() * local.element_size()
+        file = run_folder(trainer) / f"bytes{trainer.global_rank}.json"
+        file.write_text(json.dumps(sizes))
+
+
+def trained(train: Trainings, kind: str, strategy: str, *more: str) -> RunRecord:
+    keys = ["--model.optim.warmup=2", *flags(TARGETS[kind]), "--trainer.precision=32-true", *more]
+    return train(MODEL[kind], strategy, *keys, prelude=with_random_b, callbacks=[LocalBytes()])
+
+
+def assert_sharded(many: RunRecord, one: RunRecord, pattern: str, shards: int) -> None:
+    (full,), ranks = (
+        [json.loads(file.read_text()) for file in record.run.glob("bytes*.json")]
+        for record in (one, many)
+    )
+    names = [name for name in full if re.search(pattern, name)]
+    assert names and len(ranks) == many.size
+    for rank in ranks:
+        assert [rank[name] * shards for name in names] == [full[name] for name in names]
 
 
 @pytest.mark.slow
@@ -34,69 +62,40 @@ def test_adapters_train_as_one_process(train: Trainings, kind: str, strategy: st
     for name, tensor in one.start.items():
         changes = not tensor.equal(one.end[name])
         assert changes == (".lora_" in name or "e_score_correction_bias" in name), name
+    if kind == "experts" and "ep" in strategy:
+        assert_sharded(many, one, r"\.mlp\.experts\.", many.size)
 
 
-QLORA = ["ddp", "fsdp2", "hsdp", "fsdp2_ep", "zero2", "zero3"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(QLORA, daily=["zero3"]))
-def test_four_bit_weights_train_as_one_process(
-    train: Trainings, strategy: str, tmp_path: Path
-) -> None:
-    """And where they are sharded by the bytes of each rank: by FSDP2 and ZeRO-3."""
-    kind = "attention" if "ep" in strategy else "llama"
-    one_bytes, many_bytes = map(LocalBytes, (tmp_path / "1", tmp_path / "n"))
-    one = trained(train, kind, "one", "quantize=nf4", callbacks=[one_bytes])
-    many = trained(train, kind, strategy, "quantize=nf4", callbacks=[many_bytes])
-    assert many.loss == pytest.approx(one.loss, rel=1e-6)
-    assert one.loss != trained(train, kind, "one").loss
-    (full,), ranks = one_bytes.read(), many_bytes.read()
-    packed = [name for name in full if name.endswith("proj.base_layer.weight")]
-    assert packed
-    shards = {"ddp": 1, "zero2": 1}.get(strategy, 2)
-    for rank in ranks:
-        assert [rank[name] * shards for name in packed] == [full[name] for name in packed]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(["fsdp2_ep", "fsdp2_tp_ep"], daily=["fsdp2_ep"]))
-def test_each_rank_holds_its_share_of_experts(
-    train: Trainings, strategy: str, tmp_path: Path
-) -> None:
-    keys = ["--trainer.max_steps=1", "--model.optim.warmup=0", *flags(TARGETS["experts"])]
-    held = [LocalBytes(tmp_path / name) for name in ("one", strategy)]
-    for name, each in zip(("one", strategy), held, strict=True):
-        train.run("fit", "deepseek_v3", name, *keys, callbacks=[each])
-    (one,), many = (each.read() for each in held)
-    experts = [name for name in one if ".mlp.experts." in name]
-    assert len(experts) == 6  # two stacked parameters, each with A and B
-    for rank in many:
-        assert [rank[name] * len(many) for name in experts] == [one[name] for name in experts]
-
-
+NF4 = "--model.adapter.quantize=nf4"
+WITH_NF4 = ["ddp", "fsdp2", "hsdp", "zero2", "zero3", "fsdp2_offload", "zero2_offload"]
+WITH_NF4 += ["zero3_offload"]
+HALF, DORA = "--trainer.precision=bf16-mixed", "--model.adapter.dora=true"
 STACKED = "--model.adapter.targets=[gate_up_proj]"
-MODULES = "--model.adapter.trainable=[embed_tokens, lm_head, norm]"
-VARIANTS = {
-    "recomputed experts": ("experts", "fsdp2_ep", "--model.blocks.checkpointing=full"),
-    "loss in chunks": ("llama", "fsdp2_tp", "--model.loss_chunk=16"),
-    "half precision": ("llama", "fsdp2", "--trainer.precision=bf16-mixed"),
-    "half precision, ZeRO": ("llama", "zero3", "--trainer.precision=bf16-mixed"),
-    "scaled by the root of the rank": ("attention", "tp", "--model.adapter.rslora=true"),
-    "DoRA": ("llama", "fsdp2", "--model.adapter.dora=true"),
-    "DoRA under ZeRO-3": ("llama", "zero3", "--model.adapter.dora=true"),
-    **{f"4 bits, {name}": ("llama", name, "--model.adapter.quantize=nf4") for name in OFFLOADED},
-    "stacked": ("experts", "fsdp2_ep", STACKED),
-    "stacked, sharded": ("experts", "fsdp2_tp", STACKED),
-    "embedding and norms too": ("attention", "fsdp2_tp", MODULES),
-}  # fmt: skip
+VARIANTS = [
+    *(("llama", strategy, NF4) for strategy in WITH_NF4),
+    ("attention", "fsdp2_ep", NF4),
+    ("experts", "fsdp2_ep", "--model.blocks.checkpointing=full"),
+    ("llama", "fsdp2_tp", "--model.loss_chunk=16"),
+    ("llama", "fsdp2", HALF),
+    ("llama", "zero3", HALF),
+    ("attention", "tp", "--model.adapter.rslora=true"),
+    ("llama", "fsdp2", DORA),
+    ("llama", "zero3", DORA),
+    ("experts", "fsdp2_ep", STACKED),
+    ("experts", "fsdp2_tp", STACKED),
+    ("attention", "fsdp2_tp", "--model.adapter.trainable=[embed_tokens, lm_head, norm]"),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", tiers(VARIANTS, daily=[]))
-def test_a_variant_trains_to_the_numbers_of_one_process(train: Trainings, variant: str) -> None:
-    kind, strategy, flag = VARIANTS[variant]
-    keys = [SHORT, "--model.optim.warmup=2", *flags(TARGETS[kind]), flag]
-    both = ("one", strategy)
-    one, many = (train(MODEL[kind], name, *keys, prelude=with_random_b) for name in both)
-    assert many.loss == pytest.approx(one.loss, rel=1e-2 if "bf16" in flag else 1e-6)
+@pytest.mark.parametrize(("kind", "strategy", "flag"), tiers(VARIANTS, [("llama", "zero3", NF4)]))
+def test_a_variant_trains_to_the_numbers_of_one_process(
+    train: Trainings, kind: str, strategy: str, flag: str
+) -> None:
+    """FSDP2 and ZeRO-3 shard 4-bit weights too, by the bytes of each rank."""
+    one, many = (trained(train, kind, name, flag) for name in ("one", strategy))
+    assert many.loss == pytest.approx(one.loss, rel=1e-2 if flag == HALF else 1e-6)
+    if flag == NF4:
+        assert one.loss != trained(train, kind, "one").loss
+        replicated = strategy.startswith(("ddp", "zero2"))
+        assert_sharded(many, one, r"proj\.base_layer\.weight$", 1 if replicated else 2)

@@ -11,17 +11,14 @@ from dist_template.parallel.pipeline.stages import stage_facts, stages_per_rank
 from tests.support.library import SCHEDULES
 
 UNITS = {"F": 1, "B": 2}  # of time: forward, backward
-
-
 Pass = tuple[int, str, int]  # stage, kind, micro-batch
 
 
 def orders(name: Any, ranks: int, per_rank: int, micro_batches: int) -> list[list[Pass]]:
     """Returns each rank's passes in torch's order."""
     num = ranks * per_rank
-    rest = {
-        "num_stages": num, "group_size": ranks, "group_rank": 0, "is_last": False, "submod": None,
-    }  # fmt: skip
+    rest: Any = {"num_stages": num, "group_size": ranks, "group_rank": 0}
+    rest |= {"is_last": False, "submod": None}
     indices = range(0, num, ranks)
     stages: Any = [SimpleNamespace(stage_index=i, is_first=i == 0, **rest) for i in indices]
     given = stages if per_rank > 1 else stages[0]
@@ -66,7 +63,5 @@ def test_the_bubble_is_what_a_schedule_waits(name: str) -> None:
         for ranks in (2, 4, 8):
             for micro_batches in (2 * ranks, 3 * ranks, 8 * ranks):
                 bubble = stage_facts(name, ranks, per_rank, [], [])["bubble"] / micro_batches
-                assert waiting(name, ranks, per_rank, micro_batches) == pytest.approx(bubble), (
-                    ranks,
-                    per_rank,
-                )
+                found = waiting(name, ranks, per_rank, micro_batches)
+                assert found == pytest.approx(bubble), (ranks, per_rank)

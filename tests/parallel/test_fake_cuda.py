@@ -41,7 +41,7 @@ WAITS = {
     "zero3": (45, 21, 62),
     "fsdp2_offload": (126, 66, 16),
 }
-FAULTS = "tests.support.gpu_faults"
+FAULTS = "tests.support.faults"
 
 
 class Fits:

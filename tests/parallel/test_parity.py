@@ -13,13 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.library import read_full
-from tests.support.parity import CLIP, PROCESSES, SHORT, STEPS, PauseAfter, Trainings, assert_close
+from tests.support.parity import CLIP, PROCESSES, STEPS, PauseAfter, Trainings, assert_close
 from tests.support.runs import newest
 from tests.support.strategies import ARGS
 from tests.support.tiers import tiers
 
 FOR_EXPERTS = {"fsdp2_ep", "fsdp2_tp_ep", "pp_ep"}
-SHARDING = ["ddp", "fsdp2", "tp", "fsdp2_ep", "zero2", "zero3"]  # one of each kind
 COMBINED = {"zero2_offload", "zero3_offload", "fsdp2_tp_ep"}  # of strategies that are here too
 DAILY = [strategy for strategy in PROCESSES if strategy not in COMBINED]
 CASES = [("deepseek_v3", strategy) for strategy in PROCESSES]
@@ -32,7 +31,7 @@ def test_a_strategy_trains_to_the_numbers_of_one_process(
     train: Trainings, model: str, strategy: str
 ) -> None:
     one, many = train(model, "one"), train(model, strategy)
-    assert sum(norm > CLIP for norm in one.grad_norm.values()) >= 6, "gradients were clipped"
+    assert sum(norm > CLIP for norm in one.grad_norm.values()) >= 3, "gradients were clipped"
     assert list(one.loss) == list(range(1, STEPS + 1))
     for name, tensor in one.start.items():
         assert torch.equal(tensor, many.start[name]), f"{name}: initial weights are bit-identical"
@@ -52,23 +51,23 @@ def test_a_strategy_trains_to_the_numbers_of_one_process(
 
 @pytest.mark.slow
 def test_accumulation_equals_one_big_batch(train: Trainings) -> None:
-    big, small = (train("deepseek_v3", "one", accumulation=each) for each in (1, 8))
+    big, small = train("deepseek_v3", "one", accumulation=1), train("deepseek_v3", "one")
     assert small.loss == pytest.approx(big.loss, rel=1e-5)
     assert small.grad_norm == pytest.approx(big.grad_norm, rel=1e-4)
     assert_close(small.end, big.end, 1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_legs", tiers([5, STEPS // 2], daily=[5]))
-def test_a_training_continues_from_strategy_to_strategy(train: Trainings, num_legs: int) -> None:
+@pytest.mark.parametrize("order", tiers([1, -1], daily=[1]))
+def test_a_training_continues_from_strategy_to_strategy(train: Trainings, order: int) -> None:
     """Weights, moments, schedule and samples: each leg has an uninterrupted training's losses."""
     expected = train("deepseek_v3", "one").loss
-    legs = ["ddp", "fsdp2", "zero2", "tp", "zero3", "one"]
+    legs = ["one", "fsdp2", "zero2", "tp", "zero3"][::order]
     checkpoint: list[str] = []
-    for number, strategy in enumerate(legs[:num_legs]):
-        steps = (2 * number + 1, 2 * number + 2)
-        pause = PauseAfter(steps[1])
-        leg = train.run("fit", "deepseek_v3", strategy, *checkpoint, callbacks=[pause])
+    for step, strategy in enumerate(legs, start=1):
+        pause = [PauseAfter(step)] if step < len(legs) else []
+        leg = train.run("fit", "deepseek_v3", strategy, *checkpoint, callbacks=pause)
+        steps = [step] if pause else range(step, STEPS + 1)
         assert leg.loss == pytest.approx({s: expected[s] for s in steps}, rel=1e-5), strategy
         checkpoint = [f"--ckpt_path={newest(leg.run)}"]
 
@@ -78,16 +77,16 @@ def test_a_training_continues_from_strategy_to_strategy(train: Trainings, num_le
 def test_a_checkpoint_is_tested_predicted_from_and_exported(
     train: Trainings, strategy: str, tmp_path: Path
 ) -> None:
-    checkpoint = newest(train("deepseek_v3", strategy).run)
-    tested = train.test("deepseek_v3", strategy)
-    assert tested == pytest.approx(train.test("deepseek_v3", "one"), rel=1e-5)
-    prompt = [f"--ckpt_path={checkpoint}", "--data.prompts=[the]"]
-    train.run("predict", "deepseek_v3", strategy, *prompt)
-    exported = tmp_path / "exported"
-    given = [f"--checkpoint={checkpoint}", f"--output={exported}"]
+    trained, exported, metrics = train("deepseek_v3", strategy), tmp_path / "exported", []
+    for name in ("one", strategy):
+        checkpoint = f"--ckpt_path={newest(train('deepseek_v3', name).run)}"
+        metrics += train("deepseek_v3", name, checkpoint, verb="test").eval("test").values()
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-5)
+    train.run("predict", "deepseek_v3", strategy, checkpoint, "--data.prompts=[the]")
+    given = [checkpoint.replace("ckpt_path", "checkpoint"), f"--output={exported}"]
     train.run("export", "deepseek_v3", strategy, *given)
     weights = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).state_dict()
-    for name, tensor in train("deepseek_v3", strategy).end.items():
+    for name, tensor in trained.end.items():
         assert torch.equal(weights[name.removeprefix("model.")], tensor), name
 
 
@@ -96,42 +95,33 @@ FULL = [f"{BLOCKS}checkpointing=full", f"{BLOCKS}checkpoint_every=2"]
 COMPILED = [f"{BLOCKS}compile=true", f"{BLOCKS}checkpointing=full"]
 ONCE, CHUNKS = [f"{ARGS}.reduce_each_micro_batch=false"], ["--model.loss_chunk=24"]
 IN_PART, MIXED = [f"{BLOCKS}checkpointing=selective"], ["--trainer.precision=bf16-mixed"]
-OPTIONS = {  # model, flags, tolerance of the loss, strategies, those in `make test`
-    "reduced once": ("deepseek_v3", ONCE, 1e-5, ["fsdp2_ep", "hsdp"], ["hsdp"]),
-    "recomputed": ("deepseek_v3", FULL, 1e-5, SHARDING, ["fsdp2"]),
-    "recomputed, llama": ("llama", FULL, 1e-6, ["cp"], []),
-    "in part": ("deepseek_v3", IN_PART, 1e-5, ["fsdp2", "tp", "zero2"], ["zero2"]),
-    "in part, llama": ("llama", IN_PART, 1e-6, ["cp"], ["cp"]),
-    "compiled": ("llama", COMPILED, 1e-5, ["one", "fsdp2", "zero2", "cp"], ["zero2"]),
-    # 2 or 4 rows of 32 tokens, the last chunk smaller; Llama's output layer is tied
-    "chunks": ("llama", CHUNKS, 1e-5, ["one", "fsdp2_tp", "tp", "zero3", "cp"], ["tp", "zero3"]),
-    "chunks, not tied": ("deepseek_v3", CHUNKS, 1e-5, ["fsdp2"], []),
+SHARDING = ["ddp", "tp", "fsdp2_ep", "zero2", "zero3"]
+# 2 or 4 rows of 32 tokens, the last chunk smaller; Llama's output layer is tied.
+OPTIONS = {  # model, flags, tolerance of the loss, strategies in `make test`, others
+    "reduced once, recomputed, chunks": (
+        "deepseek_v3", ONCE + FULL + CHUNKS, 1e-5, ["fsdp2"], ["fsdp2_ep", "hsdp"]),
+    "recomputed": ("deepseek_v3", FULL, 1e-5, [], SHARDING),
+    "recomputed, chunks": ("llama", FULL + CHUNKS, 1e-5, ["zero3"], ["cp"]),
+    "in part": ("deepseek_v3", IN_PART, 1e-5, [], ["fsdp2", "zero2"]),
+    "in part, chunks": ("llama", IN_PART + CHUNKS, 1e-5, ["cp", "tp"], ["one", "fsdp2_tp"]),
+    "compiled": ("llama", COMPILED, 1e-5, ["zero2"], ["one", "fsdp2", "cp"]),
     # bf16 keeps 8 bits: 2**-8 = 0.4 % each operation
-    "bf16-mixed": ("deepseek_v3", MIXED, 2e-2, ["one", *SHARDING], ["fsdp2"]),
-    "bf16-true": ("llama", ["--trainer.precision=bf16-true"], 5e-2, ["fsdp2", "zero3"], ["zero3"]),
+    "bf16-mixed": ("deepseek_v3", MIXED, 2e-2, ["fsdp2"], ["one", *SHARDING]),
+    "bf16-true": ("llama", ["--trainer.precision=bf16-true"], 5e-2, ["zero3"], ["fsdp2"]),
 }  # fmt: skip
-WITH = [(name, strategy) for name, option in OPTIONS.items() for strategy in option[3]]
+WITH = [(name, strategy) for name, option in OPTIONS.items() for strategy in option[3] + option[4]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("option", "strategy"), tiers(WITH, [(name, s) for name, s in WITH if s in OPTIONS[name][4]])
+    ("option", "strategy"), tiers(WITH, [(name, s) for name, s in WITH if s in OPTIONS[name][3]])
 )
 def test_an_option_changes_no_number(train: Trainings, option: str, strategy: str) -> None:
     model, flags, tolerance, *_ = OPTIONS[option]
-    plain, changed = train(model, "one", SHORT), train(model, strategy, *flags, SHORT)
+    plain, changed = train(model, "one"), train(model, strategy, *flags)
     assert changed.loss == pytest.approx(plain.loss, rel=tolerance)
     if tolerance < 1e-4:
         assert changed.grad_norm == pytest.approx(plain.grad_norm, rel=1e-4)
     if option == "bf16-mixed":
         kept = read_full(newest(changed.run))["state_dict"]
         assert {tensor.dtype for tensor in kept.values()} == {torch.float32}, "weights stay so"
-
-
-@pytest.mark.slow
-@pytest.mark.nightly  # in `make test`: fsdp2 on 2 and hsdp on 4, above
-@pytest.mark.parametrize("processes", [1, 4])
-def test_the_number_of_processes_does_not_matter(train: Trainings, processes: int) -> None:
-    one, many = train("llama", "one"), train("llama", "fsdp2", processes=processes)
-    assert many.loss == pytest.approx(one.loss, rel=1e-5)
-    assert_close(many.end, one.end, 1e-5)

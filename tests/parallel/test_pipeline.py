@@ -13,43 +13,47 @@ from torch import nn
 from dist_template import InputError
 from dist_template.parallel.pipeline import partition
 from dist_template.parallel.pipeline.division import Division
-from tests.support.parity import MODELS, SHORT, PauseAfter, Trainings, assert_close
+from tests.support.library import manifest
+from tests.support.parity import MODELS, PauseAfter, Trainings, assert_close
 from tests.support.runs import newest
 from tests.support.strategies import ARGS
 from tests.support.tiers import tiers
+from tests.support.wings import RunRecord
 
+# four blocks, for up to four stages; tied weights, so that the first and the last stage share one
+MODELS["llama_of_4"] = MODELS["llama"].replace("hidden_layers: 2", "hidden_layers: 4")
 EXPERTS = (  # with an auxiliary loss
     "hidden_size: 36, intermediate_size: 20, num_hidden_layers: 4, num_attention_heads: 6,"
     " num_key_value_heads: 2, num_experts_per_tok: 2, router_aux_loss_coef: 0.01"
 )
 MODELS |= {
+    "qwen3_of_4": MODELS["llama_of_4"].replace("llama", "qwen3"),
     "mixtral_of_4": f"{{model_type: mixtral, num_local_experts: 4, {EXPERTS}}}",
     "qwen2_moe_of_4": f"{{model_type: qwen2_moe, num_experts: 4, {EXPERTS},"
     " moe_intermediate_size: 20, shared_expert_intermediate_size: 12, decoder_sparse_step: 1}",
 }
 INTERLEAVED = f"{ARGS}.pp_schedule=Interleaved1F1B"
-CASES = {
+FULL, CHUNKS = "--model.blocks.checkpointing=full", "--model.loss_chunk=16"
+CASES = {  # model, strategy, processes, flags
     "qwen3": ("qwen3_of_4", "pp", 2, []),
     "4 stages": ("llama_of_4", "pp", 4, [f"{ARGS}.pp_size=4"]),
-    "Interleaved1F1B": ("llama_of_4", "pp", 2, [INTERLEAVED]),
+    "interleaved": ("llama_of_4", "pp", 2, [INTERLEAVED]),
     "tensor parallelism": ("llama_of_4", "pp", 4, [f"{ARGS}.tp_size=2"]),
     "HSDP": ("llama_of_4", "pp", 4, []),
     "interleaved and FSDP2": ("llama_of_4", "pp_fsdp2", 4, [INTERLEAVED]),
     "uneven stages": ("llama_of_4", "pp", 2, [f"{ARGS}.pp_layers=[3, 1]"]),
-    "checkpointing": ("llama_of_4", "pp", 2, [INTERLEAVED, "--model.blocks.checkpointing=full"]),
-    "interleaved and routers": ("mixtral_of_4", "pp", 2, [INTERLEAVED]),
+    "interleaved, routers, checkpointing": ("mixtral_of_4", "pp", 2, [INTERLEAVED, FULL]),
     "other routers": ("qwen2_moe_of_4", "pp", 2, []),
 }  # fmt: skip
-NIGHTLY = {"HSDP", "tensor parallelism", "interleaved and FSDP2", "uneven stages", "other routers"}
-DAILY = CASES.keys() - NIGHTLY
+DAILY = ["4 stages", "interleaved, routers, checkpointing"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", tiers(CASES, DAILY))
 def test_a_pipeline_trains_to_the_numbers_of_one_process(train: Trainings, case: str) -> None:
     model, strategy, processes, flags = CASES[case]
-    one = train(model, "one", SHORT, accumulation=4)
-    many = train(model, strategy, SHORT, *flags, accumulation=4, processes=processes)
+    one = train(model, "one", accumulation=4)
+    many = train(model, strategy, *flags, accumulation=4, processes=processes)
     assert many.loss == pytest.approx(one.loss, rel=1e-6)
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
     for step, metrics in one.eval().items():
@@ -61,8 +65,7 @@ def test_a_pipeline_trains_to_the_numbers_of_one_process(train: Trainings, case:
 ROUTERS = [f"--model.balance.{name}_coef=0.01" for name in ("aux_loss", "sequence_loss", "z_loss")]
 FEATURES = {  # model, flags, tolerance of the loss
     "losses of routers": ("deepseek_v3", ROUTERS, 1e-6),
-    "adapters": ("llama_of_4", ["--model.adapter={rank: 4}"], 1e-6),
-    "chunks": ("llama_of_4", ["--model.loss_chunk=16"], 1e-6),
+    "adapters and chunks": ("llama_of_4", ["--model.adapter={rank: 4}", CHUNKS], 1e-6),
     "compile": ("llama_of_4", ["--model.blocks.compile=true"], 1e-5),
     "selective": ("llama_of_4", ["--model.blocks.checkpointing=selective"], 1e-6),
     "bf16-mixed": ("llama_of_4", ["--trainer.precision=bf16-mixed"], 3e-2),
@@ -71,28 +74,26 @@ FEATURES = {  # model, flags, tolerance of the loss
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("feature", tiers(FEATURES, ["losses of routers", "adapters"]))
+@pytest.mark.parametrize("feature", tiers(FEATURES, ["losses of routers", "adapters and chunks"]))
 def test_what_a_training_step_can_have_works_in_stages(train: Trainings, feature: str) -> None:
     model, flags, tolerance = FEATURES[feature]
-    one, many = (train(model, each, SHORT, *flags, accumulation=4) for each in ("one", "pp"))
+    one, many = (train(model, each, *flags, accumulation=4) for each in ("one", "pp"))
     assert many.loss == pytest.approx(one.loss, rel=tolerance)
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=10 * tolerance)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_is_resumed_exactly_and_on_other_numbers_of_stages(train: Trainings) -> None:
-    model, four = "llama_of_4", [f"{ARGS}.pp_size=4"]
-    whole = train(model, "pp", SHORT, accumulation=4, processes=2)
-    legs: Any = [("pp", 2, []), ("pp", 2, []), ("fsdp2", 2, []), ("pp", 4, four)]
-    checkpoint: list[str] = []
-    for number, (strategy, processes, flags) in enumerate(legs):
-        options: Any = {"callbacks": [PauseAfter(number + 1)], "processes": processes}
-        options["accumulation"] = 4
-        leg = train.run("fit", model, strategy, SHORT, *flags, *checkpoint, **options)
-        if number < 2:
-            assert leg.loss[number + 1] == whole.loss[number + 1], "the same stages: the same bits"
-        assert leg.loss == {number + 1: pytest.approx(whole.loss[number + 1], rel=1e-6)}, strategy
-        checkpoint = [f"--ckpt_path={newest(leg.run)}"]
+    def fit(strategy: str, *flags: str, **options: Any) -> RunRecord:
+        return train.run("fit", "llama_of_4", strategy, *flags, accumulation=4, **options)
+
+    whole = fit("pp", "--last_checkpoint.every_n_steps=3", "--last_checkpoint.keep=2")
+    middle = f"--ckpt_path={whole.run / 'checkpoints' / manifest.name(3)}"
+    rest = {step: whole.loss[step] for step in (4, 5, 6)}
+    assert fit("pp", middle).loss == rest, "the same stages: the same bits"
+    fsdp2 = fit("fsdp2", middle, callbacks=[PauseAfter(4)])
+    four = fit("pp", f"{ARGS}.pp_size=4", f"--ckpt_path={newest(fsdp2.run)}", processes=4)
+    assert fsdp2.loss | four.loss == pytest.approx(rest, rel=1e-6)
 
 
 class Sequence(nn.Module):

@@ -10,15 +10,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dist_template import InputError
 from dist_template.parallel.shard import STYLE, complete_plan
-from tests.support.parity import MODELS, SHORT, Trainings, assert_close
+from tests.support.parity import MODELS, Trainings, assert_close
 from tests.support.tiers import tiers
 
 BASE: dict[str, Any] = {
-    "hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 3, "vocab_size": 61,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "pad_token_id": 0,
+    "hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "pad_token_id": 0,
 }  # fmt: skip
 EXPERTS = {
-    "moe_intermediate_size": 14, "n_routed_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
 }  # fmt: skip
 LATENT = {
@@ -26,10 +26,11 @@ LATENT = {
     "v_head_dim": 6,
 }  # fmt: skip
 FULL = {"num_key_value_heads": 6, "n_group": 1, "topk_group": 1}
-PHI = {"qk_layernorm": True, "partial_rotary_factor": 1.0}
+GLM = EXPERTS | {"use_qk_norm": True, "head_dim": 6, "partial_rotary_factor": 1.0}
+PHI = {"qk_layernorm": True, "partial_rotary_factor": 1.0, "resid_pdrop": 0.0}
 HEADS = "model.layers.*.self_attn"
 KNOWN = {  # architecture: the modules that its plan forgets
-    "glm4_moe": (EXPERTS | {"use_qk_norm": True}, {f"{HEADS}.q_norm", f"{HEADS}.k_norm"}),
+    "glm4_moe": (GLM, {f"{HEADS}.q_norm", f"{HEADS}.k_norm"}),
     "phi": (PHI, {f"{HEADS}.q_layernorm", f"{HEADS}.k_layernorm"}),
     "apertus": ({}, {"model.layers.*.mlp.act_fn"}),
     "qwen3": ({}, set()),  # its plan names them
@@ -37,21 +38,14 @@ KNOWN = {  # architecture: the modules that its plan forgets
     "deepseek_v3": (EXPERTS | LATENT | FULL, set()),  # its norms are before the heads
     "gpt_oss": ({"num_local_experts": 4}, set()),  # its sinks are sharded
 }
-MODELS |= {
-    "glm4_moe": "{model_type: glm4_moe, use_qk_norm: true, hidden_size: 36, intermediate_size: 44,"
-    " moe_intermediate_size: 16, num_hidden_layers: 2, num_attention_heads: 6, head_dim: 6,"
-    " num_key_value_heads: 2, first_k_dense_replace: 1, n_routed_experts: 4,"
-    " num_experts_per_tok: 2, partial_rotary_factor: 1.0}",
-    "phi": "{model_type: phi, qk_layernorm: true, hidden_size: 36, intermediate_size: 44,"
-    " num_hidden_layers: 2, num_attention_heads: 6, partial_rotary_factor: 1.0, resid_pdrop: 0.0}",
-    "apertus": "{model_type: apertus, hidden_size: 36, intermediate_size: 44, num_hidden_layers: 2,"
-    " num_attention_heads: 6, num_key_value_heads: 2}",
-}
+TRAINED = ["glm4_moe", "phi", "apertus"]
+MODELS |= {kind: f"{BASE | KNOWN[kind][0] | {'model_type': kind}}" for kind in TRAINED}
 
 
 def build(kind: str, **architecture: Any) -> Any:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **BASE | architecture))
+        config = AutoConfig.for_model(kind, vocab_size=61, **BASE | architecture)
+        return AutoModelForCausalLM.from_config(config)
 
 
 @pytest.mark.parametrize("kind", KNOWN)
@@ -76,9 +70,9 @@ def test_a_parameter_beside_the_heads_that_is_not_known_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", tiers(["glm4_moe", "phi", "apertus"], daily=["glm4_moe", "phi"]))
+@pytest.mark.parametrize("model", tiers(TRAINED, daily=["glm4_moe"]))
 def test_tensor_parallelism_trains_as_one_process(train: Trainings, model: str) -> None:
-    one, many = train(model, "one", SHORT), train(model, "tp", SHORT)
+    one, many = train(model, "one"), train(model, "tp")
     assert many.loss == pytest.approx(one.loss, rel=1e-6)
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
     assert_close(many.end, one.end, 1e-5)

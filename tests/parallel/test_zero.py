@@ -62,12 +62,10 @@ def test_every_auto_of_a_hugging_face_file_is_filled_in() -> None:
     assert on_cpu["bf16"]["enabled"] is False
 
 
-CONFLICTS: list[tuple[dict[str, Any], str]] = [
-    ({"train_micro_batch_size_per_gpu": 8}, "_per_gpu 8, and trainer and data 4"),
+CONFLICTS: list[tuple[dict[str, Any], str]] = [  # test_limits.py has more
     ({"train_batch_size": 64}, "train_batch_size 64, and trainer and data 256"),
     ({"gradient_accumulation_steps": 1}, "_steps 1, and trainer and data 4"),
     ({"gradient_clipping": 0.5}, "gradient_clipping 0.5, and trainer and data 1.0"),
-    ({"fp16": {"enabled": True}}, "fp16.enabled true, and trainer and data false"),
     ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "float16.*and data .bfloat16"),
     ({"optimizer": {"type": "Lion"}}, "optimizer.type is .Lion.*model.optim sets"),
     ({"scheduler": {"type": "WarmupDecayLR"}},
@@ -85,7 +83,6 @@ def test_a_file_that_cannot_be_one_is_refused_in_a_sentence(tmp_path: Path) -> N
     (tmp_path / "broken.json").write_text("{'stage': 2}")
     (tmp_path / "list.json").write_text("[]")
     for wrong, sentence in (
-        (str(tmp_path / "nowhere.json"), "nowhere.json.*No such file"),
         (str(tmp_path / "broken.json"), "cannot read .*broken.json': Expecting property name"),
         (str(tmp_path / "list.json"), "wants an object"),
         ({"zero_optimisation": {"stage": 2}}, "no zero_optimization.stage"),
@@ -113,7 +110,7 @@ def test_one_process_trains_as_without_deepspeed_compiles_nothing_and_leaves_no_
     monkeypatch.setattr(LanguageModule, "configure_gradient_clipping", clips)
     count = lambda module, _: steps.append(module.global_step)  # noqa: E731
     monkeypatch.setattr(LanguageModule, "on_before_optimizer_step", count)
-    for stage in (3, 2, 1):
+    for stage in (3, 2):
         more = [f"--run.name=zero{stage}", ZERO, f"--trainer.strategy.stage={stage}"]
         assert run("fit", *flags, *more) == 0
         assert steps == [0, 1, 2, 3, 4, 5], "once per optimizer step, not per micro-batch"
@@ -124,7 +121,7 @@ def test_one_process_trains_as_without_deepspeed_compiles_nothing_and_leaves_no_
     plain = only_run(tmp_path, "plain")
     norms = logged(plain, "train/grad_norm")
     assert len(norms) == 6 and min(norms.values()) > 0.5, "clipping is at work"
-    for stage in (1, 2, 3):
+    for stage in (3, 2):
         zero = only_run(tmp_path, f"zero{stage}")
         assert logged(zero, "train/grad_norm") == pytest.approx(norms, rel=1e-4), stage
         for metric in ("train/loss", "eval/loss", "train/learning_rate"):

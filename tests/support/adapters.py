@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from dist_template.text import module as text_module
 from tests.support.parity import mask_labels
@@ -40,22 +36,3 @@ def with_random_b() -> None:
         return model
 
     vars(text_module)["add_adapters"] = add_and_fill
-
-
-class LocalBytes(Callback):
-    """Writes {name: bytes of this rank's shard} of every parameter, one file for each rank."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        sizes = {}
-        for name, parameter in pl_module.model.named_parameters():
-            local = getattr(parameter, "ds_tensor", parameter)
-            local = local.to_local() if isinstance(local, DTensor) else local
-            sizes[name] = local.numel() * local.element_size()
-        self.folder.mkdir(exist_ok=True)
-        (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(sizes))
-
-    def read(self) -> list[dict[str, int]]:
-        return [json.loads(file.read_text()) for file in sorted(self.folder.glob("*.json"))]

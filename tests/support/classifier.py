@@ -30,9 +30,8 @@ class Images(L.LightningDataModule):
         num = self.num_train + 64
         labels = torch.randint(CLASSES, (num,), generator=draw)
         images = patterns[labels] + 0.5 * torch.randn(num, 3, SIZE, SIZE, generator=draw)
-        train, held_out = slice(self.num_train), slice(self.num_train, num)
-        self.train = TensorDataset(images[train], labels[train])
-        self.held_out = TensorDataset(images[held_out], labels[held_out])
+        self.train = TensorDataset(images[: self.num_train], labels[: self.num_train])
+        self.held_out = TensorDataset(images[self.num_train :], labels[self.num_train :])
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.train, self.batch_size, shuffle=True, num_workers=self.num_workers)
@@ -43,6 +42,7 @@ class Images(L.LightningDataModule):
     test_dataloader = val_dataloader
 
     def predict_dataloader(self) -> DataLoader:
+        # by name: Lightning builds it anew
         return DataLoader(TensorDataset(self.held_out.tensors[0][:8]), batch_size=self.batch_size)
 
 
@@ -59,17 +59,22 @@ class Block(nn.Module):
 class Network(nn.Module):
     """(B, 3, SIZE, SIZE) images to (B, CLASSES) logits."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, WIDTH, 3, padding=1)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
         images = self.stem(images)
         for block in self.blocks:
             images = block(images)
-        return self.head(images.mean((2, 3)))
+        return self.head(self.dropout(images).mean((2, 3)))
+
+
+def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
+    return (logits.argmax(-1) == labels).float().mean()
 
 
 class Classifier(TrainingModule):
@@ -89,7 +94,7 @@ class Classifier(TrainingModule):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         logits = self(batch[0])
         self.log("eval/loss", F.cross_entropy(logits, batch[1]), sync_dist=True)
-        self.log("eval/accuracy", (logits.argmax(-1) == batch[1]).float().mean(), sync_dist=True)
+        self.log("eval/accuracy", accuracy(logits, batch[1]), sync_dist=True)
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("test/loss", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
@@ -98,43 +103,29 @@ class Classifier(TrainingModule):
         return self(batch[0]).argmax(-1)
 
 
-class PlainClassifier(L.LightningModule):
-    """As Lightning's own documentation writes one."""
+class PlainClassifier(Network, L.LightningModule):
+    """As Lightning's own documentation writes one, with attributes of TrainingModule's names."""
 
     def __init__(self, learning_rate: float = 3e-3, dropout: float = 0.0) -> None:
-        super().__init__()
+        super().__init__(dropout)
         self.learning_rate = learning_rate
-        self.optim, self.metrics, self.eval_metrics, self.track = (
-            "adam", ["accuracy"], nn.ModuleDict(), False,
-        )  # fmt: skip
-        self.stem = nn.Conv2d(3, WIDTH, 3, padding=1)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        images = self.stem(images)
-        for block in self.blocks:
-            images = block(images)
-        return self.head(self.dropout(images).mean((2, 3)))
+        self.optim, self.metrics, self.track = "adam", ["accuracy"], False
+        self.eval_metrics = nn.ModuleDict()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         logits = self(batch[0])
-        self.log("train_accuracy", (logits.argmax(-1) == batch[1]).float().mean(), sync_dist=True)
+        self.log("train_accuracy", accuracy(logits, batch[1]), sync_dist=True)
         return F.cross_entropy(logits, batch[1])
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log(
-            "test_loss",
-            F.cross_entropy(self.head(self.stem(batch[0]).mean((2, 3))), batch[1]),
-            sync_dist=True,
-        )
+        """Calls submodules alone."""
+        logits = self.head(self.stem(batch[0]).mean((2, 3)))
+        self.log("test_loss", F.cross_entropy(logits, batch[1]), sync_dist=True)
 
-    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self(batch[0]).argmax(-1)
+    predict_step = Classifier.predict_step
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), self.learning_rate)

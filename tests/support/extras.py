@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-EXTRAS = (
-    "bitsandbytes", "datasets", "deepspeed", "fastapi", "openai", "peft", "plotly",
-    "optuna", "tensorboard", "uvicorn", "wandb",
-)  # fmt: skip
+EXTRAS = """bitsandbytes datasets deepspeed fastapi openai peft plotly optuna tensorboard uvicorn
+wandb""".split()
 
 
 def without_extras(folder: Path) -> str:

@@ -14,113 +14,103 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import psutil
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from trainer_dev.module import LanguageModule
 
 from tests.support.faults import replaces
 from tests.support.library import PackedRows, training_module
 from tests.support.runs import Workers
-from tests.support.wings import RunRecord
+from tests.support.wings import KillAt, RunRecord
 
 H100 = {"device": "NVIDIA H100 80GB HBM3", "supports_bf16": True, "memory_gib": 79.1}
 
 # ---- what is planted -----------------------------------------------------------------------------
 
 
-def edit_batches(edit: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    replaces("__getitems__", PackedRows)(lambda read, self, rows: edit(read(self, rows)))()
+def changes(name: str, owner: Any = LanguageModule) -> Callable[[Callable], Callable[[], None]]:
+    """Makes a fault of a function (self, result) that changes what the method `name` returns."""
+
+    def decorate(change: Callable) -> Callable[[], None]:
+        def method(old: Callable, self: Any, *args: Any) -> Any:
+            return change(self, old(self, *args))
+
+        return wraps(change)(replaces(name, owner)(method))
+
+    return decorate
 
 
-def edit_loss(edit: Callable[[Any, Tensor], Tensor]) -> None:
-    replaces("training_step")(lambda step, self, *args: edit(self, step(self, *args)))()
+@changes("__getitems__", PackedRows)
+def mask_all_labels(rows: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    return batch | {"labels": torch.full_like(batch["labels"], -100)}
 
 
-def edit_model(edit: Callable[[Any], None]) -> None:
-    def build_model(build: Any, self: Any, data: Any) -> nn.Module:
-        model = build(self, data)
-        with torch.no_grad():
-            edit(model)
-        return model
-
-    replaces("build_model")(build_model)()
+@changes("__getitems__", PackedRows)
+def read_slowly(rows: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    time.sleep(0.02)
+    return batch
 
 
-def mask_all_labels() -> None:
-    edit_batches(lambda batch: batch | {"labels": torch.full_like(batch["labels"], -100)})
-
-
-def read_slowly(seconds: float) -> None:
-    edit_batches(lambda batch: time.sleep(seconds) or batch)
-
-
-def freeze_all_but_norms() -> None:
-    def freeze(model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad = name.endswith("norm.weight")
-
-    edit_model(freeze)
+@changes("build_model")
+def freeze_all_but_norms(self: Any, model: nn.Module) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name.endswith("norm.weight")
+    return model
 
 
 def bias_router(biases: Sequence[float]) -> None:
     """Sets the experts' biases, as in a DeepSeek-V3 router that has learned to choose few."""
 
-    def bias(model: nn.Module) -> None:
+    def bias(self: Any, model: nn.Module) -> nn.Module:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.tensor(biases))
+        return model
 
-    edit_model(bias)
-
-
-def collapse_router(favoured: int) -> None:
-    """All embeddings share a direction, by which the routers choose `favoured` experts."""
-
-    def collapse(model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            if name.endswith("embed_tokens.weight"):
-                parameter += 0.05
-            if name.endswith("mlp.gate.weight"):
-                parameter[:favoured] += 0.01
-                parameter[favoured:] -= 0.01
-
-    edit_model(collapse)
+    changes("build_model")(bias)()
 
 
-def make_nan(name: str, call: int) -> None:
-    """The module returns NaN from its `call`th training forward on."""
-
-    def spoil(model: nn.Module) -> None:
-        calls = itertools.count()
-
-        def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-            return output * float("nan") if module.training and next(calls) >= call else output
-
-        model.get_submodule(name).register_forward_hook(hook)
-
-    edit_model(spoil)
+@changes("build_model")
+def collapse_router(self: Any, model: nn.Module) -> nn.Module:
+    """All embeddings share a direction, by which the routers choose two experts."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("embed_tokens.weight"):
+            parameter.data += 0.05
+        if name.endswith("mlp.gate.weight"):
+            parameter.data[:2] += 0.01
+            parameter.data[2:] -= 0.01
+    return model
 
 
-def detach_loss() -> None:
-    edit_loss(lambda self, loss: loss.detach() + 0 * loss)
+@changes("build_model")
+def make_nan(self: Any, model: Any) -> nn.Module:
+    """The second block's MLP returns NaN from its 61st training forward on."""
+    calls = itertools.count()
+
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output * float("nan") if module.training and next(calls) >= 60 else output
+
+    model.model.layers[1].mlp.register_forward_hook(hook)
+    return model
 
 
-def leak_memory(mib: int) -> None:
-    """Keeps `mib` MiB of every step, as a list of results does; memory is measured each second."""
-    kept = []
+@changes("training_step")
+def detach_loss(self: Any, loss: Tensor) -> Tensor:
+    return loss.detach() + 0 * loss
 
-    def leak(self: Any, loss: Tensor) -> Tensor:
-        kept.append(torch.ones(mib * 2**18))
-        time.sleep(0.05)
-        return loss
 
-    edit_loss(leak)
+@changes("training_step")
+def leak_memory(self: Any, loss: Tensor) -> Tensor:
+    """Keeps 4 MiB of every step, as a list of results does; memory is measured each second."""
+    self.kept = [*getattr(self, "kept", []), torch.ones(2**20)]
+    time.sleep(0.05)
+    return loss
 
 
 def raise_in_loss(step: int, error: Exception) -> None:
@@ -129,7 +119,7 @@ def raise_in_loss(step: int, error: Exception) -> None:
             raise error
         return loss
 
-    edit_loss(fail)
+    changes("training_step")(fail)()
 
 
 # The CUDA allocator's error.
@@ -139,70 +129,29 @@ memory in use. Of the allocated memory 75.90 GiB is allocated by PyTorch, and 1.
 by PyTorch but unallocated."""
 
 
-def run_out_in_backward(step: int) -> None:
-    def fail(gradient: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
-
-    def hook(self: Any, loss: Tensor) -> Tensor:
-        if self.global_step >= step:
-            loss.register_hook(fail)
-        return loss
-
-    edit_loss(hook)
-
-
-def overshoot_schedule(step: int, factor: float) -> None:
-    """An edited schedule multiplies the learning rate by `factor` after `step`."""
+@changes("build_schedule", training_module)
+def overshoot_schedule(optimizer: Any, built: dict[str, Any]) -> dict[str, Any]:
+    """An edited schedule multiplies the learning rate by 1000 after step 50."""
 
     def overshot(shape: Callable[[int], float], at: int) -> float:
-        return shape(at) * (factor if at > step else 1)
+        return shape(at) * (1000 if at > 50 else 1)
 
-    def build_schedule(build: Any, *args: Any) -> Any:
-        built = build(*args)
-        scheduler = built["scheduler"]
-        scheduler.lr_lambdas = [partial(overshot, shape) for shape in scheduler.lr_lambdas]
-        return built
-
-    replaces("build_schedule", training_module)(build_schedule)()
+    scheduler = built["scheduler"]
+    scheduler.lr_lambdas = [partial(overshot, shape) for shape in scheduler.lr_lambdas]
+    return built
 
 
-def compute_slowly(seconds: float, rank: int) -> None:
-    def slow(forward: Any, self: Any, batch: Any) -> Tensor:
-        if self.global_rank == rank:
-            time.sleep(seconds)
-        return forward(self, batch)
-
-    replaces("forward")(slow)()
+@changes("forward")
+def compute_slowly(self: Any, logits: Tensor) -> Tensor:
+    time.sleep(0.03 * self.global_rank)
+    return logits
 
 
-class LimitMemory(Callback):
-    """Limits the address space of this process to `mib` MiB more than at the start of training."""
-
-    def __init__(self, mib: int) -> None:
-        self.mib = mib
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        limit = psutil.Process().memory_info().vms + self.mib * 2**20
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-class StopAt(Callback):
-    """Stops training after `step`, as a time limit does; the schedule covers all steps."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        trainer.should_stop = trainer.should_stop or trainer.global_step >= self.step
-
-
-def edit_facts(run: Path, **edits: dict[str, Any]) -> None:
-    """Writes the facts of a machine with GPUs."""
-    path = run / "facts.json"
-    facts = json.loads(path.read_text("utf-8"))
-    for group, values in edits.items():
-        facts[group] = facts.get(group, {}) | values
-    path.write_text(json.dumps(facts), "utf-8")
+@replaces("on_train_start")
+def limit_memory(*_: Any) -> None:
+    """Limits this process's address space to 100 MiB more than at the start of training."""
+    limit = psutil.Process().memory_info().vms + 100 * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 # ---- the trainings' flags ------------------------------------------------------------------------
@@ -258,9 +207,9 @@ def noise(seed: int) -> str:
     return "".join(chr(chance.randint(0x3400, 0x9FFF)) for _ in range(200))
 
 
-TEXTS: dict[str, tuple[int, Callable[[int], str]]] = {  # number of documents, and each one's text
-    "text": (300, sentences),
-    "damaged": (300, lambda number: noise(number) if number % 40 == 7 else sentences(number)),
+TEXTS: dict[str, Callable[[int], str]] = {  # each of 300 documents
+    "text": sentences,
+    "damaged": lambda number: noise(number) if number % 40 == 7 else sentences(number),
 }
 
 # ---- the trainings -------------------------------------------------------------------------------
@@ -268,31 +217,18 @@ TEXTS: dict[str, tuple[int, Callable[[int], str]]] = {  # number of documents, a
 
 @dataclass(frozen=True)
 class Training:
-    """A training, and the finding that is expected first.
+    """A training, and the finding that is expected first."""
 
-    Args:
-        name: Of the run.
-        flags: After `Trainings.flags`.
-        rule: Of the first finding. "": the training is healthy.
-        key: The first key that its first cause changes. "": that cause has no key.
-        says: Is part of the finding's title, evidence or first cause.
-        text: A key of TEXTS.
-        ranks: Number of processes.
-        plant: A function above.
-        attempts: Callbacks of each attempt.
-        edit: Changes the run's folder afterwards, for what this machine cannot have.
-    """
-
-    name: str
-    flags: Sequence[str] = ()
-    rule: str = ""
-    key: str = ""
-    says: str = ""
-    text: str = "text"
+    name: str  # of the run
+    flags: Sequence[str] = ()  # after `Trainings.flags`
+    rule: str = ""  # of the first finding; "": the training is healthy
+    key: str = ""  # the first key that its first cause changes; "": that cause has none
+    says: str = ""  # part of the finding's title, evidence or first cause
+    text: str = "text"  # a key of TEXTS
     ranks: int = 1
-    plant: Callable[[], None] | None = None
-    attempts: Sequence[Sequence[Callback]] = ((),)
-    edit: Callable[[Path], None] | None = None
+    plant: Callable[[], None] | None = None  # a function above
+    attempts: Sequence[Sequence[Callback]] = ((),)  # callbacks of each attempt
+    machine: dict[str, Any] | None = None  # facts in the run's folder of what this machine lacks
 
 
 HEALTHY = [
@@ -303,7 +239,7 @@ HEALTHY = [
     Training("plateau", ["--model.optim.schedule=reduce_on_plateau"]),
     Training("ddp", DDP, ranks=2), Training("fsdp2", FSDP2, ranks=2),
     Training("zero2", ["--data.micro_batch_size=8", "--config=strategy/zero2"], ranks=2),
-    Training("resumed", attempts=([StopAt(40)], ())),
+    Training("resumed", ["--last_checkpoint.every_n_steps=20"], attempts=([KillAt(50)], ())),
     Training("short", ["--trainer.max_steps=20", f"{VALIDATE}=10"]),
     Training("no_validation", ["--data.validation_share=0"]),
     Training("finetuned", [EXPORTED, f"{RATE}=5e-4"]),
@@ -316,35 +252,30 @@ FAULTS = [
     Training("learning_rate_x0.001", [f"{RATE}=5e-6"], "loss_not_decreasing", RATE[2:]),
     Training("no_warmup", [EXPORTED, "--model.optim.warmup=0", EACH_STEP], "early_loss_jump",
              "model.optim.warmup"),
-    Training("schedule_x1000", [], "loss_diverges", RATE[2:],
-             plant=partial(overshoot_schedule, 50, 1000.0)),
+    Training("schedule_x1000", [], "loss_diverges", RATE[2:], plant=overshoot_schedule),
     # model
     Training("frozen", [], "loss_not_decreasing", says="frozen", plant=freeze_all_but_norms),
     Training("detached_loss", [], "loss_not_decreasing", says=".detach()", plant=detach_loss),
-    Training("nan", [], "loss_not_finite", says="not finite",
-             plant=partial(make_nan, "model.layers.1.mlp", 60)),
+    Training("nan", [], "loss_not_finite", says="not finite", plant=make_nan),
     Training("router_collapse", [DEEPSEEK, f"{SPEED}=0"], "experts_unused", SPEED[2:],
              says="router has collapsed", plant=partial(bias_router, [0.9, 0.9, 0, 0])),
     Training("dead_expert", [DEEPSEEK, f"{SPEED}=0"], "experts_unused", SPEED[2:], says="1 of",
              plant=partial(bias_router, [0, 0, 0, -0.9])),
     Training("router_collapse_by_weights", [QWEN3_MOE, "--trainer.max_steps=150"],
              "experts_overloaded", "model.balance.aux_loss_coef", says="too weak",
-             plant=partial(collapse_router, 2)),
+             plant=collapse_router),
     # data
     Training("masked_labels", [], "labels_masked", says="mask covers", plant=mask_all_labels),
     Training("damaged_documents", [QWEN3, EACH_STEP, *FOUR], "loss_spikes", says="samples",
              text="damaged"),
     # speed and memory
-    Training("slow_rank", DDP, "slow_rank", says="The machine on ", ranks=2,
-             plant=partial(compute_slowly, 0.03, 1)),
-    Training("slow_loader", [], "waits_for_data", "data.num_workers",
-             plant=partial(read_slowly, 0.02)),
-    Training("fp32_on_gpu", [], "fp32_on_gpu", "trainer.precision",
-             edit=partial(edit_facts, machine=H100)),
-    Training("address_space", LONG, "out_of_memory", BATCH, attempts=([LimitMemory(100)],)),
+    Training("slow_rank", DDP, "slow_rank", says="The machine on ", ranks=2, plant=compute_slowly),
+    Training("slow_loader", [], "waits_for_data", "data.num_workers", plant=read_slowly),
+    Training("fp32_on_gpu", [], "fp32_on_gpu", "trainer.precision", machine=H100),
+    Training("address_space", LONG, "out_of_memory", BATCH, plant=limit_memory),
     Training("cuda_out_of_memory", [], "out_of_memory", BATCH,
-             plant=partial(run_out_in_backward, 10)),
-    Training("leak", [], "memory_grows", says="every step is kept", plant=partial(leak_memory, 4)),
+             plant=partial(raise_in_loss, 10, torch.OutOfMemoryError(OUT_OF_MEMORY))),
+    Training("leak", [], "memory_grows", says="every step is kept", plant=leak_memory),
     # job
     Training("expensive_checkpoints", [EVERY_STEP], "checkpoint_overhead_high", EVERY_STEP[2:-2]),
     Training("expensive_validation",
@@ -376,49 +307,45 @@ class Trainings:
         run = self.folder / "runs" / "default" / training.name
         if training.name not in self.records:
             self._make(training)
-            if training.edit:
-                training.edit(run)
+            if training.machine:
+                path = run / "facts.json"
+                facts = json.loads(path.read_text("utf-8"))
+                facts["machine"] = facts.get("machine", {}) | training.machine
+                path.write_text(json.dumps(facts), "utf-8")
         return run
 
     def _make(self, training: Training) -> None:
         flags = [*self.flags, f"--trainer.devices={training.ranks}", self._source(training.text)]
-        own = self._export() if EXPORTED in training.flags else ""
-        exported = f"--model.pretrained={own}"
-        flags += [exported if flag == EXPORTED else flag for flag in training.flags]
-        self._prepare(flags)
+        if EXPORTED in training.flags:
+            self._export()
+        flags += [flag.replace("{llama}", f"{self.folder}/exported") for flag in training.flags]
+        data = tuple(flag for flag in flags if flag.startswith("--data."))
+        if data not in self._prepared:  # ranks do not tokenize
+            self._prepared.add(data)
+            self._run(f"prepare.{len(self._prepared)}", "prepare", *data).check()
         for number, callbacks in enumerate(training.attempts):
-            record = self.folder / "records" / f"{training.name}.{number}"
-            options: dict = {"callbacks": callbacks, "prelude": training.plant, "timeout_s": 120}
-            options["run_id"] = training.name
-            with Workers(training.ranks) as workers:
-                self.records[training.name] = workers.run(["fit", *flags], record, **options)
+            options: Any = {"callbacks": callbacks, "prelude": training.plant, "timeout_s": 120}
+            options |= {"ranks": training.ranks, "run_id": training.name}
+            record = self._run(f"{training.name}.{number}", "fit", *flags, **options)
+            self.records[training.name] = record
 
     def _source(self, text: str) -> str:
         folder = self.folder / "texts" / text
         if not folder.exists():
             folder.mkdir(parents=True)
-            number_of, document = TEXTS[text]
-            for number in range(number_of):
-                (folder / f"{number:04}.txt").write_text(document(number), encoding="utf-8")
+            for number in range(300):
+                (folder / f"{number:04}.txt").write_text(TEXTS[text](number), encoding="utf-8")
         return f"--data.source.paths=[{folder}/*.txt]"
 
-    def _prepare(self, flags: list[str]) -> None:
-        """Tokenizes the data once for all trainings that share them: ranks do not tokenize."""
-        data = tuple(flag for flag in flags if flag.startswith("--data."))
-        if data not in self._prepared:
-            self._prepared.add(data)
-            self._run("prepare", *data)
-
-    def _export(self) -> Path:
+    def _export(self) -> None:
         output, source = self.folder / "exported", HEALTHY[0]
         if not output.exists():
-            kept = ("--data.", "--model.", "--run.")
-            flags = [flag for flag in self.flags if flag.startswith(kept)]
+            flags = [
+                flag for flag in self.flags if flag.startswith(("--data.", "--model.", "--run."))
+            ]
             flags += [self._source(source.text), f"--output={output}"]
-            self._run("export", *flags, f"--checkpoint={self(source) / 'checkpoints'}")
-        return output
+            flags.append(f"--checkpoint={self(source) / 'checkpoints'}")
+            self._run("export", "export", *flags).check()
 
-    def _run(self, verb: str, *flags: str) -> None:
-        number = len(list((self.folder / "records").glob(f"{verb}.*")))
-        with Workers(1) as workers:
-            workers.run([verb, *flags], self.folder / "records" / f"{verb}.{number}").check()
+    def _run(self, name: str, *argv: str, ranks: int = 1, **options: Any) -> RunRecord:
+        return Workers(ranks).run(argv, self.folder / "records" / name, **options)

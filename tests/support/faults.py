@@ -1,11 +1,11 @@
-"""Faults that `rehearse` must name: in the module, the data, the strategy, processes, checkpoints.
+"""Faults that `rehearse` must name: in the module, the data, the strategy, processes, checkpoints;
+and edits on which it must raise no alarm.
 
-Each function breaks this process's package; a rehearsal's workers call it before they train.
+Each function changes this process's package; a rehearsal's workers call it before they train.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import signal
@@ -16,14 +16,17 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
-from trainer_dev.data import DataModule
+from torch.distributed.checkpoint import FileSystemWriter
 from trainer_dev.module import LanguageModule
 
 from dist_template.callbacks import RandomState
+from dist_template.compat.deepspeed import set_deepspeed_config
+from dist_template.parallel import deepspeed_config
 from dist_template.parallel.pipeline.run import Pipeline
+from dist_template.strategies import ZeroStrategy
 from tests.support.library import global_order
 
 Batch = dict[str, Tensor]
@@ -55,7 +58,7 @@ def after_configure_model(change: Callable[[Any], None]) -> Callable[[], None]:
     return wraps(change)(replaces("configure_model")(configure_model))
 
 
-# ---- loss and data -------------------------------------------------------------------------------
+# ---- steps, weights and data ---------------------------------------------------------------------
 
 
 @replaces("training_step")
@@ -78,9 +81,6 @@ def repeating_sampler(entries: Any, self: Any, position: int, count: int) -> lis
     return entries(self, position - self.rank * self.micro_batch_size, count)
 
 
-# ---- the forward pass ----------------------------------------------------------------------------
-
-
 @replaces("forward")
 def documents_leak(_: Any, self: Any, batch: Batch) -> Tensor:
     """Positions are not given to the model, which then takes a row for one document."""
@@ -99,24 +99,8 @@ def future_leaks(_: Any, self: Any, batch: Batch) -> Tensor:
 @after_configure_model
 def mlp_of_rank(self: Any) -> None:
     """The second block's MLP computes something else on rank 1."""
-    mlp = self.model.model.layers[1].mlp
-    mlp.act_fn = Scaled(mlp.act_fn, 1 + 0.01 * self.trainer.global_rank)
-
-
-class Scaled(nn.Module):
-    def __init__(self, inner: nn.Module, scale: float) -> None:
-        super().__init__()
-        self.inner, self.scale = inner, scale
-
-    def forward(self, *args: Any) -> Tensor:
-        return self.inner(*args) * self.scale
-
-
-@after_configure_model
-def router_of_rank(self: Any) -> None:
-    """A mixture of experts routes otherwise on rank 1."""
-    gate, scale = self.model.model.layers[1].mlp.gate, 1 - 2 * self.trainer.global_rank
-    gate.register_forward_pre_hook(lambda module, args: (args[0] * scale, *args[1:]))
+    if self.trainer.global_rank == 1:
+        self.model.model.layers[1].mlp.act_fn = nn.GELU()
 
 
 @after_configure_model
@@ -124,9 +108,6 @@ def layer_detached(self: Any) -> None:
     """The first block's MLP is computed without gradients."""
     mlp = self.model.model.layers[0].mlp
     mlp.forward = torch.no_grad()(mlp.forward)
-
-
-# ---- gradients -----------------------------------------------------------------------------------
 
 
 def layer_outside_of_fsdp() -> None:
@@ -143,18 +124,8 @@ def layer_outside_of_fsdp() -> None:
     fsdp.fully_shard = fully_shard  # ty: ignore[invalid-assignment]
 
 
-@replaces("build_config")
-def layer_outside_of_the_tensor_parallel_plan(build: Any, self: Any, data: Any) -> Any:
-    """The MLP's first matrices are sharded and its last is not."""
-    config = build(self, data)
-    plan = config.base_model_tp_plan.items()
-    config.base_model_tp_plan = {k: v for k, v in plan if not k.endswith(".down_proj")}
-    return config
-
-
 def double_gradient(self: Any, parameter: Tensor) -> None:
-    def double(each: Tensor) -> None:
-        assert each.grad is not None
+    def double(each: Any) -> None:
         each.grad.mul_(2)
 
     if self.trainer.world_size > 1:
@@ -184,19 +155,6 @@ def gradients_divided_before_the_step(_: Any, self: Any, optimizer: Any) -> None
         parameter.grad.div_(self.trainer.world_size)
 
 
-class HalveGradients(Callback):
-    """The same by a callback, after each backward pass."""
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        for parameter in pl_module.parameters():
-            parameter.grad.div_(trainer.world_size)
-
-
-@replaces("configure_callbacks")
-def callback_divides_gradients(*_: Any) -> list[Callback]:
-    return [HalveGradients()]
-
-
 @replaces("configure_gradient_clipping")
 def clipping_by_rank(_: Any, self: Any, *args: Any, **options: Any) -> None:
     """Each rank clips by the norm of its own shards."""
@@ -208,50 +166,37 @@ def clipping_by_rank(_: Any, self: Any, *args: Any, **options: Any) -> None:
     self.track("train/grad_norm", norm)
 
 
-# ---- what ranks must share -----------------------------------------------------------------------
-
-
 @replaces("build_model")
 def unseeded_parameter(build: Any, self: Any, data: Any) -> Any:
     """One parameter is drawn from a generator of its own."""
     model: Any = build(self, data)
-    generator = torch.Generator()
-    generator.seed()
-    weight = model.model.norm.weight.data
-    if not weight.is_meta:
-        weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
+    model.model.norm.weight.data.add_(random.SystemRandom().random())
     return model
 
 
-@after_configure_model
-def buffer_by_rank(self: Any) -> None:
-    """A buffer that is computed from the rank."""
-    value = torch.tensor(1.0 + 0.1 * self.trainer.global_rank)
-    self.register_buffer("temperature", value, persistent=False)
+def add_running_mean(self: Any, persistent: bool) -> None:
+    """Each rank updates a buffer from its samples, as in a batch norm that is not synchronized."""
+
+    def update(module: Any, args: Any, output: Tensor) -> None:
+        if module.training:
+            module.running_mean.lerp_(output.detach().float().mean(), 0.1)
+
+    norm = self.model.model.layers[0].input_layernorm
+    norm.register_buffer("running_mean", torch.zeros(()), persistent)
+    norm.register_forward_hook(update)
 
 
 @after_configure_model
 def running_mean_by_rank(self: Any) -> None:
-    """Each rank updates a buffer from its samples, as in a batch norm that is not synchronized."""
-
-    def update(module: nn.Module, args: Any, output: Tensor) -> None:
-        running_mean: Any = module.running_mean
-        if module.training:
-            running_mean.lerp_(output.detach().float().mean(), 0.1)
-
-    norm = self.model.model.layers[0].input_layernorm
-    norm.register_buffer("running_mean", torch.zeros(()))
-    norm.register_forward_hook(update)
+    add_running_mean(self, persistent=True)
 
 
 @replaces("on_train_batch_end")
-def noise_on_a_weight(_: Any, self: Any, *args: Any) -> None:
-    """After each step, drawn on each rank for itself."""
-    if self.trainer.fit_loop._should_accumulate():
-        return
-    generator = torch.Generator().manual_seed(self.trainer.global_rank)
-    weight = self.model.model.layers[1].mlp.up_proj.weight.data
-    weight.add_(torch.randn(weight.shape, generator=generator), alpha=1e-3)
+def weight_shifted_by_rank(_: Any, self: Any, *args: Any) -> None:
+    """After each step, on each rank by another value."""
+    if not self.trainer.fit_loop._should_accumulate():
+        weight = self.model.model.layers[1].mlp.up_proj.weight.data
+        weight.add_(1e-3 * self.trainer.global_rank)
 
 
 # ---- stages of a pipeline ------------------------------------------------------------------------
@@ -262,37 +207,20 @@ SKIPPED: list[Tensor] = []  # of this process
 @after_configure_model
 def block_reads_what_another_stage_has_filled(self: Any) -> None:
     """The first block passes a value to the second through a list, empty on the second's rank."""
-    first, second = (self.model.model.layers[number] for number in (0, 1))
+    first, second = self.model.model.layers
     run_first, run_second = first.forward, second.forward
 
     def fill(hidden: Tensor, **options: Any) -> Tensor:
         SKIPPED[:] = [hidden]
         return run_first(hidden, **options)
 
-    def read(hidden: Tensor, **options: Any) -> Tensor:
-        return run_second(hidden, **options) + 0.1 * sum(SKIPPED)
-
-    first.forward, second.forward = fill, read
+    first.forward = fill
+    second.forward = lambda *args, **options: run_second(*args, **options) + 0.1 * sum(SKIPPED)
 
 
 @replaces("_sum_shared", Pipeline)
 def tied_gradient_not_summed(*_: Any) -> None:
     """The first and the last stage have a copy each of a tied weight and keep its own gradient."""
-
-
-@replaces("on_before_optimizer_step")
-def last_stage_halves_gradients(_: Any, self: Any, optimizer: Any) -> None:
-    """The output layer, which only the last stage has, gets half of its gradient."""
-    for parameter in self.model.lm_head.parameters():
-        parameter.grad.mul_(0.5)
-
-
-@replaces("training_step")
-def last_stage_counts_in_python(step: Any, self: Any, batch: Any, batch_idx: int) -> Any:
-    """The loss's weight grows with an attribute that is set on the last stage alone."""
-    loss = step(self, batch, batch_idx)
-    self.num_losses = getattr(self, "num_losses", 0) + 1
-    return loss * min(1.0, self.num_losses / 100)
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -316,14 +244,6 @@ def rank_killed() -> None:
 
 
 @on_rank_one
-def crash_in_c() -> None:
-    def read_address_zero() -> None:
-        ctypes.string_at(0)
-
-    read_address_zero()
-
-
-@on_rank_one
 def error_on_one_rank() -> None:
     raise ValueError("no such shard")
 
@@ -331,14 +251,6 @@ def error_on_one_rank() -> None:
 @on_rank_one
 def hang() -> None:
     time.sleep(600)
-
-
-@on_rank_one
-def collective_on_one_rank() -> None:
-    dist.all_reduce(torch.ones(3))
-
-
-# ---- what no checkpoint holds --------------------------------------------------------------------
 
 
 def random_state_not_saved() -> None:
@@ -354,18 +266,11 @@ def counter_in_python(step: Any, self: Any, batch: Any, batch_idx: int) -> Any:
     return step(self, batch, batch_idx) * min(1.0, self.num_calls / 100)
 
 
-class ForgetfulAdamW(torch.optim.AdamW):
-    def load_state_dict(self, state_dict: Any) -> None:
-        super().load_state_dict(state_dict)
-        for state in self.state.values():
-            state["exp_avg"].zero_()
-
-
-@replaces("configure_optimizers")
-def optimizer_forgets(configure: Any, self: Any) -> Any:
-    made = configure(self)
-    made["optimizer"].__class__ = ForgetfulAdamW
-    return made
+@replaces("load_state_dict", torch.optim.Optimizer)
+def optimizer_forgets(load: Any, self: Any, state_dict: Any) -> None:
+    load(self, state_dict)
+    for state in self.state.values():
+        state["exp_avg"].zero_()
 
 
 @replaces("on_load_checkpoint")
@@ -380,37 +285,22 @@ def data_start_anew(iterate: Any, self: Any) -> Iterator[list[int]]:
     return iterate(self)
 
 
-def average_in_a_buffer() -> None:
-    """An average of weights that is no part of the state dict."""
-
-    def update(_: Any, self: Any, *args: Any) -> None:
-        self.average.lerp_(self.model.model.norm.weight.detach(), 0.1)
-
-    def change(self: Any) -> None:
-        weight = self.model.model.norm.weight
-        self.register_buffer("average", torch.ones_like(weight), persistent=False)
-
-    after_configure_model(change)()
-    replaces("on_train_batch_end")(update)()
+@after_configure_model
+def running_mean_not_saved(self: Any) -> None:
+    add_running_mean(self, persistent=False)
 
 
 class Average(Callback):
-    """The same in a callback that has no state_dict."""
-
-    def __init__(self) -> None:
-        self.shadow: dict[str, torch.Tensor] = {}
+    """An average of weights in a callback that has no state_dict."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        for name, parameter in pl_module.named_parameters():
-            self.shadow.setdefault(name, parameter.detach().clone()).lerp_(parameter.detach(), 0.1)
+        weight = pl_module.model.model.norm.weight.detach()
+        self.shadow = torch.lerp(getattr(self, "shadow", weight), weight, 0.1)
 
 
 @replaces("configure_callbacks")
 def average_in_a_callback(*_: Any) -> list[Callback]:
     return [Average()]
-
-
-# ---- one process too: what a step predicts, draws and orders, what a validation adds up ----------
 
 
 def evaluation_is_a_mean_of_means() -> None:
@@ -431,15 +321,39 @@ def parameter_without_optimizer(configure: Any, self: Any) -> Any:
     return found
 
 
+# ---- what only a GPU shows (parallel/test_fake_cuda.py) ------------------------------------------
+
+
+@replaces("setup", ZeroStrategy)
+def parameters_left_on_the_host(_: Any, self: Any, trainer: Any) -> None:
+    """ZeRO-3 after `fit`: teardown has moved the parameters, and setup leaves them there."""
+    set_deepspeed_config(self, self._config_of_trainer)
+    DeepSpeedStrategy.setup(self, trainer)
+
+
+def thread_that_copies_ahead() -> None:
+    """Asynchronous saves: torch's writer waits on training's stream."""
+    writer: Any = FileSystemWriter
+    writer.per_thread_copy_ahead = property(lambda _: 1_000, lambda *_: None)
+
+
+@replaces("resolve", deepspeed_config)
+def deepspeeds_clock(resolve: Any, *args: Any) -> Any:
+    """ZeRO: DeepSpeed's throughput timer synchronizes the device."""
+    return resolve(*args) | {"timers": {"throughput": {"enabled": True}}}
+
+
+@replaces("training_step")
+def loss_that_is_not_a_number(step: Any, self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    return step(self, batch, batch_idx) * (float("nan") if self.global_step == 4 else 1)
+
+
+# ---- no faults -----------------------------------------------------------------------------------
+
+
 @replaces("training_step")
 def labels_drawn(step: Any, self: Any, batch: Batch, batch_idx: int) -> Tensor:
-    """Masks half of the labels by Python's generator: no fault, and not comparable over ranks."""
+    """Masks half of the labels by Python's generator: not comparable over ranks."""
     labels = batch["labels"].clone()
     labels[:, random.randrange(8) :: 2] = -100
     return step(self, batch | {"labels": labels}, batch_idx)
-
-
-@replaces("transform", DataModule)
-def tokens_by_process(transform: Any, self: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """Shifts tokens by the process's number, as a generator that a pid seeds would."""
-    return transform(self, batch | {"input_ids": (batch["input_ids"] + os.getpid()) % 200})

@@ -1,13 +1,11 @@
-"""The one helper that hurts a training: kills, stops, signals, corrupts, cuts; and sees how it goes
-on.
+"""Hurts a training under launch/torchrun.sh, which a user starts too, and follows how it continues.
 
-    with Training(folder, argv, NPROC="2") as training:      # launch/torchrun.sh, as a user starts
-        it training.reach(10)
+    with Training(folder, argv, NPROC="2") as training:
+        training.reach(10)
         kill(training.ranks()[1])
         assert training.end() == Exit.DONE
 
-Its ranks run this module instead of the package: the same command, and every step is written down
-(`Step`).
+A callback of the training, `Watch`, writes each step down.
 """
 
 from __future__ import annotations
@@ -23,10 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+from lightning.pytorch import Callback
+
 from tests import PROJECT
 
-STEPS = "INJURY_STEPS"  # the folder where ranks write their steps down
-STEP_S = "INJURY_STEP_S"  # seconds that every step takes longer
+STEPS = "INJURY_STEPS"  # the folder where rank 0 writes its steps down
 OF_A_LAUNCHER = (
     "DIST_", "TORCHELASTIC", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "NODE_RANK", "SLURM_",
     "INJURY",
@@ -34,114 +34,91 @@ OF_A_LAUNCHER = (
 
 
 class Step(NamedTuple):
-    """An optimizer step that a rank finished; step 0 of a life is its first batch."""
+    """An optimizer step that rank 0 finished; the first of a life is the one it starts from."""
 
     at: float  # time.time()
     life: str  # the process's number
-    event: str  # batch (the first of a life begins), step, end
     step: int
 
 
+class Watch(Callback):
+    """Lightning calls it before all that save: a step is done, and not yet saved."""
+
+    step = -1
+
+    def note(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.is_global_zero and trainer.global_step != self.step:
+            self.step = trainer.global_step
+            with Path(os.environ[STEPS], "steps").open("a") as file:
+                file.write(f"{time.time():.3f} {os.getpid()} {self.step}\n")
+
+    on_train_batch_start = on_train_batch_end = note
+
+
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
-    """Send a signal: SIGKILL, SIGSTOP (a hang), SIGTERM …"""
+    """Sends a signal: SIGKILL, SIGSTOP (a hang), SIGTERM …"""
     os.kill(pid, number)
 
 
 def corrupt(checkpoint: Path, chance: random.Random) -> str:
-    """Flip one bit of one of its files, or cut one short; returns what was done."""
-    path = chance.choice(
-        [file for file in sorted(checkpoint.rglob("*")) if file.is_file() and file.stat().st_size]
-    )
+    """Flips one bit of one of its files, or truncates the file; returns what was done."""
+    files = [file for file in sorted(checkpoint.rglob("*")) if file.is_file()]
+    path = chance.choice([file for file in files if file.stat().st_size])
     data = bytearray(path.read_bytes())
     at = chance.randrange(len(data))
-    if chance.random() < 0.5:
+    if is_flipped := chance.random() < 0.5:
         data[at] ^= 1 << chance.randrange(8)
-        what = f"bit of byte {at}"
-    else:
-        del data[at:]
-        what = f"bytes from {at} on"
-    path.write_bytes(data)
-    return f"{path.relative_to(checkpoint.parent)}: {what}"
+    path.write_bytes(data if is_flipped else data[:at])
+    return f"{path.name}: {'a bit of' if is_flipped else 'truncated at'} byte {at}"
 
 
 class TwoHosts:
-    """Two network namespaces, `names`, on one link; each has nothing but it and its loopback. Needs
-    root and `ip`."""
+    """Two network namespaces on one link; each has this and its loopback. Needs root and `ip`."""
 
     names = ("injury-a", "injury-b")
+    links = ("veth-a", "veth-b")
     addresses = ("10.77.0.1", "10.77.0.2")
 
     def __enter__(self) -> TwoHosts:
         self.__exit__()
         for name in self.names:
-            _ip("netns", "add", name)
-        _ip(
-            "link",
-            "add",
-            "veth-a",
-            "netns",
-            self.names[0],
-            "type",
-            "veth",
-            "peer",
-            "veth-b",
-            "netns",
-            self.names[1],
-        )
-        for name, address, link in zip(
-            self.names, self.addresses, ("veth-a", "veth-b"), strict=True
-        ):
-            _ip("-n", name, "address", "add", f"{address}/24", "dev", link)
-            _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "link", "set", link, "up")
+            _ip(f"netns add {name}")
+        (a, b), (link_a, link_b) = self.names, self.links
+        _ip(f"link add {link_a} netns {a} type veth peer {link_b} netns {b}")
+        for name, address, link in zip(self.names, self.addresses, self.links, strict=True):
+            _ip(f"-n {name} address add {address}/24 dev {link}")
+            _ip(f"-n {name} link set lo up")
+            _ip(f"-n {name} link set {link} up")
         return self
 
     def __exit__(self, *_: object) -> None:
         for host, name in enumerate(self.names):
             if Path("/run/netns", name).exists():
                 self.kill(host)
-                _ip("netns", "delete", name)
+                _ip(f"netns delete {name}")
 
     def training(self, host: int, folder: Path, argv: list[str], **environment: str) -> Training:
         """One node's launcher, not yet started; host 0 is the rendezvous's."""
-        environment |= {
-            "NPROC": "1",
-            "RDZV_ENDPOINT": f"{self.addresses[0]}:29400",
-            "RDZV_CONF": f"is_host={'true' if host == 0 else 'false'}",
-            "LOCAL_ADDR": self.addresses[host],
-            "GLOO_SOCKET_IFNAME": ("veth-a", "veth-b")[host],
-            STEPS: str(folder),
-        }
+        environment |= {"NPROC": "1", "RDZV_ENDPOINT": f"{self.addresses[0]}:29400"}
+        environment |= {"RDZV_CONF": f"is_host={'false' if host else 'true'}"}
+        environment |= {"LOCAL_ADDR": self.addresses[host], STEPS: str(folder)}
+        environment |= {"GLOO_SOCKET_IFNAME": self.links[host]}
         enter = ("ip", "netns", "exec", self.names[host])
         return Training(folder / f"host{host}", argv, enter, **environment)
 
     def kill(self, host: int) -> None:
-        """The node is gone: all its processes at once."""
-        for pid in _ip("netns", "pids", self.names[host]).split():
+        """Kills all processes of a node at once."""
+        for pid in _ip(f"netns pids {self.names[host]}").split():
             kill(int(pid))
 
     def cut(self, whole: bool = False) -> None:
-        """The link; with `whole` it is mended."""
-        _ip("-n", self.names[0], "link", "set", "veth-a", "up" if whole else "down")
+        """Cuts the link; with `whole`, mends it."""
+        _ip(f"-n {self.names[0]} link set {self.links[0]} {'up' if whole else 'down'}")
 
 
-def _ip(*words: str) -> str:
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
-
-
-def children(pid: int) -> dict[int, int]:
-    """RANK -> pid of the ranks that the launcher `pid` has started and that live."""
-    ranks = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid:
-                environment = (entry / "environ").read_bytes().split(b"\0")
-                ranks |= {
-                    int(word[5:]): int(entry.name)
-                    for word in environment
-                    if word.startswith(b"RANK=")
-                }
-    return ranks
+def _ip(words: str) -> str:
+    command = ["ip", *words.split()]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 class Training:
@@ -159,25 +136,12 @@ class Training:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.log = folder, folder / "log"
-        # torchrun starts its workers with $PYTHON_EXEC -u -m <package> …
-        watched = Path(environment.get(STEPS, folder)) / "watched.sh"
-        watched.write_text(
-            f'#!/bin/sh\nshift 3\nexec "{sys.executable}" -u -m tests.support.injury "$@"\n'
-        )
-        watched.chmod(0o755)
-        inherited = {
-            key: value for key, value in os.environ.items() if not key.startswith(OF_A_LAUNCHER)
-        }
-        self.environment = inherited | {
-            "PYTHON": sys.executable,
-            "PYTHON_EXEC": str(watched),
-            "DIST_RUN_ID": folder.name,
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            STEPS: str(folder),
-            **environment,
-        }
-        self.command = [*prefix, "bash", str(PROJECT / "launch" / "torchrun.sh"), *argv]
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(OF_A_LAUNCHER)}
+        inherited |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHON": sys.executable}
+        own = {"DIST_RUN_ID": folder.name, STEPS: str(folder)}
+        self.environment = inherited | own | environment
+        watched = f"--trainer.callbacks+={__name__}.Watch"
+        self.command = [*prefix, "bash", f"{PROJECT}/launch/torchrun.sh", *argv, watched]
 
     def __enter__(self) -> Training:
         return self.start()
@@ -189,7 +153,7 @@ class Training:
         self.launcher.wait()
 
     def start(self) -> Training:
-        """Also again, as a scheduler does."""
+        """Starts the command, also again, as a scheduler does."""
         with self.log.open("a") as log:
             self.launcher = subprocess.Popen(
                 self.command, env=self.environment, cwd=PROJECT, stdout=log, stderr=log
@@ -197,80 +161,32 @@ class Training:
         return self
 
     def ranks(self) -> dict[int, int]:
-        return children(self.launcher.pid)
+        """RANK -> pid of the living ranks that the launcher has started."""
+        found: dict[int, int] = {}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.launcher.pid).children():
+                with contextlib.suppress(psutil.Error, KeyError):
+                    found[int(process.environ()["RANK"])] = process.pid
+        return found
 
-    def steps(self, rank: int = 0) -> list[Step]:
-        path = Path(self.environment[STEPS], f"steps.{rank}")
+    def steps(self) -> list[Step]:
+        path = Path(self.environment[STEPS], "steps")
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         fields = [line.split() for line in lines if line.endswith("\n")]
-        return [Step(float(at), life, event, int(step)) for at, life, event, step in fields]
+        return [Step(float(at), life, int(step)) for at, life, step in fields]
 
     def wait(self, until: Callable[[], bool], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not until():
-            if self.launcher.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(
-                    f"ended with {self.launcher.poll()}, or too "
-                    f"slow:\n{self.log.read_text()[-3000:]}"
-                )
+            ended = self.launcher.poll()
+            is_waiting = ended is None and time.monotonic() < deadline
+            assert is_waiting, f"ended with {ended}, or too slow:\n{self.log.read_text()[-3000:]}"
             time.sleep(0.01)
 
-    def reach(self, step: int, timeout_s: float = 60.0) -> Step:
-        """Wait until rank 0 has done `step`."""
+    def reach(self, step: int, timeout_s: float = 60.0) -> None:
+        """Waits until rank 0 has done `step`."""
         self.wait(lambda: bool((steps := self.steps()) and steps[-1].step >= step), timeout_s)
-        return self.steps()[-1]
 
     def end(self, timeout_s: float = 120.0) -> int:
-        """Wait for the launcher's end; its exit code."""
+        """Waits for the launcher's end; returns its exit code."""
         return self.launcher.wait(timeout_s)
-
-
-def watched(argv: list[str]) -> int:
-    """One rank's command, its steps written down."""
-    from dist_template.cluster import signals
-
-    signals.listen()
-    from dist_template.lazy import without_collections
-
-    with without_collections():
-        import lightning as L
-
-        from dist_template.cli import fit as cli
-        from tests.support.line import command
-
-    class Watch(L.Callback):
-        """Before all other callbacks: a step is done, and not yet saved."""
-
-        def __init__(self) -> None:
-            path = Path(os.environ[STEPS], f"steps.{os.environ['RANK']}")
-            self.file = path.open("a", buffering=1)
-            self.step = -1
-
-        def note(self, event: str, step: int) -> None:
-            self.step = step
-            self.file.write(f"{time.time():.3f} {os.getpid()} {event} {step}\n")
-
-        def on_train_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-            if self.step < 0:
-                self.note("batch", trainer.global_step)
-
-        def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-            if trainer.global_step != self.step:
-                self.note("step", trainer.global_step)
-                time.sleep(float(os.environ.get(STEP_S, "0")))
-
-    build = cli.CLI.instantiate_trainer
-
-    def instantiate_trainer(self: Any, **options: Any) -> L.Trainer:
-        trainer: Any = build(self, **options)
-        trainer.callbacks.insert(0, Watch())
-        return trainer
-
-    cli.CLI.instantiate_trainer = instantiate_trainer
-    code = command(argv)
-    signals.ignore()
-    return code
-
-
-if __name__ == "__main__":
-    sys.exit(watched(sys.argv[1:]))

@@ -1,8 +1,7 @@
-"""`launch` in a process of its own, on hosts that are loopback or under Slurm."""
+"""`launch` in a process of its own, on hosts that are this machine, under Slurm or under Ray."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -12,20 +11,32 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pytest
 import yaml
 
 from tests.support.injury import OF_A_LAUNCHER
-from tests.support.loopback import Hosts
-from tests.support.runs import PACKAGE, PROJECT, logged
+from tests.support.runs import PACKAGE, PROJECT, Workers, logged, run
 
 ENVIRONMENT = {"PYTHONPATH": os.environ["PYTHONPATH"], "DS_ACCELERATOR": "cpu"}
 ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "MAX_RESTARTS": "0"}  # of torchrun
 ONE_BATCH = "--trainer.limit_val_batches=1"
 STEPS = ["--trainer.max_steps=4", "--trainer.val_check_interval=1000", ONE_BATCH]
 LONG = ["--trainer.max_steps=100000", "--trainer.val_check_interval=100000", ONE_BATCH]
-LAUNCHERS = ("ssh", "torchrun")
+DIVERGING = ["--trainer.max_steps=100", "--model.optim.learning_rate=1e30"]
+DIVERGING.append("--model.optim.warmup=0")
 # The command line refuses it, in the processes of the job.
 VARIABLE = {"PL_FIT__TRAINER__MAX_STEPS": "9"}
+
+
+SSH = """#!/bin/sh
+# A host that is this machine: runs a command with the environment of a login.
+case $1 in
+    hangs) sleep 1000 & wait;;
+    down) echo "ssh: connect to host down port 22: Connection refused" >&2; exit 255;;
+esac
+exec env -i HOME="$HOME" PATH=/usr/local/bin:/usr/bin:/bin sh -c "$2"
+"""
 
 
 def site(folder: Path, environment: Any = None, **keys: Any) -> str:
@@ -36,10 +47,19 @@ def site(folder: Path, environment: Any = None, **keys: Any) -> str:
     return f"--config={path}"
 
 
-def two(known: Hosts, folder: Path, **keys: Any) -> str:
-    """The same, of two hosts."""
-    hosts = {"hosts": ["node1", "node2"], "ssh": known.ssh, "master": "127.0.0.1"}
-    return site(folder, **(hosts | keys))
+def hosts(folder: Path, names: Any = ("node1", "node2"), **keys: Any) -> str:
+    """The same, with hosts that a script in place of ssh reaches."""
+    ssh = folder / "ssh"
+    ssh.write_text(SSH)
+    ssh.chmod(0o755)
+    return site(folder, **{"hosts": [*names], "ssh": str(ssh), "master": "127.0.0.1", **keys})
+
+
+def one_machine(flags: list[str], folder: Path) -> dict[int, float]:
+    """The losses of `fit` on two processes of this machine, after `prepare`."""
+    assert run("prepare", *flags) == 0
+    argv = ["fit", *flags, "--trainer.devices=2", "--run.name=one"]
+    return Workers(2).run(argv, folder / "one").check().loss
 
 
 class Launched:
@@ -73,44 +93,28 @@ class Launched:
 
     def rank(self, node: int) -> int:
         """The process of a node's rank."""
-        of_node = {f"NODE_RANK={node}".encode(), f"SLURM_NODEID={node}".encode()}
-        run = f"DIST_RUN_ID={self.run.name}".encode()
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                own = set((entry / "environ").read_bytes().split(b"\0"))
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                if PACKAGE.encode() in words[2:4] and run in own and of_node & own:
-                    return int(entry.name)
+        for process in psutil.process_iter(["cmdline", "environ"]):
+            own, words = process.info["environ"] or {}, process.info["cmdline"] or []
+            is_node = str(node) in (own.get("NODE_RANK"), own.get("SLURM_NODEID"))
+            if is_node and own.get("DIST_RUN_ID") == self.run.name and PACKAGE in words[2:4]:
+                return process.pid
         raise AssertionError(f"no rank of node {node}")
 
 
-DIVERGING = """--trainer.max_steps=100 --model.optim.learning_rate=1e30
-    --model.optim.warmup=0""".split()
-
-
-def diverging(flags: list[str]) -> list[str]:
-    return [*flags, *DIVERGING]
-
-
-def codes(
-    start: Callable[..., Launched], flags: list[str], end: Callable[[Launched], int]
-) -> dict[str, int]:
-    """The exit codes of five runs: `start(name, flags, environment)` launches, `end` waits."""
-    found = {"finished": end(start("finished", [*flags, *STEPS], {}))}
-    found["bad input"] = end(start("bad", [*flags, *STEPS], VARIABLE))
-    found["non-finite"] = end(start("diverged", diverging(flags), {}))
-    run = start("stopped", [*flags, *LONG], {})
-    run.reach(3)
-    run.stop(signal.SIGUSR1)
-    found["SIGUSR1"] = end(run)
-    run = start("killed", [*flags, *LONG], {})
-    run.reach(3)
-    os.kill(run.rank(1), signal.SIGKILL)
-    found["rank killed"] = end(run)
-    return found
-
-
-def row(on: str, difference: float, found: dict[str, int]) -> str:
-    """A row of the table in docs/launch.md."""
-    equal = "equal" if difference <= 1e-6 else f"differ by {difference:.0e}"
-    return f"| {on} | {equal} | " + " | ".join(str(code) for code in found.values()) + " |"
+def row(on: str, flags: list[str], losses: dict[int, float], start: Callable[..., Launched]) -> str:
+    """A row of the table in docs/launch.md: how far the losses of `STEPS` are from `losses`, and
+    the exit codes of five runs, which `start(name, flags, environment)` launches."""
+    first = start("finished", [*flags, *STEPS], {})
+    codes = [first.end(), start("bad", [*flags, *STEPS], VARIABLE).end()]
+    codes.append(start("diverged", [*flags, *DIVERGING], {}).end())
+    stopped = start("stopped", [*flags, *LONG], {})
+    stopped.reach(3)
+    stopped.stop(signal.SIGUSR1)
+    codes.append(stopped.end())
+    killed = start("killed", [*flags, *LONG], {})
+    killed.reach(3)
+    os.kill(killed.rank(1), signal.SIGKILL)
+    codes.append(killed.end())
+    own = logged(first.run, "train/loss")
+    equal = "equal" if own == pytest.approx(losses, abs=1e-6) else "differ"
+    return f"| {on} | {equal} | " + " | ".join(map(str, codes)) + " |"

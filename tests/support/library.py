@@ -30,7 +30,6 @@ from dist_template.observe.loggers import tensorboard
 from dist_template.parallel.pipeline.schedule import SCHEDULES
 from dist_template.parallel.sequence import shard_batch
 from dist_template.text.batches.rows import NOT_COUNTED, PackedRows, Rows
-from dist_template.text.cache.token_cache import Corpus
 from dist_template.text.model.kernels import BOUNDS
 from dist_template.text.model.quantize import quantize
 from dist_template.text.preference_loss import PreferenceConfig

@@ -74,50 +74,44 @@ class Live(Callback):
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._counter = folder, None
+        self.folder = folder
+        self._running: Any = None
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         if is_measured(trainer, batch_idx):
             gc.collect()
-            before = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
-            self._counter: Any = LiveBytes(before)
-            self._counter.__enter__()
+            self._running = self.measure()
+            self._running.__enter__()
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        if self._counter is not None:
-            self._counter.__exit__(None, None, None)
-            path = self.folder / f"live{trainer.global_rank}.json"
-            path.write_text(json.dumps(self._counter.peak))
-            self._counter = None
+        if self._running is not None:
+            self._running.__exit__(None, None, None)
+            name = f"{type(self).__name__.lower()}{trainer.global_rank}.json"
+            (self.folder / name).write_text(json.dumps(self.most(self._running)))
+            self._running = None
+
+    def measure(self) -> Any:
+        return LiveBytes([each for each in gc.get_objects() if isinstance(each, torch.Tensor)])
+
+    def most(self, ended: Any) -> int:
+        return ended.peak
 
 
-class Allocated(Callback):
+class Allocated(Live):
     """Records the most bytes that a micro-batch, forward and backward, allocates in addition.
 
     torch's profiler counts every allocation on the host.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._profile: Any = None
+    def measure(self) -> Any:
+        return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if is_measured(trainer, batch_idx):
-            gc.collect()
-            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-            self._profile.__enter__()
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        if self._profile is None:
-            return
-        self._profile.__exit__(None, None, None)
-        events = self._profile.profiler.kineto_results.events()
-        self._profile, live, most = None, 0, 0
+    def most(self, ended: Any) -> int:
+        live = most = 0
+        events = ended.profiler.kineto_results.events()
         for event in sorted(events, key=lambda event: event.start_ns()):
             live += event.nbytes() if event.name() == "[memory]" else 0
             most = max(most, live)
-        (self.folder / f"allocated{trainer.global_rank}.json").write_text(json.dumps(most))
+        return most

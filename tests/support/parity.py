@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +12,24 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from tests.support.runs import Workers, newest
-from tests.support.strategies import NAMES, flags_of
+from tests.support.runs import Workers
+from tests.support.strategies import ARGS, NAMES, flags_of
 from tests.support.wings import RunRecord
 
 MODELS = {
-    "deepseek_v3": "{model_type: deepseek_v3, hidden_size: 32, intermediate_size: 64, "
-    "moe_intermediate_size: 16,"
-    " num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, q_lora_rank: 16, "
-    "kv_lora_rank: 16,"
-    " qk_nope_head_dim: 16, qk_rope_head_dim: 8, v_head_dim: 16, first_k_dense_replace: 1, "
-    "n_routed_experts: 4,"
+    "deepseek_v3": "{model_type: deepseek_v3, hidden_size: 32, intermediate_size: 64,"
+    " moe_intermediate_size: 16, num_hidden_layers: 2, num_attention_heads: 2,"
+    " num_key_value_heads: 2, q_lora_rank: 16, kv_lora_rank: 16, qk_nope_head_dim: 16,"
+    " qk_rope_head_dim: 8, v_head_dim: 16, first_k_dense_replace: 1, n_routed_experts: 4,"
     " num_experts_per_tok: 2, n_group: 1, topk_group: 1, num_mtp_layers: 0}",
-    "llama": "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
-    "num_attention_heads: 4,"
-    " num_key_value_heads: 2, tie_word_embeddings: true}",
+    "llama": "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,"
+    " num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: true}",
 }
-# four blocks, for up to four stages; tied weights, so that the first and the last stage share one
-MODELS |= {
-    "llama_of_4": MODELS["llama"].replace("num_hidden_layers: 2", "num_hidden_layers: 4"),
-    "qwen3_of_4": MODELS["llama"]
-    .replace("num_hidden_layers: 2", "num_hidden_layers: 4")
-    .replace("llama", "qwen3"),
-}
-PROCESSES = dict.fromkeys(NAMES, 2)
-PROCESSES |= {"hsdp": 4, "fsdp2_tp": 4, "fsdp2_tp_ep": 4, "pp_fsdp2": 4, "pp_ep": 4}
+OF_FOUR_RANKS = {"hsdp", "fsdp2_tp", "fsdp2_tp_ep", "pp_fsdp2", "pp_ep"}
+PROCESSES = {name: 4 if name in OF_FOUR_RANKS else 2 for name in NAMES}
 del PROCESSES["zero3_nvme"]  # needs an NVMe device and the libaio library
 GLOBAL_BATCH, ACCUMULATION = 8, 2
-STEPS = 12
-CLIP = 0.8
+STEPS, CLIP = 6, 0.8
 
 
 def mask_labels() -> None:
@@ -68,32 +57,30 @@ class PauseAfter(Callback):
         trainer.should_stop = trainer.should_stop or trainer.global_step >= self.step
 
 
+def run_folder(trainer: Any) -> Path:
+    """The run folder of a training, in its process: the recorder of `Workers` knows it."""
+    (run,) = (each.run for each in trainer.callbacks if type(each).__name__ == "Recorder")
+    return Path(run)
+
+
 class Trainings:
     """Trainings by their arguments, each run once."""
 
     def __init__(self, folder: Path, flags: list[str]) -> None:
         self.folder = folder
         self.flags = [*flags, "--model.optim.learning_rate=0.01", "--model.optim.warmup=5"]
-        self.flags += [
-            f"--trainer.gradient_clip_val={CLIP}",
-            f"--data.global_batch_size={GLOBAL_BATCH}",
-        ]
+        self.flags += [f"--trainer.gradient_clip_val={CLIP}"]
+        self.flags += [f"--data.global_batch_size={GLOBAL_BATCH}"]
         self._done: dict[tuple[str, ...], RunRecord] = {}
         self._count = 0
 
-    def __call__(self, model: str, strategy: str, *extra: str, **options: Any) -> RunRecord:
-        key = (model, strategy, *extra, str(options))
+    def __call__(
+        self, model: str, strategy: str, *extra: str, verb: str = "fit", **options: Any
+    ) -> RunRecord:
+        key = (verb, model, strategy, *extra, str(options))
         if key not in self._done:
-            self._done[key] = self.run("fit", model, strategy, *extra, **options)
+            self._done[key] = self.run(verb, model, strategy, *extra, **options)
         return self._done[key]
-
-    def test(self, model: str, strategy: str) -> dict[str, float]:
-        key = ("test", model, strategy)
-        if key not in self._done:
-            checkpoint = newest(self(model, strategy).run)
-            self._done[key] = self.run("test", model, strategy, f"--ckpt_path={checkpoint}")
-        (metrics,) = self._done[key].eval("test").values()
-        return metrics
 
     def run(
         self,
@@ -110,36 +97,29 @@ class Trainings:
         data_parallel = num // (2 if any(kind in strategy for kind in ("tp", "cp", "pp")) else 1)
         flags = [] if strategy == "one" else flags_of(strategy)
         if strategy.startswith("zero3"):  # else so small a model would not be sharded
-            flags += ["--trainer.strategy.init_args.param_persistence_threshold=16"]
+            flags += [f"{ARGS}.param_persistence_threshold=16"]
         flags += [f"--model.architecture={MODELS[model]}", f"--trainer.devices={num}"]
         flags += [f"--data.micro_batch_size={GLOBAL_BATCH // data_parallel // accumulation}"]
         self._count += 1
         name = f"{self._count}-{verb}-{model}-{strategy}"
         argv = [verb, *self.flags, f"--run.name={name}", *flags, *extra]
-        with Workers(num) as workers:
-            return workers.run(
-                argv, self.folder / name, prelude=prelude or mask_labels, callbacks=callbacks
-            ).check()
+        options: Any = {"prelude": prelude or mask_labels, "callbacks": callbacks}
+        return Workers(num).run(argv, self.folder / name, **options).check()
 
 
 @pytest.fixture(scope="session")
-def train(
-    tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache: Path
-) -> Iterator[Trainings]:
+def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache: Path) -> Trainings:
     folder = tmp_path_factory.mktemp("parity")
     flags = [
-        f"--run.root={folder / 'runs'}", "--data.source=TextFiles",
-        f"--data.source.paths=[{corpus}/*.txt]",
-        "--data.tokenizer=Bytes", f"--data.cache_dir={cache}", "--data.seq_len=32",
-        "--data.validation_share=0.15",
-        "--data.test_share=0.15", "--model.sample_tokens=4", "--trainer.accelerator=cpu",
-        f"--trainer.max_steps={STEPS}",
-        "--trainer.log_every_n_steps=1", f"--trainer.val_check_interval={STEPS // 2}",
-        "--trainer.logger=false",
+        f"--run.root={folder / 'runs'}", "--run.report=false", "--data.source=TextFiles",
+        f"--data.source.paths=[{corpus}/*.txt]", "--data.tokenizer=Bytes", "--data.seq_len=32",
+        f"--data.cache_dir={cache}", "--data.validation_share=0.15", "--data.test_share=0.15",
+        "--model.sample_tokens=4", "--trainer.accelerator=cpu", "--trainer.logger=false",
+        f"--trainer.max_steps={STEPS}", f"--trainer.val_check_interval={STEPS // 2}",
+        "--trainer.log_every_n_steps=1", "--trainer.num_sanity_val_steps=0",
     ]  # fmt: skip
-    with Workers(1) as workers:
-        workers.run(["prepare", *flags], folder / "prepare").check()
-    yield Trainings(folder, flags)
+    Workers(1).run(["prepare", *flags], folder / "prepare").check()
+    return Trainings(folder, flags)
 
 
 def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
@@ -147,6 +127,3 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance:
     for name, tensor in expected.items():
         difference = (got[name].float() - tensor.float()).abs().max().item()
         assert difference <= tolerance, f"{name} differs by {difference:.1e}"
-
-
-SHORT = "--trainer.max_steps=6"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 NAME = "planted"
 
@@ -14,20 +15,12 @@ class PlantedConfig(LlamaConfig):
     model_type = NAME
 
 
-class CentredMLP(nn.Module):
-    """Subtracts the mean over features from the gate; under tensor parallelism each rank has its
-    own mean."""
+class CentredMLP(LlamaMLP):
+    """Subtracts from the gate its mean over features, which each tensor-parallel rank has alone."""
 
-    def __init__(self, mlp: Any) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        self.act_fn = mlp.act_fn
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        gate = self.gate_proj(hidden)
-        return self.down_proj(
-            self.act_fn(gate - gate.mean(-1, keepdim=True)) * self.up_proj(hidden)
-        )
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate_proj(x)
+        return self.down_proj(self.act_fn(gate - gate.mean(-1, keepdim=True)) * self.up_proj(x))
 
 
 class PlantedForCausalLM(LlamaForCausalLM):
@@ -36,10 +29,10 @@ class PlantedForCausalLM(LlamaForCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         for layer in self.model.layers:
-            layer.mlp = CentredMLP(layer.mlp)
+            layer.mlp.__class__ = CentredMLP
 
 
 def register() -> None:
-    """As a user's module.py would."""
+    """Registers the type, as a user's module.py would."""
     AutoConfig.register(NAME, PlantedConfig, exist_ok=True)
     AutoModelForCausalLM.register(PlantedConfig, PlantedForCausalLM, exist_ok=True)

@@ -4,6 +4,7 @@ too."""
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -50,41 +51,22 @@ def wandb_files(run: Path) -> list[Path]:
 def wandb_points(run: Path) -> Points:
     """Of all attempts, by the x axis of the charts."""
     points: Points = {}
-    for path in wandb_files(run):
-        for record in wandb_records(path):
-            items = [
-                (i.key or "/".join(i.nested_key), json.loads(i.value_json))
-                for i in record.history.item
-            ]
-            step = dict(items).get("trainer/global_step", -1)
-            for name, value in items:
-                is_number = isinstance(value, int | float) or value in (
-                    "NaN",
-                    "Infinity",
-                    "-Infinity",
-                )
-                if is_number and not name.startswith(("_", "trainer/", "eval/sample")):
-                    points.setdefault(name, {}).setdefault(int(step), []).append(float(value))
+    for record in (each for path in wandb_files(run) for each in wandb_records(path)):
+        values = {i.key or "/".join(i.nested_key): i.value_json for i in record.history.item}
+        step = int(values.get("trainer/global_step", -1))
+        for name, text in values.items():
+            is_metric = not name.startswith(("_", "trainer/", "eval/sample"))
+            if is_metric and re.fullmatch(r'[-+.\de]+|"(NaN|-?Infinity)"', text):
+                value = float(text.strip('"'))
+                points.setdefault(name, {}).setdefault(step, []).append(value)
     return points
 
 
-def wandb_config(path: Path) -> dict[str, Any]:
-    """The run's configuration, as the newest record of each key has it."""
-    config: dict[str, Any] = {}
-    for record in wandb_records(path):
-        for update in (*record.run.config.update, *record.config.update):
-            config[update.key or update.nested_key[0]] = json.loads(update.value_json)
-    return config
-
-
-def tensorboard(run: Path) -> Any:
+def tensorboard_points(run: Path) -> Points:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    return EventAccumulator(str(run), {"scalars": 0, "tensors": 0}).Reload()  # 0: all of them
-
-
-def tensorboard_points(run: Path) -> Points:
-    events, points = tensorboard(run), {}
+    events = EventAccumulator(str(run), {"scalars": 0, "tensors": 0}).Reload()  # 0: all of them
+    points: Points = {}
     for name in events.Tags()["scalars"]:
         for event in events.Scalars(name):
             points.setdefault(name, {}).setdefault(event.step, []).append(event.value)

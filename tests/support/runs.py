@@ -8,7 +8,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,11 @@ OF_ANOTHER_RUN = {
 }
 
 
+def clean_environment(**variables: str) -> dict[str, str]:
+    """The variables for a process that a user starts, and further ones."""
+    return {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN} | variables
+
+
 class StopAfter(Callback):
     """Ends training the hard way once `step` optimizer steps are done, as a crash would."""
 
@@ -72,15 +78,12 @@ def run(verb: str, *flags: str) -> int:
     return main([verb, *flags])
 
 
-class Workers:
+@dataclass
+class Workers(AbstractContextManager):
     """`num` CPU processes that run a project's commands, one after the other."""
 
-    def __init__(self, num: int, project: Project = OURS) -> None:
-        self.num = num
-        self.project = project
-
-    def __enter__(self) -> Workers:
-        return self
+    num: int
+    project: Project = OURS
 
     def __exit__(self, *_: object) -> None:
         """`run_ranks` leaves no process."""
@@ -94,8 +97,7 @@ def run_in_subprocess(
 ) -> subprocess.CompletedProcess[str]:
     """`python -m <package> VERB …` as a user types it; needed where Lightning starts further
     processes."""
-    env = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN} | environment
-    env |= {"OMP_NUM_THREADS": "1"}
+    env = clean_environment(**environment, OMP_NUM_THREADS="1")
     argv = [sys.executable, "-m", PACKAGE, verb, *flags]
     options: Any = {"capture_output": True, "text": True, "timeout": 300, "check": False}
     return subprocess.run(argv, env=env, cwd=PROJECT, **options)

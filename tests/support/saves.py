@@ -1,73 +1,86 @@
-"""Short trainings that save after each step."""
+"""Trainings that save, and the moments of a save at which a rank is killed."""
 
 from __future__ import annotations
 
+import os
+import pickle
+import shutil
+import signal
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.support.library import read_full
-from tests.support.runs import SMALL_LLAMA, Workers
-from tests.support.strategies import flags_of
+from tests.support.library import commit, manifest, weights
+from tests.support.runs import Workers
+from tests.support.strategies import ARGS, flags_of
 from tests.support.wings import RunRecord
 
-STEPS = 4
+# The functions by which a save changes files or waits for other ranks.
+OPERATIONS: dict[str, Any] = {
+    "save": torch, "dump": pickle, "write_text": Path, "mkdir": Path, "rename": Path,
+    "fsync": os, "rmtree": shutil, "from_all_ranks": weights,
+}  # fmt: skip
+FILE_ARGUMENT = {"save": 1, "write_text": 0}
+
+
+def crash(rank: int, number: int, step: int, operation: str = "") -> None:
+    """In each worker: kills `rank` with SIGKILL before its `number`th operation of a save.
+
+    A file that is written counts twice: before the writing, and when half of it is written.
+
+    Args:
+        rank: The rank.
+        number: Of the operation, from 1.
+        step: The checkpoint's.
+        operation: The one of OPERATIONS that counts; "": all.
+    """
+    code: Any = commit
+    begin, operations = code.begin, count(1)
+
+    def killing(name: str, real: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            kill_if_reached()
+            result = real(*args, **options)
+            if name in FILE_ARGUMENT:
+                kill_if_reached(args[FILE_ARGUMENT[name]])
+            return result
+
+        return call
+
+    def kill_if_reached(written: Any = None) -> None:
+        if next(operations) == number:
+            if isinstance(written, str | Path):
+                os.truncate(written, os.path.getsize(written) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def begin_armed(path: Path, *args: Any) -> Path:
+        if manifest.step_of(path) == step:
+            for name, owner in OPERATIONS.items():
+                if operation in ("", name):
+                    setattr(owner, name, killing(name, getattr(owner, name)))
+        return begin(path, *args)
+
+    if int(os.environ["RANK"]) == rank:
+        code.begin = begin_armed
 
 
 class Trainings:
-    """Short trainings of one tiny model on two processes, a checkpoint after each step."""
+    """Trainings on a few processes, by the same flags."""
 
-    def __init__(self, folder: Path, corpus: Path, cache: Path) -> None:
-        self.folder = folder
-        flags = f"""--run.root={folder / "runs"} --run.report=false --data.source=TextFiles
-            --data.source.paths=[{corpus}/*.txt] --data.tokenizer=Bytes --data.cache_dir={cache}
-            --data.seq_len=32 --data.global_batch_size=4 --data.micro_batch_size=2
-            --data.validation_share=0.15 --data.test_share=0.15 --data.prompts=[]
-            --trainer.accelerator=cpu --trainer.devices=2 --trainer.max_steps={STEPS}
-            --trainer.limit_val_batches=0 --trainer.logger=false
-            --last_checkpoint.every_n_steps=1"""
-        self.flags = [*flags.split(), f"--model.architecture={SMALL_LLAMA}"]
+    def __init__(self, folder: Path, flags: list[str]) -> None:
+        self.folder, self.flags = folder, flags
         with Workers(1) as workers:
-            workers.run(["prepare", *self.flags], folder / "prepare").check()
-        self._uninterrupted: dict[str, Path] = {}
+            workers.run(["prepare", *flags], folder / "prepare").check()
 
-    def run(self, strategy: str, run_id: str, *flags: str, **options: Any) -> RunRecord:
-        """A command on two processes; one of the same `run_id` as before is a relaunch of that
-        run."""
-        number = len(list(self.folder.glob(f"{run_id}-*")))
-        chosen = [*flags_of(strategy), *flags]
+    def __call__(
+        self, name: str, strategy: str, *extra: str, processes: int = 2, **options: Any
+    ) -> RunRecord:
+        """One `fit` of the run `name`; a further one relaunches it."""
+        flags = [*self.flags, *flags_of(strategy), f"--trainer.devices={processes}"]
         if strategy == "zero3":  # or so small a model would stay whole on every rank
-            chosen.append("--trainer.strategy.init_args.param_persistence_threshold=16")
-        with Workers(2) as workers:
-            record = self.folder / f"{run_id}-{number}"
-            return workers.run(
-                ["fit", *self.flags, *chosen], record, run_id=run_id, timeout_s=60, **options
-            )
-
-    def uninterrupted(self, strategy: str) -> Path:
-        """Returns the checkpoints of every step of a training that is not killed."""
-        if strategy not in self._uninterrupted:
-            record = self.run(
-                strategy, f"uninterrupted-{strategy}", f"--last_checkpoint.keep={STEPS}"
-            ).check()
-            self._uninterrupted[strategy] = record.run / "checkpoints"
-        return self._uninterrupted[strategy]
-
-
-def assert_same(path: Path, other: Path) -> None:
-    """Weights, moments, counters and the data's position of two checkpoints, bit for bit."""
-    one, two = read_full(path), read_full(other)
-    keys = "state_dict optimizer_states DataModule global_step lr_schedulers random_state"
-    for key in keys.split():
-        assert equal(one[key], two[key]), key
-
-
-def equal(one: Any, two: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, two)
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(equal(one[key], two[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(two) and all(map(equal, one, two))
-    return one == two
+            flags.append(f"{ARGS}.param_persistence_threshold=16")
+        record = self.folder / f"{name}-{len(list(self.folder.iterdir()))}"
+        with Workers(processes) as workers:
+            return workers.run(["fit", *flags, *extra], record, run_id=name, **options)

@@ -30,6 +30,7 @@ def write_run(
     metrics: dict[str, list[float]],
     config: dict[str, Any] | None = None,
     defaults: dict[str, Any] | None = None,
+    facts: dict[str, Any] | None = None,
     **environment: Any,
 ) -> Path:
     """Metrics' values of steps 1, 2, …; NaN is written as training does."""
@@ -38,6 +39,8 @@ def write_run(
     (folder / "config.yaml").write_text(yaml.safe_dump(config), "utf-8")
     if defaults:
         (folder / "defaults.yaml").write_text(yaml.safe_dump(defaults), "utf-8")
+    if facts:
+        (folder / "facts.json").write_text(json.dumps(facts), "utf-8")
     command = "python -m trainer fit --trainer.max_steps=10 --ckpt_path last"
     recorded = {"command": command.split(), "host": "node1"}
     (folder / "environment.json").write_text(json.dumps(recorded | environment), "utf-8")

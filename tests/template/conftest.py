@@ -1,15 +1,14 @@
-"""`bake(**answers)`: a generated project, by cookiecutter's own API and without prompts."""
+"""Generated projects, and the commands that people type in and around them."""
 
 from __future__ import annotations
 
-import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,53 @@ import pytest
 import yaml
 from cookiecutter.main import cookiecutter
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 SOURCE = ROOT / "{{cookiecutter.project_slug}}"
 PACKAGE = SOURCE / "{{cookiecutter.package_name}}"
+LIBRARY = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+VERSION = LIBRARY["version"]
+# Variables of a `make test` that this test runs under.
+OUTER = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "RUN", "VENV", "ARGS", "CONFIG"}
+
+for role in ("AUTHOR", "COMMITTER"):  # git's, on a machine that does not know its user
+    for key in ("NAME", "EMAIL"):
+        os.environ.setdefault(f"GIT_{role}_{key}", "ada@example.org")
+
+
+def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command as a shell in the folder `cwd` does."""
+    env = {name: value for name, value in os.environ.items() if name not in OUTER}
+    env |= {"PWD": str(cwd)} | environment
+    options: Any = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+    return subprocess.run(command, cwd=cwd, env=env, **options)
+
+
+def output(*command: str, cwd: Path, **environment: str) -> str:
+    """Returns what a command prints, which has to succeed."""
+    done = run(*command, cwd=cwd, **environment)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    return done.stdout.strip()
+
+
+def git(folder: Path, *arguments: str) -> str:
+    return output("git", *arguments, cwd=folder)
+
+
+def commit(folder: Path, message: str) -> None:
+    """Commits all files of a folder, as a repository of its own."""
+    git(folder, "init", "-q", "-b", "main")
+    git(folder, "add", "--all")
+    git(folder, "commit", "-q", "-m", message)
 
 
 @dataclass(frozen=True)
 class BakedProject:
     path: Path
-    package: str
+
+    @property
+    def package(self) -> str:
+        return next(self.path.glob("*/__main__.py")).parent.name
 
     @property
     def files(self) -> dict[str, Path]:
@@ -35,51 +72,32 @@ class BakedProject:
         return {path.relative_to(self.path).as_posix(): path for path in found}
 
     @property
-    def digests(self) -> dict[str, tuple[str, bool]]:
-        """Content hash, without the lines that say where the template was, and executable bit of
-        every file."""
-        found = {}
-        for name, path in self.files.items():
-            lines = path.read_bytes().splitlines()
-            origin = (b"file://", b'"template":', b'"commit":', b'"checkout":')
-            lines = [line for line in lines if not any(word in line for word in origin)]
-            found[name] = (
-                hashlib.sha256(b"\n".join(lines)).hexdigest(),
-                bool(path.stat().st_mode & 0o100),
-            )
-        return found
+    def contents(self) -> dict[str, tuple[bytes, bool]]:
+        """Content of every file, without lines that name the template's place, and whether it is
+        executable."""
+        place = re.compile(rb'^.*(?:file://|"template":).*$', re.MULTILINE)
+        files = self.files.items()
+        return {
+            name: (place.sub(b"", path.read_bytes()), os.access(path, os.X_OK))
+            for name, path in files
+        }
 
     def read(self, name: str) -> str:
         return (self.path / name).read_text(encoding="utf-8")
 
 
-Bake = Callable[..., BakedProject]
-
-
 def bake_into(folder: Path, template: Path = ROOT, /, **answers: str) -> BakedProject:
     options: Any = {"output_dir": str(folder), "default_config": True, "no_input": True}
-    path = Path(cookiecutter(str(template), extra_context=answers, **options))
-    return BakedProject(path, next(path.glob("*/__main__.py")).parent.name)
+    return BakedProject(Path(cookiecutter(str(template), extra_context=answers, **options)))
 
 
-def bake_from(
-    address: str, folder: Path, checkout: str | None = None, published: bool = False
-) -> BakedProject:
+def bake_from(address: str, folder: Path, checkout: str | None = None, **answers: Any) -> Path:
     """Clones the template into `folder`, away from the user's clones, and generates a project."""
     settings = folder / "cookiecutter.yaml"
-    places = f"cookiecutters_dir: {folder / 'clones'}\nreplay_dir: {folder / 'replay'}\n"
-    settings.write_text(places)
+    settings.write_text(f"cookiecutters_dir: {folder}/clones\nreplay_dir: {folder}/replay\n")
     options: Any = {"output_dir": str(folder / "out"), "config_file": str(settings)}
-    options |= {"no_input": True, "extra_context": {"_published": published}}
-    return BakedProject(Path(cookiecutter(address, checkout=checkout, **options)), "my_trainer")
-
-
-@pytest.fixture
-def bake(tmp_path: Path) -> Bake:
-    def baker(**answers: str) -> BakedProject:
-        return bake_into(tmp_path / "bakes", **answers)
-
-    return baker
+    options |= {"no_input": True, "extra_context": answers}
+    return Path(cookiecutter(address, checkout=checkout, **options))
 
 
 @pytest.fixture(scope="session")
@@ -100,15 +118,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-    who = "-c user.name=Ada -c user.email=ada@example.org"
-    for command in ("init -q", "add --all", f"{who} commit -q -m all", "tag v1"):
-        subprocess.run(["git", *command.split()], cwd=folder, check=True)
+    commit(folder, "all")
+    git(folder, "tag", "v1")
     return folder
-
-
-def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    options: Any = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
-    return subprocess.run(command, cwd=cwd, env=os.environ | environment, **options)
 
 
 def assert_valid(project: BakedProject) -> None:
@@ -125,20 +137,6 @@ def assert_valid(project: BakedProject) -> None:
         if name.endswith(".sh"):
             assert path.stat().st_mode & 0o100, f"{name} is not executable"
             assert run("bash", "-n", name, cwd=project.path).returncode == 0
-
-
-OUTER = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "RUN", "VENV", "ARGS", "CONFIG", "PYTHONPATH"}
-
-
-def make(project: BakedProject, *arguments: str, path: str | None = None) -> Any:
-    """Without the variables of a `make test` that this test runs under and this checkout's src."""
-    settings = {key: value for key, value in os.environ.items() if key not in OUTER}
-    settings |= {"PATH": path} if path else {}
-    options: Any = {"text": True, "stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
-    command = ["make", *arguments]
-    return subprocess.run(
-        command, cwd=project.path, env=settings, stdout=subprocess.PIPE, **options
-    )
 
 
 def copied_project(folder: Path) -> Path:
@@ -161,10 +159,6 @@ def fit(folder: Path, flags: str, code: int = 0, **environment: str) -> None:
         --data.test_share 0 --data.global_batch_size 8 --data.micro_batch_size 2
         --model.sample_tokens 4 --trainer.accelerator cpu --trainer.devices 2
         --trainer.val_check_interval 4 --trainer.log_every_n_steps 1 {flags}"""
-    other = ("WANDB_", "DIST_RUN_ID")
-    settings = {name: value for name, value in os.environ.items() if not name.startswith(other)}
-    settings |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **environment}
     command = [sys.executable, "-m", "trainer_dev", "fit", *shlex.split(flags)]
-    options: Any = {"capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run(command, cwd=folder, env=settings, **options)
+    done = run(*command, cwd=folder, DS_ACCELERATOR="cpu", **environment)
     assert done.returncode == code, done.stdout + done.stderr

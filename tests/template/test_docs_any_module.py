@@ -126,18 +126,3 @@ def test_a_signal_ends_ones_own_trainer_with_a_checkpoint(folder: Path, tmp_path
 def losses(output: str) -> dict[int, str]:
     found = re.findall(r"step (\d+)/20  loss ([\d.]+)", output)
     return {int(step): loss for step, loss in found}
-
-
-@pytest.mark.slow
-def test_without_deepspeed_the_strategies_import_and_zero_says_how_to_get_it(folder: Path) -> None:
-    code = (
-        "import sys, lightning\nsys.modules['deepspeed'] = None\n"
-        "import importlib.util as u; found = u.find_spec\n"
-        "u.find_spec = lambda name, *a: None if name.startswith('deepspeed') else found(name, *a)\n"
-        "import dist_template.strategies, dist_template.callbacks\n"
-        "lightning.Trainer(strategy='fsdp2', accelerator='cpu', devices=1)\n"
-        "try:\n    lightning.Trainer(strategy='zero3', accelerator='cpu', devices=1)\n"
-        "except dist_template.InputError as error:\n    print(error)\n"
-    )
-    command = "pip install --no-build-isolation 'dist-template[deepspeed]'"
-    assert f"needs the package deepspeed: {command}" in python(folder, "-c", code)

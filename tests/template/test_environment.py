@@ -1,6 +1,7 @@
 """environment.py, which builds a project's .venv: what it installs, and how it refuses.
 
-A stand-in for the environment's Python writes down what it should install; nothing is downloaded.
+A stand-in for the environment's Python writes down what it should install; only the last test
+downloads.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import ROOT, SOURCE, BakedProject, bake_into, make
+from .conftest import ROOT, SOURCE, BakedProject, bake_into, output, run
 
 STAND_IN = r"""#!/bin/bash
 case "$*" in
@@ -31,20 +32,19 @@ HASHED, WHEELS = "--require-hashes --no-deps", "--no-index --find-links wheels"
 class Machine:
     """A project, a PATH that has only what setup needs, and the log of what was installed."""
 
-    def __init__(self, folder: Path) -> None:
-        self.project = bake_into(folder)
+    def __init__(self, folder: Path, project: Path) -> None:
+        self.project = Path(shutil.copytree(project, folder / "project"))
         self.path, self.log = folder / "bin", folder / "log"
         self.path.mkdir()
         for name in ("bash", "basename", "cat", "grep", "make", "sh", "touch"):
             (self.path / name).symlink_to(str(shutil.which(name)))
         self.has("python3", f'#!/bin/bash\nexec "{sys.executable}" "$@"\n')
-        (self.project.path / ".venv" / "bin").mkdir(parents=True)
-        self.has("python", STAND_IN, self.project.path / ".venv" / "bin")
+        (self.project / ".venv" / "bin").mkdir(parents=True)
+        self.has("../project/.venv/bin/python", STAND_IN)
 
-    def has(self, name: str, script: str = "#!/bin/bash\n", folder: Path | None = None) -> None:
-        file = (folder or self.path) / name
-        file.write_text(script)
-        file.chmod(0o755)
+    def has(self, name: str, script: str = "#!/bin/bash\n") -> None:
+        (self.path / name).write_text(script)
+        (self.path / name).chmod(0o755)
 
     def setup(
         self, *variables: str, missing: str = "none", library: bool = False
@@ -52,19 +52,25 @@ class Machine:
         """Returns what `make setup` prints, and its calls: each a command, then the packages."""
         self.log.write_text("")
         settings = [f"LOG={self.log}", f"MISSING={missing}", *([] if library else ["LIBRARY="])]
-        done = make(self.project, "setup", *settings, *variables, path=str(self.path))
-        (self.project.path / ".venv" / ".ready").unlink(missing_ok=True)
-        return done.stdout, [call.strip() for call in self.log.read_text().split("asked ")[1:]]
+        command = ["make", "setup", *settings, *variables]
+        done = run(*command, cwd=self.project, PATH=str(self.path), PYTHONPATH="")
+        (self.project / ".venv" / ".ready").unlink(missing_ok=True)
+        calls = [call.strip() for call in self.log.read_text().split("asked ")[1:]]
+        return done.stdout + done.stderr, calls
 
     def edit(self, old: str, new: str) -> None:
-        file = self.project.path / "pyproject.toml"
+        file = self.project / "pyproject.toml"
         assert old in file.read_text()
         file.write_text(file.read_text().replace(old, new))
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
+def machine(tmp_path: Path, default: BakedProject) -> Machine:
+    return Machine(tmp_path, default.path)
+
+
+def nothing(machine: Machine) -> None:
+    """Leaves the machine without a GPU, and the project with a current lock."""
 
 
 def gpu(machine: Machine) -> None:
@@ -76,12 +82,8 @@ def stale(machine: Machine) -> None:
 
 
 def wheels(machine: Machine) -> None:
-    (machine.project.path / "wheels").mkdir()
-    (machine.project.path / "wheels" / "x.whl").touch()
-
-
-def nothing(machine: Machine) -> None:
-    pass
+    (machine.project / "wheels").mkdir()
+    (machine.project / "wheels" / "x.whl").touch()
 
 
 # Machine, variables -> the options and packages of each call, in order.
@@ -107,10 +109,6 @@ PLANS: dict[str, tuple[Callable[[Machine], None], str, list[str]]] = {
     "without hashes": (
         nothing, "HASHES=", ["torch==2.13.0.cpu$", "setuptools", "yarl==1.25.1\n", "deepspeed"],
     ),
-    "ROCm": (
-        nothing, "HASHES= TORCH_INDEX=x",
-        ["--index-url x.*torch==2.13.0$", "setuptools", "yarl", "deepspeed"],
-    ),
     "wheels": (wheels, "", [f"{WHEELS}.*torch==2.13.0$", *[WHEELS] * 3]),
 }  # fmt: skip
 
@@ -132,12 +130,12 @@ def test_the_library_comes_last_with_pins_and_without_blocked_versions(machine: 
     _, asked = machine.setup(library=True)
     assert asked[-1].endswith(f"\n-e {ROOT.as_uri()}/")
     assert "--no-build-isolation -c .venv/constraints.txt" in asked[-1]
-    rules = (machine.project.path / ".venv" / "constraints.txt").read_text().splitlines()
+    rules = (machine.project / ".venv" / "constraints.txt").read_text().splitlines()
     assert {"torch==2.13.0+cpu", "lightning==2.6.6", "yarl==1.25.1"} <= set(rules)
     assert "lightning!=2.6.2,!=2.6.3" in rules
     for address in ("dist-template @ git+https://example.org/x@v1", "dist-template==0.1.0"):
         assert machine.setup(f"LIBRARY={address}")[1][-1].endswith(f"\n{address}")
-    vendored = machine.project.path / "vendor" / "dist-template"
+    vendored = machine.project / "vendor" / "dist-template"
     vendored.mkdir(parents=True)
     asked = machine.setup("LIBRARY=dist-template @ vendor/dist-template/")[1]
     assert asked[-1].endswith(f"\n-e {vendored.as_uri()}/")
@@ -188,14 +186,45 @@ def test_an_old_python_starts_a_newer_one_or_says_which_it_is(machine: Machine) 
 
 
 def test_bare_make_prints_eight_commands(default: BakedProject) -> None:
-    printed = re.findall(r"^  make (\w+) ", make(default).stdout, re.MULTILINE)
+    printed = re.findall(r"^ *make (\w+) ", output("make", cwd=default.path), re.MULTILINE)
     assert printed == "setup check test train rehearse upgrade lock clean".split()
 
 
 def test_environment_needs_the_standard_library_alone_and_is_read_by_an_old_python() -> None:
-    tree = ast.parse((SOURCE / "environment.py").read_text(), feature_version=(3, 8))
-    lines = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {alias.name for line in lines for alias in line.names}
-    names |= {str(line.module) for line in lines if isinstance(line, ast.ImportFrom)}
-    allowed = sys.stdlib_module_names | {"Path", "unquote", "urllib.parse"}
-    assert {"tomllib", "pathlib"} <= names <= allowed
+    text = (SOURCE / "environment.py").read_text()
+    ast.parse(text, feature_version=(3, 8))
+    names = set(re.findall(r"(?m)^ *(?:from|import) (\w+)", text))
+    assert {"tomllib", "pathlib"} <= names <= sys.stdlib_module_names
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(3000)
+def test_a_fresh_environment_trains_and_is_built_again_without_a_network_and_from_vendor(
+    repository: Path, tmp_path: Path
+) -> None:
+    project = bake_into(tmp_path).path
+
+    def done(*command: str) -> str:
+        return output(*command, cwd=project, PYTHONPATH="")
+
+    def place() -> Path:
+        code = "import dist_template; print(dist_template.__file__)"
+        return Path(done(".venv/bin/python", "-c", code)).parent
+
+    done("make", "setup")
+    assert place() == ROOT / "src" / "dist_template", "a change in the checkout counts at once"
+    done("make", "check")
+    assert " passed" in done("make", "test")
+    assert "Nothing to be done" in done("make", "setup"), "the second setup builds what is there"
+    page = (ROOT / "docs" / "supply_chain.md").read_text(encoding="utf-8")
+    for line in re.findall(r"^\.venv/bin/python -m pip wheel .*$", page, re.MULTILINE):
+        done("bash", "-c", line)
+    shutil.rmtree(project / ".venv")
+    done("make", "setup", "PIP_INDEX_URL=http://127.0.0.1:9", "PIP_EXTRA_INDEX_URL=")
+    assert project / ".venv" in place().parents, "the library is a wheel as well"
+    shutil.rmtree(project / "wheels")
+    for line in re.findall(r"^(?:git clone|sed -i).*$", page, re.MULTILINE):
+        done("bash", "-c", line.replace("<address>", str(repository)))
+    assert place() == project / "vendor" / "dist-template" / "src" / "dist_template"
+    done("make", "train", "ARGS=--trainer.max_steps 2 --model.optim.warmup 0 --data.prompts []")

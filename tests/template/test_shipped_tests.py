@@ -1,9 +1,8 @@
-"""The tests that ship pass in a fresh project, and find what a user's edit breaks."""
+"""The tests that ship find what a user's edit breaks; `make test` runs them in a fresh project."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -39,46 +38,28 @@ EDITS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    return copied_project(tmp_path)
-
-
-def run_tests(project: Path, selection: list[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
-    command += [f"--rootdir={project}", *selection]
-    path = f"{project}{os.pathsep}{os.environ['PYTHONPATH']}"
-    return run(*command, cwd=project, PYTHONPATH=path, OMP_NUM_THREADS="1")
-
-
-@pytest.mark.slow
-@pytest.mark.nightly  # `make test` runs them in a generated project
-def test_they_pass_as_they_are(project: Path) -> None:
-    ended = run_tests(project, ["-m", "not slow"])
-    assert ended.returncode == 0, ended.stdout[-3000:]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("edit", tiers(EDITS, daily=["labels that are not shifted"]))
-def test_they_find_what_an_edit_breaks(edit: str, project: Path) -> None:
+def test_they_find_what_an_edit_breaks(edit: str, tmp_path: Path) -> None:
     name, old, new, check, words = EDITS[edit]
+    project = copied_project(tmp_path)
     text = (project / name).read_text(encoding="utf-8")
     assert old in text
     (project / name).write_text(text.replace(old, new), encoding="utf-8")
-    ended = run_tests(project, [f"tests/test_project.py::test_project[{check}]"])
-    summary = ended.stdout.partition("short test summary")[2]
-    assert ended.returncode == 1 and f"::test_project[{check}]" in summary, ended.stdout[-3000:]
-    assert words in ended.stdout, ended.stdout[-3000:]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
+    command += [f"--rootdir={project}", f"tests/test_project.py::test_project[{check}]"]
+    path = f"{project}{os.pathsep}{os.environ['PYTHONPATH']}"
+    printed = run(*command, cwd=project, PYTHONPATH=path).stdout
+    summary = printed.partition("short test summary")[2]
+    assert f"FAILED tests/test_project.py::test_project[{check}]" in summary, printed[-3000:]
+    assert words in printed, printed[-3000:]
 
 
 def test_a_check_is_skipped_by_its_name_alone() -> None:
-    project = Project(PACKAGE)
-    checks = project_checks(project, skip={"labels_are_the_next_tokens": "pixels"})
-    marks = {param.id: [mark.name for mark in param.marks] for param in checks.args[1]}
-    assert {name for name, found in marks.items() if found == ["skip"]} == {
-        "labels_are_the_next_tokens"
-    }
-    slow = {f"a_sharded_strategy_passes_every_check-{name}" for name in ("fsdp2", "zero3")}
-    assert {name for name, found in marks.items() if found == ["slow"]} == slow
+    project, skipped = Project(PACKAGE), "labels_are_the_next_tokens"
+    checks = project_checks(project, skip={skipped: "pixels"})
+    marks = {param.id: mark.name for param in checks.args[1] for mark in param.marks}
+    slow = {f"a_sharded_strategy_passes_every_check-{name}": "slow" for name in ("fsdp2", "zero3")}
+    assert marks == {skipped: "skip"} | slow
     with pytest.raises(ValueError, match="'labels'.*one_batch_can_be_overfitted"):
         project_checks(project, skip={"labels": "pixels"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import random
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,14 @@ from torch import Tensor
 from dist_template.parallel import mesh, mesh_ranks
 from tests.support import planted_model
 from tests.support.library import proof, shard_batch
-from tests.support.runs import CONFIGS, OURS, Workers
+from tests.support.runs import CONFIGS, OURS, Workers, run
 from tests.support.wings import rehearse_main as main
 from zoo import cases as zoo
 from zoo.arms import OF_LORA, reference_of
 from zoo.models import variants
 from zoo.table import without_table
+
+from .conftest import output
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +89,9 @@ TOUCHES = {  # a change of these files: the arms whose rows are all tried again
 }
 
 
-def arms_of(changed: str) -> set[str]:
-    touched = [arms for path, arms in TOUCHES.items() if f"src/dist_template/{path}" in changed]
-    return {arm for arms in touched for arm in arms}
-
-
 def due(today: datetime.date, changed: str) -> list[tuple[str, str, str]]:
-    """(type, variant, arm) of the rows for `today`, and of those that `changed`, the names of
-    files, may change."""
+    """(type, variant, arm) of the rows for `today`, and of the rows that the files `changed` may
+    change."""
     table = json.loads((Path(proof.__file__).parents[1] / "proof.json").read_text("utf-8"))
     rows = [
         (kind, variant, arm)
@@ -104,55 +100,32 @@ def due(today: datetime.date, changed: str) -> list[tuple[str, str, str]]:
         for arm, one in zoo.ARMS.items()
         if one.axes in known["right"]
     ]
-    touched = arms_of(changed)
+    touched = [arms for path, arms in TOUCHES.items() if f"src/dist_template/{path}" in changed]
     drawn = random.Random(today.isoformat()).sample(rows, min(SAMPLE, len(rows)))
-    return sorted({*drawn, *(row for row in rows if row[2] in touched)})
+    return sorted({*drawn, *(row for row in rows if row[2] in sum(touched, []))})
 
 
 def test_what_is_tried_again_depends_on_the_day_and_on_what_changed() -> None:
     monday, tuesday = datetime.date(2026, 11, 23), datetime.date(2026, 11, 24)
     assert len(due(monday, "")) == SAMPLE and due(monday, "") == due(monday, "") != due(tuesday, "")
-    assert {"cp"} == {
-        arm
-        for *_, arm in {*due(monday, "src/dist_template/parallel/sequence.py")} - {*due(monday, "")}
-    }
+    more = {*due(monday, "src/dist_template/parallel/sequence.py")} - {*due(monday, "")}
+    assert {arm for *_, arm in more} == {"cp"}
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.timeout(
-    3 * 3600
-)  # a change that touches most strategies tries half of the table again
+@pytest.mark.timeout(10_800)  # a change that touches most strategies tries half of the table again
 def test_the_rows_of_the_day_are_right(cases: zoo.Zoo) -> None:
-    log = ["git", "log", "--since=8 days", "--name-only", "--format="]
-    changed = subprocess.run(log, cwd=zoo.ROOT, capture_output=True, text=True).stdout
-    rows = due(datetime.date.today(), changed)
-    wrong = wrong_of(cases, rows)
-    assert not wrong, f"{len(wrong)} of {len(rows)} rows: {wrong}"
-
-
-def wrong_of(cases: zoo.Zoo, rows: list[tuple[str, str, str]]) -> list[str]:
-    """Runs the rows, two at a time as `python -m zoo` does, and returns those that are not
-    right."""
-    arms: dict[str, list[str]] = {}
+    """Two at a time, as `python -m zoo` does."""
+    changed = output("git", "log", "--since=8 days", "--name-only", "--format=", cwd=zoo.ROOT)
+    rows, arms = due(datetime.date.today(), changed), dict[str, list[str]]()
     for kind, _, arm in rows:
         arms.setdefault(kind, []).append(arm)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(cases.run_type, arms, arms.values()))
     found = {row: cases.known.get(row, {"verdict": "not run"}) for row in rows}
-    return [f"{' '.join(row)}: {each}" for row, each in found.items() if each["verdict"] != "right"]
-
-
-def test_wrong_rows_are_named(cases: zoo.Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    verdicts = {"ddp": "right", "pp": "fault"}
-
-    def run_type(kind: str, arms: list[str]) -> None:
-        for arm in arms:
-            cases.known[kind, "default", arm] = {"verdict": verdicts[arm], "why": "losses differ"}
-
-    monkeypatch.setattr(cases, "run_type", run_type)
-    (wrong,) = wrong_of(cases, [("a", "default", arm) for arm in verdicts])
-    assert wrong.startswith("a default pp: ")
+    wrong = {row: each for row, each in found.items() if each["verdict"] != "right"}
+    assert not wrong, f"{len(wrong)} of {len(rows)} rows: {wrong}"
 
 
 # ---- a type that no table has --------------------------------------------------------------------
@@ -167,16 +140,11 @@ def test_fit_calls_a_class_of_the_users_own_unproven_and_rehearse_names_its_faul
     sizes += " num_key_value_heads: 2"
     flags = [f"--config={CONFIGS}/quickstart.yaml", "--config=strategy/tp", "--data.prompts=[]"]
     flags += [f"--model.architecture={{model_type: {planted_model.NAME}, {sizes}}}"]
-    with Workers(2) as workers:
-        fit = [
-            *flags, "--trainer.devices=2", "--trainer.max_steps=1", f"--run.root={tmp_path}/runs",
-        ]  # fmt: skip
-        fit += [f"--data.cache_dir={tmp_path}/cache", "--run.report=false"]
-        workers.run(["prepare", *fit], tmp_path / "prepare", prelude=planted_model.register).check()
-        record = workers.run(
-            ["fit", *fit], tmp_path / "fit", prelude=planted_model.register
-        ).check()
-    assert "note: not proven here: a model of type 'planted'" in record.log(0)
+    fit = [*flags, "--trainer.devices=2", "--trainer.max_steps=1", f"--run.root={tmp_path}/runs"]
+    fit += [f"--data.cache_dir={tmp_path}/cache", "--run.report=false"]
+    assert run("prepare", *fit) == 0
+    record = Workers(2).run(["fit", *fit], tmp_path / "fit", prelude=planted_model.register)
+    assert "note: not proven here: a model of type 'planted'" in record.check().log(0)
     with pytest.raises(SystemExit) as ended:
         main(["rehearse", *flags, f"--output={tmp_path}/out"], OURS, prelude=planted_model.register)
     printed = " ".join(capsys.readouterr().out.split())

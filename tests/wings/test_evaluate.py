@@ -1,4 +1,4 @@
-"""`evaluate`: scores by document under any strategy, baselines, tasks, verdicts and the gate."""
+"""`evaluate` and `promote`: scores by document under any strategy, baselines, tasks, verdicts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from dist_template.text import ByteBPE
 from dist_template.wings.ship.evaluate import evaluation, paired
 from dist_template.wings.ship.evaluate.documents import DocumentScores
 from tests.support import runs
-from tests.support.runs import OURS, Workers, newest, only_run, run
+from tests.support.runs import OURS, Workers, newest, only_run, refused, run
 from tests.support.strategies import flags_of, settings_of
 from tests.support.tiers import tiers
 from tests.support.wings import load_trained
 
 CALLBACK = f"{DocumentScores.__module__}.DocumentScores"
+IN_PROCESSES = evaluation.run_verb
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +106,7 @@ def test_two_processes_give_the_scores_of_one(trained: Path, strategy: str, tmp_
         argv = ["test", f"--config={trained / 'config.yaml'}", f"--trainer.callbacks+={callback}"]
         argv += [*flags_of(strategy), "--data.micro_batch_size=1"] if num > 1 else []
         argv += [f"--trainer.devices={num}", "--trainer.logger=false"]
-        with Workers(num) as workers:
-            workers.run([*argv, f"--ckpt_path={newest(trained)}"], tmp_path / name).check()
+        Workers(num).run([*argv, f"--ckpt_path={newest(trained)}"], tmp_path / name).check()
         scores.append(pd.read_parquet(tmp_path / f"{name}.parquet"))
     one, many = scores
     assert (one.index == many.index).all() and (one["tokens"] == many["tokens"]).all()
@@ -180,28 +180,42 @@ BAD = {
 
 
 @pytest.mark.parametrize("given", BAD)
-def test_bad_input_is_refused(given: str, trained: Path, tmp_path: Path, capsys: Any) -> None:
+def test_bad_input_is_refused(given: str, trained: Path, tmp_path: Path, capfd: Any) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "key").write_text("task: [fox]")
     places = {name: tmp_path / name for name in ("empty", "key")} | {"run": trained}
     argv = [word.replace("&", " ") for word in given.format(**places).split()]
-    assert run("evaluate", *argv) == 2
-    error = capsys.readouterr().err
-    assert BAD[given].format(**places) in error and error.count("\n") == 1
+    assert BAD[given].format(**places) in refused("evaluate", argv, capfd)
     assert not (trained / "evaluation").exists(), "nothing is half-written"
 
 
 @pytest.mark.slow
-def test_processes_of_their_own_run_the_models_strategy(trained: Path) -> None:
-    """As a user types it: FSDP2 on two processes, which `evaluate` starts."""
+def test_processes_of_their_own_run_the_models_strategy(trained: Path, monkeypatch: Any) -> None:
+    """As for a user: FSDP2 on two processes, which `evaluate` starts."""
+    monkeypatch.setattr(evaluation, "run_verb", IN_PROCESSES)
     config = yaml.safe_load((trained / "config.yaml").read_text())
     config["trainer"] |= {"devices": 2, "strategy": settings_of("fsdp2")}
     (trained / "config.yaml").write_text(yaml.safe_dump(config))
-    argv = ["evaluate", str(trained), "--baseline=start", "--require=loss not worse by 1"]
-    done = runs.run_in_subprocess(*argv)
-    assert done.returncode == 0 and "better with" in done.stdout, done.stdout + done.stderr
-    mine, start = (model["figures"]["bits_per_byte"] for model in found_in(trained)[0]["models"])
-    assert 0 < mine < start < 9
+    assert run("evaluate", str(trained)) == 0
+    found, samples = found_in(trained)
+    assert 0 < found["models"][0]["figures"]["bits_per_byte"] < 9
+    assert len(samples) == found["documents"] >= 20
+
+
+@pytest.mark.slow
+def test_a_run_is_promoted_if_it_is_better(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    registry = tmp_path / "registry"
+    argv = ["promote", str(tmp_path / "runs"), f"--registry={registry}"]
+    assert run(*argv) == 0
+    known = json.loads((registry / "latest" / "version.json").read_text())
+    start = {"run": str(trained), "baseline": "start", "required": ["eval/loss better"]}
+    assert known | start == known and known["figures"]["comparisons"][0]["verdict"] == "better"
+    assert known["sha256"].keys() >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert run(*argv, "--require=loss better") == 2
+    assert "required 'loss better', but cannot tell with" in capsys.readouterr().err
+    found = json.loads((trained / "evaluation" / "promotion.json").read_text())
+    assert found["models"][1]["model"] == str(registry / "v1"), "not the link, which may change"
+    assert sorted(path.name for path in registry.iterdir()) == ["latest", "v1"]
 
 
 def test_bits_per_byte_are_those_of_text_alone() -> None:
@@ -269,12 +283,10 @@ def test_verdicts_of_tasks_are_corrected_for_their_number() -> None:
     assert sum(any(each.verdict == "better" for each in family) for family in null) <= 5
 
 
-def a(name: str, lower: bool, low: float, high: float, verdict: str) -> paired.Comparison:
-    means = (1.0, 1.0, (low + high) / 2)
-    return paired.Comparison(name, 50, lower, *means, low, high, 0.1, verdict)
-
-
-FOUND = [a("loss", True, -0.2, -0.1, "better"), a("fox/acc", False, -0.02, 0.03, "cannot tell")]
+BETTER = (1.0, 1.0, -0.15, -0.2, -0.1, 0.1, "better")
+UNKNOWN = (1.0, 1.0, 0.005, -0.02, 0.03, 0.1, "cannot tell")
+FOUND = [paired.Comparison("loss", 50, True, *BETTER)]
+FOUND.append(paired.Comparison("fox/acc", 50, False, *UNKNOWN))
 HOLDS = {"eval/loss better": True, "loss not worse by 0": True, "acc better": False}
 HOLDS |= {"acc not worse by 0.03": True, "fox/acc not worse by 0.01": False}
 

@@ -1,34 +1,156 @@
-"""`launch --on slurm` under a real slurmctld with three virtual nodes."""
+"""`launch --on slurm` under a real slurmctld on this machine; three slurmd are nodes n1 to n3."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import signal
+import socket
+import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dist_template.errors import Exit
 from tests import ROOT
-from tests.support.launched import LONG, STEPS, Launched, codes, row, site
-from tests.support.runs import logged, only_run, run, run_in_subprocess
-from tests.support.slurm import LACKING, Slurm
+from tests.support.launched import LONG, STEPS, Launched, one_machine, row, site
+from tests.support.runs import logged, run
 
-DOCS = ROOT / "docs" / "launch.md"
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+LACKING = [name for name in ("slurmctld", "slurmd", "munged", "sbatch") if not shutil.which(name)]
+LACKS = pytest.mark.skipif(bool(LACKING), reason=f"needs {', '.join(LACKING)} (slurm-wlm, munge)")
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, LACKS]
 ENDED = re.compile(r"the tasks ended with code (\d+); requeue: (\w+)")
 FSDP2 = "--config=strategy/fsdp2"
+SLOW = ["--trainer.max_steps=400", "--trainer.val_check_interval=10000"]
+SLOW += ["--trainer.limit_val_batches=1"]
 Flags = list[str]
+
+CONFIG = """\
+ClusterName=virtual
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmctldPort={port}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+ReturnToService=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_interval=1
+SlurmdTimeout=10
+JobRequeue=1
+KillWait=20
+OverTimeLimit=0
+NodeName=n[1-3] NodeHostname={host} NodeAddr=127.0.0.1 \
+Port=[{first}-{last}] CPUs=2 RealMemory=2000 State=UNKNOWN
+PartitionName=main Nodes=n[1-3] Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class Slurm:
+    """The daemons, with everything that they write in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.daemons = folder, list[subprocess.Popen[bytes]]()
+        self.slurmd: dict[str, subprocess.Popen[bytes]] = {}
+        folder.chmod(0o755)
+
+    def __enter__(self) -> Slurm:
+        with socket.create_server(("127.0.0.1", 0)) as one:
+            port = one.getsockname()[1]
+        ports = {"port": port, "first": port + 1, "last": port + 3}
+        text = CONFIG.format(folder=self.folder, host=socket.gethostname(), **ports)
+        (self.folder / "slurm.conf").write_text(text)
+        os.environ["SLURM_CONF"] = str(self.folder / "slurm.conf")
+        (self.folder / "state").mkdir()
+        try:
+            self._munge()
+            self._daemon("slurmctld", "-D", "-c")
+            for node in ("n1", "n2", "n3"):
+                self.slurmd[node] = self._daemon("slurmd", "-D", "-N", node)
+            self.until_idle()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _munge(self) -> None:
+        munge = self.folder / "munge"
+        munge.mkdir(mode=0o755)
+        key = munge / "key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        for path in (munge, key):
+            shutil.chown(path, "munge", "munge")
+        user = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups"]
+        options = [f"--socket={munge}/socket", f"--key-file={key}", f"--pid-file={munge}/pid"]
+        options += [f"--log-file={munge}/log", f"--seed-file={munge}/seed", "--force"]
+        self._daemon(*user, "munged", "--foreground", *options)
+        self.wait(lambda: (munge / "socket").exists(), 20)
+
+    def _daemon(self, *words: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{words[0]}.out").open("ab") as out:
+            self.daemons.append(subprocess.Popen(words, stdout=out, stderr=out))
+        return self.daemons[-1]
+
+    def __exit__(self, *_: object) -> None:
+        self.run("scancel", "--user=root", "--full", "--signal=KILL")
+        self.run("scancel", "--user=root")
+        time.sleep(2)
+        for daemon in reversed(self.daemons):
+            daemon.terminate()
+            try:
+                daemon.wait(20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        del os.environ["SLURM_CONF"]
+
+    def kill(self, node: str) -> None:
+        """The node is gone: its slurmd, and what it has started for jobs."""
+        daemon = psutil.Process(self.slurmd[node].pid)
+        for process in psutil.process_iter(["environ"]):
+            if (process.info["environ"] or {}).get("SLURMD_NODENAME") == node:
+                process.kill()
+        for process in [*daemon.children(recursive=True), daemon]:
+            process.kill()
+        self.slurmd[node].wait()
+
+    def revive(self, node: str) -> None:
+        self.slurmd[node] = self._daemon("slurmd", "-D", "-N", node)
+        self.until_idle()
+
+    def until_idle(self) -> None:
+        self.wait(lambda: self.run("sinfo", "-h", "-p", "main", "-o", "%T %D") == "idle 3", 60)
+
+    def run(self, *words: str) -> str:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        return done.stdout.strip() or done.stderr.strip()
+
+    def wait(self, until: Callable[[], bool], timeout_s: float = 120.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not until():
+            assert time.monotonic() < deadline, self.run("squeue", "--states=all")
+            time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Slurm]:
-    if LACKING:
-        pytest.skip(f"needs {', '.join(LACKING)} (slurm-wlm, munge)")
     # munged's user must reach its socket: pytest's folders are closed to other users
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder, Slurm(Path(folder)) as started:
         yield started
@@ -51,15 +173,16 @@ class Submitted(Launched):
         files = sorted((self.run / "launch").glob("slurm-*.log"))
         return "".join(file.read_text() for file in files)
 
-    @property
-    def state(self) -> str:
-        return self.slurm.state(self.job)
+    def shown(self, what: str) -> str:
+        """A field of squeue's, as "%T": the state."""
+        words = ("squeue", "--noheader", "--states=all", f"--jobs={self.job}", "-o", what)
+        return self.slurm.run(*words)
 
     def stop(self, number: int) -> None:
         self.slurm.run("scancel", f"--signal={number}", self.job)
 
     def until(self, state: str, timeout_s: float = 200) -> None:
-        self.slurm.wait(lambda: self.state == state, timeout_s)
+        self.slurm.wait(lambda: self.shown("%T") == state, timeout_s)
 
     def restart_soon(self) -> None:
         """Slurm waits two minutes before it starts a requeued job again.
@@ -73,9 +196,9 @@ class Submitted(Launched):
         self.slurm.wait(lambda: bool(ENDED.search(self.log)), 200)
         (found,) = ENDED.findall(self.log)
         assert (found[1] == "yes") == (int(found[0]) in (Exit.REQUEUE, 137))
-        self.slurm.wait(lambda: self.state not in ("RUNNING", "COMPLETING"))
+        self.slurm.wait(lambda: self.shown("%T") not in ("RUNNING", "COMPLETING"))
         after = {"0": "COMPLETED", "75": "PENDING", "137": "PENDING"}
-        assert self.state == after.get(found[0], "FAILED")
+        assert self.shown("%T") == after.get(found[0], "FAILED")
         self.slurm.run("scancel", self.job)
         return int(found[0])
 
@@ -86,25 +209,14 @@ def prepared(flags: list[str]) -> list[str]:
     return flags
 
 
-def test_slurm_has_the_same_losses_and_codes(slurm: Slurm, prepared: Flags, tmp_path: Path) -> None:
+def test_slurm_has_the_same_losses_and_codes(slurm: Slurm, flags: Flags, tmp_path: Path) -> None:
     """The scheduler starts what exits with 75, or was killed, again; and nothing else."""
-    root = f"--run.root={tmp_path / 'plain' / 'runs'}"
-    done = run_in_subprocess("fit", *prepared, root, *STEPS, "--trainer.devices=2")
-    assert done.returncode == 0, done.stderr
-    losses, started = logged(only_run(tmp_path / "plain"), "train/loss"), list[Submitted]()
 
     def start(name: str, flags: Flags, environment: dict[str, str]) -> Submitted:
-        started.append(Submitted(slurm, tmp_path, name, *flags, environment=environment))
-        return started[-1]
+        return Submitted(slurm, tmp_path, name, *flags, environment=environment)
 
-    found = codes(start, prepared, Submitted.end)  # ty: ignore[invalid-argument-type]
-    own = logged(started[0].run, "train/loss")
-    print(line := row("slurm", max(abs(own[step] - losses[step]) for step in losses), found))
-    assert line in DOCS.read_text(encoding="utf-8"), line
-
-
-SLOW = ["--trainer.max_steps=400", "--trainer.val_check_interval=10000"]
-SLOW += ["--trainer.limit_val_batches=1"]
+    line = row("slurm", flags, one_machine([*flags, *STEPS], tmp_path), start)
+    assert line in (ROOT / "docs" / "launch.md").read_text(encoding="utf-8"), line
 
 
 def test_a_requeued_job_resumes_exactly(slurm: Slurm, prepared: Flags, tmp_path: Path) -> None:
@@ -122,11 +234,11 @@ def test_a_requeued_job_resumes_exactly(slurm: Slurm, prepared: Flags, tmp_path:
 def test_stop_saves_and_ends(slurm: Any, prepared: Flags, tmp_path: Path, capsys: Any) -> None:
     comment = 'two "words" # and \\ more'
     job = Submitted(slurm, tmp_path, "stopped", *prepared, *LONG, options={"comment": comment})
-    assert slurm.run("squeue", "--noheader", f"--jobs={job.job}", "-o", "%k") == comment
+    assert job.shown("%k") == comment
     job.reach(3)
     for verb, printed in (("status", "RUNNING"), ("stop", "")):
         assert run("launch", verb, str(job.run)) == 0 and printed in capsys.readouterr().out
-    slurm.wait(lambda: job.state == "FAILED")
+    job.until("FAILED")
     assert list((job.run / "checkpoints").glob("step*.ckpt"))
     assert ENDED.findall(job.log) == [("75", "yes")]
     assert run("launch", "logs", str(job.run)) == 0
@@ -140,6 +252,5 @@ def test_a_job_survives_a_lost_node(slurm: Slurm, prepared: Flags, tmp_path: Pat
     slurm.kill("n2")
     job.until("COMPLETED", 300)  # it is started again at once, on the nodes that are left
     assert max(logged(job.run, "train/loss")) == 400 and "resumes from its newest" in job.log
-    words = ("squeue", "-h", "--states=all", f"--jobs={job.job}", "-o", "%N")
-    assert slurm.run(*words) == "n[1,3]"
+    assert job.shown("%N") == "n[1,3]"
     slurm.revive("n2")

@@ -2,32 +2,98 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import concurrent.futures
+import faulthandler
 import json
+import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tests.support.runs import only_run, run
-from tests.support.serving import LIMITS, Server, ask, chat_model, made
+from dist_template.wings.ship.serve.app import App
+from tests.support.chats import TAGGED, tokenizer
+from tests.support.line import main
+from tests.support.runs import only_run, refused, run
+from tests.support.wings import clean_processes, free_port
 
 KEY, SECRET = "a key", "what the prompt says"
 MESSAGES: Any = [{"role": "user", "content": SECRET}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+LIMITS = {"max_tokens": 64, "max_requests": 4, "grace_s": 3.0}
 FLAGS = [f"--{flag}={value}" for flag, value in LIMITS.items()]
-GREEDY: Any = {"model": "tiny", "temperature": 0}
+
+
+def chat_model(folder: Path, positions: int = 512) -> Path:
+    """Saves a small Llama with a chat template. It says something else at each token."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens: Any = AutoTokenizer.from_pretrained(tokenizer(folder, "qwen3", TAGGED))
+    torch.manual_seed(0)
+    sizes: Any = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": positions}
+    sizes |= {"vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id}
+    LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.5)).save_pretrained(folder)
+    return folder
+
+
+class Server:
+    """`serve` in a process forked from one that has imported torch, once it is ready."""
+
+    def __init__(self, model: Path, log: Path, *flags: str, **environment: str) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        log.touch()
+        given = (["serve", str(model), f"--port={port}", *flags], log, os.environ | environment)
+        self.process = clean_processes().Process(target=_serve, args=given)
+        self.process.start()
+        end = time.monotonic() + 120
+        while not self._is_ready():
+            if time.monotonic() > end:
+                self.stop(signal.SIGABRT)  # its stack comes into the log
+            assert self.process.is_alive(), log.read_text()
+            time.sleep(0.05)
+
+    def _is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=1).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def stop(self, number: int = signal.SIGTERM) -> int | None:
+        """Sends a signal; returns the exit code."""
+        if self.process.is_alive():
+            os.kill(self.process.pid or 0, number)
+        self.process.join(30)
+        return self.process.exitcode
+
+
+def _serve(argv: list[str], log: Path, environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ |= environment
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    faulthandler.enable()
+    code = 1
+    try:
+        code = main(argv)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +111,8 @@ def server(folder: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Any:
+    import openai  # here: the server's process imports this file
+
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
 
 
@@ -54,7 +122,7 @@ def post(server: Server, path: str, **options: Any) -> httpx.Response:
 
 
 def test_an_openai_client_reads_whole_answers_and_streams(client: Any, folder: Path) -> None:
-    asked = GREEDY | {"messages": MESSAGES, "max_tokens": 24}
+    asked: Any = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
     whole = client.chat.completions.create(**asked)
     asked |= {"stream": True, "stream_options": {"include_usage": True}}
     chunks = list(client.chat.completions.create(**asked))
@@ -83,24 +151,24 @@ def test_completions_of_a_text_stream_too_and_the_seed_decides(client: Any, serv
     assert body.endswith("\n\ndata: [DONE]\n\n"), "other clients wait for the mark"
 
 
+def fields(**given: Any) -> dict[str, Any]:
+    return {"json": {"prompt": "a", **given}}
+
+
 BAD: dict[str, tuple[int, dict[str, Any], str]] = {
     "no JSON": (400, {"content": b'{"prompt": '}, "JSONDecodeError"),
     "no object": (400, {"content": b"[1]"}, "has to be an object"),
     "nested too deeply": (400, {"content": b"[" * 90_000}, "Recursion"),
     "no text": (400, {"content": b"\xff\xfe\x00"}, "cannot be answered"),
     "10 MB": (413, {"content": b"x" * 10_000_000}, "over 1048576 bytes"),
+    "another type": (400, fields(max_tokens="many"), "ValueError"),
+    "a wrong number": (400, fields(temperature="hot"), "cannot be answered"),
+    "another model": (400, fields(model="gpt-4"), "pinned to 'tiny'; requested 'gpt-4'"),
+    "an unknown field": (422, fields(prompts=3), "Unexpected fields"),
+    "a long prompt": (400, fields(prompt="a" * 600), "600 tokens, and the model has 512 positions"),
+    "another generation_config": (400, fields(generation_config="{}"), "generation_config"),
+    "a stop that is no text": (400, fields(stop=3), "cannot be answered"),
 }
-FIELDS: dict[str, tuple[dict[str, Any], str]] = {
-    "another type": ({"max_tokens": "many"}, "ValueError"),
-    "a wrong number": ({"temperature": "hot"}, "cannot be answered"),
-    "another model": ({"model": "gpt-4"}, "pinned to 'tiny'; requested 'gpt-4'"),
-    "an unknown field": ({"prompts": 3}, "Unexpected fields"),
-    "a long prompt": ({"prompt": "a" * 600}, "has 600 tokens, and the model has 512 positions"),
-    "another generation_config": ({"generation_config": "{}"}, "generation_config"),
-    "a stop that is no text": ({"stop": 3}, "cannot be answered"),
-}
-for name, (given, sentence) in FIELDS.items():
-    BAD[name] = (422 if "unknown" in name else 400, {"json": {"prompt": "a"} | given}, sentence)
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -112,12 +180,10 @@ def test_a_bad_request_gets_a_4xx_and_a_sentence(server: Server, case: str) -> N
     assert error["type"] == "invalid_request_error" and sentence in error["message"], error
 
 
-CALL = {"function": {"name": "f", "arguments": "{}"}}
-
-
 def test_messages_are_read_or_get_a_400(server: Server) -> None:
+    user, function = {"role": "user"}, {"name": "f", "arguments": "{}"}
+    call = {"id": "1", "type": "function", "function": function}
     broken = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}
-    user = {"role": "user"}
     no_type, no_text = user | {"content": [{"no": "type"}]}, user | {"content": 3}
     for turns in ([{}], [no_type], [no_text], 5, [broken]):
         answer = post(server, CHAT, json={"messages": turns})
@@ -125,7 +191,6 @@ def test_messages_are_read_or_get_a_400(server: Server) -> None:
         assert "cannot be answered" in answer.json()["error"]["message"], answer.text
     parts: Any = [user | {"content": [{"type": "text", "text": SECRET}]}]
     parts += [{"role": "assistant", "content": "yes", "annotations": []}, *MESSAGES]
-    call = CALL | {"id": "1", "type": "function"}
     parts += [{"role": "assistant", "content": None, "tool_calls": [call]}]
     parts += [{"role": "tool", "tool_call_id": "1", "content": "3"}]
     answer = post(server, CHAT, json={"messages": parts, "max_tokens": 2})
@@ -166,69 +231,52 @@ def test_an_error_of_a_generation_is_a_500(folder: Path, monkeypatch: Any) -> No
     def failing(*_: Any, **__: Any) -> None:
         raise RuntimeError('no "logits"')
 
-    app, asked = made(folder), {"prompt": SECRET, "max_tokens": 1}
+    parts: Any = (AutoModelForCausalLM, AutoTokenizer)
+    model, tokens = (part.from_pretrained(folder) for part in parts)
+    app = App(model, tokens, "", argparse.Namespace(name="tiny", **LIMITS))
     monkeypatch.setattr(LlamaForCausalLM, "forward", failing)
+
+    async def ask(**more: Any) -> str:
+        options: Any = {"transport": httpx.ASGITransport(app), "base_url": "http://tiny"}
+        async with httpx.AsyncClient(**options) as client:
+            return (await client.post(TEXT, **fields(max_tokens=1, **more))).text
+
     with pytest.raises(RuntimeError, match="logits"):  # the server logs it
-        asyncio.run(ask(app, TEXT, asked))
-    _, body = asyncio.run(ask(app, TEXT, asked | {"stream": True}))
-    error = json.loads(body.decode().strip().rpartition("data: ")[2])["error"]
+        asyncio.run(ask())
+    error = json.loads(asyncio.run(ask(stream=True)).strip().rpartition("data: ")[2])["error"]
     assert error == {"message": 'no "logits', "type": "server_error", "code": 500}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_whose_client_is_gone_is_not_computed_further(folder: Path, stream: bool) -> None:
-    app = made(folder, max_tokens=500)
-
-    async def both() -> float:
-        gone = {"prompt": "a", "max_tokens": 500, "temperature": 0, "stream": stream}
-        assert (await ask(app, TEXT, {"prompt": "a", "max_tokens": 2}))[0] == 200
-        waiting = asyncio.create_task(ask(app, TEXT, gone, gone_after=0.2))
-        await asyncio.wait([waiting])
-        start = time.monotonic()
-        assert (await ask(app, TEXT, {"prompt": "a", "max_tokens": 2}))[0] == 200
-        return time.monotonic() - start
-
-    assert asyncio.run(both()) < 0.3, "500 tokens take longer"
-
-
-def test_sigterm_in_the_middle_of_a_stream_ends_it_and_the_process_with_0(tmp_path: Path) -> None:
-    """Before, a client goes away in the middle of a stream: that frees the model for the next."""
+def test_a_request_given_up_frees_the_model_and_sigterm_ends_a_stream(tmp_path: Path) -> None:
+    """90,000 tokens take minutes; the process ends with 0."""
     model = chat_model(tmp_path / "long", positions=100_000)
     limits = ("--max_tokens=90000", "--grace_s=0.5", "--max_requests=1")
-    server, seen = Server(model, tmp_path / "log", *limits), threading.Event()
-    asked = {"prompt": "a", "max_tokens": 90_000, "temperature": 0, "stream": True}
-    with httpx.stream("POST", server.url + TEXT, json=asked, timeout=30) as answer:
+    server, log = Server(model, tmp_path / "log", *limits), tmp_path / "log"
+    asked = fields(max_tokens=90_000, temperature=0)
+    streamed: Any = fields(max_tokens=90_000, temperature=0, stream=True) | {"timeout": 30}
+
+    def is_free() -> bool:
+        end, code = time.monotonic() + 10, 429
+        while code == 429 and time.monotonic() < end:
+            code = httpx.post(server.url + TEXT, **fields(max_tokens=1), timeout=10).status_code
+        return code == 200
+
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + TEXT, **asked, timeout=0.5)
+    assert is_free()
+    with httpx.stream("POST", server.url + TEXT, **streamed) as answer:
         next(answer.iter_text())
-    end, code, short = time.monotonic() + 10, 429, {"prompt": "a", "max_tokens": 1}
-    while code == 429 and time.monotonic() < end:
-        code = httpx.post(server.url + TEXT, json=short, timeout=10).status_code
-    assert code == 200
+    assert is_free()
 
-    def read() -> str:
-        text = ""
-        with httpx.stream("POST", server.url + TEXT, json=asked, timeout=30) as answer:
-            for chunk in answer.iter_text():
-                text += chunk
-                seen.set()
-        return text  # without an error of the connection: the stream was ended
-
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        reading = thread.submit(read)
-        assert seen.wait(30)
-        start = time.monotonic()
-        assert server.stop() == 0, (tmp_path / "log").read_text()
-        assert time.monotonic() - start < 10
-        assert reading.result(30).endswith("data: [DONE]\n\n")
-    assert "Traceback" not in (tmp_path / "log").read_text()
+    with httpx.stream("POST", server.url + TEXT, **streamed) as answer:
+        texts = answer.iter_text()
+        next(texts)
+        server.process.terminate()
+        assert "".join(texts).endswith("data: [DONE]\n\n"), "the stream was ended"
+    server.process.join(10)
+    assert server.process.exitcode == 0 and "Traceback" not in log.read_text(), log.read_text()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
-
-
-def refused(capfd: Any, *flags: str) -> str:
-    assert run("serve", *flags) == 2
-    error = capfd.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1, error
-    return error
 
 
 @pytest.mark.slow
@@ -249,22 +297,23 @@ def test_a_run_is_served_and_a_planted_fault_is_refused(
     file, name = exported / "model.safetensors", "model.layers.1.self_attn.o_proj.weight"
     state = load_file(file)
     save_file(state | {name: state[name].T.contiguous()}, file, metadata={"format": "pt"})
-    capfd.readouterr()
-    error = refused(capfd, str(trained), "--port=0")
+    error = refused("serve", [str(trained), "--port=0"], capfd)
     assert "not what was trained" in error, "a fault exits before the port listens"
 
 
 def test_what_is_not_served(folder: Path, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
-    assert "does not exist" in refused(capfd, str(tmp_path / "nowhere"), "--port=0")
-    assert "is not a run folder" in refused(capfd, str(tmp_path), "--port=0")
+    def error(model: Path, port: int = 0) -> str:
+        return refused("serve", [str(model), f"--port={port}"], capfd)
+
+    assert "does not exist" in error(tmp_path / "nowhere")
+    assert "is not a run folder" in error(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        in_use = refused(capfd, str(folder), f"--port={port}")
+        in_use = error(folder, port)
     assert f"--port {port} cannot be used" in in_use and "in use" in in_use
     alone = chat_model(tmp_path / "alone")
     for file in alone.glob("tokenizer*"):
         file.unlink()
-    assert "alone" in refused(capfd, str(alone), "--port=0")
+    assert "alone" in error(alone)
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    error = refused(capfd, str(folder), "--port=0")
-    assert "needs the package fastapi: pip install 'dist-template[serve]'" in error
+    assert "needs the package fastapi: pip install 'dist-template[serve]'" in error(folder)

@@ -42,9 +42,8 @@ def build() -> Path:
         if not library.exists():
             folder.mkdir(parents=True, exist_ok=True)
             temporary = library.with_suffix(f".{os.getpid()}")
-            argv = [COMPILER or "g++", *_options(name), *flags, f"{FOLDER}/{name}.cpp"]
-            argv += ["-o", str(temporary)]
-            subprocess.run(argv, check=True)
+            source = [f"{FOLDER}/{name}.cpp", "-o", str(temporary)]
+            subprocess.run([COMPILER or "g++", *_options(name), *flags, *source], check=True)
             temporary.rename(library)
     return folder
 
@@ -65,10 +64,9 @@ class Report:
 
     code: int
     text: str
-    calls: dict[str, int]
-    events: list[list[Any]]  # phase, kind, operation, line of ours, innermost line, detail, count
-    events_alive: int
     folder: Path
+    events: list[list[Any]]  # phase, kind, operation, line of ours, innermost line, count
+    events_alive: int
 
     def of(self, *kinds: str) -> list[list[Any]]:
         return [event for event in self.events if event[1] in kinds]
@@ -76,7 +74,7 @@ class Report:
     def waits(self) -> dict[str, int]:
         """Returns, by phase, how often the host waited for the device."""
         total: collections.Counter[str] = collections.Counter()
-        for phase, _, operation, ours, place, _, count in self.of("SYNC"):
+        for phase, _, operation, ours, place, count in self.of("SYNC"):
             # In C++ alone: DDP copies what gloo has reduced, which NCCL leaves on the device.
             if (operation, ours, place) != ("H2D blocking copy", "-", "-"):
                 total[phase] += count
@@ -97,6 +95,5 @@ def run(folder: Path, argv: list[str], num: int = 1, prelude: str = "") -> Repor
     done = subprocess.run(command, env=env, cwd=PROJECT, **options)
     text = done.stdout + done.stderr
     report = folder / "report.0"
-    found = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
-    rest = [found.get("calls", {}), found.get("events", []), found.get("events_alive", -1)]
-    return Report(done.returncode, text, *rest, folder)
+    found: Any = json.loads(report.read_text(encoding="utf-8")) if report.exists() else [[], -1]
+    return Report(done.returncode, text, folder, *found)

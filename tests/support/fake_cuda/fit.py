@@ -46,7 +46,7 @@ def _mark(owner: Any, name: str, phase: Callable[[Any], str]) -> None:
     original = getattr(owner, name)
 
     def marked(self: Any, *args: Any, **options: Any) -> Any:
-        before = COUNTS.enter(phase(self))
+        before, COUNTS.phase = COUNTS.phase, phase(self)
         try:
             return original(self, *args, **options)
         finally:
@@ -64,16 +64,12 @@ def main() -> int:
     if prelude := os.environ.get("FAKE_PRELUDE"):
         module, _, name = prelude.partition(":")
         getattr(importlib.import_module(module), name)()
-    code = 1
     try:
-        code = command(sys.argv[1:])
+        return command(sys.argv[1:])
     finally:
         gc.collect()  # events that nothing refers to
         rank = os.environ.get("LOCAL_RANK", "0")
-        COUNTS.write(
-            Path(f"{os.environ['FAKE_REPORT']}.{rank}"), events_alive=Event.alive, code=code
-        )
-    return code
+        COUNTS.write(Path(f"{os.environ['FAKE_REPORT']}.{rank}"), Event.alive)
 
 
 if __name__ == "__main__":

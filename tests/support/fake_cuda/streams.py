@@ -111,16 +111,3 @@ class device:
 
     def __exit__(self, *_: Any) -> None:
         fake_device.set_device(self._before)
-
-
-class InStream:
-    """torch.cuda.StreamContext."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> Any:
-        return self._stream
-
-    def __exit__(self, *_: Any) -> None:
-        pass

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,17 +18,15 @@ import torch.cuda.random
 import torch.cuda.streams
 
 from .counts import COUNTS
-from .streams import Event, InStream, Stream, device, index_of, wait
+from .streams import Event, Stream, device, index_of, wait
 
 NUM = int(os.environ.get("FAKE_GPUS", "1"))
 GB = 2**30
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", total_memory=80 * GB, major=9, minor=0, multi_processor_count=132,
-    warp_size=32,
-    uuid="00000000-0000-0000-0000-000000000000", L2_cache_size=50 << 20,
-    max_threads_per_multi_processor=2048,
-    gcnArchName="", is_integrated=0, shared_memory_per_block=49152,
-    shared_memory_per_block_optin=232448,
+    warp_size=32, uuid="00000000-0000-0000-0000-000000000000", L2_cache_size=50 << 20,
+    max_threads_per_multi_processor=2048, gcnArchName="", is_integrated=0,
+    shared_memory_per_block=49152, shared_memory_per_block_optin=232448,
     shared_memory_per_multiprocessor=233472, regs_per_multiprocessor=65536,
 )  # fmt: skip
 
@@ -44,12 +43,8 @@ def _set_device(given: Any) -> None:
 
 
 def _memory(_: Any = None) -> dict[str, int]:
-    peak, now = fake_device.peak(), fake_device.allocated()
-    kinds = {
-        "allocated_bytes.all.peak": peak,
-        "reserved_bytes.all.peak": peak,
-        "allocated_bytes.all.current": now,
-    }
+    kinds = dict.fromkeys(("allocated_bytes.all.peak", "reserved_bytes.all.peak"), _peak())
+    kinds["allocated_bytes.all.current"] = fake_device.allocated()
     return collections.defaultdict(int, kinds)
 
 
@@ -99,28 +94,25 @@ def _yes(*_: Any, **__: Any) -> bool:
 _RUNTIME = _Runtime()
 _peak = lambda _=None: fake_device.peak()  # noqa: E731
 CUDA: dict[str, Any] = {
-    "_lazy_init": _nothing, "init": _nothing, "is_initialized": _yes,
-    "_is_in_bad_fork": lambda: False,
-    "is_available": _yes, "_is_compiled": _yes, "device_count": lambda: NUM,
-    "current_device": fake_device.get_device,
-    "set_device": _set_device, "device": device, "device_of": lambda tensor: device(tensor.device),
+    "_lazy_init": _nothing, "init": _nothing, "is_initialized": _yes, "is_available": _yes,
+    "_is_in_bad_fork": lambda: False, "_is_compiled": _yes, "device_count": lambda: NUM,
+    "current_device": fake_device.get_device, "set_device": _set_device, "device": device,
+    "device_of": lambda tensor: device(tensor.device),
     "get_device_properties": lambda _=None: PROPERTIES,
     "get_device_name": lambda _=None: PROPERTIES.name,
     "get_device_capability": lambda _=None: (9, 0), "get_arch_list": lambda: ["sm_90"],
     "is_bf16_supported": _yes, "can_device_access_peer": _yes,
-    "is_current_stream_capturing": lambda: False,
+    "is_current_stream_capturing": lambda: False, "memory_stats": _memory,
     "mem_get_info": lambda _=None: (70 * GB, 80 * GB),
     "memory_allocated": lambda _=None: fake_device.allocated(),
     "max_memory_allocated": _peak, "memory_reserved": _peak, "max_memory_reserved": _peak,
-    "memory_stats": _memory,
-    "reset_peak_memory_stats": lambda _=None: fake_device.reset_peak(), "memory_summary": lambda *_,
-    **__: "",
-    "empty_cache": _nothing, "ipc_collect": _nothing, "check_error": _nothing,
-    "cudart": lambda: _RUNTIME,
+    "reset_peak_memory_stats": lambda _=None: fake_device.reset_peak(),
+    "memory_summary": lambda *_, **__: "", "empty_cache": _nothing, "ipc_collect": _nothing,
+    "check_error": _nothing, "cudart": lambda: _RUNTIME,
     "synchronize": lambda _=None: wait("SYNC", "torch.cuda.synchronize"),
     "Event": Event, "Stream": Stream, "ExternalStream": Stream, "current_stream": Stream,
-    "default_stream": Stream,
-    "stream": InStream, "StreamContext": InStream, "set_stream": _nothing,
+    "default_stream": Stream, "set_stream": _nothing, "stream": nullcontext,
+    "StreamContext": nullcontext,
     "default_generators": [fake_device.default_gen(index) for index in range(NUM)],
     "get_rng_state": _rng_state, "set_rng_state": _set_rng_state,
     "set_rng_state_all": _set_rng_states,
@@ -130,10 +122,9 @@ CUDA: dict[str, Any] = {
 }  # fmt: skip
 ACCELERATOR: dict[str, Any] = {
     "is_available": _yes, "device_count": lambda: NUM, "empty_cache": _nothing,
-    "set_device_index": _set_device,
+    "set_device_index": _set_device, "current_device_index": fake_device.get_device,
     "current_accelerator": lambda check_available=False: torch.device("cuda"),
-    "current_stream": Stream,
-    "current_device_index": fake_device.get_device, "synchronize": CUDA["synchronize"],
+    "current_stream": Stream, "synchronize": CUDA["synchronize"],
 }  # fmt: skip
 C_NAMES: dict[str, Any] = {  # that the CPU build lacks
     "_cuda_getCurrentRawStream": lambda _: 0, "_cuda_isCurrentStreamCapturing": lambda: False,
@@ -178,10 +169,8 @@ def _install() -> None:
 
 def _record(kind: str, operation: str, detail: str) -> None:
     # A host scalar as a value needs no copy that waits.
-    is_scalar = (
-        operation.startswith(("aten::fill_", "aten::_foreach_mul_.Tensor")) and "[]" in detail
-    )
-    if not (kind == "MIX" and is_scalar):
+    takes_scalar = operation.startswith(("aten::fill_", "aten::_foreach_mul_.Tensor"))
+    if not (kind == "MIX" and takes_scalar and "[]" in detail):
         COUNTS.record(kind, operation, detail)
 
 
