@@ -107,6 +107,9 @@ class TextModule(TrainingModule):
         if setup.trains and not has_pairs(setup.data):
             why = "data.source yields no pairs: set Preferences there"
             yield from without_effect("model.preference", self.preference, {"beta"}, why)
+        are_ratings = getattr(getattr(setup.data, "source", None), "ratings", False)
+        if setup.trains and (self.preference.loss == "kto") != are_ratings:
+            yield "model.preference.loss kto and data.source Ratings need each other: set both, or neither"
 
     def fixed_settings(self, data: Any) -> dict[str, object]:
         found = super().fixed_settings(data)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -26,23 +27,28 @@ from .batches.rows import PAIRS
 
 @dataclass
 class PreferenceConfig:
-    """The loss of pairs, with data.source Preferences.
+    """The loss of pairs, with data.source Preferences, or of rated answers, with Ratings.
 
     Args:
         loss: dpo (arXiv:2305.18290). ipo (arXiv:2310.12036), which bounds the difference. simpo (arXiv:2405.14734)
-            and orpo (arXiv:2403.07691), which have no reference. All but dpo compare means per token.
+            and orpo (arXiv:2403.07691), which have no reference. kto (arXiv:2402.01306), of Ratings. ipo, simpo and
+            orpo compare means per token.
         beta: Scale of the rewards: a larger one keeps the model closer to the reference. Of orpo, the weight of the
             odds ratio beside the chosen answer's cross-entropy.
         margin: Of simpo alone: by how much the chosen answer's reward has to be larger.
+        desirable_weight: Of kto: the weight of an answer that was found good.
+        undesirable_weight: Of kto: of one that was found bad; weight times number should be alike.
     """
 
-    loss: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo"
+    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
     beta: float = 0.1
     margin: float = 0.5
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
 
     @property
     def has_reference(self) -> bool:
-        return self.loss in ("dpo", "ipo")
+        return self.loss in ("dpo", "ipo", "kto")
 
 
 def has_pairs(data: object) -> bool:
@@ -80,6 +86,8 @@ def pair_values(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
             reference, _ = _log_probabilities(module, batch)
     scores, lengths = _log_probabilities(module, batch)  # (P, 2) each
     scores = scores - reference
+    if config.loss == "kto":
+        return _rating_values(config, config.beta * scores, batch[PAIRS][:, 3] == 1)
     if config.loss != "dpo":
         scores = scores / lengths
     difference = scores[:, 0] - scores[:, 1]
@@ -102,13 +110,30 @@ def pair_values(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def _rating_values(config: PreferenceConfig, rewards: Tensor, is_good: Tensor) -> dict[str, Tensor]:
+    """Returns `pair_values` of rated answers. `rewards` (P, 2) are of the answer, and of another one to its prompt: the
+    mean of these on all ranks, if it is positive, is the distance from the reference. A margin is positive where the
+    reward is on the right side of the distance."""
+    total = torch.stack([rewards[:, 1].detach().sum(), rewards.new_tensor(len(rewards))])
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    distance = (total[0] / total[1].clamp(min=1)).clamp(min=0)
+    margin = torch.where(is_good, 1, -1) * (rewards[:, 0] - distance)
+    weights = torch.where(is_good, config.desirable_weight, config.undesirable_weight)
+    return {
+        "loss": weights * (1 - margin.sigmoid()),
+        "rewards/margin": margin.detach(),
+        "rewards/accuracy": (1 + margin.detach().sign()) / 2,
+    }
+
+
 def _log_probabilities(module: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Returns the log-probability (P, 2) of each pair's answers, and their numbers of tokens."""
     labels = batch["labels"].flatten()
     logits = module(batch).float().flatten(0, 1)
     log_probabilities = -F.cross_entropy(logits, labels, reduction="none")  # 0 for label -100
     position = torch.arange(len(labels), device=labels.device)
-    edges = batch[PAIRS].unsqueeze(-1)  # (P, 3, 1)
+    edges = batch[PAIRS][:, :3].unsqueeze(-1)  # (P, 3, 1)
     inside = (edges[:, :2] <= position) & (position < edges[:, 1:])  # (P, 2, B x T)
     return (inside * log_probabilities).sum(-1), (inside & (labels != -100)).sum(-1)
 

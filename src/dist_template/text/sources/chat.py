@@ -257,6 +257,56 @@ class Preferences(Chat):
             raise wrong(name, f"is refused by {template.name}: {first_line(error)}") from error
 
 
+class Ratings(Preferences):
+    """Answers that people found good or bad, each by itself; `model.preference.loss` kto has their loss.
+
+    A record has `prompt`, `completion` and `label`, true or false; texts or messages as in Preferences. A
+    document is stored as a pair: the answer, and another record's answer to the same prompt, by which the
+    loss estimates the model's distance from its reference. Whether the first token counts, which is no
+    label, is `label`.
+    """
+
+    ratings = True
+    fields = ("prompt", "completion", "label")
+
+    def documents(self) -> Iterator[tuple[str, str]]:
+        labels = set[bool]()
+        for name, text in super().documents():
+            labels.add(json.loads(text)["label"])
+            yield name, text
+        if len(labels) == 1:
+            raise InputError(f"data.source Ratings has only answers of label {str(*labels).lower()}: give both kinds")
+
+    def document_of(self, name: str, record: Record) -> dict[str, object]:
+        prompt, completion, label = map(record.get, self.fields)
+        if not isinstance(label, bool):
+            raise wrong(name, f"needs label, true or false, and has {label!r}")
+        if isinstance(completion, list):
+            prompt = self._messages(name, prompt or [], "user")
+            completion = self._messages(name, completion, "assistant")
+        if not prompt or not completion or {type(prompt), type(completion)} not in ({str}, {list}):
+            raise wrong(name, "needs prompt and completion in one form: texts, or lists of messages")
+        return {"prompt": prompt, "completion": completion, "label": label}
+
+    def encode(self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents) -> list[Encoded]:
+        """Returns the tokens of pairs: the other answer is the last before it that is another text, around the batch
+        (as in trl)."""
+        rated, pairs = [json.loads(text) for _, text in documents], []
+        for number, (name, _) in enumerate(documents):
+            completion = rated[number]["completion"]
+            before = (rated[number - back]["completion"] for back in range(1, len(rated)))
+            other = next((each for each in before if type(each) is type(completion) and each != completion), None)
+            if other is None:
+                raise wrong(name, "has the only answer among its neighbours: give other answers too")
+            pair = {"prompt": rated[number]["prompt"], "chosen": completion, "rejected": other}
+            pairs.append((name, json.dumps(pair)))
+        encoded = super().encode(spec, tokenizer, pairs)
+        for one, document in zip(rated, encoded, strict=True):
+            counted: Any = document.counted
+            counted[0] = one["label"]
+        return encoded
+
+
 def _num_equal(first: Sequence[object], second: Sequence[object]) -> int:
     """Returns the length of the common start."""
     equal = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))

@@ -74,8 +74,9 @@ def training_template(tokenizer: Tokenizer, file: str | None, train_on: str) -> 
         form = get_training_chat_template(tokenizer) or text
     except ValueError:  # trl does not know the family
         return own
-    of_trl = Template(form, f"{name}, in trl's form,")
-    return of_trl if _divides(tokenizer, of_trl, train_on) else of_trl._replace(has_tags=True)
+    name += ", in trl's form,"
+    divides = _divides(tokenizer, Template(form, name), train_on)
+    return Template(form, name, has_tags=not divides)
 
 
 def _divides(tokenizer: Tokenizer, template: Template, train_on: str) -> bool:
