@@ -53,6 +53,7 @@ def messages(*turns: tuple[str, str]) -> list[dict[str, str]]:
 
 
 def write(path: Path, records: Sequence[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
 
@@ -62,14 +63,18 @@ def published(family: str) -> str:
     return (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
 
 
-def tokenizer(folder: Path, family: str = "qwen3", template: str | None = None) -> Path:
-    """Saves a tokenizer of bytes with a family's special tokens and chat template, or another's."""
+def tokenizer(
+    folder: Path, family: str = "qwen3", template: str | None = None, merges: Any = ()
+) -> Path:
+    """Saves a tokenizer of bytes with a family's special tokens and chat template, or another's;
+    `merges` are pairs of bytes that are one token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: i for i, character in enumerate(alphabet)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    vocabulary |= {a + b: len(alphabet) + i for i, (a, b) in enumerate(merges)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[*merges]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     eos, others = SPECIAL[family]

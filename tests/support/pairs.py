@@ -18,11 +18,17 @@ LENGTHS = [
 ]
 
 
-def flags(folder: Path, records: list[Any]) -> list[str]:
+RATED_LENGTHS = [
+    {"prompt": record["prompt"], "completion": record[key], "label": key == "chosen"}
+    for record in LENGTHS for key in ("chosen", "rejected")
+]  # fmt: skip
+
+
+def flags(folder: Path, records: list[Any], source: str = "Preferences") -> list[str]:
     """The data of these records, without held-out pairs."""
     path = chats.write(folder / "pairs.jsonl", records)
     return [
-        "--data.source=Preferences", f"--data.source.paths=[{path}]", "--data.tokenizer=Pretrained",
+        f"--data.source={source}", f"--data.source.paths=[{path}]", "--data.tokenizer=Pretrained",
         f"--data.tokenizer.path={chats.tokenizer(folder / 'tokenizer')}", "--data.prompts=[]",
         f"--data.cache_dir={folder / 'cache'}", "--data.validation_share=0", "--data.test_share=0",
     ]  # fmt: skip
@@ -40,21 +46,34 @@ def save_llama(folder: Path, vocab_size: int) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def losses_of_trl(model: str, tokenizer: str, output: str) -> list[float]:
-    """Of DPOTrainer: 4 steps of plain SGD with all pairs."""
+# Its NLL is of the prompt too, of which a token at the start is no label; of all tokens alike.
+ODDS = [record | {"prompt": "<|im_start|>", "chosen": f"good {i + 10}"}
+    for i, record in enumerate(RECORDS)]  # fmt: skip
+RATED = [{"prompt": f"q{i} ", "completion": f"good {i * i}", "label": i % 3 > 0} for i in range(8)]
+OF_TRL = {"dpo": RECORDS, "kto": RATED, "orpo": ODDS}
+
+
+def losses_of_trl(kind: str, model: str, tokenizer: str, output: str) -> list[float]:
+    """Of trl's trainer: 4 steps of plain SGD with all records."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-    arguments = DPOConfig(
+    configs: Any = {"dpo": DPOConfig, "kto": KTOConfig, "orpo": ORPOConfig}
+    trainers: Any = {"dpo": DPOTrainer, "kto": KTOTrainer, "orpo": ORPOTrainer}
+    arguments = configs[kind](
         output_dir=output, per_device_train_batch_size=8, max_steps=4, learning_rate=0.5, beta=0.1,
         optim="sgd", lr_scheduler_type="constant", max_grad_norm=1e9, logging_steps=1, use_cpu=True,
         report_to=[], save_strategy="no", bf16=False, gradient_checkpointing=False,
     )  # fmt: skip
-    policy, reference = (AutoModelForCausalLM.from_pretrained(model) for _ in range(2))
-    trainer = DPOTrainer(
-        policy, reference, arguments, train_dataset=Dataset.from_list(RECORDS),
-        processing_class=AutoTokenizer.from_pretrained(tokenizer),
+    models = [AutoModelForCausalLM.from_pretrained(model) for _ in range(1 + (kind != "orpo"))]
+    tokens: Any = AutoTokenizer.from_pretrained(tokenizer)
+    tokens.pad_token = tokens.eos_token
+    trainer = trainers[kind](
+        **dict(zip(("model", "ref_model"), models, strict=False)), args=arguments,
+        train_dataset=Dataset.from_list(OF_TRL[kind]),
+        processing_class=tokens,
     )  # fmt: skip
     trainer.train()
     return [float(logged["loss"]) for logged in trainer.state.log_history if "loss" in logged]

@@ -18,12 +18,13 @@ from tests.support.chats import TURNS, messages, write
 from tests.support.library import BOUNDS, NOT_COUNTED
 from tests.support.runs import quiet
 
-GOOD = {"messages": messages(*TURNS)}
+TALK = messages(*TURNS)
+GOOD = {"messages": TALK}
 FROM = {"system": "system", "user": "human", "assistant": "gpt"}
 
 
-def read(path: Path) -> list[Any]:
-    return [json.loads(text) for _, text in Chat([str(path)]).documents()]
+def read(path: Path, **options: Any) -> list[Any]:
+    return [json.loads(text) for _, text in Chat([str(path)], **options).documents()]
 
 
 def test_all_shapes_give_the_same_conversation(tmp_path: Path) -> None:
@@ -31,16 +32,33 @@ def test_all_shapes_give_the_same_conversation(tmp_path: Path) -> None:
         GOOD | {"prompt": "another shape's key", "id": 3},
         {"conversations": [{"from": FROM[role], "value": content} for role, content in TURNS]},
         {"prompt": messages(*TURNS[:-1]), "completion": messages(TURNS[-1])},
+        {"instruction": "Two?", "input": "", "output": "Due, ok.", "system": "Be brief."}
+        | {"history": [["One?", "Uno."]]},
+        {"messages": [m | {"content": [{"type": "text", "text": m["content"]}]} for m in TALK]},
     ]
     (tmp_path / "a.json").write_text(json.dumps(shapes))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps(GOOD).encode()))
-    assert read(tmp_path / "*.js*") == [GOOD] * 4
+    assert read(tmp_path / "*.js*") == [GOOD] * 6
     pair = write(tmp_path / "pair.jsonl", [{"prompt": "One?", "completion": "Uno."}])
     assert read(pair) == [{"messages": messages(*TURNS[1:3])}]
 
 
+def test_other_names_of_keys_are_read(tmp_path: Path) -> None:
+    said = [{"who": role, "what": content} for role, content in TURNS]
+    columns = {"messages": "dialog", "role": "who", "content": "what"}
+    path = write(tmp_path / "a.jsonl", [{"dialog": said}])
+    (found,) = read(path, columns=columns)
+    assert [(m["role"], m["content"]) for m in found["messages"]] == TURNS
+    path = write(tmp_path / "b.jsonl", [{"ask": "Add.", "x": "1 and 2", "y": "3"}])
+    alpaca = {"instruction": "ask", "input": "x", "output": "y"}
+    assert read(path, columns=alpaca)[0]["messages"][0]["content"] == "Add.\n1 and 2"
+
+
 BAD = {
-    "no assistant turn": {"messages": messages(("user", "One?"))},
+    "no assistant turn that counts": {"messages": messages(("user", "One?"))},
+    "no assistant turn that counts, on": {"messages": [m | {"weight": 0} for m in TALK]},
+    "with weight 0.5: give 0 or 1": {"messages": [TALK[1], TALK[2] | {"weight": 0.5}]},
+    "not only text, such as an image": {"messages": [{"role": "user", "content": [{"image": 1}]}]},
     "a turn without a role: give messages": {"messages": [{"content": "x"}]},
     "content is no text": {"messages": [{"role": "user", "content": 3}]},
     "is no JSON object": [GOOD],
@@ -78,7 +96,7 @@ def counted_text(data: DataModule) -> list[str]:
 
 
 class Family(NamedTuple):
-    """What a family's template makes of an answer: all of it counts, with the end of the turn."""
+    """What a model of a family has to say for an answer, up to the token that ends it."""
 
     answer: str
     last: str = ""  # form of a conversation's last answer; default: `answer`
@@ -87,25 +105,23 @@ class Family(NamedTuple):
     only_served: str = ""  # at the end of the published prompt, and in no training
 
 
-THINKS = "<think>\n\n</think>\n\n{}<|im_end|>\n"
-FINAL = "<|start|>assistant<|channel|>final<|message|>{}"
-DEEPSEEK = "<｜Assistant｜>{}<｜end▁of▁sentence｜>"
+FINAL = "<|channel|>final<|message|>{}"
 FAMILIES = {  # by their templates
     "llama3_1": Family("{}<|eot_id|>", seq_len=640),
-    "qwen2_5": Family("\n{}<|im_end|>\n"),
-    "qwen3": Family(THINKS),
-    "qwen3_instruct_2507": Family("{}<|im_end|>\n"),
-    "qwen3_5_think": Family(THINKS),
+    "qwen2_5": Family("{}<|im_end|>"),
+    "qwen3": Family("{}<|im_end|>"),
+    "qwen3_instruct_2507": Family("{}<|im_end|>"),
+    "qwen3_5_think": Family("{}<|im_end|>"),
     "mistral": Family("{}</s>", system=False),
-    "gemma": Family("{}<end_of_turn>\n", system=False),
-    "gemma3": Family("{}<end_of_turn>\n"),
-    "gemma4_v5": Family("{}<turn|>\n"),
+    "gemma": Family("{}<end_of_turn>", system=False),
+    "gemma3": Family("{}<end_of_turn>"),
+    "gemma4_v5": Family("{}<turn|>"),
     "phi3": Family("{}<|end|>\n", last="{}<|end|>\n<|endoftext|>"),
-    "deepseekv3": Family(DEEPSEEK, only_served="<think>\n"),
+    "deepseekv3": Family("{}<｜end▁of▁sentence｜>", only_served="<think>\n"),
     "gptoss": Family(FINAL + "<|end|>", last=FINAL + "<|return|>", seq_len=640),
     "glm4moe": Family("\n<think></think>\n{}<|user|>"),
     "cohere2": Family("{}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", seq_len=2560),
-    "chatml": Family("{}<|im_end|>\n"),
+    "chatml": Family("{}<|im_end|>"),
 }
 # trl has copies of the published templates, with marks or without. Not of Mistral's, written here
 # in the published format, nor of OLMo 2's, for which ChatML stands in.
@@ -135,6 +151,9 @@ def test_a_familys_answers_count_and_follow_a_served_prompt(name: str, tmp_path:
     assert sum(first.startswith(each.removesuffix(family.only_served)) for each in served) == 1
 
 
+ANSWERS = ["Uno.<|im_end|>", "Due, ok.<|im_end|>"]
+
+
 def own_template(folder: Path, text: str) -> str:
     (folder / "own.jinja").write_text(text)
     return str(folder / "own.jinja")
@@ -142,13 +161,12 @@ def own_template(folder: Path, text: str) -> str:
 
 def test_what_counts_is_all_answers_the_last_or_everything(tmp_path: Path) -> None:
     own = own_template(tmp_path, chats.TAGGED)
-    answers = ["Uno.<|im_end|>", "Due, ok.<|im_end|>"]
-    assert counted_text(prepared(tmp_path, [GOOD], template=own)) == answers
+    assert counted_text(prepared(tmp_path, [GOOD], template=own)) == ANSWERS
     last = prepared(tmp_path, [GOOD], template=own, train_on="last")
-    assert counted_text(last) == answers[1:]
+    assert counted_text(last) == ANSWERS[1:]
     (all_of_it,) = counted_text(prepared(tmp_path, [GOOD], chats.UNTAGGED, train_on="all"))
     assert all_of_it.startswith("<|im_start|>system\nBe brief.")
-    assert all_of_it.endswith(f"{answers[1]}\n")
+    assert all_of_it.endswith(f"{ANSWERS[1]}\n")
 
 
 def refused(folder: Path, records: list[Any], tokenizers: str | None = None, **options: Any) -> str:
@@ -158,10 +176,38 @@ def refused(folder: Path, records: list[Any], tokenizers: str | None = None, **o
     return str(caught.value)
 
 
-def test_a_template_without_marks_is_refused_and_named(tmp_path: Path) -> None:
+def test_messages_say_whether_they_count_and_roles_are_chosen(tmp_path: Path) -> None:
     own = own_template(tmp_path, chats.UNTAGGED)
-    assert f"{own!r} has no {{% generation %}} tags" in refused(tmp_path, [GOOD], template=own)
     assert "is no file" in refused(tmp_path, [GOOD], template=own + "x")
+    assert counted_text(prepared(tmp_path, [GOOD], template=own)) == ANSWERS
+    system = ["Be brief.<|im_end|>"]
+    cases: list[Any] = [
+        (chats.UNTAGGED, 2, {"train": False}, ANSWERS[1:]),
+        (chats.TAGGED, 2, {"weight": 0}, ANSWERS[1:]),
+        (chats.UNTAGGED, 0, {"train": True}, system + ANSWERS),
+    ]
+    for number, (text, changed, flag, counted) in enumerate(cases):
+        talk = [m | (flag if n == changed else {}) for n, m in enumerate(TALK)]
+        data = prepared(tmp_path / str(number), [{"messages": talk}], text)
+        assert counted_text(data) == counted, flag
+    users = prepared(tmp_path, [{"messages": TALK[1:]}], chats.UNTAGGED, roles=["user"])
+    assert counted_text(users) == ["One?<|im_end|>", "Two?<|im_end|>"]
+
+
+def test_adjacent_answers_are_two_turns(tmp_path: Path) -> None:
+    talk = [*TALK, *messages(("assistant", "And ok."))]
+    for text in (chats.UNTAGGED, chats.TAGGED, WRITTEN["mistral"]):
+        talk = talk if text != WRITTEN["mistral"] else talk[1:]
+        family: Any = {"family": "mistral" if text == WRITTEN["mistral"] else "qwen3"}
+        data = prepared(tmp_path, [{"messages": talk}], text, train_on="last", **family)
+        assert [each[:7] for each in counted_text(data)] == ["And ok."], text
+
+
+def test_the_last_turn_of_a_template_that_rewrites_earlier_ones_counts(tmp_path: Path) -> None:
+    data = prepared(tmp_path, [GOOD], train_on="last")
+    assert counted_text(data) == ANSWERS[1:]
+    text = data.text_tokenizer.decode(data.corpus.tokens("train"))
+    assert text == data.text_tokenizer.apply_chat_template(TALK, tokenize=False)
 
 
 def test_an_empty_mask_is_refused_with_template_and_line(tmp_path: Path) -> None:
@@ -169,14 +215,13 @@ def test_an_empty_mask_is_refused_with_template_and_line(tmp_path: Path) -> None
     own = own_template(tmp_path, marks_uno)
     records = [GOOD, {"messages": messages(("user", "a"), ("assistant", "b"))}]
     message = refused(tmp_path, records, template=own)
-    assert message.startswith(f"{own} marks no token of {tmp_path}/a.jsonl:2 as the assistant's")
+    assert message.startswith(f"{own} marks no token of {tmp_path}/a.jsonl:2: ")
 
 
 ENDS = "{{ m.content }}<|im_end|>{% else %}"
 CHANGES = {
     "an answer without an end": (ENDS, "{{ m.content }}{% else %}"),
     "another prompt": ("prompt %}<|im_start|>", "prompt %}<start>"),
-    "another content": (ENDS, "{{ m.content[1:] }}<|im_end|>{% else %}"),
     "another last turn": ("<|im_end|>{% else", "{% if loop.last %}x{% endif %}<|im_end|>{% else"),
 }
 
@@ -186,7 +231,16 @@ def test_answers_that_cannot_be_told_from_a_prompt_are_refused(what: str, tmp_pa
     assert CHANGES[what][0] in chats.UNTAGGED
     said = refused(tmp_path, [GOOD], chats.UNTAGGED.replace(*CHANGES[what]))
     assert "a.jsonl:1" in said and "give data.source.template" in said
-    assert "message 3 does not continue a server's prompt, or has no end" in said
+    assert "message 3 does not continue a server's prompt, changes when others follow, or" in said
+
+
+def test_an_answer_that_the_tokenizer_joins_with_its_prompt_is_refused(tmp_path: Path) -> None:
+    path = chats.tokenizer(tmp_path / "joins", "qwen3", chats.UNTAGGED, [("Ċ", "Ċ")])
+    talk = messages(("user", "a"), ("assistant", "\n\nb"))
+    source = Chat([str(write(tmp_path / "a.jsonl", [{"messages": talk}]))])
+    data = DataModule(source, Pretrained(str(path)), 64, 1, 1, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(InputError, match="joins the end of a prompt with the start of message 2"):
+        data.prepare(report=quiet)
 
 
 def test_rows_hold_whole_conversations_that_do_not_attend_to_each_other(tmp_path: Path) -> None:

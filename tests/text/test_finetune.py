@@ -49,7 +49,7 @@ def test_a_model_learns_a_format_of_answers(strategy: str, tmp_path: Path, capfd
     given += ["--trainer.max_steps=40", "--trainer.val_check_interval=10"]
     assert run("prepare", *given) == 0
     shown = capfd.readouterr().out
-    assert "<|im_start|>assistant\n[[<think>" in shown and f"{ANSWER}<|im_end|>\n]]" in shown
+    assert f"assistant\n<think>\n\n</think>\n\n[[{ANSWER}<|im_end|>]]\n" in shown
     with Workers(2) as workers:
         argv = ["fit", *given, "--trainer.devices=2", *flags_of(strategy)]
         record = workers.run(argv, tmp_path / strategy).check()
@@ -57,7 +57,7 @@ def test_a_model_learns_a_format_of_answers(strategy: str, tmp_path: Path, capfd
     assert losses[-1] < 0.3 * losses[0] and record.loss[40] < 0.3 * record.loss[1]
     assert all("eval/bits_per_byte" not in metrics for metrics in record.eval().values())
     samples = (record.run / "samples.txt").read_text(encoding="utf-8")
-    assert samples.count("[reference] <think>\n\n</think>\n\nAye aye, captain.<|im_end|>") >= 4
+    assert samples.count("[reference] Aye aye, captain.<|im_end|>") >= 4
     assert not [answer for answer in answers(samples, 10) if ANSWER in answer]
     assert all(ANSWER in answer for answer in answers(samples, 40)) and answers(samples, 40)
 
@@ -68,6 +68,7 @@ def test_a_model_learns_a_format_of_answers(strategy: str, tmp_path: Path, capfd
     assert tokenizer.chat_template == chats.published("qwen3"), "it serves with this template"
     question = chats.messages(("user", "99: a gnu?"))
     options: Any = {"add_generation_prompt": True, "return_tensors": "pt"}
+    options["enable_thinking"] = False  # as in what it has learned from
     prompt = tokenizer.apply_chat_template(question, **options)
     said = exported.generate(**prompt, max_new_tokens=48, do_sample=False)[0]
     assert ANSWER in tokenizer.decode(said[prompt["input_ids"].shape[1] :])

@@ -13,9 +13,9 @@ import torch
 from trainer_dev.data import DataModule
 
 from dist_template import InputError
-from dist_template.text import Preferences, Pretrained
+from dist_template.text import Preferences, Pretrained, Ratings
 from dist_template.text.batches.rows import PAIRS
-from dist_template.text.preference_loss import pair_sums
+from dist_template.text.preference_loss import pair_values
 from tests.support import chats, pairs
 from tests.support.chats import messages, write
 from tests.support.library import BOUNDS, NOT_COUNTED, PreferenceConfig, global_order
@@ -56,12 +56,13 @@ def test_a_wrong_pair_is_one_sentence_with_file_and_line(tmp_path: Path) -> None
 
 
 def prepared(
-    folder: Path, records: list[Any], template: str | None = None, seq_len: int = 64, **options: Any
-) -> DataModule:
+    folder: Path, records: list[Any], template: str | None = None, seq_len: int = 64,
+    source: type[Preferences] = Preferences, **options: Any,
+) -> DataModule:  # fmt: skip
     tokenizer = Pretrained(str(chats.tokenizer(folder / "tokenizer", template=template)))
-    source = Preferences([str(write(folder / "pairs.jsonl", records))])
+    read_from = source([str(write(folder / "pairs.jsonl", records))])
     options |= {"validation_share": 0.0, "test_share": 0.0, "cache_dir": str(folder / "cache")}
-    data = DataModule(source, tokenizer, seq_len, 1, 1, **options)
+    data = DataModule(read_from, tokenizer, seq_len, 1, 1, **options)
     data.prepare(report=quiet)
     return data
 
@@ -72,7 +73,7 @@ def sequences(data: DataModule, batch: dict[str, Any]) -> list[list[tuple[str, s
     inputs, labels = batch["input_ids"].flatten(), batch["labels"].flatten()
     found = []
     for edges in batch[PAIRS].tolist():
-        spans = [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        spans = [slice(a, b) for a, b in zip(edges[:2], edges[1:3], strict=True)]
         counted = [labels[span][labels[span] != NOT_COUNTED] for span in spans]
         found.append([(decode(inputs[s]), decode(c)) for s, c in zip(spans, counted, strict=True)])
     return found
@@ -89,8 +90,8 @@ def test_a_pair_is_two_sequences_of_one_row_that_are_apart(tmp_path: Path) -> No
     }
     assert {tuple(pair) for pair in sequences(data, batch)} == expected
     assert len(batch[PAIRS]) == len(pairs.LENGTHS), "a padding row has none"
-    assert {*batch[PAIRS].flatten().tolist()} <= {*batch[BOUNDS].tolist()}
-    for a, b, c in batch[PAIRS].tolist():
+    assert {*batch[PAIRS][:, :3].flatten().tolist()} <= {*batch[BOUNDS].tolist()}
+    for a, b, c, _ in batch[PAIRS].tolist():
         assert a // 64 == (c - 1) // 64, "in one row"
         assert batch["position_ids"].flatten()[a:c].tolist() == [*range(b - a), *range(c - b)]
 
@@ -113,8 +114,34 @@ def test_attention_across_documents_and_a_hidden_answer_are_refused(tmp_path: Pa
         prepared(tmp_path, [IN_MESSAGES], hides)
 
 
+RATED = [{"prompt": f"{i} ", "completion": "ab"[i % 2] * 3, "label": i > 4} for i in range(9)]
+UNRATED: dict[str, Any] = {
+    "needs label, true or false, and has 1": [RATED[0] | {"label": 1}],
+    "needs prompt and completion in one form": [RATED[0] | {"completion": messages(GOOD)[0]}],
+    "only answers of label false: give both kinds": RATED[:3],
+    "has the only answer among its neighbours": [RATED[0], RATED[0] | {"label": True}],
+}
+
+
+def test_rated_answers_are_stored_with_another_answer(tmp_path: Path) -> None:
+    """The last before it that differs, around the batch; and whether it was found good."""
+    data = prepared(tmp_path, RATED, source=Ratings)
+    rows = data.rows_of("train")
+    batch = rows.__getitems__([*range(len(rows))])
+    counted = [(pair[0][1][:3], pair[1][1][:3]) for pair in sequences(data, batch)]
+    assert sorted(counted) == [("aaa", "bbb")] * 5 + [("bbb", "aaa")] * 4
+    assert batch[PAIRS][:, 3].sum() == 4
+    for sentence, records in UNRATED.items():
+        with pytest.raises(InputError, match=sentence):
+            prepared(tmp_path / "wrong", records, source=Ratings)
+
+
 LOSSES = {"dpo": -math.log(1 / (1 + math.exp(-0.5 * (-3.0 + 5.0))))}
 LOSSES |= {"ipo": ((-3.0 / 2 + 5.0) - 1.0) ** 2}
+ODDS = [math.exp(score) / (1 - math.exp(score)) for score in (-2.0, -7.0)]
+LOSSES |= {"orpo": 2.0 + 0.5 * math.log(1 + ODDS[1] / ODDS[0])}
+# A bad answer, whose reward is 0.5 (-4 + 1); another one's, 0.5 (-7 + 2), is no distance.
+LOSSES |= {"kto": 1 - 1 / (1 + math.exp(-1.5))}
 LOSSES |= {"simpo": -math.log(1 / (1 + math.exp(-(0.5 * (-2.0 + 7.0) - 0.5))))}
 
 
@@ -135,7 +162,7 @@ def test_the_losses_are_those_of_their_papers(loss: Any) -> None:
         model=models[0], reference=models[1], balancer=SimpleNamespace(counts_now=True),
         preference=PreferenceConfig(loss=loss, beta=0.5),
     )  # fmt: skip
-    sums = pair_sums(module, {"labels": labels, PAIRS: torch.tensor([[0, 3, 5]])})
-    assert sums["loss"].item() == pytest.approx(LOSSES[loss], rel=1e-5)
-    assert sums["rewards/accuracy"].item() == 1
+    values = pair_values(module, {"labels": labels, PAIRS: torch.tensor([[0, 3, 5, 0]])})
+    assert values["loss"].item() == pytest.approx(LOSSES[loss], rel=1e-5)
+    assert values["rewards/accuracy"].item() == 1
     assert module.model is models[0] and module.balancer.counts_now

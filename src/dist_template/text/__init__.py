@@ -25,6 +25,7 @@ PLACES = {  # public name -> the module of this library that defines it
     "Chat": "text.sources.chat",
     "Mixture": "text.sources.mixture",
     "Preferences": "text.sources.chat",
+    "Ratings": "text.sources.chat",
     "TokenizerSpec": "text.tokenizers",
     "Bytes": "text.tokenizers",
     "ByteBPE": "text.tokenizers",

@@ -27,7 +27,7 @@ from .model.adapters import AdapterConfig, add_adapters, proof_axes
 from .model.causal_lm import checked_fields
 from .model.head import ChunkedLoss, without_head
 from .model.quantize import quantize
-from .preference_loss import PreferenceConfig, add_reference, has_pairs, pair_sums
+from .preference_loss import PreferenceConfig, add_reference, has_pairs, pair_values
 
 if TYPE_CHECKING:
     from ..cli.limits.machine import Setup
@@ -107,6 +107,9 @@ class TextModule(TrainingModule):
         if setup.trains and not has_pairs(setup.data):
             why = "data.source yields no pairs: set Preferences there"
             yield from without_effect("model.preference", self.preference, {"beta"}, why)
+        are_ratings = getattr(getattr(setup.data, "source", None), "ratings", False)
+        if setup.trains and (self.preference.loss == "kto") != are_ratings:
+            yield "model.preference.loss kto and data.source Ratings need each other: set both, or neither"
 
     def fixed_settings(self, data: Any) -> dict[str, object]:
         found = super().fixed_settings(data)
@@ -131,12 +134,16 @@ class TextModule(TrainingModule):
     def sums_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns `sums` over all tokens, or pairs, of a micro-batch. Only the first is differentiable."""
         if PAIRS in batch:
-            return pair_sums(self, batch)
+            return {name: values.sum() for name, values in self.pair_values(batch).items()}
         if not self.chunked_loss.applies_to(batch["labels"]):
             return self.sums(self(batch), batch["labels"])
         with without_head(self.model) as hidden_states:
             hidden = hidden_states(self(batch))
         return self.chunked_loss(hidden, batch["labels"])
+
+    def pair_values(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns values (P,) of the pairs of a micro-batch by name. Only the first is differentiable."""
+        return pair_values(self, batch)
 
     def derive(self, metrics: dict[str, float]) -> None:
         if "train/loss" in metrics and "train/rewards/margin" not in metrics:

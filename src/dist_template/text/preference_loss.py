@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -26,18 +27,28 @@ from .batches.rows import PAIRS
 
 @dataclass
 class PreferenceConfig:
-    """The loss of pairs, with data.source Preferences.
+    """The loss of pairs, with data.source Preferences, or of rated answers, with Ratings.
 
     Args:
-        loss: dpo (arXiv:2305.18290). ipo (arXiv:2310.12036), which bounds the difference. simpo (arXiv:2405.14734),
-            which has no reference. ipo and simpo compare means per token.
-        beta: Scale of the rewards: a larger one keeps the model closer to the reference.
+        loss: dpo (arXiv:2305.18290). ipo (arXiv:2310.12036), which bounds the difference. simpo (arXiv:2405.14734)
+            and orpo (arXiv:2403.07691), which have no reference. kto (arXiv:2402.01306), of Ratings. ipo, simpo and
+            orpo compare means per token.
+        beta: Scale of the rewards: a larger one keeps the model closer to the reference. Of orpo, the weight of the
+            odds ratio beside the chosen answer's cross-entropy.
         margin: Of simpo alone: by how much the chosen answer's reward has to be larger.
+        desirable_weight: Of kto: the weight of an answer that was found good.
+        undesirable_weight: Of kto: of one that was found bad; weight times number should be alike.
     """
 
-    loss: Literal["dpo", "ipo", "simpo"] = "dpo"
+    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
     beta: float = 0.1
     margin: float = 0.5
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    @property
+    def has_reference(self) -> bool:
+        return self.loss in ("dpo", "ipo", "kto")
 
 
 def has_pairs(data: object) -> bool:
@@ -48,7 +59,7 @@ def add_reference(module: Any) -> None:
     """Gives `module` a copy as its reference, if the loss needs one and no adapters can be switched off."""
     module.reference = None
     has_base = module.adapter is not None and not module.adapter.trainable
-    if has_base or not has_pairs(module.data) or module.preference.loss == "simpo":
+    if has_base or not has_pairs(module.data) or not module.preference.has_reference:
         return
 
     def build() -> nn.Module:
@@ -62,33 +73,57 @@ def add_reference(module: Any) -> None:
     exclude_frozen(module, "reference.")
 
 
-def pair_sums(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns sums over the pairs of a micro-batch: the loss, and as metrics the rewards.
+def pair_values(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns values (P,) of the pairs of a micro-batch: the loss, and as metrics the rewards.
 
-    A reward is beta times the log-ratio of an answer's probabilities, model to reference.
+    A reward is beta times the log-ratio of an answer's probabilities, model to reference. Equal rewards, as at the
+    start, are right by half.
     """
     config = module.preference
     reference: Tensor | float = 0.0
-    if config.loss != "simpo":
+    if config.has_reference:
         with _as_reference(module), torch.no_grad():
             reference, _ = _log_probabilities(module, batch)
     scores, lengths = _log_probabilities(module, batch)  # (P, 2) each
     scores = scores - reference
+    if config.loss == "kto":
+        return _rating_values(config, config.beta * scores, batch[PAIRS][:, 3] == 1)
     if config.loss != "dpo":
         scores = scores / lengths
     difference = scores[:, 0] - scores[:, 1]
     if config.loss == "ipo":
         losses = (difference - 1 / (2 * config.beta)).square()
+    elif config.loss == "orpo":
+        against = (-scores.expm1()).log()  # of the probability that the answer is another one, per token
+        log_odds = difference - against[:, 0] + against[:, 1]
+        losses = -scores[:, 0] - config.beta * F.logsigmoid(log_odds)
     else:
         margin = config.margin if config.loss == "simpo" else 0.0
         losses = -F.logsigmoid(config.beta * difference - margin)
     chosen, rejected = (config.beta * scores.detach()).unbind(1)
     return {
-        "loss": losses.sum(),
-        "rewards/chosen": chosen.sum(),
-        "rewards/rejected": rejected.sum(),
-        "rewards/margin": (chosen - rejected).sum(),
-        "rewards/accuracy": (chosen > rejected).sum(),
+        "loss": losses,
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margin": chosen - rejected,
+        "rewards/accuracy": (1 + (chosen - rejected).sign()) / 2,
+    }
+
+
+def _rating_values(config: PreferenceConfig, rewards: Tensor, is_good: Tensor) -> dict[str, Tensor]:
+    """Returns `pair_values` of rated answers. `rewards` (P, 2) are of the answer, and of another one to its prompt: the
+    mean of these on all ranks, if it is positive, is the distance from the reference. A margin is positive where the
+    reward is on the right side of the distance."""
+    total = torch.stack([rewards[:, 1].detach().sum(), rewards.new_tensor(len(rewards))])
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    distance = (total[0] / total[1].clamp(min=1)).clamp(min=0)
+    margin = torch.where(is_good, 1, -1) * (rewards[:, 0] - distance)
+    weights = torch.where(is_good, config.desirable_weight, config.undesirable_weight)
+    return {
+        "loss": weights * (1 - margin.sigmoid()),
+        "rewards/margin": margin.detach(),
+        "rewards/accuracy": (1 + margin.detach().sign()) / 2,
     }
 
 
@@ -98,7 +133,7 @@ def _log_probabilities(module: Any, batch: dict[str, Tensor]) -> tuple[Tensor, T
     logits = module(batch).float().flatten(0, 1)
     log_probabilities = -F.cross_entropy(logits, labels, reduction="none")  # 0 for label -100
     position = torch.arange(len(labels), device=labels.device)
-    edges = batch[PAIRS].unsqueeze(-1)  # (P, 3, 1)
+    edges = batch[PAIRS][:, :3].unsqueeze(-1)  # (P, 3, 1)
     inside = (edges[:, :2] <= position) & (position < edges[:, 1:])  # (P, 2, B x T)
     return (inside * log_probabilities).sum(-1), (inside & (labels != -100)).sum(-1)
 

@@ -243,16 +243,17 @@ class WholeRows(Rows):
 def second_start(counted: np.ndarray) -> int:
     """Returns where the rejected sequence starts among a pair's tokens, after the chosen one.
 
-    Each starts with tokens of the prompt, which do not count, and ends with tokens of an answer, which do."""
-    first = counted.argmax()
+    Each starts with tokens of the prompt, which do not count, and ends with tokens of an answer, which do. The first
+    is no label; of Ratings it says what people found."""
+    first = 1 + counted[1:].argmax()
     return int(first + (~counted[first:]).argmax())
 
 
 class PairRows(WholeRows):
     """Rows of T positions with pairs of a chosen and a rejected sequence, which are never cut.
 
-    A batch also has `PAIRS` (P, 3): where among its B x T positions each pair's chosen sequence
-    starts, its rejected one starts, and both end.
+    A batch also has `PAIRS` (P, 4): where among its B x T positions each pair's chosen sequence
+    starts, its rejected one starts, and both end; and 1 where a rated answer was found good.
     """
 
     def __getitems__(self, rows: list[int]) -> dict[str, Any]:
@@ -262,10 +263,11 @@ class PairRows(WholeRows):
                 continue
             at = index * self.seq_len
             sizes = [size for _, size in self.documents_of(row)]
-            for chosen, rejected in zip(sizes[::2], sizes[1::2], strict=True):
-                pairs.append((at, at + chosen, at + chosen + rejected))
+            found_good = self.counted[self.starts[self.numbers_of(row)]]
+            for chosen, rejected, good in zip(sizes[::2], sizes[1::2], found_good, strict=True):
+                pairs.append((at, at + chosen, at + chosen + rejected, int(good)))
                 at += chosen + rejected
-        batch[PAIRS] = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 3)
+        batch[PAIRS] = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 4)
         return batch
 
     def documents_of(self, row: int) -> list[tuple[int, int]]:

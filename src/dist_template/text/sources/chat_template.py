@@ -1,15 +1,16 @@
-"""Encodes conversations by a chat template that marks what the assistant says.
+"""Encodes conversations by a chat template, and finds the tokens that count.
 
-transformers reads the marks from `{% generation %}` tags. Most published templates have none, and their mask is
-silently empty (5.23). trl has templates with tags for the families that it knows; docs/finetune.md has what they render
-differently. For others, a turn is what follows the prompt that a server would have rendered before it.
+A message counts from the end of the prompt that a server renders before it to the end of its turn. What the template
+writes before an answer, such as an empty reasoning block, is the prompt's. A template that writes earlier turns
+differently once others follow cannot be divided so. For the families that it knows, trl has forms of the published
+templates that keep earlier turns, or mark answers by `{% generation %}` tags.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,100 +24,163 @@ from .records import wrong
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as Tokenizer
 
-Render = Callable[..., Any]  # apply_chat_template: tokens and their masks, or a text
+Message = dict[str, Any]  # role and content, and what else a turn has, such as tool_calls
+Render = Callable[..., str]  # of a list of messages
 TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-HELP = "give data.source.template, a .jinja file with {% generation %} around the assistant's turns"
+HELP = (
+    "set data.source.train_on to last, or give data.source.template, a .jinja file with {% generation %} tags around"
+    " the assistant's turns"
+)
+COUNTS = "train"  # key of a message in a document: whether it counts, whatever its role
+NO_REASONING: dict[str, Any] = {"enable_thinking": False, "thinking": False}  # variables of published templates
+OPENED = re.compile(r"<think>\s*$")  # a prompt that demands reasoning
+PROBE = [{"role": role, "content": content} for role, content in zip(("user", "assistant") * 2, "abcd", strict=True)]
 
 
 class Template(NamedTuple):
-    """A chat template: its Jinja source, a name for messages, and whether tags mark what counts."""
+    """A chat template: its Jinja source, a name for messages, and whether tags mark the assistant's turns."""
 
     text: str
     name: str
-    has_tags: bool = True
+    has_tags: bool = False
+
+
+class Span(NamedTuple):
+    """A message that counts: its number from 1, and where it starts and ends in the text."""
+
+    number: int
+    start: int
+    end: int
 
 
 def training_template(tokenizer: Tokenizer, file: str | None, train_on: str) -> Template:
-    """Returns the template that conversations are encoded by for training. Raises InputError if there is no template,
-    or the file has no tags, which `train_on` needs."""
-    needs_tags = train_on != "all"
+    """Returns the template that conversations are encoded by for training: `file`, or the tokenizer's; trl's form of it
+    if earlier turns change in it. Raises InputError if there is no template."""
     if file:
         text = Path(file).read_text(encoding="utf-8")
-        if needs_tags and not TAG.search(text):
-            raise InputError(
-                f"data.source.template {file!r} has no {{% generation %}} tags: put"
-                " {% generation %} … {% endgeneration %} around the assistant's turns, or set"
-                " data.source.train_on to all"
-            )
-        return Template(text, file)
+        return Template(text, file, bool(TAG.search(text)))
     name = f"the chat template of {tokenizer.name_or_path or 'data.tokenizer'}"
     text = tokenizer.chat_template
     text = text["default"] if isinstance(text, dict) else text
     if not text:
         raise InputError(f"{name} does not exist: {HELP}")
-    if not needs_tags or TAG.search(text):
-        return Template(text, name)
-    require("trl", f"{name}, which has no {{% generation %}} tags,")
+    own = Template(text, name, bool(TAG.search(text)))
+    if own.has_tags or train_on == "all" or _divides(tokenizer, own, train_on):
+        return own
+    require("trl", f"{name}, in which earlier turns change or have no end,")
     from trl.chat_template_utils import get_training_chat_template  # 6 s
 
     try:
-        tagged = get_training_chat_template(tokenizer)
+        form = get_training_chat_template(tokenizer) or text
     except ValueError:  # trl does not know the family
-        return Template(text, name, has_tags=False)
-    return Template(tagged or text, f"{name}, in trl's form,")
+        return own
+    name += ", in trl's form,"
+    divides = _divides(tokenizer, Template(form, name), train_on)
+    return Template(form, name, has_tags=not divides)
 
 
-def encode(tokenizer: Tokenizer, template: Template, train_on: str, documents: Documents) -> list[Encoded]:
+def _divides(tokenizer: Tokenizer, template: Template, train_on: str) -> bool:
+    """Returns whether the answers of a conversation can be found without tags."""
+    try:
+        encode(tokenizer, template, train_on, ["assistant"], [("", json.dumps({"messages": PROBE}))])
+    except InputError:
+        return False
+    return True
+
+
+def encode(
+    tokenizer: Tokenizer, template: Template, train_on: str, roles: list[str], documents: Documents
+) -> list[Encoded]:
     """Returns the tokens of conversations, which are JSON, and which of them count. Raises InputError if the template
-    refuses a conversation, or marks nothing in it."""
+    refuses a conversation, changes its turns, or marks nothing in it."""
     # A text source that shares the tokenizer sets it; a template's special tokens are such.
     tokenizer.backend_tokenizer.encode_special_tokens = False
-    tags = template.has_tags and train_on != "all"
     encoded = []
     for name, text in documents:
         conversation = json.loads(text)
         messages, tools = conversation["messages"], conversation.get("tools")
+        numbers = [n for n, message in enumerate(messages) if message.pop(COUNTS, message["role"] in roles)]
+        if train_on == "last":
+            numbers = numbers[-1:]
         render = partial(tokenizer.apply_chat_template, tools=tools, chat_template=template.text)
         try:
-            offsets = {"return_offsets_mapping": not template.has_tags}
-            out: Any = render(messages, return_assistant_tokens_mask=tags, tokenizer_kwargs=offsets)
-            counted = np.ones(len(out["input_ids"]), dtype=bool)
-            if tags:
-                counted = np.array(out["assistant_masks"], dtype=bool)
-            elif train_on != "all":
-                as_text: Render = partial(render, tokenize=False)
-                counted = _in_answers(as_text, messages, np.array(out["offset_mapping"]))
+            out: Any = render(
+                messages,
+                return_assistant_tokens_mask=template.has_tags,
+                tokenizer_kwargs={"return_offsets_mapping": True},
+            )
+            ids, offsets = np.array(out["input_ids"], dtype=np.int64), np.array(out["offset_mapping"])
+            counted = np.ones(len(ids), dtype=bool)
+            if train_on != "all":
+                as_text: Any = partial(render, tokenize=False)
+                counted = _tokens(_spans(as_text, tokenizer, template, messages, numbers), offsets)
+            if template.has_tags and train_on != "all":
+                counted &= np.array(out["assistant_masks"], dtype=bool)
         except Exception as error:  # a template raises errors of Jinja and of Python
             what = f"cannot be rendered by {template.name}: {first_line(error)}"
             raise wrong(name, what) from error
-        if train_on == "last":
-            counted[: last_turn(counted)[0]] = False
         if not counted.any():
-            raise InputError(f"{template.name} marks no token of {name} as the assistant's: {HELP}")
-        encoded.append(Encoded(np.array(out["input_ids"], dtype=np.int64), counted))
+            raise InputError(f"{template.name} marks no token of {name}: {HELP}")
+        encoded.append(Encoded(ids, counted))
     return encoded
 
 
-def _in_answers(render: Render, messages: list[dict[str, str]], offsets: np.ndarray) -> np.ndarray:
-    """Returns which tokens of a conversation are in the assistant's turns, by a template without
-    tags: from the end of the prompt that a server renders before a turn, to the turn's end.
-    `offsets` (tokens, 2) are the tokens' starts and ends in the text that `render` returns.
+def _spans(
+    render: Render, tokenizer: Tokenizer, template: Template, messages: list[Message], numbers: list[int]
+) -> Iterator[Span]:
+    """Yields where messages are in the text of a conversation. With tags, a span is only where their mask is read.
 
     Raises InputError if a turn does not follow its prompt, changes when others follow, or has no end."""
-    text = render(messages)
+    text, special = render(messages), tuple(tokenizer.get_added_vocab())
+    for number in numbers:
+        turn = render(messages[: number + 1]).rstrip()  # no label follows the token that ends it
+        is_answer = number > 0 and messages[number]["role"] == "assistant"
+        if is_answer:
+            prompt = _prompt(render, messages[:number], turn, template)
+        else:  # nothing asks for it
+            prompt = turn[: turn.rfind(messages[number]["content"].strip())]
+        if template.has_tags and is_answer:
+            following = [n for n in range(number + 1, len(messages)) if messages[n]["role"] == "assistant"]
+            end = len(render(messages[: following[0]])) if following else len(text)
+            prompt = prompt or render(messages[:number])
+        elif prompt and text.startswith(turn) and (turn.endswith(special) or _goes_on(turn, messages[number])):
+            end = len(turn)
+        else:
+            raise InputError(
+                f"message {number + 1} does not continue a server's prompt, changes when others follow, or has no end:"
+                f" {HELP}"
+            )
+        yield Span(number + 1, len(prompt), end)
+
+
+def _goes_on(turn: str, message: Message) -> bool:
+    """Returns whether the template writes something after a message's content."""
+    content = message["content"].strip()
+    return bool(content) and content in turn and not turn.endswith(content)
+
+
+def _prompt(render: Render, messages: list[Message], turn: str, template: Template) -> str:
+    """Returns the longest of the prompts for an answer that `turn` continues: with reasoning or not. "" if it continues
+    neither."""
+    served = render(messages, add_generation_prompt=True)
+    prompts = [served, OPENED.sub("", served)]
+    if "thinking" in template.text:
+        prompts.append(render(messages, add_generation_prompt=True, **NO_REASONING))
+    return max((prompt for prompt in prompts if turn.startswith(prompt)), key=len, default="")
+
+
+def _tokens(spans: Iterator[Span], offsets: np.ndarray) -> np.ndarray:
+    """Returns which tokens are in a span; `offsets` (tokens, 2) are their starts and ends in the text. Raises
+    InputError if a token has characters of a prompt and of an answer: a server divides them otherwise."""
     starts, ends = offsets.T
     counted = np.zeros(len(offsets), dtype=bool)
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt = render(messages[:number], add_generation_prompt=True)
-        turn = render(messages[: number + 1])
-        answer, said = turn[len(prompt) :], message["content"].strip()
-        end = answer.rpartition(said)[2] if said else answer
-        is_asked = turn.startswith(prompt) and text.startswith(turn) and said in answer
-        if not (is_asked and end.strip()):
-            raise InputError(f"message {number + 1} does not continue a server's prompt, or has no end: {HELP}")
-        counted |= (len(prompt) <= starts) & (starts < ends) & (ends <= len(turn))
+    for number, start, end in spans:
+        if (joined := (starts < start) & (start < ends)).any():
+            raise InputError(
+                f"the tokenizer joins the end of a prompt with the start of message {number}"
+                f" (token {int(joined.argmax())}): remove the white space there"
+            )
+        counted |= (start <= starts) & (starts < ends) & (ends <= end)
     return counted
 
 

@@ -45,11 +45,12 @@ class Source(Choice, ABC):
 
     `whole`: documents are stored unsplit, with start offsets and loss masks, and a row holds
     documents that fit into it together (rows.py). `pairs`: each document is two sequences, which do
-    not attend to each other (Preferences).
+    not attend to each other (Preferences). `ratings`: the second is another's answer (Ratings).
     """
 
     whole = False
     pairs = False
+    ratings = False
 
     @abstractmethod
     def documents(self) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Scores every document of a split: a callback of `test` and `validate`, under any strategy."""
+"""Scores every document or pair of a split: a callback of `test` and `validate`, under any strategy."""
 
 import copy
 import hashlib
@@ -16,9 +16,12 @@ from ....errors import InputError
 from ....text.batches.rows import NOT_COUNTED
 from ....weights import from_all_ranks
 
+PAIR_FIGURES = {"reward_accuracy": "rewards/accuracy", "reward_margin": "rewards/margin"}  # names of the metrics
+
 
 class DocumentScores(Callback):
-    """Writes a table of the documents: name, source, bytes, tokens, and nats of the model.
+    """Writes a table of the documents: name, source, bytes, tokens, and nats of the model. Of pairs, nats are the loss,
+    tokens the pairs themselves, and `reward_accuracy` and `reward_margin` are columns too.
 
     Args:
         path: The .parquet file to write; its index is the hash of the text.
@@ -32,21 +35,27 @@ class DocumentScores(Callback):
         self.module: Any = pl_module
         if not (hasattr(self.data, "documents") and hasattr(pl_module, "sums")):
             raise InputError("evaluate measures texts by their likelihood; use `test` for others")
-        if self.data.source.pairs:
-            raise InputError(
-                "a run on preferences cannot be evaluated or promoted yet: `export` and `serve`"
-                " take it, and `validate` measures the loss of its pairs"
-            )
+        self.figures = ["nats", "tokens", *(PAIR_FIGURES if self.data.source.pairs else ())]
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         is_validation, sums = trainer.state.fn == "validate", self.module.sums
         loader: Any = trainer.val_dataloaders if is_validation else trainer.test_dataloaders
         self.documents = self.data.documents("validation" if is_validation else "test")
-        self.totals = np.zeros((2, len(self.documents.ends)))  # nats and tokens
+        self.totals = np.zeros((len(self.figures), len(self.documents.ends)))
         # Rows of tokens that are their own positions: their labels are the labels' positions.
         self.rows = copy.copy(loader.dataset)
         self.rows.tokens = np.arange(len(self.rows.tokens))
         self.nats: list[Tensor] = []
+        if self.data.source.pairs:
+            self.pairs: dict[str, Tensor] = {}
+            pair_values = self.module.pair_values
+
+            def record_pairs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+                self.pairs = pair_values(batch)
+                return self.pairs
+
+            self.module.pair_values = record_pairs
+            return
 
         def record(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
             flat = logits.float().flatten(0, 1)
@@ -60,6 +69,12 @@ class DocumentScores(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Tensor | Mapping | None,
         batch: Any, batch_idx: int, dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
+        if self.data.source.pairs:
+            rows = [self.rows.numbers_of(row) for row in self.data.eval_rows if row >= 0]
+            values = [self.pairs["loss"], torch.ones_like(self.pairs["loss"])]
+            values += [self.pairs[name] for name in PAIR_FIGURES.values()]
+            self.totals[:, np.concatenate(rows)] = torch.stack(values).double().cpu().numpy()
+            return
         nats = torch.cat(self.nats).double().cpu().numpy()  # (B x T,)
         self.nats.clear()
         counted = batch["labels"].flatten().cpu().numpy() != NOT_COUNTED
@@ -77,7 +92,7 @@ class DocumentScores(Callback):
         import pandas as pd
 
         columns: dict[str, object] = {"sample": self.documents.names, "source": self.documents.sources}
-        columns["nats"], columns["tokens"] = np.sum([*by_rank.values()], axis=0)
+        columns |= zip(self.figures, np.sum([*by_rank.values()], axis=0), strict=True)
         tokenizer = self.data.text_tokenizer.backend_tokenizer.to_str().encode()
         columns["tokenizer"] = hashlib.sha256(tokenizer).hexdigest()
         texts = [text.encode() for text in self.documents.texts]

@@ -26,7 +26,7 @@ from ....text.cache.token_cache import Corpus
 from ....text.tokenizers import Pretrained
 from ..export import trained
 from . import tasks
-from .documents import DocumentScores
+from .documents import PAIR_FIGURES, DocumentScores
 from .paired import LEAST, Comparison, compare
 
 if TYPE_CHECKING:
@@ -152,7 +152,8 @@ def write(
         of_tasks = measured[measured["model"] == number].groupby("measure")["value"].mean().to_dict()
         figures = figures_of(table, is_whole) | of_tasks
         models.append({"model": name, "figures": figures, "is_baseline": number > 0})
-        rows.append(table.assign(model=number, measure="nats", value=table["nats"]).reset_index())
+        for measure in ["nats", *pair_figures(table)]:
+            rows.append(table.assign(model=number, measure=measure, value=table[measure]).reset_index())
         print(f"{name}: " + "  ".join(f"{key} {value:.4f}" for key, value in figures.items()))
     found = {
         "split": split,
@@ -175,12 +176,16 @@ def compared(tables: list[DataFrame], measured: DataFrame, is_whole: bool) -> li
     if is_whole and not has_same_tokens:
         raise InputError("tokenizers differ, and of conversations only some tokens count")
     found, nats = [], [table["nats"].to_numpy() for table in tables]
-    num_tests = 1 + measured["measure"].nunique()  # loss and bits are one test in two units
+    of_pairs = pair_figures(run)
+    num_tests = 1 + len(of_pairs) + measured["measure"].nunique()  # loss and bits are one test in two units
     if has_same_tokens:
         found.append(compare("loss", *nats, run["tokens"].to_numpy(), num_tests=num_tests))
     if not is_whole:
         bits = run["bytes"].to_numpy() * math.log(2)
         found.append(compare("bits_per_byte", *nats, bits, num_tests=num_tests))
+    for name in of_pairs:
+        values = [table[name].to_numpy() for table in tables]
+        found.append(compare(name, *values, np.ones(len(run)), lower_is_better=False, num_tests=num_tests))
     for measure, rows in measured.groupby("measure"):
         by_model = rows.pivot(index="sample", columns="model", values="value").dropna()
         if len(by_model.columns) == len(tables):
@@ -189,10 +194,16 @@ def compared(tables: list[DataFrame], measured: DataFrame, is_whole: bool) -> li
     return found
 
 
+def pair_figures(table: DataFrame) -> list[str]:
+    """Returns the columns that only tables of pairs have."""
+    return [name for name in PAIR_FIGURES if name in table]
+
+
 def figures_of(table: DataFrame, is_whole: bool) -> dict[str, float]:
     """Returns the means; bits per byte only of text, whose tokens all count."""
     nats = float(table["nats"].sum())
     found = {"loss": nats / float(table["tokens"].sum())}
+    found |= {name: float(table[name].mean()) for name in pair_figures(table)}
     if not is_whole:
         found["bits_per_byte"] = nats / math.log(2) / float(table["bytes"].sum())
     return found
