@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,11 +24,12 @@ from ..model.training_module import TrainingModule
 from ..parallel import run_strategy
 from ..parallel.configured import NOT_READ_YET
 from .batches.rows import PAIRS
+from .distillation import DistillationConfig, blended, build_teacher, distilled_sums
 from .model.adapters import AdapterConfig, add_adapters, proof_axes
 from .model.causal_lm import checked_fields
 from .model.head import ChunkedLoss, without_head
 from .model.quantize import quantize
-from .preference_loss import PreferenceConfig, add_reference, has_pairs, pair_values
+from .preference_loss import PreferenceConfig, add_reference, build_reference, has_pairs, needs_copy, pair_values
 
 if TYPE_CHECKING:
     from ..cli.limits.machine import Setup
@@ -41,6 +43,7 @@ class TextModule(TrainingModule):
             model that changes its logits after the output layer.
         adapter: Train LoRA adapters and freeze everything else. null: train all weights.
         preference: The loss of pairs, which data.source Preferences yields in place of texts.
+        distillation: Learn a teacher's distribution. null: from the data alone.
         sample_tokens: Tokens that `generate` appends to a prompt.
         sample_temperature: Randomness of `generate`. 0 takes the most probable token each time.
         options: See TrainingModule.
@@ -53,6 +56,7 @@ class TextModule(TrainingModule):
         loss_chunk: int | None = 4096,
         adapter: AdapterConfig | None = None,
         preference: PreferenceConfig = PreferenceConfig(),  # noqa: B008  (nothing changes it)
+        distillation: DistillationConfig | None = None,
         sample_tokens: int = 64,
         sample_temperature: float = 0.8,
         **options: Any,
@@ -64,6 +68,8 @@ class TextModule(TrainingModule):
         self.frozen_base: dict[str, str] | None = None
         self.frozen_reference: dict[str, str] | None = None
         self.preference = preference
+        self.distillation = distillation
+        self.reference: nn.Module | None = None
         self.sample_tokens = sample_tokens
         self.sample_temperature = sample_temperature
 
@@ -76,8 +82,11 @@ class TextModule(TrainingModule):
             exclude_frozen(self)
         if self.blocks.compile:  # one pass over the logits forward, one backward, not a dozen
             self.sums = torch.compile(self.sums)
-        self.chunked_loss = ChunkedLoss(self.model, self.sums, self.loss_chunk)
-        add_reference(self)
+        if self.distillation or needs_copy(self):
+            add_reference(self, partial(build_teacher if self.distillation else build_reference, self))
+        blend = partial(blended, self.distillation) if self.distillation else None
+        teacher = self.reference if self.distillation else None
+        self.chunked_loss = ChunkedLoss(self.model, self.sums, self.loss_chunk, teacher, blend)
 
     def build_network(self, data: Any, quantized: bool = True) -> nn.Module:
         """Builds the network of `build_model`, with the adapters of `model.adapter`."""
@@ -110,6 +119,8 @@ class TextModule(TrainingModule):
         are_ratings = getattr(getattr(setup.data, "source", None), "ratings", False)
         if setup.trains and (self.preference.loss == "kto") != are_ratings:
             yield "model.preference.loss kto and data.source Ratings need each other: set both, or neither"
+        if setup.trains and self.distillation and has_pairs(setup.data):
+            yield "model.distillation learns from texts or conversations, and data.source yields pairs: remove one"
 
     def fixed_settings(self, data: Any) -> dict[str, object]:
         found = super().fixed_settings(data)
@@ -118,6 +129,8 @@ class TextModule(TrainingModule):
                 found[f"model.adapter.{key}"] = getattr(self.adapter, key)
         if has_pairs(data):
             found["model.preference.beta"] = self.preference.beta
+        if self.distillation:
+            found["model.distillation"] = [self.distillation.weight, self.distillation.temperature]
         return found
 
     def sums(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -135,6 +148,8 @@ class TextModule(TrainingModule):
         """Returns `sums` over all tokens, or pairs, of a micro-batch. Only the first is differentiable."""
         if PAIRS in batch:
             return {name: values.sum() for name, values in self.pair_values(batch).items()}
+        if self.distillation:
+            return distilled_sums(self, batch)
         if not self.chunked_loss.applies_to(batch["labels"]):
             return self.sums(self(batch), batch["labels"])
         with without_head(self.model) as hidden_states:

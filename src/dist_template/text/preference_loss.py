@@ -7,7 +7,7 @@ strategy. Checkpoints contain the copy's hash only.
 Shapes: P pairs of a micro-batch, B sequences, T tokens of a sequence, V vocabulary.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -55,18 +55,21 @@ def has_pairs(data: object) -> bool:
     return getattr(getattr(data, "source", None), "pairs", False)
 
 
-def add_reference(module: Any) -> None:
-    """Gives `module` a copy as its reference, if the loss needs one and no adapters can be switched off."""
-    module.reference = None
+def build_reference(module: Any) -> nn.Module:
+    """Returns a frozen copy of the model at the start."""
+    model = module.build_model(module.data).requires_grad_(False)
+    module.frozen_reference = hash_frozen(model, type(model).__name__)
+    return model
+
+
+def needs_copy(module: Any) -> bool:
+    """Returns whether the loss needs a reference, and no adapters can be switched off."""
     has_base = module.adapter is not None and not module.adapter.trainable
-    if has_base or not has_pairs(module.data) or not module.preference.has_reference:
-        return
+    return has_pairs(module.data) and module.preference.has_reference and not has_base
 
-    def build() -> nn.Module:
-        model = module.build_model(module.data).requires_grad_(False)
-        module.frozen_reference = hash_frozen(model, type(model).__name__)
-        return model
 
+def add_reference(module: Any, build: Callable[[], nn.Module]) -> None:
+    """Gives `module` the frozen model of `build` as its `reference`, placed by its own strategy."""
     # Lightning warns of modules in eval mode, in which only the reference's passes are
     module.reference = place(build, module.trainer.strategy, module.blocks).train()
     module.frozen_reference = weights.broadcast(module.frozen_reference)
@@ -82,8 +85,9 @@ def pair_values(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     config = module.preference
     reference: Tensor | float = 0.0
     if config.has_reference:
-        with _as_reference(module), torch.no_grad():
+        with as_reference(module), torch.no_grad():
             reference, _ = _log_probabilities(module, batch)
+        reshard(module.reference)
     scores, lengths = _log_probabilities(module, batch)  # (P, 2) each
     scores = scores - reference
     if config.loss == "kto":
@@ -139,7 +143,7 @@ def _log_probabilities(module: Any, batch: dict[str, Tensor]) -> tuple[Tensor, T
 
 
 @contextmanager
-def _as_reference(module: Any) -> Generator[None]:
+def as_reference(module: Any) -> Generator[None]:
     """Inside, a forward pass of `module` is the reference's, without dropout."""
     model, counts = module.model, module.balancer.counts_now
     module.balancer.counts_now = False
@@ -152,7 +156,10 @@ def _as_reference(module: Any) -> Generator[None]:
     finally:
         reference.train(training)
         module.model, module.balancer.counts_now = model, counts
-    if module.reference is not None:
-        for unit in reference.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()  # FSDP2 keeps the outermost unit for a backward pass
+
+
+def reshard(reference: nn.Module | None) -> None:
+    """Frees the outermost unit, which FSDP2 keeps for a backward pass."""
+    for unit in reference.modules() if reference is not None else ():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()

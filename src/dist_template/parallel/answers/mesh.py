@@ -97,9 +97,10 @@ def _pipeline(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
         yield f"{ARGS}.cpu_offload true does not work in a pipeline: set it to false"
     if setup.setting("adapter.quantize"):
         yield "model.adapter.quantize does not work in a pipeline: set it to null, or pp_size to 1"
-    if getattr(getattr(setup.data, "source", None), "pairs", False):
-        why = "runs the model twice in a step, which a pipeline cannot do"
-        yield f"data.source Preferences {why}: set {ARGS}.pp_size to 1"
+    has_pairs = getattr(getattr(setup.data, "source", None), "pairs", False)
+    for key, is_set in (("data.source Preferences", has_pairs), ("model.distillation", setup.setting("distillation"))):
+        if is_set:
+            yield f"{key} runs two models in a step, which a pipeline cannot do: set {ARGS}.pp_size to 1"
 
 
 def _tensor(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:

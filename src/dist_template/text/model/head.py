@@ -70,17 +70,22 @@ class ChunkedLoss(nn.Module):
 
     Args:
         model: A model with an output layer (`get_output_embeddings`) or without.
+        teacher: Another, whose logits `blend` gets too. None: there is none.
+        blend: Maps the sums, the logits of both, and the labels of a chunk to other sums.
         sums: Maps logits (1, N, V) and labels (1, N) to sums () by name. The first is minimized; the others are metrics
             without a gradient. Only the output layer's input and weights get a gradient from the first.
         size: N. None: all tokens are computed at once."""
 
-    def __init__(self, model: nn.Module, sums: Sums, size: int | None) -> None:
+    def __init__(
+        self, model: nn.Module, sums: Sums, size: int | None, teacher: nn.Module | None = None,
+        blend: Callable[..., dict[str, Tensor]] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+        head, of_teacher = (getattr(each, "get_output_embeddings", lambda: None)() for each in (model, teacher))
         # as a submodule its weights would get a second name in checkpoints
-        self._unregistered = (head,)
-        self.sums, self.size = sums, size
-        for weight in head.parameters() if head is not None else ():
+        self._unregistered: Any = (head, of_teacher)
+        self.sums, self.size, self.blend = sums, size, blend
+        for weight in [w for each in self._unregistered if each is not None for w in each.parameters()]:
             if is_partitioned_by_zero(weight):
                 import deepspeed
 
@@ -91,20 +96,27 @@ class ChunkedLoss(nn.Module):
         has_head = self._unregistered[0] is not None
         return has_head and self.size is not None and labels.numel() > self.size
 
-    def forward(self, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Returns sums by name of `hidden` (B, T, D), from `without_head`, and labels (B, T)."""
-        (head,) = self._unregistered
-        if isinstance(head, FSDPModule):
-            head.unshard()  # no-op if the forward pass kept the weights (transformers' plans do)
+    def forward(self, hidden: Tensor, labels: Tensor, expected: Tensor | None = None) -> dict[str, Tensor]:
+        """Returns sums by name of `hidden` (B, T, D), from `without_head`, and labels (B, T); `expected` is the
+        teacher's `hidden`."""
+        head, of_teacher = self._unregistered
+        for each in (head, of_teacher):
+            if isinstance(each, FSDPModule):
+                each.unshard()  # no-op if the forward pass kept the weights (transformers' plans do)
         # of equal size: compiled for one shape
         num = -(-labels.numel() // (self.size or labels.numel()))
-        rows = hidden.reshape(1, -1, hidden.shape[-1]).chunk(num, dim=1)
-        chunks = zip(rows, labels.reshape(1, -1).chunk(num, dim=1), strict=True)
+        tensors = [hidden.flatten(0, 1), labels.flatten(), *([] if expected is None else [expected.flatten(0, 1)])]
+        chunks = zip(*(tensor[None].chunk(num, dim=1) for tensor in tensors), strict=True)
         names: list[str] = []
 
-        def values(part: Tensor, part_labels: Tensor) -> list[Tensor]:
+        def values(part: Tensor, part_labels: Tensor, *given: Tensor) -> list[Tensor]:
             # without hooks: they ran once for all chunks
-            named = self.sums(head.forward(part), part_labels)
+            logits = head.forward(part)
+            named = self.sums(logits, part_labels)
+            if self.blend is not None:
+                with torch.no_grad():
+                    of_chunk = of_teacher.forward(*given)
+                named = self.blend(named, logits, of_chunk, part_labels)
             names[:] = named
             return list(named.values())
 
@@ -126,16 +138,16 @@ class _GradientsAtOnce(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        sums: Callable[[Tensor, Tensor], list[Tensor]],
-        chunks: Iterable[tuple[Tensor, Tensor]],
+        sums: Callable[..., list[Tensor]],
+        chunks: Iterable[tuple[Tensor, ...]],
         hidden: Tensor,
         *weights: Tensor,
     ) -> Tensor:
         results, of_hidden, of_weights = [], [], []
         with torch.enable_grad():
-            for part, labels in chunks:
+            for part, *others in chunks:
                 part = part.detach().requires_grad_()
-                values = sums(part, labels)
+                values = sums(part, *others)
                 gradient, *gradients = torch.autograd.grad(values[0], [part, *weights])
                 results.append(_stacked(values))
                 of_hidden.append(gradient)
