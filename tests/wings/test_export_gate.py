@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dist_template import InputError, Project
+from tests import ROOT
 from tests.support.chats import TAGGED, UNTAGGED
 from tests.support.hub import NO_RIGHTS, OWNER, Hub, hub
 from tests.support.runs import OURS, newest, only_run, run, small
@@ -212,20 +213,25 @@ def test_an_unreachable_hub_is_one_sentence(
     assert "\n" not in str(error.value)
 
 
-def test_a_graph_without_python_code_gives_the_folders_logits(folder: Path, tmp_path: Path) -> None:
-    """What docs/evaluate.md gives to users of TensorFlow's SavedModel."""
-    output, file = tmp_path / "out", tmp_path / "model.pt2"
-    exported(folder, output)
-    page = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text("utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    code = code.replace('"out"', repr(str(output))).replace('"model.pt2"', repr(str(file)))
-    names: dict[str, Any] = {}
-    exec(compile(code, "evaluate.md", "exec"), names)
-    tokens = torch.arange(60).view(2, 30)  # another shape than the traced one
+@pytest.mark.slow
+def test_a_program_in_place_of_a_saved_model_gives_the_folders_logits(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The code that docs/evaluate.md gives to users of TensorFlow's SavedModel."""
+    from transformers.exporters import DynamoConfig, DynamoExporter
+
+    exported(folder, tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    page = (ROOT / "docs" / "evaluate.md").read_text("utf-8")
+    (code,) = re.findall(r"`(DynamoExporter.*)`", page)
+    names = {"DynamoExporter": DynamoExporter, "DynamoConfig": DynamoConfig, "model": model}
+    names["inputs"] = {"input_ids": torch.arange(16).view(2, 8)}
+    program = tmp_path / "program"
+    eval(code.replace('"program"', repr(str(program))), names)
+    tokens = torch.arange(90).view(3, 30)  # another shape than the traced one
     with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(output)(tokens, use_cache=False).logits
-        loaded = torch.export.load(file).module()(tokens)
-    assert torch.allclose(loaded, expected, atol=1e-5)
+        found = torch.export.load(program / "model.pt2").module()(input_ids=tokens)
+        assert torch.allclose(found.logits, model(tokens).logits, atol=1e-5)
 
 
 def logits(found: Trained) -> torch.Tensor:
