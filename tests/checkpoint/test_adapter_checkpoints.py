@@ -33,7 +33,7 @@ def test_a_resumed_training_equals_the_uninterrupted_one(train: Trainings, strat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "num"), tiers([("llama", 3), ("experts", 6)], [("llama", 3)]))
+@pytest.mark.parametrize(("kind", "num"), tiers([("llama", 3), ("experts", 6)], daily=[]))
 def test_adapters_continue_from_strategy_to_strategy(train: Trainings, kind: str, num: int) -> None:
     """Over other numbers of ranks too: each leg has the losses of an uninterrupted training."""
     expected = trained(train, "one", kind=kind).loss

@@ -27,7 +27,7 @@ RUN += ["--run.report=false", "--trainer.max_steps=4", "--model.optim.warmup=0"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", tiers([*pairs.OF_TRL], daily=["dpo"]))
+@pytest.mark.parametrize("loss", tiers([*pairs.OF_TRL], daily=[]))
 def test_the_losses_of_four_steps_are_those_of_trl(loss: str, tmp_path: Path) -> None:
     """The first alone would prove nothing: DPO's is ln 2."""
     pairs.save_llama(tmp_path / "model", 260)
@@ -140,7 +140,7 @@ def test_the_reference_stays_as_it_was_and_is_not_saved(train: Trainings, strate
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(["one", "ddp", "fsdp2", "zero3"], daily=["fsdp2"]))
+@pytest.mark.parametrize("strategy", tiers(["one", "ddp", "fsdp2", "zero3"], daily=[]))
 def test_a_resumed_training_has_exactly_the_same_losses(train: Trainings, strategy: str) -> None:
     first = trained(train, "copy", strategy, callbacks=[PauseAfter(2)])
     checkpoint = f"--ckpt_path={newest(first.run)}"

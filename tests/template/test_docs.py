@@ -23,6 +23,7 @@ from dist_template import AdapterConfig
 from dist_template.strategies import MeshStrategy, ZeroStrategy
 from tests.support.line import PACKAGE, main
 from tests.support.recorded import METRICS
+from tests.support.tiers import NIGHTLY
 from tests.support.wings import engine
 from tests.support.written import falling, write_run
 
@@ -209,7 +210,7 @@ def pages_that(train: bool) -> list[Any]:
     for page in PAGES:
         found = [each for code in MARKED.findall(text_of(page)) for each in commands(code)]
         if any((argv[0] in TRAINING) == train for argv in found):
-            marks = [pytest.mark.slow] if page.name == "plan.md" else []
+            marks = NIGHTLY if page.name == "plan.md" else ()
             chosen.append(pytest.param(page, marks=marks, id=name_of(page)))
     return chosen
 

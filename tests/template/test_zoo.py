@@ -17,6 +17,7 @@ from dist_template.parallel import mesh, mesh_ranks
 from tests.support import planted_model
 from tests.support.library import proof, shard_batch
 from tests.support.runs import CONFIGS, OURS, Workers, run
+from tests.support.tiers import NIGHTLY
 from tests.support.wings import rehearse_main as main
 from zoo import cases as zoo
 from zoo.arms import OF_LORA, reference_of
@@ -59,9 +60,10 @@ def count_positions_per_shard() -> None:
     vars(mesh_ranks)["shard_batch"] = local
 
 
+OLMO2 = ("olmo2", "default", "cp", count_positions_per_shard, "rotary_emb")
 MENDS = [
     ("phi", "switched", "tp", forget_the_norms, "replicas differ"),
-    ("olmo2", "default", "cp", count_positions_per_shard, "rotary_emb"),
+    pytest.param(OLMO2, marks=NIGHTLY),
 ]
 
 

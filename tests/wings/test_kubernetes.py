@@ -211,7 +211,7 @@ class Pods(TwoHosts):
 
 @pytest.mark.netns
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", tiers(["Job", "JobSet"], daily=["Job"]))
+@pytest.mark.parametrize("kind", tiers(["Job", "JobSet"], daily=[]))
 def test_two_pods_train_as_one_machine(
     kind: str, flags: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:

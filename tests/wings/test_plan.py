@@ -99,7 +99,7 @@ STAGES = [(2, "1F1B"), (4, "1F1B"), (2, "Interleaved1F1B")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "schedule"), tiers(STAGES, [STAGES[0]]))
+@pytest.mark.parametrize(("stages", "schedule"), tiers(STAGES, daily=[]))
 def test_predicted_activations_of_stages(
     flags: Any, tmp_path: Path, stages: int, schedule: str
 ) -> None:
@@ -120,6 +120,7 @@ def test_predicted_activations_of_stages(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_best_schedule_of_a_pipeline_is_shown() -> None:
     """On devices that compute slowly; of 8 micro-batches."""
     made = planner(LLAMA | {"num_hidden_layers": 4}, 32, 64)

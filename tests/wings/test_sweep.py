@@ -96,6 +96,7 @@ def test_trials_are_fits(here: Any, flags: Any, space: str, tmp_path: Path, caps
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_trial_resumes(
     here: Any, flags: Any, space: str, tmp_path: Path, capsys: Any
 ) -> None:
