@@ -21,6 +21,7 @@ import pytest
 
 from dist_template import AdapterConfig
 from dist_template.strategies import MeshStrategy, ZeroStrategy
+from dist_template.text.distillation import DistillationConfig
 from tests.support.line import PACKAGE, main
 from tests.support.recorded import METRICS
 from tests.support.tiers import NIGHTLY
@@ -42,6 +43,7 @@ STRATEGY = {
     key for kind in (MeshStrategy, *ZeroStrategy.__mro__[:2]) for key in signature(kind).parameters
 }
 ADAPTER = set(signature(AdapterConfig).parameters)
+DISTILLATION = set(signature(DistillationConfig).parameters)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -172,6 +174,7 @@ def test_every_key_that_a_page_names_exists(page: Path, keys: set[str]) -> None:
     for found in {*flags, *named}:
         of_strategy = found.removeprefix("trainer.strategy.").removeprefix("init_args.") in STRATEGY
         of_adapter = found.removeprefix("model.adapter.") in ADAPTER
+        of_adapter |= found.removeprefix("model.distillation.") in DISTILLATION
         known = (
             found in keys or of_strategy or of_adapter or found.startswith("model.architecture.")
         )

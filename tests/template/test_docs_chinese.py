@@ -55,7 +55,7 @@ def differences(chinese: str, english: str) -> list[str]:
     plain = " ".join(english.split())
     for text in re.findall(r"`([^`\n]+)`", FENCE.sub("", chinese)):
         found += [] if text in plain else [text]
-    digits = ENGLISH.sub(lambda word: WORDS[word[0].lower()], english)
+    digits = ENGLISH.sub(lambda word: WORDS[word[0].lower()], plain)
     digits = digits.replace("bits", "bit").replace("-bit", " bit")
     figures = Counter(FIGURE.findall(chinese)) - Counter(FIGURE.findall(digits))
     return found + sorted(figures)

@@ -81,11 +81,10 @@ class ChunkedLoss(nn.Module):
         blend: Callable[..., dict[str, Tensor]] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        head, of_teacher = (getattr(each, "get_output_embeddings", lambda: None)() for each in (model, teacher))
-        # as a submodule its weights would get a second name in checkpoints
-        self._unregistered: Any = (head, of_teacher)
+        # as submodules their weights would get second names in checkpoints
+        self._unregistered: Any = (_head_of(model), _head_of(teacher))
         self.sums, self.size, self.blend = sums, size, blend
-        for weight in [w for each in self._unregistered if each is not None for w in each.parameters()]:
+        for weight in nn.ModuleList(filter(None, self._unregistered)).parameters():
             if is_partitioned_by_zero(weight):
                 import deepspeed
 
@@ -105,7 +104,9 @@ class ChunkedLoss(nn.Module):
                 each.unshard()  # no-op if the forward pass kept the weights (transformers' plans do)
         # of equal size: compiled for one shape
         num = -(-labels.numel() // (self.size or labels.numel()))
-        tensors = [hidden.flatten(0, 1), labels.flatten(), *([] if expected is None else [expected.flatten(0, 1)])]
+        tensors = [hidden.flatten(0, 1), labels.flatten()]
+        if expected is not None:
+            tensors.append(expected.flatten(0, 1))
         chunks = zip(*(tensor[None].chunk(num, dim=1) for tensor in tensors), strict=True)
         names: list[str] = []
 
@@ -126,6 +127,10 @@ class ChunkedLoss(nn.Module):
         else:
             totals = torch.stack([_stacked(values(*chunk)) for chunk in chunks]).sum(0)
         return dict(zip(names, totals.unbind(), strict=True))
+
+
+def _head_of(model: nn.Module | None) -> nn.Module | None:
+    return getattr(model, "get_output_embeddings", lambda: None)()
 
 
 def _stacked(values: list[Tensor]) -> Tensor:
