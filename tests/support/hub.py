@@ -24,7 +24,7 @@ class Hub(BaseHTTPRequestHandler):
     files: dict[str, bytes]
     created: list[dict[str, Any]]
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         pass
 
     def answer(self, content: Any, status: int = 200, **headers: str) -> None:

@@ -20,12 +20,12 @@ from tests.support.runs import CONFIGS, OURS, SHIPPED, run
 from tests.support.wings import rehearse_main
 
 GB = 1e9
-QWEN = {"head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960}
+QWEN: dict[str, Any] = {"head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960}
 QWEN |= {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 SMALL = QWEN | {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072}
 SMALL |= {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
 SMALL |= {"tie_word_embeddings": True}
-LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14_336}
+LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14_336}
 LLAMA |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMA |= {"vocab_size": 128_256, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
 LLAMA |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}

@@ -174,7 +174,7 @@ def test_push_sends_nothing_that_the_gate_refuses(
     assert not got.created and not got.files
 
 
-REFUSED = {  # name of the repository and token: the sentence
+REFUSED: dict[tuple[str, str | None], str] = {  # name of the repository and token: the sentence
     ("other/model", None): f"--push 'other/model' failed: {NO_RIGHTS}; {{}} is written: `hf upload",
     (
         "me/model",
