@@ -20,11 +20,15 @@ from tests.support.strategies import flags_of
 from tests.support.tiers import NIGHTLY
 from tests.support.wings import KillAt, RunRecord, export, first_difference
 
-pytestmark = NIGHTLY
-STEPS, EVERY = 16, 8  # optimizer steps: of a run, between two checkpoints
-BANDS = {"validation": (0.0, 9.0), "start": (0.0, 9.0), "test": (0.0, 9.0)}
+pytestmark = [*NIGHTLY]
+STEPS, EVERY = 10, 5  # optimizer steps: of a run, between two checkpoints
+BANDS = {  # of losses; seeds 0 (fsdp2 on two processes), 1 and 2 (one process) gave:
+    "validation": (2.34, 2.64),  # 2.4267, 2.5541, 2.5297
+    "test": (2.35, 2.66),  # 2.4544, 2.5706, 2.4379
+    "start": (2.92, 2.935),  # 2.9268; the split depends on no seed
+}
 COMMON = f"""--run.report=false --data.seq_len=128 --data.global_batch_size=2
-    --data.micro_batch_size=1 --data.validation_share=0.02 --data.test_share=0.03
+    --data.micro_batch_size=1 --data.validation_share=0.02 --data.test_share=0.06
     --model.sample_tokens=4 --model.adapter.targets=all-linear --model.adapter.rank=16
     --model.optim.learning_rate=0.001 --model.optim.schedule=constant --model.optim.warmup=2
     --trainer.max_epochs=-1 --trainer.max_steps={STEPS} --trainer.val_check_interval={STEPS}
@@ -57,14 +61,10 @@ def assert_in_band(name: str, figure: float) -> None:
     assert low <= figure <= high, f"{name}: {figure:.4f} is not within {low} and {high}"
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
-def test_two_processes_reach_the_loss_of_held_out_dialogues(
-    train: Trainings, strategy: str
-) -> None:
-    record = train.whole(strategy)
+def test_two_processes_reach_the_loss_of_held_out_dialogues(train: Trainings) -> None:
+    record = train.whole("fsdp2")
     assert [*record.loss] == [*range(1, STEPS + 1)]
     assert_in_band("validation", record.eval()[STEPS]["eval/loss"])
-    assert record.loss == pytest.approx(train.whole("fsdp2").loss, rel=1e-4)
 
 
 def test_a_killed_run_resumes_bit_identically(train: Trainings) -> None:
