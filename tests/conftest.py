@@ -16,6 +16,7 @@ from trainer_dev.data import DataModule
 from dist_template.text import Bytes, TextFiles
 from tests.support.numerics import guarded  # noqa: F401  (a fixture)
 from tests.support.parity import train  # noqa: F401  (a fixture)
+from tests.support.real_weights import smollm2  # noqa: F401  (a fixture)
 from tests.support.runs import OF_ANOTHER_RUN, SENTENCES, small
 
 torch.set_num_threads(1)  # small tensors; threads would wait for each other

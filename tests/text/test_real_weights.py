@@ -1,0 +1,125 @@
+"""SmolLM2-135M-Instruct, published weights, is fine-tuned on dialogues by several processes, killed
+and resumed, evaluated and exported.
+
+A figure outside its band in BANDS means that numbers have changed.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import chats, saves
+from tests.support.runs import CONFIGS, OURS, newest, refused, run_in_subprocess
+from tests.support.strategies import flags_of
+from tests.support.tiers import NIGHTLY
+from tests.support.wings import KillAt, RunRecord, export, first_difference
+
+pytestmark = [*NIGHTLY]
+STEPS, EVERY = 10, 5  # optimizer steps: of a run, between two checkpoints
+BANDS = {  # of losses; seeds 0 (fsdp2 on two processes), 1 and 2 (one process) gave:
+    "validation": (2.34, 2.64),  # 2.4267, 2.5541, 2.5297
+    "test": (2.35, 2.66),  # 2.4544, 2.5706, 2.4379
+    "start": (2.92, 2.935),  # 2.9268; the split depends on no seed
+}
+COMMON = f"""--run.report=false --data.seq_len=128 --data.global_batch_size=2
+    --data.micro_batch_size=1 --data.validation_share=0.02 --data.test_share=0.06
+    --model.sample_tokens=4 --model.adapter.targets=all-linear --model.adapter.rank=16
+    --model.optim.learning_rate=0.001 --model.optim.schedule=constant --model.optim.warmup=2
+    --trainer.max_epochs=-1 --trainer.max_steps={STEPS} --trainer.val_check_interval={STEPS}
+    --last_checkpoint.every_n_steps={EVERY} --trainer.accelerator=cpu
+    --trainer.log_every_n_steps=1 --trainer.logger=false"""
+
+
+class Trainings(saves.Trainings):
+    def __call__(self, *args: Any, **options: Any) -> RunRecord:
+        return super().__call__(*args, **options, timeout_s=800)
+
+    @cache  # noqa: B019
+    def whole(self, strategy: str) -> RunRecord:
+        """The run that is never stopped."""
+        return self(strategy, strategy).check()
+
+
+@pytest.fixture(scope="module")
+def train(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    folder = tmp_path_factory.mktemp("real")
+    return Trainings(folder, [
+        f"--config={CONFIGS}/finetune.yaml", f"--data.source.paths=[{smollm2}/dialogues.jsonl]",
+        f"--model.pretrained={smollm2}/model", f"--data.tokenizer.path={smollm2}/model",
+        f"--run.root={folder}/runs", f"--data.cache_dir={folder}/cache", *COMMON.split(),
+    ])  # fmt: skip
+
+
+def assert_in_band(name: str, figure: float) -> None:
+    low, high = BANDS[name]
+    assert low <= figure <= high, f"{name}: {figure:.4f} is not within {low} and {high}"
+
+
+def test_two_processes_reach_the_loss_of_held_out_dialogues(train: Trainings) -> None:
+    record = train.whole("fsdp2")
+    assert [*record.loss] == [*range(1, STEPS + 1)]
+    assert_in_band("validation", record.eval()[STEPS]["eval/loss"])
+
+
+def test_a_killed_run_resumes_bit_identically(train: Trainings) -> None:
+    whole = train.whole("fsdp2")
+    killed = train("killed", "fsdp2", callbacks=[KillAt(EVERY + 1)])
+    assert killed.was_killed, killed.error
+    resumed = train("killed", "fsdp2").check()
+    assert resumed.loss == {step: whole.loss[step] for step in range(EVERY + 1, STEPS + 1)}
+    assert resumed.eval()[STEPS]["eval/loss"] == whole.eval()[STEPS]["eval/loss"]
+    assert whole.end and not first_difference(whole.end, resumed.end)
+
+
+def test_evaluate_calls_training_better_than_its_start(train: Trainings) -> None:
+    folder = train.whole("fsdp2").run
+    ended = run_in_subprocess(
+        "evaluate", str(folder), "--baseline=start", "--require=eval/loss better"
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (file,) = folder.glob("evaluation/*.json")
+    (loss,) = json.loads(file.read_text("utf-8"))["comparisons"]
+    assert loss["verdict"] == "better" and loss["high"] < 0, loss
+    assert_in_band("start", loss["baseline"])
+    assert_in_band("test", loss["run"])
+
+
+def test_merged_weights_give_the_logits_of_base_and_adapter(
+    train: Trainings, smollm2: Path, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    given = [flag for flag in train.flags if not flag.startswith("--trainer.")]
+    given.append(f"--checkpoint={newest(train.whole('fsdp2').run)}")
+    for kind in ("peft", "merged"):
+        export.main(["export", *given, f"--output={tmp_path / kind}", f"--adapter={kind}"], OURS)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    options: Any = {"add_generation_prompt": True, "return_tensors": "pt"}
+    asked = chats.messages(("user", "What is AI?"))
+    tokens = tokenizer.apply_chat_template(asked, **options)["input_ids"]
+    logits = []
+    for name in (smollm2 / "model", tmp_path / "merged", smollm2 / "model"):
+        model: Any = AutoModelForCausalLM.from_pretrained(name)
+        if len(logits) == 2:
+            model = PeftModel.from_pretrained(model, str(tmp_path / "peft"))
+        with torch.no_grad():
+            logits.append(model.eval()(tokens).logits)
+    untrained, merged, adapted = logits
+    largest = adapted.abs().max()
+    assert (merged - untrained).abs().max() > 0.01 * largest, "training must have changed something"
+    assert (merged - adapted).abs().max() < 1e-5 * largest
+
+
+def test_nine_heads_are_divided_by_three_and_not_by_two(train: Trainings, capfd: Any) -> None:
+    error = refused("fit", [*train.flags, *flags_of("tp"), "--trainer.devices=2"], capfd)
+    assert "num_attention_heads 9 is not a multiple of tp_size 2, and no head is split" in error
+    three = train("tp", "tp", "--trainer.max_steps=3", processes=3).check()
+    two = {step: train.whole("fsdp2").loss[step] for step in three.loss}
+    assert [*three.loss] == [1, 2, 3] and three.loss == pytest.approx(two, rel=1e-4)
