@@ -13,7 +13,7 @@ import torch
 from trainer_dev.data import DataModule
 
 from dist_template import InputError
-from dist_template.text import Preferences, Pretrained, Ratings
+from dist_template.text import Mixture, Preferences, Pretrained, Ratings
 from dist_template.text.batches.rows import PAIRS
 from dist_template.text.preference_loss import pair_values
 from tests.support import chats, pairs
@@ -134,6 +134,14 @@ def test_rated_answers_are_stored_with_another_answer(tmp_path: Path) -> None:
     for sentence, records in UNRATED.items():
         with pytest.raises(InputError, match=sentence):
             prepared(tmp_path / "wrong", records, source=Ratings)
+
+
+def test_pairs_and_rated_answers_are_not_mixed(tmp_path: Path) -> None:
+    """DPO would train an answer against another record's."""
+    sources = {"a": Preferences(["a.jsonl"]), "b": Ratings(["b.jsonl"])}
+    with pytest.raises(InputError, match="or ratings: train on one after the other"):
+        Mixture(sources, {"a": 1.0, "b": 1.0})
+    assert Mixture({"b": sources["b"]}, {"b": 1.0}).ratings, "as kto asks"
 
 
 LOSSES = {"dpo": -math.log(1 / (1 + math.exp(-0.5 * (-3.0 + 5.0))))}

@@ -47,10 +47,10 @@ class Mixture(Source):
     weights: dict[str, float]
 
     def __post_init__(self) -> None:
-        kinds = {(source.whole, source.pairs) for source in self.sources.values()}
-        self.whole, self.pairs = max(kinds, default=(False, False))
+        kinds = {(source.whole, source.pairs, source.ratings) for source in self.sources.values()}
+        self.whole, self.pairs, self.ratings = max(kinds, default=(False, False, False))
         if len(kinds) > 1:
-            what = "conversations and plain text, or preferences besides"
+            what = "conversations and plain text, or preferences besides, or ratings"
             raise InputError(f"data.source.sources has {what}: train on one after the other")
         values = [*self.weights.values()]
         if self.weights.keys() != self.sources.keys() or not any(values) or min(values) < 0:
