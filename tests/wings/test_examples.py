@@ -101,21 +101,24 @@ def test_an_example_fits_its_machine_as_the_page_says(
     assert total == f"{option.total() / GB:.1f}"
 
 
+def verdicts(name: str, folder: Path, only: str) -> list[str]:
+    """Of the checks of a rehearsal that passed as a whole."""
+    flags = [*flags_of(name, folder), f"--only={only}", f"--output={folder / 'out'}"]
+    rehearse_main(["rehearse", *flags], OURS)
+    report = json.loads((folder / "out" / "rehearsal.json").read_text("utf-8"))
+    assert report["ok"]
+    return [check["verdict"] for check in report["checks"]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_fit_would_accept_an_example_on_its_machine(name: str, tmp_path: Path) -> None:
     """All checks before a start, at full size."""
-    only = ["--only=the real sizes fit together", f"--output={tmp_path / 'out'}"]
-    rehearse_main(["rehearse", *flags_of(name, tmp_path), *only], OURS)
-    report = json.loads((tmp_path / "out" / "rehearsal.json").read_text("utf-8"))
-    assert report["ok"] and [check["verdict"] for check in report["checks"]] == ["pass"]
+    assert verdicts(name, tmp_path, "the real sizes fit together") == ["pass"]
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_reduced_example_trains_like_one_process(name: str, tmp_path: Path) -> None:
-    only = ["--only=loss curve", f"--output={tmp_path / 'out'}"]
-    rehearse_main(["rehearse", *flags_of(name, tmp_path), *only], OURS)
-    report = json.loads((tmp_path / "out" / "rehearsal.json").read_text("utf-8"))
-    assert report["ok"] and {check["verdict"] for check in report["checks"]} == {"pass"}
+    assert {*verdicts(name, tmp_path, "loss curve")} == {"pass"}

@@ -95,7 +95,7 @@ def encode(
     refuses a conversation, changes its turns, or marks nothing in it."""
     # A text source that shares the tokenizer sets it; a template's special tokens are such.
     tokenizer.backend_tokenizer.encode_special_tokens = False
-    encoded = []
+    encoded, ends = [], tuple(tokenizer.get_added_vocab())
     for name, text in documents:
         conversation = json.loads(text)
         messages, tools = conversation["messages"], conversation.get("tools")
@@ -113,7 +113,7 @@ def encode(
             counted = np.ones(len(ids), dtype=bool)
             if train_on != "all":
                 as_text: Any = partial(render, tokenize=False)
-                counted = _tokens(_spans(as_text, tokenizer, template, messages, numbers), offsets)
+                counted = _tokens(_spans(as_text, ends, template, messages, numbers), offsets)
             if template.has_tags and train_on != "all":
                 counted &= np.array(out["assistant_masks"], dtype=bool)
         except Exception as error:  # a template raises errors of Jinja and of Python
@@ -126,12 +126,13 @@ def encode(
 
 
 def _spans(
-    render: Render, tokenizer: Tokenizer, template: Template, messages: list[Message], numbers: list[int]
+    render: Render, ends: tuple[str, ...], template: Template, messages: list[Message], numbers: list[int]
 ) -> Iterator[Span]:
-    """Yields where messages are in the text of a conversation. With tags, a span is only where their mask is read.
+    """Yields where messages are in the text of a conversation; `ends` are tokens that may end a turn. With tags, a span
+    is only where their mask is read.
 
     Raises InputError if a turn does not follow its prompt, changes when others follow, or has no end."""
-    text, special = render(messages), tuple(tokenizer.get_added_vocab())
+    text = render(messages)
     for number in numbers:
         turn = render(messages[: number + 1]).rstrip()  # no label follows the token that ends it
         is_answer = number > 0 and messages[number]["role"] == "assistant"
@@ -143,7 +144,7 @@ def _spans(
             following = [n for n in range(number + 1, len(messages)) if messages[n]["role"] == "assistant"]
             end = len(render(messages[: following[0]])) if following else len(text)
             prompt = prompt or render(messages[:number])
-        elif prompt and text.startswith(turn) and (turn.endswith(special) or _goes_on(turn, messages[number])):
+        elif prompt and text.startswith(turn) and (turn.endswith(ends) or _goes_on(turn, messages[number])):
             end = len(turn)
         else:
             raise InputError(
