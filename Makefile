@@ -36,14 +36,14 @@ test: $(READY)  ## tests the library and the template, then the default project
 	$(TESTS) tests
 	@rm -rf build/test && mkdir -p build/test
 	.venv/bin/cookiecutter . --no-input --default-config --output-dir build/test
-	$(MAKE) --no-print-directory -C build/test/my-trainer test RUN='$(CURDIR)/.venv/bin/python' ARGS='$(PARALLEL) -m ""'
+	$(MAKE) --no-print-directory -C build/test/my-trainer test RUN='$(CURDIR)/.venv/bin/python' ARGS='-n $(JOBS) -m ""'
 
 test-all: $(READY)  ## every test, the nightly ones too
 	$(TESTS) -m "" tests
 
 test-quick: $(READY) dev  ## the tests that take no more than seconds, the project's run in place
-	$(TESTS) -m "not slow and not nightly" tests
-	$(MAKE) --no-print-directory -C build/dev test RUN='$(CURDIR)/.venv/bin/python' ARGS='$(PARALLEL)'
+	$(TESTS) -n 2 -m "not slow and not nightly" tests
+	$(MAKE) --no-print-directory -C build/dev test RUN='$(CURDIR)/.venv/bin/python'
 
 dev:  ## link the un-rendered project into build/dev, its package named trainer_dev, to run it in place
 	@$(PYTHON) -c 'import tests' && find -L build/dev -maxdepth 1 -type l -delete

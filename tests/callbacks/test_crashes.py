@@ -61,6 +61,7 @@ def test_a_crash_is_reported_in_a_sentence_and_its_traceback_is_kept(
     assert "step 1 of 20" in report and "training crashed: KeyError" in report
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_reported_with_remedies(
     flags: list[str], tmp_path: Path, capfd: CaptureFixture, monkeypatch: MonkeyPatch
 ) -> None:

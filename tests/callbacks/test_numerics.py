@@ -51,6 +51,7 @@ def test_skip_has_patience(flags: list[str], tmp_path: Path, monkeypatch: Monkey
     assert found == [(3, "skip"), (4, "skip"), (5, "stop")]
 
 
+@pytest.mark.slow
 def test_no_checkpoint_is_saved_of_weights_that_something_else_made_non_finite(
     flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:

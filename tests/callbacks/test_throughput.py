@@ -27,6 +27,7 @@ from tests.support.tiers import tiers
 SAVE_S = 1000.0  # by a clock of the test's own: longer than steps take on any machine
 
 
+@pytest.mark.slow
 def test_a_slow_checkpoint_counts_as_neither_training_nor_waiting(
     flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:

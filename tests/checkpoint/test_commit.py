@@ -112,6 +112,7 @@ def test_the_best_are_those_in_the_folder(tmp_path: Path) -> None:
     assert highest._is_among_the_best(2.1) and not highest._is_among_the_best(2.0)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_if_it_is_named_and_skipped_if_not(
     flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch, capfd: CaptureFixture
 ) -> None:

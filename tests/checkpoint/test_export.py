@@ -38,6 +38,7 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(torch.arange(60).view(2, 30)).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [DEEPSEEK, TIED_LLAMA], ids=["moe", "tied"])
 def test_the_exported_folder_gives_the_trained_modules_logits(
     quick: list[str], tmp_path: Path, capsys: CaptureFixture, architecture: str
@@ -65,6 +66,7 @@ ADAPTED = {  # the base, and flags
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_an_adapter_folder_and_merged_weights_give_the_trained_logits(
     quick: list[str], tmp_path: Path, kind: str

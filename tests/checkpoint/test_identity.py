@@ -30,6 +30,7 @@ def flags(flags: list[str]) -> list[str]:
     return [*flags, *more, "--model.sample_tokens=1", "--trainer.val_check_interval=2"]
 
 
+@pytest.mark.slow
 def test_a_changed_setting_is_refused_and_can_be_accepted(
     flags: list[str], tmp_path: Path, capfd: CaptureFixture
 ) -> None:
@@ -50,6 +51,7 @@ def test_a_changed_setting_is_refused_and_can_be_accepted(
     assert manifest.read(newest(only_run(tmp_path)))[KEY]["data.seq_len"] == 16
 
 
+@pytest.mark.slow
 def test_another_model_is_refused(flags: list[str], tmp_path: Path, capfd: CaptureFixture) -> None:
     """The weights of llama, mistral and granite have the same names and shapes."""
     assert run("fit", *flags) == 0
@@ -83,6 +85,7 @@ PRINTED = {
 }
 
 
+@pytest.mark.slow
 def test_what_changes_the_updates_is_printed(
     flags: list[str], tmp_path: Path, capfd: CaptureFixture
 ) -> None:

@@ -129,6 +129,7 @@ EVERYWHERE = [(kind, "") for kind in WRITERS]  # the operations after the writin
 CASES = [EVERYWHERE[0], ("fsdp2", "save"), ("zero", "save")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.parametrize(("kind", "operation"), tiers([*CASES, *EVERYWHERE[1:]], daily=CASES))
 def test_a_kill_at_any_point_leaves_a_valid_checkpoint_that_the_next_launch_resumes(

@@ -24,6 +24,7 @@ WITH_DROPOUT = "{model_type: gpt2, n_embd: 32, n_layer: 2, n_head: 2, resid_pdro
 SHORT = ["--trainer.max_steps=8", f"--model.architecture={WITH_DROPOUT}"]
 
 
+@pytest.mark.slow
 def test_validation_does_not_change_what_training_draws(flags: list[str], tmp_path: Path) -> None:
     losses = []
     for interval in (4, 8):
@@ -104,6 +105,7 @@ class Forgets(Callback):
             torch.nn.init.zeros_(parameter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [AVERAGES, FORGETS], ids=["averages", "forgets"])
 @pytest.mark.parametrize("asynchronous", tiers(["false", "true"], daily=["false"]))
 def test_a_run_that_stopped_regularly_resumes_with_trainings_weights(

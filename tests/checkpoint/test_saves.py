@@ -175,6 +175,7 @@ class SaveThenFail(Callback):
             raise RuntimeError("stopped by the test")
 
 
+@pytest.mark.slow
 def test_a_running_write_is_waited_for(
     flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def outcome(flags: list[str], parsers: Any, tmp_path: Path, capfd: Any) -> Calla
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", tiers([60, 4_000], daily=[60]))
 def test_no_value_of_a_key_gives_a_traceback(
     outcome: Any, parsers: dict[str, Any], monkeypatch: pytest.MonkeyPatch, examples: int

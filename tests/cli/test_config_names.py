@@ -70,6 +70,7 @@ def test_a_name_that_is_nowhere_is_refused_before_torch(project: Path, name: str
             config_file.check(["fit", *flags])
 
 
+@pytest.mark.slow
 def test_other_verbs_read_names(
     project: Path, flags: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ def started(site: Path, *argv: str) -> str:
     return subprocess.check_output([sys.executable, *argv], env=env, cwd=PROJECT, text=True)
 
 
+@pytest.mark.slow
 def test_a_package_adds_a_verb_a_rule_and_hooks(
     site: Path, flags: list[str], tmp_path: Path, capfd: Any
 ) -> None:

@@ -134,6 +134,7 @@ def test_every_option_that_is_not_refused_is_honoured(flags: list[str], monkeypa
     assert built("--trainer.fast_dev_run=2").trainer.fast_dev_run == 2
 
 
+@pytest.mark.slow
 def test_a_run_trains_by_the_named_optimizer_and_schedule(flags: list[str], tmp_path: Path) -> None:
     chosen = ["--optimizer=torch.optim.SGD", "--optimizer.momentum=0.9", "--lr_scheduler=StepLR"]
     chosen += ["--lr_scheduler.step_size=1", "--lr_scheduler.gamma=0.5"]

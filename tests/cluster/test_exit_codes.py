@@ -80,6 +80,7 @@ def launched(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> Ite
         signal.signal(number, handler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [Exit.BAD_INPUT, Exit.NON_FINITE, Exit.MISMATCH])
 def test_a_process_that_exits_by_decision_is_not_restarted(launched: Launched, code: Exit) -> None:
     assert launched.run(f"exit {code:d}", f"exit {code:d}") == code
@@ -108,6 +109,7 @@ def test_one_workers_end_ends_those_that_wait_for_it(case: str, launched: Launch
     assert time.monotonic() - begun < 25, "rank 0 would sleep for 60 s, and torchrun wait for 30"
 
 
+@pytest.mark.slow
 def test_a_signal_is_handed_on_once_and_the_workers_code_is_the_launchers(launched: Any) -> None:
     """The workers signal their launcher, and once more while they save."""
     save = "kill -USR1 $PPID; sleep 0.5; exit 75"
@@ -119,6 +121,7 @@ def test_a_signal_is_handed_on_once_and_the_workers_code_is_the_launchers(launch
     assert launched.starts == 1 and torchrun.codes() == [75, 75], "they have saved"
 
 
+@pytest.mark.slow
 def test_a_lost_rendezvous_is_one_sentence(launched: Launched, monkeypatch: Any) -> None:
     def lost(self: Any) -> int:
         raise RendezvousConnectionError("The connection to the C10d store has failed.")

@@ -77,6 +77,7 @@ def strategy(rank: int, port: int) -> Any:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("here", "missing"), [(0, 1), (1, 0)])
 def test_a_rank_that_never_comes_is_named(here: int, missing: int, monkeypatch: Any) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)

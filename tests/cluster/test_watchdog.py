@@ -12,6 +12,7 @@ from dist_template.cluster.hang import find_stalled
 from dist_template.errors import Exit
 
 
+@pytest.mark.slow
 def test_a_start_that_hangs_in_an_import_is_ended() -> None:
     hangs = """
 import sys, time

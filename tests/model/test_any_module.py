@@ -125,6 +125,7 @@ def test_manual_optimization_under_ddp_equals_one_process(tmp_path: Path, kind: 
         assert two.eval()[step] == pytest.approx(results, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_manual_optimization_is_refused_where_the_weights_are_sharded(tmp_path: Path) -> None:
     refusal = Trainings(tmp_path, MANUAL).run("refused", "fsdp2", batch=GLOBAL // 2).refusal
     assert "Manual optimizes manually" in refusal and "--config strategy/ddp" in refusal

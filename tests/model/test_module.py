@@ -55,6 +55,7 @@ def smoothed(self: Any, logits: Tensor, labels: Tensor, cross_entropy: Tensor) -
     return smooth + 0.1 * flat.logsumexp(-1).square() * counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", ["null", "16"])
 def test_an_edited_objective_leaves_the_reported_cross_entropy_alone(
     flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch, chunk: str

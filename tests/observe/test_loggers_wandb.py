@@ -130,6 +130,7 @@ def test_a_resumed_run_continues_as_the_same_run_online(tmp_path: Path, service:
     assert [line["_step"] for line in lines] == sorted({line["_step"] for line in lines})
 
 
+@pytest.mark.slow
 def test_a_service_that_goes_away_does_not_delay(tmp_path: Path, service: Service) -> None:
     log(logger := started(tmp_path / "one", finish_timeout_s=3), range(1, 4))
     service.is_away = True
@@ -142,6 +143,7 @@ def test_a_service_that_goes_away_does_not_delay(tmp_path: Path, service: Servic
     assert set(read_back.wandb_points(tmp_path / "one")["train/loss"]) == set(range(1, 7))
 
 
+@pytest.mark.slow
 def test_without_a_service_at_the_start_wandb_logs_offline(
     tmp_path: Path, service: Service, monkeypatch: MonkeyPatch
 ) -> None:

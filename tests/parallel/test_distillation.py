@@ -94,6 +94,7 @@ def test_a_student_reaches_its_teacher_and_a_resume_with_another_is_refused(
         train("llama", "fsdp2", *other, f"--ckpt_path={newest(first.run)}")
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_sentence(flags: list[str], tmp_path: Path, capfd: Any) -> None:
     pairs.save_llama(tmp_path / "small", 99)
     pairs.save_llama(tmp_path / "tokens", 300)
@@ -101,7 +102,7 @@ def test_bad_input_is_one_sentence(flags: list[str], tmp_path: Path, capfd: Any)
     chats.write(tmp_path / "pairs.jsonl", pairs.RECORDS)
     of_pairs = ["--data.source=Preferences", f"--data.source.paths=[{tmp_path}/pairs.jsonl]"]
     cases: dict[str, list[str]] = {
-        "'nowhere' cannot be loaded": ["nowhere"],
+        "nowhere' cannot be loaded": [f"{tmp_path}/nowhere"],
         "small' has another vocabulary (99 tokens) than data.tokenizer": [f"{tmp_path}/small"],
         "tokens' has another vocabulary (300 tokens) than": [f"{tmp_path}/tokens"],
         "data.source yields pairs: remove one": [f"{tmp_path}/small", *of_pairs],

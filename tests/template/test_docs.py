@@ -282,6 +282,7 @@ def test_rules_read_metrics_that_are_documented() -> None:
     assert len(METRICS) > 10 and set(METRICS) <= set(documented)
 
 
+@pytest.mark.slow
 def test_the_site_builds(tmp_path: Path, generated: str) -> None:
     for name in ("docs", "zensical.toml"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy

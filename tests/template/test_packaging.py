@@ -72,6 +72,7 @@ ADDRESSES = [  # what was asked for, what is pinned
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "pinned"), ADDRESSES)
 def test_an_address_becomes_one_that_pip_reads_and_holds_no_password(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, pinned: str
@@ -87,6 +88,7 @@ def test_an_address_becomes_one_that_pip_reads_and_holds_no_password(
     assert json.loads((project / ".cruft.json").read_text())["template"] == pinned
 
 
+@pytest.mark.slow
 def test_a_published_version_is_pinned_by_its_number(repository: Path, tmp_path: Path) -> None:
     released = Path(shutil.copytree(repository, tmp_path / "released"))
     git(released, "tag", f"v{VERSION}")

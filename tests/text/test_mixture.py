@@ -32,6 +32,7 @@ CHANGES = st.lists(
 SIZES = st.fixed_dictionaries({name: st.integers(1, 400) for name in NAMES})
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(SIZES, CHANGES, st.integers(0, 3))
 def test_each_source_gives_its_share_and_all_its_rows(sizes: Any, changes: Any, seed: int) -> None:

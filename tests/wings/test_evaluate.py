@@ -66,6 +66,7 @@ def each(found: dict[str, Any], what: str) -> list[Any]:
     return [one[what] for one in found["comparisons"]]
 
 
+@pytest.mark.slow
 def test_a_run_is_better_than_its_half_and_not_than_itself(trained: Path, capsys: Any) -> None:
     better = "--require=eval/loss better"
     required = [better, "--require=bits_per_byte not worse by 0.0"]
@@ -115,6 +116,7 @@ def test_two_processes_give_the_scores_of_one(trained: Path, strategy: str, tmp_
     assert paired.compare("loss", *values).verdict == "cannot tell"
 
 
+@pytest.mark.slow
 def test_baselines_of_other_tokens(trained: Path, tmp_path: Path, cache: Path, capsys: Any) -> None:
     loaded, caches = load_trained(str(trained), OURS), len([*cache.iterdir()])
     tokenizers = {"same": loaded.tokenizer, "other": ByteBPE(257).fit(iter([runs.SENTENCES]))}

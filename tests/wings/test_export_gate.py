@@ -92,6 +92,7 @@ FAULTS: dict[Callable[[Path], None], str] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", FAULTS)
 def test_a_planted_fault_is_named(
     trained: Any, tmp_path: Path, monkeypatch: Any, plant: Callable[[Path], None]
@@ -240,6 +241,7 @@ def logits(found: Trained) -> torch.Tensor:
         return found.model(torch.arange(60).view(2, 30)).logits
 
 
+@pytest.mark.slow
 def test_a_run_a_checkpoint_and_a_folder_name_the_same_model(
     folder: Path, flags: list[str], tmp_path: Path
 ) -> None:

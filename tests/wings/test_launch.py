@@ -134,6 +134,7 @@ def test_bad_input_is_refused(sentence: str, flags: Flags, tmp_path: Path, capfd
 SSH: Any = target("ssh")
 
 
+@pytest.mark.slow
 def test_a_node_that_is_not_ready_is_named(
     flags: Any, tmp_path: Path, monkeypatch: Any, capfd: Any
 ) -> None:

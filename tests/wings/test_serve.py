@@ -121,6 +121,7 @@ def post(server: Server, path: str, **options: Any) -> httpx.Response:
     return httpx.post(server.url + path, headers=headers, timeout=30, **options)
 
 
+@pytest.mark.slow
 def test_an_openai_client_reads_whole_answers_and_streams(client: Any, folder: Path) -> None:
     asked: Any = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
     whole = client.chat.completions.create(**asked)
@@ -140,6 +141,7 @@ def test_an_openai_client_reads_whole_answers_and_streams(client: Any, folder: P
     assert answer == text, "the served model answers as transformers does"
 
 
+@pytest.mark.slow
 def test_completions_of_a_text_stream_too_and_the_seed_decides(client: Any, server: Server) -> None:
     asked: Any = {"model": "tiny", "prompt": "once", "max_tokens": 8}
     answers = [client.completions.create(**asked, seed=seed) for seed in (3, 3, 4)]
@@ -218,6 +220,7 @@ def test_routes_and_keys(server: Server) -> None:
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
 
 
+@pytest.mark.slow
 def test_more_requests_than_allowed_get_a_429(server: Server) -> None:
     def one(_: int) -> int:
         return post(server, TEXT, json={"prompt": "a", "max_tokens": 64}).status_code
@@ -247,6 +250,7 @@ def test_an_error_of_a_generation_is_a_500(folder: Path, monkeypatch: Any) -> No
     assert error == {"message": 'no "logits', "type": "server_error", "code": 500}
 
 
+@pytest.mark.slow
 def test_a_request_given_up_frees_the_model_and_sigterm_ends_a_stream(tmp_path: Path) -> None:
     """90,000 tokens take minutes; the process ends with 0."""
     model = chat_model(tmp_path / "long", positions=100_000)

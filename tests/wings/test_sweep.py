@@ -122,6 +122,7 @@ def test_a_killed_trial_resumes(
     assert len(here.started) == 6
 
 
+@pytest.mark.slow
 def test_a_trial_that_always_dies_fails(
     flags: Any, space: str, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -64,6 +64,7 @@ LOW = """--model.optim.learning_rate=1e-7 --trainer.limit_val_batches=0 --diagno
     --trainer.max_steps=60""".split()
 
 
+@pytest.mark.slow
 def test_a_finding_is_printed_once(
     flags: Any, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:

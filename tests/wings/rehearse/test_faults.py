@@ -71,11 +71,9 @@ NOT_ALONE = (f"the forward pass of rank 1 differs first in the output of {LAYERS
 HUNG = ("rank 1 is stalled: step 2, micro-batch 1", FAULTS, "rank 0 is waiting for it")
 MEAN = (f"{LAYERS}.0.input_layernorm.running_mean", "all-reduce")
 EVALUATION = ("eval/loss", "add up", "validation_step", FAULTS)
-QUICK = [
+DAILY = [  # a fault of each check, and a pipeline's
     Plant(f.gradients_divided_before_the_step, ("on_before_optimizer_step", FAULTS)),
     Plant(f.counter_in_python, ("no checkpoint holds num_calls",), **RESUMED),
-]
-DAILY = [  # a fault of each check, and a pipeline's
     Plant(f.loss_divided_by_ranks, ("0.5 times as large", "training_step", FAULTS)),
     Plant(f.repeating_sampler, ("step 1 lacks 4 of the 8 samples", "GlobalOrder")),
     Plant(f.documents_leak, ("layers.0.self_attn", "forward", FAULTS), ()),
@@ -158,9 +156,7 @@ def rehearsals(tmp_path_factory: pytest.TempPathFactory) -> Rehearsals:
     return Rehearsals(tmp_path_factory.mktemp("rehearsals"))
 
 
-@pytest.mark.parametrize(
-    "plant", marked(QUICK) + marked(DAILY, pytest.mark.slow) + marked(FURTHER, *NIGHTLY)
-)
+@pytest.mark.parametrize("plant", marked(DAILY, pytest.mark.slow) + marked(FURTHER, *NIGHTLY))
 def test_what_is_planted_is_named(plant: Plant, rehearsals: Rehearsals) -> None:
     results = run_checks(rehearsals.broken(plant), plant.checks)
     first: Result | None = next((each for each in results if each.verdict == "FAIL"), None)
@@ -169,6 +165,7 @@ def test_what_is_planted_is_named(plant: Plant, rehearsals: Rehearsals) -> None:
     assert not missing, f"{first.check}: {first.got}: {first.sentence}"
 
 
+@pytest.mark.slow
 def test_a_step_that_draws_labels_is_not_blamed_for_its_loss(rehearsals: Rehearsals) -> None:
     plant = Plant(f.labels_drawn, (), ())
     results = [*run_checks(rehearsals.broken(plant), plant.checks)]
