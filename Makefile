@@ -36,7 +36,7 @@ test: $(READY)  ## tests the library and the template, then the default project
 	$(TESTS) tests
 	@rm -rf build/test && mkdir -p build/test
 	.venv/bin/cookiecutter . --no-input --default-config --output-dir build/test
-	$(MAKE) --no-print-directory -C build/test/my-trainer test RUN='$(CURDIR)/.venv/bin/python' ARGS='-n $(JOBS) -m ""'
+	$(MAKE) --no-print-directory -C build/test/my-trainer test RUN='$(CURDIR)/.venv/bin/python' ARGS='-m ""'
 
 test-all: $(READY)  ## every test, the nightly ones too
 	$(TESTS) -m "" tests
