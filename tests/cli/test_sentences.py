@@ -66,6 +66,7 @@ FLAGS = {
     "--model.architecture={model_type: llama, num_hiden_layers: 2}":
         "architecture.num_hiden_layers is no field of LlamaConfig: did you mean num_hidden_layers?",
     "--model.architecture={model_type: gpt99}": "gpt99",
+    "--model.architecture={class_path: {class_path: 9}, init_args: -3}": "Unrecognized model",
     '--model.balance={"\\e[2Jab": 1}': r"does not accept option 'model\.balance\.\\x1b\[2Jab'",
     # types
     "--data.seq_len=long": "data.seq_len is 'long': expected an integer; see",
