@@ -164,8 +164,7 @@ def broken_pages(docs: Path) -> list[str]:
     pages = {page.relative_to(docs).as_posix(): page for page in docs.rglob("*.md")}
     pages.pop("reference.md", None)  # generated, not in git
     lengths = {name: house.lines([page]) for name, page in pages.items()}
-    texts = [page.read_text(encoding="utf-8") for page in pages.values()]
-    words = sum(len(text.split()) for text in texts)
+    words = sum(len(page.read_text("utf-8").split()) for page in pages.values())
     found = [f"{name}: {n}" for name, n in lengths.items() if n > LONG_PAGES.get(name, PAGE_LINES)]
     is_much = len(pages) > PAGES or words > WORDS
     return found + ([f"{len(pages)} pages, {words} words"] if is_much else [])

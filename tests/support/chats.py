@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trl
+from trainer_dev.data import DataModule
+
+from dist_template import InputError
+from dist_template.text import Chat, Pretrained
+from tests.support.runs import quiet
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 CHATML = ("<|im_end|>", ["<|endoftext|>", "<|im_start|>"])
@@ -85,6 +91,32 @@ def tokenizer(
         made.chat_template = template or published(family)
     made.save_pretrained(folder)
     return folder
+
+
+def read(path: Path, source: type[Chat] = Chat, **options: Any) -> list[Any]:
+    return [json.loads(text) for _, text in source([str(path)], **options).documents()]
+
+
+def check_refused(path: Path, good: Any, bad: dict[str, Any], source: type[Chat] = Chat) -> None:
+    """Each record of `bad`, after a good one, is refused in its sentence with file and line."""
+    for sentence, record in bad.items():
+        with pytest.raises(InputError, match=sentence) as caught:
+            read(write(path, [good, record]), source)
+        assert f"{path}:2" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def prepared(
+    folder: Path, records: list[Any], tokenizers: str | None = None, *, source: type[Chat] = Chat,
+    family: str = "qwen3", seq_len: int = 256, across: bool = False, merges: Any = (),
+    **options: Any,
+) -> DataModule:  # fmt: skip
+    """Records by a family's tokenizer, with its template or another; `options` are the source's."""
+    spec = Pretrained(str(tokenizer(folder / "tokenizer", family, tokenizers, merges)))
+    read_from = source([str(write(folder / "a.jsonl", records))], **options)
+    shares: Any = {"validation_share": 0.0, "test_share": 0.0, "cross_document_attention": across}
+    data = DataModule(read_from, spec, seq_len, 1, 1, cache_dir=str(folder / "cache"), **shares)
+    data.prepare(report=quiet)
+    return data
 
 
 SMALL_QWEN3: dict[str, Any] = {

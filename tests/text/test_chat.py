@@ -12,19 +12,13 @@ import pytest
 from trainer_dev.data import DataModule
 
 from dist_template import InputError
-from dist_template.text import Chat, Pretrained
 from tests.support import chats
-from tests.support.chats import TURNS, messages, write
+from tests.support.chats import TURNS, messages, prepared, read, write
 from tests.support.library import BOUNDS, NOT_COUNTED
-from tests.support.runs import quiet
 
 TALK = messages(*TURNS)
 GOOD = {"messages": TALK}
 FROM = {"system": "system", "user": "human", "assistant": "gpt"}
-
-
-def read(path: Path, **options: Any) -> list[Any]:
-    return [json.loads(text) for _, text in Chat([str(path)], **options).documents()]
 
 
 def test_all_shapes_give_the_same_conversation(tmp_path: Path) -> None:
@@ -68,24 +62,7 @@ BAD = {
 
 
 def test_a_wrong_record_is_one_sentence_with_file_and_line(tmp_path: Path) -> None:
-    for sentence, record in BAD.items():
-        path = write(tmp_path / "bad.jsonl", [GOOD, record])
-        with pytest.raises(InputError, match=sentence) as caught:
-            read(path)
-        assert f"{path}:2" in str(caught.value) and "\n" not in str(caught.value)
-
-
-def prepared(
-    folder: Path, records: list[Any], tokenizers: str | None = None, *,
-    family: str = "qwen3", seq_len: int = 256, **options: Any,
-) -> DataModule:  # fmt: skip
-    """Conversations by a family's tokenizer, with its template or another; `options` are Chat's."""
-    tokenizer = Pretrained(str(chats.tokenizer(folder / "tokenizer", family, tokenizers)))
-    source = Chat([str(write(folder / "a.jsonl", records))], **options)
-    shares: Any = {"validation_share": 0.0, "test_share": 0.0, "cache_dir": str(folder / "cache")}
-    data = DataModule(source, tokenizer, seq_len, 1, 1, **shares)
-    data.prepare(report=quiet)
-    return data
+    chats.check_refused(tmp_path / "bad.jsonl", GOOD, BAD)
 
 
 def counted_text(data: DataModule) -> list[str]:
@@ -235,12 +212,9 @@ def test_answers_that_cannot_be_told_from_a_prompt_are_refused(what: str, tmp_pa
 
 
 def test_an_answer_that_the_tokenizer_joins_with_its_prompt_is_refused(tmp_path: Path) -> None:
-    path = chats.tokenizer(tmp_path / "joins", "qwen3", chats.UNTAGGED, [("Ċ", "Ċ")])
     talk = messages(("user", "a"), ("assistant", "\n\nb"))
-    source = Chat([str(write(tmp_path / "a.jsonl", [{"messages": talk}]))])
-    data = DataModule(source, Pretrained(str(path)), 64, 1, 1, cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(InputError, match="joins the end of a prompt with the start of message 2"):
-        data.prepare(report=quiet)
+    said = refused(tmp_path, [{"messages": talk}], chats.UNTAGGED, merges=[("Ċ", "Ċ")])
+    assert "joins the end of a prompt with the start of message 2" in said
 
 
 def test_rows_hold_whole_conversations_that_do_not_attend_to_each_other(tmp_path: Path) -> None:

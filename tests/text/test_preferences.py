@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,21 +13,18 @@ import torch
 from trainer_dev.data import DataModule
 
 from dist_template import InputError
-from dist_template.text import Mixture, Preferences, Pretrained, Ratings
+from dist_template.text import Mixture, Preferences, Ratings
 from dist_template.text.batches.rows import PAIRS
 from dist_template.text.preference_loss import pair_values
 from tests.support import chats, pairs
 from tests.support.chats import messages, write
 from tests.support.library import BOUNDS, NOT_COUNTED, PreferenceConfig, global_order
-from tests.support.runs import quiet
 
 PROMPT, GOOD, BAD_ANSWER = ("user", "One?"), ("assistant", "Uno."), ("assistant", "Due.")
 IN_MESSAGES = {"chosen": messages(GOOD), "rejected": messages(BAD_ANSWER)}
 IN_MESSAGES["prompt"] = messages(PROMPT)
-
-
-def read(path: Path) -> list[Any]:
-    return [json.loads(text) for _, text in Preferences([str(path)]).documents()]
+read = partial(chats.read, source=Preferences)
+prepared = partial(chats.prepared, source=Preferences, seq_len=64)
 
 
 def test_messages_may_be_answers_or_full_conversations(tmp_path: Path) -> None:
@@ -48,23 +45,7 @@ WRONG: dict[str, Any] = {
 
 
 def test_a_wrong_pair_is_one_sentence_with_file_and_line(tmp_path: Path) -> None:
-    for sentence, record in WRONG.items():
-        path = write(tmp_path / "bad.jsonl", [TEXTS, record])
-        with pytest.raises(InputError, match=sentence) as caught:
-            read(path)
-        assert f"{path}:2" in str(caught.value) and "\n" not in str(caught.value)
-
-
-def prepared(
-    folder: Path, records: list[Any], template: str | None = None, seq_len: int = 64,
-    source: type[Preferences] = Preferences, **options: Any,
-) -> DataModule:  # fmt: skip
-    tokenizer = Pretrained(str(chats.tokenizer(folder / "tokenizer", template=template)))
-    read_from = source([str(write(folder / "pairs.jsonl", records))])
-    options |= {"validation_share": 0.0, "test_share": 0.0, "cache_dir": str(folder / "cache")}
-    data = DataModule(read_from, tokenizer, seq_len, 1, 1, **options)
-    data.prepare(report=quiet)
-    return data
+    chats.check_refused(tmp_path / "bad.jsonl", TEXTS, WRONG, Preferences)
 
 
 def sequences(data: DataModule, batch: dict[str, Any]) -> list[list[tuple[str, str]]]:
@@ -105,11 +86,11 @@ def test_a_pair_longer_than_a_row_is_dropped_and_counted(tmp_path: Path) -> None
 
 
 def test_attention_across_documents_and_a_hidden_answer_are_refused(tmp_path: Path) -> None:
-    data = prepared(tmp_path, [TEXTS], cross_document_attention=True)
+    data = prepared(tmp_path, [TEXTS], across=True)
     with pytest.raises(InputError, match="cross_document_attention lets a pair's second answer"):
         data.check(1)
     hides = chats.UNTAGGED.replace("m.role == 'assistant'", "false").replace("{{ m.content }}", "")
-    said = "pairs.jsonl:1 of data.source has an answer without a token of its own"
+    said = "a.jsonl:1 of data.source has an answer without a token of its own"
     with pytest.raises(InputError, match=said):
         prepared(tmp_path, [IN_MESSAGES], hides)
 
