@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3ForCausalLM, LlamaForCausalLM
 
 from dist_template.text.distillation import DistillationConfig, blended
 from tests.support import chats, pairs
@@ -122,4 +122,16 @@ def test_bad_input_is_one_sentence(flags: list[str], tmp_path: Path, capfd: Any)
     }
     for sentence, (name, *more) in cases.items():
         assert run("fit", *flags, f"--model.distillation.teacher={name}", *more) == 2, sentence
+        assert sentence in capfd.readouterr().err
+
+
+def test_a_model_without_an_output_layer_is_refused(
+    flags: list[str], teacher: list[str], monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    cases = {"the model (": LlamaForCausalLM, "/deepseek_v3' (": DeepseekV3ForCausalLM}
+    for named, model in cases.items():
+        with monkeypatch.context() as patched:
+            patched.setattr(model, "get_output_embeddings", lambda _: None)
+            assert run("fit", *flags, teacher[0].replace("/llama", "/deepseek_v3")) == 2, named
+        sentence = f"{named}{model.__name__}) has no output layer (get_output_embeddings), so its"
         assert sentence in capfd.readouterr().err

@@ -16,7 +16,7 @@ from ..checkpoint.frozen import hash_frozen
 from ..errors import InputError
 from ..model.metrics import NOT_COUNTED
 from .model.causal_lm import causal_lm, causal_lm_config
-from .model.head import without_head
+from .model.head import head_of, without_head
 from .preference_loss import as_reference, reshard
 
 
@@ -37,7 +37,7 @@ class DistillationConfig:
 
 def build_teacher(module: Any) -> nn.Module:
     """Returns the teacher, frozen; on ranks other than 0 without values. Raises InputError if it cannot be loaded, or
-    has another vocabulary."""
+    has another vocabulary, or if it or the module's model has no output layer."""
     data, name = module.data, module.distillation.teacher
     try:
         config = causal_lm_config({}, name, getattr(module, "attention", None), data)
@@ -48,6 +48,10 @@ def build_teacher(module: Any) -> nn.Module:
                 f" data.tokenizer ({data.vocab_size:,}): give a teacher with the same tokenizer"
             )
         model = causal_lm(config, name, data.vocab_size).requires_grad_(False)
+        for key, each in (("the model", module.model), (f"model.distillation.teacher {name!r}", model)):
+            if head_of(each) is None:
+                what = f"{key} ({type(each).__name__}) has no output layer (get_output_embeddings), so its"
+                raise InputError(f"{what} distribution cannot be distilled: remove model.distillation")
     except InputError as error:
         raise InputError(str(error).replace("model.pretrained", "model.distillation.teacher")) from error
     module.frozen_reference = hash_frozen(model, name)

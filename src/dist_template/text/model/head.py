@@ -82,7 +82,7 @@ class ChunkedLoss(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         # as submodules their weights would get second names in checkpoints
-        self._unregistered: Any = (_head_of(model), _head_of(teacher))
+        self._unregistered: Any = (head_of(model), head_of(teacher))
         self.sums, self.size, self.blend = sums, size, blend
         for weight in nn.ModuleList(filter(None, self._unregistered)).parameters():
             if is_partitioned_by_zero(weight):
@@ -129,7 +129,7 @@ class ChunkedLoss(nn.Module):
         return dict(zip(names, totals.unbind(), strict=True))
 
 
-def _head_of(model: nn.Module | None) -> nn.Module | None:
+def head_of(model: nn.Module | None) -> nn.Module | None:
     return getattr(model, "get_output_embeddings", lambda: None)()
 
 
