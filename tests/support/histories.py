@@ -85,7 +85,8 @@ def a_run(
         environment={"job_started": 0.0, "cpu_count": 16},
         goodput=goodput | {"validation": 0.01 * steps},
     )
-    kinds = (COLUMNS | (columns or {}), every, every), (EVAL, 0, steps // 10)
+    evals = {name: (columns or {}).get(name, column) for name, column in EVAL.items()}
+    kinds = (COLUMNS | (columns or {}), every, every), (evals, 0, steps // 10)
     for made, first, frequency in kinds:
         at = np.arange(first, int(steps * upto) + 1, frequency)
         values = {name: _values(column, at / steps) for name, column in made.items()}

@@ -142,6 +142,24 @@ def test_a_rule_does_not_find_the_near_miss(rule: str) -> None:
     assert rule not in found(**NEAR_MISSES[rule])
 
 
+def diverging(noise: float, rise: float, validated: float) -> float:
+    """Returns the share of fine-tunings of ten steps, two rows each, that are called diverging."""
+    num = 0
+    for seed in range(100):
+        factors = np.exp(noise * np.random.default_rng(seed).standard_normal(10))
+        columns: Any = {"eval/loss": lambda done: 2 + validated * done}
+        columns[LOSS] = lambda done, by=factors: 2 * by + rise * np.maximum(done - 0.4, 0)
+        num += "loss_diverges" in found(steps=10, every=1, columns=columns)
+    return num / 100
+
+
+def test_noise_of_ten_steps_is_no_divergence_and_a_true_one_is_found() -> None:
+    assert diverging(noise=0.2, rise=0.0, validated=0.0) <= 0.01
+    assert diverging(noise=0.5, rise=0.0, validated=-0.1) == 0, "validations improve"
+    assert diverging(noise=0.1, rise=5.0, validated=1.0) >= 0.95
+    assert diverging(noise=0.1, rise=20.0, validated=1.0) == 1
+
+
 SIZES = [(20, 1, 1.0), (100, 10, 1.0), (10_000, 25, 1.0), (100_000, 50, 1.0)]
 SIZES += [(100_000, 10, upto) for upto in (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 0.6, 0.9)]
 

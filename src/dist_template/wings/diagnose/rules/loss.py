@@ -5,12 +5,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...history import History
+from ...history import History, Series
 from .. import expected, robust
 from ..finding import Cause, Change, Finding
 
 MIN_POINTS = 6  # log steps; fewer show no trend
 NOISE_SIGMAS = 4.0  # a smaller rise is noise between log steps
+FEW = 5.0  # log steps, between which the noise is not known well: as much again is allowed for
 RISE = 0.05  # of the lowest loss; a smaller rise is not reported
 LOST = 2.0  # times the first loss; noise between batches does not reach it
 MIN_LOSS = 0.5  # nats: below, relative noise is large
@@ -30,12 +31,14 @@ def loss_diverges(history: History) -> Iterator[Finding]:
     if len(loss) < MIN_POINTS:
         return
     curve = robust.binned(loss)
-    best = int(np.argmin(curve.values[:-1]))
-    lowest, step = float(curve.values[best]), int(curve.steps[best])
+    values = robust.running_median(curve.values, 3)  # the lowest of noisy values is an outlier
+    best = int(np.argmin(values[:-1]))
+    lowest, step = float(values[best]), int(curve.steps[best])
     first, end = float(loss.values[0]), robust.tail(loss)
-    rise = end - lowest
-    is_high = rise > max(NOISE_SIGMAS * robust.noise(loss.values), RISE * abs(lowest))
-    if not (is_high and best < len(curve) - 3) and end <= LOST * max(first, MIN_LOSS):
+    rise, noise = end - lowest, robust.noise(loss.values) * (1 + FEW / len(loss))
+    is_high = rise > max(NOISE_SIGMAS * noise, RISE * abs(lowest))
+    is_lost = end > LOST * max(robust.head(loss), MIN_LOSS)
+    if not (is_high and best < len(curve) - 3) and not is_lost or _is_best_validation(history, loss):
         return
     is_lost = end > first or rise > 0.5 * max(first - lowest, 0.0)
     level, confidence = "error" if is_lost else "warning", "certain" if end > first else "likely"
@@ -45,6 +48,14 @@ def loss_diverges(history: History) -> Iterator[Finding]:
     explains = ("loss_spikes", "early_loss_jump", "loss_not_decreasing", "experts_unused")
     title = "the loss diverges"
     yield Finding("loss_diverges", level, confidence, title, evidence, causes, steps, (), explains)
+
+
+def _is_best_validation(history: History, loss: Series) -> bool:
+    """Returns whether the run's last validation, at the end of `loss`, is its best: the model still learns."""
+    validated = expected.metric(history, "eval/loss")
+    if len(validated) < 2 or validated.steps[-1] < loss.steps[-2]:
+        return False
+    return bool(validated.values[-1] < validated.values[:-1].min())
 
 
 def early_loss_jump(history: History) -> Iterator[Finding]:
