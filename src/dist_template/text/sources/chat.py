@@ -137,14 +137,16 @@ class Chat(Source):
         """Yields a conversation's tokens in spans: trained on, of prompts, or of answers with why they do not count."""
         template, talk = training_template(tokenizer, self.template, self.train_on), json.loads(text)
         (whole,) = encode(tokenizer, template, self.train_on, self.roles, [(name, text)])
-        kinds = np.where(whole.counted, "trained on", "of prompts").astype(object)
+        counted: Any = whole.counted
+        kinds = np.where(counted, "trained on", "of prompts").astype(object)
         for why in ("not by train_on", "not by train or weight", "not by roles"):
-            is_why = [turn["role"] == "assistant" and _why_not(turn, self.roles) == why for turn in talk["messages"]]
-            turns = [turn | {COUNTS: each} for turn, each in zip(talk["messages"], is_why, strict=True)]
+            turns = []
+            for turn in talk["messages"]:
+                turns.append(turn | {COUNTS: turn["role"] == "assistant" and _why_not(turn, self.roles) == why})
             alone = [(name, json.dumps(talk | {"messages": turns}))]
             with suppress(InputError):  # there are none, or the template changes them when others follow
                 (part,) = encode(tokenizer, template, "assistant", self.roles, alone)
-                kinds[part.counted & ~whole.counted] = why
+                kinds[part.counted & ~counted] = why
         edges = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1
         yield from zip(kinds[[0, *edges]], np.split(whole.ids, edges), strict=True)
 
