@@ -109,8 +109,9 @@ def _leaves(value: object, key: str = "") -> Iterator[tuple[str, int | float | s
     elif isinstance(value, Namespace | dict):
         items = vars(value) if isinstance(value, Namespace) else value
         if is_users := str(items.get("class_path", LIBRARY)).partition(".")[0] not in CHECKED:
-            given = items.get("init_args")
-            items = dict(given) if isinstance(given, Namespace | dict) else {}
+            given, items = items.get("init_args"), {}
+            if isinstance(given, Namespace | dict):  # else it is refused elsewhere
+                items = dict(given)
         for name, each in items.items():
             inner = key if name == "init_args" else f"{key}.{name}".lstrip(".")
             if not is_users or (inner.startswith("data.") and inner in RANGES):
