@@ -31,6 +31,11 @@ def set_attention(config: Any, kernel: str) -> None:
     config._attn_implementation = kernel
 
 
+def initialize(model: Any, layer: nn.Module) -> None:
+    """Initializes a new layer as `model` initializes its own; the public `init_weights` does all layers."""
+    model._init_weights(layer)
+
+
 def names_of_blocks(model: nn.Module) -> set[str]:
     """Returns the class names of the model's repeated layers."""
     return set(getattr(model, "_no_split_modules", None) or ())

@@ -160,6 +160,12 @@ class PackedText(L.LightningDataModule):
     def text_tokenizer(self) -> Tokenizer:
         return self.corpus.tokenizer
 
+    @property
+    def reads_ends(self) -> bool:
+        """Whether the trained module reads a pair's last tokens, as reward models do."""
+        module = getattr(self.trainer, "lightning_module", None)
+        return self.source.pairs and getattr(module, "reads_ends", False)
+
     def bytes_per_token(self, split: str) -> float | None:
         """Returns the mean over a split, for bits per byte; None: empty, or labels are masked."""
         tokens = self.corpus.num_tokens(split)
@@ -183,7 +189,7 @@ class PackedText(L.LightningDataModule):
     def rows_of(self, split: str) -> Rows:
         corpus, attends = self.corpus, self.cross_document_attention
         if corpus.is_pairs:
-            return PairRows(corpus, split, self.seq_len)
+            return PairRows(corpus, split, self.seq_len, reads_ends=self.reads_ends)
         if corpus.is_whole(split):
             return WholeRows(corpus, split, self.seq_len, attends)
         parts = {name: counts["tokens"] for name, counts in corpus.parts(split).items()}
@@ -218,6 +224,7 @@ class PackedText(L.LightningDataModule):
         if stage != "fit":
             return
         self.check(self.world_size)
+        check_rows(self, self.corpus)  # `prepare` does not know the module
         self.trainer.accumulate_grad_batches = self.accumulation
         if isinstance(self.trainer.val_check_interval, int):  # YAML counts optimizer steps
             self.trainer.val_check_interval *= self.accumulation

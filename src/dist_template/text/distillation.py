@@ -17,6 +17,7 @@ from ..errors import InputError
 from ..model.metrics import NOT_COUNTED
 from .model.causal_lm import causal_lm, causal_lm_config
 from .model.head import head_of, without_head
+from .model.reward import refuse_reward_model
 from .preference_loss import as_reference, reshard
 
 
@@ -48,6 +49,7 @@ def build_teacher(module: Any) -> nn.Module:
                 f" data.tokenizer ({data.vocab_size:,}): give a teacher with the same tokenizer"
             )
         model = causal_lm(config, name, data.vocab_size).requires_grad_(False)
+        refuse_reward_model(model, name)
         for key, each in (("the model", module.model), (f"model.distillation.teacher {name!r}", model)):
             if head_of(each) is None:
                 what = f"{key} ({type(each).__name__}) has no output layer (get_output_embeddings), so its"

@@ -39,7 +39,7 @@ def check_rows(data: Any, corpus: Corpus) -> Corpus:
         held = corpus.manifest["splits"][split]
         found = max(held["tokens"] - 1, 0) // data.seq_len
         if corpus.is_whole(split):
-            found = len(packing_of(corpus, split, data.seq_len).rows) - 1
+            found = len(packing_of(corpus, split, data.seq_len, data.reads_ends).rows) - 1
         if found < rows:
             raise InputError(
                 f"the {split} split has {held['tokens']:,} tokens in {held['documents']:,} documents, which fill"

@@ -29,6 +29,7 @@ from .model.adapters import AdapterConfig, add_adapters, proof_axes
 from .model.causal_lm import checked_fields
 from .model.head import ChunkedLoss, without_head
 from .model.quantize import quantize
+from .model.reward import is_reward_model, refuse_reward_model, reward_model
 from .preference_loss import PreferenceConfig, add_reference, build_reference, has_pairs, needs_copy, pair_values
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class TextModule(TrainingModule):
 
     def build_network(self, data: Any, quantized: bool = True) -> nn.Module:
         """Builds the network of `build_model`, with the adapters of `model.adapter`."""
-        model = self.build_model(data)
+        model = self.build_base(data)
         if self.adapter is not None:
             model = add_adapters(model, self.adapter)
             name = getattr(self, "pretrained", None) or type(model).__name__
@@ -98,6 +99,19 @@ class TextModule(TrainingModule):
             if self.adapter.quantize and quantized:
                 quantize(model)
         return model
+
+    def build_base(self, data: Any) -> nn.Module:
+        """Returns the network of `build_model`, with a reward model's head if pairs train one."""
+        model = self.build_model(data)
+        if self.reads_ends and has_pairs(data):
+            return reward_model(model, data)
+        refuse_reward_model(model, getattr(self, "pretrained", None))
+        return model
+
+    @property
+    def reads_ends(self) -> bool:
+        """Whether a reward model is trained, which is read at the last token of an answer."""
+        return self.preference.loss == "reward"
 
     @property
     def adapter_axes(self) -> list[str]:
@@ -116,6 +130,11 @@ class TextModule(TrainingModule):
         if setup.trains and not has_pairs(setup.data):
             why = "data.source yields no pairs: set Preferences there"
             yield from without_effect("model.preference", self.preference, {"beta"}, why)
+        if setup.trains and self.reads_ends:
+            why = "a reward model is compared with no reference: set another model.preference.loss"
+            yield from without_effect("model.preference", self.preference, {"beta"}, why)
+            if not has_pairs(setup.data):
+                yield "model.preference.loss reward learns from pairs: set data.source Preferences"
         are_ratings = getattr(getattr(setup.data, "source", None), "ratings", False)
         if setup.trains and (self.preference.loss == "kto") != are_ratings:
             yield "model.preference.loss kto and data.source Ratings need each other: set both, or neither"
@@ -205,6 +224,8 @@ class TextModule(TrainingModule):
     @torch.no_grad()
     def generate(self, input_ids: Tensor) -> Tensor:
         """Tokens (1, T + n), n <= `sample_tokens`, within `seq_len`; keeps training's RNG state."""
+        if is_reward_model(self.model):
+            raise InputError("a reward model scores answers and generates none: evaluate it, or serve it for /pooling")
         if not hasattr(self.model, "generate"):
             raise InputError(f"{type(self.model).__name__} has no generate: write {type(self).__name__}.generate")
         room = max(1, self.data.seq_len - input_ids.shape[1])

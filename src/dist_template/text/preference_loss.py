@@ -23,6 +23,7 @@ from ..checkpoint.frozen import exclude_frozen, hash_frozen
 from ..compat.transformers import without_adapters
 from ..parallel.place import place
 from .batches.rows import PAIRS
+from .model.reward import every_reward
 
 
 @dataclass
@@ -32,7 +33,7 @@ class PreferenceConfig:
     Args:
         loss: dpo (arXiv:2305.18290). ipo (arXiv:2310.12036), which bounds the difference. simpo (arXiv:2405.14734)
             and orpo (arXiv:2403.07691), which have no reference. kto (arXiv:2402.01306), of Ratings. ipo, simpo and
-            orpo compare means per token.
+            orpo compare means per token. reward trains a reward model: a head in place of the output layer.
         beta: Scale of the rewards: a larger one keeps the model closer to the reference. Of orpo, the weight of the
             odds ratio beside the chosen answer's cross-entropy.
         margin: Of simpo alone: by how much the chosen answer's reward has to be larger.
@@ -40,7 +41,7 @@ class PreferenceConfig:
         undesirable_weight: Of kto: of one that was found bad; weight times number should be alike.
     """
 
-    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
+    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto", "reward"] = "dpo"
     beta: float = 0.1
     margin: float = 0.5
     desirable_weight: float = 1.0
@@ -88,6 +89,8 @@ def pair_values(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         with as_reference(module), torch.no_grad():
             reference, _ = _log_probabilities(module, batch)
         reshard(module.reference)
+    if config.loss == "reward":
+        return _values(_rewards(module, batch))
     scores, lengths = _log_probabilities(module, batch)  # (P, 2) each
     scores = scores - reference
     if config.loss == "kto":
@@ -104,7 +107,14 @@ def pair_values(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     else:
         margin = config.margin if config.loss == "simpo" else 0.0
         losses = -F.logsigmoid(config.beta * difference - margin)
-    chosen, rejected = (config.beta * scores.detach()).unbind(1)
+    return _values(config.beta * scores, losses)
+
+
+def _values(rewards: Tensor, losses: Tensor | None = None) -> dict[str, Tensor]:
+    """Returns `pair_values` of rewards (P, 2); without losses, -log sigmoid(chosen - rejected) (Bradley and Terry)."""
+    if losses is None:
+        losses = -F.logsigmoid(rewards[:, 0] - rewards[:, 1])
+    chosen, rejected = rewards.detach().unbind(1)
     return {
         "loss": losses,
         "rewards/chosen": chosen,
@@ -136,10 +146,25 @@ def _log_probabilities(module: Any, batch: dict[str, Tensor]) -> tuple[Tensor, T
     labels = batch["labels"].flatten()
     logits = module(batch).float().flatten(0, 1)
     log_probabilities = -F.cross_entropy(logits, labels, reduction="none")  # 0 for label -100
-    position = torch.arange(len(labels), device=labels.device)
-    edges = batch[PAIRS][:, :3].unsqueeze(-1)  # (P, 3, 1)
-    inside = (edges[:, :2] <= position) & (position < edges[:, 1:])  # (P, 2, B x T)
+    inside, _ = _inside(batch)
     return (inside * log_probabilities).sum(-1), (inside & (labels != -100)).sum(-1)
+
+
+def _inside(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns whether each position is in each sequence of the pairs (P, 2, B x T), and the positions (B x T,)."""
+    labels = batch["labels"]
+    position = torch.arange(labels.numel(), device=labels.device)
+    edges = batch[PAIRS][:, :3].unsqueeze(-1)  # (P, 3, 1)
+    return (edges[:, :2] <= position) & (position < edges[:, 1:]), position
+
+
+def _rewards(module: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Returns the rewards (P, 2): the head's output at the last token that is not padding, as transformers reads it."""
+    with every_reward(module.model):
+        outputs = module(batch).float().flatten()  # (B x T,)
+    inside, position = _inside(batch)
+    is_text = batch["input_ids"].flatten() != module.model.config.get_text_config().pad_token_id
+    return outputs[(position * (inside & is_text)).amax(-1)]
 
 
 @contextmanager

@@ -164,12 +164,12 @@ def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
     return sorted(sorted(items) for items in bins)
 
 
-def packing_of(corpus: Corpus, split: str, seq_len: int) -> Packing:
-    """Returns the rows of a split whose documents are whole; `corpus` keeps them."""
-    if known := corpus.packings.get((split, seq_len)):
+def packing_of(corpus: Corpus, split: str, seq_len: int, reads_ends: bool = False) -> Packing:
+    """Returns the rows of a split whose documents are whole; `corpus` keeps them. `reads_ends`: see PairRows."""
+    if known := corpus.packings.get((split, seq_len, reads_ends)):
         return known
     starts, counted = corpus.starts(split), corpus.counted(split)
-    needed = np.diff(starts) - 1  # (documents,) positions
+    needed = np.diff(starts) - 1 + reads_ends  # (documents,) positions
     is_cut, kept = needed > seq_len, needed > 0
     for document in np.flatnonzero(is_cut):
         first = starts[document] + 1
@@ -184,7 +184,7 @@ def packing_of(corpus: Corpus, split: str, seq_len: int) -> Packing:
         rows += [[int(low) + item for item in row] for row in packed]
         sizes[name], end = len(packed), end + part["documents"]
     num_dropped = int((is_cut & ~kept).sum())
-    corpus.packings[split, seq_len] = packing = Packing(
+    corpus.packings[split, seq_len, reads_ends] = packing = Packing(
         documents=numbers[np.fromiter(chain.from_iterable(rows), dtype=np.int64)],
         rows=np.cumsum([0, *map(len, rows)]),
         share=float(lengths.sum() / max(1, len(rows) * seq_len)),
@@ -201,10 +201,12 @@ class WholeRows(Rows):
     Only a document that is longer than a row is cut, to its beginning.
     """
 
-    def __init__(self, corpus: Corpus, split: str, seq_len: int, cross_document_attention: bool = False) -> None:
+    def __init__(
+        self, corpus: Corpus, split: str, seq_len: int, cross_document_attention: bool = False, reads_ends: bool = False
+    ) -> None:
         end = corpus.manifest["eos_token_id"]
         super().__init__(corpus.tokens(split), seq_len, end, cross_document_attention)
-        self.packing = packing_of(corpus, split, seq_len)
+        self.packing, self.reads_ends = packing_of(corpus, split, seq_len, reads_ends), reads_ends
         self.sizes = self.packing.sizes
         self.counted = np.asarray(corpus.counted(split))
         self.starts = corpus.starts(split)
@@ -217,10 +219,10 @@ class WholeRows(Rows):
             end = index * self.seq_len
             for start, size in self.documents_of(max(row, 0)):  # a padding row reads any row
                 tokens = self.tokens[start : start + size + 1].astype(np.int64)
-                inputs.flat[end : end + size] = tokens[:-1]
+                inputs.flat[end : end + size] = tokens[:size]
                 if row >= 0:
                     counted = self.counted[start + 1 : start + size + 1]
-                    labels.flat[end : end + size] = np.where(counted, tokens[1:], NOT_COUNTED)
+                    labels.flat[end : end + len(counted)] = np.where(counted, tokens[1:], NOT_COUNTED)
                 end += size
                 bounds.append(end)
             row_end = (index + 1) * self.seq_len
@@ -254,6 +256,8 @@ class PairRows(WholeRows):
 
     A batch also has `PAIRS` (P, 4): where among its B x T positions each pair's chosen sequence
     starts, its rejected one starts, and both end; and 1 where a rated answer was found good.
+
+    With `reads_ends` the last token of a sequence, at which a reward model is read, is an input too.
     """
 
     def __getitems__(self, rows: list[int]) -> dict[str, Any]:
@@ -275,7 +279,8 @@ class PairRows(WholeRows):
         for pair in self.numbers_of(row):
             start, end = self.starts[pair].item(), self.starts[pair + 1].item()
             middle = start + second_start(self.counted[start:end])
-            sequences += [(start, middle - start - 1), (middle, end - middle - 1)]
+            sizes = middle - start, end - middle
+            sequences += [(start, sizes[0] - 1 + self.reads_ends), (middle, sizes[1] - 1 + self.reads_ends)]
         return sequences
 
 

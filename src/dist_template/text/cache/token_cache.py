@@ -90,7 +90,7 @@ class Corpus:
 
     folder: Path
     manifest: dict[str, Any]
-    packings: dict[tuple[str, int], Any] = field(default_factory=dict)  # by split and seq_len
+    packings: dict[tuple[str, int, bool], Any] = field(default_factory=dict)  # by packing_of's arguments
 
     def num_tokens(self, split: str) -> int:
         return self.manifest["splits"][split]["tokens"]

@@ -22,6 +22,8 @@ from torch import nn
 
 from ...compat.transformers import wrappers_of_parameters
 from ...errors import InputError, check_least, reason, require
+from .head import head_of
+from .reward import HEAD, is_reward_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,6 +81,8 @@ def add_adapters(model: Any, config: AdapterConfig) -> PreTrainedModel:
     trained: list[nn.Module] = []
     for wanted in config.trainable:
         trained += map(model.get_submodule, _matching("trainable", wanted, known))
+    if is_reward_model(model):
+        trained.append(model.get_submodule(HEAD))  # it is new
     modules, parameters = _targets(model, config)
     lora = LoraConfig(
         r=config.rank,
@@ -89,7 +93,7 @@ def add_adapters(model: Any, config: AdapterConfig) -> PreTrainedModel:
         fan_in_fan_out=CONV1D in [type(layer).__name__ for layer in model.modules()],
         target_modules=modules,
         target_parameters=parameters,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if is_reward_model(model) else "CAUSAL_LM",
     )
     try:
         model.add_adapter(lora)
@@ -103,7 +107,7 @@ def add_adapters(model: Any, config: AdapterConfig) -> PreTrainedModel:
 
 def _targets(model: PreTrainedModel, config: AdapterConfig) -> tuple[list[str], list[str]]:
     """Returns the names of `targets` that are linear layers, and those that are stacked experts."""
-    layers, head = dict(model.named_modules()), model.get_output_embeddings()
+    layers, head = dict(model.named_modules()), head_of(model)
     linear = set[str]()
     for name, layer in layers.items():
         # some routers derive from nn.Linear, with a forward pass of their own

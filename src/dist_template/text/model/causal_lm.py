@@ -24,6 +24,7 @@ from torch import nn
 
 from ...errors import InputError, is_out_of_memory, reason
 from .kernels import Attention, set_attention
+from .reward import has_reward_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -67,14 +68,15 @@ def causal_lm_config(
 
 
 def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int) -> nn.Module:
-    """Returns the model of `config` with room for `vocab_size` tokens, in fp32. Only rank 0 loads
-    weights; on the others torch's default device is `meta`, and they receive them later."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    """Returns the model of `config` with room for `vocab_size` tokens, in fp32; of a reward model's weights, a reward
+    model. Only rank 0 loads weights; on the others torch's default device is `meta`, and they receive them later."""
+    from transformers import GenerationConfig
 
+    kind = auto_class(config)
     is_meta = torch.get_default_device().type == "meta"
     if pretrained and not is_meta:
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            model: Any = kind.from_pretrained(
                 pretrained, config=config, dtype=torch.float32, trust_remote_code=False,
                 use_safetensors=True,
             )  # fmt: skip
@@ -86,19 +88,26 @@ def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int)
     else:
         config.vocab_size = max(config.vocab_size, vocab_size)
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = kind.from_config(config, dtype=torch.float32)
         except Exception as error:  # each architecture fails in its own way
             # after an error on the meta device, place() may build it in full
             if is_out_of_memory(error) or is_meta and isinstance(error, RuntimeError):
                 raise
             what = f"model.architecture with model_type {config.model_type!r} cannot be built"
             raise InputError(f"{what}: {type(error).__name__}: {reason(error)}") from error
-    if pretrained:  # all ranks sample and stop alike: only rank 0 loads this with the weights
+    if pretrained and model.can_generate():  # all ranks sample and stop alike: only rank 0 loads this with the weights
         with contextlib.suppress(OSError):  # there is no generation_config.json
             model.generation_config = GenerationConfig.from_pretrained(pretrained)
         stops = [*_ids(model.generation_config.eos_token_id), *_ids(config.eos_token_id)]
         model.generation_config.eos_token_id = list(dict.fromkeys(stops))
     return model
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Returns transformers' class that loads the weights of `config`: with an output layer, or a reward model's head."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification if has_reward_head(config) else AutoModelForCausalLM
 
 
 def _ids(tokens: int | list[int] | None) -> list[int]:

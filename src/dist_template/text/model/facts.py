@@ -10,6 +10,7 @@ from torch import nn
 from ...model.flops import Size, find_experts, text_config
 from ...parallel.blocks import find_blocks
 from ...parallel.estimates.facts import Facts
+from .head import head_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,6 +44,7 @@ def facts_of(model: PreTrainedModel, packed: nn.Module) -> tuple[Size, Facts]:
         number = getattr(module, width, getattr(module, "embedding_dim", 0))
         if style and number:
             reduced.append(number)
+    outputs = next(nn.ModuleList([head_of(model)]).parameters()).shape[0]
     heads = getattr(config, "num_attention_heads", None) or 1
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -58,7 +60,7 @@ def facts_of(model: PreTrainedModel, packed: nn.Module) -> tuple[Size, Facts]:
         block_experts=block_experts,
         layers=len(blocks),
         width=config.hidden_size,
-        vocab_size=model.get_output_embeddings().weight.shape[0],
+        vocab_size=outputs,
         moe_layers=len(moe),
         experts_per_token=size.experts_per_token or 0,
         tp_widths=sum(reduced),

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from ...compat.torch import version_of
 from ...errors import InputError
 from ...weights import is_partitioned_by_zero
+from .reward import HEAD, is_reward_model
 
 Sums = Callable[[Tensor, Tensor], dict[str, Tensor]]
 
@@ -50,7 +51,7 @@ def without_head(model: Any) -> Generator[Callable[[Tensor], Tensor]]:
             )
         return returned
 
-    head: Any = model.get_output_embeddings()
+    head: Any = head_of(model)
     # the last hook before the layer: FSDP2's and ZeRO's have prepared the input
     before = head.register_forward_pre_hook(shorten)
     # the first hook after it: theirs get the hidden states
@@ -130,6 +131,9 @@ class ChunkedLoss(nn.Module):
 
 
 def head_of(model: nn.Module | None) -> nn.Module | None:
+    """Returns the output layer, or the head of a reward model; None: there is neither."""
+    if model is not None and is_reward_model(model):
+        return model.get_submodule(HEAD)
     return getattr(model, "get_output_embeddings", lambda: None)()
 
 

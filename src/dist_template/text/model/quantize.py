@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import require
+from .head import head_of
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
@@ -81,7 +82,7 @@ def quantize(model: PreTrainedModel) -> None:
     """Replaces the frozen linear layers of `model`, but for the output layer, like bitsandbytes.
     Raises InputError if that is not installed."""
     require("bitsandbytes", "model.adapter.quantize")
-    head = model.get_output_embeddings()
+    head = head_of(model)
 
     def is_chosen(layer: nn.Module) -> bool:
         is_linear = type(layer) is nn.Linear and layer is not head

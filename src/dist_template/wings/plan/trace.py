@@ -37,6 +37,7 @@ class Traced:
         if hasattr(module, "build_config") and hasattr(data, "seq_len"):
             vocab_size = _vocab_size(module, data)
             self.data = SimpleNamespace(seq_len=data.seq_len, eos_token_id=0, vocab_size=vocab_size)
+            self.data.source = getattr(data, "source", None)  # of pairs: a reward model's head
             with torch.device("meta"):
                 model = module.build_network(self.data, quantized=False)
             self._blocks = find_blocks(model)

@@ -22,7 +22,8 @@ def write_card(folder: Path, trained: Trained, form: str, verified: str, license
         run = read_run(trained.run)
         title, results = run.name, sorted(trained.run.glob("evaluation/*.json"))
     parent = getattr(trained.module, "pretrained", None)
-    front = ModelCardData(license=license, pipeline_tag="text-generation", library_name="transformers")
+    task = "text-classification" if getattr(trained.module, "reads_ends", False) else "text-generation"
+    front = ModelCardData(license=license, pipeline_tag=task, library_name="transformers")
     if parent and not Path(parent).exists():
         front.base_model = parent
     rows = {

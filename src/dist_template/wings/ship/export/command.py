@@ -19,6 +19,7 @@ from ....cli.fit import WithoutTrainer
 from ....cli.run import verified_checkpoint
 from ....errors import InputError, reason
 from ....project import Project
+from ....text.model.causal_lm import auto_class
 from .adapter import merge, write_adapter
 from .card import write_card
 from .gate import Gate
@@ -112,11 +113,10 @@ def write(found: Trained, merged: bool, dtype: str, folder: Path) -> tuple[str, 
 
 def write_pretrained(model: Any, dtype: str, folder: Path) -> None:
     """Writes a transformers model as safetensors."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     model.save_pretrained(folder)
     if dtype != "float32":  # transformers knows which weights must stay in float32
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+        model = auto_class(model.config).from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         model.save_pretrained(folder)

@@ -75,8 +75,10 @@ class Gate:
             is_equal = (change.norm() / self.logits.norm()).item() <= ROUNDING[dtype]
         if not is_equal:
             raise InputError(f"{OTHER}: its logits differ by up to {largest:.1e}")
-        equal = (logits.argmax(-1) == self.logits.argmax(-1)).float().mean().item()
-        over = f"over {len(logits)} prompts, {equal:.1%} of the greedy tokens equal"
+        over = f"over {len(logits)} prompts"
+        if logits.shape[-1] > 1:  # else they are rewards
+            equal = (logits.argmax(-1) == self.logits.argmax(-1)).float().mean().item()
+            over += f", {equal:.1%} of the greedy tokens equal"
         return f"largest difference to the trained model's logits {largest:.1e} {over}"
 
 

@@ -14,6 +14,7 @@ from ....cli.run import verified_checkpoint
 from ....errors import InputError, reason, require
 from ....observe.history.run import RunFile
 from ....project import Project
+from ....text.model.causal_lm import auto_class
 from ...diagnose.command import newest
 
 OF_FIT = ("trainer", "ckpt_path", "weights_only")  # keys that one process without a Trainer ignores
@@ -105,13 +106,15 @@ def trained(cli: WithoutTrainer, path: Path, run: Path | None = None) -> Trained
 
 def from_folder(name: str, key: str) -> Trained:
     """Returns the model and tokenizer of a folder of `export` or transformers, or of the hub."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    if (Path(name) / FILES[1]).is_file():
+    kind: Any = AutoModelForCausalLM
+    if is_adapter := (Path(name) / FILES[1]).is_file():
         require("peft", f"{key} {name!r}")
-    load: Any = AutoModelForCausalLM.from_pretrained
     try:
-        model = load(name, dtype="auto", trust_remote_code=False).eval()
+        if not is_adapter:
+            kind = auto_class(AutoConfig.from_pretrained(name, trust_remote_code=False))
+        model = kind.from_pretrained(name, dtype="auto", trust_remote_code=False).eval()
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, KeyError, SafetensorError and others
         raise InputError(f"{key} {name!r} cannot be loaded: {reason(error)}") from error
