@@ -30,9 +30,9 @@ RUN += ["--run.report=false", "--trainer.max_steps=4", "--model.optim.warmup=0"]
 @pytest.mark.parametrize("loss", tiers([*pairs.OF_TRL], daily=[]))
 def test_the_losses_of_four_steps_are_those_of_trl(loss: str, tmp_path: Path) -> None:
     """The first alone would prove nothing: DPO's is ln 2."""
-    pairs.save_llama(tmp_path / "model", 260)
+    pairs.save_llama(tmp_path / "model", 260, has_reward_head=loss == "reward")
     source = "Ratings" if loss == "kto" else "Preferences"
-    argv = ["fit", *pairs.flags(tmp_path, pairs.OF_TRL[loss], source), *RUN, "--data.seq_len=256"]
+    argv = ["fit", *pairs.flags(tmp_path, pairs.OF_TRL[loss], source), *RUN, "--data.seq_len=1024"]
     argv += [f"--model.preference.loss={loss}"]
     argv += ["--data.global_batch_size=1", "--data.micro_batch_size=1", "--trainer.devices=1"]
     argv += ["--optimizer=torch.optim.SGD", "--optimizer.lr=0.5", "--optimizer.weight_decay=0"]
@@ -84,6 +84,7 @@ KINDS = {
     "simpo": ["--model.preference.loss=simpo"],  # compares with no reference
     "orpo": ["--model.preference.loss=orpo"],
     "kto": ["--model.preference.loss=kto"],
+    "reward": ["--model.preference.loss=reward"],
 }
 
 
@@ -102,7 +103,7 @@ STRATEGIES = ["ddp", "fsdp2", "tp", "zero2", "zero3"]
 DAILY = [("copy", "fsdp2"), ("adapters", "fsdp2")]
 CASES = [(kind, strategy) for kind in ("copy", "adapters") for strategy in STRATEGIES]
 CASES += [(kind, "fsdp2") for kind in ("ipo", "simpo", "orpo")]
-CASES += [("kto", strategy) for strategy in ("fsdp2", "tp", "zero3")]
+CASES += [(kind, name) for kind in ("kto", "reward") for name in ("fsdp2", "tp", "zero3")]
 
 
 @pytest.mark.slow

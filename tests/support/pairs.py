@@ -34,41 +34,53 @@ def flags(folder: Path, records: list[Any], source: str = "Preferences") -> list
     ]  # fmt: skip
 
 
-def save_llama(folder: Path, vocab_size: int) -> None:
+def save_llama(folder: Path, vocab_size: int, has_reward_head: bool = False) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2,
+        num_attention_heads=4, num_key_value_heads=2, num_labels=1,
+        initializer_range=0.06 if has_reward_head else 0.02,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    kind = LlamaForSequenceClassification if has_reward_head else LlamaForCausalLM
+    kind(config).save_pretrained(folder)
 
 
+ROLES = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
 # Its NLL is of the prompt too, of which a token at the start is no label; of all tokens alike.
 ODDS = [record | {"prompt": "<|im_start|>", "chosen": f"good {i + 10}"}
     for i, record in enumerate(RECORDS)]  # fmt: skip
 RATED = [{"prompt": f"q{i} ", "completion": f"good {i * i}", "label": i % 3 > 0} for i in range(8)]
-OF_TRL = {"dpo": RECORDS, "kto": RATED, "orpo": ODDS}
+IN_TURNS = [
+    {key: chats.messages((ROLES[key], text)) for key, text in record.items()} for record in RECORDS
+]  # a template ends with another token than EOS: it is read by a reward model
+OF_TRL = {"dpo": RECORDS, "kto": RATED, "orpo": ODDS, "reward": IN_TURNS}
 
 
 def losses_of_trl(kind: str, model: str, tokenizer: str, output: str) -> list[float]:
     """Of trl's trainer: 4 steps of plain SGD with all records."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+    import transformers
+    import trl
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-    configs: Any = {"dpo": DPOConfig, "kto": KTOConfig, "orpo": ORPOConfig}
-    trainers: Any = {"dpo": DPOTrainer, "kto": KTOTrainer, "orpo": ORPOTrainer}
+    configs: Any = {"dpo": trl.DPOConfig, "kto": trl.KTOConfig, "orpo": ORPOConfig}
+    trainers: Any = {"dpo": trl.DPOTrainer, "kto": trl.KTOTrainer, "orpo": ORPOTrainer}
+    with_head: Any = transformers.AutoModelForCausalLM
+    given = {"beta": 0.1}
+    if kind == "reward":
+        configs, trainers, given = {kind: trl.RewardConfig}, {kind: trl.RewardTrainer}, {}
+        with_head = transformers.AutoModelForSequenceClassification
     arguments = configs[kind](
-        output_dir=output, per_device_train_batch_size=8, max_steps=4, learning_rate=0.5, beta=0.1,
+        output_dir=output, per_device_train_batch_size=8, max_steps=4, learning_rate=0.5,
         optim="sgd", lr_scheduler_type="constant", max_grad_norm=1e9, logging_steps=1, use_cpu=True,
         report_to=[], save_strategy="no", bf16=False, gradient_checkpointing=False,
+        **given,
     )  # fmt: skip
-    models = [AutoModelForCausalLM.from_pretrained(model) for _ in range(1 + (kind != "orpo"))]
-    tokens: Any = AutoTokenizer.from_pretrained(tokenizer)
+    models = [with_head.from_pretrained(model) for _ in range(1 + (kind in ("dpo", "kto")))]
+    tokens: Any = transformers.AutoTokenizer.from_pretrained(tokenizer)
     tokens.pad_token = tokens.eos_token
     trainer = trainers[kind](
         **dict(zip(("model", "ref_model"), models, strict=False)), args=arguments,
