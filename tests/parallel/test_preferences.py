@@ -85,6 +85,9 @@ KINDS = {
     "orpo": ["--model.preference.loss=orpo"],
     "kto": ["--model.preference.loss=kto"],
     "reward": ["--model.preference.loss=reward"],
+    "reward-adapters": [
+        "--model.preference.loss=reward", *adapters.flags(adapters.TARGETS["llama"])
+    ],
 }
 
 
@@ -92,11 +95,13 @@ def every_label() -> None:
     """In each worker: the labels are the data's."""
 
 
-def trained(train: Trainings, kind: str, strategy: str, *more: str, **options: Any) -> RunRecord:
+def trained(
+    train: Trainings, kind: str, strategy: str, *more: str, model: str = "llama", **options: Any
+) -> RunRecord:
     options = {"callbacks": [ReferenceWeights()]} | options
-    prelude = adapters.with_random_b if kind == "adapters" else every_label
+    prelude = adapters.with_random_b if "adapters" in kind else every_label
     keys = ["--model.optim.warmup=0", *KINDS[kind], *more]
-    return train("llama", strategy, *keys, prelude=prelude, **options)
+    return train(model, strategy, *keys, prelude=prelude, **options)
 
 
 STRATEGIES = ["ddp", "fsdp2", "tp", "zero2", "zero3"]
@@ -104,12 +109,14 @@ DAILY = [("copy", "fsdp2"), ("adapters", "fsdp2")]
 CASES = [(kind, strategy) for kind in ("copy", "adapters") for strategy in STRATEGIES]
 CASES += [(kind, "fsdp2") for kind in ("ipo", "simpo", "orpo")]
 CASES += [(kind, name) for kind in ("kto", "reward") for name in ("fsdp2", "tp", "zero3")]
+CASES += [("reward", "fsdp2_ep"), ("reward-adapters", "tp"), ("reward-adapters", "zero3")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "strategy"), tiers(CASES, DAILY))
 def test_losses_and_rewards_are_one_processs(train: Trainings, kind: str, strategy: str) -> None:
-    one, many = trained(train, kind, "one"), trained(train, kind, strategy)
+    model = "deepseek_v3" if "ep" in strategy else "llama"
+    one, many = (trained(train, kind, name, model=model) for name in ("one", strategy))
     assert list(one.loss) == [1, 2, 3, 4] and one.loss[4] < 0.97 * one.loss[1]
     # with adapters the reference differs from the start: B is not zero
     assert (one.loss[1] == pytest.approx(0.693147, abs=1e-6)) == (kind == "copy")

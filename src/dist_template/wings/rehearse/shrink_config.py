@@ -126,6 +126,7 @@ def _shrink_data(small: Small, folder: Path, keep_data: bool) -> None:
         values["source"] = {"class_path": "TextFiles", "init_args": source}
         values |= {"tokenizer": {"class_path": "Bytes"}, "cache_dir": str(folder / "cache")}
         values |= {"validation_share": 0.1, "test_share": 0.1}
+        small.config["model"].pop("preference", None)  # the text has no pairs
     data |= {key: values[key] for key in values.keys() & data.keys()}  # a data module may lack some
 
 
