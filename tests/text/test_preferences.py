@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from trainer_dev.data import DataModule
+from trainer_dev.module import LanguageModule
 
 from dist_template import InputError
-from dist_template.text import Mixture, Preferences, Ratings
-from dist_template.text.batches.rows import PAIRS
+from dist_template.text import Mixture, Preferences, Pretrained, Ratings
+from dist_template.text.batches.rows import PAIRS, PairRows
 from dist_template.text.preference_loss import pair_values
 from tests.support import chats, pairs
 from tests.support.chats import messages, write
 from tests.support.library import BOUNDS, NOT_COUNTED, PreferenceConfig, global_order
+from tests.support.parity import MODELS
+from tests.support.runs import quiet
 
 PROMPT, GOOD, BAD_ANSWER = ("user", "One?"), ("assistant", "Uno."), ("assistant", "Due.")
 IN_MESSAGES = {"chosen": messages(GOOD), "rejected": messages(BAD_ANSWER)}
@@ -123,6 +127,53 @@ def test_pairs_and_rated_answers_are_not_mixed(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="or ratings: train on one after the other"):
         Mixture(sources, {"a": 1.0, "b": 1.0})
     assert Mixture({"b": sources["b"]}, {"b": 1.0}).ratings, "as kto asks"
+
+
+@pytest.mark.parametrize("padding", [None, "<|endoftext|>"])
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
+def test_a_reward_is_read_where_transformers_reads_it(
+    kind: str, padding: str | None, tmp_path: Path
+) -> None:
+    """Of texts: at the last token, EOS, or before it if EOS is the padding."""
+    data = prepared(tmp_path, pairs.LENGTHS[:9], seq_len=61)
+    if padding:
+        data.text_tokenizer.pad_token = padding
+    preference = PreferenceConfig(loss="reward")
+    architecture = yaml.safe_load(MODELS[kind]) | {"initializer_range": 0.5}
+    module = LanguageModule(architecture, preference=preference)
+    module.model = module.build_network(data).eval()
+    rows = PairRows(data.corpus, "train", 61, reads_ends=True)
+    batch = rows.__getitems__([*range(len(rows)), global_order.PADDING])
+    values = pair_values(module, batch)
+    found = [values[f"rewards/{key}"].tolist() for key in ("chosen", "rejected")]
+    expected: list[Any] = [[], []]
+    for pair in sequences(data, batch):
+        for rewards, (text, _) in zip(expected, pair, strict=True):
+            assert text.endswith("<|im_end|>")
+            tokens = data.text_tokenizer(text, return_tensors="pt")["input_ids"]
+            reward = module.model(input_ids=tokens).logits.item()
+            longer = torch.nn.functional.pad(tokens, (0, 3), value=module.model.config.pad_token_id)
+            assert module.model(input_ids=longer).logits.item() == pytest.approx(reward, abs=1e-5)
+            rewards.append(reward)
+    assert found == [pytest.approx(each, rel=1e-4, abs=1e-5) for each in expected]
+    with torch.no_grad(), pytest.raises(InputError, match="scores answers and generates none"):
+        module.generate(batch["input_ids"][:1])
+
+
+def test_a_head_is_new_and_not_every_architecture_has_one(tmp_path: Path) -> None:
+    data = prepared(tmp_path, [TEXTS])
+    preference, llama = PreferenceConfig(loss="reward"), yaml.safe_load(MODELS["llama"])
+    module = LanguageModule(llama | {"hidden_size": 1024}, preference=preference)
+    torch.manual_seed(3)
+    model: Any = module.build_network(data)
+    assert model.score.weight.std().item() == pytest.approx(0.02, rel=0.1), "as the library's"
+    model.save_pretrained(tmp_path / "model")
+    again: Any = LanguageModule(pretrained=str(tmp_path / "model"), preference=preference)
+    assert torch.equal(again.build_network(data).score.weight, model.score.weight)
+    with pytest.raises(InputError, match="is a reward model, which scores and has no output layer"):
+        LanguageModule(pretrained=str(tmp_path / "model")).build_network(data)
+    with pytest.raises(InputError, match="no class with a reward head for olmoe"):
+        LanguageModule(llama | {"model_type": "olmoe"}, preference=preference).build_network(data)
 
 
 LOSSES = {"dpo": -math.log(1 / (1 + math.exp(-0.5 * (-3.0 + 5.0))))}

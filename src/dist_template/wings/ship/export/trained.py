@@ -111,6 +111,10 @@ def from_folder(name: str, key: str) -> Trained:
     kind: Any = AutoModelForCausalLM
     if is_adapter := (Path(name) / FILES[1]).is_file():
         require("peft", f"{key} {name!r}")
+        from peft import PeftConfig
+
+        if PeftConfig.from_pretrained(name).task_type == "SEQ_CLS":
+            raise InputError(f"{key} {name!r} has adapters of a reward model: give a folder of export --adapter merged")
     try:
         if not is_adapter:
             kind = auto_class(AutoConfig.from_pretrained(name, trust_remote_code=False))
