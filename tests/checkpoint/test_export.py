@@ -12,11 +12,18 @@ import pytest
 import torch
 import yaml
 from pytest import CaptureFixture
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
+from tests.support import pairs
 from tests.support.library import quantize
 from tests.support.parity import MODELS
-from tests.support.runs import OURS, SMALL_LLAMA, newest, only_run, run
+from tests.support.runs import OURS, SMALL_LLAMA, newest, only_run, refused, run
 from tests.support.wings import export
 
 DEEPSEEK, TIED_LLAMA = MODELS["deepseek_v3"], SMALL_LLAMA[:-1] + ", tie_word_embeddings: true}"
@@ -57,6 +64,29 @@ def test_the_exported_folder_gives_the_trained_modules_logits(
     assert tokenizer.decode([72, 105]) == "Hi"
     assert model.generation_config.eos_token_id == model.config.eos_token_id
     assert [p.name for p in tmp_path.glob("*out*")] == ["out"], "nothing unfinished is left"
+
+
+@pytest.mark.slow
+def test_a_reward_model_is_exported_as_a_class_of_transformers(tmp_path: Path, capfd: Any) -> None:
+    """Its head is trained beside adapters, and saved with them."""
+    flags = [*pairs.flags(tmp_path, pairs.LENGTHS), f"--run.root={tmp_path / 'runs'}"]
+    flags += ["--data.seq_len=61", "--data.global_batch_size=2", "--data.micro_batch_size=1"]
+    flags += ["--model.preference.loss=reward", f"--model.architecture={DEEPSEEK}"]
+    flags += ["--model.adapter.rank=2", "--model.optim.learning_rate=0.05"]
+    trainer = ["--trainer.accelerator=cpu", "--trainer.max_steps=2", "--trainer.logger=false"]
+    assert run("fit", *flags, *trainer) == 0
+    folder = exported(flags, tmp_path / "merged", "--adapter=merged", "--dtype=bfloat16")
+    assert "pipeline_tag: text-classification" in (folder / "README.md").read_text()
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype="float32")
+    state = torch.load(newest(only_run(tmp_path)) / "checkpoint.pt")["state_dict"]
+    trained = state["model.score.weight"]
+    assert torch.equal(model.score.weight, trained.bfloat16().float()) and model.num_labels == 1
+    adapted = exported(flags, tmp_path / "peft")
+    assert "largest difference to the trained model's logits" in capfd.readouterr().out
+    saved = load_file(adapted / "adapter_model.safetensors")
+    assert saved["base_model.model.score.weight"].equal(trained)
+    error = refused("serve", [str(adapted), "--port=0"], capfd)
+    assert "adapters of a reward model: give a folder of export --adapter merged" in error
 
 
 ADAPTED = {  # the base, and flags

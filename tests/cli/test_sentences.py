@@ -127,6 +127,7 @@ FLAGS = {
     f"{ZERO} --trainer.strategy.config=nowhere.json": "cannot read 'nowhere.json'",
     "--model.preference.beta=0.5":
         r"beta is 0.5 and has no effect \(data.source yields no pairs: set Preferences",
+    "--model.preference.loss=reward": "reward learns from pairs: set data.source Preferences",
     "--optimizer=torch.optim.SGD --model.optim.eps=1e-6":
         r"model.optim.eps is 1e-06 and has no effect \(--optimizer SGD has its own",
     # what is replaced, with what to use

@@ -121,7 +121,7 @@ ATTRIBUTES = {
     "Z.utils.tensor_fragment": "_hp_mapping",
     "Z.runtime.zero.stage_1_and_2": "_hp_optimizer_states_linked",
     "H.configuration_utils": "_attn_implementation",
-    "H.modeling_utils": "_no_split_modules",
+    "H.modeling_utils": "_no_split_modules _init_weights",
     "H.modeling_utils:PreTrainedModel": "_supports_attention_backend _supports_sdpa _is_stateful",
     "H.distributed.fsdp": "CPUOffloadPolicy",
     "peft.tuners.tuners_utils:BaseTunerLayer": "_disable_adapters",

@@ -86,7 +86,8 @@ KINDS = {
     "kto": ["--model.preference.loss=kto"],
     "reward": ["--model.preference.loss=reward"],
     "reward-adapters": [
-        "--model.preference.loss=reward", *adapters.flags(adapters.TARGETS["llama"])
+        "--model.preference.loss=reward",
+        *adapters.flags(adapters.TARGETS["llama"]),
     ],
 }
 

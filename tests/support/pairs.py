@@ -61,9 +61,9 @@ OF_TRL = {"dpo": RECORDS, "kto": RATED, "orpo": ODDS, "reward": IN_TURNS}
 
 def losses_of_trl(kind: str, model: str, tokenizer: str, output: str) -> list[float]:
     """Of trl's trainer: 4 steps of plain SGD with all records."""
-    from datasets import Dataset
     import transformers
     import trl
+    from datasets import Dataset
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
     configs: Any = {"dpo": trl.DPOConfig, "kto": trl.KTOConfig, "orpo": ORPOConfig}

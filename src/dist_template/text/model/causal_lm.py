@@ -104,7 +104,7 @@ def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int)
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Returns transformers' class that loads the weights of `config`: with an output layer, or a reward model's head."""
+    """Returns transformers' class for the weights of `config`: a language model, or a reward model."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     return AutoModelForSequenceClassification if has_reward_head(config) else AutoModelForCausalLM
