@@ -41,9 +41,10 @@ def save_llama(folder: Path, vocab_size: int, has_reward_head: bool = False) -> 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, num_labels=1,
+        num_attention_heads=4, num_key_value_heads=2,
         initializer_range=0.06 if has_reward_head else 0.02,
     )  # fmt: skip
+    config.num_labels = 1
     kind = LlamaForSequenceClassification if has_reward_head else LlamaForCausalLM
     kind(config).save_pretrained(folder)
 
@@ -69,7 +70,7 @@ def losses_of_trl(kind: str, model: str, tokenizer: str, output: str) -> list[fl
     configs: Any = {"dpo": trl.DPOConfig, "kto": trl.KTOConfig, "orpo": ORPOConfig}
     trainers: Any = {"dpo": trl.DPOTrainer, "kto": trl.KTOTrainer, "orpo": ORPOTrainer}
     with_head: Any = transformers.AutoModelForCausalLM
-    given = {"beta": 0.1}
+    given: Any = {"beta": 0.1}
     if kind == "reward":
         configs, trainers, given = {kind: trl.RewardConfig}, {kind: trl.RewardTrainer}, {}
         with_head = transformers.AutoModelForSequenceClassification

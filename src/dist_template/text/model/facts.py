@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -44,7 +44,7 @@ def facts_of(model: PreTrainedModel, packed: nn.Module) -> tuple[Size, Facts]:
         number = getattr(module, width, getattr(module, "embedding_dim", 0))
         if style and number:
             reduced.append(number)
-    outputs = next(nn.ModuleList([head_of(model)]).parameters()).shape[0]
+    head: Any = head_of(model)
     heads = getattr(config, "num_attention_heads", None) or 1
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -60,7 +60,7 @@ def facts_of(model: PreTrainedModel, packed: nn.Module) -> tuple[Size, Facts]:
         block_experts=block_experts,
         layers=len(blocks),
         width=config.hidden_size,
-        vocab_size=outputs,
+        vocab_size=head.weight.shape[0],
         moe_layers=len(moe),
         experts_per_token=size.experts_per_token or 0,
         tp_widths=sum(reduced),

@@ -39,7 +39,7 @@ def reward_model(model: Any, data: Any) -> PreTrainedModel:
     layer; a reward model stays. Raises InputError if transformers has no such class, or the head has more outputs."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     found: Any = model
     if not is_reward_model(model):
         kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
