@@ -43,7 +43,10 @@ def evaluate(given: argparse.Namespace, name: str, project: Project) -> list[Com
     if given.baseline:
         models.append(find(given.baseline, project, run.run))
     flags, *_ = trained.of_run(str(run.run), project, "RUN")
-    data: Any = WithoutTrainer(project, flags, run=False).datamodule
+    cli = WithoutTrainer(project, flags, run=False)
+    if keys["tasks"] and getattr(cli.model, "reads_ends", False):
+        raise InputError(f"{given.run} is a reward model, which answers no tasks of lm-eval: remove tasks from --config")
+    data: Any = cli.datamodule
     folder = run.run / "evaluation"
     work = folder / f".{name}"
     work.mkdir(parents=True, exist_ok=True)
