@@ -45,7 +45,7 @@ def evaluate(given: argparse.Namespace, name: str, project: Project) -> list[Com
     flags, *_ = trained.of_run(str(run.run), project, "RUN")
     cli = WithoutTrainer(project, flags, run=False)
     if keys["tasks"] and getattr(cli.model, "reads_ends", False):
-        raise InputError(f"{given.run} is a reward model, which answers no tasks of lm-eval: remove tasks from --config")
+        raise InputError(f"{given.run} is a reward model, which answers no tasks: remove tasks from --config")
     data: Any = cli.datamodule
     folder = run.run / "evaluation"
     work = folder / f".{name}"
