@@ -15,14 +15,13 @@ from trainer_dev.data import DataModule
 from trainer_dev.module import LanguageModule
 
 from dist_template import InputError
-from dist_template.text import Mixture, Preferences, Pretrained, Ratings
+from dist_template.text import Mixture, Preferences, Ratings
 from dist_template.text.batches.rows import PAIRS, PairRows
 from dist_template.text.preference_loss import pair_values
 from tests.support import chats, pairs
 from tests.support.chats import messages, write
 from tests.support.library import BOUNDS, NOT_COUNTED, PreferenceConfig, global_order
 from tests.support.parity import MODELS
-from tests.support.runs import quiet
 
 PROMPT, GOOD, BAD_ANSWER = ("user", "One?"), ("assistant", "Uno."), ("assistant", "Due.")
 IN_MESSAGES = {"chosen": messages(GOOD), "rejected": messages(BAD_ANSWER)}

@@ -112,7 +112,6 @@ class App:
         except INVALID as error:
             raise HTTPException(400, f"the request cannot be answered: {error!r}") from error
 
-
     async def _score(self, request: Request) -> Response:
         if not is_reward_model(self._model):
             raise HTTPException(400, f"{self._name} generates answers and scores none: POST {CHAT}")
