@@ -6,6 +6,7 @@ SHELL := bash
 
 PYTHON ?= python3
 OUT ?= build
+PORT ?= 8000
 FROM ?= gh:org/dist-template
 TORCH_INDEX ?=
 TORCH_CUDA ?=
@@ -20,14 +21,17 @@ TEMPLATE := $(shell find cookiecutter.json hooks '$(PROJECT)' -type f -not -path
 export PYTHON TORCH_INDEX TORCH_CUDA
 
 help:  ## print this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 	@echo "  Variables: PYTHON (makes .venv; 3.11 or newer), OUT (where demo generates; build),"
-	@echo "             JOBS (test files that run at once; 3),"
+	@echo "             PORT (of finetune-demo's server; 8000), JOBS (test files that run at once; 3),"
 	@echo "             TORCH_INDEX (package index for torch alone), TORCH_CUDA=1 (accept its CUDA build without a GPU)"
 
 demo: $(OUT)/.my-trainer  ## generate a project with the default answers under build/ and train it
 	$(MAKE) --no-print-directory -C '$(DEMO)' train RUN='$(CURDIR)/.venv/bin/python'
 	@echo "demo: to go on, cd $(DEMO) and type one of the commands above"
+
+finetune-demo: $(OUT)/.my-trainer  ## fine-tune SmolLM2-135M in that project, serve it, ask it before and after
+	@.venv/bin/python -m demonstrations.finetune '$(DEMO)' '$(PORT)'
 
 # Threads of several processes on few cores wait for each other, spinning.
 test test-all test-quick: export OMP_NUM_THREADS = 1
@@ -108,4 +112,4 @@ $(OUT)/.my-trainer: $(READY) $(TEMPLATE) $(if $(wildcard $(DEMO)/Makefile),,miss
 	@.venv/bin/cookiecutter . --no-input --default-config --overwrite-if-exists --output-dir '$(OUT)'
 	@touch '$@'
 
-.PHONY: help demo test test-all test-quick dev check bench docs lock starter compat release dist clean missing
+.PHONY: help demo finetune-demo test test-all test-quick dev check bench docs lock starter compat release dist clean missing
