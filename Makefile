@@ -34,7 +34,7 @@ finetune-demo: $(OUT)/.my-trainer  ## fine-tune SmolLM2-135M in that project, se
 	@.venv/bin/python -m demonstrations.finetune '$(DEMO)' '$(PORT)'
 
 # Threads of several processes on few cores wait for each other, spinning.
-test test-all test-quick: export OMP_NUM_THREADS = 1
+test test-all test-real test-quick: export OMP_NUM_THREADS = 1
 
 test: $(READY)  ## tests the library and the template, then the default project
 	$(TESTS) tests
@@ -44,6 +44,9 @@ test: $(READY)  ## tests the library and the template, then the default project
 
 test-all: $(READY)  ## every test, the nightly ones too
 	$(TESTS) -m "" tests
+
+test-real: $(READY)  ## the tests with published weights (SmolLM2-135M, from the package index); on two idle cores 25 minutes
+	.venv/bin/python -m pytest -m "" tests/text/test_real_weights.py tests/wings/test_real_model.py
 
 test-quick: $(READY) dev  ## the tests that take no more than seconds, the project's run in place
 	$(TESTS) -n 2 -m "not slow and not nightly" tests
@@ -112,4 +115,5 @@ $(OUT)/.my-trainer: $(READY) $(TEMPLATE) $(if $(wildcard $(DEMO)/Makefile),,miss
 	@.venv/bin/cookiecutter . --no-input --default-config --overwrite-if-exists --output-dir '$(OUT)'
 	@touch '$@'
 
-.PHONY: help demo finetune-demo test test-all test-quick dev check bench docs lock starter compat release dist clean missing
+.PHONY: help demo finetune-demo test test-all test-real test-quick dev check bench docs lock starter compat release dist \
+  clean missing
