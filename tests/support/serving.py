@@ -1,0 +1,64 @@
+"""A served model in a process of its own."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+from tests.support.line import main
+from tests.support.wings import clean_processes, free_port
+
+
+class Server:
+    """`serve` in a process forked from one that has imported torch, once it is ready."""
+
+    def __init__(self, model: Path, log: Path, *flags: str, **environment: str) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        log.touch()
+        given = (["serve", str(model), f"--port={port}", *flags], log, os.environ | environment)
+        self.process = clean_processes().Process(target=_serve, args=given)
+        self.process.start()
+        end = time.monotonic() + 120
+        while not self._is_ready():
+            if time.monotonic() > end:
+                self.stop(signal.SIGABRT)  # its stack comes into the log
+            assert self.process.is_alive(), log.read_text()
+            time.sleep(0.05)
+
+    def _is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=1).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def stop(self, number: int = signal.SIGTERM) -> int | None:
+        """Sends a signal; returns the exit code."""
+        if self.process.is_alive():
+            os.kill(self.process.pid or 0, number)
+        self.process.join(30)
+        return self.process.exitcode
+
+
+def _serve(argv: list[str], log: Path, environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ |= environment
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    faulthandler.enable()
+    code = 1
+    try:
+        code = main(argv)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
