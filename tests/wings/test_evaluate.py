@@ -154,7 +154,9 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 
 
 @pytest.mark.slow
-def test_tasks_of_lm_eval_join_the_samples(trained: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_tasks_of_lm_eval_join_the_samples(
+    trained: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     question: Any = {"question": "the quick brown", "choices": [" fox", " zzz"]}
     lines = [json.dumps(question | {"answer": n % 2}) for n in range(30)]
@@ -170,6 +172,11 @@ def test_tasks_of_lm_eval_join_the_samples(trained: Path, tmp_path: Path, monkey
     answers = samples[(samples["measure"] == "fox/acc") & (samples["model"] == 0)]
     assert len(answers) == 30 and set(answers["value"]) == {0.0, 1.0}
     assert each(found, "verdict")[2] == "cannot tell"
+    task = (tmp_path / "fox.yaml").read_text().replace("multiple_choice", "loglikelihood_rolling")
+    task = task.replace("acc, aggregation: mean", "bits_per_byte, aggregation: bits_per_byte")
+    (tmp_path / "fox.yaml").write_text(task.replace("target: answer", "target: question"))
+    assert run("evaluate", str(trained), f"--config={config}") == 2
+    assert "fox/bits_per_byte has no number for each sample" in capsys.readouterr().err
 
 
 BAD = {

@@ -56,8 +56,18 @@ def values_of(number: int, loaded: Trained, keys: dict[str, Any]) -> list[tuple[
         raise InputError(f"{what}: {first_line(error)}") from error
     found = []
     for task, metrics in results["higher_is_better"].items():
+        samples = results["samples"][task]  # each as often as the task has filters of an answer, one after another
+        has_filters = samples[0]["filter"] != samples[-1]["filter"]
         for metric, is_higher in metrics.items():
-            for each in results["samples"][task]:
-                name, sample = f"{task}/{metric}", str(each["doc_id"])
-                found.append((number, name, not is_higher, sample, float(each[metric])))
+            for each in samples:
+                name = f"{task}/{metric}"
+                if has_filters:
+                    name += f",{each['filter']}"
+                found.append((number, name, not is_higher, str(each["doc_id"]), _number(name, each[metric])))
     return found
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, (tuple, list)):  # a perplexity's: nats and their unit
+        raise InputError(f"tasks: {name} has no number for each sample; the split's bits_per_byte measures texts")
+    return float(value)  # ty: ignore[invalid-argument-type]
