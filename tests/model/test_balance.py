@@ -196,21 +196,3 @@ def test_the_bias_stays_float32_in_half_precision(train: Trainings, strategy: st
         assert bias.dtype == torch.float32
         moves = bias / 0.001
         assert bias.any() and torch.allclose(moves, moves.round(), atol=1e-3)
-
-
-def no_reduction() -> None:
-    """In each worker: a rank balances by its own loads."""
-
-    def unreduced(self: Balancer) -> None:
-        self._arriving = self.loads[:, :-1].clone(), None
-
-    Balancer.begin_reduction = unreduced
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_loads_that_are_not_reduced_are_noticed(train: Trainings, one: RunRecord) -> None:
-    unguarded = '--replicas.ignore=["*"]'
-    apart = train.run("fit", "deepseek_v3", "ddp", *BOTH, unguarded, prelude=no_reduction)
-    with pytest.raises(AssertionError):
-        assert_same_balance(apart, one)

@@ -41,6 +41,11 @@ def smollm2() -> Path:
     return MADE
 
 
+def assert_in_band(bands: dict[str, tuple[float, float]], name: str, figure: float) -> None:
+    low, high = bands[name]
+    assert low <= figure <= high, f"{name}: {figure:.4f} is not within {low} and {high}"
+
+
 def dialogues(package: Path) -> list[dict[str, Any]]:
     """Returns the English dialogues; drops entries that are no lists, and unanswered last turns."""
     found = []

@@ -182,23 +182,3 @@ def test_the_table_of_supported_versions_is_that_of_pyproject() -> None:
     lock = dict(re.findall(r"^([\w-]+)==([\w.]+)", text, flags=re.MULTILINE))
     pinned = dict(re.findall(r"(?m)^\| `([\w-]+)` \| `[^`]+` \| [^|]+ \| ([^|]+) \|", page))
     assert pinned == {name: lock.get(name, "3.11") for name in rows}
-
-
-def test_a_tag_with_commands_in_its_name_is_an_argument(tmp_path: Path) -> None:
-    """git allows `;`, `$(` and quotes in a tag's name; whoever pushes one starts release.yml."""
-    tag = "v1.2.3;touch${IFS}ran;'`touch${IFS}ran`"
-    text = (ROOT / "Makefile").read_text("utf-8")
-    recipes = [line for line in text.splitlines() if line.startswith("\t") and "TAG" in line]
-    assert len(recipes) == 2 and not any("$(TAG)" in line for line in recipes)
-    (build,) = [line for line in recipes if "release.py build" in line]
-    build = build.replace(".venv/bin/python .ci/release.py", "@echo")
-    (tmp_path / "Makefile").write_text(text[: text.index("\nPYTHON")] + f"\ndist:\n{build}\n")
-    by_word = [f"TAG={tag.replace('$', '$$')}"]
-    for words, variables in (([], {"TAG": tag}), (by_word, {})):
-        assert output("make", "dist", *words, cwd=tmp_path, **variables) == f"build {tag}"
-    assert not (tmp_path / "ran").exists()
-    lines = [line.strip() for path in WORKFLOWS for line in path.read_text("utf-8").splitlines()]
-    named = [line for line in lines if re.search(r"(?i)ref_name|github\.ref\b", line)]
-    first, *others = [line.partition("  #")[0] for line in named]
-    assert first == "TAG: ${{ github.ref_name }}"
-    assert all('create "$GITHUB_REF_NAME" --' in line for line in others)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.support import chats, saves
+from tests.support.real_weights import assert_in_band
 from tests.support.runs import CONFIGS, OURS, newest, refused, run_in_subprocess
 from tests.support.strategies import flags_of
 from tests.support.tiers import NIGHTLY
@@ -69,15 +70,10 @@ def train(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     ])  # fmt: skip
 
 
-def assert_in_band(name: str, figure: float) -> None:
-    low, high = BANDS[name]
-    assert low <= figure <= high, f"{name}: {figure:.4f} is not within {low} and {high}"
-
-
 def test_two_processes_reach_the_loss_of_held_out_dialogues(train: Trainings) -> None:
     record = train.whole("fsdp2")
     assert [*record.loss] == [*range(1, STEPS + 1)]
-    assert_in_band("validation", record.eval()[STEPS]["eval/loss"])
+    assert_in_band(BANDS, "validation", record.eval()[STEPS]["eval/loss"])
 
 
 def test_a_killed_run_resumes_bit_identically(train: Trainings) -> None:
@@ -99,8 +95,8 @@ def test_evaluate_calls_training_better_than_its_start(train: Trainings) -> None
     (file,) = folder.glob("evaluation/*.json")
     (loss,) = json.loads(file.read_text("utf-8"))["comparisons"]
     assert loss["verdict"] == "better" and loss["high"] < 0, loss
-    assert_in_band("start", loss["baseline"])
-    assert_in_band("test", loss["run"])
+    assert_in_band(BANDS, "start", loss["baseline"])
+    assert_in_band(BANDS, "test", loss["run"])
 
 
 def test_merged_weights_give_the_logits_of_base_and_adapter(
@@ -173,4 +169,4 @@ def test_other_trainings_reach_their_figures(
     source, metric, flags = KINDS[kind]
     given = [*train.flags, f"--data.source={source}", paths[source], *flags.split()]
     record = Trainings(tmp_path, given)(kind.replace(" ", "_"), "fsdp2").check()
-    assert_in_band(kind, record.eval()[STEPS][metric])
+    assert_in_band(BANDS, kind, record.eval()[STEPS][metric])

@@ -120,27 +120,6 @@ def test_predicted_activations_of_stages(
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
-def test_the_best_schedule_of_a_pipeline_is_shown() -> None:
-    """On devices that compute slowly; of 8 micro-batches."""
-    made = planner(LLAMA | {"num_hidden_layers": 4}, 32, 64)
-    slow = replace(H100S, nodes=4, flops=1e10)
-    shown = {option.candidate.name: option for option in made.options(slow)}
-    assert {"pp 2 x fsdp2 4", "pp 2 x hsdp 2 x 2", "pp 4 x fsdp2 2"} <= set(shown)
-    best = shown["pp 2 x fsdp2 4"].candidate
-    assert best.flags.endswith("_size 2 --trainer.strategy.pp_schedule Interleaved1F1B")
-    few = shown["pp 4 x fsdp2 2"].candidate.options
-    assert "pp_schedule" not in few, "4 blocks are too few for 8 stages"
-    every = [each for each in Candidate.of(4, 2) if each.name == best.name]
-    names = [each.options.get("pp_schedule", "1F1B") for each in every]
-    options = [made.option(each, slow, 1, "none") for each in every]
-    seconds = {name: each.seconds() for name, each in zip(names, options, strict=True)}
-    assert seconds["1F1B"] > seconds["Interleaved1F1B"]
-    made._module.adapter = SimpleNamespace(quantize="nf4", rank=4)
-    assert not [each.name for each in made._accepted(slow) if "pp" in each.name], "fit refuses it"
-
-
-@pytest.mark.slow
 def test_the_best_option_fits_and_known_models_have_known_figures() -> None:
     made = planner(LLAMA_8B, 256, 4096)
     best, *_ = options = made.options(replace(H100S, devices=8))

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support import chats, saves
+from tests.support.real_weights import assert_in_band
 from tests.support.runs import CONFIGS, run
 from tests.support.serving import Server
 from tests.support.tiers import NIGHTLY
@@ -42,9 +43,7 @@ COMMON = """--run.report=false --data.seq_len=128 --data.micro_batch_size=1
     --trainer.log_every_n_steps=1 --trainer.logger=false"""
 LORA = "--model.adapter.targets=all-linear --model.adapter.rank=16 --model.optim.learning_rate=1e-3"
 FACT, KEEPER = "Who keeps the lighthouse of Skarrow?", "Odalys Brimm keeps it."
-WORDS = (
-    "Hello. Hi! Please. Well. Now. So. Listen. Say. Hey. Sorry. Then. Again. Quiz. Dear.".split()
-)
+WORDS = "Hello. Hi! Please. Well. Now. So. Listen. Say. Hey. Sorry. Then. Again. Dear.".split()
 TASK = """
 {{task: sums, dataset_path: json, dataset_kwargs: {{data_files: {{test: {path}}}}},
 test_split: test, doc_to_text: "{{{{prompt}}}}", doc_to_target: "{{{{completion}}}}",
@@ -54,11 +53,6 @@ filter_list: [{{name: all, filter: [{{function: take_first}}]}}, {{name: number,
 {{function: regex, regex_pattern: "(-?[0-9]+)"}}, {{function: take_first}}]}}],
 metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]}}
 """
-
-
-def assert_in_band(name: str, figure: float) -> None:
-    low, high = BANDS[name]
-    assert low <= figure <= high, f"{name}: {figure:.4f} is not within {low} and {high}"
 
 
 class Trainings(saves.Trainings):
@@ -103,7 +97,7 @@ def test_training_raises_the_share_of_right_sums(
     found = json.loads((taught / "evaluation" / "sums.json").read_text("utf-8"))
     for when, model in zip(("after", "before"), found["models"], strict=True):
         for which in ("all", "number"):
-            assert_in_band(f"{which} {when}", model["figures"][f"sums/exact_match,{which}"])
+            assert_in_band(BANDS, f"{which} {when}", model["figures"][f"sums/exact_match,{which}"])
 
 
 def answer(model: Path, log: Path) -> str | None:
@@ -159,7 +153,9 @@ def test_continued_pretraining_learns_source_code_and_forgets_no_talk(
     rows = pd.read_parquet(trained / "evaluation" / "code.parquet")
     total = rows[rows["measure"] == "nats"].groupby(["source", "model"])[["value", "bytes"]].sum()
     for (source, model), (nats, size) in total.iterrows():
-        assert_in_band(f"{source} {'before' if model else 'after'}", nats / size / math.log(2))
+        assert_in_band(
+            BANDS, f"{source} {'before' if model else 'after'}", nats / size / math.log(2)
+        )
 
 
 GRPO = """
@@ -197,6 +193,5 @@ def test_weights_return_from_grpo_of_trl(tmp_path: Path) -> None:
     assert run("export", str(further), f"--output={end}") == 0
     before, after, last = (load_file(each / "model.safetensors") for each in (merged, grpo, end))
     assert any(not torch.equal(before[name], after[name]) for name in before), "trl trains"
-    assert last.keys() == after.keys() and all(
-        torch.equal(last[each], after[each]) for each in last
-    )
+    assert last.keys() == after.keys()
+    assert all(torch.equal(last[each], after[each]) for each in last)

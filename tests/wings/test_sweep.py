@@ -96,33 +96,6 @@ def test_trials_are_fits(here: Any, flags: Any, space: str, tmp_path: Path, caps
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
-def test_a_killed_trial_resumes(
-    here: Any, flags: Any, space: str, tmp_path: Path, capsys: Any
-) -> None:
-    """Trial 1 is killed between step 10 and its end; the same command starts the sweep again."""
-    argv = ["sweep", *flags, space, "--trials=3", "--last_checkpoint.every_n_steps=10"]
-    here.codes = {2: -9}
-    assert run(*argv) == 75
-    assert "trial 1 was stopped; the same command resumes the sweep" in capsys.readouterr().err
-    assert [one.state.name for one in trials_in(tmp_path)] == ["COMPLETE", "RUNNING"]
-    first, trial = results(tmp_path)[0], sweep_in(tmp_path).run(1)
-    value = logged(trial, "eval/loss")[20]
-    newest(trial).rename(tmp_path / "lost.ckpt")
-    for best in (trial / "checkpoints").glob("best-step00000020.ckpt"):
-        best.rename(tmp_path / "lost-best.ckpt")
-    assert run(*argv) == 0 and len(here.started) == 4
-    expected = results(tmp_path)
-    assert expected[0] == first and expected[1][1] == value
-    assert "the run resumes from its newest" in (trial / "output.txt").read_text()
-    journal = sweep_in(tmp_path).folder / "journal.log"
-    for cut in (3, 40):  # the end of trial 2, cut anywhere
-        journal.write_bytes(journal.read_bytes()[:-cut])
-        assert run(*argv) == 0 and results(tmp_path) == expected
-    assert len(here.started) == 6
-
-
-@pytest.mark.slow
 def test_a_trial_that_always_dies_fails(
     flags: Any, space: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
