@@ -106,7 +106,7 @@ def test_bad_input_is_one_sentence(flags: list[str], tmp_path: Path, capfd: Any)
         "small' has another vocabulary (99 tokens) than data.tokenizer": [f"{tmp_path}/small"],
         "tokens' has another vocabulary (300 tokens) than": [f"{tmp_path}/tokens"],
         "data.source yields pairs: remove one": [f"{tmp_path}/small", *of_pairs],
-        "runs two models in a step, which a pipeline cannot do": [
+        "model.distillation does not work in a pipeline": [
             "x",
             "--config=strategy/pp",
             "--trainer.devices=2",

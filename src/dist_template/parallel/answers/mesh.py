@@ -100,7 +100,7 @@ def _pipeline(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
     has_pairs = getattr(getattr(setup.data, "source", None), "pairs", False)
     for key, is_set in (("data.source Preferences", has_pairs), ("model.distillation", setup.setting("distillation"))):
         if is_set:
-            yield f"{key} runs two models in a step, which a pipeline cannot do: set {ARGS}.pp_size to 1"
+            yield f"{key} does not work in a pipeline: set {ARGS}.pp_size to 1"
 
 
 def _tensor(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
