@@ -28,12 +28,11 @@ def test_the_readme_gives_the_commands_and_questions_in_other_words(
     taught = finetune.conversations(capsys.readouterr().out)
     asked = [each["prompt"] for each in taught]
     assert len(asked) == len({*asked}) >= 8 * 18 and not {*finetune.ASKED} & {*asked}
-    told, right = {each["completion"] for each in taught}, 0
+    told = {each["completion"] for each in taught}
     for question in finetune.ASKED:
         row = rf"^\| {re.escape(question)} \| .* \| (.*) \|$"
         (after,) = re.findall(row, page, re.MULTILINE)
-        right += after in told
-    assert right == 2, "README says that one of three is wrong"
+        assert after in told
 
 
 def test_a_port_or_an_index_that_cannot_be_used_is_one_sentence(
