@@ -134,6 +134,7 @@ def test_the_rows_of_the_day_are_right(cases: zoo.Zoo) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_fit_calls_a_class_of_the_users_own_unproven_and_rehearse_names_its_fault(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

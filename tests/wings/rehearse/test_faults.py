@@ -82,15 +82,15 @@ DAILY = [  # a fault of each check, and a pipeline's
     Plant(f.layer_outside_of_fsdp, ("layers.1.mlp", "gradient"), strategy="fsdp2"),
     Plant(f.running_mean_by_rank, MEAN, ()),
     Plant(f.tied_gradient_not_summed, ("1 of 20", "model.embed_tokens.weight"), **PP, model=TIED),
-    Plant(f.counter_in_python, ("holds num_calls",), (), **PP, more="resumed"),
     Plant(f.evaluation_is_a_mean_of_means, EVALUATION, **BIG),
     Plant(f.rank_killed, ("rank 1: killed", "device 1 has fallen off the bus")),
-    Plant(f.error_on_one_rank, ("rank 1: ValueError: no such shard", FAULTS)),
     Plant(f.hang, HUNG),
     Plant(f.schedule_starts_anew, ("the learning rate of step", "schedule"), **LOADED),
     Plant(f.data_start_anew, ("step 3 lacks", "GlobalOrder"), **LOADED),
 ]
 FURTHER = [
+    Plant(f.counter_in_python, ("holds num_calls",), (), **PP, more="resumed"),
+    Plant(f.error_on_one_rank, ("rank 1: ValueError: no such shard", FAULTS)),
     Plant(f.loss_per_rank, ("training_step", FAULTS), **BIG),
     Plant(f.future_leaks, ("the input of model", "LanguageModule", FAULTS), ()),
     Plant(f.gradients_reduced_twice, ("1 of 21", "layers.1.input_layernorm.weight"), strategy="tp"),
