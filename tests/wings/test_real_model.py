@@ -122,7 +122,7 @@ def test_what_training_taught_is_promoted_served_and_rolled_back(
     registry = tmp_path / "registry"
     argv, latest = ["promote", f"--registry={registry}"], registry / "latest"
     assert run(*argv, str(taught)) == 0
-    assert answer(latest, tmp_path / "taught.log") == KEEPER
+    assert "Odalys Brimm" in (answer(latest, tmp_path / "taught.log") or "")
     assert "Odalys" not in (answer(smollm2 / "model", tmp_path / "start.log") or "")
     assert run(*argv, str(train.run("worse", 3))) == 2
     assert "required 'eval/loss not worse by 0.01', but worse with" in capsys.readouterr().err
