@@ -9,6 +9,7 @@ Lightning has two ways to load: by a CheckpointIO (single device, DDP), here `Pl
 the strategy itself (MeshStrategy, ZeroStrategy), here `load`. Lightning's and torch's converters
 (`consolidate_checkpoint`, `dcp_to_torch_save`) read only the distributed format, and unpickle without restrictions."""
 
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -139,6 +140,11 @@ def _opened(path: Path, module: nn.Module | None, shapes: Shapes | None, weights
     for key in (REFERENCE, KEY):
         then, now = metadata.get(key), getattr(module, key, None)
         if not then or not now or then["sha256"] == now["sha256"]:
+            continue
+        if then.get("of") != now["of"]:
+            warnings.warn(
+                f"{key} of checkpoint {str(path)!r} is not compared: an earlier version wrote it", stacklevel=2
+            )
             continue
         how = "with another reference model for data.source Preferences"
         if key == KEY:

@@ -1,12 +1,13 @@
-"""Sends full (unsharded) tensors from rank 0 to the shards of all ranks.
+"""Sends full (unsharded) tensors from the ranks that have them to the shards of all ranks.
 
-Rank 0 builds the model, and every other rank builds it on torch's meta device, without memory; then
-each tensor is sent from rank 0 to the ranks that need it. So a node's host memory holds one model,
-and the starting weights do not depend on the strategy.
+    distribute      each rank has the tensors of some units of a model, in turns
+    load_weights    rank 0 has all of them, and broadcasts them one by one
 
-torch's `set_model_state_dict(broadcast_from_rank0=True)` does not support non-persistent buffers,
+torch's `set_model_state_dict(broadcast_from_rank0=True)` and `distribute_tensor` do not support non-persistent buffers,
 the interleaved shards of transformers' packed plans, or DeepSpeed's partitions.
 """
+
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from .. import weights
 from ..compat.transformers import shard_for
+from ..layout import local_shard
+
+PIECE = 1 << 26  # bytes that a rank sends at once
 
 
 def move_to_meta(module: nn.Module) -> dict[str, Tensor]:
@@ -27,18 +31,91 @@ def move_to_meta(module: nn.Module) -> dict[str, Tensor]:
     return full
 
 
-def broadcast_weights(module: nn.Module, device: torch.device) -> None:
-    """Broadcasts rank 0's weights: every rank has the full ones afterwards."""
-    if not weights.is_alone():
-        materialize(module, move_to_meta(module), device)
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Gives a meta-device module memory on `device`, without values. Shared parameters stay shared."""
+    with weights.kept_ties(module):
+        module.to_empty(device=device)
+
+
+# ---- from the ranks in turns ---------------------------------------------------------------------
 
 
 @torch.no_grad()
-def materialize(module: nn.Module, full: dict[str, Tensor], device: torch.device) -> None:
-    """Allocates a meta-device module on `device` and loads rank 0's `full` tensors into it."""
-    with weights.kept_ties(module):
-        module.to_empty(device=device)
-    load_weights(module, full)
+def distribute(
+    units: list[list[str]], targets: dict[str, Tensor], make: Callable[[list[str]], dict[str, Tensor]],
+    group: dist.ProcessGroup | None,
+) -> None:  # fmt: skip
+    """Fills `targets`, this rank's shards by name. Collective over `group`; None: all ranks.
+
+    In each round every rank calls `make` for the names of one unit, which returns full tensors in host memory, and all
+    ranks exchange shards, in pieces of `PIECE` bytes: a rank has one unit, and its shards of the others.
+    """
+    ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
+    here = ranks.index(weights.rank())
+    for start in range(0, len(units), len(ranks)):
+        of_round = units[start : start + len(ranks)]
+        full = make(of_round[here]) if here < len(of_round) else {}
+        full = {name: tensor.to(targets[name].dtype) for name, tensor in full.items()}
+        outgoing = [_bytes(_part(targets[name], full[name], rank) for name in full) for rank in ranks]
+        shards = [[local_shard(targets[name]).detach() for name in unit] for unit in of_round]
+        received = [[each.contiguous() for each in unit] for unit in shards]
+        _exchange(outgoing, [_bytes(unit) for unit in received] + [[] for _ in ranks[len(of_round) :]], group)
+        for shard, values in zip(sum(shards, []), sum(received, []), strict=True):
+            if shard is not values:  # its memory was not contiguous
+                shard.copy_(values)
+
+
+def _part(target: Tensor, full: Tensor, rank: int) -> Tensor:
+    """Returns the shard of `full` of a rank that has `target`'s layout."""
+    if isinstance(target, DTensor):
+        return shard_for(target, full, rank)
+    if weights.is_partitioned_by_zero(target):
+        size = target.ds_tensor.numel()  # ty: ignore[unresolved-attribute]
+        part = full.reshape(-1)[size * rank :][:size]
+        return nn.functional.pad(part, (0, size - part.numel()))
+    return full
+
+
+def _bytes(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [each.detach().reshape(-1).view(torch.uint8) for each in tensors if each.numel()]
+
+
+def _exchange(outgoing: list[list[Tensor]], incoming: list[list[Tensor]], group: dist.ProcessGroup | None) -> None:
+    """Sends the bytes in `outgoing`, a list for each rank, into the memory in `incoming`, a list from each rank."""
+    if not dist.is_initialized():
+        for target, source in zip(incoming[0], outgoing[0], strict=True):
+            target.copy_(source)
+        return
+    device, size = device_of_messages(), PIECE // len(outgoing)
+    most = torch.tensor(max(sum(map(len, parts)) for parts in outgoing), device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    sent, received = ([_pieces(parts, size) for parts in each] for each in (outgoing, incoming))
+    for number in range(-(-int(most) // size)):
+        out, into = ([each[number] if number < len(each) else [] for each in part] for part in (sent, received))
+        lengths = [sum(map(len, parts)) for parts in into]
+        buffer = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+        message = torch.cat([buffer[:0], *(part.to(device) for parts in out for part in parts)])
+        dist.all_to_all_single(buffer, message, lengths, [sum(map(len, parts)) for parts in out], group)
+        arrived = buffer.split([len(part) for parts in into for part in parts])
+        for target, part in zip((part for parts in into for part in parts), arrived, strict=True):
+            target.copy_(part)
+
+
+def _pieces(parts: list[Tensor], size: int) -> list[list[Tensor]]:
+    """Divides the concatenation of `parts` into pieces of `size` bytes, each a list of views."""
+    pieces: list[list[Tensor]] = []
+    room = 0
+    for part in parts:
+        while len(part):
+            if not room:
+                pieces.append([])
+                room = size
+            pieces[-1].append(part[:room])
+            part, room = part[room:], room - len(pieces[-1][-1])
+    return pieces
+
+
+# ---- from rank 0 ---------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -75,14 +152,17 @@ def copy_shard(target: Tensor | None, full: Tensor | None, meta: Tensor) -> None
 def tensor_from_rank_zero(tensor: Tensor | None, like: Tensor) -> Tensor:
     """Returns rank 0's `tensor` on all ranks, with `like`'s shape and type: on the GPU if the process group is NCCL's;
     otherwise on `like`'s device, or on the CPU if that is the meta device."""
-    device = like.device
-    if dist.is_initialized() and "nccl" in dist.get_backend():
-        device = torch.device("cuda", torch.cuda.current_device())
-    elif like.is_meta:
-        device = torch.device("cpu")
+    device = device_of_messages(like.device)
     if tensor is None:
         tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
     tensor = tensor.to(device=device, dtype=like.dtype).contiguous()
     if not weights.is_alone():
         dist.broadcast(tensor, src=0)
     return tensor
+
+
+def device_of_messages(otherwise: torch.device = torch.device("cpu")) -> torch.device:
+    """Returns the GPU if the process group is NCCL's; else `otherwise`, or the CPU in place of the meta device."""
+    if dist.is_initialized() and "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if otherwise.type == "meta" else otherwise

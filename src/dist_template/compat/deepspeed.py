@@ -35,6 +35,15 @@ def undo_process_patches() -> None:
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
 
 
+@contextmanager
+def without_broadcasts() -> Generator[None]:
+    """Inside, ZeRO-3 partitions a rank's own parameters, and does not replace them by rank 0's; no setting does this."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    with replaced(partition_parameters.dist, broadcast=lambda *_, **__: None):
+        yield
+
+
 def trace_full_forwards(engine: Any) -> None:
     """Starts ZeRO-3's trace of the modules' order at the beginning of a micro-batch only.
 
