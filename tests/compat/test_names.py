@@ -20,6 +20,7 @@ from tests.support import house
 COMPAT = Path(dist_template.__file__).parent / "compat"
 FILES = (
     "lightning", "torch", "deepspeed", "transformers", "torchrun", "lightning_cli", "fake_tensors",
+    "recording",
 )  # fmt: skip
 
 # The first part of a place stands for a package.
@@ -81,6 +82,18 @@ FUNCTIONS = {
     "H.distributed.sharding_utils:DtensorShardOperation": "param",
     "H.distributed.sharding_utils:DtensorShardOperation.shard_tensor":
         "self source tensor_idx device dtype",
+    "H.distributed.sharding_utils:DtensorShardOperation._slice_and_cat":
+        "self source intervals device dtype",
+    "H.distributed.sharding_utils:DtensorShardOperation._get_sub_mesh": "self mesh_dim",
+    "H.modeling_utils:get_torch_context_manager_or_global_device": "",
+    "H.core_model_loading:rename_source_key":
+        "source_key weight_renamings weight_converters base_model_prefix meta_state_dict reverse",
+    "H.core_model_loading:convert_and_load_state_dict_in_model":
+        "model state_dict load_config disk_offload_index",
+    "D.device_mesh:DeviceMesh._get_root_mesh": "self",
+    "torch.nn.init:_no_grad_trunc_normal_": "tensor mean std a b generator",
+    "torch.nn.init:orthogonal_": "tensor gain generator",
+    "torch.nn.init:sparse_": "tensor sparsity std generator",
     "H.distributed.mixin:apply_fully_sharded_data_parallelism":
         "model mesh_manager fsdp_plan ep_plan",
 }  # fmt: skip
@@ -110,6 +123,7 @@ ATTRIBUTES = {
     "torch.optim.lr_scheduler:LRScheduler": "_wrapped_by_lr_sched _opt_called",
     "torch.autograd": "_profiler_enabled",
     "torch.amp:GradScaler": "_per_optimizer_states found_inf_per_device",
+    "torch.nn.init:orthogonal_": "is_meta",
     "torch.nn:Module": "_non_persistent_buffers_set",
     "D.distributed_c10d": "_world pg_map",
     "D.fsdp._fully_shard._fsdp_state:FSDPState": "_state_ctx _fsdp_param_groups",
@@ -128,7 +142,7 @@ ATTRIBUTES = {
 }
 # Checked by importing compat/torch.py, and built-in attributes of tensors.
 IMPORTED = {"_optimizer", "_dynamo", "_pytree", "_version", "_EmptyStateDictLoadPlanner"}
-IMPORTED |= {"_subclasses", "_python_dispatch"}
+IMPORTED |= {"_subclasses", "_python_dispatch", "_schema"}
 
 
 def found(place: str) -> Any:

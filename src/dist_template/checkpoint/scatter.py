@@ -152,7 +152,9 @@ def copy_shard(target: Tensor | None, full: Tensor | None, meta: Tensor) -> None
 def tensor_from_rank_zero(tensor: Tensor | None, like: Tensor) -> Tensor:
     """Returns rank 0's `tensor` on all ranks, with `like`'s shape and type: on the GPU if the process group is NCCL's;
     otherwise on `like`'s device, or on the CPU if that is the meta device."""
-    device = device_of_messages(like.device)
+    device = device_of_messages()
+    if device.type == "cpu" and not like.is_meta:
+        device = like.device
     if tensor is None:
         tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
     tensor = tensor.to(device=device, dtype=like.dtype).contiguous()
@@ -161,8 +163,8 @@ def tensor_from_rank_zero(tensor: Tensor | None, like: Tensor) -> Tensor:
     return tensor
 
 
-def device_of_messages(otherwise: torch.device = torch.device("cpu")) -> torch.device:
-    """Returns the GPU if the process group is NCCL's; else `otherwise`, or the CPU in place of the meta device."""
+def device_of_messages() -> torch.device:
+    """Returns the GPU if the process group is NCCL's, else the CPU."""
     if dist.is_initialized() and "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if otherwise.type == "meta" else otherwise
+    return torch.device("cpu")

@@ -37,7 +37,7 @@ def undo_process_patches() -> None:
 
 @contextmanager
 def without_broadcasts() -> Generator[None]:
-    """Inside, ZeRO-3 partitions a rank's own parameters, and does not replace them by rank 0's; no setting does this."""
+    """Inside, ZeRO-3 partitions a rank's own parameters, not rank 0's; no setting does this."""
     from deepspeed.runtime.zero import partition_parameters
 
     with replaced(partition_parameters.dist, broadcast=lambda *_, **__: None):

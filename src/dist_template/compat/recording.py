@@ -9,7 +9,9 @@ initialization, is no longer maintained.
 Private: torch's dispatch mode, the schema of an operation, and the functions of `nn.init` that ignore meta tensors."""
 
 import hashlib
+import heapq
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -62,6 +64,7 @@ class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._operations: list[Operation] = []
+        self._of_storage: dict[StorageWeakRef, list[int]] = defaultdict(list)  # numbers of operations that write
         self._num_random = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,18 +94,28 @@ class Recording(TorchDispatchMode):
         args, kwargs = tree_map(_recorded, (args, kwargs))
         number = self._num_random if is_random else None
         self._num_random += is_random
+        for storage in makes | changes:
+            self._of_storage[storage].append(len(self._operations))
         self._operations.append(Operation(call, args, kwargs, made, makes, changes, reads, full, number))
 
     def operations_for(self, tensor: Tensor) -> list[Operation] | None:
         """Returns the operations on which the values of `tensor` depend, in order; None if one was not recorded."""
         wanted, made, done = {_storage(tensor)}, Storages(), Storages()
         found = list[Operation]()
-        for operation in reversed(self._operations):
-            if wanted & (operation.makes | operation.changes - done):
-                found.append(operation)
-                wanted |= operation.reads
-                made |= operation.makes
-                done = done - operation.reads | operation.overwrites
+        numbers = [-number for number in self._of_storage[_storage(tensor)]]  # negative: the newest first
+        heapq.heapify(numbers)
+        while numbers:
+            operation = self._operations[last := -heapq.heappop(numbers)]
+            if not wanted & (operation.makes | operation.changes - done):
+                continue
+            found.append(operation)
+            made |= operation.makes
+            done = done - operation.reads | operation.overwrites
+            for storage in operation.reads - wanted:
+                for number in self._of_storage[storage]:
+                    if number < last:
+                        heapq.heappush(numbers, -number)
+            wanted |= operation.reads
         return None if wanted - made else found[::-1]
 
     @torch.no_grad()
@@ -183,7 +196,7 @@ def write_later(
 _originals: dict[str, Callable[..., Tensor]] = {}
 
 
-def _skipped(name: str, tensor: Tensor, *args: Any) -> Tensor:
+def skipped(name: str, tensor: Tensor, *args: Any) -> Tensor:
     if not write_later(lambda real: _originals[name](real, *args), [tensor], is_random=True):
         _originals[name](tensor, *args)
     return tensor
@@ -191,21 +204,21 @@ def _skipped(name: str, tensor: Tensor, *args: Any) -> Tensor:
 
 # Their code replaces nn.init's, and runs with the names of that module.
 def _orthogonal(tensor, gain=1, generator=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    from dist_template.compat.recording import _skipped
+    from dist_template.compat.recording import skipped
 
-    return _skipped("orthogonal_", tensor, gain, generator)
+    return skipped("orthogonal_", tensor, gain, generator)
 
 
 def _sparse(tensor, sparsity, std=0.01, generator=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    from dist_template.compat.recording import _skipped
+    from dist_template.compat.recording import skipped
 
-    return _skipped("sparse_", tensor, sparsity, std, generator)
+    return skipped("sparse_", tensor, sparsity, std, generator)
 
 
 def _truncated(tensor, mean, std, a, b, generator=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    from dist_template.compat.recording import _skipped
+    from dist_template.compat.recording import skipped
 
-    return _skipped("_no_grad_trunc_normal_", tensor, mean, std, a, b, generator)
+    return skipped("_no_grad_trunc_normal_", tensor, mean, std, a, b, generator)
 
 
 STAND_INS = {_orthogonal: "orthogonal_", _sparse: "sparse_", _truncated: "_no_grad_trunc_normal_"}

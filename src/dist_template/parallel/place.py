@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
+from .. import weights
 from ..checkpoint import scatter
 from ..checkpoint.frozen import FrozenHash
 from .blocks import BlockConfig, wrap_blocks
@@ -21,8 +22,7 @@ from .starting import Build, start_of
 def place(build: Build, strategy: Strategy, blocks: BlockConfig, frozen: FrozenHash | None = None) -> nn.Module:
     """Returns this rank's part of the model that `build` makes. Raises InputError if the model has no blocks or no
     plan for what `blocks` or the strategy needs. Collective; `frozen` gets the model's frozen parameters."""
-    seed = torch.initial_seed()
-    torch.manual_seed(seed)
+    seed = weights.broadcast(torch.initial_seed())  # a model before this one may have left each rank another
     start = start_of(build, strategy.precision_plugin.convert_module, seed, frozen)
     # Dropout differs between ranks that have different tokens, and only between those.
     answers = run_strategy(strategy)

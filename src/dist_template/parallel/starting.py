@@ -101,7 +101,7 @@ class StartOnRankZero:
 def start_of(build: Build, prepare: Prepare, seed: int, frozen: FrozenHash | None = None) -> Start:
     """Returns the model that `build` makes, without memory, and its starting values. Collective.
 
-    `prepare` changes the types of its tensors; `frozen` gets those of its frozen parameters that this rank makes. Raises
+    `prepare` changes the types of its tensors; `frozen` gets the frozen parameters that this rank makes. Raises
     InputError if the model has to be built in full, and host memory cannot hold it.
     """
     model: nn.Module | None = None
