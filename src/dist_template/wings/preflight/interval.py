@@ -34,10 +34,8 @@ class Interval:
     @property
     def best_s(self) -> float:
         """Seconds of training between two saves, by Daly's equation 37."""
-        x = self.save_s / (2 * self.mtbf_s)
-        if x >= 1:
-            return self.mtbf_s
-        return math.sqrt(2 * self.save_s * self.mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - self.save_s
+        x = min(1.0, self.save_s / (2 * self.mtbf_s))
+        return 2 * self.mtbf_s * (math.sqrt(x) * (1 + math.sqrt(x) / 3 + x / 9) - x) if x < 1 else self.mtbf_s
 
     def lost(self, every_s: float) -> float:
         """Returns the share of the time that saves and repeated steps take, by Daly's equation 20."""
@@ -45,7 +43,7 @@ class Interval:
 
     def at(self, every_s: float) -> str:
         steps = f"{max(1, round(every_s / self.step_s)):,} steps, " if self.step_s else ""
-        return f"every {steps}{every_s / 60:,.3g} min: {self.lost(every_s):.2%} lost"
+        return f"every {steps}{every_s / 60:,.3g} min: {100 * self.lost(every_s):.2g} % lost"
 
     def __str__(self) -> str:
         why = f"a save of {self.save_s:.2g} s, a failure every {self.mtbf_s / 3600:,.3g} h"
@@ -54,11 +52,9 @@ class Interval:
 
 def estimated(trained: int, settings: Any, nodes: int, devices: int, step_s: float = 0.0) -> Interval:
     """Returns the interval of a run of `settings` that has not started, from the bytes of its checkpoint."""
-    speed = nodes * settings.preflight.disk_gb_s
-    if settings.last_checkpoint.asynchronous:
-        speed = nodes * devices * HOST_GB_S
+    speed = devices * HOST_GB_S if settings.last_checkpoint.asynchronous else settings.preflight.disk_gb_s
     mtbf_s = 3600 * settings.preflight.device_mtbf_h / (nodes * devices)
-    return Interval(LEAST_S + BYTES * trained / 1e9 / speed, mtbf_s, step_s)
+    return Interval(LEAST_S + BYTES * trained / 1e9 / nodes / speed, mtbf_s, step_s)
 
 
 def of_job(settings: Any, model: object, data: object, runs: Path, nodes: int, devices: int) -> str:
@@ -89,8 +85,9 @@ def compared(history: History) -> str:
     """Returns the interval that a run has used, the best one, and the hours between them; "" without saves."""
     if not (found := of_run(history)):
         return ""
-    used_s = history.key("last_checkpoint.every_n_steps") * found.step_s
-    hours = sum(history.goodput.values()) / 3600
-    lost_h = (history.goodput["checkpoint"] + history.goodput.get("lost", 0.0)) / 3600
+    used_s, hours = history.key("last_checkpoint.every_n_steps") * found.step_s, sum(history.goodput.values()) / 3600
     more_h = hours * (found.lost(used_s) - found.lost(found.best_s))
-    return f"{found.at(used_s)}; {found}: {more_h:.2g} of {hours:.2g} h; saves and repeated steps took {lost_h:.2g} h"
+    took_h = (history.goodput["checkpoint"] + history.goodput.get("lost", 0.0)) / 3600
+    return (
+        f"{found.at(used_s)}; {found}: {more_h:.2g} h; {took_h:.2g} of {hours:.2g} h went to saves and repeated steps"
+    )
