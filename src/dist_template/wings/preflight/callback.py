@@ -3,8 +3,8 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
-import lightning as L
 from lightning.pytorch import Callback
 
 from ...callbacks.console import only_shows
@@ -15,8 +15,7 @@ from .interval import DEVICE_MTBF_H, DISK_GB_S
 
 
 class Preflight(Callback):
-    """Multiplies matrices, copies memory and joins all-reduces on every rank, for at most about ten seconds, and
-    compares the ranks.
+    """Multiplies matrices, copies memory and joins all-reduces on every rank, for ten seconds at most, and compares.
 
     Args:
         enabled: null: on several nodes.
@@ -37,27 +36,26 @@ class Preflight(Callback):
         folder: str = "{run}",
     ) -> None:
         self.enabled, self.least_share, self.refuse = enabled, least_share, refuse
-        self.device_mtbf_h, self.disk_gb_s = device_mtbf_h, disk_gb_s
-        self.folder = Path(folder)
+        self.device_mtbf_h, self.disk_gb_s, self.path = device_mtbf_h, disk_gb_s, Path(folder, FILE)
 
     @only_shows  # a failed measurement does not end training
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: object, stage: str) -> None:
         is_on = trainer.num_nodes > 1 if self.enabled is None else self.enabled
         if stage != "fit" or not is_on or trainer.fast_dev_run:
             return
         from .measure import measure
 
-        begun = time.perf_counter()
+        begun = time.time()
         ranks = measure(trainer.strategy.root_device, trainer.num_nodes)
         found = slow(ranks, self.least_share, trainer.num_nodes)
         if trainer.is_global_zero:
-            took_s, first = time.perf_counter() - begun, ranks[0]
-            self.folder.mkdir(parents=True, exist_ok=True)
-            record = {"time": time.time(), "slow": found, "ranks": ranks}
-            write_atomically(self.folder / FILE, json.dumps(record, indent=1))
-            figures = [f"{name} {first[name]:.3g} {unit}" for name, (unit, _) in FIGURES.items() if name in first]
-            lines = [f"preflight         {len(ranks)} ranks in {took_s:.1f} s; rank 0: {', '.join(figures)}"]
-            print("\n".join(lines + [f"preflight: {each}" for each in found]), flush=True)
+            record = {"time": begun, "seconds": time.time() - begun, "slow": found, "ranks": ranks}
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, json.dumps(record, indent=1))
+            known = [name for name in FIGURES if name in ranks[0]]
+            figures = ", ".join(f"{name} {ranks[0][name]:.3g} {FIGURES[name][0]}" for name in known)
+            lines = [f"preflight         {len(ranks)} ranks in {record['seconds']:.1f} s; rank 0: {figures}"]
+            print("\n".join([*lines, *map("preflight: {}".format, found)]), flush=True)
         if found and self.refuse:
             raise Ended(
                 Exit.MISMATCH, f"preflight: {'; '.join(found)} (exclude the node, or set preflight.refuse false)"

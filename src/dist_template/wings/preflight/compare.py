@@ -1,7 +1,7 @@
 """Compares the figures of all ranks, and reads the result from a run's folder. Without torch."""
 
+from collections import defaultdict
 from collections.abc import Iterator
-from itertools import groupby
 from statistics import median
 from typing import Any
 
@@ -24,23 +24,25 @@ def slow(ranks: list[dict[str, Any]], share: float, num_nodes: int) -> list[str]
     and for each rank that could not be measured.
 
     Expected over nodes is 330 GB/s of bus bandwidth on H100, with InfiniBand or EFA (NVIDIA/NVSentinel, pull request
-    837, measured 335 with EFA and 328 with TCPXO). Below 150, a cause is worth a search.
-    """
-    found = []
-    for figure, (unit, what) in FIGURES.items():
-        for device in sorted({rank["device"] for rank in ranks}):
-            equal = [rank for rank in ranks if rank["device"] == device and figure in rank]
-            middle = median([rank[figure] for rank in equal] or [0.0])
-            below = [rank for rank in equal if figure != "world" and rank[figure] < share * middle]
-            for host, group in groupby(below, lambda rank: rank["host"]):
-                there = {rank["rank"]: rank[figure] for rank in group}
-                who = f"rank {', '.join(map(str, there))} on {host} ({device})"
-                least = min(there.values())
-                found.append(f"{who}: {what} at {least:.3g} {unit}, {least / middle:.2f} of the median {middle:.3g}")
-            if figure == "world" and "H100" in device and num_nodes > 1 and 0 < middle < 150:
-                found.append(f"{what} ({device}) reach {middle:.3g} {unit}; expected is 330 {unit}")
-    unknown = [rank for rank in ranks if "error" in rank]
-    return found + [f"rank {rank['rank']} on {rank['host']} was not measured: {rank['error']}" for rank in unknown]
+    837, measured 335 with EFA and 328 with TCPXO). Below 150, a cause is worth a search."""
+    found, of_devices = [], defaultdict(dict)
+    for rank in ranks:
+        for figure in FIGURES.keys() & rank.keys():
+            of_devices[figure, rank["device"]][rank["rank"]] = rank[figure]
+        if "error" in rank:
+            found.append(f"rank {rank['rank']} on {rank['host']} was not measured: {rank['error']}")
+    for (figure, device), figures in sorted(of_devices.items()):
+        (unit, what), middle, of_hosts = FIGURES[figure], median(figures.values()), defaultdict(list)
+        if figure == "world" and "H100" in device and num_nodes > 1 and middle < 150:
+            found.append(f"{what} ({device}) reach {middle:.3g} {unit}; expected is 330 {unit}")
+        for rank, value in figures.items():
+            if figure != "world" and value < share * middle:
+                of_hosts[ranks[rank]["host"]].append(rank)
+        for host, below in of_hosts.items():
+            least = min(map(figures.get, below))
+            it = f"{what} at {least:.3g} {unit}, {least / middle:.2f} of the median {middle:.3g}"
+            found.append(f"rank {', '.join(map(str, below))} on {host} ({device}): {it}")
+    return found
 
 
 def slow_machine(history: History) -> Iterator[Finding]:

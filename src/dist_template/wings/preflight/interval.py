@@ -43,11 +43,11 @@ class Interval:
 
     def at(self, every_s: float) -> str:
         steps = f"{max(1, round(every_s / self.step_s)):,} steps, " if self.step_s else ""
-        return f"every {steps}{every_s / 60:,.3g} min: {100 * self.lost(every_s):.2g} % lost"
+        return f"every {steps}{_short(every_s / 60)} min: {_short(100 * self.lost(every_s))} % lost"
 
     def __str__(self) -> str:
-        why = f"a save of {self.save_s:.2g} s, a failure every {self.mtbf_s / 3600:,.3g} h"
-        return f"best {self.at(self.best_s)} ({why})"
+        known = f"a save of {_short(self.save_s)} s, a failure every {_short(self.mtbf_s / 3600)} h"
+        return f"best {self.at(self.best_s)} ({known})"
 
 
 def estimated(trained: int, settings: Any, nodes: int, devices: int, step_s: float = 0.0) -> Interval:
@@ -91,3 +91,7 @@ def compared(history: History) -> str:
     return (
         f"{found.at(used_s)}; {found}: {more_h:.2g} h; {took_h:.2g} of {hours:.2g} h went to saves and repeated steps"
     )
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
