@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
 
 from ...callbacks.console import only_shows
@@ -47,6 +48,8 @@ class Preflight(Callback):
 
         begun = time.time()
         ranks = measure(trainer.strategy.root_device, trainer.num_nodes)
+        if trainer.strategy.root_device.type != "cpu":
+            torch.accelerator.empty_cache()  # for the weights
         found = slow(ranks, self.least_share, trainer.num_nodes)
         if trainer.is_global_zero:
             record = {"time": begun, "seconds": time.time() - begun, "slow": found, "ranks": ranks}

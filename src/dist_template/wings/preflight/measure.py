@@ -53,9 +53,6 @@ def measure(device: torch.device, num_nodes: int) -> list[dict[str, Any]]:
         for figure, ranks in groups:
             if len(ranks) > 1:
                 own[figure] = max(own.get(figure, 0.0), _bus_gb_s(ranks, buffer, messages, limit_s / 4))
-    del buffer
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
     return [{"rank": rank, **each} for rank, each in enumerate(from_all_ranks(own))]
 
 
