@@ -4,8 +4,6 @@ is removed.
 A guard is removed in a copy of the repository: one text of one file is replaced by another.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 The checkpoints are a tiny model's, written here without a Trainer.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 from functools import partial

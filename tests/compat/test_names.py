@@ -3,8 +3,6 @@
 Names that the library reaches by an import statement need no entry: importing their file fails.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from importlib import import_module

@@ -1,7 +1,5 @@
 """The module: documents do not see each other, objectives are measured right, no host waits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

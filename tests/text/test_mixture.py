@@ -1,7 +1,5 @@
 """Mixtures: each source gives its share, in an order without regard to ranks and interruptions."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import count, islice

@@ -1,7 +1,5 @@
 """`launch`: what it renders and refuses, and that launchers train on two hosts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`plan`: predicted against measured bytes, what it says of known models, and bad input."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`preflight` names a slow rank and leaves training the same; the interval loses least."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
