@@ -89,7 +89,7 @@ def _exchange(outgoing: list[list[Tensor]], incoming: list[list[Tensor]], group:
     device, size = device_of_messages(), PIECE // len(outgoing)
     most = torch.tensor(max(sum(map(len, parts)) for parts in outgoing), device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    sent, received = ([_pieces(parts, size) for parts in each] for each in (outgoing, incoming))
+    sent, received = ([pieces(parts, size) for parts in each] for each in (outgoing, incoming))
     for number in range(-(-int(most) // size)):
         out, into = ([each[number] if number < len(each) else [] for each in part] for part in (sent, received))
         lengths = [sum(map(len, parts)) for parts in into]
@@ -101,7 +101,7 @@ def _exchange(outgoing: list[list[Tensor]], incoming: list[list[Tensor]], group:
             target.copy_(part)
 
 
-def _pieces(parts: list[Tensor], size: int) -> list[list[Tensor]]:
+def pieces(parts: list[Tensor], size: int) -> list[list[Tensor]]:
     """Divides the concatenation of `parts` into pieces of `size` bytes, each a list of views."""
     pieces: list[list[Tensor]] = []
     room = 0

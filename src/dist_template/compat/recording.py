@@ -140,7 +140,7 @@ class Recording(TorchDispatchMode):
         return real(_place(tensor))  # ty: ignore[invalid-return-type]
 
 
-class _HostValues(TorchFunctionMode):
+class _OnMeta(TorchFunctionMode):
     """Makes `torch.tensor` of Python's values on the host, from where a recording keeps them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,6 +148,8 @@ class _HostValues(TorchFunctionMode):
         device = torch.device(kwargs.get("device") or "meta")
         if func in VALUES and device.type == "meta" and not any(isinstance(each, Tensor) for each in args):
             return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
+        if func is torch.normal and "size" in kwargs:  # ignores the default device
+            kwargs = {**kwargs, "device": device}
         return func(*args, **kwargs)
 
 
@@ -166,7 +168,7 @@ def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, Recording]:
             models = sys.modules[MODELS]
             stack.enter_context(replaced(models, get_torch_context_manager_or_global_device=lambda: None))
         stack.enter_context(torch.device("meta"))
-        stack.enter_context(_HostValues())
+        stack.enter_context(_OnMeta())
         stack.enter_context(recording)
         _current.append(recording)
         stack.callback(_current.pop)

@@ -1,10 +1,10 @@
 """Starting weights: makes a model's tensors on the ranks that share this work, and gives every rank its shards.
 
     every rank    builds the model on torch's meta device, which is recorded (compat/recording.py)
-    owners        compute the tensors of a block, in turns: N ranks compute N blocks at a time
-    every rank    receives its shards of these blocks, in pieces (checkpoint/scatter.py)
+    owners        compute tensors of the model in turns: N ranks compute N units at a time
+    every rank    receives its shards of these units, in pieces (checkpoint/scatter.py)
 
-No rank has more than two blocks besides its shards. The values depend on the run's seed and the tensors' names, so that
+A rank has one unit, a large tensor or some small ones, besides its shards. The values depend on the run's seed alone:
 they are equal under every strategy, number of ranks and division into stages. A model whose constructor reads values of
 tensors is built in full on rank 0, with a warning, which then sends the tensors one by one."""
 
@@ -24,8 +24,8 @@ from ..cluster.environment import memory_limit
 from ..compat.recording import Recording, record
 from ..errors import InputError, reason
 from ..records import GIB
-from .blocks import find_blocks
 
+UNIT = 1 << 26  # bytes
 Build = Callable[[], nn.Module]
 Prepare = Callable[[nn.Module], nn.Module]
 
@@ -60,7 +60,7 @@ class StartByOwners:
             if first[id(tensor)] == name:
                 self._tensors[name] = tensor.detach()
         self._frozen_names = {name for name, each in model.named_parameters() if not each.requires_grad}
-        self.units = _units(model, list(self._tensors))
+        self.units = _units(self._tensors)
 
     def make(self, names: list[str]) -> dict[str, Tensor]:
         """Returns full tensors in host memory. The random state of the CPU stays."""
@@ -106,7 +106,9 @@ def start_of(build: Build, prepare: Prepare, seed: int, frozen: FrozenHash | Non
     """
     model: nn.Module | None = None
     try:
-        model, recording = record(build)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model, recording = record(build)
         found = StartByOwners(model, recording, seed, frozen)
         if not (why := found.unexplained):
             found.model = prepare(model)
@@ -116,7 +118,7 @@ def start_of(build: Build, prepare: Prepare, seed: int, frozen: FrozenHash | Non
     num_bytes = sum(each.nbytes for each in _every_tensor(model).values()) if model else 0
     what = f"the model cannot be built on torch's meta device ({why})"
     if num_bytes > memory_limit():
-        raise InputError(f"{what}, and {num_bytes / GIB:.0f} GiB do not fit this machine's memory: edit build_model")
+        raise InputError(f"{what}, and {num_bytes / GIB:.1f} GiB do not fit this machine's memory: edit build_model")
     if weights.is_rank_zero():
         warnings.warn(f"{what}: {'rank 0' if model else 'each rank'} builds it in full", stacklevel=3)
     if model is None or weights.is_rank_zero():
@@ -132,12 +134,19 @@ def _every_tensor(model: nn.Module) -> dict[str, Tensor]:
     return parameters | dict(model.named_buffers(remove_duplicate=False))
 
 
-def _units(model: nn.Module, names: list[str]) -> list[list[str]]:
-    """Returns the tensors of each block, and of each other module that has some."""
-    blocks = {id(block) for block in find_blocks(model)}
-    prefixes = [f"{name}." for name, module in model.named_modules() if id(module) in blocks]
-    units: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        owner = name.rpartition(".")[0]
-        units[next((prefix for prefix in prefixes if name.startswith(prefix)), owner)].append(name)
-    return list(units.values())
+def _units(tensors: dict[str, Tensor]) -> list[list[str]]:
+    """Returns names of tensors that one rank makes at a time: one large tensor, or some of `UNIT` bytes together. The
+    largest come first, so that the ranks' units in a round take equally long."""
+    large = [[name] for name, tensor in tensors.items() if tensor.nbytes > UNIT]
+    large.sort(key=lambda unit: -tensors[unit[0]].nbytes)
+    small: list[list[str]] = []
+    room = 0
+    for name, tensor in tensors.items():
+        if tensor.nbytes > UNIT:
+            continue
+        if tensor.nbytes > room:
+            small.append([])
+            room = UNIT
+        small[-1].append(name)
+        room -= tensor.nbytes
+    return large + small

@@ -49,7 +49,8 @@ class PublishedWeights:
             tensor = tensors[name]
             first = found.setdefault(id(tensor), name)
             if first == name:
-                write_later(self._read_into, [tensor], name, is_random=True)
+                if not write_later(self._read_into, [tensor], name, is_random=True):
+                    self._read_into(tensor.data, name)  # a constructor has put it on the host
             elif not torch.equal(self.read(first), self.read(name)):
                 raise NotImplementedError(f"{first} and {name} share a parameter, and differ in {self.name}")
         return [name for name, tensor in tensors.items() if id(tensor) not in found]
