@@ -133,6 +133,14 @@ def join_trained(num_ranks: int, flat_groups: Any, models: list[Any], is_stage_3
     return full
 
 
+def fragment_of(parameter: Any) -> tuple[int, int]:
+    """Returns which elements of a flattened parameter are in this rank's partition under ZeRO-1 and 2."""
+    if parameter._hp_mapping is None:
+        return 0, 0
+    fragment = parameter._hp_mapping.lp_fragment_address
+    return fragment.start, fragment.start + fragment.numel
+
+
 def link_optimizer_state(optimizer: Any) -> None:
     """Lets `safe_set_full_optimizer_state` reach state that was created after the first link.
     ZeRO-3 does not link and lacks the name."""
