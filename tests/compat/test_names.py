@@ -65,11 +65,6 @@ FUNCTIONS = {
     "torch.amp:GradScaler._get_scale_async": "self",
     "torch.utils._pytree:tree_map": "func tree rests is_leaf",
     "torch.utils._pytree:tree_leaves": "tree is_leaf",
-    "Z.utils.zero_to_fp32:_zero3_merge_frozen_params": "state_dict world_size zero_model_states",
-    "Z.utils.zero_to_fp32:_zero3_merge_trainable_params":
-        "state_dict world_size fp32_flat_groups zero_model_states",
-    "Z.utils.zero_to_fp32:_zero2_merge_trainable_params":
-        "state_dict world_size fp32_flat_groups zero_model_states param_alignment_paddings",
     "Z.runtime.engine:DeepSpeedEngine._copy_recovery_script": "self save_path",
     "Z.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale": "self has_overflow",
     "Z.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._update_scale": "self has_overflow",
@@ -130,7 +125,7 @@ ATTRIBUTES = {
     "Z.runtime.zero.partition_parameters": "linear_bk",
     "Z.runtime.torch_autocast": "TORCH_AUTOCAST_INITIALIZED",
     "Z.runtime.zero.parameter_offload": "fwd_pre_hook get_param_coordinator",
-    "Z.utils.tensor_fragment": "_hp_mapping",
+    "Z.utils.tensor_fragment": "_hp_mapping lp_fragment_address",
     "Z.runtime.zero.stage_1_and_2": "_hp_optimizer_states_linked",
     "H.configuration_utils": "_attn_implementation",
     "H.modeling_utils": "_no_split_modules _init_weights",
