@@ -18,7 +18,7 @@ from tests.support import house
 COMPAT = Path(dist_template.__file__).parent / "compat"
 FILES = (
     "lightning", "torch", "deepspeed", "transformers", "torchrun", "lightning_cli", "fake_tensors",
-    "recording",
+    "recording", "published",
 )  # fmt: skip
 
 # The first part of a place stands for a package.

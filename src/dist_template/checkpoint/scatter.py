@@ -1,7 +1,7 @@
 """Sends full (unsharded) tensors from the ranks that have them to the shards of all ranks.
 
-    distribute      each rank has the tensors of some units of a model, in turns
-    load_weights    rank 0 has all of them, and broadcasts them one by one
+    distribute        each rank has the tensors of some units of a model, in turns
+    from_rank_zero    rank 0 has all of them
 
 torch's `set_model_state_dict(broadcast_from_rank0=True)` and `distribute_tensor` do not support non-persistent buffers,
 the interleaved shards of transformers' packed plans, or DeepSpeed's partitions.
@@ -37,9 +37,6 @@ def allocate(module: nn.Module, device: torch.device) -> None:
         module.to_empty(device=device)
 
 
-# ---- from the ranks in turns ---------------------------------------------------------------------
-
-
 @torch.no_grad()
 def distribute(
     units: list[list[str]], targets: dict[str, Tensor], make: Callable[[list[str]], dict[str, Tensor]],
@@ -59,10 +56,23 @@ def distribute(
         outgoing = [_bytes(_part(targets[name], full[name], rank) for name in full) for rank in ranks]
         shards = [[local_shard(targets[name]).detach() for name in unit] for unit in of_round]
         received = [[each.contiguous() for each in unit] for unit in shards]
+        for owner, unit in zip(ranks, of_round, strict=False):
+            for name in filter(lambda name: not weights.has_own_partition(targets[name]), unit):
+                with weights.gathered_from_zero(targets[name], owner):
+                    if owner == weights.rank():
+                        targets[name].copy_(full[name])
         _exchange(outgoing, [_bytes(unit) for unit in received] + [[] for _ in ranks[len(of_round) :]], group)
         for shard, values in zip(sum(shards, []), sum(received, []), strict=True):
             if shard is not values:  # its memory was not contiguous
                 shard.copy_(values)
+
+
+def from_rank_zero(targets: dict[str, Tensor], full: dict[str, Tensor]) -> None:
+    """Fills `targets`, equal names on all ranks, from rank 0's `full` tensors. Collective."""
+    units: list[list[str]] = []
+    for name in targets:
+        units += [[name], *([] for _ in range(weights.world_size() - 1))]
+    distribute(units, targets, lambda names: {name: full[name] for name in names}, None)
 
 
 def _part(target: Tensor, full: Tensor, rank: int) -> Tensor:
@@ -113,54 +123,6 @@ def pieces(parts: list[Tensor], size: int) -> list[list[Tensor]]:
             pieces[-1].append(part[:room])
             part, room = part[room:], room - len(pieces[-1][-1])
     return pieces
-
-
-# ---- from rank 0 ---------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def load_weights(module: nn.Module, full: dict[str, Tensor]) -> None:
-    """Copies rank 0's `full` tensors by name into `module`, each rank its shard. Collective.
-
-    Tensors whose names `full` lacks are unchanged; those that `module` lacks are not kept, as in a
-    stage of a pipeline. `full` of other ranks is ignored.
-    """
-    tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
-    values = {name: tensor for name, tensor in full.items() if isinstance(tensor, Tensor)}
-    options = {name: (tensor.shape, tensor.dtype) for name, tensor in values.items()}
-    for name, (shape, dtype) in weights.broadcast(options).items():
-        meta = torch.empty(shape, dtype=dtype, device="meta")
-        copy_shard(tensors.get(name), full.get(name), meta)
-
-
-def copy_shard(target: Tensor | None, full: Tensor | None, meta: Tensor) -> None:
-    """Copies rank 0's `full` into `target`, this rank's shard, or None; `meta` is like `full`, on every rank."""
-    if target is not None and weights.is_partitioned_by_zero(target):
-        with weights.gathered_from_zero(target):
-            if full is not None:
-                target.copy_(full)
-        return
-    received = tensor_from_rank_zero(full, meta)
-    if isinstance(target, DTensor):
-        local = target.to_local()
-        if local.numel():  # transformers' operation has no shard without rows
-            local.copy_(shard_for(target, received))
-    elif target is not None:
-        target.copy_(received)
-
-
-def tensor_from_rank_zero(tensor: Tensor | None, like: Tensor) -> Tensor:
-    """Returns rank 0's `tensor` on all ranks, with `like`'s shape and type: on the GPU if the process group is NCCL's;
-    otherwise on `like`'s device, or on the CPU if that is the meta device."""
-    device = device_of_messages()
-    if device.type == "cpu" and not like.is_meta:
-        device = like.device
-    if tensor is None:
-        tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
-    tensor = tensor.to(device=device, dtype=like.dtype).contiguous()
-    if not weights.is_alone():
-        dist.broadcast(tensor, src=0)
-    return tensor
 
 
 def device_of_messages() -> torch.device:

@@ -146,8 +146,7 @@ def copy_shard(target: Tensor, stored: Any) -> None:
 
 def _copy_partition(parameter: Any, stored: Any) -> None:
     shard = parameter.ds_tensor
-    is_plain = shard.dtype == parameter.dtype and parameter.ds_secondary_tensor is None
-    if not is_plain or shard.final_location is not None:  # quantized, copied within nodes, or on NVMe
+    if not weights.has_own_partition(parameter):
         with weights.gathered_from_zero(parameter):
             if weights.is_rank_zero():
                 parameter.copy_(stored[...])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .. import weights
 from ..checkpoint import scatter
 from ..checkpoint.frozen import FrozenHash
-from ..cluster.environment import memory_limit
+from ..cluster.memory import memory_limit
 from ..compat.recording import Recording, record
 from ..errors import InputError, reason
 from ..records import GIB
@@ -84,9 +84,10 @@ class StartByOwners:
 
 
 class StartOnRankZero:
-    """A model that was built in full on rank 0."""
+    """A model that was built in full on rank 0; `why` it could not be recorded."""
 
-    def __init__(self, model: nn.Module, prepare: Prepare, frozen: FrozenHash | None) -> None:
+    def __init__(self, model: nn.Module, prepare: Prepare, frozen: FrozenHash | None, why: str) -> None:
+        self._why = why
         for name, parameter in model.named_parameters():
             if frozen and not (parameter.requires_grad or parameter.is_meta):
                 frozen.add(name, parameter)
@@ -94,7 +95,9 @@ class StartOnRankZero:
         self._full = scatter.move_to_meta(self.model)
 
     def fill(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        scatter.load_weights(module, self._full)
+        if group is not None:
+            raise InputError(f"{self._why}, as the stages of a pipeline need it: set pp_size to 1, or edit build_model")
+        scatter.from_rank_zero(weights.named_tensors(module), self._full)
         self._full = {}
 
 
@@ -125,7 +128,7 @@ def start_of(build: Build, prepare: Prepare, seed: int, frozen: FrozenHash | Non
         torch.manual_seed(seed)
         with torch.device("cpu"):  # Lightning's default may be a GPU, which has another generator
             model = build()
-    return StartOnRankZero(model, prepare, frozen)
+    return StartOnRankZero(model, prepare, frozen, what)
 
 
 def _every_tensor(model: nn.Module) -> dict[str, Tensor]:

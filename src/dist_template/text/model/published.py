@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ...compat import transformers as compat
+from ...compat import published as compat
 from ...compat.recording import write_later
 from ...errors import InputError
 
