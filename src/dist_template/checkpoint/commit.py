@@ -87,7 +87,7 @@ def begin(path: Path, group: Group = None) -> Path:
 
     if weights.rank(group) == 0:
         failure = disk_error(create)
-    _agree(temporary, failure, None, group)
+    _to_rank_zero(temporary, failure, None, group)
     return temporary
 
 
@@ -101,19 +101,23 @@ def finish(path: Path, entries: Entries, failure: str | None, group: Group = Non
         SaveError: on all ranks, if a disk refused a write of one; the temporary folder is deleted.
     """
     temporary = _hidden(path, "tmp")
-    # A network file system may list a new file late, but not to the rank that wrote it.
-    files = sorted(set().union(*_agree(temporary, failure, _files(temporary), group)))
+    # A network file system may list a new file late, but not to the rank that wrote it: a rank sends what rank 0 misses.
+    _to_rank_zero(temporary, failure, None, group)  # all have written
+    own = {*_files(temporary)}
+    listed = {*weights.broadcast(own, group)}
+    missed = _to_rank_zero(temporary, None, own - listed, group)
+    files = sorted(listed.union(*weights.broadcast([each for each in missed if each], group)))
     assigned = files[weights.rank(group) :: weights.world_size(group)]
     hashes: Files = {}
     failure = disk_error(lambda: _flush_and_hash(temporary, assigned, hashes))
     of_all: Files = {}
-    for of_rank in _agree(temporary, failure, hashes, group):
+    for of_rank in _to_rank_zero(temporary, failure, hashes, group):
         of_all |= of_rank
     entries = {"format": FORMAT, **entries, "time": time.time()}
-    entries["files"] = {file: of_all[file] for file in files}
     if weights.rank(group) == 0:
+        entries["files"] = {file: of_all[file] for file in files}
         failure = disk_error(lambda: _commit(temporary, path, entries))
-    _agree(temporary, failure, None, group)
+    _to_rank_zero(temporary, failure, None, group)
 
 
 def disk_error(write: Callable[[], object]) -> str | None:
@@ -199,14 +203,15 @@ def _hidden(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.name}.{suffix}")
 
 
-def _agree(temporary: Path, failure: str | None, value: T, group: Group) -> list[T]:
-    """Returns every rank's `value`, once all ranks have come here; if one has a failure, raises
-    SaveError on all ranks. Rank 0 deletes the temporary folder then."""
-    answers = weights.from_all_ranks((failure, value), group)
-    if failures := [why for why, _ in answers if why]:
+def _to_rank_zero(temporary: Path, failure: str | None, value: T, group: Group) -> list[T]:
+    """Returns every rank's `value` on rank 0, [] on the others, once all ranks have come here; if one has a failure,
+    raises SaveError on all ranks. Rank 0 deletes the temporary folder then."""
+    answers = weights.to_rank_zero((failure, value), group)
+    failures = [why for why, _ in answers if why]
+    if refusal := weights.broadcast(failures[:1], group):
         if weights.rank(group) == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise SaveError(failures[0])
+        raise SaveError(refusal[0])
     return [result for _, result in answers]
 
 

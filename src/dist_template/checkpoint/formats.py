@@ -91,7 +91,7 @@ def verified(path: Path, module: L.LightningModule, is_strict: bool = True, weig
     """
     path = agreed(path)
     shapes: Shapes = {}
-    for of_rank in weights.from_all_ranks(_shapes(module.state_dict(keep_vars=True))):
+    for of_rank in weights.distinct(_shapes(module.state_dict(keep_vars=True))).values():
         shapes |= of_rank  # in a pipeline, each rank has its stages'
     expected = shapes if is_strict else None
     opened = None

@@ -176,7 +176,7 @@ def agreed(path: Path) -> Path:
     skipped: list[str] = []
     for candidate in candidates:
         of_rank = damage(candidate, rank=weights.rank(), ranks=weights.world_size())
-        why = next(filter(None, weights.from_all_ranks(of_rank)), None)
+        why = weights.broadcast(next(filter(None, weights.to_rank_zero(of_rank)), None))
         if why is None:
             _warn_of(skipped, candidate)
             return candidate

@@ -32,6 +32,7 @@ POLL_S = 0.1
 ANSWER_S = 0.3  # rank 0 waits this long for the others' statuses
 VERDICT_S = 0.6  # the others wait this long for rank 0, which may detect it one poll later
 EXIT_S = 0.1  # every rank stays this long, for the others to read the store
+RANKS_PER_S = 5000  # statuses that a store answers: all of the above are longer by it
 
 
 class WatchdogThread:
@@ -48,6 +49,7 @@ class WatchdogThread:
         self._thread: threading.Thread | None = None
         self._query: threading.Thread | None = None
         self._is_called = False  # by a rank that has detected the hang
+        self._queried = 0.0
 
     def beat(self) -> None:
         """Reports progress that every rank makes equally."""
@@ -62,6 +64,11 @@ class WatchdogThread:
         """Prints a line about such work."""
         self.keep_alive()
         print(text)
+
+    @property
+    def _all_ranks_s(self) -> float:
+        """Seconds in which all ranks can query the store once."""
+        return self.world_size / RANKS_PER_S
 
     @property
     def idle_s(self) -> float:
@@ -117,8 +124,10 @@ class WatchdogThread:
 
     def _check_call(self) -> bool:
         """Returns whether another rank has detected the hang. The store's host may hang itself."""
-        store = self._store
-        if store is not None and (self._query is None or not self._query.is_alive()):
+        store, now = self._store, time.monotonic()
+        is_free = self._query is None or not self._query.is_alive()
+        if store is not None and is_free and now - self._queried > self._all_ranks_s:
+            self._queried = now
 
             def ask() -> None:
                 with suppress(RuntimeError):
@@ -138,12 +147,16 @@ class WatchdogThread:
         if (store := self._store) is None:
             found = [find_stalled({self.rank: status}, [])]
         else:
-            _start_thread(self._exchange, store, status, found).join(VERDICT_S + POLL_S / 2)
+            _start_thread(self._exchange, store, status, found).join(self._verdict_s + POLL_S / 2)
         if self.rank == 0 or not found:
             verdict = found[0] if found else find_stalled({self.rank: status}, silent=[0])
             os.write(2, f"\nno progress for {limit_s:g} s: {verdict}\n".encode())
         if store is not None:
-            time.sleep(EXIT_S)
+            time.sleep(EXIT_S + self._all_ranks_s)
+
+    @property
+    def _verdict_s(self) -> float:
+        return VERDICT_S + 3 * self._all_ranks_s
 
     def _exchange(self, store: Store, status: dict[str, Any], found: list[str]) -> None:
         """Adds rank 0's verdict to `found`; nothing if rank 0 does not answer."""
@@ -152,19 +165,26 @@ class WatchdogThread:
             store.set(keys[self.rank], json.dumps(status))
             store.set("hung", "")
             if self.rank:
-                store.wait(["hung/verdict"], timedelta(seconds=VERDICT_S))
+                store.wait(["hung/verdict"], timedelta(seconds=self._verdict_s))
                 found.append(store.get("hung/verdict").decode())
                 return
             with suppress(RuntimeError):  # not all ranks have answered
-                store.wait(keys, timedelta(seconds=ANSWER_S))
-            statuses, silent = {}, []
-            for rank, key in enumerate(keys):
-                if store.check([key]):
-                    statuses[rank] = json.loads(store.get(key))
-                else:
-                    silent.append(rank)
-            found.append(find_stalled(statuses, silent))
+                store.wait(keys, timedelta(seconds=ANSWER_S + 2 * self._all_ranks_s))
+            silent = absent(store, keys)
+            there = sorted({*range(self.world_size)} - {*silent})
+            texts = store.multi_get([keys[rank] for rank in there])
+            found.append(find_stalled(dict(zip(there, map(json.loads, texts), strict=True)), silent))
             store.set("hung/verdict", found[0])
+
+
+def absent(store: Store, keys: list[str]) -> list[int]:
+    """Returns the indices of the keys that `store` does not have. It halves the list: a key costs log2 of all queries."""
+    if not keys or store.check(keys):
+        return []
+    if len(keys) == 1:
+        return [0]
+    half = len(keys) // 2
+    return absent(store, keys[:half]) + [half + index for index in absent(store, keys[half:])]
 
 
 def _start_thread(function: Callable[..., None], *args: object) -> threading.Thread:
