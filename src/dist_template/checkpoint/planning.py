@@ -4,24 +4,29 @@ By torch's planner every rank that holds a tensor sends its plan for it, in each
 4,096 ranks and DeepSeek-V3's 3,636 tensors that is 4 GB. Here one rank of those that hold a shard plans to write it, by
 the tensor's name; plans are sent in the first save, and then where one has changed."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import replace
-from itertools import count
+from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
+from lightning.pytorch.strategies import Strategy
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-_numbers = count()
+_of_training: WeakKeyDictionary[Strategy, type[OnceEach]] = WeakKeyDictionary()
 
 
-def planner_class() -> type[DefaultSavePlanner]:
-    """Returns a planner for one training: torch caches plans by the name of the class, for the whole process."""
-    return type(f"OnceEach{next(_numbers)}", (OnceEach,), {})
+def planner(strategy: Strategy) -> DefaultSavePlanner:
+    """Returns a planner that caches plans for one training: torch does so by the name of the class, for all others."""
+    kind = _of_training.setdefault(strategy, type(f"OnceEach{id(strategy)}", (OnceEach,), {}))
+    return kind(enable_plan_caching=True)
 
 
 class OnceEach(DefaultSavePlanner):
@@ -32,6 +37,7 @@ class OnceEach(DefaultSavePlanner):
         meshes = {value.device_mesh for value in self.state_dict.values() if isinstance(value, DTensor)}
         largest = max(meshes, key=lambda mesh: (mesh.size(), str(mesh)), default=None)
         self.state_dict = {name: value for name, value in self.state_dict.items() if _is_own(name, value, largest)}
+        self.mappings = {name: path for name, path in self.mappings.items() if name in self.state_dict}
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
@@ -48,14 +54,19 @@ def _is_own(name: str, value: object, largest: DeviceMesh | None) -> bool:
     coordinate = mesh.get_coordinate() if mesh else None
     if mesh is None or coordinate is None:
         return True
-    # Consecutive layers are written by consecutive replicas.
-    number = crc32(re.sub(r"\d+", "", name).encode()) + sum(map(int, re.findall(r"\d+", name)))
+    number = _number(name)
     for dimension, place in enumerate(coordinate):
         if copied is None or copied[dimension]:
             number, chosen = divmod(number, mesh.size(dimension))
             if chosen != place:
                 return False
     return True
+
+
+@cache
+def _number(name: str) -> int:
+    """Returns consecutive numbers for consecutive layers, so that consecutive replicas write them."""
+    return crc32(re.sub(r"\d+", "", name).encode()) + sum(map(int, re.findall(r"\d+", name)))
 
 
 class Writer(FileSystemWriter):

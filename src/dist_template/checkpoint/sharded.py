@@ -31,7 +31,7 @@ from ..compat.lightning import torch_optimizer
 from ..compat.torch import read_unsharded, tree_map
 from ..errors import InputError
 from .optimizer import State, by_name_from_flat, groups_of, merge, without_moments
-from .planning import Writer, planner_class
+from .planning import Writer, planner
 from .protocol import Checkpoint, CheckpointFormat, Copy, Group, Opened, Shapes
 from .stored import Box, Stored, copy_shard, is_scalar
 from .untrusted import DataReader, reading
@@ -80,17 +80,13 @@ class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
             checkpoint.setdefault("optimizer_states", []).append(state)
         return checkpoint
 
-    def __init__(self, strategy: ModelParallelStrategy) -> None:
-        super().__init__(strategy)
-        self._planner = planner_class()
-
     def save(self, checkpoint: Checkpoint, path: Path) -> None:
-        write(*_split(checkpoint), path, self._planner)
+        write(*_split(checkpoint), path, planner(self.strategy))
 
     def stage(self, checkpoint: Checkpoint, copy: Copy, group: Group) -> Callable[[Path], object]:
         tensors, rest = _split(checkpoint)
         copied = copy({"tensors": tensors, "rest": rest})
-        return lambda folder: write(copied["tensors"], copied["rest"], folder, self._planner, group)
+        return lambda folder: write(copied["tensors"], copied["rest"], folder, planner(self.strategy), group)
 
     def reads(self, opened: Opened) -> bool:
         return opened.format is ShardedFormat
@@ -182,16 +178,14 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> State:
     return get_optimizer_state_dict(module, torch_optimizer(optimizer), options=FLAT)
 
 
-def write(
-    tensors: Checkpoint, rest: Checkpoint, path: Path, planner: type[DefaultSavePlanner], group: Group = None
-) -> None:
+def write(tensors: Checkpoint, rest: Checkpoint, path: Path, planner: DefaultSavePlanner, group: Group = None) -> None:
     """Writes both into the folder `path`. Collective over `group`; None: the default group.
 
     With a group, all tensors are in host memory."""
     writer = Writer(path)
     if group is not None:  # nothing to copy ahead, which would wait on training's stream
         writer.per_thread_copy_ahead = 0
-    dcp.save(tensors, storage_writer=writer, planner=planner(enable_plan_caching=True), process_group=group)
+    dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
     if weights.is_rank_zero():
         torch.save(rest, path / META)
 

@@ -30,9 +30,9 @@ __all__ = ["WATCHDOG"]
 START_TIMEOUT_S = 1800.0  # until the configuration has been read
 POLL_S = 0.1
 ANSWER_S = 0.3  # rank 0 waits this long for the others' statuses
-VERDICT_S = 0.6  # the others wait this long for rank 0, which may detect it one poll later
-EXIT_S = 0.1  # every rank stays this long, for the others to read the store
-RANKS_PER_S = 5000  # statuses that a store answers: all of the above are longer by it
+VERDICT_S = 1.2  # the others wait this long for rank 0, which may detect it one poll later
+EXIT_S = 0.3  # every rank stays this long, for the others to read the store
+RANKS_PER_S = 2000  # statuses that a store answers: all of the above are longer by it
 
 
 class WatchdogThread:
@@ -168,8 +168,9 @@ class WatchdogThread:
                 store.wait(["hung/verdict"], timedelta(seconds=self._verdict_s))
                 found.append(store.get("hung/verdict").decode())
                 return
-            with suppress(RuntimeError):  # not all ranks have answered
-                store.wait(keys, timedelta(seconds=ANSWER_S + 2 * self._all_ranks_s))
+            ends = time.monotonic() + ANSWER_S + 2 * self._all_ranks_s
+            while time.monotonic() < ends and not store.check(keys):  # `wait` that fails looks hosts up: seconds
+                time.sleep(POLL_S / 2)
             silent = absent(store, keys)
             there = sorted({*range(self.world_size)} - {*silent})
             texts = store.multi_get([keys[rank] for rank in there])
@@ -178,7 +179,7 @@ class WatchdogThread:
 
 
 def absent(store: Store, keys: list[str]) -> list[int]:
-    """Returns the indices of the keys that `store` does not have. It halves the list: a key costs log2 of all queries."""
+    """Returns the indices of the keys that `store` does not have. Halves the list: a key costs log2 of all queries."""
     if not keys or store.check(keys):
         return []
     if len(keys) == 1:
