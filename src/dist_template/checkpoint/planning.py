@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from itertools import count, repeat
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -20,13 +21,14 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+_numbers = count()
 _of_training: WeakKeyDictionary[Strategy, type[OnceEach]] = WeakKeyDictionary()
 
 
 def planner(strategy: Strategy) -> DefaultSavePlanner:
     """Returns a planner that caches plans for one training: torch does so by the name of the class, for all others."""
-    kind = _of_training.setdefault(strategy, type(f"OnceEach{id(strategy)}", (OnceEach,), {}))
-    return kind(enable_plan_caching=True)
+    kind = type(f"OnceEach{next(_numbers)}", (OnceEach,), {})
+    return _of_training.setdefault(strategy, kind)(enable_plan_caching=True)
 
 
 class OnceEach(DefaultSavePlanner):
@@ -46,18 +48,15 @@ class OnceEach(DefaultSavePlanner):
 
 def _is_own(name: str, value: object, largest: DeviceMesh | None) -> bool:
     """Returns whether this rank writes a value. What remains double, as a pipeline's tied weights, rank 0 drops."""
-    mesh, copied = largest, None  # along all dimensions: 12 settings of each parameter, and its count of steps
+    mesh, copied, number = largest, repeat(True), _number(name)  # 12 settings of each parameter, its count of steps
     if isinstance(value, DTensor):
         mesh, copied = value.device_mesh, [placement.is_replicate() for placement in value.placements]
     elif name.startswith("state_dict."):
         return True  # few; torch's planner sends them
-    coordinate = mesh.get_coordinate() if mesh else None
-    if mesh is None or coordinate is None:
-        return True
-    number = _number(name)
-    for dimension, place in enumerate(coordinate):
-        if copied is None or copied[dimension]:
-            number, chosen = divmod(number, mesh.size(dimension))
+    coordinate = mesh and mesh.get_coordinate()
+    for place, size, is_copied in zip(coordinate or (), mesh.shape if mesh else (), copied, strict=False):
+        if is_copied:
+            number, chosen = divmod(number, size)
             if chosen != place:
                 return False
     return True

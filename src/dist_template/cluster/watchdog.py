@@ -49,7 +49,7 @@ class WatchdogThread:
         self._thread: threading.Thread | None = None
         self._query: threading.Thread | None = None
         self._is_called = False  # by a rank that has detected the hang
-        self._queried = 0.0
+        self._queried = self.all_ranks_s = 0.0  # the time in which all ranks can query the store once
 
     def beat(self) -> None:
         """Reports progress that every rank makes equally."""
@@ -64,11 +64,6 @@ class WatchdogThread:
         """Prints a line about such work."""
         self.keep_alive()
         print(text)
-
-    @property
-    def _all_ranks_s(self) -> float:
-        """Seconds in which all ranks can query the store once."""
-        return self.world_size / RANKS_PER_S
 
     @property
     def idle_s(self) -> float:
@@ -100,6 +95,7 @@ class WatchdogThread:
     def connect(self, store: Store | None, rank: int, world_size: int) -> None:
         """Lets the ranks exchange statuses; progress is counted from here, where all ranks are at the same point."""
         self._store, self.rank, self.world_size = store, rank, world_size
+        self.all_ranks_s = world_size / RANKS_PER_S
         self.beats = 0
 
     def status(self) -> dict[str, Any]:
@@ -124,10 +120,9 @@ class WatchdogThread:
 
     def _check_call(self) -> bool:
         """Returns whether another rank has detected the hang. The store's host may hang itself."""
-        store, now = self._store, time.monotonic()
-        is_free = self._query is None or not self._query.is_alive()
-        if store is not None and is_free and now - self._queried > self._all_ranks_s:
-            self._queried = now
+        store, is_free = self._store, self._query is None or not self._query.is_alive()
+        if store is not None and is_free and time.monotonic() - self._queried > self.all_ranks_s:
+            self._queried = time.monotonic()
 
             def ask() -> None:
                 with suppress(RuntimeError):
@@ -147,16 +142,12 @@ class WatchdogThread:
         if (store := self._store) is None:
             found = [find_stalled({self.rank: status}, [])]
         else:
-            _start_thread(self._exchange, store, status, found).join(self._verdict_s + POLL_S / 2)
+            _start_thread(self._exchange, store, status, found).join(VERDICT_S + 3 * self.all_ranks_s + POLL_S / 2)
         if self.rank == 0 or not found:
             verdict = found[0] if found else find_stalled({self.rank: status}, silent=[0])
             os.write(2, f"\nno progress for {limit_s:g} s: {verdict}\n".encode())
         if store is not None:
-            time.sleep(EXIT_S + self._all_ranks_s)
-
-    @property
-    def _verdict_s(self) -> float:
-        return VERDICT_S + 3 * self._all_ranks_s
+            time.sleep(EXIT_S + self.all_ranks_s)
 
     def _exchange(self, store: Store, status: dict[str, Any], found: list[str]) -> None:
         """Adds rank 0's verdict to `found`; nothing if rank 0 does not answer."""
@@ -165,10 +156,10 @@ class WatchdogThread:
             store.set(keys[self.rank], json.dumps(status))
             store.set("hung", "")
             if self.rank:
-                store.wait(["hung/verdict"], timedelta(seconds=self._verdict_s))
+                store.wait(["hung/verdict"], timedelta(seconds=VERDICT_S + 3 * self.all_ranks_s))
                 found.append(store.get("hung/verdict").decode())
                 return
-            ends = time.monotonic() + ANSWER_S + 2 * self._all_ranks_s
+            ends = time.monotonic() + ANSWER_S + 2 * self.all_ranks_s
             while time.monotonic() < ends and not store.check(keys):  # `wait` that fails looks hosts up: seconds
                 time.sleep(POLL_S / 2)
             silent = absent(store, keys)
