@@ -29,12 +29,11 @@ from torch.optim import Optimizer
 from .. import weights
 from ..compat.lightning import torch_optimizer
 from ..compat.torch import read_unsharded, tree_map
-from ..errors import InputError
 from .optimizer import State, by_name_from_flat, groups_of, merge, without_moments
 from .planning import Writer, planner
 from .protocol import Checkpoint, CheckpointFormat, Copy, Group, Opened, Shapes
 from .stored import Box, Stored, copy_shard, is_scalar
-from .untrusted import DataReader, reading
+from .untrusted import DataReader, agreed_on_errors, reading
 
 META = "meta.pt"  # Lightning's name for the part of a distributed checkpoint that is not tensors
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # parameter groups differ between meshes
@@ -100,23 +99,16 @@ class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
         state: Checkpoint = {"state_dict": get_model_state_dict(module)}
         for index, optimizer in enumerate(optimizers):
             state[f"optimizer_{index}"] = optimizer_state(module, optimizer)
-        error: Exception | None = None
-        try:
-            with reading(opened.path, self.written_by), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                reader = DataReader(opened.path)
-                entries = set(reader.read_metadata().state_dict_metadata)
-                for index, optimizer in enumerate(optimizers):
-                    prefix = f"optimizer_{index}"
-                    _drop_missing_moments(module, optimizer, state[prefix], prefix, entries)
-                loaded = _contiguous(state)
-                # A rank's plan depends on no other's: torch would send all to rank 0 and back, 1 MB each.
-                dcp.load(loaded, storage_reader=reader, no_dist=True)
-        except (InputError, RuntimeError) as found:
-            error = found
-        errors = weights.to_rank_zero(error)
-        if error := weights.broadcast(next(filter(None, errors), None)):
-            raise error
+        with agreed_on_errors(), reading(opened.path, self.written_by), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            reader = DataReader(opened.path)
+            entries = set(reader.read_metadata().state_dict_metadata)
+            for index, optimizer in enumerate(optimizers):
+                prefix = f"optimizer_{index}"
+                _drop_missing_moments(module, optimizer, state[prefix], prefix, entries)
+            loaded = _contiguous(state)
+            # A rank's plan depends on no other's: torch would send all to rank 0 and back, 1 MB each.
+            dcp.load(loaded, storage_reader=reader, no_dist=True)
         state = tree_map(_placed_like, loaded, state)
         set_model_state_dict(module, state["state_dict"])
         for index, optimizer in enumerate(optimizers):

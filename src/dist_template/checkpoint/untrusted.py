@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from .. import weights
 from ..compat.torch import metadata_path
 from ..errors import InputError, another_rank_is_gone, is_out_of_memory, reason
 
@@ -63,6 +64,18 @@ def reading(path: Path, written_by: str, classes: list[type] | None = None, trus
         os.environ.pop(SWITCH, None)
         if before is not None:
             os.environ[SWITCH] = before
+
+
+@contextlib.contextmanager
+def agreed_on_errors() -> Generator[None]:
+    """Raises on all ranks the InputError of one rank inside, which must wait for no other rank. Collective."""
+    refusal = None
+    try:
+        yield
+    except InputError as error:
+        refusal = str(error)
+    if refusal := weights.broadcast(next(filter(None, weights.to_rank_zero(refusal)), None)):
+        raise InputError(refusal)
 
 
 class DataReader(FileSystemReader):
