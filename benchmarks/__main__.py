@@ -30,8 +30,7 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: {' '.join(DEFAULT)}")
     parser.add_argument("--rounds", type=int, default=7)
-    quick = "run every line, with little work, gpu on a CPU too: it measures nothing"
-    parser.add_argument("--quick", "--smoke", action="store_true", help=quick)
+    parser.add_argument("--quick", "--smoke", action="store_true", help="run every line, with little work")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON files")
     parser.add_argument("--models", default="", help="of gpu: parts of their names, with commas; default: all")
     parser.add_argument("--arms", default="", help="of gpu: the same of what it runs; default: all")

@@ -89,9 +89,8 @@ def measured(part: str, tree: Path) -> list[dict]:
 
 
 def git(*arguments: str) -> str:
-    return subprocess.run(
-        ["git", "-C", str(ROOT), *arguments], stdout=subprocess.PIPE, text=True, check=True
-    ).stdout.strip()
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -44,27 +44,27 @@ from .ranks import on_ranks
 from .record import Figure, Options, Result
 
 NAME = "scale"
-RANKS, QUICK, CONNECTED = (64, 512, 4096, 16384), (4, 8), 4096  # of a store, at most: a process has 20,000 sockets
-SHARDS, LAYERS, PER_NODE = 256, 8, 8  # ranks that shard DeepSeek-V3; its layers of 61 that are planned; ranks of a node
+RANKS, QUICK, MOST = (64, 512, 4096, 16384), (4, 8), 4096  # at most, of a store and a plan: sockets, minutes
+SHARDS, LAYERS = 256, 8  # ranks that shard DeepSeek-V3; its layers of 61 that are planned
 FACTS = {"config": {f"key.{number}": "a value of a usual length" for number in range(300)}}
 STATUS = {"beats": 7, "place": "step 7, backward", "line": "model.py:77", "waits": True}
-START = ("environments are compared, s", "names and hosts are gathered, CPU s", "nodes are reached, s")
+START = ("environments are compared, s", "names and replicas are gathered, CPU s", "nodes are reached, s")
 
 Measured = dict[str, float]
-Act = Callable[[Any, int, int], float]  # of a store, a rank and the number of ranks: when it had its result, or 0
+Act = Callable[[Any, int, int], float]  # when a rank of so many had its result from the store, or 0
 
 
 def run(options: Options) -> Result:
     found: dict[str, dict[int, float]] = {}
     for num in QUICK if options.quick else RANKS:
-        for measure in (on_store, gathered, planned, reached):
+        for measure in (gathered, reached, on_store, planned)[: 4 if num <= MOST else 2]:
             for what, value in measure(num, options.quick).items():
                 found.setdefault(what, {})[num] = value
             print(f"  {num} ranks: {measure.__name__}", flush=True)
-    total = {num: sum(found[what][num] for what in START) for num in found[START[0]]}
+    most = max(found[START[0]])
+    start = Figure(f"a start with {most:,} ranks", [sum(found[what][most] for what in START)], at_most=10, unit="s")
     figures = [Figure(what, [*of.values()], ranks=[*of]) for what, of in found.items()]
-    most = Figure(f"a start: {', '.join(START)}, at {max(total):,} ranks", [total[max(total)]], at_most=10, unit="s")
-    return Result(NAME, figures=[most, *figures, *order()])
+    return Result(NAME, figures=[start, *figures, *order(10**5 if options.quick else 10**12 // 4096)])
 
 
 @contextmanager
@@ -77,11 +77,12 @@ def clocked(found: Measured, what: str) -> Iterator[None]:
 
 def on_store(num: int, quick: bool) -> Measured:
     found: Measured = {}
-    acts: dict[str, Act] = {"environments are compared": meet, "one differs": differ, "a hang is reported": report}
-    for what, act in acts.items() if num <= CONNECTED else ():
+    acts: dict[str, Act] = {"environments are compared": meet, "a hang is reported": report}
+    acts["one differs"] = lambda store, rank, num: meet(store, rank, num, f"{rank == 0}")
+    for what, act in acts.items():
         found[f"{what}, s"], sent, without = play(num, act)
         found[f"{what}, MB of the store"] = sent / 1e6
-        found["ranks without the report"] = without
+        found["ranks without a result"] = found.get("ranks without a result", 0.0) + without
     return found
 
 
@@ -89,10 +90,6 @@ def meet(store: Any, rank: int, num: int, python: str = "3.11") -> float:
     with suppress(Ended):
         SameEnvironment().compare(Rendezvous(store, rank, num, 300.0), FACTS | {"python": python})
     return time.monotonic()
-
-
-def differ(store: Any, rank: int, num: int) -> float:
-    return meet(store, rank, num, "3.11" if rank else "3.12")
 
 
 def report(store: Any, rank: int, num: int) -> float:
@@ -120,7 +117,7 @@ class Counted:
 
 
 def play(num: int, act: Act) -> tuple[float, int, int]:
-    """Returns seconds until all ranks had their results, the bytes of the store, and the number of ranks without one."""
+    """Returns seconds until all ranks had their results, the store's bytes, and the number of ranks without one."""
     port, stores, ended, connected = free_port(), [], [], threading.Barrier(num + 1)
     master = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
 
@@ -138,7 +135,7 @@ def play(num: int, act: Act) -> tuple[float, int, int]:
     began = time.monotonic()
     for thread in threads:
         thread.join()
-    del master
+    assert master
     return max(ended) - began, sum(store.bytes for store in stores), ended.count(0.0)
 
 
@@ -151,7 +148,6 @@ def gathered(num: int, quick: bool) -> Measured:
         found[f"{what}, MB of rank 0"] = world.bytes / 1e6
 
     def names() -> None:
-        weights.to_rank_zero("node-0123")
         weights.distinct({f"model.layers.{n // 15}.weight_{n}": (7168, 2048) for n in range(909)})
         weights.broadcast(len(weights.to_rank_zero([*range(2**60, 2**60 + 909)])))  # of replicas
 
@@ -161,8 +157,9 @@ def gathered(num: int, quick: bool) -> Measured:
     buffer = MetricBuffer()
     for name in ("own_step_s", "allocated_gib", "reserved_gib", "peak_share"):
         buffer.put_of_rank(name, 1.0)
-    here("names and hosts are gathered", names)
-    here("metrics of ranks at a log step", lambda: buffer.read(lambda vector: vector, torch.device("cpu"), 0, num))
+    here("names and replicas are gathered", names)
+    with clocked(found, "metrics of ranks at a log step, CPU s"):
+        buffer.read(lambda vector: vector, torch.device("cpu"), 0, num)
     here("a save's random states", lambda: RandomState().on_save_checkpoint(None, None, {}))  # ty: ignore
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step00000001.ckpt"
@@ -188,15 +185,14 @@ def plan(num: int, layers: int) -> Measured:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(DeepseekV3Config(num_hidden_layers=layers))
     state, strategy = state_of(dict(model.named_parameters()), mesh), torch.nn.Module()
-    flat = state, {name: (name,) for name in state}
-    found, texts, what = {}, [], f"of {layers} layers of DeepSeek-V3"
+    flat, found, texts, what = (state, {name: (name,) for name in state}), {}, [], f"of {layers} layers of DeepSeek-V3"
     for rank in range(num):
         mesh._coordinate_on_dim = [rank // shards, rank % shards]
         planner = planning.planner(strategy)  # ty: ignore[invalid-argument-type]
-        with patch.object(dcp.default_planner, "flatten_state_dict", lambda _: flat):
-            with clocked(found, f"a save's plan {what}, CPU s of a rank"):
-                planner.set_up_planner(state)
-                texts.append(pickle.dumps(planner.create_local_plan()))
+        is_flat = patch.object(dcp.default_planner, "flatten_state_dict", lambda _: flat)
+        with is_flat, clocked(found, f"a save's plan {what}, CPU s of a rank"):
+            planner.set_up_planner(state)
+            texts.append(pickle.dumps(planner.create_local_plan()))
     found[f"plans {what}, first save, MB of rank 0"] = sum(map(len, texts)) / 1e6
     with clocked(found, f"plans {what}, first save, CPU s"):
         plans, metadata = planner.create_global_plan([*map(pickle.loads, texts)])
@@ -216,19 +212,19 @@ def plan(num: int, layers: int) -> Measured:
 
 
 def reached(num: int, quick: bool) -> Measured:
-    """A command on every node, by an ssh that answers after half a second."""
-    hosts, began = [f"node-{number}" for number in range(max(1, num // PER_NODE))], time.monotonic()
+    """A command on every node of 8 ranks, by an ssh that answers after half a second."""
+    hosts, began = [f"node-{number}" for number in range(max(1, num // 8))], time.monotonic()
     answers = nodes._on_all(hosts, "sh -c 'sleep 0.5'", ["true"] * len(hosts))
     assert all(code == 0 for _, code, _ in answers)
     return {"nodes are reached, s": time.monotonic() - began}
 
 
-def order() -> list[Figure]:
-    """Of an epoch of 10^12 tokens, and the first batch at step 10^6, on any number of ranks."""
-    found, rows, batch = {}, 10**12 // 4096, 4096
+def order(rows: int) -> list[Figure]:
+    """Of an epoch, and the first batch at step 10^6, on any number of ranks."""
+    found: Measured = {}
     with clocked(found, "order of 10^12 tokens in rows of 4,096, CPU s of a rank"):
-        found["the same, GiB of a rank"] = permutation(rows, 0, 0).nbytes / 2**30
-    at = GlobalOrder(rows, batch, 1, 0, batch, consumed=lambda: 10**6 * batch % rows)
+        found["that order, GiB of a rank"] = permutation(rows, 0, 0).nbytes / 2**30
+    at = GlobalOrder(rows, 4096, 1, 0, 4096, consumed=lambda: 10**6 * 4096 % rows)
     with clocked(found, "jump to step 10^6, CPU s of a rank"):
         next(iter(at))
     return [Figure(what, [value]) for what, value in found.items()]

@@ -47,7 +47,7 @@ def test_one_replica_plans_each_shard_and_a_next_save_sends_no_plan() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_rank_0_gets_one_hash_of_each_rank(late: bool, tmp_path: Path) -> None:
-    """`late`: a network file system lists a file to the rank that wrote it, and not yet to rank 0."""
+    """`late`: a file system lists a file to the rank that wrote it, and not yet to rank 0."""
     received = []
     for num in (64, 128):
         path = tmp_path / manifest.name(num)

@@ -101,7 +101,7 @@ def finish(path: Path, entries: Entries, failure: str | None, group: Group = Non
         SaveError: on all ranks, if a disk refused a write of one; the temporary folder is deleted.
     """
     temporary = _hidden(path, "tmp")
-    # A network file system may list a new file late, but not to the rank that wrote it: a rank sends what rank 0 misses.
+    # A network file system may list a new file late, but not to the rank that wrote it: ranks send what rank 0 misses.
     _to_rank_zero(temporary, failure, None, group)  # all have written
     own = {*_files(temporary)}
     listed = {*weights.broadcast(own, group)}
