@@ -149,7 +149,7 @@ def figures(title: str, model: Model, roofline: float) -> list[Figure]:
         found.append(Figure(f"{title}: model's operations, {arm}", speeds, unit="TFLOP/s"))
         if most:
             least = model.mfu if arm == "project" else None
-            found.append(Figure(f"{title}: MFU, {arm}", [speed / most[0] for speed in speeds], at_least=least))
+            found.append(Figure(f"{title}: MFU, {arm}", [speed / most for speed in speeds], at_least=least))
         found.append(Figure(f"{title}: peak memory, {arm}", model.memory[arm], unit="GiB"))
     if torch.cuda.is_available() and samples.get("plan"):
         planned = predicted(model, roofline)
