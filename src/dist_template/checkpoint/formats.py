@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -127,9 +127,9 @@ def read_full(path: str | Path, module: nn.Module | None = None, optimizer: bool
 
 
 @torch.no_grad()
-def load_full(path: str | Path, module: nn.Module) -> None:
-    """Loads the weights of a checkpoint into `module`, on the host, one tensor at a time; raises
-    InputError as `read_full` does."""
+def load_full(path: str | Path, module: nn.Module) -> dict[str, Any]:
+    """Loads the weights of a checkpoint into `module`, on the host, one tensor at a time. Returns the stored tensors of
+    those on the meta device, which are not loaded. Raises InputError as `read_full` does."""
     if getattr(module, KEY, None):
         exclude_frozen(module)
     targets = module.state_dict(keep_vars=True)
@@ -138,9 +138,12 @@ def load_full(path: str | Path, module: nn.Module) -> None:
     with _reading(opened):
         stored = opened.format.read(opened.path, False)["state_dict"]
         for name in shapes:
-            copy_shard(targets[name], stored.pop(name))
+            if not targets[name].is_meta:
+                copy_shard(targets[name], stored.pop(name))
+    kept = {name: stored.pop(name) for name in shapes if name in stored}
     if stored:  # of a module's own: not tensors
         module.load_state_dict(stored, strict=False)
+    return kept
 
 
 def _reading(opened: Opened) -> AbstractContextManager[None]:

@@ -127,9 +127,9 @@ class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
                 parameters |= zip(names, group["params"], strict=True)
             for name in missing:
                 optimizer.state.pop(parameters[name], None)
-            for name in parameters.keys() & state["state"].keys():
-                for key, value in state["state"][name].items():
-                    shard = optimizer.state[parameters[name]][key]
+            for name, parameter in parameters.items():
+                for key, value in state["state"].get(name, {}).items():
+                    shard = optimizer.state[parameter][key]
                     if is_scalar(value):
                         shard.copy_(value)
                     else:
