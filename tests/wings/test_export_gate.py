@@ -124,6 +124,8 @@ def test_a_model_larger_than_memory_is_exported_alike(
     """Its weights are copied from the checkpoint's files to several files, a few at a time."""
     exported(folder, tmp_path / "whole", "--dtype=bfloat16")
     monkeypatch.setattr(safetensors_files, "memory_limit", lambda: 0)
+    with pytest.raises(InputError, match="--max_shard_size is '40': give a number with KB, MB"):
+        exported(folder, tmp_path / "parts", "--max_shard_size=40")
     exported(folder, tmp_path / "parts", "--dtype=bfloat16", "--max_shard_size=40KB")
     assert "  hf, bfloat16, each of 21 weights equals the checkpoint's\n" in capsys.readouterr().out
     files = sorted((tmp_path / "parts").glob("*.safetensors"))

@@ -92,8 +92,10 @@ def loaded_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
     with torch.device("meta"):
         like = type(model)._from_config(deepcopy(model.config), dtype=dtype)
-    found = {name: tensor.dtype for name, tensor in like.state_dict().items()}
+    found = dict[str, torch.dtype]()
+    for name, tensor in like.state_dict().items():
+        found[name] = tensor.dtype
     if plan := model._get_dtype_plan(dtype):
         pattern, *_ = build_glob_alternation(list(plan))
-        found |= {name: torch.float32 for name in found if pattern.search(name)}
+        found |= dict.fromkeys(filter(pattern.search, found), torch.float32)
     return found

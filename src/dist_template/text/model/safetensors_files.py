@@ -53,7 +53,9 @@ def write_weights(model: Any, tensors: dict[str, Any], dtype: torch.dtype, size:
     dtypes = compat.loaded_dtypes(model, dtype)
     names = compat.names_to_save(model)
     model.to(dtype).save_pretrained(folder, state_dict={})  # the configurations
-    meta = {name: torch.empty(tensors[name].shape, dtype=dtypes[name], device="meta") for name in names}
+    meta = dict[str, Tensor]()
+    for name in names:
+        meta[name] = torch.empty(tensors[name].shape, dtype=dtypes[name], device="meta")
     places = _allocate(compat.to_published(model, meta), folder, size)
     for group in _groups(model, meta):
         values = {name: tensors.pop(name)[...].to(dtypes[name]) for name in group}
@@ -103,10 +105,12 @@ def _groups(model: Any, meta: Mapping[str, Tensor]) -> list[Names]:
         groups = defaultdict[str, Names](list)
         for name in meta:
             groups[re.match(pattern, name)[0]].append(name)  # ty: ignore[not-subscriptable]
+        found = dict[str, torch.Size]()
         try:
-            found = [shapes({name: meta[name] for name in group}) for group in groups.values()]
+            for group in groups.values():
+                found |= shapes({name: meta[name] for name in group})
         except Exception:  # noqa: S112  a conversion misses a tensor of another group, and raises what it likes
             continue
-        if {name: shape for each in found for name, shape in each.items()} == expected:
+        if found == expected:
             return list(groups.values())
     return [list(meta)]

@@ -5,6 +5,7 @@ in memory. The weights are written a few at a time, in transformers' layout on d
 the one in memory (experts are stacked there). The folder is read again and compared (gate.py).
 """
 
+import re
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ def main(argv: list[str], project: Project) -> None:
     settings, output = cli.config, Path(cli.config.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"--output {str(output)!r} exists and is not an empty folder; give another")
+    if not re.fullmatch(r"[1-9]\d*[KMGT]B", settings.max_shard_size):
+        raise InputError(f"--max_shard_size is {settings.max_shard_size!r}: give a number with KB, MB, GB or TB")
     if settings.push:
         check_name(settings.push)  # before minutes of work
     path = verified_checkpoint(settings.checkpoint, "--checkpoint", cli.unfilled)
