@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dist_template import weights
-from dist_template.callbacks.global_order import GlobalOrder, permutation
+from dist_template.callbacks.global_order import GlobalOrder
 from dist_template.callbacks.random_state import RandomState
 from dist_template.checkpoint import commit, planning
 from dist_template.checkpoint.untrusted import DataReader
@@ -220,11 +220,9 @@ def reached(num: int, quick: bool) -> Measured:
 
 
 def order(rows: int) -> list[Figure]:
-    """Of an epoch, and the first batch at step 10^6, on any number of ranks."""
     found: Measured = {}
-    with clocked(found, "order of 10^12 tokens in rows of 4,096, CPU s of a rank"):
-        found["that order, GiB of a rank"] = permutation(rows, 0, 0).nbytes / 2**30
-    at = GlobalOrder(rows, 4096, 1, 0, 4096, consumed=lambda: 10**6 * 4096 % rows)
-    with clocked(found, "jump to step 10^6, CPU s of a rank"):
-        next(iter(at))
-    return [Figure(what, [value]) for what, value in found.items()]
+    for step in (0, 10**6):
+        at = GlobalOrder(rows, 4096, 1, 0, 4096, consumed=lambda step=step: step * 4096 % rows)
+        with clocked(found, f"the first batch from step {step:,}, of 10^12 tokens in rows of 4,096, CPU s of a rank"):
+            next(iter(at))
+    return [Figure(what, [value], at_most=0.1) for what, value in found.items()]
