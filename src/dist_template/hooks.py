@@ -1,6 +1,6 @@
 """Hooks: functions of other packages that the core calls during a run.
 
-An entry point of the group `dist_template.hooks` names a module with one or both of
+An entry point of the group `dist_template.hooks` names a module with some of
 
     def on_crash(error: Exception) -> str | None
         Called when a verb ends with an unexpected error, on the rank that reports it. The text is
@@ -8,12 +8,19 @@ An entry point of the group `dist_template.hooks` names a module with one or bot
     def at_run_end(run: Path, error: BaseException | None) -> None
         Called on rank 0 when `fit` has finished, with None, or stops because of `error`; `run` is
         the run's folder. All metrics are written. The small trainings of `rehearse` call it too.
+    def at_start(settings: Namespace, verb: str | None) -> None
+        Called on every rank before the run's folder and the checkpoint are chosen; it may change
+        `settings`, the configuration. An InputError refuses the start. None: nothing will run.
+    def fetch(address: str, files: list[str], folder: Path) -> str | None
+        Fetches files of a checkpoint from `address` into its `folder`, which lacks them. Returns
+        why it could not, or None.
 
-They are called in the order of the names of the entry points. A hook that raises does not change
-the result or the exit code: one line reports it.
+They are called in the order of the names of the entry points. The first two do not change the
+result or the exit code if they raise: one line reports it.
 """
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 from .errors import InputError, first_line
@@ -30,6 +37,21 @@ def on_crash(error: Exception) -> list[str]:
 def at_run_end(run: Path, error: BaseException | None) -> None:
     """Calls every `at_run_end`."""
     _call("at_run_end", run, error)
+
+
+def at_start(settings: Namespace, verb: str | None) -> None:
+    """Calls every `at_start`."""
+    for point in registered(GROUP).values():
+        if function := getattr(point.load(), "at_start", None):
+            function(settings, verb)
+
+
+def fetch(address: str, files: list[str], folder: Path) -> str | None:
+    """Calls the first `fetch`."""
+    for point in registered(GROUP).values():
+        if function := getattr(point.load(), "fetch", None):
+            return function(address, files, folder)
+    return f"no package fetches from {address}"
 
 
 def _call(name: str, *arguments: object) -> list[object]:

@@ -9,7 +9,9 @@ torch's distributed format and DeepSpeed write into the folder that they are giv
 leave new shards of some ranks and old shards of others, which load without an error. Here all ranks write into a
 temporary folder. Its files are flushed to the disk and hashed, and one rename turns it into the checkpoint.
 
-All ranks must see the same folder; on several nodes it must be on a shared file system.
+All ranks must see the same folder; on several nodes it must be on a shared file system. With a store (an entry of the
+manifest), each node may have a folder of its own: its first rank creates and renames it, and the manifest lists the
+files of all nodes.
 """
 
 import errno
@@ -17,7 +19,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -36,13 +38,14 @@ from .. import weights
 from ..cluster.watchdog import WATCHDOG
 from ..compat.lightning import checkpoint_of, timeout_of
 from ..errors import reason
-from . import manifest
+from . import disks, manifest
 from .formats import format_for
 from .identity import KEY
-from .manifest import FORMAT, MANIFEST, Files, crc32
+from .manifest import FORMAT, MANIFEST, STORE, Files, crc32
 from .protocol import Group
 
 Entries = dict[str, object]  # of a manifest
+Committed = Callable[[Path, str, Files], object]  # gets a checkpoint, its manifest, and the files that this rank hashed
 T = TypeVar("T")
 
 
@@ -53,23 +56,52 @@ class SaveError(Exception):
 def save(trainer: L.Trainer, path: Path, **notes: object) -> None:
     """Commits the present state as `path`, with `notes` in its manifest. Collective; raises SaveError."""
     path, checkpoint = Path(weights.broadcast(str(path))), checkpoint_of(trainer)
-    entries = training_entries(trainer) | notes
-    write_into(path, entries, lambda folder: trainer.strategy.save_checkpoint(checkpoint, folder))
+    entries, committed = training_entries(trainer) | notes, partial(_notify, trainer)
+    write_into(path, entries, lambda folder: trainer.strategy.save_checkpoint(checkpoint, folder), committed=committed)
 
 
-def write_into(path: Path, entries: Entries, write: Callable[[Path], object], group: Group = None) -> None:
-    """Commits what all ranks `write` into a temporary folder as `path`. Collective in `group`."""
-    temporary = begin(path, group)
+def write_into(
+    path: Path,
+    entries: Entries,
+    write: Callable[[Path], object],
+    group: Group = None,
+    committed: Committed = lambda *_: None,
+) -> None:
+    """Commits what all ranks `write` into a temporary folder as `path`, and calls `committed`. Collective in `group`."""
+    ranks = [*range(weights.world_size(group))]
+    if STORE in entries:  # each node may have a disk of its own
+        ranks = disks.peers(path.parent, group)
+        if weights.rank(group) == ranks[0] and path.parent not in _LED:
+            clear(path.parent)
+            _LED.add(path.parent)
+    temporary = begin(path, group, ranks)
     failure = disk_error(lambda: write(temporary))
-    finish(path, entries, failure, group)
+    committed(path, *finish(path, entries, failure, group, ranks))
+
+
+_LED: set[Path] = set()  # folders of checkpoints, on a node's own disk or a shared one, in which this rank acts
+
+
+def leads(folder: Path) -> bool:
+    """Returns whether this rank deletes checkpoints in `folder`: rank 0, or the first rank of each node if the folder
+    is on the node's own disk."""
+    return weights.is_rank_zero() or folder in _LED
+
+
+def _notify(trainer: L.Trainer, path: Path, text: str, own: Files) -> None:
+    for callback in trainer.callbacks:  # ty: ignore[missing-attribute]
+        if hasattr(callback, "on_commit"):
+            callback.on_commit(path, text, own)
 
 
 def training_entries(trainer: L.Trainer) -> Entries:
     """Returns the entries of a manifest that describe the training."""
-    settings = {}
+    settings, store = {}, ""
     for callback in trainer.callbacks:  # ty: ignore[missing-attribute]
         settings = vars(callback).get(KEY, settings)  # LastCheckpoint has them
-    return {
+        store = vars(callback).get(STORE, store)
+    entries: Entries = {STORE: store} if store else {}
+    return entries | {
         "step": trainer.global_step,
         "world_size": trainer.world_size,
         "strategy": type(trainer.strategy).__name__,
@@ -77,43 +109,52 @@ def training_entries(trainer: L.Trainer) -> Entries:
     }
 
 
-def begin(path: Path, group: Group = None) -> Path:
-    """Returns an empty folder, into which all ranks write before `finish`. Collective in `group`; raises SaveError."""
+def begin(path: Path, group: Group = None, ranks: Sequence[int] = (0,)) -> Path:
+    """Returns an empty folder, into which all ranks write before `finish`. Collective in `group`; raises SaveError.
+
+    `ranks` are those that see the same folder; their first creates it."""
     temporary, failure = _hidden(path, "tmp"), None
 
     def create() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
 
-    if weights.rank(group) == 0:
+    if weights.rank(group) == ranks[0]:
         failure = disk_error(create)
     _agree(temporary, failure, None, group)
     return temporary
 
 
-def finish(path: Path, entries: Entries, failure: str | None, group: Group = None) -> None:
+def finish(
+    path: Path, entries: Entries, failure: str | None, group: Group = None, ranks: Sequence[int] = ()
+) -> tuple[str, Files]:
     """Hashes the files in the temporary folder of `path`, and renames it. Collective in `group`.
 
     Each rank flushes and hashes a part of the files. `entries` are the manifest's, other than the
-    files; `failure` is why this rank could not write its files, as `disk_error` returns it.
+    files; `failure` is why this rank could not write its files, as `disk_error` returns it; `ranks`
+    see the same folder (none: all ranks). Returns the manifest's text, and the files that this rank has hashed.
 
     Raises:
         SaveError: on all ranks, if a disk refused a write of one; the temporary folder is deleted.
     """
-    temporary = _hidden(path, "tmp")
+    temporary, ranks = _hidden(path, "tmp"), ranks or range(weights.world_size(group))
     # A network file system may list a new file late, but not to the rank that wrote it.
-    files = sorted(set().union(*_agree(temporary, failure, _files(temporary), group)))
-    assigned = files[weights.rank(group) :: weights.world_size(group)]
+    listed = _agree(temporary, failure, _files(temporary), group)
+    here = sorted(set().union(*(listed[rank] for rank in ranks)))
+    assigned = here[ranks.index(weights.rank(group)) :: len(ranks)]
     hashes: Files = {}
     failure = disk_error(lambda: _flush_and_hash(temporary, assigned, hashes))
     of_all: Files = {}
-    for of_rank in _agree(temporary, failure, hashes, group):
+    answers = _agree(temporary, failure, (hashes, time.time()), group)
+    for of_rank, _ in answers:
         of_all |= of_rank
-    entries = {"format": FORMAT, **entries, "time": time.time()}
-    entries["files"] = {file: of_all[file] for file in files}
-    if weights.rank(group) == 0:
-        failure = disk_error(lambda: _commit(temporary, path, entries))
+    entries = {"format": FORMAT, **entries, "time": answers[0][1]}  # equal on all ranks
+    entries["files"] = {file: of_all[file] for file in sorted(of_all)}
+    text = manifest.rendered(entries)
+    if weights.rank(group) == ranks[0]:
+        failure = disk_error(lambda: _commit(temporary, path, text))
     _agree(temporary, failure, None, group)
+    return text, hashes
 
 
 def disk_error(write: Callable[[], object]) -> str | None:
@@ -154,8 +195,8 @@ def _flush_and_hash(folder: Path, files: list[str], hashes: Files) -> None:
         hashes[file] = [(folder / file).stat().st_size, crc32(folder / file)]
 
 
-def _commit(temporary: Path, path: Path, entries: Entries) -> None:
-    (temporary / MANIFEST).write_text(manifest.rendered(entries), encoding="utf-8")
+def _commit(temporary: Path, path: Path, text: str) -> None:
+    (temporary / MANIFEST).write_text(text, encoding="utf-8")
     _flush(temporary / MANIFEST)
     for folder in (temporary, *(entry for entry in temporary.rglob("*") if entry.is_dir())):
         _flush(folder)
@@ -201,10 +242,10 @@ def _hidden(path: Path, suffix: str) -> Path:
 
 def _agree(temporary: Path, failure: str | None, value: T, group: Group) -> list[T]:
     """Returns every rank's `value`, once all ranks have come here; if one has a failure, raises
-    SaveError on all ranks. Rank 0 deletes the temporary folder then."""
+    SaveError on all ranks. Rank 0, or each node's first rank, deletes the temporary folder then."""
     answers = weights.from_all_ranks((failure, value), group)
     if failures := [why for why, _ in answers if why]:
-        if weights.rank(group) == 0:
+        if weights.rank(group) == 0 or temporary.parent in _LED:
             shutil.rmtree(temporary, ignore_errors=True)
         raise SaveError(failures[0])
     return [result for _, result in answers]
@@ -244,8 +285,8 @@ class BackgroundSaver:
         assert self._save is None
         path, checkpoint = Path(weights.broadcast(str(path))), checkpoint_of(trainer)
         write = format_for(trainer.strategy).stage(checkpoint, self._stager.stage, self._group)
-        entries = training_entries(trainer)
-        self._save = self._thread.submit(write_into, path, entries, write, self._group)
+        entries, committed = training_entries(trainer), partial(_notify, trainer)
+        self._save = self._thread.submit(write_into, path, entries, write, self._group, committed)
 
     def wait(self) -> None:
         """Waits until the checkpoint is committed. Collective; raises SaveError."""

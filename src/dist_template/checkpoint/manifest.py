@@ -2,7 +2,10 @@
 
 The manifest has format, step, number of ranks, strategy, and the size and CRC-32 of each file. A
 CRC-32 detects every change within 32 consecutive bits, and all but one in 4e9 of other changes. It
-detects accidents, not attacks; but no code in a checkpoint is run (untrusted.py)."""
+detects accidents, not attacks; but no code in a checkpoint is run (untrusted.py).
+
+With a store (`run.store`), the entry "checkpoint_store" is its address for the folder of checkpoints. A file that is then missing
+on this disk is another node's, or was lost: `agreed` fetches it."""
 
 import json
 import os
@@ -14,6 +17,7 @@ from typing import Any
 from ..errors import InputError, reason
 
 MANIFEST = "manifest.json"
+STORE = "checkpoint_store"  # entry of a manifest, and attribute of the callback that uploads
 FORMAT = 1
 NAME = re.compile(r"(best-)?step(\d{8,})\.ckpt")
 CHUNK = 1 << 22  # bytes read at once: large enough for a disk, small enough for a CPU's cache
@@ -105,7 +109,16 @@ def _has_every_entry(manifest: dict[str, Any], has_score: bool) -> bool:
         if not isinstance(entry, list) or len(entry) != 2:
             return False
         numbers += entry
-    return all(isinstance(number, int | float) for number in numbers)
+    is_address = isinstance(manifest.get(STORE, ""), str)
+    return is_address and all(isinstance(number, int | float) for number in numbers)
+
+
+def store_of(path: Path) -> str | None:
+    """Returns the address from which missing files of the checkpoint `path` are fetched, or None."""
+    try:
+        return read(path).get(STORE)
+    except ValueError:
+        return None
 
 
 # ---- verifying -----------------------------------------------------------------------------------
@@ -122,23 +135,36 @@ def damage(path: Path, every_byte: bool = True, rank: int = 0, ranks: int = 1) -
     With `ranks` above 1, each of them reads only a part of the files.
     """
     try:
-        files: Files = read(path)["files"]
+        entries = read(path)
     except ValueError as error:
         return str(error)
-    if rank == 0:
-        for file in path.rglob("[!.]*"):  # without hidden files such as `.nfs…`
-            name = file.relative_to(path).as_posix()
-            if name not in (MANIFEST, *files) and file.is_file():
-                return f"its {name} is not in its {MANIFEST}"
+    files: Files = entries["files"]
+    if rank == 0 and (unlisted := _unlisted(path, files)):
+        return f"its {unlisted[0]} is not in its {MANIFEST}"
     for file in list(files)[rank::ranks]:
-        size, expected = files[file]
-        try:
-            if (actual := (path / file).stat().st_size) != size:
-                return f"its {file} has {actual} bytes of {size}"
-            if every_byte and crc32(path / file) != expected:
-                return f"its {file} is not what was written, by its CRC-32"
-        except OSError as error:
-            return f"its {file} cannot be read: {reason(error)}"
+        if every_byte or not entries.get(STORE) or (path / file).exists():  # else it is fetched
+            if why := _damage_of_file(path, file, *files[file], every_byte):
+                return why
+    return None
+
+
+def _unlisted(path: Path, files: Files) -> list[str]:
+    found = []
+    for file in path.rglob("[!.]*"):  # without hidden files such as `.nfs…`
+        name = file.relative_to(path).as_posix()
+        if name not in (MANIFEST, *files) and file.is_file():
+            found.append(name)
+    return found
+
+
+def _damage_of_file(path: Path, file: str, size: int, expected: int, every_byte: bool = True) -> str | None:
+    try:
+        if (actual := (path / file).stat().st_size) != size:
+            return f"its {file} has {actual} bytes of {size}"
+        if every_byte and crc32(path / file) != expected:
+            return f"its {file} is not what was written, by its CRC-32"
+    except OSError as error:
+        return f"its {file} cannot be read: {reason(error)}"
     return None
 
 
@@ -175,8 +201,17 @@ def agreed(path: Path) -> Path:
     path, candidates = weights.broadcast(resolve(path))
     skipped: list[str] = []
     for candidate in candidates:
-        of_rank = damage(candidate, rank=weights.rank(), ranks=weights.world_size())
-        why = next(filter(None, weights.from_all_ranks(of_rank)), None)
+        stored, of_rank = 0, None  # stored: the manifest's CRC-32
+        if store_of(candidate) is not None:
+            stored = read(candidate)["crc32"]
+        else:
+            of_rank = damage(candidate, rank=weights.rank(), ranks=weights.world_size())
+        answers = weights.from_all_ranks((of_rank, stored))
+        why = next(filter(None, (of_rank for of_rank, _ in answers)), None)
+        if len({stored for _, stored in answers}) > 1:
+            why = why or f"its {MANIFEST} differs between nodes"
+        elif stored:
+            why = _fetched(candidate)
         if why is None:
             _warn_of(skipped, candidate)
             return candidate
@@ -188,6 +223,27 @@ def agreed(path: Path) -> Path:
             f"checkpoint {str(path)!r} is damaged: {why}; give another, or `last` for the newest valid one"
         )
     raise InputError(f"{path} holds damaged checkpoints only: {', '.join(skipped)}; move it away to start a new run")
+
+
+def _fetched(path: Path) -> str | None:
+    """Fetches the files that are missing or damaged on this rank's disk; its ranks share the work. Collective.
+
+    Returns why the checkpoint is not valid, by the first rank that knows, or None.
+    """
+    from .. import hooks, weights
+    from .disks import peers
+
+    entries, ranks = read(path), peers(path.parent)
+    files: Files = entries["files"]
+    of_rank = [*files][ranks.index(weights.rank()) :: len(ranks)]
+    if weights.rank() == ranks[0]:
+        for name in _unlisted(path, files):
+            (path / name).unlink()
+    wanted = [file for file in of_rank if _damage_of_file(path, file, *files[file])]
+    refusal = hooks.fetch(f"{entries[STORE]}/{path.name}", wanted, path) if wanted else None
+    if refusal is None:
+        refusal = next(filter(None, (_damage_of_file(path, file, *files[file]) for file in wanted)), None)
+    return next(filter(None, weights.from_all_ranks(refusal)), None)
 
 
 def _warn_of(skipped: list[str], loaded: Path | None) -> None:
