@@ -1,4 +1,4 @@
-"""`run.store`: checkpoints and files of a run in a store; every disk is lost, and the run goes on."""
+"""`run.store`: checkpoints and files of a run in a store, from which it continues."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import fsspec
 import pytest
 import torch
 
-from tests.support.library import manifest, read_full
+from tests.support.library import read_full
 from tests.support.runs import StopAfter, logged, newest, only_run, run
 
 STORE = "memory://bucket/prefix"

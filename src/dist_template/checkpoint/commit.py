@@ -67,7 +67,7 @@ def write_into(
     group: Group = None,
     committed: Committed = lambda *_: None,
 ) -> None:
-    """Commits what all ranks `write` into a temporary folder as `path`, and calls `committed`. Collective in `group`."""
+    """Commits what all ranks `write` into a temporary folder as `path`, then calls `committed`. Collective."""
     ranks = [*range(weights.world_size(group))]
     if STORE in entries:  # each node may have a disk of its own
         ranks = disks.peers(path.parent, group)

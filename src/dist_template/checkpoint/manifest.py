@@ -4,8 +4,8 @@ The manifest has format, step, number of ranks, strategy, and the size and CRC-3
 CRC-32 detects every change within 32 consecutive bits, and all but one in 4e9 of other changes. It
 detects accidents, not attacks; but no code in a checkpoint is run (untrusted.py).
 
-With a store (`run.store`), the entry "checkpoint_store" is its address for the folder of checkpoints. A file that is then missing
-on this disk is another node's, or was lost: `agreed` fetches it."""
+With a store (`run.store`), the entry "checkpoint_store" is the address of the folder of checkpoints. A file that is
+missing on this disk is then another node's, or was lost: `agreed` fetches it."""
 
 import json
 import os

@@ -40,8 +40,8 @@ class RunConfig:
         report: Write report.html at the end of `fit`. false leaves it to the verb `report`.
         plotly: Where report.html loads plotly.js (5 MB) from. shared: one file in `root` for all
             runs; inline: the page contains it; cdn: plotly's CDN, which needs a network.
-        store: Address to which checkpoints and the run's files are uploaded in the background, such as
-            s3://bucket/prefix or another address of fsspec; a run that has lost its disks resumes from there. null: none.
+        store: Address of fsspec, such as s3://bucket/prefix, to which checkpoints and the run's files are uploaded; a
+            run that has lost its disks resumes from there. null: none.
     """
 
     name: str = "default"

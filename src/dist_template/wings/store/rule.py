@@ -1,4 +1,4 @@
-"""Rule of diagnosis: checkpoints are not in the store."""
+"""Rule of diagnosis: the store refuses checkpoints, or is slow."""
 
 from collections.abc import Iterator
 
@@ -7,20 +7,14 @@ from ..history import History
 
 
 def store_behind(history: History) -> Iterator[Finding]:
-    """Reports a store that refused the newest checkpoints, or for which checkpoints had to wait."""
-    failed, waited = history.metrics["health/store_failed"], history.metrics["health/store_wait_s"]
+    """Reports a store that refused the newest uploads, or for which checkpoints had to wait."""
+    failed, waited = history.metrics["health/store_failed"], history.metrics["health/store_waited_s"]
     if len(failed) and failed.last:
-        number = int(failed.last)
-        evidence = f"The last {number} uploads to {history.key('run.store')} failed; the log has the reasons."
-        cause = Cause(
-            "The store refuses or does not answer: its credentials may have expired, or its quota is used up."
-        )
-        steps = int(failed.steps[failed.values > 0][0]), int(failed.steps[-1])
-        yield Finding("store_refuses", "error", "certain", "checkpoints are not in the store", evidence, [cause], steps)
-    if len(waited) and waited.last > 1:
+        evidence = f"The last {failed.last:.0f} uploads to {history.key('run.store')} failed; the log has the reasons."
+        cause = Cause("The store refuses or does not answer: credentials expired, a quota is used up, no network.")
+        yield Finding("store_refuses", "error", "certain", "checkpoints are not in the store", evidence, [cause])
+    elif len(waited) and waited.last > 1:
         every = history.key("last_checkpoint.every_n_steps") or 100
-        evidence = f"Checkpoints waited {waited.last:.0f} s for the uploads of those before."
-        cause = Cause("The store is slower than checkpoints are due.")
-        cause = Cause(cause.sentence, [Change("last_checkpoint.every_n_steps", every, 2 * every)])
-        title = "checkpoints wait for the store"
-        yield Finding("store_slow", "warning", "certain", title, evidence, [cause])
+        cause = Cause("Save less often.", [Change("last_checkpoint.every_n_steps", every, 2 * every)])
+        evidence = f"Checkpoints waited {waited.last:.0f} s in all for uploads of the checkpoints before."
+        yield Finding("store_slow", "warning", "certain", "checkpoints wait for the store", evidence, [cause])
