@@ -15,12 +15,11 @@ An entry point of the group `dist_template.hooks` names a module with some of
         Fetches files of a checkpoint from `address` into its `folder`, which lacks them. Returns
         why it could not, or None.
 
-They are called in the order of the names of the entry points. The first two do not change the
-result or the exit code if they raise: one line reports it.
+They are called in the order of the names of the entry points; of `at_start` and `fetch`, the first.
+If one of the others raises, one line reports it: the result and the exit code do not change.
 """
 
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 from .errors import InputError, first_line
@@ -39,19 +38,12 @@ def at_run_end(run: Path, error: BaseException | None) -> None:
     _call("at_run_end", run, error)
 
 
-def at_start(settings: Namespace, verb: str | None) -> None:
-    """Calls every `at_start`."""
+def ask(name: str, *arguments: object) -> object:
+    """Calls the function `name` of the first hook that has it, and returns its result."""
     for point in registered(GROUP).values():
-        if function := getattr(point.load(), "at_start", None):
-            function(settings, verb)
-
-
-def fetch(address: str, files: list[str], folder: Path) -> str | None:
-    """Calls the first `fetch`."""
-    for point in registered(GROUP).values():
-        if function := getattr(point.load(), "fetch", None):
-            return function(address, files, folder)
-    return f"no package fetches from {address}"
+        if function := getattr(point.load(), name, None):
+            return function(*arguments)
+    return f"no package has the hook {name}"
 
 
 def _call(name: str, *arguments: object) -> list[object]:

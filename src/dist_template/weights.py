@@ -1,8 +1,11 @@
 """Gathers unsharded weights, exchanges plain values between ranks, and ties shared parameters."""
 
+import os
+import secrets
 from collections import defaultdict
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -74,6 +77,18 @@ def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     if dist.is_initialized():
         dist.all_gather_object(values, value, group=group)
     return values
+
+
+def peers(folder: Path, group: dist.ProcessGroup | None = None) -> list[int]:
+    """Returns the ranks that see the same `folder`, by a link in it that its first rank makes: all if it is shared, one
+    node's if it is on the node's own disk. Collective over `group`."""
+    if world_size(group) == 1:
+        return [0]
+    folder.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # a link, because its content is there at once
+        (folder / ".disk").symlink_to(secrets.token_hex(8))
+    of_ranks = from_all_ranks(os.readlink(folder / ".disk"), group)
+    return [number for number, disk in enumerate(of_ranks) if disk == of_ranks[rank(group)]]
 
 
 def broadcast(value: T) -> T:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import s3fs
-from moto.server import ThreadedMotoServer
 
 from dist_template.wings.values import free_port
 from tests.support.injury import STEPS, Training
@@ -20,9 +20,13 @@ BUCKET = "bucket"
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[s3fs.S3FileSystem]:
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A bucket on a server of this process, for started processes too: s3://bucket/…."""
-    server = ThreadedMotoServer(port=0)
+    import s3fs
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     for name, value in {**KEYS, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}.items():

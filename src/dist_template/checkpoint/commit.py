@@ -9,9 +9,8 @@ torch's distributed format and DeepSpeed write into the folder that they are giv
 leave new shards of some ranks and old shards of others, which load without an error. Here all ranks write into a
 temporary folder. Its files are flushed to the disk and hashed, and one rename turns it into the checkpoint.
 
-All ranks must see the same folder; on several nodes it must be on a shared file system. With a store (an entry of the
-manifest), each node may have a folder of its own: its first rank creates and renames it, and the manifest lists the
-files of all nodes.
+All ranks must see the same folder; on several nodes it must be on a shared file system. With a store, each node may
+have a folder on its own disk: its first rank creates and renames it, and the manifest lists all nodes' files.
 """
 
 import errno
@@ -23,7 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -38,14 +37,13 @@ from .. import weights
 from ..cluster.watchdog import WATCHDOG
 from ..compat.lightning import checkpoint_of, timeout_of
 from ..errors import reason
-from . import disks, manifest
+from . import manifest
 from .formats import format_for
 from .identity import KEY
 from .manifest import FORMAT, MANIFEST, STORE, Files, crc32
 from .protocol import Group
 
 Entries = dict[str, object]  # of a manifest
-Committed = Callable[[Path, str, Files], object]  # gets a checkpoint, its manifest, and the files that this rank hashed
 T = TypeVar("T")
 
 
@@ -56,51 +54,44 @@ class SaveError(Exception):
 def save(trainer: L.Trainer, path: Path, **notes: object) -> None:
     """Commits the present state as `path`, with `notes` in its manifest. Collective; raises SaveError."""
     path, checkpoint = Path(weights.broadcast(str(path))), checkpoint_of(trainer)
-    entries, committed = training_entries(trainer) | notes, partial(_notify, trainer)
-    write_into(path, entries, lambda folder: trainer.strategy.save_checkpoint(checkpoint, folder), committed=committed)
+    entries = training_entries(trainer) | notes
+    write_into(path, entries, lambda folder: trainer.strategy.save_checkpoint(checkpoint, folder), trainer=trainer)
 
 
 def write_into(
-    path: Path,
-    entries: Entries,
-    write: Callable[[Path], object],
-    group: Group = None,
-    committed: Committed = lambda *_: None,
+    path: Path, entries: Entries, write: Callable[[Path], object], group: Group = None, trainer: Any = None
 ) -> None:
-    """Commits what all ranks `write` into a temporary folder as `path`, then calls `committed`. Collective."""
+    """Commits what all ranks `write` into a temporary folder as `path`, then calls `on_commit` of callbacks with the
+    path, the text of its manifest and the files that this rank has hashed. Collective in `group`."""
     ranks = [*range(weights.world_size(group))]
     if STORE in entries:  # each node may have a disk of its own
-        ranks = disks.peers(path.parent, group)
+        ranks = weights.peers(path.parent, group)
         if weights.rank(group) == ranks[0] and path.parent not in _LED:
             clear(path.parent)
             _LED.add(path.parent)
     temporary = begin(path, group, ranks)
     failure = disk_error(lambda: write(temporary))
-    committed(path, *finish(path, entries, failure, group, ranks))
+    committed = finish(path, entries, failure, group, ranks)
+    for callback in getattr(trainer, "callbacks", ()):
+        if hasattr(callback, "on_commit"):
+            callback.on_commit(path, *committed)
 
 
-_LED: set[Path] = set()  # folders of checkpoints, on a node's own disk or a shared one, in which this rank acts
+_LED: set[Path] = set()  # folders, on a node's own disk or on a shared one, in which this rank is the first
 
 
 def leads(folder: Path) -> bool:
-    """Returns whether this rank deletes checkpoints in `folder`: rank 0, or the first rank of each node if the folder
-    is on the node's own disk."""
+    """Returns whether this rank deletes checkpoints in `folder`: the first rank that sees it."""
     return weights.is_rank_zero() or folder in _LED
-
-
-def _notify(trainer: L.Trainer, path: Path, text: str, own: Files) -> None:
-    for callback in trainer.callbacks:  # ty: ignore[missing-attribute]
-        if hasattr(callback, "on_commit"):
-            callback.on_commit(path, text, own)
 
 
 def training_entries(trainer: L.Trainer) -> Entries:
     """Returns the entries of a manifest that describe the training."""
-    settings, store = {}, ""
+    settings, entries = {}, {}
     for callback in trainer.callbacks:  # ty: ignore[missing-attribute]
         settings = vars(callback).get(KEY, settings)  # LastCheckpoint has them
-        store = vars(callback).get(STORE, store)
-    entries: Entries = {STORE: store} if store else {}
+        if store := vars(callback).get(STORE):
+            entries[STORE] = store
     return entries | {
         "step": trainer.global_step,
         "world_size": trainer.world_size,
@@ -285,8 +276,8 @@ class BackgroundSaver:
         assert self._save is None
         path, checkpoint = Path(weights.broadcast(str(path))), checkpoint_of(trainer)
         write = format_for(trainer.strategy).stage(checkpoint, self._stager.stage, self._group)
-        entries, committed = training_entries(trainer), partial(_notify, trainer)
-        self._save = self._thread.submit(write_into, path, entries, write, self._group, committed)
+        entries = training_entries(trainer)
+        self._save = self._thread.submit(write_into, path, entries, write, self._group, trainer)
 
     def wait(self) -> None:
         """Waits until the checkpoint is committed. Collective; raises SaveError."""

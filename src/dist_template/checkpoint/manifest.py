@@ -113,14 +113,6 @@ def _has_every_entry(manifest: dict[str, Any], has_score: bool) -> bool:
     return is_address and all(isinstance(number, int | float) for number in numbers)
 
 
-def store_of(path: Path) -> str | None:
-    """Returns the address from which missing files of the checkpoint `path` are fetched, or None."""
-    try:
-        return read(path).get(STORE)
-    except ValueError:
-        return None
-
-
 # ---- verifying -----------------------------------------------------------------------------------
 
 
@@ -139,32 +131,21 @@ def damage(path: Path, every_byte: bool = True, rank: int = 0, ranks: int = 1) -
     except ValueError as error:
         return str(error)
     files: Files = entries["files"]
-    if rank == 0 and (unlisted := _unlisted(path, files)):
-        return f"its {unlisted[0]} is not in its {MANIFEST}"
+    if rank == 0:
+        for file in path.rglob("[!.]*"):  # without hidden files such as `.nfs…`
+            name = file.relative_to(path).as_posix()
+            if name not in (MANIFEST, *files) and file.is_file():
+                return f"its {name} is not in its {MANIFEST}"
     for file in list(files)[rank::ranks]:
-        if every_byte or not entries.get(STORE) or (path / file).exists():  # else it is fetched
-            if why := _damage_of_file(path, file, *files[file], every_byte):
-                return why
-    return None
-
-
-def _unlisted(path: Path, files: Files) -> list[str]:
-    found = []
-    for file in path.rglob("[!.]*"):  # without hidden files such as `.nfs…`
-        name = file.relative_to(path).as_posix()
-        if name not in (MANIFEST, *files) and file.is_file():
-            found.append(name)
-    return found
-
-
-def _damage_of_file(path: Path, file: str, size: int, expected: int, every_byte: bool = True) -> str | None:
-    try:
-        if (actual := (path / file).stat().st_size) != size:
-            return f"its {file} has {actual} bytes of {size}"
-        if every_byte and crc32(path / file) != expected:
-            return f"its {file} is not what was written, by its CRC-32"
-    except OSError as error:
-        return f"its {file} cannot be read: {reason(error)}"
+        size, expected = files[file]
+        try:
+            if (actual := (path / file).stat().st_size) != size:
+                return f"its {file} has {actual} bytes of {size}"
+            if every_byte and crc32(path / file) != expected:
+                return f"its {file} is not what was written, by its CRC-32"
+        except OSError as error:
+            if STORE not in entries or every_byte or not isinstance(error, FileNotFoundError):
+                return f"its {file} cannot be read: {reason(error)}"
     return None
 
 
@@ -201,14 +182,12 @@ def agreed(path: Path) -> Path:
     path, candidates = weights.broadcast(resolve(path))
     skipped: list[str] = []
     for candidate in candidates:
-        stored, of_rank = 0, None  # stored: the manifest's CRC-32
-        if store_of(candidate) is not None:
-            stored = read(candidate)["crc32"]
-        else:
+        stored, of_rank = _stored(candidate), None
+        if not stored:
             of_rank = damage(candidate, rank=weights.rank(), ranks=weights.world_size())
         answers = weights.from_all_ranks((of_rank, stored))
-        why = next(filter(None, (of_rank for of_rank, _ in answers)), None)
-        if len({stored for _, stored in answers}) > 1:
+        why = next((why for why, _ in answers if why), None)
+        if any(of_node != stored for _, of_node in answers):
             why = why or f"its {MANIFEST} differs between nodes"
         elif stored:
             why = _fetched(candidate)
@@ -225,25 +204,38 @@ def agreed(path: Path) -> Path:
     raise InputError(f"{path} holds damaged checkpoints only: {', '.join(skipped)}; move it away to start a new run")
 
 
+def _stored(path: Path) -> int | None:
+    """Returns the CRC-32 of the manifest of a checkpoint that is, or will be, in a store too; else None."""
+    try:
+        entries = read(path)
+        return entries["crc32"] if STORE in entries else None
+    except ValueError:
+        return None
+
+
 def _fetched(path: Path) -> str | None:
-    """Fetches the files that are missing or damaged on this rank's disk; its ranks share the work. Collective.
+    """Fetches the files that are missing or damaged on this rank's disk, whose ranks share the work. Collective.
 
-    Returns why the checkpoint is not valid, by the first rank that knows, or None.
-    """
+    Returns why the checkpoint is not valid, or None."""
     from .. import hooks, weights
-    from .disks import peers
 
-    entries, ranks = read(path), peers(path.parent)
-    files: Files = entries["files"]
-    of_rank = [*files][ranks.index(weights.rank()) :: len(ranks)]
+    entries, ranks = read(path), weights.peers(path.parent)
+    files, failure = entries["files"], None
     if weights.rank() == ranks[0]:
-        for name in _unlisted(path, files):
-            (path / name).unlink()
-    wanted = [file for file in of_rank if _damage_of_file(path, file, *files[file])]
-    refusal = hooks.fetch(f"{entries[STORE]}/{path.name}", wanted, path) if wanted else None
-    if refusal is None:
-        refusal = next(filter(None, (_damage_of_file(path, file, *files[file]) for file in wanted)), None)
-    return next(filter(None, weights.from_all_ranks(refusal)), None)
+        for file in path.rglob("[!.]*"):
+            if file.is_file() and file.relative_to(path).as_posix() not in (MANIFEST, *files):
+                file.unlink()
+    of_rank = [*files][ranks.index(weights.rank()) :: len(ranks)]
+    if wanted := [file for file in of_rank if not _is_intact(path / file, *files[file])]:
+        failure = hooks.ask("fetch", f"{entries[STORE]}/{path.name}", wanted, path)
+    for file in wanted:
+        if not failure and not _is_intact(path / file, *files[file]):
+            failure = f"its {file} in the store is not what was written, by its CRC-32"
+    return next(filter(None, weights.from_all_ranks(failure)), None)
+
+
+def _is_intact(file: Path, size: int, expected: int) -> bool:
+    return file.is_file() and file.stat().st_size == size and crc32(file) == expected
 
 
 def _warn_of(skipped: list[str], loaded: Path | None) -> None:

@@ -119,7 +119,7 @@ class CLI(OpenCLI):
         self.unfilled = settings = self.config[verb] if verb else self.config
         as_launched(settings)
         RunConfig(**vars(settings.run)).check(writes=verb is not None)
-        hooks.at_start(settings, verb if self.executes else None)
+        hooks.ask("at_start", settings, verb if self.executes else None)
         self.run, checkpoint, message = choose_run(settings, verb)
         if message:
             rank_zero_only(print)(message)

@@ -189,7 +189,7 @@ def check_checkpoint(path: Path, key: str = "--ckpt_path") -> None:
         raise InputError(f"{given} holds damaged checkpoints only: {_damages(path)}; give another")
     if not found and manifest.is_ours(path) and (why := manifest.torn(path)):
         raise InputError(f"{given} is damaged: {why}; give another, or `last` for the newest valid one")
-    if not found and format_of(path) is None and not manifest.store_of(path):
+    if not found and format_of(path) is None and not manifest.is_ours(path):  # its files may be in a store
         inside = path / "checkpoints"
         hint = inside if manifest.found(inside) else "another"
         raise InputError(f"{given} is not a checkpoint, or is incomplete; give {hint}, or `last`")

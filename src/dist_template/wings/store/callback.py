@@ -62,8 +62,8 @@ class Store(Callback):
         if not self.address or stage != "fit" or trainer.fast_dev_run:
             return
         self.folder = Path(str(self.folder).replace("{run}", trainer.default_root_dir))
-        run = Remote(self.address) / self.folder.name
-        self._checkpoints, self._trainer = run / CHECKPOINTS, trainer
+        run, self._trainer = Remote(self.address) / self.folder.name, trainer
+        self._checkpoints = run / CHECKPOINTS
         self.checkpoint_store = self._checkpoints.address  # an entry of the manifests
         self._threads = concurrent.futures.ThreadPoolExecutor(2, "store")
         if trainer.is_global_zero:
@@ -74,13 +74,13 @@ class Store(Callback):
     # ---- checkpoints -------------------------------------------------------------------------
 
     def on_commit(self, path: Path, manifest: str, own: dict[str, list[int]]) -> None:
-        """Starts the upload of a checkpoint, after the one before; on every rank, in the thread that saves. This rank
-        has hashed the files `own`."""
+        """Starts the upload of a checkpoint, of which this rank has hashed the files `own`, after the upload before; on
+        every rank, in the thread that saves."""
         if self._checkpoints is not None:
             self._settle()
             self.behind += 1
-            steps = partial(self._upload, self._checkpoints / path.name, path, manifest, [*own])
-            self._jobs["checkpoint"] = self._threads.submit(self._try, path.name, steps)
+            upload = partial(self._upload, self._checkpoints / path.name, path, manifest, [*own])
+            self._jobs["checkpoint"] = self._threads.submit(self._try, path.name, upload)
 
     def _settle(self) -> None:
         """Waits until the upload before has finished or failed."""
@@ -88,7 +88,7 @@ class Store(Callback):
         if job is None or job.done():
             return
         if not self.waited_s:
-            self._report("a checkpoint, or the end, waits for the upload of the checkpoint before")
+            self._report("waiting for the upload of the last checkpoint")
         while concurrent.futures.wait([job], 1.0).not_done:
             if threading.current_thread() is threading.main_thread():
                 WATCHDOG.keep_alive()
@@ -102,50 +102,47 @@ class Store(Callback):
             self._report(f"{what} is not in the store: {reason(error)}; training continues")
 
     def _upload(self, remote: Remote, path: Path, manifest: str, files: list[str]) -> None:
-        """Uploads this rank's files, then rank 0 the manifest. Collective. Raises StoreError on all ranks."""
+        """Uploads this rank's files, then rank 0 the manifest. Collective; raises StoreError on all ranks."""
         until = time.monotonic() + self.timeout_s
 
         def forget() -> None:  # what training has replaced, or a killed upload has left
-            retried((remote / MANIFEST).remove, until)
-            retried(remote.remove, until)
+            retried(partial(remove, remote), until)
 
         def upload() -> None:
             for file in files:
                 retried(partial((remote / file).put, path / file), until)
 
         def conclude() -> None:
-            UPLOADS[self.folder]()
+            retried(UPLOADS[self.folder], until)
             retried(partial((remote / MANIFEST).write, manifest.encode()), until)
+            self._retain(path)
 
-        for rank, step in ((0, forget), (None, upload), (0, conclude), (0, partial(self._retain, path))):
+        rank = self._trainer.global_rank
+        for step, is_mine in ((forget, rank == 0), (upload, True), (conclude, rank == 0)):
             why = ""
             try:
-                if rank in (None, self._trainer.global_rank):
+                if is_mine:
                     step()
             except (StoreError, OSError) as error:
-                why = f"rank {self._trainer.global_rank}: {error}"
-            for of_rank in weights.from_all_ranks(why, self._group):
-                if of_rank:
-                    raise StoreError(of_rank)
+                why = f"rank {rank}: {error}"
+            for failure in filter(None, weights.from_all_ranks(why, self._group)):
+                raise StoreError(failure)
         self.behind = self.failed = 0
 
     def _retain(self, newest: Path) -> None:
         """Deletes older checkpoints, those of steps after one to which training went back, and `best-` ones that the
-        disk has no more; each manifest first."""
+        disk has no more."""
         assert self._checkpoints is not None
         num_kept, is_step = 0, newest.name.startswith("step")
         for name in reversed(self._checkpoints.names()):
-            remote = self._checkpoints / name
+            is_kept = not is_step
             if name.startswith("best"):
                 is_kept = (newest.parent / name).exists()
-            elif is_step:
-                is_kept = name <= newest.name and num_kept < self.keep and (remote / MANIFEST).read() is not None
+            elif is_step and name <= newest.name and num_kept < self.keep:
+                is_kept = bool((self._checkpoints / name / MANIFEST).read())
                 num_kept += is_kept
-            else:
-                is_kept = True
             if not is_kept:
-                (remote / MANIFEST).remove()
-                remote.remove()
+                remove(self._checkpoints / name)
 
     # ---- the run's files, and the end ----------------------------------------------------------
 
@@ -179,6 +176,11 @@ class Store(Callback):
             console = console_of(self._trainer)
             show = console.write if console else partial(print, flush=True)
             show(f"store: {sentence}")
+
+
+def remove(checkpoint: Remote) -> None:
+    (checkpoint / MANIFEST).remove()  # first: without it, the rest is no checkpoint
+    checkpoint.remove()
 
 
 def upload_files(run: Remote, folder: Path, sent: dict[str, tuple[int, int]], lock: threading.Lock) -> None:

@@ -3,6 +3,7 @@
 import os
 import time
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 from ...cluster.launch import Variable
@@ -23,14 +24,16 @@ def at_start(settings: Namespace, verb: str | None) -> None:
     if verb and given and "://" in given:
         settings.ckpt_path = local_copy(given, "--ckpt_path")
     elif verb and runs and not settings.trainer.fast_dev_run:
+        is_chosen = given in ("last", "best") or (verb != "fit" and not given)  # else by its id, or by a path
         is_first = not any(int(os.environ.get(name) or 0) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
-        runs.check(writes=verb == "fit" and is_first)
+        if verb == "fit" and is_first:
+            runs.check()
         runs, run_id = runs / settings.run.name, os.environ.get(Variable.RUN_ID) or os.environ.get("SLURM_JOB_ID")
         try:
-            if given in ("last", "best") or (verb != "fit" and not given):
+            if is_chosen:
                 times = {name: max(map(time_of, manifests(runs / name).values()), default=0) for name in runs.names()}
                 run_id = max(times, key=times.__getitem__, default=None)
-            if run_id and (verb == "fit" or not given or given in ("last", "best")):
+            if run_id and (is_chosen or verb == "fit"):
                 folder = Path(settings.run.root, settings.run.name, run_id)
                 paths = [settings[key].dirpath for key in ("last_checkpoint", "best_checkpoint")]
                 copy_run(runs / run_id, folder, is_first, *(Path(path.replace("{run}", str(folder))) for path in paths))
@@ -42,8 +45,7 @@ def fetch(address: str, files: list[str], folder: Path) -> str | None:
     """Downloads the files of a checkpoint into its folder; returns why it could not, or None."""
     for file in files:
         try:
-            remote = Remote(address) / file
-            retried(lambda remote=remote, file=file: remote.get(folder / file), time.monotonic() + FETCH_S)
+            retried(partial((Remote(address) / file).get, folder / file), time.monotonic() + FETCH_S)
         except (StoreError, InputError) as error:
             return f"its {file} cannot be fetched from {address}: {error}"
     return None

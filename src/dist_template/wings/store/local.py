@@ -20,20 +20,21 @@ def local_copy(given: str | Path, key: str = "RUN") -> str:
     address = re.sub(r"^(\w{2,}):/(?!/)", r"\1://", str(given))  # as a Path has it
     if "://" not in address:
         return str(given)
-    remote = Remote(address, key)
-    name = remote.path.rpartition("/")[2]
-    run = Remote(remote.address.rsplit("/", 2)[0], key) if CHECKPOINT.fullmatch(name) else remote
+    run, name = Remote(address, key), ""
+    if CHECKPOINT.fullmatch(address.rstrip("/").rpartition("/")[2]):
+        run.path, _, name = run.path.rsplit("/", 2)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dist_template", "store")
-    folder = cache / run.address.replace("://", "/")
+    folder = cache / run.protocol / run.path.strip("/")
+    copy = folder / CHECKPOINTS / name if name else folder
     try:
-        if RunFile.CONFIG not in run.names():
-            raise StoreError(f"there is no {RunFile.CONFIG} of a run")
-        copy_run(run, folder, True, folder / CHECKPOINTS, folder / CHECKPOINTS)
+        if RunFile.CONFIG in run.names():
+            copy_run(run, folder, True, folder / CHECKPOINTS, folder / CHECKPOINTS)
     except StoreError as error:
-        raise InputError(f"{key} {remote.address!r} cannot be read: {error}; give another") from None
-    copy = folder if run is remote else folder / CHECKPOINTS / name
+        raise InputError(f"{key} {address!r} cannot be read: {error}; give another") from None
     if not copy.exists():
-        raise InputError(f"{key} {remote.address!r} is not a complete checkpoint: it has no {MANIFEST}; give another")
+        raise InputError(
+            f"{key} {address!r} is no run with a {RunFile.CONFIG} and no complete checkpoint; give another"
+        )
     return str(copy)
 
 
@@ -42,7 +43,7 @@ def copy_run(run: Remote, folder: Path, has_files: bool, last: Path, best: Path)
     for name, content in manifests(run).items():
         file = (best if name.startswith("best") else last) / name / MANIFEST
         own = file.read_bytes() if file.exists() else b""
-        if own != content and time_of(own) <= time_of(content):
+        if content and own != content and time_of(own) <= time_of(content):
             (run / CHECKPOINTS / name / MANIFEST).get(file)
     for name, size in run.sizes().items() if has_files else ():
         file = folder / name
@@ -51,12 +52,9 @@ def copy_run(run: Remote, folder: Path, has_files: bool, last: Path, best: Path)
 
 
 def manifests(run: Remote) -> dict[str, bytes]:
-    """Returns the manifests of the run's valid checkpoints, by the checkpoints' names."""
-    found = {}
-    for name in (run / CHECKPOINTS).names():
-        if CHECKPOINT.fullmatch(name) and (content := (run / CHECKPOINTS / name / MANIFEST).read()):
-            found[name] = content
-    return found
+    """Returns the manifests of the run's checkpoints, by the checkpoints' names; empty ones of incomplete uploads."""
+    names = filter(CHECKPOINT.fullmatch, (run / CHECKPOINTS).names())
+    return {name: (run / CHECKPOINTS / name / MANIFEST).read() for name in names}
 
 
 def time_of(manifest: bytes) -> float:

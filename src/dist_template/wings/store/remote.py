@@ -1,4 +1,4 @@
-"""A store: verified transfers by fsspec, and errors in a sentence without credentials."""
+"""A store: transfers by fsspec, which are verified, and errors in a sentence without credentials."""
 
 import hashlib
 import os
@@ -21,14 +21,17 @@ T = TypeVar("T")
 
 
 class StoreError(Exception):
-    """The store refused a request, or does not hold what was sent. The message has no credentials."""
+    """The store refused a request, or has something else than was sent. The message has no credentials."""
+
+
+class MissingError(StoreError):
+    """There is no such object."""
 
 
 class Remote:
     """An object or a folder in a store. Options of the file system come from the environment only (AWS_*, FSSPEC_*).
 
-    Raises InputError if the `address`, which was given as `key`, has credentials or cannot be used.
-    """
+    Raises InputError if the `address`, which was given as `key`, has credentials or cannot be used."""
 
     def __init__(self, address: str, key: str = "run.store") -> None:
         self.protocol, _, self.path = address.rstrip("/").partition("://")
@@ -57,14 +60,13 @@ class Remote:
         below.path = f"{self.path}/{name}"
         return below
 
-    def check(self, writes: bool) -> None:
-        """Writes and deletes an object, or only lists. Raises InputError if the store refuses."""
+    def check(self) -> None:
+        """Writes, lists and deletes an object. Raises InputError if the store refuses."""
+        probe = self / f".probe-{secrets.token_hex(8)}"
         try:
-            if writes:
-                probe = self / f".probe-{secrets.token_hex(8)}"
-                probe.write(b"probe")
-                probe.remove()
+            probe.write(b"probe")
             self.names()
+            probe.remove()
         except StoreError as error:
             needed = "an existing bucket, and credentials that may list, read, write and delete there"
             raise InputError(f"{self.key} {self.address!r} cannot be used: {error}; give {needed}") from None
@@ -79,22 +81,20 @@ class Remote:
         found = attempted(lambda: self.files.find(self.address, detail=True), {})
         return {name.partition(f"{self.path}/")[2]: entry["size"] for name, entry in found.items()}
 
-    def read(self) -> bytes | None:
-        """Returns the object's content, or None if there is no object."""
-        return attempted(lambda: self.files.cat_file(self.address), None)
+    def read(self) -> bytes:
+        """Returns the object's content, which is empty if there is no object."""
+        return attempted(lambda: self.files.cat_file(self.address), b"")
 
     def write(self, content: bytes) -> None:
-        """Stores `content`; compares its size, and its MD5 if the store has one, with what is then in the store."""
         attempted(lambda: self.files.pipe_file(self.address, content))
         self._verify(len(content), lambda: content)
 
     def put(self, file: Path) -> None:
-        """Uploads a file likewise."""
         attempted(lambda: self.files.put_file(str(file), self.address))
         self._verify(file.stat().st_size, file.read_bytes)
 
     def get(self, file: Path) -> None:
-        """Downloads the object as `file`, at once."""
+        """Downloads the object; `file` is there completely or not at all."""
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
         try:
@@ -108,35 +108,36 @@ class Remote:
         attempted(lambda: self.files.rm(self.address, recursive=True), None)
 
     def _verify(self, size: int, content: Callable[[], bytes]) -> None:
+        """Compares the size and, of an S3 object in one part, the MD5. S3 itself verifies parts when it gets them."""
         info = attempted(lambda: self.files.info(self.address))
-        if info["size"] != size:
-            raise StoreError(f"it has {info['size']} bytes of {size} that it accepted as {self.path}")
-        etag = str(info.get("ETag", "")).strip('"')
-        # S3 itself verifies each part of a large file, whose ETag has a dash.
-        if re.fullmatch(r"[0-9a-f]{32}", etag) and etag != hashlib.md5(sent := content()).hexdigest():
-            if zlib.crc32(self.read() or b"") != zlib.crc32(sent):  # an encrypted object's ETag is no MD5
-                raise StoreError(f"it has other bytes than it accepted as {self.path}")
+        etag, wrong = str(info.get("ETag", "")).strip('"'), info["size"] != size
+        if not wrong and re.fullmatch(r"[0-9a-f]{32}", etag) and etag != hashlib.md5(sent := content()).hexdigest():
+            wrong = zlib.crc32(self.read()) != zlib.crc32(sent)  # an encrypted object's ETag is no MD5
+        if wrong:
+            raise StoreError(f"of {self.path} it has other bytes than it accepted ({info['size']} of {size})")
 
 
-def attempted(call: Callable[[], T], missing: Any = StoreError) -> T:
-    """Returns what `call` returns, or `missing` if there is no such object and it is given.
-
-    Raises StoreError for any other error: each file system has classes of its own."""
+def attempted(call: Callable[[], T], missing: Any = MissingError) -> T:
+    """Returns what `call` returns, or `missing` if that is given and there is no object. Raises StoreError for all
+    other errors: each file system has classes of its own."""
     try:
         return call()
+    except FileNotFoundError as error:
+        if missing is MissingError:
+            raise MissingError(cause(error)) from None
+        return missing
     except Exception as error:
-        if isinstance(error, FileNotFoundError) and missing is not StoreError:
-            return missing
         raise StoreError(cause(error)) from None
 
 
-def retried(call: Callable[[], T], until: float, wait_s: float = 0.5) -> T:
+def retried(call: Callable[[], T], until: float) -> T:
     """Calls again after a StoreError, after longer and longer waits, until the time.monotonic() `until`."""
+    wait_s = 0.5
     while True:
         try:
             return call()
-        except StoreError:
-            if time.monotonic() + wait_s > until:
+        except StoreError as error:
+            if isinstance(error, MissingError) or time.monotonic() + wait_s > until:
                 raise
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, 60.0)
