@@ -29,7 +29,7 @@ SECRET = "a-secret-of-the-store"
 
 
 class Faulty(MemoryFileSystem):
-    """A store in this process's memory, which records what it does, and whose faults a test sets."""
+    """A store in this process's memory, which records its calls; a test sets its faults."""
 
     protocol = "faulty"
     store: dict[str, Any] = {}

@@ -214,24 +214,29 @@ def _stored(path: Path) -> int | None:
 
 
 def _fetched(path: Path) -> str | None:
-    """Fetches the files that are missing or damaged on this rank's disk, whose ranks share the work. Collective.
-
-    Returns why the checkpoint is not valid, or None."""
+    """Fetches what is missing or damaged on this rank's disk, whose ranks share the work: from the store, else from the
+    disk of another node. Collective. Returns why the checkpoint is not valid, or None."""
     from .. import hooks, weights
 
     entries, ranks = read(path), weights.peers(path.parent)
-    files, failure = entries["files"], None
+    files: Files = entries["files"]
     if weights.rank() == ranks[0]:
         for file in path.rglob("[!.]*"):
             if file.is_file() and file.relative_to(path).as_posix() not in (MANIFEST, *files):
                 file.unlink()
-    of_rank = [*files][ranks.index(weights.rank()) :: len(ranks)]
-    if wanted := [file for file in of_rank if not _is_intact(path / file, *files[file])]:
-        failure = hooks.ask("fetch", f"{entries[STORE]}/{path.name}", wanted, path)
-    for file in wanted:
-        if not failure and not _is_intact(path / file, *files[file]):
-            failure = f"its {file} in the store is not what was written, by its CRC-32"
-    return next(filter(None, weights.from_all_ranks(failure)), None)
+    lacking, why = [*files][ranks.index(weights.rank()) :: len(ranks)], None
+    if lacking := [file for file in lacking if not _is_intact(path / file, *files[file])]:
+        why = hooks.ask("fetch", f"{entries[STORE]}/{path.name}", lacking, path)
+        lacking = [file for file in lacking if not _is_intact(path / file, *files[file])]
+    answers = weights.from_all_ranks((lacking, why))
+    of_disks = weights.from_all_ranks([file for rank in ranks for file in answers[rank][0]])
+    for file in sorted(set().union(*of_disks)):
+        source = next((rank for rank, lacks in enumerate(of_disks) if file not in lacks), None)
+        if source is None:
+            default = f"its {file} in the store is not what was written, by its CRC-32"
+            return next((why for lacks, why in answers if file in lacks and why), default)
+        weights.pass_file(path / file, files[file][0], source, file in lacking)
+    return None
 
 
 def _is_intact(file: Path, size: int, expected: int) -> bool:
