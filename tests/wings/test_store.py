@@ -65,7 +65,8 @@ class Run:
 
     def __init__(self, root: Path, **options: Any) -> None:
         self.folder = root / "one"
-        self.callback = Store(ADDRESS, folder=str(self.folder), **{"timeout_s": 0.0, **options})
+        self.callback = Store(ADDRESS, folder=str(self.folder), **options)
+        self.callback.timeout_s = 0.0
         self.trainer: Any = SimpleNamespace(default_root_dir="", fast_dev_run=False)
         vars(self.trainer).update(is_global_zero=True, global_rank=0, callbacks=[self.callback])
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Two nodes that share no disk: ranks, nodes and disks are lost, and the run continues from the store."""
+"""Two nodes that share no disk: ranks, nodes and disks are lost; the run continues from the store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import subprocess
-import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -45,7 +44,8 @@ def node(rank: int, folder: Path, disk: Path, store: str, durable: int, arm: Any
     meeting = dist.FileStore(f"{folder}-{durable}-{os.getppid()}-{os.environ['TRIAL']}", 2)
     limit = timedelta(seconds=20)
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=2, timeout=limit)
-    callback = Store(store, folder=str(folder), timeout_s=0)
+    callback = Store(store, folder=str(folder))
+    callback.timeout_s = 0.0
     trainer: Any = SimpleNamespace(default_root_dir="", fast_dev_run=False, callbacks=[callback])
     vars(trainer).update(is_global_zero=rank == 0, global_rank=rank, world_size=2)
     callback.setup(trainer, trainer, "fit")

@@ -36,22 +36,15 @@ class Store(Callback):
         address: Folder of the runs in the store; `run.store` sets it. null: off.
         keep: How many of the newest checkpoints to keep in the store, at least 1. Best ones are kept as on the disk.
         every_s: Seconds between two uploads of the run's files, at log steps.
-        timeout_s: Seconds for which the upload of a checkpoint is tried again.
         folder: The run's folder.
     """
 
-    def __init__(
-        self,
-        address: str | None = None,
-        keep: int = 2,
-        every_s: float = 60.0,
-        timeout_s: float = 600.0,
-        folder: str = "{run}",
-    ) -> None:
-        if not (keep >= 1 and every_s >= 0 and timeout_s >= 0):
-            raise InputError(f"store.keep is {keep}, every_s {every_s}, timeout_s {timeout_s}: give 1, 0, 0 or more")
-        self.address, self.keep, self.every_s, self.timeout_s = address, keep, every_s, timeout_s
-        self.folder = Path(folder)
+    timeout_s = 600.0  # for which the upload of a checkpoint is tried again
+
+    def __init__(self, address: str | None = None, keep: int = 2, every_s: float = 60.0, folder: str = "{run}") -> None:
+        if not (keep >= 1 and every_s >= 0):
+            raise InputError(f"store.keep is {keep} and store.every_s {every_s}: give at least 1, and 0")
+        self.address, self.keep, self.every_s, self.folder = address, keep, every_s, Path(folder)
         self.behind, self.failed, self.waited_s = 0, 0, 0.0  # checkpoints; failures in a row; seconds in all
         self._checkpoints: Remote | None = None
         self._group: dist.ProcessGroup | None = None
@@ -103,26 +96,15 @@ class Store(Callback):
 
     def _upload(self, remote: Remote, path: Path, manifest: str, files: list[str]) -> None:
         """Uploads this rank's files, then rank 0 the manifest. Collective; raises StoreError on all ranks."""
-        until = time.monotonic() + self.timeout_s
-
-        def forget() -> None:  # what training has replaced, or a killed upload has left
-            retried(partial(remove, remote), until)
-
-        def upload() -> None:
-            for file in files:
-                retried(partial((remote / file).put, path / file), until)
-
-        def conclude() -> None:
-            retried(UPLOADS[self.folder], until)
-            retried(partial((remote / MANIFEST).write, manifest.encode()), until)
-            self._retain(path)
-
-        rank = self._trainer.global_rank
-        for step, is_mine in ((forget, rank == 0), (upload, True), (conclude, rank == 0)):
+        rank, until = self._trainer.global_rank, time.monotonic() + self.timeout_s
+        before = [partial(remove, remote)]  # what training has replaced, or a killed upload has left
+        own = [partial((remote / file).put, path / file) for file in files]
+        last = [UPLOADS.get(self.folder), partial((remote / MANIFEST).write, manifest.encode())]
+        for calls in (before * (rank == 0), own, [*last, partial(self._retain, path)] * (rank == 0)):
             why = ""
             try:
-                if is_mine:
-                    step()
+                for call in calls:
+                    retried(call, until)
             except (StoreError, OSError) as error:
                 why = f"rank {rank}: {error}"
             for failure in filter(None, weights.from_all_ranks(why, self._group)):
@@ -133,14 +115,12 @@ class Store(Callback):
         """Deletes older checkpoints, those of steps after one to which training went back, and `best-` ones that the
         disk has no more."""
         assert self._checkpoints is not None
-        num_kept, is_step = 0, newest.name.startswith("step")
+        kept: list[str] = []
         for name in reversed(self._checkpoints.names()):
-            is_kept = not is_step
-            if name.startswith("best"):
-                is_kept = (newest.parent / name).exists()
-            elif is_step and name <= newest.name and num_kept < self.keep:
-                is_kept = bool((self._checkpoints / name / MANIFEST).read())
-                num_kept += is_kept
+            is_kept = name.startswith("best") and (newest.parent / name).exists()
+            if name.startswith("step") and (newest.name.startswith("best") or name <= newest.name):
+                is_kept = len(kept) < self.keep and (self._checkpoints / name / MANIFEST).read() != b""
+                kept += [name] * is_kept
             if not is_kept:
                 remove(self._checkpoints / name)
 

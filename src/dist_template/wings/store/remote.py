@@ -62,13 +62,12 @@ class Remote:
 
     def check(self) -> None:
         """Writes, lists and deletes an object. Raises InputError if the store refuses."""
-        probe = self / f".probe-{secrets.token_hex(8)}"
+        probe, needed = self / f".probe-{secrets.token_hex(8)}", "a bucket in which you may list, write and delete"
         try:
             probe.write(b"probe")
             self.names()
             probe.remove()
         except StoreError as error:
-            needed = "an existing bucket, and credentials that may list, read, write and delete there"
             raise InputError(f"{self.key} {self.address!r} cannot be used: {error}; give {needed}") from None
 
     def names(self) -> list[str]:
