@@ -233,8 +233,8 @@ def _fetched(path: Path) -> str | None:
     for file in sorted(set().union(*of_disks)):
         source = next((rank for rank, lacks in enumerate(of_disks) if file not in lacks), None)
         if source is None:
-            default = f"its {file} in the store is not what was written, by its CRC-32"
-            return next((why for lacks, why in answers if file in lacks and why), default)
+            whys = [why for lacks, why in answers if why and file in lacks]
+            return [*whys, f"its {file} in the store is not what was written, by its CRC-32"][0]
         weights.pass_file(path / file, files[file][0], source, file in lacking)
     return None
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch.distributed as dist
@@ -51,7 +52,7 @@ class Store(Callback):
         self._jobs: dict[str, concurrent.futures.Future[None]] = {}
         self._last = 0.0  # time of the last upload of the run's files
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
         if not self.address or stage != "fit" or trainer.fast_dev_run:
             return
         self.folder = Path(str(self.folder).replace("{run}", trainer.default_root_dir))
@@ -67,7 +68,7 @@ class Store(Callback):
     # ---- checkpoints -------------------------------------------------------------------------
 
     def on_commit(self, path: Path, manifest: str, own: dict[str, list[int]]) -> None:
-        """Starts the upload of a checkpoint, of which this rank has hashed the files `own`, after the upload before; on
+        """Starts the upload of a checkpoint, in which this rank has hashed the files `own`, after the upload before; on
         every rank, in the thread that saves."""
         if self._checkpoints is not None:
             self._settle()
@@ -97,10 +98,12 @@ class Store(Callback):
     def _upload(self, remote: Remote, path: Path, manifest: str, files: list[str]) -> None:
         """Uploads this rank's files, then rank 0 the manifest. Collective; raises StoreError on all ranks."""
         rank, until = self._trainer.global_rank, time.monotonic() + self.timeout_s
-        before = [partial(remove, remote)]  # what training has replaced, or a killed upload has left
-        own = [partial((remote / file).put, path / file) for file in files]
-        last = [UPLOADS.get(self.folder), partial((remote / MANIFEST).write, manifest.encode())]
-        for calls in (before * (rank == 0), own, [*last, partial(self._retain, path)] * (rank == 0)):
+        phases: list[list[Callable[[], None]]] = [[], [partial((remote / file).put, path / file) for file in files], []]
+        if rank == 0:
+            phases[0] = [partial(remove, remote)]  # what training has replaced, or a killed upload has left
+            phases[2] = [UPLOADS[self.folder], partial((remote / MANIFEST).write, manifest.encode())]
+            phases[2].append(partial(self._retain, path))
+        for calls in phases:
             why = ""
             try:
                 for call in calls:
@@ -112,8 +115,7 @@ class Store(Callback):
         self.behind = self.failed = 0
 
     def _retain(self, newest: Path) -> None:
-        """Deletes older checkpoints, those of steps after one to which training went back, and `best-` ones that the
-        disk has no more."""
+        """Deletes older checkpoints, later steps if training went back, and `best-` ones that the disk has no more."""
         assert self._checkpoints is not None
         kept: list[str] = []
         for name in reversed(self._checkpoints.names()):

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...cluster.launch import Variable
 from ...errors import InputError
 from .callback import UPLOADS
-from .local import copy_run, local_copy, manifests, time_of
+from .local import copy_run, local_copy, newest_run
 from .remote import Remote, StoreError, retried
 
 FETCH_S = 120.0  # for each file, with retries
@@ -17,26 +17,27 @@ FETCH_S = 120.0  # for each file, with retries
 
 def at_start(settings: Namespace, verb: str | None) -> None:
     """Checks `run.store`, and copies what this disk lacks of the run that is continued or evaluated."""
-    given, store = settings.get("ckpt_path"), settings.run.store
+    given, store, run = settings.get("ckpt_path"), settings.run.store, settings.run
     if "store" in settings:
-        settings.store.address = f"{store.rstrip('/')}/{settings.run.name}" if store else None
-    runs = Remote(store) if store else None
+        settings.store.address = store and f"{store.rstrip('/')}/{run.name}"
+    runs = Remote(store) / run.name if store else None
     if verb and given and "://" in given:
         settings.ckpt_path = local_copy(given, "--ckpt_path")
     elif verb and runs and not settings.trainer.fast_dev_run:
-        is_chosen = given in ("last", "best") or (verb != "fit" and not given)  # else by its id, or by a path
-        is_first = not any(int(os.environ.get(name) or 0) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
+        is_first = sum(int(os.environ.get(name) or 0) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK")) == 0
         if verb == "fit" and is_first:
             runs.check()
-        runs, run_id = runs / settings.run.name, os.environ.get(Variable.RUN_ID) or os.environ.get("SLURM_JOB_ID")
         try:
-            if is_chosen:
-                times = {name: max(map(time_of, manifests(runs / name).values()), default=0) for name in runs.names()}
-                run_id = max(times, key=times.__getitem__, default=None)
-            if run_id and (is_chosen or verb == "fit"):
-                folder = Path(settings.run.root, settings.run.name, run_id)
-                paths = [settings[key].dirpath for key in ("last_checkpoint", "best_checkpoint")]
-                copy_run(runs / run_id, folder, is_first, *(Path(path.replace("{run}", str(folder))) for path in paths))
+            run_id = os.environ.get(Variable.RUN_ID) or os.environ.get("SLURM_JOB_ID")
+            if given in ("last", "best") or (verb != "fit" and not given):
+                run_id = newest_run(runs)
+            elif verb != "fit":
+                run_id = None
+            if run_id:
+                folder = Path(run.root, run.name, run_id)
+                last, best = settings.last_checkpoint.dirpath, settings.best_checkpoint.dirpath
+                last, best = (Path(path.replace("{run}", str(folder))) for path in (last, best))
+                copy_run(runs / run_id, folder, is_first, last, best)
         except StoreError as error:
             raise InputError(f"run.store {store!r} cannot be read: {error}; give another, or null") from None
 

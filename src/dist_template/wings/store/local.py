@@ -25,12 +25,12 @@ def local_copy(given: str | Path, key: str = "RUN") -> str:
         run.path, _, name = run.path.rsplit("/", 2)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dist_template", "store")
     folder = cache / run.protocol / run.path.strip("/")
-    copy = folder / CHECKPOINTS / name if name else folder
     try:
         if RunFile.CONFIG in run.names():
             copy_run(run, folder, True, folder / CHECKPOINTS, folder / CHECKPOINTS)
     except StoreError as error:
         raise InputError(f"{key} {address!r} cannot be read: {error}; give another") from None
+    copy = folder / CHECKPOINTS / name if name else folder
     if not copy.exists():
         raise InputError(
             f"{key} {address!r} is no run with a {RunFile.CONFIG} and no complete checkpoint; give another"
@@ -41,11 +41,14 @@ def local_copy(given: str | Path, key: str = "RUN") -> str:
 def copy_run(run: Remote, folder: Path, has_files: bool, last: Path, best: Path) -> None:
     """Copies manifests that are newer than those here, or missing here, and files that are missing or shorter here."""
     for name, content in manifests(run).items():
-        file = (best if name.startswith("best") else last) / name / MANIFEST
-        own = file.read_bytes() if file.exists() else b""
-        if content and own != content and time_of(own) <= time_of(content):
+        file = last / name / MANIFEST
+        if name.startswith("best"):
+            file = best / name / MANIFEST
+        own = file.exists() and file.read_bytes()
+        if content and own != content and time_of(own or b"") <= time_of(content):
             (run / CHECKPOINTS / name / MANIFEST).get(file)
-    for name, size in run.sizes().items() if has_files else ():
+    sizes = run.sizes() if has_files else {}
+    for name, size in sizes.items():
         file = folder / name
         if not name.startswith(f"{CHECKPOINTS}/") and not (file.exists() and file.stat().st_size >= size):
             (run / name).get(file)
@@ -55,6 +58,16 @@ def manifests(run: Remote) -> dict[str, bytes]:
     """Returns the manifests of the run's checkpoints, by the checkpoints' names; empty ones of incomplete uploads."""
     names = filter(CHECKPOINT.fullmatch, (run / CHECKPOINTS).names())
     return {name: (run / CHECKPOINTS / name / MANIFEST).read() for name in names}
+
+
+def newest_run(runs: Remote) -> str | None:
+    """Returns the run with the newest checkpoint, or None."""
+    newest, found = 0.0, None
+    for name in runs.names():
+        for content in manifests(runs / name).values():
+            if time_of(content) > newest:
+                newest, found = time_of(content), name
+    return found
 
 
 def time_of(manifest: bytes) -> float:
