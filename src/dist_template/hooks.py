@@ -21,6 +21,7 @@ If one of the others raises, one line reports it: the result and the exit code d
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from .errors import InputError, first_line
 from .plugins import registered
@@ -38,7 +39,7 @@ def at_run_end(run: Path, error: BaseException | None) -> None:
     _call("at_run_end", run, error)
 
 
-def ask(name: str, *arguments: object) -> object:
+def ask(name: str, *arguments: object) -> Any:
     """Calls the function `name` of the first hook that has it, and returns its result."""
     for point in registered(GROUP).values():
         if function := getattr(point.load(), name, None):
