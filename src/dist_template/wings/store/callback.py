@@ -119,9 +119,11 @@ class Store(Callback):
         assert self._checkpoints is not None
         kept: list[str] = []
         for name in reversed(self._checkpoints.names()):
-            is_kept = name.startswith("best") and (newest.parent / name).exists()
-            if name.startswith("step") and (newest.name.startswith("best") or name <= newest.name):
-                is_kept = len(kept) < self.keep and (self._checkpoints / name / MANIFEST).read() != b""
+            is_kept = name[:4] != newest.name[:4]  # best, and steps
+            if not is_kept and name.startswith("best"):
+                is_kept = (newest.parent / name).exists()
+            elif not is_kept and name <= newest.name and len(kept) < self.keep:
+                is_kept = (self._checkpoints / name / MANIFEST).read() != b""
                 kept += [name] * is_kept
             if not is_kept:
                 remove(self._checkpoints / name)
