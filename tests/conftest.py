@@ -1,8 +1,6 @@
 """Fixtures of the library's tests: a small corpus, a small model's flags, and no process group left
 behind."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ is removed.
 A guard is removed in a copy of the repository: one text of one file is replaced by another.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -89,7 +87,7 @@ GUARDS = {
         "torch.sign(total / self._num - loads)", "torch.sign(loads - total / self._num)"
     ),
     "an export has the trained model's logits": Guard(
-        'module.load_state_dict(read_full(path, module, False)["state_dict"], strict=True)', "pass"
+        "copy_shard(targets[name], stored.pop(name))", "stored.pop(name)"
     ),
 }
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -119,11 +119,20 @@ def is_partitioned_by_zero(tensor: Tensor) -> bool:
     return hasattr(tensor, "ds_tensor")
 
 
-def gathered_from_zero(parameter: Tensor) -> AbstractContextManager[None]:
-    """Inside, `parameter` is unsharded; at the end rank 0's values are partitioned again."""
+def gathered_from_zero(parameter: Tensor, owner: int = 0) -> AbstractContextManager[None]:
+    """Inside, `parameter` is unsharded; at the end the values of the rank `owner` are partitioned again."""
     import deepspeed
 
-    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=owner)
+
+
+def has_own_partition(tensor: Any) -> bool:
+    """Returns whether a ZeRO-3 parameter has this rank's partition alone, in memory and in its own type: not quantized,
+    copied within nodes, or on NVMe. True for any other tensor."""
+    if not is_partitioned_by_zero(tensor):
+        return True
+    shard = tensor.ds_tensor
+    return shard.dtype == tensor.dtype and tensor.ds_secondary_tensor is None and shard.final_location is None
 
 
 def find_ties(module: nn.Module) -> Ties:

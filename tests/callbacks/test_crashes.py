@@ -1,7 +1,5 @@
 """Training that crashes: what is printed, what is recorded, and the exit code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The numerics guard on one process: its reactions to anomalous steps; no checkpoint has NaN."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The numerics guard under every strategy: a non-finite step changes no weight, and is reported."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path

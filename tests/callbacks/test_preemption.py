@@ -1,7 +1,5 @@
 """A signal to a run's process, and the end of its time: all ranks stop and save at one step."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

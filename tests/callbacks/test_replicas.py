@@ -1,7 +1,5 @@
 """The replica guard: a tensor that differs between ranks ends training, and is never saved."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """SampleOrder: which loaders get an exact order, and what the others keep."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Errors in what only shows something end no training; `predict` refuses; the console's line."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

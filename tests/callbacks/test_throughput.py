@@ -1,7 +1,5 @@
 """Speed is of training alone, the slow rank is named, facts.json and goodput are right."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Checkpoints of adapters hold what is trained, and are resumed by every strategy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

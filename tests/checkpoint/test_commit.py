@@ -1,7 +1,5 @@
 """A damaged checkpoint is detected, and the last valid one is never deleted."""
 
-from __future__ import annotations
-
 import errno
 import math
 import random

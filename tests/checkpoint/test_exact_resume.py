@@ -7,8 +7,6 @@ three times: inside a save, at an epoch's end, and in epoch 1, where its newest 
 damaged too. Other tests of kills: test_kill_points.py, test_saves.py.
 """
 
-from __future__ import annotations
-
 import random
 from functools import cache, partial
 from itertools import product

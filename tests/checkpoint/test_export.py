@@ -3,8 +3,6 @@
 parallel/test_parity.py exports checkpoints of every strategy.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 The checkpoints are a tiny model's, written here without a Trainer.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 from functools import partial
@@ -28,11 +26,12 @@ RANKS = 2
 
 
 class Tiny(nn.Module):
-    """Odd sizes, so that no number of ranks divides them, and a buffer."""
+    """Odd sizes, so that no number of ranks divides them, a frozen parameter and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 7)
+        self.frozen = nn.Parameter(torch.arange(5.0), requires_grad=False)
         self.register_buffer("counts", torch.arange(3))
 
 
@@ -97,6 +96,7 @@ def write_zero(path: Path, trained: Trained, stage: int) -> None:
     """As DeepSpeed does."""
     weights, state = dict(trained.model.named_parameters()), trained.state
     module = dict(trained.model.state_dict())
+    frozen = weights.pop("frozen").detach()
     for name, weight in weights.items():
         module[name] = torch.empty(0) if stage == 3 else weight.detach().to(torch.bfloat16)
     shapes = [{name: weights[name].shape for name in group} for group in NAMES]
@@ -121,6 +121,12 @@ def write_zero(path: Path, trained: Trained, stage: int) -> None:
             own["partition_count"] = [RANKS, 1]
             file = "mp_rank_00"
         torch.save({"optimizer_state_dict": own}, path / f"checkpoint/{name}_optim_states.pt")
+        if stage == 3:
+            own = {"frozen": partitions([frozen], stage)[rank]}
+            model |= {
+                "frozen_param_shapes": {"frozen": frozen.shape},
+                "frozen_param_fragments": own,
+            }
         torch.save(model, path / f"checkpoint/{file}_model_states.pt")
 
 

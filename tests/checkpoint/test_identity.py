@@ -1,7 +1,5 @@
 """What a resumed run trains on is compared with what its checkpoint was trained on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

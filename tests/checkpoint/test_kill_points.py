@@ -4,8 +4,6 @@ Two forked processes save a fake training, whose "step" adds 1 to the weights, b
 writers: in milliseconds.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

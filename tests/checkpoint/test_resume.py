@@ -1,7 +1,5 @@
 """What a resume must not lose: random state, unused parameters, weights that callbacks replace."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 test_kill_points.py kills ranks at every point of a save.
 """
 
-from __future__ import annotations
-
 import re
 import resource
 import shutil

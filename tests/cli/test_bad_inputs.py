@@ -1,7 +1,5 @@
 """Drawn values for every key of `fit`: each is accepted, or refused in one sentence."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

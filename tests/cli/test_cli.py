@@ -1,7 +1,5 @@
 """Help of every verb, and how files and flags compose."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

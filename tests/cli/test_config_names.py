@@ -1,7 +1,5 @@
 """Configurations by their names: the project's, then the library's; the verb `config`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

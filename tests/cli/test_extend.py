@@ -1,7 +1,5 @@
 """The package of docs/extend.md, installed: its verb, its rule and its hooks."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Without the extras and Linux most trains; what needs an extra names the command for it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What cannot work together is refused before anything starts; what works is not."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every option of LightningCLI and of the Trainer is honoured, and every number has a range."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass

@@ -1,7 +1,5 @@
 """Entry points of installed packages, and of the pyproject.toml of a project that is not."""
 
-from __future__ import annotations
-
 from importlib.metadata import EntryPoint
 from pathlib import Path
 

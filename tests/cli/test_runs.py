@@ -1,7 +1,5 @@
 """Run folders, loggers and the verbs after training, of one run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import redirect_stdout

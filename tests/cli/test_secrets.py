@@ -1,7 +1,5 @@
 """No secret is in what a run records, whatever way it was given in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Input that is wrong: one sentence names it and what to do, with exit code 2 and no traceback."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

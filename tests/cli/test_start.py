@@ -1,7 +1,5 @@
 """What a command imports before it answers: nothing heavy for help, nothing unused for training."""
 
-from __future__ import annotations
-
 import json
 import re
 import resource

@@ -1,7 +1,5 @@
 """The launcher's exit code, with workers that are one line of shell each."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Ranks whose environments differ exit before their first collective, with one table."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

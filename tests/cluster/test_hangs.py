@@ -1,7 +1,5 @@
 """A hang is detected in any phase, the stalled rank is named, and all ranks exit."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

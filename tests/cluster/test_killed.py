@@ -1,7 +1,5 @@
 """Killed ranks under the real launcher: the run resumes, with an uninterrupted run's weights."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Child processes of a rank that exits."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

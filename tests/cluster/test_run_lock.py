@@ -1,7 +1,5 @@
 """One launch at a time writes into a run's folder; a holder that is dead is taken over."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """launch/slurm.sh requeues a job if that helps; two scripts replace srun and scontrol."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

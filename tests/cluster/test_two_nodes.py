@@ -1,7 +1,5 @@
 """Two nodes, each a network namespace: a worker, the link, a node and the rendezvous are lost."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import time

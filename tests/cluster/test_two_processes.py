@@ -1,7 +1,5 @@
 """`fit` as a user types it for two processes: Lightning starts the second one."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """The watchdog of one process, and how it finds the stalled rank."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a user sees of the training loop is Lightning's own: closures, counts, pickles, hooks."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Names that the library reaches by an import statement need no entry: importing their file fails.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from importlib import import_module
@@ -20,6 +18,7 @@ from tests.support import house
 COMPAT = Path(dist_template.__file__).parent / "compat"
 FILES = (
     "lightning", "torch", "deepspeed", "transformers", "torchrun", "lightning_cli", "fake_tensors",
+    "recording", "published",
 )  # fmt: skip
 
 # The first part of a place stands for a package.
@@ -66,11 +65,6 @@ FUNCTIONS = {
     "torch.amp:GradScaler._get_scale_async": "self",
     "torch.utils._pytree:tree_map": "func tree rests is_leaf",
     "torch.utils._pytree:tree_leaves": "tree is_leaf",
-    "Z.utils.zero_to_fp32:_zero3_merge_frozen_params": "state_dict world_size zero_model_states",
-    "Z.utils.zero_to_fp32:_zero3_merge_trainable_params":
-        "state_dict world_size fp32_flat_groups zero_model_states",
-    "Z.utils.zero_to_fp32:_zero2_merge_trainable_params":
-        "state_dict world_size fp32_flat_groups zero_model_states param_alignment_paddings",
     "Z.runtime.engine:DeepSpeedEngine._copy_recovery_script": "self save_path",
     "Z.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale": "self has_overflow",
     "Z.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._update_scale": "self has_overflow",
@@ -81,6 +75,18 @@ FUNCTIONS = {
     "H.distributed.sharding_utils:DtensorShardOperation": "param",
     "H.distributed.sharding_utils:DtensorShardOperation.shard_tensor":
         "self source tensor_idx device dtype",
+    "H.distributed.sharding_utils:DtensorShardOperation._slice_and_cat":
+        "self source intervals device dtype",
+    "H.distributed.sharding_utils:DtensorShardOperation._get_sub_mesh": "self mesh_dim",
+    "H.modeling_utils:get_torch_context_manager_or_global_device": "",
+    "H.core_model_loading:rename_source_key":
+        "source_key weight_renamings weight_converters base_model_prefix meta_state_dict reverse",
+    "H.core_model_loading:convert_and_load_state_dict_in_model":
+        "model state_dict load_config disk_offload_index",
+    "D.device_mesh:DeviceMesh._get_root_mesh": "self",
+    "torch.nn.init:_no_grad_trunc_normal_": "tensor mean std a b generator",
+    "torch.nn.init:orthogonal_": "tensor gain generator",
+    "torch.nn.init:sparse_": "tensor sparsity std generator",
     "H.distributed.mixin:apply_fully_sharded_data_parallelism":
         "model mesh_manager fsdp_plan ep_plan",
 }  # fmt: skip
@@ -110,6 +116,7 @@ ATTRIBUTES = {
     "torch.optim.lr_scheduler:LRScheduler": "_wrapped_by_lr_sched _opt_called",
     "torch.autograd": "_profiler_enabled",
     "torch.amp:GradScaler": "_per_optimizer_states found_inf_per_device",
+    "torch.nn.init:orthogonal_": "is_meta",
     "torch.nn:Module": "_non_persistent_buffers_set",
     "D.distributed_c10d": "_world pg_map",
     "D.fsdp._fully_shard._fsdp_state:FSDPState": "_state_ctx _fsdp_param_groups",
@@ -118,7 +125,7 @@ ATTRIBUTES = {
     "Z.runtime.zero.partition_parameters": "linear_bk",
     "Z.runtime.torch_autocast": "TORCH_AUTOCAST_INITIALIZED",
     "Z.runtime.zero.parameter_offload": "fwd_pre_hook get_param_coordinator",
-    "Z.utils.tensor_fragment": "_hp_mapping",
+    "Z.utils.tensor_fragment": "_hp_mapping lp_fragment_address",
     "Z.runtime.zero.stage_1_and_2": "_hp_optimizer_states_linked",
     "H.configuration_utils": "_attn_implementation",
     "H.modeling_utils": "_no_split_modules _init_weights",
@@ -128,7 +135,7 @@ ATTRIBUTES = {
 }
 # Checked by importing compat/torch.py, and built-in attributes of tensors.
 IMPORTED = {"_optimizer", "_dynamo", "_pytree", "_version", "_EmptyStateDictLoadPlanner"}
-IMPORTED |= {"_subclasses", "_python_dispatch"}
+IMPORTED |= {"_subclasses", "_python_dispatch", "_schema"}
 
 
 def found(place: str) -> Any:

@@ -1,7 +1,5 @@
 """Dropout that is turned off; each test restores what the function replaces."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

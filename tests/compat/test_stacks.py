@@ -1,7 +1,5 @@
 """The functions by which a hang's phase is known exist."""
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A step costs little beside what the model needs, and trains as by Lightning's own loop."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path

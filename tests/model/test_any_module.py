@@ -1,7 +1,5 @@
 """An image classifier, as either kind of module, trains as language models do."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

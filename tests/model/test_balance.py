@@ -1,7 +1,5 @@
 """Routers are balanced, and their loads counted, the same way however the batch is distributed."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Operations and parameters, recomputed from the published architectures."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -5,8 +5,6 @@ In the computation nothing of the package takes part: documents of a packed row 
 model one by one, so there is no mask; AdamW and clipping are torch's, the schedule is spelled out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path

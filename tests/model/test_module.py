@@ -1,7 +1,5 @@
 """The module: documents do not see each other, objectives are measured right, no host waits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +65,8 @@ def test_an_edited_objective_leaves_the_reported_cross_entropy_alone(
         hits = (logits.topk(5).indices == labels[..., None]).sum()
         return sums(self, logits, labels) | {"top_5_accuracy": hits}
 
-    flags = [*flags, *TWO_STEPS, "--model.optim.learning_rate=1e-20", f"--model.loss_chunk={chunk}"]
+    flags = [*flags, *TWO_STEPS, "--model.optim.learning_rate=1e-20", "--seed_everything=3"]
+    flags.append(f"--model.loss_chunk={chunk}")
     assert run("fit", *flags, "--run.name=plain") == 0
     monkeypatch.setattr(LanguageModule, "loss", smoothed)
     monkeypatch.setattr(LanguageModule, "sums", with_top_5)

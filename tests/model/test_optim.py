@@ -1,7 +1,5 @@
 """Parameter groups, schedules and clipping."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """What is known of a model under a strategy: proven, refused, or not compared yet."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Memory, device syncs, operations and compilations of a step, measured by counting."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """TensorBoard and W&B hold what metrics.jsonl holds, also after a run was killed and resumed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

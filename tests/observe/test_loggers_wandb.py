@@ -1,7 +1,5 @@
 """W&B online: one run over restarts; a service that is away neither stops nor delays training."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

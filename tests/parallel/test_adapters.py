@@ -1,7 +1,5 @@
 """Adapters train to the same numbers under every strategy."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

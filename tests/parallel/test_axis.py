@@ -1,7 +1,5 @@
 """An axis that the library does not know is one class, and a file of keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The bubble's formula counts what torch's schedules wait."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Distillation: the divergence from a teacher, in chunks of tokens, under every strategy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

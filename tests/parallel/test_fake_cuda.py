@@ -1,7 +1,5 @@
 """`fit` on a CUDA device that computes on the host: equal to the CPU, and no plain step waits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 skipped, ZeRO-3 ends well. `python -m benchmarks gpu-check` runs this file and keeps its results.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

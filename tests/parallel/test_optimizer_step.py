@@ -1,7 +1,5 @@
 """A module's hooks of an optimizer step run once per step under every strategy."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Each training runs once, on CPU processes, and several tests read its record. La
 unevenly over rows, so that a loss averaged per rank or per micro-batch would be detected.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

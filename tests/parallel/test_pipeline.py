@@ -2,8 +2,6 @@
 
 test_parity.py has the files pp.yaml, pp_fsdp2.yaml and pp_ep.yaml among the other strategies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

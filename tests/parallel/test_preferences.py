@@ -1,7 +1,5 @@
 """DPO trains to the numbers of trl, and to the same numbers under every strategy."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

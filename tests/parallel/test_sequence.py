@@ -1,7 +1,5 @@
 """Ranks that share sequences compute what one process computes, and refuse the rest."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

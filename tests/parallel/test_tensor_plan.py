@@ -1,7 +1,5 @@
 """Gradients that transformers' tensor-parallel plans forget are summed, or refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@ collectives of real trainings, and the numbers on the pages of the strategies. T
 in a loop of ten lines that trains by the strategy's own library, and two numbers besides.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable

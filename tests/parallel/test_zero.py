@@ -1,7 +1,5 @@
 """DeepSpeed: its configuration agrees with the rest, and the numbers are those without it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

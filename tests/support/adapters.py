@@ -1,7 +1,5 @@
 """Trainings with adapters whose first step already has a gradient for every matrix."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

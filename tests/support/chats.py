@@ -1,7 +1,5 @@
 """Conversations for tests, and tokenizers with the chat templates of published families."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

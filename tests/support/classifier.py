@@ -1,7 +1,5 @@
 """An image classifier on made-up images: modules and data that know nothing of text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

@@ -1,8 +1,6 @@
 """A Python in which the packages of the extras cannot be imported: the core's dependencies
 alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 EXTRAS = """bitsandbytes datasets deepspeed fastapi openai peft plotly optuna s3fs tensorboard

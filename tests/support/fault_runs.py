@@ -5,8 +5,6 @@ it in every worker. recorded.py keeps the history of each; test_diagnosis_faults
 right rule and cause first.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -4,8 +4,6 @@ and edits on which it must raise no alarm.
 Each function changes this process's package; a rehearsal's workers call it before they train.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Synthetic histories: a healthy run of a large model, with changes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A small hub on the loopback address: it accepts or refuses a repository, and keeps what is
 committed."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Generator

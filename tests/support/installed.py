@@ -1,7 +1,5 @@
 """Packages that are registered by their metadata, as pip writes it, without an installation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`launch` in a process of its own, on hosts that are this machine, under Slurm or under Ray."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

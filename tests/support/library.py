@@ -2,8 +2,6 @@
 those."""
 
 # ruff: noqa: F401
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What `fit` refuses of a training that is described by its objects."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trainer_dev.data import DataModule

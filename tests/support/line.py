@@ -1,7 +1,5 @@
 """The linked project's command line; imports nothing that takes time."""
 
-from __future__ import annotations
-
 from dist_template import Project
 from dist_template.cli import main as command_line
 

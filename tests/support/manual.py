@@ -1,7 +1,5 @@
 """Classifiers that optimize manually: with two optimizers, and as a TrainingModule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

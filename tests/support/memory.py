@@ -1,8 +1,6 @@
 """What a training really needs: bytes of its state, and the most that torch allocates in a
 micro-batch."""
 
-from __future__ import annotations
-
 import gc
 import json
 from pathlib import Path

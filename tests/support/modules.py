@@ -1,8 +1,6 @@
 """The language module without a Trainer, in every architecture of configs/model; tiny models with
 experts; a count of torch's operations."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any

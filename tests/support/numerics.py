@@ -1,7 +1,5 @@
 """Short trainings of two ranks with a step that is damaged on one of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Container
 from functools import partial

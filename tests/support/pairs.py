@@ -1,7 +1,5 @@
 """Preferences for tests: pairs of answers, a tokenizer, and trl's numbers for them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trainings of one model under every strategy, each run once, for several test modules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A model type that no table has, whose tensor-parallel plan is wrong without any sign of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,8 +1,6 @@
 """What TensorBoard and WandB would show, read from their own files. The template's own tests use it
 too."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

@@ -3,8 +3,6 @@
 What is made of them stays in build/, which git ignores.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import tempfile

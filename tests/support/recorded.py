@@ -6,8 +6,6 @@ A recording in recorded/ has what rules can read: the metrics that diagnosis/ na
 configuration and facts. Times begin with the job; folders and hosts have made-up names.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import re

@@ -1,8 +1,6 @@
 """Trainings for tests: the command line as a user has it, in this process, in another, or on
 several ranks."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

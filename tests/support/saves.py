@@ -1,7 +1,5 @@
 """Trainings that save, and the moments of a save at which a rank is killed."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """A served model in a process of its own."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

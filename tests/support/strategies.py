@@ -1,8 +1,6 @@
 """Strategies by name: a file of the library's configs/strategy, and the flags that make variants of
 it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import yaml

@@ -1,7 +1,5 @@
 """Which of a test's parameters run in `make test`, and which in `make test-all` alone."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable
 from typing import Any
 

@@ -2,8 +2,6 @@
 imported."""
 
 # ruff: noqa: F401
-from __future__ import annotations
-
 from dist_template.wings.diagnose import engine
 from dist_template.wings.diagnose.finding import as_text
 from dist_template.wings.diagnose.report.tables import tables

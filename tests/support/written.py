@@ -1,8 +1,6 @@
 """A run's folder as training would have left it, for tests of what reads it: quicker than to
 train."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

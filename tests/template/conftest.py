@@ -1,7 +1,5 @@
 """Generated projects, and the commands that people type in and around them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Every answer gives a project whose files are valid and whose Python is clean."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import tempfile

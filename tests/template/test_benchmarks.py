@@ -1,8 +1,6 @@
 """Every part of `make bench` and every demonstration runs; figures of so little work are not
 inspected."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The documentation is current, names keys that exist, and builds."""
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Any LightningModule of docs/extend.md: by the command line, and with its own Trainer."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """README.zh.md follows the English pages: a comment before each part names its page and heading."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

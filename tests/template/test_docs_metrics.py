@@ -1,7 +1,5 @@
 """Every metric of docs/metrics.md is in metrics.jsonl, TensorBoard's and WandB's files."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

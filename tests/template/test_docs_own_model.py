@@ -1,7 +1,5 @@
 """The model of docs/models.md, pasted into module.py, trains alike under DDP, FSDP2 and ZeRO."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from pathlib import Path

@@ -6,8 +6,6 @@ texts. Not typed: what needs an index, a cluster, GPUs or a container. configs/p
 a small model.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -4,8 +4,6 @@ A stand-in for the environment's Python writes down what it should install; only
 downloads.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil

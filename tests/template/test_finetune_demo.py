@@ -1,7 +1,5 @@
 """`make finetune-demo`: README gives its commands, and training changes a real model's answers."""
 
-from __future__ import annotations
-
 import re
 import resource
 import socket

@@ -1,7 +1,5 @@
 """Answers that people come up with work, or are refused in one sentence that names the answer."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import subprocess

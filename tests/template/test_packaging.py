@@ -1,7 +1,5 @@
 """What the library needs, and where a generated project gets it from."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import json

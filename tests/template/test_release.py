@@ -1,8 +1,6 @@
 """A release: one version, refusals in one sentence, equal bytes; workflows call what exists;
 supported versions."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What serves a model in containers: the Dockerfile, the compose file, the Kubernetes objects."""
 
-from __future__ import annotations
-
 import ast
 import glob
 import json

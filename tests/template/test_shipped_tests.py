@@ -1,7 +1,5 @@
 """The tests that ship find what a user's edit breaks; `make test` runs them in a fresh project."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

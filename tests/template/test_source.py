@@ -1,8 +1,6 @@
 """The template's own files: valid before they are rendered, current, and kept to the rules of the
 house."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from functools import cache

@@ -1,8 +1,6 @@
 """How one starts beside cookiecutter, and how one contributes: files for GitHub and editors name
 what is there."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """What a generated project installs: locked by hash, old enough, not blocked, audited, listed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`make upgrade` of a project that its user has edited: no edit is lost, conflicts are git's."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The table of models: rows turn red without a mend; a sample, another each day, is right."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import random

@@ -1,7 +1,5 @@
 """Adapters of a model: which layers get one, what is refused, and the 4-bit layers."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

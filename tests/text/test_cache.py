@@ -1,8 +1,6 @@
 """Sources, tokenizers and the cache: what goes in comes out, and what cannot be used is refused in
 one sentence."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """Conversations: every usual shape is read, and what is trained on is what the template marks."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fine-tuning: configs/finetune.yaml teaches a small model a format, on two processes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

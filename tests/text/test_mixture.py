@@ -1,7 +1,5 @@
 """Mixtures: each source gives its share, in an order without regard to ranks and interruptions."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import count, islice
@@ -132,6 +130,6 @@ def test_a_mixture_trains_on_any_number_of_ranks_and_is_evaluated_by_source(tmp_
         {step: record.loss[step] for step in (5, 6)}, rel=1e-5
     )
     metrics = record.eval()[6]
-    assert metrics["eval/words/loss"] != pytest.approx(metrics["eval/digits/loss"], rel=1e-3)
+    assert metrics["eval/words/loss"] != pytest.approx(metrics["eval/digits/loss"], rel=1e-4)
     for name in ("eval/words/loss", "eval/digits/loss", "eval/digits/token_accuracy"):
         assert metrics[name] == pytest.approx(logged(folder, name)[6], rel=1e-5)

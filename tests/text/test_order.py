@@ -1,8 +1,6 @@
 """The order of samples does not depend on who reads them, a run resumes exactly, and the counted
 labels of a global batch are known on all ranks before a step."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from itertools import count

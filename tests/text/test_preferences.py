@@ -1,7 +1,5 @@
 """Pairs: every usual shape is read, both answers count, and a pair stays together."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path

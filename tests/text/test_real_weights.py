@@ -4,8 +4,6 @@ and resumed, evaluated and exported.
 A figure outside its band in BANDS means that numbers have changed.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`doctor` finds each planted problem, names what to do, and exits with 1."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`evaluate` and `promote`: scores by document under any strategy, baselines, tasks, verdicts."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,8 +1,6 @@
 """The library's examples by model and machine: planned with the published sizes, against the table
 of docs/plan.md, and trained small."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The gate of `export` refuses a folder that is not what was trained; the versions of `promote`."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

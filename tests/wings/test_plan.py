@@ -1,7 +1,5 @@
 """`plan`: predicted against measured bytes, what it says of known models, and bad input."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -155,7 +153,7 @@ def test_a_strategy_whose_trace_fails_does_not_end_the_plan(monkeypatch: Any, ca
     assert run("plan", *FLAGS, *(given := ["--devices=2", "--memory=80GB"])) == 0
     printed = capsys.readouterr().out
     assert "fails: tp 2 with checkpointing none (shapes do not match)" in printed
-    assert "1 x 2    ddp" in printed
+    assert "1 x 2    ddp" in printed and "\nCheckpoints: best every " in printed
     monkeypatch.setattr(Traced, "_short", lambda *_: 1 / 0)
     assert run("plan", *FLAGS, *given) == 2
     error = capsys.readouterr().err

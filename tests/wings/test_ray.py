@@ -1,7 +1,5 @@
 """launch --on ray: a local Ray of two workers trains as one machine, also when one is killed."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from importlib.util import find_spec

@@ -4,8 +4,6 @@ evaluated, promoted and served; it learns source code; weights of trl's GRPO are
 A figure outside its band in BANDS means that numbers have changed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """A served model answers OpenAI's API; what is wrong gets a 4xx and does no harm."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import concurrent.futures

@@ -1,7 +1,5 @@
 """`sweep`: values, pruning, ends of trials, resume, and what is written."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

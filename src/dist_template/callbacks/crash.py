@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from ..cluster.environment import memory_limit
+from ..cluster.memory import memory_limit
 from ..cluster.watchdog import WATCHDOG
 from ..compat.stacks import locate
 from ..errors import Ended, InputError, another_rank_is_gone, first_line, is_out_of_memory

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from ..cluster.environment import memory_limit
+from ..cluster.memory import memory_limit
 from ..model.any_module import data_of, metrics_of, samples_of, size_of
 from ..model.flops import peak
 from ..records import GIB

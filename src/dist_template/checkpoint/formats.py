@@ -9,10 +9,12 @@ Lightning has two ways to load: by a CheckpointIO (single device, DDP), here `Pl
 the strategy itself (MeshStrategy, ZeroStrategy), here `load`. Lightning's and torch's converters
 (`consolidate_checkpoint`, `dcp_to_torch_save`) read only the distributed format, and unpickle without restrictions."""
 
+import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 import lightning as L
 import torch
@@ -24,15 +26,16 @@ from torch import Tensor, nn
 from torch.utils.serialization import config
 
 from .. import weights
+from ..compat.torch import tree_map
 from ..errors import InputError
 from ..layout import full_shape
 from ..plugins import loaded
 from .frozen import KEY, REFERENCE, exclude_frozen
 from .manifest import agreed
-from .optimizer import ANEW, State, by_name, is_by_name, report_missing_moments
+from .optimizer import ANEW, by_name, is_by_name, report_missing_moments
 from .protocol import Checkpoint, CheckpointFormat, Copy, Group, Opened, Shapes
-from .scatter import load_weights
 from .sharded import META, ShardedFormat
+from .stored import Mapped, Stored, copy_shard, copy_weights
 from .untrusted import reading
 
 __all__ = ["load_full"]
@@ -42,7 +45,6 @@ FILE = "checkpoint.pt"  # the only file in a folder, besides the manifest
 # Entries with the size of the weights; the third is the callback WeightAveraging's.
 LARGE = ("state_dict", "optimizer_states", "current_model_state")
 PINNED = {"save.use_pinned_memory_for_d2h": True}  # copies from a GPU to pageable memory are slow
-T = TypeVar("T")
 
 
 def format_of(path: Path) -> type[CheckpointFormat] | None:
@@ -92,7 +94,10 @@ def verified(path: Path, module: L.LightningModule, is_strict: bool = True, weig
     for of_rank in weights.from_all_ranks(_shapes(module.state_dict(keep_vars=True))):
         shapes |= of_rank  # in a pipeline, each rank has its stages'
     expected = shapes if is_strict else None
-    opened = _on_rank_zero(lambda: _opened(path, module, expected, weights_only))
+    opened = None
+    with _agreed_on_errors():
+        if weights.is_rank_zero():
+            opened = _opened(path, module, expected, weights_only)
     opened = cast(Opened, weights.broadcast(opened))
     is_fit = module.trainer.state.fn == TrainerFn.FITTING
     opened.with_optimizer = is_fit and not getattr(module, ANEW, False)
@@ -118,16 +123,35 @@ def read_full(path: str | Path, module: nn.Module | None = None, optimizer: bool
     expected = None
     if module is not None:
         expected = _shapes(module.state_dict(keep_vars=True))
-    opened = _opened(Path(path), module, expected)
-    return opened.format.read(opened.path, optimizer)
+    return _in_memory(_opened(Path(path), module, expected), optimizer)
 
 
+@torch.no_grad()
 def load_full(path: str | Path, module: nn.Module) -> None:
-    """Loads the weights of a checkpoint that `read_full` reads into `module`, on the host; raises
+    """Loads the weights of a checkpoint into `module`, on the host, one tensor at a time; raises
     InputError as `read_full` does."""
     if getattr(module, KEY, None):
         exclude_frozen(module)
-    module.load_state_dict(read_full(path, module, False)["state_dict"], strict=True)
+    targets = module.state_dict(keep_vars=True)
+    shapes = _shapes(targets)
+    opened = _opened(Path(path), module, shapes)
+    with _reading(opened):
+        stored = opened.format.read(opened.path, False)["state_dict"]
+        for name in shapes:
+            copy_shard(targets[name], stored.pop(name))
+    if stored:  # of a module's own: not tensors
+        module.load_state_dict(stored, strict=False)
+
+
+def _reading(opened: Opened) -> AbstractContextManager[None]:
+    return reading(opened.path, opened.format.written_by)
+
+
+def _in_memory(opened: Opened, optimizer: bool) -> Checkpoint:
+    """Returns what the format reads, with tensors in place of stored ones."""
+    with _reading(opened):
+        stored = opened.format.read(opened.path, optimizer)
+        return tree_map(lambda value: value[...] if isinstance(value, Stored) else value, stored)
 
 
 def _opened(path: Path, module: nn.Module | None, shapes: Shapes | None, weights_only: bool | None = None) -> Opened:
@@ -139,6 +163,11 @@ def _opened(path: Path, module: nn.Module | None, shapes: Shapes | None, weights
     for key in (REFERENCE, KEY):
         then, now = metadata.get(key), getattr(module, key, None)
         if not then or not now or then["sha256"] == now["sha256"]:
+            continue
+        if then.get("of") != now["of"]:
+            warnings.warn(
+                f"{key} of checkpoint {str(path)!r} is not compared: an earlier version wrote it", stacklevel=2
+            )
             continue
         how = "with another reference model for data.source Preferences"
         if key == KEY:
@@ -165,21 +194,17 @@ def _shapes(state_dict: Mapping[str, object]) -> Shapes:
     return {name: tuple(full_shape(tensor)) for name, tensor in tensors.items()}
 
 
-def _on_rank_zero(read: Callable[[], T]) -> T | None:
-    """Returns what `read` returns on rank 0, None on other ranks. Collective.
-
-    Raises:
-        InputError: on all ranks, if `read` raises it; else the other ranks would wait forever.
-    """
-    value, refusal = None, None
-    if weights.is_rank_zero():
-        try:
-            value = read()
-        except InputError as error:
-            refusal = str(error)
-    if refusal := weights.broadcast(refusal):
-        raise InputError(refusal)
-    return value
+@contextmanager
+def _agreed_on_errors() -> Generator[None]:
+    """Raises on all ranks the InputError of one rank inside, which must wait for no other rank. Collective."""
+    refusal = None
+    try:
+        yield
+    except InputError as error:
+        refusal = str(error)
+    for of_rank in weights.from_all_ranks(refusal):
+        if of_rank:
+            raise InputError(of_rank)
 
 
 # ---- loading -------------------------------------------------------------------------------------
@@ -188,8 +213,8 @@ def _on_rank_zero(read: Callable[[], T]) -> T | None:
 def load(format: CheckpointFormat, path: Path, weights_only: bool | None = None) -> Checkpoint:
     """Loads a checkpoint of any format into the strategy of `format`. Collective.
 
-    If that format does not read it, rank 0 does, and sends the tensors one by one to all ranks, so
-    that only one process holds all of it. Optimizer state is loaded for training, if there is any.
+    If that format does not read it, every rank opens it and copies the slices that it needs, one tensor after the
+    other, so that it holds its shard and a tensor. Optimizer state is loaded for training, if there is any.
 
     Returns:
         Lightning's entries other than weights and optimizer state.
@@ -199,29 +224,17 @@ def load(format: CheckpointFormat, path: Path, weights_only: bool | None = None)
     opened = verified(path, module, weights_only=weights_only)
     if format.reads(opened):
         return format.load(opened)
-    full = _on_rank_zero(lambda: opened.format.read(opened.path, True)) or {}
-    full_weights = full.get("state_dict", {})
-    load_weights(module, full_weights)
+    stored: Checkpoint = {}
+    with _agreed_on_errors(), _reading(opened):
+        stored = opened.format.read(opened.path, opened.with_optimizer)
+        copy_weights(module, stored["state_dict"])
     if module.trainer.state.fn == TrainerFn.FITTING:
-        states: list[State] = []
-        if opened.with_optimizer:
-            states = full.get("optimizer_states", [])
-        meta_states = weights.broadcast([_on_meta(state) for state in states])
-        if not meta_states:
+        states = stored.get("optimizer_states", []) if opened.with_optimizer else []
+        if not states:
             report_missing_moments()
-        format.set_optimizer_state(full_weights, meta_states, states)
+        with _agreed_on_errors(), _reading(opened):
+            format.set_optimizer_state(stored["state_dict"], states)
     return opened.metadata
-
-
-def _on_meta(state: State) -> State:
-    """Returns `state` without the values of tensors, except scalars: they are sent one by one."""
-    entries: dict[str, dict[str, object]] = {}
-    for name, values in state["state"].items():
-        entries[name] = {}
-        for key, value in values.items():
-            is_large = isinstance(value, Tensor) and value.ndim
-            entries[name][key] = torch.empty_like(value, device="meta") if is_large else value
-    return {"state": entries, "param_groups": state["param_groups"]}
 
 
 # ---- one file ------------------------------------------------------------------------------------
@@ -246,6 +259,8 @@ class PlainFormat(CheckpointFormat[Strategy], TorchCheckpointIO):
     @staticmethod
     def read(path: Path, optimizer: bool) -> Checkpoint:
         checkpoint = _content(path)
+        for key in ("state_dict", "optimizer_states"):
+            checkpoint[key] = tree_map(_stored, checkpoint.get(key, []))
         names = checkpoint.get("parameter_names")
         states = checkpoint.pop("optimizer_states", [])
         if optimizer and states and is_by_name(states[0]):  # a user has saved read_full's result
@@ -272,8 +287,11 @@ class PlainFormat(CheckpointFormat[Strategy], TorchCheckpointIO):
     def load(self, opened: Opened) -> Checkpoint:
         """Returns the full checkpoint on every rank; Lightning loads what is in it."""
         if opened.format is PlainFormat:
-            return _content(opened.path, opened.weights_only, mmap=False)  # the file may be deleted
-        return {"optimizer_states": [], **opened.format.read(opened.path, True)}
+            content = _content(opened.path, opened.weights_only)
+            kept = content.pop("state_dict")  # which Lightning copies; of the rest, the file may be deleted
+            content = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, content)
+            return content | {"state_dict": kept}
+        return {"optimizer_states": [], **_in_memory(opened, opened.with_optimizer)}
 
     def save_checkpoint(self, checkpoint: Checkpoint, path: str | Path, storage_options: object = None) -> None:
         if Path(path).is_dir():
@@ -289,11 +307,16 @@ class PlainFormat(CheckpointFormat[Strategy], TorchCheckpointIO):
         return self.load(verified(Path(path), module, is_strict, weights_only))
 
 
-def _content(path: Path, weights_only: bool | None = None, mmap: bool = True) -> Checkpoint:
+def _stored(value: object) -> object:
+    is_large = isinstance(value, Tensor) and value.ndim
+    return Mapped(tuple(value.shape), value.dtype, value) if is_large else value
+
+
+def _content(path: Path, weights_only: bool | None = None) -> Checkpoint:
     """Returns Lightning's dict; refuses a file without weights."""
     file = path / FILE if path.is_dir() else path
     with reading(path, PlainFormat.written_by, trusted=weights_only is False):
-        content = torch.load(file, "cpu", mmap=mmap, weights_only=weights_only)
+        content = torch.load(file, "cpu", mmap=True, weights_only=weights_only)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise InputError(f"checkpoint {str(path)!r} has no `state_dict` of Lightning; give another")
     return content

@@ -10,18 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import weights
+
 KEY = "frozen_base"  # in Lightning's dict, and the module's attribute
 REFERENCE = "frozen_reference"  # likewise, of the copy that preferences are compared with
+EACH = "each parameter"  # what the hash is of; checkpoints of versions before 0.33 have one of all in a row
 
 
-def hash_frozen(model: nn.Module, name: str) -> dict[str, str]:
-    """Returns `name` and the SHA-256 of a model's frozen parameters; about 1 s per GB."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        if not parameter.requires_grad and not parameter.is_meta:
-            flat = parameter.detach().contiguous().reshape(-1)
-            digest.update(flat.view(torch.uint8).numpy())
-    return {"name": name, "sha256": digest.hexdigest()}
+class FrozenHash:
+    """Hash of a model's frozen parameters; ranks may read any of them, in any order, at about 1 s per GB."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, str] = {}
+
+    def add(self, name: str, parameter: Tensor) -> None:
+        """Reads a full parameter in host memory."""
+        values = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
+        self._digests[name] = hashlib.sha256(values.numpy()).hexdigest()
+
+    def entry(self, name: str) -> dict[str, str]:
+        """Returns what a checkpoint has of the model `name`. Collective."""
+        digests: dict[str, str] = {}
+        for of_rank in weights.from_all_ranks(self._digests):
+            digests |= of_rank
+        text = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
+        return {"name": name, "sha256": hashlib.sha256(text.encode()).hexdigest(), "of": EACH}
 
 
 def exclude_frozen(module: nn.Module, start: str = "") -> None:

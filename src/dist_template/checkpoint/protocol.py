@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
-from torch import Tensor
 
 from .optimizer import State
 
@@ -60,7 +59,8 @@ class CheckpointFormat(ABC, Generic[S]):
     @staticmethod
     @abstractmethod
     def read(path: Path, optimizer: bool) -> Checkpoint:
-        """Reads everything, with unsharded tensors on the host; see formats.read_full."""
+        """Reads everything but the tensors with a dimension, in whose place are `stored.Stored` or memory-mapped
+        tensors; else see formats.read_full. `formats.reading` catches the errors of reading them."""
 
     @abstractmethod
     def save(self, checkpoint: Checkpoint, path: Path) -> None:
@@ -72,15 +72,11 @@ class CheckpointFormat(ABC, Generic[S]):
 
     @abstractmethod
     def reads(self, opened: Opened) -> bool:
-        """Returns whether `load` reads it. Else rank 0 reads it and sends the full tensors."""
+        """Returns whether `load` reads it. Else every rank copies its slices of what `read` returns."""
 
     @abstractmethod
     def load(self, opened: Opened) -> Checkpoint:
         """Loads a checkpoint that it `reads`; returns Lightning's entries."""
 
-    def set_optimizer_state(
-        self, full_weights: Mapping[str, Tensor], meta_states: list[State], states: list[State]
-    ) -> None:
-        """Sets every rank's shards of each optimizer's state from the full tensors of rank 0.
-
-        `meta_states` has tensors on the meta device, on every rank; the others are rank 0's."""
+    def set_optimizer_state(self, stored_weights: Mapping[str, Any], states: list[State]) -> None:
+        """Sets this rank's shards of each optimizer's state from `states`, whose tensors are stored ones."""

@@ -1,12 +1,13 @@
-"""Sends full (unsharded) tensors from rank 0 to the shards of all ranks.
+"""Sends full (unsharded) tensors from the ranks that have them to the shards of all ranks.
 
-Rank 0 builds the model, and every other rank builds it on torch's meta device, without memory; then
-each tensor is sent from rank 0 to the ranks that need it. So a node's host memory holds one model,
-and the starting weights do not depend on the strategy.
+    distribute        each rank has the tensors of some units of a model, in turns
+    from_rank_zero    rank 0 has all of them
 
-torch's `set_model_state_dict(broadcast_from_rank0=True)` does not support non-persistent buffers,
+torch's `set_model_state_dict(broadcast_from_rank0=True)` and `distribute_tensor` do not support non-persistent buffers,
 the interleaved shards of transformers' packed plans, or DeepSpeed's partitions.
 """
+
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from .. import weights
 from ..compat.transformers import shard_for
+from ..layout import local_shard
+
+PIECE = 1 << 26  # bytes that a rank sends at once
 
 
 def move_to_meta(module: nn.Module) -> dict[str, Tensor]:
@@ -27,62 +31,102 @@ def move_to_meta(module: nn.Module) -> dict[str, Tensor]:
     return full
 
 
-def broadcast_weights(module: nn.Module, device: torch.device) -> None:
-    """Broadcasts rank 0's weights: every rank has the full ones afterwards."""
-    if not weights.is_alone():
-        materialize(module, move_to_meta(module), device)
-
-
-@torch.no_grad()
-def materialize(module: nn.Module, full: dict[str, Tensor], device: torch.device) -> None:
-    """Allocates a meta-device module on `device` and loads rank 0's `full` tensors into it."""
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Gives a meta-device module memory on `device`, without values. Shared parameters stay shared."""
     with weights.kept_ties(module):
         module.to_empty(device=device)
-    load_weights(module, full)
 
 
 @torch.no_grad()
-def load_weights(module: nn.Module, full: dict[str, Tensor]) -> None:
-    """Copies rank 0's `full` tensors by name into `module`, each rank its shard. Collective.
+def distribute(
+    units: list[list[str]], targets: dict[str, Tensor], make: Callable[[list[str]], dict[str, Tensor]],
+    group: dist.ProcessGroup | None,
+) -> None:  # fmt: skip
+    """Fills `targets`, this rank's shards by name. Collective over `group`; None: all ranks.
 
-    Tensors whose names `full` lacks are unchanged; those that `module` lacks are not kept, as in a
-    stage of a pipeline. `full` of other ranks is ignored.
+    In each round every rank calls `make` for the names of one unit, which returns full tensors in host memory, and all
+    ranks exchange shards, in pieces of `PIECE` bytes: a rank has one unit, and its shards of the others.
     """
-    tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
-    values = {name: tensor for name, tensor in full.items() if isinstance(tensor, Tensor)}
-    options = {name: (tensor.shape, tensor.dtype) for name, tensor in values.items()}
-    for name, (shape, dtype) in weights.broadcast(options).items():
-        meta = torch.empty(shape, dtype=dtype, device="meta")
-        copy_shard(tensors.get(name), full.get(name), meta)
+    ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
+    here = ranks.index(weights.rank())
+    for start in range(0, len(units), len(ranks)):
+        of_round = units[start : start + len(ranks)]
+        full = make(of_round[here]) if here < len(of_round) else {}
+        full = {name: tensor.to(targets[name].dtype) for name, tensor in full.items()}
+        outgoing = [_bytes(_part(targets[name], full[name], rank) for name in full) for rank in ranks]
+        shards = [[local_shard(targets[name]).detach() for name in unit] for unit in of_round]
+        received = [[each.contiguous() for each in unit] for unit in shards]
+        for owner, unit in zip(ranks, of_round, strict=False):
+            for name in filter(lambda name: not weights.has_own_partition(targets[name]), unit):
+                with weights.gathered_from_zero(targets[name], owner):
+                    if owner == weights.rank():
+                        targets[name].copy_(full[name])
+        _exchange(outgoing, [_bytes(unit) for unit in received] + [[] for _ in ranks[len(of_round) :]], group)
+        for shard, values in zip(sum(shards, []), sum(received, []), strict=True):
+            if shard is not values:  # its memory was not contiguous
+                shard.copy_(values)
 
 
-def copy_shard(target: Tensor | None, full: Tensor | None, meta: Tensor) -> None:
-    """Copies rank 0's `full` into `target`, this rank's shard, or None; `meta` is like `full`, on every rank."""
-    if target is not None and weights.is_partitioned_by_zero(target):
-        with weights.gathered_from_zero(target):
-            if full is not None:
-                target.copy_(full)
-        return
-    received = tensor_from_rank_zero(full, meta)
+def from_rank_zero(targets: dict[str, Tensor], full: dict[str, Tensor]) -> None:
+    """Fills `targets`, equal names on all ranks, from rank 0's `full` tensors. Collective."""
+    units: list[list[str]] = []
+    for name in targets:
+        units += [[name], *([] for _ in range(weights.world_size() - 1))]
+    distribute(units, targets, lambda names: {name: full[name] for name in names}, None)
+
+
+def _part(target: Tensor, full: Tensor, rank: int) -> Tensor:
+    """Returns the shard of `full` of a rank that has `target`'s layout."""
     if isinstance(target, DTensor):
-        local = target.to_local()
-        if local.numel():  # transformers' operation has no shard without rows
-            local.copy_(shard_for(target, received))
-    elif target is not None:
-        target.copy_(received)
+        return shard_for(target, full, rank)
+    if weights.is_partitioned_by_zero(target):
+        size = target.ds_tensor.numel()  # ty: ignore[unresolved-attribute]
+        part = full.reshape(-1)[size * rank :][:size]
+        return nn.functional.pad(part, (0, size - part.numel()))
+    return full
 
 
-def tensor_from_rank_zero(tensor: Tensor | None, like: Tensor) -> Tensor:
-    """Returns rank 0's `tensor` on all ranks, with `like`'s shape and type: on the GPU if the process group is NCCL's;
-    otherwise on `like`'s device, or on the CPU if that is the meta device."""
-    device = like.device
+def _bytes(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [each.detach().reshape(-1).view(torch.uint8) for each in tensors if each.numel()]
+
+
+def _exchange(outgoing: list[list[Tensor]], incoming: list[list[Tensor]], group: dist.ProcessGroup | None) -> None:
+    """Sends the bytes in `outgoing`, a list for each rank, into the memory in `incoming`, a list from each rank."""
+    if not dist.is_initialized():
+        for target, source in zip(incoming[0], outgoing[0], strict=True):
+            target.copy_(source)
+        return
+    device, size = device_of_messages(), PIECE // len(outgoing)
+    most = torch.tensor(max(sum(map(len, parts)) for parts in outgoing), device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    sent, received = ([pieces(parts, size) for parts in each] for each in (outgoing, incoming))
+    for number in range(-(-int(most) // size)):
+        out, into = ([each[number] if number < len(each) else [] for each in part] for part in (sent, received))
+        lengths = [sum(map(len, parts)) for parts in into]
+        buffer = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+        message = torch.cat([buffer[:0], *(part.to(device) for parts in out for part in parts)])
+        dist.all_to_all_single(buffer, message, lengths, [sum(map(len, parts)) for parts in out], group)
+        arrived = buffer.split([len(part) for parts in into for part in parts])
+        for target, part in zip((part for parts in into for part in parts), arrived, strict=True):
+            target.copy_(part)
+
+
+def pieces(parts: list[Tensor], size: int) -> list[list[Tensor]]:
+    """Divides the concatenation of `parts` into pieces of `size` bytes, each a list of views."""
+    pieces: list[list[Tensor]] = []
+    room = 0
+    for part in parts:
+        while len(part):
+            if not room:
+                pieces.append([])
+                room = size
+            pieces[-1].append(part[:room])
+            part, room = part[room:], room - len(pieces[-1][-1])
+    return pieces
+
+
+def device_of_messages() -> torch.device:
+    """Returns the GPU if the process group is NCCL's, else the CPU."""
     if dist.is_initialized() and "nccl" in dist.get_backend():
-        device = torch.device("cuda", torch.cuda.current_device())
-    elif like.is_meta:
-        device = torch.device("cpu")
-    if tensor is None:
-        tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
-    tensor = tensor.to(device=device, dtype=like.dtype).contiguous()
-    if not weights.is_alone():
-        dist.broadcast(tensor, src=0)
-    return tensor
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

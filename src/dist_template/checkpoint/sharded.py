@@ -4,14 +4,17 @@ All tensors, including AdamW's moments, are named by parameter, so that any mesh
 Everything else (counters, callbacks, the position in the data) is in `meta.pt`, as with Lightning's own strategy."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -27,7 +30,7 @@ from ..compat.lightning import torch_optimizer
 from ..compat.torch import read_unsharded, tree_map
 from .optimizer import State, by_name_from_flat, groups_of, merge, without_moments
 from .protocol import Checkpoint, CheckpointFormat, Copy, Group, Opened, Shapes
-from .scatter import copy_shard
+from .stored import Box, Stored, copy_shard, is_scalar
 from .untrusted import DataReader, reading
 
 META = "meta.pt"  # Lightning's name for the part of a distributed checkpoint that is not tensors
@@ -51,16 +54,27 @@ class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
 
     @staticmethod
     def read(path: Path, optimizer: bool) -> Checkpoint:
-        keys = None if optimizer else {"state_dict"}
+        stored: Checkpoint = {}
+        rest = set[str]()
         with reading(path, ShardedFormat.written_by):
             reader = DataReader(path)
-            reader.read_metadata()  # first: torch would log a refusal with a stack trace
-            tensors = read_unsharded(reader, keys)
+            metadata = reader.read_metadata()  # first: torch would log a refusal with a stack trace
+            for name, entry in metadata.state_dict_metadata.items():
+                part, _, key = name.partition(".")
+                if not (optimizer or part == "state_dict"):
+                    continue
+                if isinstance(entry, TensorStorageMetadata) and entry.size:
+                    dtype = entry.properties.dtype
+                    stored.setdefault(part, {})[key] = Chunked(tuple(entry.size), dtype, name, entry, reader)
+                else:
+                    rest.add(name)
+            for part, values in read_unsharded(reader, rest).items():
+                stored[part] = values | stored.get(part, {})
             checkpoint = torch.load(path / META, map_location="cpu")
-            checkpoint["state_dict"] = full = tensors.pop("state_dict")
-            for index in range(len(tensors)):
-                state = by_name_from_flat(tensors[f"optimizer_{index}"], full)
-                checkpoint.setdefault("optimizer_states", []).append(state)
+        checkpoint["state_dict"] = stored.pop("state_dict")
+        for index in range(len(stored)):
+            state = by_name_from_flat(stored[f"optimizer_{index}"], checkpoint["state_dict"])
+            checkpoint.setdefault("optimizer_states", []).append(state)
         return checkpoint
 
     def save(self, checkpoint: Checkpoint, path: Path) -> None:
@@ -97,31 +111,54 @@ class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
             set_optimizer_state_dict(module, optimizer, state[f"optimizer_{index}"], options=FLAT)
         return opened.metadata
 
-    def set_optimizer_state(
-        self, full_weights: Mapping[str, Tensor], meta_states: list[State], states: list[State]
-    ) -> None:
+    def set_optimizer_state(self, stored_weights: Mapping[str, Any], states: list[State]) -> None:
         module = cast(nn.Module, self.strategy.model)
-        for index, meta in enumerate(meta_states):
-            optimizer = self.strategy.optimizers[index]
+        for state, optimizer in zip(states, self.strategy.optimizers, strict=False):
             groups = groups_of(module, optimizer)
-            missing = without_moments(meta, groups)
+            missing = without_moments(state, groups)
             self.strategy.optimizer_state(optimizer)  # creates moments, as torch's first step does
             parameters: dict[str, nn.Parameter] = {}  # in a pipeline, of this rank's stages
             for names, group in zip(groups, optimizer.param_groups, strict=True):
-                group.update(merge(meta, names, group))
+                group.update(merge(state, names, group))
                 parameters |= zip(names, group["params"], strict=True)
             for name in missing:
                 optimizer.state.pop(parameters[name], None)
-            for name, values in meta["state"].items():
-                full = states[index]["state"][name] if states else {}
-                for key, value in values.items():
-                    shard = None
-                    if name in parameters:
-                        shard = optimizer.state[parameters[name]][key]
-                    if isinstance(value, Tensor) and value.is_meta:
-                        copy_shard(shard, full.get(key), value)
-                    elif shard is not None:
+            for name in parameters.keys() & state["state"].keys():
+                for key, value in state["state"][name].items():
+                    shard = optimizer.state[parameters[name]][key]
+                    if is_scalar(value):
                         shard.copy_(value)
+                    else:
+                        copy_shard(shard, value)
+
+
+@dataclass
+class Chunked(Stored):
+    """A tensor of torch's distributed format, of which the chunks that overlap a box are read."""
+
+    name: str
+    entry: TensorStorageMetadata
+    reader: FileSystemReader
+
+    def read(self, box: Box) -> Tensor:
+        offsets, sizes = zip(*((start, end - start) for start, end in box), strict=True)
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        result = torch.empty(sizes, dtype=self.dtype)
+        if result.numel():
+            items = create_read_items_for_chunk_list(self.name, self.entry, [chunk])
+            self.reader.read_data(LoadPlan(items), _Into(result))
+        return result
+
+
+class _Into(DefaultLoadPlanner):
+    """Reads into one tensor."""
+
+    def __init__(self, result: Tensor) -> None:
+        super().__init__()
+        self.result = result
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.result
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer) -> State:

@@ -1,21 +1,21 @@
 """The format of ZeroStrategy: DeepSpeed's folder, in which every rank writes its partitions.
 
-deepspeed.utils.zero_to_fp32 joins the partitions of the fp32 weights, which have one layout under
-ZeRO-1 and 2, and another under ZeRO-3. It does not join the optimizer state, which has the same
-layouts: here its functions are called with each moment in place of the weights. DeepSpeed's
-`ds_to_universal` was rejected: it needs an entry that only DeepSpeed's own loops write, and makes
-four files per parameter."""
+The partitions of the fp32 weights and of each moment have one layout under ZeRO-1 and 2, and another under ZeRO-3.
+`Partitions` computes where a tensor's elements are, so that slices can be read. deepspeed.utils.zero_to_fp32 joins all
+weights in memory, without the moments. DeepSpeed's `ds_to_universal` needs an entry that only DeepSpeed's own loops
+write, and makes four files per parameter."""
 
 import contextlib
-import io
+import math
 import os
 from collections.abc import Callable, Generator, Mapping
+from functools import cache, partial
+from itertools import repeat
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
@@ -24,7 +24,7 @@ from ..compat import deepspeed as compat
 from ..layout import full_shape
 from .optimizer import State, merge, without_moments
 from .protocol import Checkpoint, CheckpointFormat, Copy, Group, Opened, Shapes
-from .scatter import tensor_from_rank_zero
+from .stored import Partitioned, flat_range, is_scalar, partition_of
 from .untrusted import reading
 
 # Entries that DeepSpeed adds to Lightning's.
@@ -48,7 +48,7 @@ class ZeroFormat(CheckpointFormat[DeepSpeedStrategy]):
     @staticmethod
     def header(path: Path, weights_only: bool | None) -> tuple[Checkpoint, Shapes]:
         with _reading(path) as files:
-            main = _load(files.get_model_state_files(_folder(path))[0])
+            main = _load(path, files.get_model_state_files(_folder(path))[0])
         found: Shapes = {}
         for group in (*main["param_shapes"], main.get("frozen_param_shapes") or {}):
             found |= {name: tuple(shape) for name, shape in group.items()}
@@ -60,14 +60,10 @@ class ZeroFormat(CheckpointFormat[DeepSpeedStrategy]):
 
     @staticmethod
     def read(path: Path, optimizer: bool) -> Checkpoint:
-        out = contextlib.redirect_stdout(io.StringIO())
-        with _reading(path) as files, out, contextlib.redirect_stderr(io.StringIO()):
-            models = files.get_model_state_files(_folder(path))
-            main, optims = _load(models[0]), files.get_optim_files(_folder(path))
-            ranks = [_load(file)["optimizer_state_dict"] for file in optims]
-            partitions = Partitions(files.parse_model_states(models), ranks)
-            checkpoint = _lightnings(main)
-            checkpoint["state_dict"] = partitions.weights(main["module"])
+        with _reading(path) as files:
+            partitions = Partitions(path, files)
+            checkpoint = _lightnings(partitions.main)
+            checkpoint["state_dict"] = partitions.weights()
             if optimizer and (state := partitions.optimizer_state()) is not None:
                 checkpoint["optimizer_states"] = [state]
         return checkpoint
@@ -118,29 +114,26 @@ class ZeroFormat(CheckpointFormat[DeepSpeedStrategy]):
         with _reading(opened.path):
             return DeepSpeedStrategy.load_checkpoint(self.strategy, opened.path)
 
-    def set_optimizer_state(
-        self, full_weights: Mapping[str, Tensor], meta_states: list[State], states: list[State]
-    ) -> None:
+    def set_optimizer_state(self, stored_weights: Mapping[str, Any], states: list[State]) -> None:
         """Sets the engine's fp32 weights too."""
         module = cast(nn.Module, self.strategy.lightning_module)
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         engine = self.strategy.deepspeed_engine
         for name, parameter in parameters.items():
-            _set(engine, parameter, None, full_weights.get(name))
-        for meta in meta_states:
-            _create_state(engine.optimizer, parameters, meta)
+            _set(parameter, None, stored_weights[name])
+        for state in states:
+            _create_state(engine.optimizer, parameters, state)
             for name, parameter in parameters.items():
-                full = states[0]["state"].get(name, {}) if states else {}
-                for key, value in meta["state"].get(name, {}).items():
-                    if isinstance(value, Tensor) and value.is_meta:
-                        _set(engine, parameter, key, full.get(key))
+                for key, value in state["state"].get(name, {}).items():
+                    if not is_scalar(value):
+                        _set(parameter, key, value)
 
 
-def _create_state(zero: Any, parameters: dict[str, nn.Parameter], meta: State) -> None:
+def _create_state(zero: Any, parameters: dict[str, nn.Parameter], named: State) -> None:
     """Creates every moment, as torch does in the first step, and sets the groups' settings."""
-    without_moments(meta, [list(parameters)])
+    without_moments(named, [list(parameters)])
     names_of = {id(parameter): name for name, parameter in parameters.items()}
-    states, is_torchs = meta["state"], type(zero.optimizer).__module__.startswith("torch.")
+    states, is_torchs = named["state"], type(zero.optimizer).__module__.startswith("torch.")
     if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3, in sub-groups
         groups, flats = zero.fp16_groups, zero.fp32_partitioned_groups_flat
     elif hasattr(zero, "fp32_groups_flat_partition"):  # ZeRO-1 in bf16 with fp32 gradients
@@ -151,13 +144,13 @@ def _create_state(zero: Any, parameters: dict[str, nn.Parameter], meta: State) -
         names = [names_of[id(parameter)] for parameter in members]
         number = getattr(zero, "sub_group_to_group_id", {}).get(index, index)
         group = zero.optimizer.param_groups[number]
-        group.update(merge(meta, names, group))
+        group.update(merge(named, names, group))
         # DeepSpeed has one flat tensor, and one count of steps, for all parameters of a group.
         saved = next((states[name] for name in names if name in states), None)
         values = saved or next(iter(states.values()), {})
         moments, steps = {}, {}
         for key, value in values.items():
-            if isinstance(value, Tensor) and value.is_meta:
+            if not is_scalar(value):
                 moments[key] = torch.zeros_like(flat)
             else:
                 steps[key] = value.clone().to(flat.device) if is_torchs else int(value)
@@ -167,19 +160,18 @@ def _create_state(zero: Any, parameters: dict[str, nn.Parameter], meta: State) -
     compat.link_optimizer_state(zero)
 
 
-def _set(engine: Any, parameter: Any, key: str | None, full: Tensor | None) -> None:
-    """Sets a parameter's moment `key`, or its fp32 weights (None), from `full` of rank 0."""
+def _set(parameter: Any, key: str | None, stored: Any) -> None:
+    """Sets this rank's part of a parameter's moment `key`, or of its fp32 weights (None)."""
     from deepspeed import utils
 
-    like = torch.empty(full_shape(parameter), device=engine.device)
-    value = tensor_from_rank_zero(full, like)
-    reach = "full"
     if weights.is_partitioned_by_zero(parameter):
         # ZeRO-3's function for full tensors fails if the number of ranks does not divide them.
-        reach, size = "local", parameter.ds_tensor.numel()
-        num_padding = size * dist.get_world_size() - value.numel()
-        padded = nn.functional.pad(value.flatten(), (0, num_padding))
-        value = padded[size * dist.get_rank() :][:size]
+        reach, value = "local", partition_of(parameter, stored)
+        value = nn.functional.pad(value, (0, parameter.ds_tensor.numel() - len(value)))
+    else:
+        reach, value = "full", torch.empty(full_shape(parameter), dtype=stored.dtype)
+        start, end = compat.fragment_of(parameter)  # the only part that is read of `value`
+        value.view(-1)[start:end] = flat_range(stored, start, end)
     if key is None:
         getattr(utils, f"safe_set_{reach}_fp32_param")(parameter, value)
     else:
@@ -187,52 +179,57 @@ def _set(engine: Any, parameter: Any, key: str | None, full: Tensor | None) -> N
 
 
 class Partitions:
-    """Joins DeepSpeed's parsed model states, and each rank's optimizer state, to full tensors."""
+    """Finds tensors in the files of all ranks, each of which is opened when something of it is read."""
 
-    def __init__(self, models: list[Any], ranks: list[dict[str, Any]]) -> None:
-        self.models, self.ranks = models, ranks
-        self.is_stage_3 = "fp32_flat_groups" in ranks[0]
-        written = ranks[0]["partition_count"]
+    def __init__(self, path: Path, files: ModuleType) -> None:
+        self._models = files.get_model_state_files(_folder(path))
+        self._optims = files.get_optim_files(_folder(path))
+        self._load = cache(partial(_load, path))
+        self.main = self._load(self._models[0])
+        first = self._optimizer_of(0)
+        self.is_stage_3 = "fp32_flat_groups" in first
+        written, found = first["partition_count"], len(self._optims)
         expected = max(written) if isinstance(written, list) else written
-        if expected != len(ranks):
-            raise ValueError(f"{expected} ranks wrote optimizer states, {len(ranks)} files exist")
+        if expected != found:
+            raise ValueError(f"{expected} ranks wrote optimizer states, {found} files exist")
+        self._layout = self._layout_3() if self.is_stage_3 else self._layout_2(first.get("param_alignment_paddings"))
 
-    def weights(self, module: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the fp32 weights in the order of `module`, the half-precision weights."""
-        full: dict[str, Tensor] = {}
-        key = "single_partition_of_fp32_groups"
-        if self.is_stage_3:
-            full, key = compat.join_frozen(len(self.ranks), self.models), "fp32_flat_groups"
-        full |= self._join([rank[key] for rank in self.ranks]) | self.models[0].buffers
-        for name, original in self.models[0].shared_params:
+    def weights(self) -> dict[str, Any]:
+        """Returns the fp32 weights in the order of the model's own, which may be in half precision."""
+        module, found = self.main["module"], dict[str, Any]()
+        for name, shape in (self.main.get("frozen_param_shapes") or {}).items() if self.is_stage_3 else ():
+            own, parts = self.main["frozen_param_fragments"][name], partial(self._frozen, name)
+            found[name] = Partitioned(tuple(shape), own.dtype, parts, own.numel())
+        found |= self._tensors(self._weights_of)
+        for name in set(self.main["buffer_names"]) & module.keys():
+            found[name] = module[name].float() if module[name].is_floating_point() else module[name]
+        for name, original in self.main["shared_params"].items():
             if name in module:  # else it is frozen and excluded
-                full[name] = full.get(original, module[name])
-        return {name: full.get(name, tensor) for name, tensor in module.items()}
+                found[name] = found.get(original, module[name])
+        return {name: found.get(name, tensor) for name, tensor in module.items()}
 
     def optimizer_state(self) -> State | None:
         """Returns the state by name, or None if it is not in the checkpoint (NVMe offload, SGD)."""
-        key = "optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state"
-        bases = [rank[key] for rank in self.ranks]
-        flat = bases[0]["state"]
+        base = self._base_of(0)
+        flat = base["state"]
         for entries in flat.values():
             if "exp_avg" in entries and not entries["exp_avg"].numel():
                 return None
         if not flat:
             return None
         numbers = sorted(flat)
-        shapes = self.models[0].param_shapes  # of each group; under ZeRO-3 of each sub-group
+        shapes = self.main["param_shapes"]  # of each group; under ZeRO-3 of each sub-group
         state: dict[str, dict[str, Any]] = {name: {} for group in shapes for name in group}
         for key, value in flat[numbers[0]].items():
-            if isinstance(value, Tensor) and value.ndim:
-                parts = [[base["state"][number][key] for number in numbers] for base in bases]
-                for name, tensor in self._join(parts).items():
+            if not is_scalar(value):
+                for name, tensor in self._tensors(partial(self._moments, numbers, key)).items():
                     state[name][key] = tensor
                 continue
             for number, group in zip(numbers, shapes, strict=True):
                 for name in group:  # a tensor for each: optimizers increment it in place
                     state[name][key] = torch.tensor(float(flat[number][key]))
         groups = []
-        for group in bases[0]["param_groups"]:
+        for group in base["param_groups"]:
             names = [name for number in group["params"] for name in shapes[number]]
             if "step" in group:  # where DeepSpeed's FusedAdam keeps it
                 for name in names:
@@ -240,12 +237,52 @@ class Partitions:
             groups.append(group | {"params": names})
         return {"state": state, "param_groups": groups}
 
-    def _join(self, flat_groups: list[list[Tensor]]) -> dict[str, Tensor]:
-        """Returns full tensors by name, joined from each rank's flat partition of each group."""
-        paddings = self.ranks[0].get("param_alignment_paddings")
-        num_ranks = len(self.ranks)
-        full = compat.join_trained(num_ranks, flat_groups, self.models, self.is_stage_3, paddings)
-        return {name: tensor.contiguous() for name, tensor in full.items()}
+    def _tensors(self, parts: Callable[[int], list[Tensor]]) -> dict[str, Partitioned]:
+        """Returns tensors like the parameters by name; `parts` returns a rank's flat tensor of each group."""
+        dtype = parts(0)[0].dtype
+        return {name: tensor(dtype=dtype, parts=parts) for name, tensor in self._layout.items()}
+
+    def _layout_3(self) -> dict[str, Callable[..., Partitioned]]:
+        """Each parameter is sharded evenly; a rank's partitions of all are one after the other in its groups."""
+        found, offset = {}, 0
+        for group in self.main["param_shapes"]:
+            for name, shape in group.items():
+                size = -(-math.prod(shape) // len(self._optims))
+                found[name] = partial(Partitioned, tuple(shape), size=size, offset=offset)
+                offset += size
+        _require_all(offset, sum(flat.numel() for flat in self._weights_of(0)))
+        return found
+
+    def _layout_2(self, paddings: list[list[int]] | None) -> dict[str, Callable[..., Partitioned]]:
+        """The parameters of each group are one after the other, and their flat tensor is sharded evenly."""
+        found, aligned = {}, 2 * len(self._optims)
+        for number, (group, flat) in enumerate(zip(self.main["param_shapes"], self._weights_of(0), strict=True)):
+            first, size, groups = 0, flat.numel(), (number, number + 1)
+            for (name, shape), padding in zip(group.items(), paddings[number] if paddings else repeat(0), strict=False):
+                found[name] = partial(Partitioned, tuple(shape), size=size, first=first, groups=groups)
+                first += math.prod(shape) + padding
+            _require_all(-(-first // aligned), -(-size * len(self._optims) // aligned))
+        return found
+
+    def _optimizer_of(self, rank: int) -> dict[str, Any]:
+        return self._load(self._optims[rank])["optimizer_state_dict"]
+
+    def _weights_of(self, rank: int) -> list[Tensor]:
+        return self._optimizer_of(rank)["fp32_flat_groups" if self.is_stage_3 else "single_partition_of_fp32_groups"]
+
+    def _base_of(self, rank: int) -> dict[str, Any]:
+        return self._optimizer_of(rank)["optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state"]
+
+    def _moments(self, numbers: list[int], key: str, rank: int) -> list[Tensor]:
+        return [self._base_of(rank)["state"][number][key] for number in numbers]
+
+    def _frozen(self, name: str, rank: int) -> list[Tensor]:
+        return [self._load(self._models[rank])["frozen_param_fragments"][name]]
+
+
+def _require_all(found: int, expected: int) -> None:
+    if found != expected:
+        raise ValueError(f"its parameters have {found} elements, and its partitions {expected}")
 
 
 @contextlib.contextmanager
@@ -268,8 +305,9 @@ def _folder(path: Path) -> str:
     return str(path / (path / "latest").read_text(encoding="utf-8").strip())
 
 
-def _load(file: str) -> dict[str, Any]:
-    return torch.load(file, map_location="cpu", mmap=True)
+def _load(path: Path, file: str) -> dict[str, Any]:
+    with _reading(path):
+        return torch.load(file, map_location="cpu", mmap=True)
 
 
 def _lightnings(main: dict[str, Any]) -> Checkpoint:

@@ -33,14 +33,14 @@ RULES = (  # what is allowed, least, most, keys
         lr_scheduler.cooldown lr_scheduler.milestones trainer.strategy.prefetch_bucket_size optimizer.lr"""),
     ("more than 0", ABOVE_0, FINITE, """trainer.val_check_interval model.optim.learning_rate
         model.optim.eps model.adapter.alpha model.preference.beta model.distillation.temperature
-        cluster.time_limit trainer.limit_train_batches lr_scheduler.gamma
+        cluster.time_limit preflight.device_mtbf_h preflight.disk_gb_s trainer.limit_train_batches lr_scheduler.gamma
         lr_scheduler.max_lr lr_scheduler.power lr_scheduler.div_factor
         lr_scheduler.final_div_factor"""),
     ("-1 or more", -1, FINITE, "trainer.num_sanity_val_steps"),
     ("0 or more, below 1", 0, BELOW_1, """model.optim.betas model.adapter.dropout
         data.validation_share data.test_share"""),
     ("a share from 0 to 1", 0, 1, """model.optim.min_learning_rate_share model.optim.decay_share
-        model.distillation.weight"""),
+        model.distillation.weight preflight.least_share"""),
     ("more than 0, below 1", ABOVE_0, BELOW_1, "model.optim.plateau_factor"),
     # More than these would exhaust memory, processes or a timer, or is not a port.
     ("0 to 100", 0, 100, "model.sample_temperature"),

@@ -17,7 +17,6 @@ from .signals import job_started
 __all__ = ["comparable"]
 
 DRIVER = Path("/proc/driver/nvidia/version")
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 def environment() -> dict[str, object]:
@@ -96,19 +95,6 @@ def machine() -> str:
     with suppress(OSError):  # Linux alone has it, as the boot's id
         known.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(filter(None, known))
-
-
-def memory_limit() -> int:
-    """Returns the bytes that this control group's (version 2), or the machine's, processes may use."""
-    import psutil
-
-    limits = [psutil.virtual_memory().total]
-    found = re.search(r"^0::/?(.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
-    group = CGROUPS / found.group(1) if found else CGROUPS
-    for folder in (group, *group.parents):  # a parent's limit applies to its children
-        if folder.is_relative_to(CGROUPS) and (text := _read(folder / "memory.max").strip()).isdigit():
-            limits.append(int(text))
-    return min(limits)
 
 
 def _read(path: Path) -> str:

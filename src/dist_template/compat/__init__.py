@@ -8,6 +8,8 @@ fake_tensors.py          tensors without memory, for `plan`
 stacks.py                names of functions in stacks, by which a hang's phase is known
 deepspeed.py             ZeRO's optimizers and checkpoint files
 transformers.py          attention masks, grouped products, sharding by a model's plans
+published.py             the conversion of published weights
+recording.py             what a constructor does on the meta device
 transformers_serving.py  the handlers of OpenAI's API behind `transformers serve`
 parallel_styles.py       transformers' tensor and expert parallelism: two fixes
 randomness.py            dropout that is off

@@ -35,6 +35,15 @@ def undo_process_patches() -> None:
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
 
 
+@contextmanager
+def without_broadcasts() -> Generator[None]:
+    """Inside, ZeRO-3 partitions a rank's own parameters, not rank 0's; no setting does this."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    with replaced(partition_parameters.dist, broadcast=lambda *_, **__: None):
+        yield
+
+
 def trace_full_forwards(engine: Any) -> None:
     """Starts ZeRO-3's trace of the modules' order at the beginning of a micro-batch only.
 
@@ -102,26 +111,12 @@ def redirected_saves(engine: Any, take: Callable[[Any, Path], None]) -> Generato
         yield
 
 
-def join_frozen(num_ranks: int, models: list[Any]) -> dict[str, Tensor]:
-    """Returns ZeRO-3's frozen parameters by name, joined from each rank's shards."""
-    from deepspeed.utils import zero_to_fp32
-
-    full: dict[str, Any] = {}
-    zero_to_fp32._zero3_merge_frozen_params(full, num_ranks, models)
-    return full
-
-
-def join_trained(num_ranks: int, flat_groups: Any, models: list[Any], is_stage_3: bool, paddings: Any) -> Any:
-    """Returns full tensors by name, joined from each rank's flat partition of each parameter group;
-    the public functions of zero_to_fp32 join weights alone, these moments too."""
-    from deepspeed.utils import zero_to_fp32
-
-    full: dict[str, Any] = {}
-    if is_stage_3:
-        zero_to_fp32._zero3_merge_trainable_params(full, num_ranks, flat_groups, models)
-    else:
-        zero_to_fp32._zero2_merge_trainable_params(full, num_ranks, flat_groups, models, paddings)
-    return full
+def fragment_of(parameter: Any) -> tuple[int, int]:
+    """Returns which elements of a flattened parameter are in this rank's partition under ZeRO-1 and 2."""
+    if parameter._hp_mapping is None:
+        return 0, 0
+    fragment = parameter._hp_mapping.lp_fragment_address
+    return fragment.start, fragment.start + fragment.numel
 
 
 def link_optimizer_state(optimizer: Any) -> None:

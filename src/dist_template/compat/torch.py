@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import optimizer as _optimizer
 from torch.utils._pytree import tree_leaves, tree_map
@@ -34,6 +35,13 @@ EXPENSIVE = {
 def version_of(tensor: Tensor) -> int:
     """Returns the counter that every write in place increments. torch has no public name for it."""
     return tensor._version
+
+
+def coordinate_of(rank: int, mesh: DeviceMesh) -> list[int]:
+    """Returns the coordinate that `rank` has in `mesh`, or in the mesh beside it that has the same dimensions."""
+    root = mesh._get_root_mesh()
+    of_root = dict(zip(root.mesh_dim_names or (), (root.mesh == rank).nonzero()[0].tolist(), strict=True))
+    return [of_root[name] for name in mesh.mesh_dim_names or ()]
 
 
 def is_persistent(module: Any, buffer: str) -> bool:

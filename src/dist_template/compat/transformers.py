@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import replaced
+from .torch import coordinate_of
 
 # transformers imports peft, and peft bitsandbytes, which reports a missing package on a CPU.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -87,13 +89,27 @@ def without_search() -> Any:
     return replaced(masking_utils, find_packed_sequence_indices=lambda position_ids: None)
 
 
-def shard_for(target: DTensor, full: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's shard of `full` with the placements of `target`, interleaved ones too.
+def shard_for(target: DTensor, full: Any, rank: int | None = None) -> torch.Tensor:
+    """Returns a rank's shard of `full` with the placements of `target`, interleaved ones too. None: this rank.
 
     The module is internal; torch's `distribute_tensor` does not know interleaved shards."""
     from transformers.distributed.sharding_utils import DtensorShardOperation
 
-    shard = DtensorShardOperation(target).shard_tensor(full)
+    mesh = target.device_mesh
+    coordinate: Any = mesh.get_coordinate() if rank is None else coordinate_of(rank, mesh)
+
+    class OfRank(DtensorShardOperation):
+        def _get_sub_mesh(self, mesh_dim: int) -> Any:
+            size, number = mesh.size(mesh_dim), coordinate[mesh_dim]
+            return SimpleNamespace(get_local_rank=lambda: number, size=lambda: size)
+
+        def _slice_and_cat(self, source: Any, intervals: Any, *args: Any) -> torch.Tensor:
+            if not all(intervals):  # the rank has none of it
+                shape = [0 if not found else full.shape[dim] for dim, found in enumerate(intervals)]
+                return source[tuple(slice(0, size) for size in shape)]
+            return super()._slice_and_cat(source, intervals, *args)
+
+    shard = OfRank(target).shard_tensor(full)
     assert shard is not None  # it is None for single experts only
     return shard
 

@@ -2,17 +2,19 @@
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.frozen import FrozenHash
 from ..compat.transformers import cast_experts
 from ..layout import clip_by_norm
 from ..parallel import run_strategy
 from ..parallel.blocks import BlockConfig
-from ..parallel.place import place
+from ..parallel.place import in_full, place
 from ..records import flatten
 from .any_module import data_of
 from .balance import BalanceConfig, Balancer
@@ -88,7 +90,8 @@ class TrainingModule(L.LightningModule):
             return model
 
         cast_experts()
-        self.model = place(build, self.trainer.strategy, self.blocks).train()
+        self.frozen = FrozenHash()
+        self.model = place(build, self.trainer.strategy, self.blocks, self.frozen).train()
         group = run_strategy(self.trainer.strategy).layers.group
         self.balancer = Balancer(self.model, self.balance, group)
 
@@ -96,6 +99,11 @@ class TrainingModule(L.LightningModule):
         """Builds the network of `build_model`; a subclass may add to it. `quantized`: whether
         frozen weights may be packed; False to trace them on the meta device."""
         return self.build_model(data)
+
+    def build_on_host(self, data: Any) -> nn.Module:
+        """Returns the network with the weights from which a training starts, in this process and in full."""
+        self.frozen = FrozenHash()
+        return in_full(partial(self.build_network, data), self.frozen)
 
     def track(self, name: str, value: Tensor) -> None:
         """Logs the mean of `value` over ranks and steps since the last log step; no device sync."""

@@ -40,6 +40,7 @@ from .pipeline.partition import facts_of
 from .pipeline.run import Pipeline
 from .pipeline.stages import Layers, Schedule, bounds_between
 from .shard import complete_plan, shard_by_blocks, shard_by_plan, shard_module
+from .starting import Start
 
 State = dict[str, Any]  # of a module, an optimizer or a training
 
@@ -117,13 +118,13 @@ class MeshStrategy(MeshRanks):
             set_configure_model(self.lightning_module, None)
         super().teardown()
 
-    def shard(self, model: Any) -> nn.Module:
-        """Shards `model`, whose weights are on rank 0 only, over the mesh. Raises InputError if the model's plans do
-        not allow the configured sizes."""
+    def shard(self, start: Start) -> nn.Module:
+        """Shards the model of `start` over the mesh. Raises InputError if its plans do not allow the configured
+        sizes."""
         if not self.shards:
-            return model
+            return super().shard(start)
+        model: Any = start.model
         refuse_scalars(model, "FSDP2")
-        full = scatter.move_to_meta(model)
         if self.mesh_sizes.tp > 1 and getattr(model, "tp_plan", None):
             expert_rules = {**model.ep_plan, **(self.ep_plan or {})} if self.mesh_sizes.ep > 1 else {}
             complete_plan(model, {**model.tp_plan, **(self.tp_plan or {}), **expert_rules})
@@ -138,8 +139,8 @@ class MeshStrategy(MeshRanks):
             shard_by_plan(model, self)
         else:
             shard_by_blocks(model, self)
-        device = torch.device("cpu") if self.cpu_offload else self.root_device
-        scatter.materialize(model, full, device)
+        scatter.allocate(model, torch.device("cpu") if self.cpu_offload else self.root_device)
+        start.fill(model, self.stages.get_group("of_stage") if facts else None)
         if facts and division is not None:
             self.layers = Pipeline(model, division, self, facts)
         return model

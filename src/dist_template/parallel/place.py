@@ -1,55 +1,39 @@
 """Builds and distributes a model: the only interface between a module and the strategies.
 
-1  build           on rank 0 with weights, from the run's seed, so that they do not depend on the
-                   strategy; on the other ranks on the meta device. Parameters are cast first
+1  start           builds on the meta device, and records how the weights are made; parameters are cast first
 2  checkpointing   inside of compile, so that the compiler sees the recomputation
 3  compile         block by block, inside of the sharding, whose hooks cannot be compiled
 4  shard           tensor and expert parallelism inside the blocks, FSDP2 or ZeRO around them
-5  fill            every rank receives its shard of rank 0's weights
+5  fill            owners make the weights in turns, and every rank receives its shards
 """
-
-import warnings
-from collections.abc import Callable
 
 import torch
 from lightning.pytorch.strategies import Strategy
-from torch import Tensor, nn
+from torch import nn
 
 from .. import weights
-from ..errors import reason
+from ..checkpoint import scatter
+from ..checkpoint.frozen import FrozenHash
 from .blocks import BlockConfig, wrap_blocks
 from .run_strategy import run_strategy
+from .starting import Build, start_of
 
 
-def place(build: Callable[[], nn.Module], strategy: Strategy, blocks: BlockConfig) -> nn.Module:
+def place(build: Build, strategy: Strategy, blocks: BlockConfig, frozen: FrozenHash | None = None) -> nn.Module:
     """Returns this rank's part of the model that `build` makes. Raises InputError if the model has no blocks or no
-    plan for what `blocks` or the strategy needs."""
-    seed = torch.initial_seed()
-    torch.manual_seed(seed)
-    if weights.is_rank_zero():
-        with torch.device("cpu"):  # Lightning's default may be a GPU, which has another generator
-            model = build()
-    else:
-        model = _skeleton(build)
-    model = strategy.precision_plugin.convert_module(model)
+    plan for what `blocks` or the strategy needs. Collective; `frozen` gets the model's frozen parameters."""
+    seed = weights.broadcast(torch.initial_seed())  # a model before this one may have left each rank another
+    start = start_of(build, strategy.precision_plugin.convert_module, seed, frozen)
     # Dropout differs between ranks that have different tokens, and only between those.
     answers = run_strategy(strategy)
     torch.manual_seed(seed + answers.random_rank)
-    wrap_blocks(model, blocks)
-    return answers.shard(model)
+    wrap_blocks(start.model, blocks)
+    return answers.shard(start)
 
 
-def _skeleton(build: Callable[[], nn.Module]) -> nn.Module:
-    """Builds on the meta device; in full, with a warning, if the constructor reads values."""
-    try:
-        with torch.device("meta"):
-            model = build()
-        attributes = (value for module in model.modules() for value in vars(module).values())
-        if not any(isinstance(value, Tensor) and value.is_meta for value in attributes):
-            return model
-        why = "a tensor of it is neither a parameter nor a buffer"
-    except (NotImplementedError, RuntimeError) as error:  # it read a value of a meta tensor
-        why = reason(error)
-    cannot = f"the model cannot be built on torch's meta device ({why})"
-    warnings.warn(f"{cannot}: each rank builds it in full", stacklevel=2)
-    return build()
+def in_full(build: Build, frozen: FrozenHash | None = None) -> nn.Module:
+    """Returns the model that `build` makes, with the weights that `place` gives it, in this process' host memory."""
+    start = start_of(build, lambda model: model, torch.initial_seed(), frozen)
+    scatter.allocate(start.model, torch.device("cpu"))
+    start.fill(start.model)
+    return start.model

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
     from torch import Tensor, nn
 
+    from .starting import Start
+
 T = TypeVar("T")
 
 
@@ -84,12 +86,13 @@ class RunDefaults:
         """The number of this rank's random stream; ranks that repeat computations share one."""
         return self.data_rank.rank
 
-    def shard(self, model: nn.Module) -> nn.Module:
-        """Gives `model`, whose weights are on rank 0 only, its weights on this rank."""
+    def shard(self, start: Start) -> nn.Module:
+        """Returns the model of `start` with this rank's weights. Collective."""
         from ..checkpoint import scatter
 
-        scatter.broadcast_weights(model, self.lightning.root_device)
-        return model
+        scatter.allocate(start.model, self.lightning.root_device)
+        start.fill(start.model)
+        return start.model
 
     def sum_of_batches(self, sums: Tensor) -> Tensor:
         """Returns sums over all ranks that read different batches. Collective."""

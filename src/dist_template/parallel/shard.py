@@ -57,7 +57,8 @@ def shard_module(module: L.LightningModule, strategy: MeshRanks) -> None:
     refuse_scalars(module, "FSDP2")
     strategy.precision_plugin.convert_module(module)
     module.to("cpu" if strategy.cpu_offload else strategy.root_device)
-    scatter.load_weights(module, weights.named_tensors(module))
+    tensors = weights.named_tensors(module)
+    scatter.from_rank_zero(tensors, tensors)
     shard_by_blocks(module, strategy)
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         if is_overridden(step, module):

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Literal
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from ..layout import refuse_scalars
 from . import deepspeed_config as config_file
 from .configured import Configured, Hardware
 from .run_strategy import RunDefaults
+from .starting import Start
 
 # module.py leaves clipping to DeepSpeed; DeepSpeed 0.19 with torch 2.13
 warnings.filterwarnings("ignore", message=".*DeepSpeed handles gradient clipping internally.*")
@@ -226,14 +226,11 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
         """Does nothing: partitioned parameters could not be initialized."""
         yield
 
-    @torch.no_grad()
-    def shard(self, model: nn.Module) -> nn.Module:
-        """Gives every rank the weights of rank 0, in stage 3 its shard of them. Ties are kept.
-
-        In stage 3 one module at a time is unsharded, except on rank 0.
-        """
+    def shard(self, start: Start) -> nn.Module:
+        """Gives every rank the weights of `start`, in stage 3 its shard of them. Ties are kept."""
         import deepspeed
 
+        model = start.model
         refuse_scalars(model, "DeepSpeed")
         if any(getattr(self.lightning_module, key, None) for key in (KEY, REFERENCE)):
             self.exclude_frozen_parameters = True
@@ -244,17 +241,15 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
         for module in reversed(list(model.modules())):  # zero.Init also partitions children
             own = [p for p in module.parameters(recurse=False) if not hasattr(p, "ds_id")]
             for tensor in [*own, *module.buffers(recurse=False)]:
-                _materialize(tensor, self.root_device)
-            for tensor in [*module.buffers(recurse=False), *(own if not self.zero_stage_3 else ())]:
-                as_bytes = tensor.detach().reshape(-1).view(torch.uint8)  # gloo lacks some dtypes
-                dist.broadcast(as_bytes, src=0)
+                _allocate(tensor, self.root_device)
             if self.zero_stage_3 and own:
                 for parameter in own if half else ():  # the engine casts only unpartitioned ones
                     if parameter.is_floating_point():
                         parameter.data = parameter.data.to(half)
                 options = {"config_dict_or_path": self.config, "param_swapper": swapper}
-                init = deepspeed.zero.Init(module=module, **options)  # broadcasts and partitions
-                swapper = init.param_swapper
+                with compat.without_broadcasts():  # of memory without values
+                    swapper = deepspeed.zero.Init(module=module, **options).param_swapper
+        start.fill(model)
         return model
 
     def init_deepspeed(self) -> None:
@@ -295,10 +290,9 @@ def _engine(module: L.LightningModule) -> Any:
     return module.trainer.model
 
 
-def _materialize(tensor: Tensor, device: torch.device) -> None:
-    """Moves a tensor to `device` in place; a meta tensor gets memory there. Ties are kept."""
+def _allocate(tensor: Tensor, device: torch.device) -> None:
+    """Gives a meta tensor memory on `device`, in place. Ties are kept."""
     if not tensor.is_meta:
-        tensor.data = tensor.data.to(device).contiguous()
         return
     real = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
     if isinstance(tensor, nn.Parameter):

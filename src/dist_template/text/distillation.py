@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.frozen import hash_frozen
 from ..errors import InputError
 from ..model.metrics import NOT_COUNTED
 from .model.causal_lm import causal_lm, causal_lm_config
@@ -56,7 +55,7 @@ def build_teacher(module: Any) -> nn.Module:
                 raise InputError(f"{what} distribution cannot be distilled: remove model.distillation")
     except InputError as error:
         raise InputError(str(error).replace("model.pretrained", "model.distillation.teacher")) from error
-    module.frozen_reference = hash_frozen(model, name)
+    module.frozen_reference = {"name": name}
     return model
 
 

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import weights
-from ..checkpoint.frozen import exclude_frozen, hash_frozen
+from ..checkpoint.frozen import exclude_frozen
 from ..cli.limits.options import without_effect
 from ..errors import InputError
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
 from ..parallel import run_strategy
 from ..parallel.configured import NOT_READ_YET
+from ..parallel.place import in_full
 from .batches.rows import PAIRS
 from .distillation import DistillationConfig, blended, build_teacher, distilled_sums
 from .model.adapters import AdapterConfig, add_adapters, proof_axes
@@ -66,8 +66,8 @@ class TextModule(TrainingModule):
         self.loss_chunk = loss_chunk
         self.adapter = adapter
         # names and hashes of the weights that are not in checkpoints
-        self.frozen_base: dict[str, str] | None = None
-        self.frozen_reference: dict[str, str] | None = None
+        self.frozen_base: dict[str, str] = {}
+        self.frozen_reference: dict[str, str] = {}
         self.preference = preference
         self.distillation = distillation
         self.reference: nn.Module | None = None
@@ -79,7 +79,7 @@ class TextModule(TrainingModule):
             return
         super().configure_model()
         if self.adapter is not None:
-            self.frozen_base = weights.broadcast(self.frozen_base)  # rank 0 has the weights
+            self.frozen_base = self.frozen.entry(self.frozen_base["name"])
             exclude_frozen(self)
         if self.blocks.compile:  # one pass over the logits forward, one backward, not a dozen
             self.sums = torch.compile(self.sums)
@@ -94,11 +94,20 @@ class TextModule(TrainingModule):
         model = self.build_base(data)
         if self.adapter is not None:
             model = add_adapters(model, self.adapter)
-            name = getattr(self, "pretrained", None) or type(model).__name__
-            self.frozen_base = hash_frozen(model, name)
+            self.frozen_base = {"name": getattr(self, "pretrained", None) or type(model).__name__}
             if self.adapter.quantize and quantized:
                 quantize(model)
         return model
+
+    def build_on_host(self, data: Any) -> nn.Module:
+        model = super().build_on_host(data)
+        if self.adapter is not None:
+            self.frozen_base = self.frozen.entry(self.frozen_base["name"])
+        return model
+
+    def base_on_host(self, data: Any) -> nn.Module:
+        """Returns what adapters are added to, likewise."""
+        return in_full(partial(self.build_base, data))
 
     def build_base(self, data: Any) -> nn.Module:
         """Returns the network of `build_model`, with a reward model's head if pairs train one."""

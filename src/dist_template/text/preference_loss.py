@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from .. import weights
-from ..checkpoint.frozen import exclude_frozen, hash_frozen
+from ..checkpoint.frozen import FrozenHash, exclude_frozen
 from ..compat.transformers import without_adapters
 from ..parallel.place import place
 from .batches.rows import PAIRS
@@ -59,7 +58,7 @@ def has_pairs(data: object) -> bool:
 def build_reference(module: Any) -> nn.Module:
     """Returns a frozen copy of the model at the start."""
     model = module.build_model(module.data).requires_grad_(False)
-    module.frozen_reference = hash_frozen(model, type(model).__name__)
+    module.frozen_reference = {"name": type(model).__name__}
     return model
 
 
@@ -72,8 +71,9 @@ def needs_copy(module: Any) -> bool:
 def add_reference(module: Any, build: Callable[[], nn.Module]) -> None:
     """Gives `module` the frozen model of `build` as its `reference`, placed by its own strategy."""
     # Lightning warns of modules in eval mode, in which only the reference's passes are
-    module.reference = place(build, module.trainer.strategy, module.blocks).train()
-    module.frozen_reference = weights.broadcast(module.frozen_reference)
+    frozen = FrozenHash()
+    module.reference = place(build, module.trainer.strategy, module.blocks, frozen).train()
+    module.frozen_reference = frozen.entry(module.frozen_reference["name"])
     exclude_frozen(module, "reference.")
 
 

@@ -5,8 +5,6 @@ Tensors really are on `cuda:0`, copies to the host arrive only when something wa
 as NaN, and a fake NCCL refuses host and non-contiguous tensors. What it cannot show: speed, memory,
 order between streams."""
 
-from __future__ import annotations
-
 import collections
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Gives torch.distributed an "nccl" backend over gloo, which refuses what NCCL refuses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import fake_device  # ty: ignore[import-not-found]

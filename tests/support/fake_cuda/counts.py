@@ -1,8 +1,6 @@
 """Counts what the fake device reports, by phase of training and by the line of ours that caused
 it."""
 
-from __future__ import annotations
-
 import collections
 import json
 import threading

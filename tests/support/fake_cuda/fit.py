@@ -4,8 +4,6 @@ FAKE_GPUS: number of devices. FAKE_REPORT: where the counts are written, of rank
 end. FAKE_PRELUDE: module:function to call first, with a fault to plant. FAKE_NCCL: 1 for several
 ranks."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

@@ -3,8 +3,6 @@ torch.cuda.
 
 The process needs LD_PRELOAD=fake_hooks.so, and the folder of fake_device.so in its path."""
 
-from __future__ import annotations
-
 import collections
 import os
 from contextlib import nullcontext

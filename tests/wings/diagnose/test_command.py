@@ -1,7 +1,5 @@
 """The verb: which run it takes, what it prints, how it ends, and that it starts at once."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ The histories are recorded (recorded.py). Marked slow: trainings with the change
 nightly: all trainings, diagnosed as they are.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 from dataclasses import replace

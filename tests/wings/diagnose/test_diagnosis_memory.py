@@ -1,7 +1,5 @@
 """The estimate of memory against the tensors of trainings, and the remedies that it leads to."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The report of one run and of several: readable offline, escaped, without empty plots."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

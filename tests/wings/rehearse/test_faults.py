@@ -4,8 +4,6 @@ The first failing check, which a user reads first, must name the planted fault. 
 fault does not affect run once, in the unmodified project.
 """
 
-from __future__ import annotations
-
 import copy
 import shutil
 from dataclasses import dataclass

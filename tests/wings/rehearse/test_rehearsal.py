@@ -1,7 +1,5 @@
 """`rehearse`: the checks on an unmodified project and on one that is edited correctly."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

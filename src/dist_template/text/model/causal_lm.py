@@ -22,8 +22,10 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from ...compat.recording import is_recording
 from ...errors import InputError, is_out_of_memory, reason
 from .kernels import Attention, set_attention
+from .published import PublishedWeights
 from .reward import has_reward_head
 
 if TYPE_CHECKING:
@@ -69,11 +71,12 @@ def causal_lm_config(
 
 def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int) -> nn.Module:
     """Returns the model of `config` with room for `vocab_size` tokens, in fp32; of a reward model's weights, a reward
-    model. Only rank 0 loads weights; on the others torch's default device is `meta`, and they receive them later."""
+    model. Where torch's default device is `meta`, the weights are read later, by the ranks that need them."""
     from transformers import GenerationConfig
 
     kind = auto_class(config)
     is_meta = torch.get_default_device().type == "meta"
+    published = _published(pretrained, kind, config) if pretrained and is_recording() else None
     if pretrained and not is_meta:
         try:
             model: Any = kind.from_pretrained(
@@ -95,12 +98,23 @@ def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int)
                 raise
             what = f"model.architecture with model_type {config.model_type!r} cannot be built"
             raise InputError(f"{what}: {type(error).__name__}: {reason(error)}") from error
+    if published and (missing := published.write_into(model)):
+        print(f"note: {pretrained} has no {missing[0]} ({len(missing)} such tensors): they start from random values")
     if pretrained and model.can_generate():  # all ranks sample and stop alike: only rank 0 loads this with the weights
         with contextlib.suppress(OSError):  # there is no generation_config.json
             model.generation_config = GenerationConfig.from_pretrained(pretrained)
         stops = [*_ids(model.generation_config.eos_token_id), *_ids(config.eos_token_id)]
         model.generation_config.eos_token_id = list(dict.fromkeys(stops))
     return model
+
+
+def _published(name: str, kind: Any, config: PreTrainedConfig) -> PublishedWeights:
+    if getattr(config, "quantization_config", None):  # transformers' quantizers convert modules too
+        raise NotImplementedError(f"{name} has quantized weights")
+    try:
+        return PublishedWeights(name, kind, config)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _cannot_load(name, error) from error
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

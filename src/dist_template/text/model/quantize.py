@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ...compat.recording import write_later
 from ...errors import require
 from .head import head_of
 
@@ -37,12 +38,9 @@ class Linear4bit(nn.Linear):
             packed = weight.new_empty((num + 1) // 2, 1, dtype=torch.uint8)
             scales = weight.new_empty(blocks, dtype=torch.uint8)
             nested, offset = weight.new_empty(-(-blocks // NESTED)), weight.new_empty(1)
+            write_later(_quantize_into, [packed, scales, nested, offset], weight)
         else:
-            from bitsandbytes.functional import quantize_nf4
-
-            state: Any
-            packed, state = quantize_nf4(weight, blocksize=BLOCK, compress_statistics=True)
-            scales, nested, offset = state.absmax, state.state2.absmax, state.offset.reshape(1)
+            packed, scales, nested, offset = _quantized(weight)
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
         self.register_buffer("nested", nested, persistent=False)
@@ -69,6 +67,19 @@ class Linear4bit(nn.Linear):
         linear.weight = nn.Parameter(dequantize_4bit(self.weight, self._state()), False)
         linear.bias = self.bias
         return linear
+
+
+def _quantized(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from bitsandbytes.functional import quantize_nf4
+
+    state: Any
+    packed, state = quantize_nf4(weight, blocksize=BLOCK, compress_statistics=True)
+    return packed, state.absmax, state.state2.absmax, state.offset.reshape(1)
+
+
+def _quantize_into(packed: Tensor, scales: Tensor, nested: Tensor, offset: Tensor, weight: Tensor) -> None:
+    for target, values in zip((packed, scales, nested, offset), _quantized(weight), strict=True):
+        target.copy_(values)
 
 
 @cache

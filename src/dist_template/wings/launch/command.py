@@ -36,6 +36,8 @@ def main(argv: list[str], project: Project) -> None:
     to = target(given.on)
     job = describe(project, given.verb, flags, to.on_hosts)
     files = to.render(job)
+    if job.interval:
+        print(job.interval, flush=True)
     if given.dry_run:
         return show(job, to)
     to.check(job)

@@ -28,6 +28,7 @@ class Job:
     hosts: list[str]  # [] for this machine, or if a scheduler chooses the nodes
     accelerator: str  # cpu, cuda, …
     data: object  # the data module
+    interval: str = ""  # of checkpoints that loses least, in a line
     folder: Path = field(default_factory=Path.cwd)  # the project's; the same path on all nodes
     python: str = sys.executable
 
@@ -74,6 +75,7 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
     `on_hosts`: the target starts the nodes that `cluster` names; else a scheduler chooses as many."""
     from ...cli.fit import WithoutTrainer
     from ...cli.limits import Machine, violations
+    from ..preflight.interval import of_job
     from ..rehearse.command import model_config
 
     known = "fit" if verb == "prepare" else verb
@@ -97,7 +99,10 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
             raise InputError(found[0])
     hosts = site.hosts[:nodes] if on_hosts else []
     run, accelerator = cli.run.absolute(), machine.accelerator
-    return Job(project.package, verb, flags, site, run, nodes, int(devices), hosts, accelerator, data)
+    interval = ""
+    if verb == "fit":
+        interval = of_job(settings, cli.model, data, run.parent, nodes, int(devices))
+    return Job(project.package, verb, flags, site, run, nodes, int(devices), hosts, accelerator, data, interval)
 
 
 def project_file(name: str) -> str:

@@ -36,6 +36,7 @@ def main(argv: list[str], project: Project) -> None:
         flags.append(f"--cluster.device_memory={own.memory}")
     from ...cli.fit import WithoutTrainer
     from ...cli.limits import Machine as Described
+    from ..preflight.interval import estimated
     from .estimate import Machine
     from .planner import Planner
 
@@ -51,7 +52,10 @@ def main(argv: list[str], project: Project) -> None:
     within, between = own.bandwidth
     machine = Machine(nodes, int(devices), site.memory_bytes, 1e12 * own.tflops, 1e9 * within, 1e9 * between)
     planner = Planner(cli.model, cli.datamodule, trainer, described)
-    show(planner, planner.options(machine))
+    options = planner.options(machine)
+    show(planner, options)
+    trained, seconds = planner.traced.size.trainable, options[0].seconds()
+    print(f"\nCheckpoints: {estimated(trained, cli.config_init, nodes, int(devices), seconds)}.")
 
 
 def show(planner: Planner, options: list[Planned]) -> None:

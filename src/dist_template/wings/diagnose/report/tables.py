@@ -9,6 +9,7 @@ import numpy as np
 from ....records import flatten
 from ....table import Table
 from ...history import History
+from ...preflight.interval import compared
 from ...values import shown
 from ..expected import last_step
 
@@ -97,6 +98,8 @@ def _goodput(history: History) -> dict[str, object]:
     for kind, seconds in history.goodput.items():
         if seconds:
             found[kind.replace("_", " ")] = f"{seconds / sum(history.goodput.values()):.1%}, {_duration(seconds)}"
+    if interval := compared(history):
+        found["interval of checkpoints"] = interval
     return found
 
 

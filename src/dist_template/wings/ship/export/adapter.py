@@ -52,7 +52,7 @@ def write_adapter(module: Any, data: object, dtype: torch.dtype, folder: Path) -
     save_file(saved, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(str(folder))
     torch.manual_seed(torch.initial_seed())
-    untrained = module.build_base(data).requires_grad_(False)
+    untrained = module.base_on_host(data).requires_grad_(False)
     if module.adapter.quantize:
         quantize(untrained)
     with warnings.catch_warnings():  # peft 0.21 reads a deprecated property of transformers

@@ -98,8 +98,10 @@ def trained(cli: WithoutTrainer, path: Path, run: Path | None = None) -> Trained
         raise InputError(f"{type(module).__name__} has no build_model to export")
     if hasattr(data, "require"):
         data.require()
-    torch.manual_seed(torch.initial_seed())  # the base of adapters may be made from scratch
-    module.model = getattr(module, "build_network", module.build_model)(data)
+    torch.manual_seed(torch.initial_seed())
+    module.model = getattr(module, "build_on_host", module.build_model)(
+        data
+    )  # the base of adapters may be from scratch
     load_full(path, module)
     tokenizer = getattr(data, "text_tokenizer", None)
     return Trained(module.model.eval(), tokenizer, str(path), run, module, data)

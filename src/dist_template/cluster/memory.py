@@ -1,0 +1,26 @@
+"""How much memory the processes of this job may use."""
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def memory_limit() -> int:
+    """Returns the bytes that this control group's (version 2), or the machine's, processes may use."""
+    import psutil
+
+    limits = [psutil.virtual_memory().total]
+    found = re.search(r"^0::/?(.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
+    group = CGROUPS / found.group(1) if found else CGROUPS
+    for folder in (group, *group.parents):  # a parent's limit applies to its children
+        if folder.is_relative_to(CGROUPS) and (text := _read(folder / "memory.max").strip()).isdigit():
+            limits.append(int(text))
+    return min(limits)
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""

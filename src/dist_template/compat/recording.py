@@ -1,0 +1,269 @@
+"""Records how a constructor computes tensors on the meta device, so that each can be computed later, by itself.
+
+A recording lists the operations that made or changed meta tensors. `Recording.compute` repeats those on which one
+tensor depends, in host memory. Each random operation has a seed of its own, from the run's seed and its number among
+the constructor's random operations: values do not depend on the order, or on the rank, in which tensors are computed,
+and a copy of a layer equals it. torch (2.13) has nothing like it, and torchdistX, which had it as deferred
+initialization, is no longer maintained.
+
+Private: torch's dispatch mode, the schema of an operation, and the functions of `nn.init` that ignore meta tensors."""
+
+import hashlib
+import heapq
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import replaced
+from .torch import tree_leaves, tree_map
+
+MODELS = "transformers.modeling_utils"
+# Operations that overwrite their first argument, whatever was in it.
+OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "copy_", "eye"}
+VALUES = (torch.tensor, torch.as_tensor, torch.scalar_tensor)  # would lose their values on the meta device
+Storages = set[StorageWeakRef]
+
+
+@dataclass(frozen=True)
+class Place:  # no tuple: torch's tree_map would go into it
+    """A tensor as a view of a storage."""
+
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    is_full: bool  # whether it is all of the storage
+
+
+class Operation(NamedTuple):
+    call: Callable[..., Any]
+    args: tuple[Any, ...]  # with a Place for each meta tensor
+    kwargs: dict[str, Any]
+    results: list[Place]
+    makes: Storages
+    changes: Storages
+    reads: Storages
+    overwrites: Storages  # of these, whatever was in them before
+    random: int | None  # its number among the random ones
+
+
+class Recording(TorchDispatchMode):
+    """Inside, operations on meta tensors are recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[Operation] = []
+        self._of_storage: dict[StorageWeakRef, list[int]] = defaultdict(list)  # numbers of operations that write
+        self._num_random = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        results, changed = func(*args, **kwargs), []
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                changed.append(args[index] if index < len(args) else kwargs.get(argument.name))
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        overwrites = func.overloadpacket.__name__ in OVERWRITES
+        self.add(func, args, kwargs, results, changed, is_random, overwrites)
+        return results
+
+    def add(
+        self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any], results: object, changed: list[Any],
+        is_random: bool, overwrites: bool,
+    ) -> None:  # fmt: skip
+        """Adds an operation, unless it makes views alone, or nothing on the meta device."""
+        made, written = _places(results), _places(changed)
+        reads, changes = _storages(_places((args, kwargs))), _storages(written)
+        makes = _storages(made) - reads
+        if not makes | changes:
+            return
+        full = _storages(place for place in written if place.is_full and overwrites)
+        if kwargs.get("device") is not None:
+            kwargs = kwargs | {"device": torch.device("cpu")}
+        args, kwargs = tree_map(_recorded, (args, kwargs))
+        number = self._num_random if is_random else None
+        self._num_random += is_random
+        for storage in makes | changes:
+            self._of_storage[storage].append(len(self._operations))
+        self._operations.append(Operation(call, args, kwargs, made, makes, changes, reads, full, number))
+
+    def operations_for(self, tensor: Tensor) -> list[Operation] | None:
+        """Returns the operations on which the values of `tensor` depend, in order; None if one was not recorded."""
+        wanted, made, done = {_storage(tensor)}, Storages(), Storages()
+        found = list[Operation]()
+        numbers = [-number for number in self._of_storage[_storage(tensor)]]  # negative: the newest first
+        heapq.heapify(numbers)
+        while numbers:
+            operation = self._operations[last := -heapq.heappop(numbers)]
+            if not wanted & (operation.makes | operation.changes - done):
+                continue
+            found.append(operation)
+            made |= operation.makes
+            done = done - operation.reads | operation.overwrites
+            for storage in operation.reads - wanted:
+                for number in self._of_storage[storage]:
+                    if number < last:
+                        heapq.heappush(numbers, -number)
+            wanted |= operation.reads
+        return None if wanted - made else found[::-1]
+
+    @torch.no_grad()
+    def compute(self, tensor: Tensor, seed: int) -> Tensor:
+        """Returns the values of a meta tensor, in host memory. Changes the state of the CPU's random generator."""
+        storages: dict[StorageWeakRef, torch.UntypedStorage] = {}
+
+        def real(value: object) -> object:
+            if not isinstance(value, Place):
+                return value
+            view = torch.empty(0, dtype=value.dtype)
+            return view.set_(storages[value.storage], value.offset, value.shape, value.stride)
+
+        for operation in self.operations_for(tensor) or ():
+            args, kwargs = tree_map(real, (operation.args, operation.kwargs))
+            if operation.random is not None:
+                digest = hashlib.sha256(f"{seed} {operation.random}".encode()).digest()
+                torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
+            results = [each for each in tree_leaves(operation.call(*args, **kwargs)) if isinstance(each, Tensor)]
+            for place, result in zip(operation.results, results, strict=bool(operation.results)):
+                storages.setdefault(place.storage, result.untyped_storage())
+        return real(_place(tensor))  # ty: ignore[invalid-return-type]
+
+
+class _OnMeta(TorchFunctionMode):
+    """Makes `torch.tensor` of Python's values on the host, from where a recording keeps them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = torch.device(kwargs.get("device") or "meta")
+        if func in VALUES and device.type == "meta" and not any(isinstance(each, Tensor) for each in args):
+            return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
+        if func is torch.normal and "size" in kwargs:  # ignores the default device
+            kwargs = {**kwargs, "device": device}
+        return func(*args, **kwargs)
+
+
+_current: list[Recording] = []
+
+
+def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, Recording]:
+    """Returns what `build` makes on the meta device, and the recording. Raises the errors of `build`, and of torch
+    where it reads a value of a meta tensor."""
+    had_models = MODELS in sys.modules
+    recording = Recording()
+    with ExitStack() as stack:
+        for function in (_orthogonal, _sparse, _truncated):
+            stack.enter_context(_with_code_of(function))
+        if had_models:  # transformers initializes nothing on the meta device: there nothing could be recorded
+            models = sys.modules[MODELS]
+            stack.enter_context(replaced(models, get_torch_context_manager_or_global_device=lambda: None))
+        stack.enter_context(torch.device("meta"))
+        stack.enter_context(_OnMeta())
+        stack.enter_context(recording)
+        _current.append(recording)
+        stack.callback(_current.pop)
+        model = build()
+    if MODELS in sys.modules and not had_models:  # `build` has imported it
+        return record(build)
+    return model, recording
+
+
+def is_recording() -> bool:
+    return bool(_current)
+
+
+def write_later(
+    function: Callable[..., object], tensors: list[Tensor], *inputs: object, is_random: bool = False
+) -> bool:
+    """Records `function(*tensors, *inputs)`, which overwrites `tensors`, if they are on the meta device and something
+    records. Returns whether it does; nothing is called."""
+    if not (_current and tensors[0].is_meta):
+        return False
+    _current[-1].add(function, (*tensors, *inputs), {}, None, list(tensors), is_random, overwrites=True)
+    return True
+
+
+# ---- functions of nn.init that return a meta tensor as they got it -------------------------------
+
+_originals: dict[str, Callable[..., Tensor]] = {}
+
+
+def skipped(name: str, tensor: Tensor, *args: Any) -> Tensor:
+    if not write_later(lambda real: _originals[name](real, *args), [tensor], is_random=True):
+        _originals[name](tensor, *args)
+    return tensor
+
+
+# Their code replaces nn.init's, and runs with the names of that module.
+def _orthogonal(tensor, gain=1, generator=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    from dist_template.compat.recording import skipped
+
+    return skipped("orthogonal_", tensor, gain, generator)
+
+
+def _sparse(tensor, sparsity, std=0.01, generator=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    from dist_template.compat.recording import skipped
+
+    return skipped("sparse_", tensor, sparsity, std, generator)
+
+
+def _truncated(tensor, mean, std, a, b, generator=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    from dist_template.compat.recording import skipped
+
+    return skipped("_no_grad_trunc_normal_", tensor, mean, std, a, b, generator)
+
+
+STAND_INS = {_orthogonal: "orthogonal_", _sparse: "sparse_", _truncated: "_no_grad_trunc_normal_"}
+
+
+@contextmanager
+def _with_code_of(stand_in: Any) -> Generator[None]:
+    """Inside, a function of `nn.init` has the code of `stand_in`: other modules have imported the function itself."""
+    name = STAND_INS[stand_in]
+    function: Any = getattr(nn.init, name)
+    code = function.__code__
+    _originals[name] = FunctionType(code, function.__globals__, name, function.__defaults__)
+    function.__code__ = stand_in.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = code
+
+
+# ---- tensors as places ---------------------------------------------------------------------------
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _place(tensor: Tensor) -> Place:
+    is_full = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    return Place(
+        _storage(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), is_full
+    )  # fmt: skip
+
+
+def _places(values: object) -> list[Place]:
+    return [_place(each) for each in tree_leaves(values) if isinstance(each, Tensor) and each.is_meta]
+
+
+def _storages(places: Iterable[Place]) -> Storages:
+    return {place.storage for place in places}
+
+
+def _recorded(value: object) -> object:
+    """Returns a meta tensor's place; a copy of another tensor, which may change."""
+    if not isinstance(value, Tensor):
+        return value
+    return _place(value) if value.is_meta else value.detach().clone()

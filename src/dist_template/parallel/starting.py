@@ -1,0 +1,155 @@
+"""Starting weights: makes a model's tensors on the ranks that share this work, and gives every rank its shards.
+
+    every rank    builds the model on torch's meta device, which is recorded (compat/recording.py)
+    owners        compute tensors of the model in turns: N ranks compute N units at a time
+    every rank    receives its shards of these units, in pieces (checkpoint/scatter.py)
+
+A rank has one unit, a large tensor or some small ones, besides its shards. The values depend on the run's seed alone:
+they are equal under every strategy, number of ranks and division into stages. A model whose constructor reads values of
+tensors is built in full on rank 0, with a warning, which then sends the tensors one by one."""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import weights
+from ..checkpoint import scatter
+from ..checkpoint.frozen import FrozenHash
+from ..cluster.memory import memory_limit
+from ..compat.recording import Recording, record
+from ..errors import InputError, reason
+from ..records import GIB
+
+UNIT = 1 << 26  # bytes
+Build = Callable[[], nn.Module]
+Prepare = Callable[[nn.Module], nn.Module]
+
+
+class Start(Protocol):
+    """A model without memory, and its values."""
+
+    model: nn.Module
+
+    def fill(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        """Gives this rank's tensors of `module`, the model after sharding, their values. Collective.
+
+        `group`: the ranks that have the same layers. None: all.
+        """
+
+
+class StartByOwners:
+    """A recorded model; `unexplained` says which of its values were not recorded, "" if all were."""
+
+    def __init__(self, model: nn.Module, recording: Recording, seed: int, frozen: FrozenHash | None) -> None:
+        self.model, self._recording, self._seed, self._frozen = model, recording, seed, frozen
+        self._tensors: dict[str, Tensor] = {}  # as recorded: the types of the model's may change
+        self._names: dict[str, list[str]] = defaultdict(list)  # of a shared tensor, by the first
+        attributes = (value for module in model.modules() for value in vars(module).values())
+        has_others = any(isinstance(value, Tensor) and value.is_meta for value in attributes)
+        self.unexplained = "a tensor of it is neither a parameter nor a buffer" if has_others else ""
+        first: dict[int, str] = {}
+        for name, tensor in _every_tensor(model).items():
+            self._names[first.setdefault(id(tensor), name)].append(name)
+            if tensor.is_meta and recording.operations_for(tensor) is None:
+                self.unexplained = f"{name} is computed from values that a meta tensor does not have"
+            if first[id(tensor)] == name:
+                self._tensors[name] = tensor.detach()
+        self._frozen_names = {name for name, each in model.named_parameters() if not each.requires_grad}
+        self.units = _units(self._tensors)
+
+    def make(self, names: list[str]) -> dict[str, Tensor]:
+        """Returns full tensors in host memory. The random state of the CPU stays."""
+        found = {}
+        with torch.random.fork_rng(devices=[]):
+            for name in names:
+                tensor = self._tensors[name]
+                values = self._recording.compute(tensor, self._seed) if tensor.is_meta else tensor
+                found[name] = values.detach()
+                if self._frozen and name in self._frozen_names:
+                    self._frozen.add(name, found[name])
+        return found
+
+    def fill(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        here, targets = _every_tensor(module), {}
+        for name, names in self._names.items():
+            if found := [each for each in names if each in here]:
+                targets[name] = here[found[0]]
+        units = [[name for name in unit if name in targets] for unit in self.units]
+        scatter.distribute([unit for unit in units if unit], targets, self.make, group)
+
+
+class StartOnRankZero:
+    """A model that was built in full on rank 0; `why` it could not be recorded."""
+
+    def __init__(self, model: nn.Module, prepare: Prepare, frozen: FrozenHash | None, why: str) -> None:
+        self._why = why
+        for name, parameter in model.named_parameters():
+            if frozen and not (parameter.requires_grad or parameter.is_meta):
+                frozen.add(name, parameter)
+        self.model = prepare(model)
+        self._full = scatter.move_to_meta(self.model)
+
+    def fill(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        if group is not None:
+            raise InputError(f"{self._why}, as the stages of a pipeline need it: set pp_size to 1, or edit build_model")
+        scatter.from_rank_zero(weights.named_tensors(module), self._full)
+        self._full = {}
+
+
+def start_of(build: Build, prepare: Prepare, seed: int, frozen: FrozenHash | None = None) -> Start:
+    """Returns the model that `build` makes, without memory, and its starting values. Collective.
+
+    `prepare` changes the types of its tensors; `frozen` gets the frozen parameters that this rank makes. Raises
+    InputError if the model has to be built in full, and host memory cannot hold it.
+    """
+    model: nn.Module | None = None
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model, recording = record(build)
+        found = StartByOwners(model, recording, seed, frozen)
+        if not (why := found.unexplained):
+            found.model = prepare(model)
+            return found
+    except (NotImplementedError, RuntimeError) as error:  # it read a value of a meta tensor
+        why = reason(error)
+    num_bytes = sum(each.nbytes for each in _every_tensor(model).values()) if model else 0
+    what = f"the model cannot be built on torch's meta device ({why})"
+    if num_bytes > memory_limit():
+        raise InputError(f"{what}, and {num_bytes / GIB:.1f} GiB do not fit this machine's memory: edit build_model")
+    if weights.is_rank_zero():
+        warnings.warn(f"{what}: {'rank 0' if model else 'each rank'} builds it in full", stacklevel=3)
+    if model is None or weights.is_rank_zero():
+        torch.manual_seed(seed)
+        with torch.device("cpu"):  # Lightning's default may be a GPU, which has another generator
+            model = build()
+    return StartOnRankZero(model, prepare, frozen, what)
+
+
+def _every_tensor(model: nn.Module) -> dict[str, Tensor]:
+    """Returns parameters and buffers by name, shared ones by each of their names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return parameters | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _units(tensors: dict[str, Tensor]) -> list[list[str]]:
+    """Returns names of tensors that one rank makes at a time: one large tensor, or some of `UNIT` bytes together. The
+    largest come first, so that the ranks' units in a round take equally long."""
+    large = [[name] for name, tensor in tensors.items() if tensor.nbytes > UNIT]
+    large.sort(key=lambda unit: -tensors[unit[0]].nbytes)
+    small: list[list[str]] = []
+    room = 0
+    for name, tensor in tensors.items():
+        if tensor.nbytes > UNIT:
+            continue
+        if tensor.nbytes > room:
+            small.append([])
+            room = UNIT
+        small[-1].append(name)
+        room -= tensor.nbytes
+    return large + small

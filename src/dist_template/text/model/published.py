@@ -1,0 +1,79 @@
+"""Published weights, read one tensor at a time: safetensors files are memory-mapped, and only the bytes of the tensors
+that a rank makes are read.
+
+transformers renames, stacks and splits the tensors of the files; its `from_pretrained` reads all in one process. Only
+what is in safetensors files is read: other formats can run code."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ...compat import published as compat
+from ...compat.recording import write_later
+from ...errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+NOISE = 1e-9**0.5  # of new rows, in standard deviations of the others: as transformers, which takes their covariance
+
+
+class PublishedWeights:
+    """The weights of a folder, or of a name on the hub, for a model of transformers' class `kind`.
+
+    Raises:
+        OSError: there are none, or a file is missing.
+        SafetensorError: a file is damaged.
+    """
+
+    def __init__(self, name: str, kind: Any, config: PreTrainedConfig) -> None:
+        self.name, self._kind, self._config = name, kind, copy.deepcopy(config)
+        self._slices: dict[str, Any] = {}
+        for file in compat.safetensors_of(name):
+            opened = safe_open(file, framework="pt")
+            self._slices |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118  (no dict)
+        self._skeleton: PreTrainedModel | None = None
+        self._sources: dict[str, list[str]] = {}
+
+    def write_into(self, model: PreTrainedModel) -> list[str]:
+        """Lets the recorded `model` have these weights; returns the names of those that it has and the files do not."""
+        self._sources = compat.sources_of_weights(model, list(self._slices))
+        tensors = model.state_dict(keep_vars=True)
+        found: dict[int, str] = {}  # of a shared tensor, the first name in the files
+        for name in filter(self._sources.get, tensors):
+            tensor = tensors[name]
+            first = found.setdefault(id(tensor), name)
+            if first == name:
+                if not write_later(self._read_into, [tensor], name, is_random=True):
+                    self._read_into(tensor.data, name)  # a constructor has put it on the host
+            elif not torch.equal(self.read(first), self.read(name)):
+                raise NotImplementedError(f"{first} and {name} share a parameter, and differ in {self.name}")
+        return [name for name, tensor in tensors.items() if id(tensor) not in found]
+
+    def _read_into(self, target: Tensor, name: str) -> None:
+        values = self.read(name)
+        if target.shape == values.shape:
+            target.copy_(values)
+            return
+        if target.shape[1:] != values.shape[1:] or len(target) < len(values):
+            what = f"its {name} is {tuple(values.shape)}, and the model's {tuple(target.shape)}"
+            raise InputError(f"model.pretrained {self.name!r} cannot be loaded: {what}")
+        num = len(values)  # the tokenizer has more tokens
+        target[:num] = values
+        target[num:] = values.mean(0) + values.std(0) * NOISE * torch.randn(target[num:].shape)
+
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor of the model, in fp32. Raises InputError if it cannot be converted."""
+        if self._skeleton is None:
+            with torch.device("meta"):
+                self._skeleton = self._kind.from_config(self._config, dtype=torch.float32)
+        sources = {key: self._slices[key] for key in self._sources[name]}
+        found, why = compat.converted(self._skeleton, sources, name)
+        if found is None:
+            raise InputError(f"model.pretrained {self.name!r} cannot be loaded: {why}")
+        return found

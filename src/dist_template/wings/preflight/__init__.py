@@ -1,0 +1,1 @@
+"""Measures every rank before the first step, and the best interval of checkpoints."""

@@ -1,0 +1,175 @@
+"""Starting weights: recorded on the meta device, made by owners, equal in every division."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from pytest import CaptureFixture, MonkeyPatch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.init import orthogonal_, trunc_normal_
+
+from dist_template.checkpoint import scatter
+from dist_template.errors import InputError
+from dist_template.parallel import starting
+from dist_template.parallel.place import in_full
+from dist_template.text.model.causal_lm import causal_lm, causal_lm_config
+from zoo.models import VOCABULARY, configured, variants
+
+
+class Overridden(nn.Module):
+    """Layers whose constructors compute values in many ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = nn.Linear(64, 64)
+        self.orthogonal, self.truncated = nn.Linear(32, 32), nn.Linear(64, 64)
+        with torch.no_grad():
+            nn.init.normal_(self.scaled.weight, std=0.02)
+            self.scaled.weight /= 4
+            self.scaled.bias.data.fill_(2)
+        orthogonal_(self.orthogonal.weight)  # ignores meta tensors, as the next
+        trunc_normal_(self.truncated.weight, std=0.5, a=-0.1, b=0.1)
+        self.copied = copy.deepcopy(self.scaled)
+        self.table = nn.Parameter(torch.tensor([1.0, 2.0]).log())
+        self.drawn = nn.Parameter(torch.normal(0.0, 3.0, size=(256,)))
+        self.register_buffer("mask", torch.ones(5, 5).tril(), persistent=False)
+
+
+def test_every_way_to_compute_a_value_is_repeated() -> None:
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    made, again = in_full(Overridden), in_full(Overridden)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert made.scaled.weight.std().item() == pytest.approx(0.005, rel=0.1)
+    assert (made.scaled.bias == 2).all()
+    identity = made.orthogonal.weight @ made.orthogonal.weight.T
+    assert torch.allclose(identity, torch.eye(32), atol=1e-5)
+    assert 0.09 < made.truncated.weight.abs().max() <= 0.1
+    assert torch.equal(made.copied.weight, made.scaled.weight), "copies of a layer are equal"
+    assert torch.equal(made.table, torch.tensor([1.0, 2.0]).log())
+    assert 2.5 < made.drawn.std() < 3.5
+    assert torch.equal(made.mask, torch.ones(5, 5).tril())
+    first, second = made.state_dict(), again.state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    torch.manual_seed(4)
+    assert not torch.equal(in_full(Overridden).scaled.weight, made.scaled.weight)
+
+
+class ReadsValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.largest = self.linear.weight.max().item()
+
+
+def test_a_constructor_that_reads_values_builds_in_full() -> None:
+    with pytest.warns(UserWarning, match="each rank builds it in full"):
+        model = in_full(ReadsValues)
+    assert model.linear.weight.max().item() == model.largest
+
+
+def test_a_model_above_host_memory_is_refused_before_it_is_allocated(
+    monkeypatch: MonkeyPatch,
+) -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+            self.other = torch.ones(3)  # neither a parameter nor a buffer
+
+    with pytest.warns(UserWarning, match="rank 0 builds it in full"):
+        in_full(Sparse)
+    monkeypatch.setattr(starting, "memory_limit", lambda: 64 * 64 * 4)
+    with pytest.raises(InputError, match="nor a buffer.*, and 0.0 GiB do not fit this machine's"):
+        in_full(Sparse)
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return named | dict(model.named_buffers(remove_duplicate=False))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["apertus", "gpt2", "kimi_linear", "modernbert-decoder", "openai-gpt", "qwen3_moe", "rwkv"],
+)
+def test_weights_have_the_distribution_of_transformers(kind: str) -> None:
+    """Tied weights, values computed by constructors, layers of its own."""
+    config = configured(variants(kind)["default"])
+    torch.manual_seed(5)
+    expected = tensors(causal_lm(copy.deepcopy(config), None, 257))
+    made = tensors(in_full(lambda: causal_lm(config, None, 257)))
+    assert made.keys() == expected.keys()
+    for name, values in expected.items():
+        values, found = values.double(), made[name].double()
+        if values.numel() < 16 or values.std() == 0:
+            assert found.shape == values.shape
+            continue
+        chance = 5 / values.numel() ** 0.5
+        assert abs(found.std() / values.std() - 1) < chance, name
+        assert abs(found.mean() - values.mean()) < 2 * chance * values.std(), name
+    constants = [name for name, values in expected.items() if values.float().std() == 0]
+    assert all(torch.equal(made[name], expected[name]) for name in constants)
+
+
+def published(kind: str, folder: Path) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    causal_lm(configured(variants(kind)["default"]), None, 257).save_pretrained(
+        folder, max_shard_size="100KB"
+    )
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def loaded(folder: Path, vocab_size: int = 257) -> nn.Module:
+    config = causal_lm_config({}, str(folder), None, VOCABULARY)
+    return in_full(lambda: causal_lm(config, str(folder), vocab_size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["deepseek_v3", "diffllama", "gpt2", "llama", "mixtral"])
+def test_published_weights_are_those_of_from_pretrained(kind: str, tmp_path: Path) -> None:
+    """Several files, stacked experts, tied layers."""
+    expected = tensors(published(kind, tmp_path))
+    assert len([*tmp_path.glob("*.safetensors")]) > 1
+    found = tensors(loaded(tmp_path))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_new_tokens_start_from_the_mean(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
+    rows = published("llama", tmp_path).get_input_embeddings().weight  # ty: ignore
+    found = loaded(tmp_path, 300).get_input_embeddings().weight  # ty: ignore
+    assert len(found) == 300 and torch.equal(found[:257], rows)
+    assert torch.allclose(found[257:], rows.mean(0).expand(43, -1), atol=1e-4)
+    assert len({*map(tuple, found[257:].tolist())}) == 43
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.slow
+def test_weights_that_files_lack_are_named_and_damaged_files_refused(
+    tmp_path: Path, capsys: CaptureFixture[str]
+) -> None:
+    published("gpt2", tmp_path / "a").save_pretrained(tmp_path / "b")  # ty: ignore
+    file = tmp_path / "b" / "model.safetensors"
+    weights = load_file(file)
+    first = weights.pop("transformer.h.0.attn.c_attn.weight")
+    save_file(weights, file, {"format": "pt"})
+    loaded(tmp_path / "b")
+    assert "has no transformer.h.0.attn.c_attn.weight (1 such tensors)" in capsys.readouterr().out
+    save_file(weights | {"transformer.h.0.attn.c_attn.weight": first[:7]}, file, {"format": "pt"})
+    with pytest.raises(InputError, match=r"its transformer.h.0.attn.c_attn.weight is \(7, "):
+        loaded(tmp_path / "b")
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(InputError, match="cannot be loaded"):
+        loaded(tmp_path / "b")
+
+
+def test_pieces_are_the_bytes_in_order() -> None:
+    parts = [torch.arange(size, dtype=torch.uint8) for size in (5, 1, 12)]
+    pieces = scatter.pieces(parts, 4)
+    assert [sum(map(len, piece)) for piece in pieces] == [4, 4, 4, 4, 2]
+    assert torch.equal(torch.cat(sum(pieces, [])), torch.cat(parts))
