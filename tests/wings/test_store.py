@@ -16,7 +16,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dist_template.wings.diagnose import History
-from dist_template.wings.store.local import copy_run
+from dist_template.wings.store.hooks import copy_run
 from dist_template.wings.store.remote import Remote
 from dist_template.wings.store.rule import store_refuses
 from tests.support.library import manifest, read_full

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dist_template.errors import Exit
-from dist_template.wings.store.local import copy_run
+from dist_template.wings.store.hooks import copy_run
 from dist_template.wings.store.remote import Remote
 from tests.support.injury import kill
 from tests.support.library import commit, manifest, read_full, weights

@@ -7,7 +7,7 @@ from ...errors import InputError
 from ...observe.history.run import RunFile
 from ...project import Flags, Project
 from ..history import last_write, read_run
-from ..store.local import local_copy
+from ..store.hooks import local_copy
 from .engine import diagnose
 from .expected import last_step, progress
 from .finding import as_text, counted

@@ -19,12 +19,10 @@ from ...callbacks.console import console_of
 from ...cluster.watchdog import WATCHDOG
 from ...errors import Ended, InputError, reason
 from ...model.any_module import metrics_of
-from .local import CHECKPOINTS, MANIFEST
-from .remote import Remote, StoreError, retried
+from .remote import CHECKPOINTS, MANIFEST, UPLOADS, Remote, StoreError, retried
 
 MOST = 64 * 2**20  # bytes of a file of a run; larger ones are not uploaded
 SKIPPED = re.compile(r"(.*/)?(\..*|lock\.json|wandb/.*|[^/]*\.ckpt/.*)")
-UPLOADS: dict[Path, Callable[[], None]] = {}  # by the runs' folders, on rank 0: uploads the files that have changed
 
 
 class Store(Callback):

@@ -17,15 +17,17 @@ from ...cluster.redaction import redacted_command
 from ...errors import InputError, reason, require
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|PW|CREDENTIAL", re.IGNORECASE)  # names of variables
+CHECKPOINTS, MANIFEST = "checkpoints", "manifest.json"  # names of checkpoint/
+UPLOADS: dict[Path, Callable[[], None]] = {}  # by the runs' folders, on rank 0: uploads the files that have changed
 T = TypeVar("T")
 
 
 class StoreError(Exception):
     """The store refused a request, or has something else than was sent. The message has no credentials."""
 
-
-class MissingError(StoreError):
-    """There is no such object."""
+    def __init__(self, message: str, is_missing: bool = False) -> None:
+        super().__init__(message)
+        self.is_missing = is_missing
 
 
 class Remote:
@@ -116,27 +118,25 @@ class Remote:
             raise StoreError(f"of {self.path} it has other bytes than it accepted ({info['size']} of {size})")
 
 
-def attempted(call: Callable[[], T], missing: Any = MissingError) -> T:
+def attempted(call: Callable[[], T], missing: Any = StoreError) -> T:
     """Returns what `call` returns, or `missing` if that is given and there is no object. Raises StoreError for all
     other errors: each file system has classes of its own."""
     try:
         return call()
-    except FileNotFoundError as error:
-        if missing is MissingError:
-            raise MissingError(cause(error)) from None
-        return missing
     except Exception as error:
-        raise StoreError(cause(error)) from None
+        is_missing = isinstance(error, FileNotFoundError)
+        if is_missing and missing is not StoreError:
+            return missing
+        raise StoreError(cause(error), is_missing) from None
 
 
-def retried(call: Callable[[], T], until: float) -> T:
+def retried(call: Callable[[], T], until: float, wait_s: float = 0.5) -> T:
     """Calls again after a StoreError, after longer and longer waits, until the time.monotonic() `until`."""
-    wait_s = 0.5
     while True:
         try:
             return call()
         except StoreError as error:
-            if isinstance(error, MissingError) or time.monotonic() + wait_s > until:
+            if error.is_missing or time.monotonic() + wait_s > until:
                 raise
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, 60.0)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ....errors import InputError
 from ....project import Flags, Project
-from ...store.local import local_copy
+from ...store.hooks import local_copy
 from .page import HTML, names_of, write
 from .tables import tables
 

@@ -16,7 +16,7 @@ from ....observe.history.run import RunFile
 from ....project import Project
 from ....text.model.causal_lm import auto_class
 from ...diagnose.command import newest
-from ...store.local import local_copy
+from ...store.hooks import local_copy
 
 OF_FIT = ("trainer", "ckpt_path", "weights_only")  # keys that one process without a Trainer ignores
 FILES = ("config.json", "adapter_config.json")  # of folders of transformers and peft
