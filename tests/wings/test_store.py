@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from dist_template.wings.diagnose import History
 from dist_template.wings.store.hooks import copy_run
-from dist_template.wings.store.remote import Remote
+from dist_template.wings.store.remote import Remote, StoreError
 from dist_template.wings.store.rule import store_refuses
 from tests.support.library import manifest, read_full
 from tests.support.runs import StopAfter, logged, newest, only_run, refused, run
@@ -158,6 +158,8 @@ WRONG = {
 
 @pytest.mark.parametrize("address", WRONG)
 def test_a_wrong_address_is_refused(address: str, flags: list[str], capfd: Any) -> None:
+    with pytest.raises(StoreError, match="not the name of a file in a run"):
+        Remote("memory://bucket") / "../../etc/passwd"
     error = refused("fit", [*flags, f"--run.store={address}"], capfd)
     assert WRONG[address] in error and "the-password" not in error
 

@@ -99,7 +99,7 @@ class LastCheckpoint(Checkpoint):
         step = trainer.global_step
         if weights.broadcast(manifest.torn(self.folder / manifest.name(step)) is None):
             self.saved_step = step  # training resumes from it
-        if trainer.is_global_zero:
+        if trainer.local_rank == 0:  # the folder may be on each node's own disk
             commit.clear(self.folder)
         if self.asynchronous:
             self._saver = commit.BackgroundSaver(trainer.strategy)

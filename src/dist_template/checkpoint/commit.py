@@ -66,8 +66,7 @@ def write_into(
     ranks = [*range(weights.world_size(group))]
     if STORE in entries:  # each node may have a disk of its own
         ranks = weights.peers(path.parent, group)
-        if weights.rank(group) == ranks[0] and path.parent not in _LED:
-            clear(path.parent)
+        if weights.rank(group) == ranks[0]:
             _LED.add(path.parent)
     temporary = begin(path, group, ranks)
     failure = disk_error(lambda: write(temporary))

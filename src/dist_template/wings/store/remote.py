@@ -58,6 +58,8 @@ class Remote:
         return f"{self.protocol}://{self.path}"
 
     def __truediv__(self, name: str) -> "Remote":
+        if ".." in name.split("/"):  # an object's name becomes the name of a file
+            raise StoreError(f"{name!r} is not the name of a file in a run")
         below = copy(self)
         below.path = f"{self.path}/{name}"
         return below
