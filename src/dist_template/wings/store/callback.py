@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from ... import weights
 from ...callbacks.console import console_of
 from ...cluster.watchdog import WATCHDOG
-from ...errors import Ended, InputError, reason
+from ...errors import Ended, reason
 from ...model.any_module import metrics_of
 from .remote import CHECKPOINTS, MANIFEST, UPLOADS, Remote, StoreError, retried
 
@@ -41,8 +41,6 @@ class Store(Callback):
     timeout_s = 600.0  # for which the upload of a checkpoint is tried again
 
     def __init__(self, address: str | None = None, keep: int = 2, every_s: float = 60.0, folder: str = "{run}") -> None:
-        if not (keep >= 1 and every_s >= 0):
-            raise InputError(f"store.keep is {keep} and store.every_s {every_s}: give at least 1, and 0")
         self.address, self.keep, self.every_s, self.folder = address, keep, every_s, Path(folder)
         self.behind, self.failed, self.waited_s = 0, 0, 0.0  # checkpoints; failures in a row; seconds in all
         self._checkpoints: Remote | None = None
