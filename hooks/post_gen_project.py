@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-ANSWERS = json.loads(r'''{{ cookiecutter | tojson }}''')
+ANSWERS = json.loads(r"""{{ cookiecutter | tojson }}""")
 CI = {"GitHub": ".github", "GitLab": ".gitlab-ci.yml"}
 
 

@@ -16,6 +16,7 @@ from tests.support.numerics import guarded  # noqa: F401  (a fixture)
 from tests.support.parity import train  # noqa: F401  (a fixture)
 from tests.support.real_weights import smollm2  # noqa: F401  (a fixture)
 from tests.support.runs import OF_ANOTHER_RUN, SENTENCES, small
+from tests.support.stores import s3  # noqa: F401  (a fixture)
 
 torch.set_num_threads(1)  # small tensors; threads would wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # in started processes too, where they spin meanwhile

@@ -88,6 +88,7 @@ EXTRAS = {
     "peft": "adapters",
     "plotly": "report",
     "pyarrow": "datasets",
+    "s3fs": "store",
     "trl": "chat",
 }
 

@@ -1,6 +1,6 @@
 """Hooks: functions of other packages that the core calls during a run.
 
-An entry point of the group `dist_template.hooks` names a module with one or both of
+An entry point of the group `dist_template.hooks` names a module with some of
 
     def on_crash(error: Exception) -> str | None
         Called when a verb ends with an unexpected error, on the rank that reports it. The text is
@@ -8,13 +8,20 @@ An entry point of the group `dist_template.hooks` names a module with one or bot
     def at_run_end(run: Path, error: BaseException | None) -> None
         Called on rank 0 when `fit` has finished, with None, or stops because of `error`; `run` is
         the run's folder. All metrics are written. The small trainings of `rehearse` call it too.
+    def at_start(settings: Namespace, verb: str | None) -> None
+        Called on every rank before the run's folder and the checkpoint are chosen; it may change
+        `settings`, the configuration. An InputError refuses the start. None: nothing will run.
+    def fetch(address: str, files: list[str], folder: Path) -> str | None
+        Fetches files of a checkpoint from `address` into its `folder`, which lacks them. Returns
+        why it could not, or None.
 
-They are called in the order of the names of the entry points. A hook that raises does not change
-the result or the exit code: one line reports it.
+They are called in the order of the names of the entry points; of `at_start` and `fetch`, the first.
+If one of the others raises, one line reports it: the result and the exit code do not change.
 """
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from .errors import InputError, first_line
 from .plugins import registered
@@ -30,6 +37,14 @@ def on_crash(error: Exception) -> list[str]:
 def at_run_end(run: Path, error: BaseException | None) -> None:
     """Calls every `at_run_end`."""
     _call("at_run_end", run, error)
+
+
+def ask(name: str, *arguments: object) -> Any:
+    """Calls the function `name` of the first hook that has it, and returns its result."""
+    for point in registered(GROUP).values():
+        if function := getattr(point.load(), name, None):
+            return function(*arguments)
+    return f"no package has the hook {name}"
 
 
 def _call(name: str, *arguments: object) -> list[object]:

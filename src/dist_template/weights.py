@@ -1,9 +1,12 @@
 """Gathers unsharded weights, exchanges plain values between ranks, and ties shared parameters."""
 
 import hashlib
+import os
+import secrets
 from collections import defaultdict
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 __all__ = ["from_all_ranks", "gather"]
 
+CHUNK = 1 << 26  # bytes of a file that ranks exchange at once
 T = TypeVar("T")
 Ties = list[list[tuple[nn.Module, str]]]  # the owners and names of each shared parameter
 
@@ -104,6 +108,32 @@ def distinct(value: T) -> dict[int, T]:
         elif number == rank():
             dist.send_object_list([value], 0)
     return found
+
+
+def peers(folder: Path, group: dist.ProcessGroup | None = None) -> list[int]:
+    """Returns the ranks that see the same `folder`, by a link in it that its first rank makes: all if it is shared, one
+    node's if it is on the node's own disk. Collective over `group`."""
+    if world_size(group) == 1:
+        return [0]
+    folder.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # a link, because its content is there at once
+        (folder / ".disk").symlink_to(secrets.token_hex(8))
+    of_ranks = from_all_ranks(os.readlink(folder / ".disk"), group)
+    return [number for number, disk in enumerate(of_ranks) if disk == of_ranks[rank(group)]]
+
+
+def pass_file(file: Path, size: int, source: int, is_wanted: bool) -> None:
+    """Copies a file from the disk of the rank `source` to the disks of the ranks that want it. Collective."""
+    mode = "rb"
+    if is_wanted:
+        file.touch()
+        mode = "r+b"
+    with file.open(mode) if is_wanted or rank() == source else nullcontext() as stream:
+        for _ in range(0, size, CHUNK):
+            box = [stream.read(CHUNK)] if stream and not is_wanted else [b""]
+            dist.broadcast_object_list(box, src=source)
+            if stream and is_wanted:
+                stream.write(box[0])
 
 
 def broadcast(value: T, group: dist.ProcessGroup | None = None) -> T:

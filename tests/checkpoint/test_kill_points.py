@@ -154,11 +154,11 @@ def in_place_and_unverified() -> None:
     """Every save overwrites one folder. Rank 1 is killed before it writes its part of step 3."""
     code: Any = commit
 
-    def begin(path: Path, group: Any = None) -> Path:
+    def begin(path: Path, *_: Any) -> Path:
         (path.parent / manifest.name(0)).mkdir(parents=True, exist_ok=True)
         return path.parent / manifest.name(0)
 
-    code.begin, code.finish = begin, lambda *args: dist.barrier()
+    code.begin, code.finish = begin, lambda *args: (dist.barrier(), {})
     crash(1, number=3, step=3, operation="save")
 
 

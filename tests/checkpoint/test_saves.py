@@ -48,9 +48,9 @@ def write_one() -> None:
     code: Any = commit
     finish = code.finish
 
-    def never(path: Path, *args: Any) -> None:
+    def never(path: Path, *args: Any) -> Any:
         time.sleep(60 if manifest.step_of(path) == STEPS else 0)
-        finish(path, *args)
+        return finish(path, *args)
 
     code.finish = never
     write_late(1.0, [EVERY])

@@ -3,8 +3,8 @@ alone."""
 
 from pathlib import Path
 
-EXTRAS = """bitsandbytes datasets deepspeed fastapi openai peft plotly optuna tensorboard uvicorn
-wandb""".split()
+EXTRAS = """bitsandbytes datasets deepspeed fastapi openai peft plotly optuna s3fs tensorboard
+uvicorn wandb""".split()
 
 
 def without_extras(folder: Path) -> str:

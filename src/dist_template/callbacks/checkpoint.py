@@ -36,7 +36,7 @@ class LastCheckpoint(Checkpoint):
         asynchronous: Write in the background: training waits only until this rank's shard of the checkpoint is copied
             to host memory, which must have room for it. A failure is reported when the next one is due. Not with state
             on NVMe. false: training waits until all is written.
-        dirpath: The folder, on a file system that all nodes share.
+        dirpath: The folder, on a file system that all nodes share; with `run.store`, it may be on each node's own.
         accept_changes: Keys, such as [data.seq_len], that may differ from the checkpoint's although
             the samples, the model's function or its loss depend on them.
     """
@@ -99,7 +99,7 @@ class LastCheckpoint(Checkpoint):
         step = trainer.global_step
         if weights.broadcast(manifest.torn(self.folder / manifest.name(step)) is None):
             self.saved_step = step  # training resumes from it
-        if trainer.is_global_zero:
+        if trainer.local_rank == 0:  # the folder may be on each node's own disk
             commit.clear(self.folder)
         if self.asynchronous:
             self._saver = commit.BackgroundSaver(trainer.strategy)
@@ -153,7 +153,7 @@ class LastCheckpoint(Checkpoint):
             return
         self.saved_step = manifest.step_of(path)
         call(trainer.loggers, "on_checkpoint", path)
-        if weights.is_rank_zero():
+        if commit.leads(path.parent):
             for old in outdated(path, self.keep):
                 commit.remove(old)
 
@@ -243,7 +243,7 @@ class BestCheckpoint(Checkpoint):
             rank_zero_warn(f"{_failure(path, error)}; training continues")
             return
         call(trainer.loggers, "on_checkpoint", path)
-        if trainer.is_global_zero:
+        if commit.leads(self.folder):
             for worse in manifest.ranked(self.folder, self.mode)[self.keep :]:
                 commit.remove(worse)
 

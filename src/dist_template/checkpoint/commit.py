@@ -9,7 +9,8 @@ torch's distributed format and DeepSpeed write into the folder that they are giv
 leave new shards of some ranks and old shards of others, which load without an error. Here all ranks write into a
 temporary folder. Its files are flushed to the disk and hashed, and one rename turns it into the checkpoint.
 
-All ranks must see the same folder; on several nodes it must be on a shared file system.
+All ranks must see the same folder; on several nodes it must be on a shared file system. With a store, each node may
+have a folder on its own disk: its first rank creates and renames it, and the manifest lists all nodes' files.
 """
 
 import errno
@@ -17,11 +18,11 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -39,7 +40,7 @@ from ..errors import reason
 from . import manifest
 from .formats import format_for
 from .identity import KEY
-from .manifest import FORMAT, MANIFEST, Files, crc32
+from .manifest import FORMAT, MANIFEST, STORE, Files, crc32
 from .protocol import Group
 
 Entries = dict[str, object]  # of a manifest
@@ -54,22 +55,43 @@ def save(trainer: L.Trainer, path: Path, **notes: object) -> None:
     """Commits the present state as `path`, with `notes` in its manifest. Collective; raises SaveError."""
     path, checkpoint = Path(weights.broadcast(str(path))), checkpoint_of(trainer)
     entries = training_entries(trainer) | notes
-    write_into(path, entries, lambda folder: trainer.strategy.save_checkpoint(checkpoint, folder))
+    write_into(path, entries, lambda folder: trainer.strategy.save_checkpoint(checkpoint, folder), trainer=trainer)
 
 
-def write_into(path: Path, entries: Entries, write: Callable[[Path], object], group: Group = None) -> None:
-    """Commits what all ranks `write` into a temporary folder as `path`. Collective in `group`."""
-    temporary = begin(path, group)
+def write_into(
+    path: Path, entries: Entries, write: Callable[[Path], object], group: Group = None, trainer: Any = None
+) -> None:
+    """Commits what all ranks `write` into a temporary folder as `path`, then calls `on_commit` of callbacks with the
+    path, the text of its manifest and the files that this rank has hashed. Collective in `group`."""
+    ranks = [*range(weights.world_size(group))]
+    if STORE in entries:  # each node may have a disk of its own
+        ranks = weights.peers(path.parent, group)
+        if weights.rank(group) == ranks[0]:
+            _LED.add(path.parent)
+    temporary = begin(path, group, ranks)
     failure = disk_error(lambda: write(temporary))
-    finish(path, entries, failure, group)
+    committed = finish(path, entries, failure, group, ranks)
+    for callback in getattr(trainer, "callbacks", ()):
+        if hasattr(callback, "on_commit"):
+            callback.on_commit(path, *committed)
+
+
+_LED: set[Path] = set()  # folders, on a node's own disk or on a shared one, in which this rank is the first
+
+
+def leads(folder: Path) -> bool:
+    """Returns whether this rank deletes checkpoints in `folder`: the first rank that sees it."""
+    return weights.is_rank_zero() or folder in _LED
 
 
 def training_entries(trainer: L.Trainer) -> Entries:
     """Returns the entries of a manifest that describe the training."""
-    settings = {}
+    settings, entries = {}, {}
     for callback in trainer.callbacks:  # ty: ignore[missing-attribute]
         settings = vars(callback).get(KEY, settings)  # LastCheckpoint has them
-    return {
+        if store := vars(callback).get(STORE):
+            entries[STORE] = store
+    return entries | {
         "step": trainer.global_step,
         "world_size": trainer.world_size,
         "strategy": type(trainer.strategy).__name__,
@@ -77,47 +99,58 @@ def training_entries(trainer: L.Trainer) -> Entries:
     }
 
 
-def begin(path: Path, group: Group = None) -> Path:
-    """Returns an empty folder, into which all ranks write before `finish`. Collective in `group`; raises SaveError."""
+def begin(path: Path, group: Group = None, ranks: Sequence[int] = (0,)) -> Path:
+    """Returns an empty folder, into which all ranks write before `finish`. Collective in `group`; raises SaveError.
+
+    `ranks` are those that see the same folder; their first creates it."""
     temporary, failure = _hidden(path, "tmp"), None
 
     def create() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
 
-    if weights.rank(group) == 0:
+    if weights.rank(group) == ranks[0]:
         failure = disk_error(create)
     _to_rank_zero(temporary, failure, None, group)
     return temporary
 
 
-def finish(path: Path, entries: Entries, failure: str | None, group: Group = None) -> None:
+def finish(
+    path: Path, entries: Entries, failure: str | None, group: Group = None, ranks: Sequence[int] = ()
+) -> tuple[str, Files]:
     """Hashes the files in the temporary folder of `path`, and renames it. Collective in `group`.
 
     Each rank flushes and hashes a part of the files. `entries` are the manifest's, other than the
-    files; `failure` is why this rank could not write its files, as `disk_error` returns it.
+    files; `failure` is why this rank could not write its files, as `disk_error` returns it; `ranks`
+    see the same folder (none: all ranks). Returns the manifest's text, and the files that this rank has hashed.
 
     Raises:
         SaveError: on all ranks, if a disk refused a write of one; the temporary folder is deleted.
     """
-    temporary = _hidden(path, "tmp")
+    temporary, ranks = _hidden(path, "tmp"), ranks or range(weights.world_size(group))
     # A network file system may list a new file late, but not to the rank that wrote it: ranks send what rank 0 misses.
     _to_rank_zero(temporary, failure, None, group)  # all have written
     own = {*_files(temporary)}
-    listed = {*weights.broadcast(own, group)}
-    missed = _to_rank_zero(temporary, None, own - listed, group)
-    files = sorted(listed.union(*weights.broadcast([each for each in missed if each], group)))
-    assigned = files[weights.rank(group) :: weights.world_size(group)]
+    if len(ranks) == weights.world_size(group):
+        listed = {*weights.broadcast(own, group)}
+        missed = _to_rank_zero(temporary, None, own - listed, group)
+        here = sorted(listed.union(*weights.broadcast([each for each in missed if each], group)))
+    else:  # each node has its own files, which are few
+        of_ranks = weights.from_all_ranks(own, group)
+        here = sorted(set().union(*(of_ranks[rank] for rank in ranks)))
+    assigned = here[ranks.index(weights.rank(group)) :: len(ranks)]
     hashes: Files = {}
     failure = disk_error(lambda: _flush_and_hash(temporary, assigned, hashes))
     of_all: Files = {}
     for of_rank in _to_rank_zero(temporary, failure, hashes, group):
         of_all |= of_rank
     entries = {"format": FORMAT, **entries, "time": time.time()}
-    if weights.rank(group) == 0:
-        entries["files"] = {file: of_all[file] for file in files}
-        failure = disk_error(lambda: _commit(temporary, path, entries))
+    entries["files"] = {file: of_all[file] for file in sorted(of_all)}
+    text = weights.broadcast(manifest.rendered(entries) if weights.rank(group) == 0 else "", group)
+    if weights.rank(group) == ranks[0]:
+        failure = disk_error(lambda: _commit(temporary, path, text))
     _to_rank_zero(temporary, failure, None, group)
+    return text, hashes
 
 
 def disk_error(write: Callable[[], object]) -> str | None:
@@ -158,8 +191,8 @@ def _flush_and_hash(folder: Path, files: list[str], hashes: Files) -> None:
         hashes[file] = [(folder / file).stat().st_size, crc32(folder / file)]
 
 
-def _commit(temporary: Path, path: Path, entries: Entries) -> None:
-    (temporary / MANIFEST).write_text(manifest.rendered(entries), encoding="utf-8")
+def _commit(temporary: Path, path: Path, text: str) -> None:
+    (temporary / MANIFEST).write_text(text, encoding="utf-8")
     _flush(temporary / MANIFEST)
     for folder in (temporary, *(entry for entry in temporary.rglob("*") if entry.is_dir())):
         _flush(folder)
@@ -209,7 +242,7 @@ def _to_rank_zero(temporary: Path, failure: str | None, value: T, group: Group) 
     answers = weights.to_rank_zero((failure, value), group)
     failures = [why for why, _ in answers if why]
     if refusal := weights.broadcast(failures[:1], group):
-        if weights.rank(group) == 0:
+        if weights.rank(group) == 0 or temporary.parent in _LED:
             shutil.rmtree(temporary, ignore_errors=True)
         raise SaveError(refusal[0])
     return [result for _, result in answers]
@@ -250,7 +283,7 @@ class BackgroundSaver:
         path, checkpoint = Path(weights.broadcast(str(path))), checkpoint_of(trainer)
         write = format_for(trainer.strategy).stage(checkpoint, self._stager.stage, self._group)
         entries = training_entries(trainer)
-        self._save = self._thread.submit(write_into, path, entries, write, self._group)
+        self._save = self._thread.submit(write_into, path, entries, write, self._group, trainer)
 
     def wait(self) -> None:
         """Waits until the checkpoint is committed. Collective; raises SaveError."""

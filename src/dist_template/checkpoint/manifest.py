@@ -2,7 +2,10 @@
 
 The manifest has format, step, number of ranks, strategy, and the size and CRC-32 of each file. A
 CRC-32 detects every change within 32 consecutive bits, and all but one in 4e9 of other changes. It
-detects accidents, not attacks; but no code in a checkpoint is run (untrusted.py)."""
+detects accidents, not attacks; but no code in a checkpoint is run (untrusted.py).
+
+With a store (`run.store`), the entry "checkpoint_store" is the address of the folder of checkpoints. A file that is
+missing on this disk is then another node's, or was lost: `agreed` fetches it."""
 
 import json
 import os
@@ -14,6 +17,7 @@ from typing import Any
 from ..errors import InputError, reason
 
 MANIFEST = "manifest.json"
+STORE = "checkpoint_store"  # entry of a manifest, and attribute of the callback that uploads
 FORMAT = 1
 NAME = re.compile(r"(best-)?step(\d{8,})\.ckpt")
 CHUNK = 1 << 22  # bytes read at once: large enough for a disk, small enough for a CPU's cache
@@ -105,7 +109,8 @@ def _has_every_entry(manifest: dict[str, Any], has_score: bool) -> bool:
         if not isinstance(entry, list) or len(entry) != 2:
             return False
         numbers += entry
-    return all(isinstance(number, int | float) for number in numbers)
+    is_address = isinstance(manifest.get(STORE, ""), str)
+    return is_address and all(isinstance(number, int | float) for number in numbers)
 
 
 # ---- verifying -----------------------------------------------------------------------------------
@@ -122,9 +127,10 @@ def damage(path: Path, every_byte: bool = True, rank: int = 0, ranks: int = 1) -
     With `ranks` above 1, each of them reads only a part of the files.
     """
     try:
-        files: Files = read(path)["files"]
+        entries = read(path)
     except ValueError as error:
         return str(error)
+    files: Files = entries["files"]
     if rank == 0:
         for file in path.rglob("[!.]*"):  # without hidden files such as `.nfs…`
             name = file.relative_to(path).as_posix()
@@ -138,7 +144,8 @@ def damage(path: Path, every_byte: bool = True, rank: int = 0, ranks: int = 1) -
             if every_byte and crc32(path / file) != expected:
                 return f"its {file} is not what was written, by its CRC-32"
         except OSError as error:
-            return f"its {file} cannot be read: {reason(error)}"
+            if STORE not in entries or every_byte or not isinstance(error, FileNotFoundError):
+                return f"its {file} cannot be read: {reason(error)}"
     return None
 
 
@@ -175,8 +182,16 @@ def agreed(path: Path) -> Path:
     path, candidates = weights.broadcast(resolve(path))
     skipped: list[str] = []
     for candidate in candidates:
-        of_rank = damage(candidate, rank=weights.rank(), ranks=weights.world_size())
-        why = weights.broadcast(next(filter(None, weights.to_rank_zero(of_rank)), None))
+        stored, of_rank = _stored(candidate), None
+        if not stored:
+            of_rank = damage(candidate, rank=weights.rank(), ranks=weights.world_size())
+        answers = weights.to_rank_zero((of_rank, stored))
+        why = next((why for why, _ in answers if why), None)
+        if any(of_node != stored for _, of_node in answers):
+            why = why or f"its {MANIFEST} differs between nodes"
+        why = weights.broadcast(why)
+        if stored and why is None:
+            why = _fetched(candidate)
         if why is None:
             _warn_of(skipped, candidate)
             return candidate
@@ -188,6 +203,45 @@ def agreed(path: Path) -> Path:
             f"checkpoint {str(path)!r} is damaged: {why}; give another, or `last` for the newest valid one"
         )
     raise InputError(f"{path} holds damaged checkpoints only: {', '.join(skipped)}; move it away to start a new run")
+
+
+def _stored(path: Path) -> int | None:
+    """Returns the CRC-32 of the manifest of a checkpoint that is, or will be, in a store too; else None."""
+    try:
+        entries = read(path)
+        return entries["crc32"] if STORE in entries else None
+    except ValueError:
+        return None
+
+
+def _fetched(path: Path) -> str | None:
+    """Fetches what is missing or damaged on this rank's disk, whose ranks share the work: from the store, else from the
+    disk of another node. Collective. Returns why the checkpoint is not valid, or None."""
+    from .. import hooks, weights
+
+    entries, ranks = read(path), weights.peers(path.parent)
+    files: Files = entries["files"]
+    if weights.rank() == ranks[0]:
+        for file in path.rglob("[!.]*"):
+            if file.is_file() and file.relative_to(path).as_posix() not in (MANIFEST, *files):
+                file.unlink()
+    lacking, why = [*files][ranks.index(weights.rank()) :: len(ranks)], None
+    if lacking := [file for file in lacking if not _is_intact(path / file, *files[file])]:
+        why = hooks.ask("fetch", f"{entries[STORE]}/{path.name}", lacking, path)
+        lacking = [file for file in lacking if not _is_intact(path / file, *files[file])]
+    answers = weights.from_all_ranks((lacking, why))
+    of_disks = weights.from_all_ranks([file for rank in ranks for file in answers[rank][0]])
+    for file in sorted(set().union(*of_disks)):
+        source = next((rank for rank, lacks in enumerate(of_disks) if file not in lacks), None)
+        if source is None:
+            whys = [why for lacks, why in answers if why and file in lacks]
+            return [*whys, f"its {file} in the store is not what was written, by its CRC-32"][0]
+        weights.pass_file(path / file, files[file][0], source, file in lacking)
+    return None
+
+
+def _is_intact(file: Path, size: int, expected: int) -> bool:
+    return file.is_file() and file.stat().st_size == size and crc32(file) == expected
 
 
 def _warn_of(skipped: list[str], loaded: Path | None) -> None:

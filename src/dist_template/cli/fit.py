@@ -21,6 +21,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from .. import hooks
 from ..cluster.run_lock import RUN_LOCK
 from ..cluster.site import Site
 from ..cluster.watchdog import WATCHDOG
@@ -118,6 +119,7 @@ class CLI(OpenCLI):
         self.unfilled = settings = self.config[verb] if verb else self.config
         as_launched(settings)
         RunConfig(**vars(settings.run)).check(writes=verb is not None)
+        hooks.ask("at_start", settings, verb if self.executes else None)
         self.run, checkpoint, message = choose_run(settings, verb)
         if message:
             rank_zero_only(print)(message)

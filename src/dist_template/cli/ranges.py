@@ -21,13 +21,13 @@ RULES = (  # what is allowed, least, most, keys
         trainer.check_val_every_n_epoch lr_scheduler.step_size lr_scheduler.T_max
         lr_scheduler.total_iters lr_scheduler.step_size_up lr_scheduler.step_size_down
         trainer.logger.flush_secs cluster.min_nodes cluster.save_s numerics.patience
-        last_checkpoint.every_n_steps last_checkpoint.keep"""),
+        last_checkpoint.every_n_steps last_checkpoint.keep store.keep"""),
     ("0 or more", 0, FINITE, """trainer.gradient_clip_val trainer.reload_dataloaders_every_n_epochs
         model.optim.weight_decay model.optim.warmup model.optim.plateau_patience
         model.balance.bias_update_speed model.balance.aux_loss_coef model.balance.sequence_loss_coef
         model.balance.z_loss_coef model.preference.margin
         model.preference.desirable_weight model.preference.undesirable_weight numerics.spike_sigmas
-        console.line_every_s diagnosis.every_s best_checkpoint.keep
+        console.line_every_s diagnosis.every_s store.every_s best_checkpoint.keep
         trainer.strategy.param_persistence_threshold lr_scheduler.eta_min lr_scheduler.min_lr
         lr_scheduler.base_lr lr_scheduler.factor lr_scheduler.end_factor lr_scheduler.patience
         lr_scheduler.cooldown lr_scheduler.milestones trainer.strategy.prefetch_bucket_size optimizer.lr"""),

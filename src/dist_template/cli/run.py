@@ -40,12 +40,15 @@ class RunConfig:
         report: Write report.html at the end of `fit`. false leaves it to the verb `report`.
         plotly: Where report.html loads plotly.js (5 MB) from. shared: one file in `root` for all
             runs; inline: the page contains it; cdn: plotly's CDN, which needs a network.
+        store: Address of fsspec, such as s3://bucket/prefix, to which checkpoints and the run's files are uploaded; a
+            run that has lost its disks resumes from there. null: none.
     """
 
     name: str = "default"
     root: str = "runs"
     report: bool = True
     plotly: PlotlyJs = "shared"
+    store: str | None = None
 
     def check(self, writes: bool) -> None:
         """Checks the name, and if the verb `writes`, that the folder can be made; leaves nothing on the disk. Raises
@@ -186,7 +189,7 @@ def check_checkpoint(path: Path, key: str = "--ckpt_path") -> None:
         raise InputError(f"{given} holds damaged checkpoints only: {_damages(path)}; give another")
     if not found and manifest.is_ours(path) and (why := manifest.torn(path)):
         raise InputError(f"{given} is damaged: {why}; give another, or `last` for the newest valid one")
-    if not found and format_of(path) is None:
+    if not found and format_of(path) is None and not manifest.is_ours(path):  # its files may be in a store
         inside = path / "checkpoints"
         hint = inside if manifest.found(inside) else "another"
         raise InputError(f"{given} is not a checkpoint, or is incomplete; give {hint}, or `last`")

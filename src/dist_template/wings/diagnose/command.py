@@ -7,6 +7,7 @@ from ...errors import InputError
 from ...observe.history.run import RunFile
 from ...project import Flags, Project
 from ..history import last_write, read_run
+from ..store.hooks import local_copy
 from .engine import diagnose
 from .expected import last_step, progress
 from .finding import as_text, counted
@@ -36,8 +37,9 @@ def main(argv: list[str], project: Project) -> None:
 
 
 def newest(folder: Path) -> Path:
-    """Returns `folder` if it is a run folder, otherwise the run below it that was written last. Raises InputError if
-    there is no run."""
+    """Returns `folder` if it is a run folder, its copy if it is in a store, otherwise the run below it that was
+    written last. Raises InputError if there is no run."""
+    folder = Path(local_copy(folder))
     if (folder / RunFile.CONFIG).exists():
         return folder
     if last_write(folder) is not None:

@@ -81,7 +81,7 @@ def shrink(
             shrunk.arguments["process_group_backend"] = None  # the default of a CPU
     elif spec == "auto":
         spec = "ddp"
-    config["run"] |= {"root": str(folder / "runs"), "name": "rehearsal", "report": False}
+    config["run"] |= {"root": str(folder / "runs"), "name": "rehearsal", "report": False, "store": None}
     config["trainer"] |= {
         "accelerator": "cpu", "devices": num, "num_nodes": 1, "precision": "32-true",
         "strategy": spec, "max_steps": STEPS, "max_epochs": None, "max_time": None,

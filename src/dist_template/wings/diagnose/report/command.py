@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ....errors import InputError
 from ....project import Flags, Project
+from ...store.hooks import local_copy
 from .page import HTML, names_of, write
 from .tables import tables
 
@@ -20,7 +21,7 @@ def main(argv: list[str], project: Project) -> None:
     how = "where the page loads plotly.js from, see run.plotly; default: as in the first run"
     parser.add_argument("--plotly", choices=("shared", "inline", "cdn"), help=how)
     given = parser.parse_args(flags)
-    runs: list[Path] = given.runs
+    runs = [*map(Path, map(local_copy, given.runs))]
     if verb == "compare" and len(runs) < 2:
         raise InputError(f"compare got one run, {runs[0]}; give two or more, or use `report`")
     if len({run.resolve() for run in runs}) < len(runs):

@@ -18,6 +18,7 @@ from ....project import Project
 from ....text.model.causal_lm import auto_class
 from ....text.model.safetensors_files import larger_than_memory
 from ...diagnose.command import newest
+from ...store.hooks import local_copy
 
 OF_FIT = ("trainer", "ckpt_path", "weights_only")  # keys that one process without a Trainer ignores
 FILES = ("config.json", "adapter_config.json")  # of folders of transformers and peft
@@ -66,7 +67,7 @@ def is_pretrained(name: str) -> bool:
 def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path]:
     """Returns the flags with the config.yaml of the run that `name` names or is in, the checkpoint
     or the folder of all, and the run's folder."""
-    path = Path(name)
+    path = Path(local_copy(name, key))
     if not path.exists():
         allowed = "the folder of a run, a checkpoint, or a Hugging Face folder"
         raise InputError(f"{key} {name!r} does not exist: give {allowed}")
