@@ -139,7 +139,7 @@ ATTRIBUTES = {
 }
 # Checked by importing compat/torch.py, and built-in attributes of tensors.
 IMPORTED = {"_optimizer", "_dynamo", "_pytree", "_version", "_EmptyStateDictLoadPlanner"}
-IMPORTED |= {"_subclasses", "_python_dispatch", "_schema"}
+IMPORTED |= {"_subclasses", "_python_dispatch", "_schema", "_getframe"}
 
 
 def found(place: str) -> Any:

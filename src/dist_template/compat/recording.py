@@ -6,16 +6,15 @@ the constructor's random operations: values do not depend on the order, or on th
 and a copy of a layer equals it. torch (2.13) has nothing like it, and torchdistX, which had it as deferred
 initialization, is no longer maintained.
 
-Private: torch's dispatch mode, the schema of an operation, and the functions of `nn.init` that ignore meta tensors."""
+Private: torch's dispatch mode, the schema of an operation, and functions of `nn.init` that skip meta tensors."""
 
 import hashlib
 import heapq
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,8 @@ from .torch import tree_leaves, tree_map
 MODELS = "transformers.modeling_utils"
 # Operations that overwrite their first argument, whatever was in it.
 OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "copy_", "eye"}
+SKIPPED = ("orthogonal_", "sparse_")  # functions of nn.init that return a meta tensor as it is
+IS_META = torch.Tensor.is_meta.__get__  # ty: ignore[unresolved-attribute]
 VALUES = (torch.tensor, torch.as_tensor, torch.scalar_tensor)  # would lose their values on the meta device
 Storages = set[StorageWeakRef]
 
@@ -138,18 +139,23 @@ class Recording(TorchDispatchMode):
                 made = operation.call(*args, **kwargs)
             results = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
             for place, result in zip(operation.results, results, strict=bool(operation.results)):
+                if place.storage not in storages and result.stride() != place.stride:  # as LAPACK's results
+                    result = torch.empty_strided(place.shape, place.stride, dtype=place.dtype).copy_(result)
                 storages.setdefault(place.storage, result.untyped_storage())
         return real(_place(tensor))  # ty: ignore[invalid-return-type]
 
 
 class _OnMeta(TorchFunctionMode):
-    """Makes `torch.tensor` of Python's values on the host, from where a recording keeps them."""
+    """Makes `torch.tensor` of Python's values on the host, from where a recording keeps them, and `torch.normal` on the
+    meta device. Two functions of nn.init do their work there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         device = torch.device(kwargs.get("device") or "meta")
         if func in VALUES and device.type == "meta" and not any(isinstance(each, Tensor) for each in args):
             return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
+        if func == IS_META and sys._getframe(1).f_code.co_name in SKIPPED:
+            return False
         if func is torch.normal and "size" in kwargs:  # ignores the default device
             kwargs = {**kwargs, "device": device}
         return func(*args, **kwargs)
@@ -164,8 +170,7 @@ def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, Recording]:
     had_models = MODELS in sys.modules
     recording = Recording()
     with ExitStack() as stack:
-        for function in (_orthogonal, _sparse, _truncated):
-            stack.enter_context(_with_code_of(function))
+        stack.enter_context(replaced(nn.init, _no_grad_trunc_normal_=_truncated_later))
         if had_models:  # transformers initializes nothing on the meta device: there nothing could be recorded
             models = sys.modules[MODELS]
             stack.enter_context(replaced(models, get_torch_context_manager_or_global_device=lambda: None))
@@ -195,54 +200,14 @@ def write_later(
     return True
 
 
-# ---- functions of nn.init that return a meta tensor as they got it -------------------------------
-
-_originals: dict[str, Callable[..., Tensor]] = {}
+_truncated_normal: Callable[..., Tensor] = nn.init._no_grad_trunc_normal_  # reads values, until all are inside
 
 
-def skipped(name: str, tensor: Tensor, *args: Any) -> Tensor:
-    if not write_later(lambda real: _originals[name](real, *args), [tensor], is_random=True):
-        _originals[name](tensor, *args)
-    return tensor
+def _truncated_later(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def write(real: Tensor) -> Tensor:
+        return _truncated_normal(real, *args, **kwargs)
 
-
-# Their code replaces nn.init's, and runs with the names of that module.
-def _orthogonal(tensor, gain=1, generator=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    from dist_template.compat.recording import skipped
-
-    return skipped("orthogonal_", tensor, gain, generator)
-
-
-def _sparse(tensor, sparsity, std=0.01, generator=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    from dist_template.compat.recording import skipped
-
-    return skipped("sparse_", tensor, sparsity, std, generator)
-
-
-def _truncated(tensor, mean, std, a, b, generator=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    from dist_template.compat.recording import skipped
-
-    return skipped("_no_grad_trunc_normal_", tensor, mean, std, a, b, generator)
-
-
-STAND_INS = {_orthogonal: "orthogonal_", _sparse: "sparse_", _truncated: "_no_grad_trunc_normal_"}
-
-
-@contextmanager
-def _with_code_of(stand_in: Any) -> Generator[None]:
-    """Inside, a function of `nn.init` has the code of `stand_in`: other modules have imported the function itself."""
-    name = STAND_INS[stand_in]
-    function: Any = getattr(nn.init, name)
-    code = function.__code__
-    _originals[name] = FunctionType(code, function.__globals__, name, function.__defaults__)
-    function.__code__ = stand_in.__code__
-    try:
-        yield
-    finally:
-        function.__code__ = code
-
-
-# ---- tensors as places ---------------------------------------------------------------------------
+    return tensor if write_later(write, [tensor], is_random=True) else write(tensor)
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:
