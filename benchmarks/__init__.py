@@ -22,6 +22,7 @@ import tests  # noqa: E402, F401  (links the un-rendered project into build/dev 
 sys.path.append(str(ROOT / "build" / "peers"))  # apart from the environment that the project is tested in
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "RES_OPTIONS": "timeout:1 attempts:1"}  # its store looks up hosts
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # for every arm, as the project has it: else page faults by chance
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")

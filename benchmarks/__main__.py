@@ -16,9 +16,8 @@ PARTS = {
     "dist": "two processes against the same strategy, hand-written",
     "checkpoint": "how long saving keeps training waiting",
     "startup": "until help, a refusal, the first step",
-    "growth": "how cost grows: metrics, steps",
+    "scale": "a start, a save and a hang of thousands of ranks, which one machine plays",
     "gpu": "model FLOPs utilization, memory; needs an NVIDIA GPU, but for --quick",
-    "gpu-check": "CUDA against the CPU: losses, waits, a NaN, ZeRO-3; the same",
 }
 DEFAULT = ["step", "checkpoint", "startup"]
 
@@ -31,11 +30,10 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: {' '.join(DEFAULT)}")
     parser.add_argument("--rounds", type=int, default=7)
-    quick = "run every line, with little work, gpu on a CPU too: it measures nothing"
-    parser.add_argument("--quick", "--smoke", action="store_true", help=quick)
+    parser.add_argument("--quick", "--smoke", action="store_true", help="run every line, with little work")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON files")
     parser.add_argument("--models", default="", help="of gpu: parts of their names, with commas; default: all")
-    parser.add_argument("--arms", default="", help="of gpu and gpu-check: the same of what they run; default: all")
+    parser.add_argument("--arms", default="", help="of gpu: the same of what it runs; default: all")
     given = parser.parse_args()
     if unknown := [part for part in given.parts if part not in PARTS]:
         parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
@@ -45,7 +43,7 @@ def main() -> int:
     for part in given.parts or DEFAULT:
         print(f"{part}: {PARTS[part]}", flush=True)
         options = Options(given.rounds, given.quick, given.models, given.arms, given.output, os.getloadavg()[0])
-        path = write(importlib.import_module(f"benchmarks.{part.replace('-', '_')}").run(options), options)
+        path = write(importlib.import_module(f"benchmarks.{part}").run(options), options)
         page(given.output, PARTS)
         print(f"\n{table(path)}\nwritten to {path}\n", flush=True)
     return 0

@@ -30,11 +30,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.against", description=str(__doc__).partition("\n")[0])
     parser.add_argument("commit", nargs="?", help="default: the newest release, else the recorded result's")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}, with commas")
     given = parser.parse_args()
-    parts = [part for part in PARTS if part in given.parts.split(",")]
-    if not parts or given.rounds < 2:
-        parser.error(f"give --parts of {', '.join(PARTS)} and --rounds of 2 or more, to know what chance does")
+    if given.rounds < 2:
+        parser.error("give --rounds of 2 or more, to know what chance does")
     tags = git("tag", "--list", "v*", "--merged", "HEAD", "--sort=-v:refname").split()
     recorded = json.loads((RESULTS / "step.json").read_text("utf-8"))["commit"].removesuffix("+changes")
     commit = given.commit or (tags[0] if tags else recorded)
@@ -44,7 +42,7 @@ def main() -> int:
         try:
             (old / "build").mkdir(exist_ok=True)
             (old / "build" / "peers").symlink_to(ROOT / "build" / "peers")
-            worse = [line for part in parts for line in compared(part, old, given.rounds)]
+            worse = [line for part in PARTS for line in compared(part, old, given.rounds)]
         finally:
             git("worktree", "remove", "--force", str(old))
     print("\n".join(worse) or f"nothing is slower than in {commit}, beyond chance")
@@ -91,9 +89,8 @@ def measured(part: str, tree: Path) -> list[dict]:
 
 
 def git(*arguments: str) -> str:
-    return subprocess.run(
-        ["git", "-C", str(ROOT), *arguments], stdout=subprocess.PIPE, text=True, check=True
-    ).stdout.strip()
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

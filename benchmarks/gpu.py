@@ -96,8 +96,9 @@ class WholeRows(Task):
 
 def run(options: Options) -> Result:
     """Raises SystemExit where there is no GPU, unless every line is only to be run."""
-    require_gpu(NAME, options)
     cuda = torch.cuda.is_available()
+    if not cuda and not options.quick:
+        raise SystemExit("gpu: there is no NVIDIA GPU here; --quick runs every line on a CPU, and measures nothing")
     result, path = Result(NAME), options.output / f"{NAME}.json"
     if path.exists() and read(path)[0]["machine"]["gpu"] == gpu_name():
         result = read(path)[1]  # of other models
@@ -110,11 +111,6 @@ def run(options: Options) -> Result:
             continue
         measure(title, model, options, partial(keep, title, model, options, result, roofline))
     return result
-
-
-def require_gpu(part: str, options: Options) -> None:
-    if not torch.cuda.is_available() and not options.quick:
-        raise SystemExit(f"{part}: there is no NVIDIA GPU here; --quick runs every line on a CPU, and measures nothing")
 
 
 def chosen(things: dict[str, Any], names: str, flag: str) -> dict[str, Any]:
@@ -153,7 +149,7 @@ def figures(title: str, model: Model, roofline: float) -> list[Figure]:
         found.append(Figure(f"{title}: model's operations, {arm}", speeds, unit="TFLOP/s"))
         if most:
             least = model.mfu if arm == "project" else None
-            found.append(Figure(f"{title}: MFU, {arm}", [speed / most[0] for speed in speeds], at_least=least))
+            found.append(Figure(f"{title}: MFU, {arm}", [speed / most for speed in speeds], at_least=least))
         found.append(Figure(f"{title}: peak memory, {arm}", model.memory[arm], unit="GiB"))
     if torch.cuda.is_available() and samples.get("plan"):
         planned = predicted(model, roofline)

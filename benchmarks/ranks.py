@@ -1,9 +1,7 @@
 """A function on several processes of this machine, as ranks that find each other over loopback, as torchrun's would.
 
-They are forked from one process that has imported torch, so that an arm starts in a fraction of a second; each arm gets
-fresh ones, because a strategy leaves groups, patches and memory behind.
-Arms may take turns of some optimizer steps: drift of the machine, and other load on it, then meets all alike. One after
-the other they are a quarter of a minute apart, in which such a machine becomes faster or slower by several percent.
+They are forked from one process that has imported torch; each arm gets fresh ones, because a strategy leaves groups,
+patches and memory behind. Arms may take turns of some optimizer steps, so that drift of the machine meets all alike.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import platform
 import shlex
@@ -40,7 +41,7 @@ class Options:
     rounds: int = 7
     quick: bool = False  # every line with little work, for a test: its figures say nothing
     models: str = ""  # names of what `gpu` trains, with commas; "": all
-    arms: str = ""  # the same of its arms, and of the checks of `gpu-check`
+    arms: str = ""  # the same of its arms
     output: Path = RESULTS
     load: float = 0.0  # of the machine, before the part
 
@@ -55,6 +56,7 @@ class Figure:
     at_least: float | None = None
     unit: str = ""  # empty for a ratio
     instead: str = ""  # why there are no values
+    ranks: list[int] = field(default_factory=list)  # one per value, where it is measured against them
 
     @property
     def median(self) -> float:
@@ -65,11 +67,21 @@ class Figure:
         bound += f"≥ {self.at_least:g}" if self.at_least is not None else ""
         if self.instead:
             return f"| {self.what} | {self.instead} | {bound} | |"
+        if self.ranks:
+            return f"| {self.what} | {self.growth()} {self.unit} | {bound} | |"
         missed = self.at_most is not None and self.median > self.at_most
         missed = missed or self.at_least is not None and self.median < self.at_least
         held = ("**missed**" if missed else "held") if bound else ""
         digits = 3 if abs(self.median) < 10 else 0
         return f"| {self.what} | {described(self.values, digits)} {self.unit} | {bound} | {held} |"
+
+    def growth(self) -> str:
+        """Each value with its number of ranks, and the power of this number by which the last two differ."""
+        text = "; ".join(f"{ranks:,}: {value:.3g}" for ranks, value in zip(self.ranks, self.values, strict=True))
+        if len(self.values) < 2 or min(self.values[-2:]) <= 0:
+            return text
+        power = math.log(self.values[-1] / self.values[-2]) / math.log(self.ranks[-1] / self.ranks[-2])
+        return f"{text} (N^{power:.1f})"
 
 
 @dataclass

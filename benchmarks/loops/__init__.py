@@ -1,4 +1,4 @@
-"""The same training, in a hand-written loop (hand.py), by the project and by Lightning's and Hugging Face's Trainers.
+"""The same training, in a hand-written loop (hand.py), by the project and by Hugging Face's Trainer.
 
 Each module has `train(task) -> Sample`: it builds the model, warms up, trains, and returns what an optimizer step took
 after the warm-up. All do the same: rows of one token cache in a random order, AdamW (fused), cosine with warm-up,

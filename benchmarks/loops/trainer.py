@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
-import time
 from typing import Any
 
 from accelerate.state import AcceleratorState
@@ -13,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..arms import Sample
 from .stopwatch import Stopwatch
-from .task import Task, inputs_of, loss_of, place_in_world
+from .task import Task, inputs_of, loss_of
 
 
 def train(task: Task) -> Sample:
@@ -29,7 +27,7 @@ def train(task: Task) -> Sample:
             save_strategy="steps", save_steps=task.checkpoint_every,
             ddp_backend="gloo" if task.strategy == "ddp" and task.device == "cpu" else None,
         )  # fmt: skip
-        callbacks: list[Any] = [Lines(task, stopwatch)]
+        callbacks: list[Any] = [Timer(stopwatch)]
         model = WithLoss(task.build())  # the rows come as a batch already: `inputs_of`
         trainer = Trainer(model, arguments, inputs_of, train_dataset=task.rows, callbacks=callbacks)
         trainer.train()
@@ -48,24 +46,10 @@ class WithLoss(nn.Module):
         return {"loss": loss_of(self.model, batch)[0]}
 
 
-class Lines(TrainerCallback):
-    """What the Trainer prints, as lines of a file, and with it tokens per second, which it does not know."""
-
-    def __init__(self, task: Task, stopwatch: Stopwatch) -> None:
-        self.task, self.stopwatch = task, stopwatch
-        rank, self.ranks = place_in_world()
-        self.file = (task.folder / "trainer.jsonl").open("w", encoding="utf-8") if rank == 0 else None
-        self.window = time.perf_counter()
+class Timer(TrainerCallback):
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self.stopwatch = stopwatch
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.stopwatch.tick(state.global_step)
         control.should_save = False  # at the last step, which is timed by now: tied weights could not be saved so
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        now = time.perf_counter()
-        tokens = self.task.log_every * self.task.batch_size * self.task.seq_len * self.ranks
-        line = {"step": state.global_step, **logs, "tokens_per_s": tokens / (now - self.window)}
-        self.window = now
-        if self.file:
-            self.file.write(json.dumps(line) + "\n")
-            self.file.flush()

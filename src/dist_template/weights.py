@@ -1,5 +1,6 @@
 """Gathers unsharded weights, exchanges plain values between ranks, and ties shared parameters."""
 
+import hashlib
 import os
 import secrets
 from collections import defaultdict
@@ -46,7 +47,7 @@ def gather(module: nn.Module) -> dict[str, Tensor]:
     """Returns the state dict of full tensors on rank 0's host, {} on other ranks. Collective."""
     tensors = module.state_dict(keep_vars=True)
     first: dict[str, int] = {}  # name: the first rank that has it; in a pipeline not always rank 0
-    for number, names in enumerate(from_all_ranks(list(tensors))):
+    for number, names in broadcast(distinct(list(tensors))).items():
         first = dict.fromkeys(names, number) | first
     state = {}
     for name, tensor in tensors.items():
@@ -80,6 +81,35 @@ def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
+def to_rank_zero(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Returns every rank's `value` (plain types), by rank, on rank 0 of `group`; [] on the others. Collective.
+
+    At thousands of ranks `from_all_ranks` would send all values to each of them."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * world_size(group) if rank(group) == 0 else None
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return values or []
+
+
+def distinct(value: T) -> dict[int, T]:
+    """Returns on rank 0 each different `value` by the first rank that has it, {} on the others. Collective.
+
+    Ranks send a digest, and of the ranks with equal values one sends the value."""
+    first: dict[str, int] = {}
+    for number, digest in enumerate(to_rank_zero(hashlib.sha256(repr(value).encode()).hexdigest())):
+        first.setdefault(digest, number)
+    found = {0: value} if is_rank_zero() else {}
+    for number in broadcast([*first.values()])[1:]:
+        if is_rank_zero():
+            box = [value]
+            dist.recv_object_list(box, number)
+            found[number] = box[0]
+        elif number == rank():
+            dist.send_object_list([value], 0)
+    return found
+
+
 def peers(folder: Path, group: dist.ProcessGroup | None = None) -> list[int]:
     """Returns the ranks that see the same `folder`, by a link in it that its first rank makes: all if it is shared, one
     node's if it is on the node's own disk. Collective over `group`."""
@@ -106,11 +136,11 @@ def pass_file(file: Path, size: int, source: int, is_wanted: bool) -> None:
                 stream.write(box[0])
 
 
-def broadcast(value: T) -> T:
-    """Returns rank 0's `value`, of plain types, on every rank."""
+def broadcast(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Returns the `value` of rank 0 of `group`, of plain types, on every rank."""
     box = [value]
-    if not is_alone():
-        dist.broadcast_object_list(box, src=0)
+    if world_size(group) > 1:
+        dist.broadcast_object_list(box, group=group, group_src=0)
     return box[0]
 
 

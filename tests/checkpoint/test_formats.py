@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from dist_template import InputError
 from dist_template.checkpoint.optimizer import numbered
-from tests.support.library import by_name, formats, read_full
+from tests.support.library import by_name, flat_range, formats, read_full
 
 REST = {"global_step": 2, "loops": {"fit_loop": {}}, "DataModule": {"consumed_samples": 16}}
 # Of the two parameter groups; their order is not the model's.
@@ -160,6 +160,21 @@ def test_every_format_reads_as_the_same_state(checkpoint: Path, trained: Trained
     for number, values in expected["state"].items():
         for key, value in values.items():
             assert torch.equal(back["state"][number][key], value), (number, key)
+
+
+def test_slices_are_those_of_the_full_tensor(checkpoint: Path, trained: Trained) -> None:
+    """Of rows and columns, as a rank's shard has, and of the flattened tensor, as ZeRO-3's has."""
+    found = formats.format_of(checkpoint)
+    assert found is not None
+    stored = found.read(checkpoint, True)
+    moments = stored["optimizer_states"][0]["state"]["second.weight"]["exp_avg"]
+    full = trained.state["state"]["second.weight"]["exp_avg"]
+    assert torch.equal(moments[2:6, 1:3], full[2:6, 1:3])
+    for name, tensor in trained.model.state_dict().items():
+        last, read = tensor.numel() - 1, stored["state_dict"][name]
+        assert torch.equal(read[1:3], tensor[1:3]) and read[0:0].numel() == 0, name
+        assert torch.equal(flat_range(read, 2, last), tensor.flatten()[2:last]), name
+        assert torch.equal(flat_range(read, last, last + 9), tensor.flatten()[last:]), name
 
 
 def test_a_header_has_the_shapes_and_the_entries_of_the_whole(checkpoint: Path) -> None:

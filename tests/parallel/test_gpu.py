@@ -1,5 +1,5 @@
 """On a real GPU: trainings equal the CPU's, a plain step does not wait for the device, a NaN is
-skipped, ZeRO-3 ends well. `python -m benchmarks gpu-check` runs this file and keeps its results.
+skipped, ZeRO-3 ends well.
 """
 
 import math

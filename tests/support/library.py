@@ -11,6 +11,7 @@ from dist_template.callbacks.training_log import logs
 from dist_template.checkpoint import commit, formats, manifest, sharded
 from dist_template.checkpoint.formats import read_full
 from dist_template.checkpoint.optimizer import by_name
+from dist_template.checkpoint.stored import flat_range
 from dist_template.checkpoint.zero import ZeroFormat
 from dist_template.cli.limits import Machine, violations
 from dist_template.cli.ranges import RANGES
@@ -28,6 +29,7 @@ from dist_template.observe.loggers import tensorboard
 from dist_template.parallel.pipeline.schedule import SCHEDULES
 from dist_template.parallel.sequence import shard_batch
 from dist_template.text.batches.rows import NOT_COUNTED, PackedRows, Rows
+from dist_template.text.model import safetensors_files
 from dist_template.text.model.kernels import BOUNDS
 from dist_template.text.model.quantize import quantize
 from dist_template.text.preference_loss import PreferenceConfig

@@ -104,14 +104,22 @@ def test_a_run_of_any_attempts_reads_the_stream_without_a_gap(
 
 
 @PROPERTY
-@given(st.integers(2, 60), st.integers(0, 5), st.integers(0, 5))
-def test_each_pass_has_every_row_in_another_order(num_rows: int, seed: int, epoch: int) -> None:
-    rows = global_order.permutation(num_rows, seed, epoch).tolist()
+@given(st.integers(2, 60), st.integers(0, 5), st.integers(0, 5), st.booleans())
+def test_each_pass_has_every_row_in_another_order(
+    num_rows: int, seed: int, epoch: int, many: bool
+) -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        if not many:
+            return global_order.permutation(num_rows, seed, epoch).tolist()
+        halves = np.array_split(np.arange(num_rows), 2)
+        parts = [global_order.scattered(half, num_rows, seed, epoch) for half in halves]
+        return np.concatenate(parts).tolist()
+
+    rows = order(seed, epoch)
     assert sorted(rows) == [*range(num_rows)]
     assert rows[-1] == num_rows - 1, "the last row, in which only a part may count, stays the last"
     if num_rows > 20:  # two of 19! orders
-        assert rows != global_order.permutation(num_rows, seed, epoch + 1).tolist()
-        assert rows != global_order.permutation(num_rows, seed + 1, epoch).tolist()
+        assert rows not in (order(seed, epoch + 1), order(seed + 1, epoch))
 
 
 @PROPERTY

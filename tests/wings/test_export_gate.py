@@ -17,6 +17,7 @@ from dist_template import InputError, Project
 from tests import ROOT
 from tests.support.chats import TAGGED, UNTAGGED
 from tests.support.hub import NO_RIGHTS, OWNER, Hub, hub
+from tests.support.library import safetensors_files
 from tests.support.runs import OURS, newest, only_run, run, small
 from tests.support.wings import Registry, Trained, free_port, load_trained
 from tests.support.wings import export as command
@@ -98,9 +99,9 @@ def test_a_planted_fault_is_named(
     """In the folder between its writing and its check, as a faulty exporter would leave it."""
     honest, output = command.write_pretrained, tmp_path / "out"
 
-    def faulty(model: Any, dtype: str, folder: Path) -> None:
-        honest(model, dtype, folder)
-        plant(folder)
+    def faulty(*given: Any) -> None:
+        honest(*given)
+        plant(given[-1])
 
     monkeypatch.setattr(command, "write_pretrained", faulty)
     with (
@@ -114,6 +115,50 @@ def test_a_planted_fault_is_named(
 
 def exported(run_folder: Path, output: Path, *flags: str) -> None:
     command.main(["export", str(run_folder), f"--output={output}", *flags], OURS)
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_memory_is_exported_alike(
+    folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """Its weights are copied from the checkpoint's files to several files, a few at a time."""
+    exported(folder, tmp_path / "whole", "--dtype=bfloat16")
+    monkeypatch.setattr(safetensors_files, "memory_limit", lambda: 0)
+    with pytest.raises(InputError, match="--max_shard_size is '40': give a number with KB, MB"):
+        exported(folder, tmp_path / "parts", "--max_shard_size=40")
+    exported(folder, tmp_path / "parts", "--dtype=bfloat16", "--max_shard_size=40KB")
+    assert "  hf, bfloat16, each of 21 weights equals the checkpoint's\n" in capsys.readouterr().out
+    files = sorted((tmp_path / "parts").glob("*.safetensors"))
+    parts = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    whole = load_file(tmp_path / "whole/model.safetensors")
+    assert len(files) > 1 and parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "parts", dtype="auto")
+    assert model.dtype == torch.bfloat16 and model.state_dict().keys() == whole.keys()
+
+
+OF_PARTS: dict[Callable[[Path], None], str] = {
+    transposed: r"its model\.layers\.1\.self_attn\.q_proj\.weight has other values",
+    another_tokenizer: FAULTS[another_tokenizer],
+    stale_sines: "its configuration has other rope_parameters",
+    as_bfloat16: "its configuration has other dtype",
+}
+
+
+@pytest.mark.parametrize("plant", OF_PARTS)
+def test_a_fault_in_a_model_larger_than_memory_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: Any, plant: Callable[[Path], None]
+) -> None:
+    honest = command.write_pretrained
+
+    def faulty(*given: Any) -> None:
+        honest(*given)
+        plant(given[-1])
+
+    monkeypatch.setattr(command, "write_pretrained", faulty)
+    monkeypatch.setattr(safetensors_files, "memory_limit", lambda: 0)
+    with pytest.raises(InputError, match=OF_PARTS[plant]):
+        exported(folder, tmp_path / "out")
 
 
 def test_a_stale_token_cache_is_refused(flags: list[str], corpus: Path, tmp_path: Path) -> None:
@@ -163,9 +208,9 @@ def test_push_sends_nothing_that_the_gate_refuses(
 ) -> None:
     honest = command.write_pretrained
 
-    def faulty(model: Any, dtype: str, written: Path) -> None:
-        honest(model, dtype, written)
-        transposed(written)
+    def faulty(*given: Any) -> None:
+        honest(*given)
+        transposed(given[-1])
 
     monkeypatch.setattr(command, "write_pretrained", faulty)
     with pytest.raises(InputError, match="its logits differ"):

@@ -28,6 +28,7 @@ from ..compat.lightning import batch_progress
 from ..model.any_module import callbacks_of, metrics_of
 
 PADDING = -1  # a number that stands for no row: its labels are ignored
+MANY = 1 << 27  # rows: a shuffled array of more takes each rank half a GB and several seconds
 
 
 @dataclass(eq=False)
@@ -73,8 +74,32 @@ class GlobalOrder(Sampler[list[int]]):
         rows: list[int] = []
         while len(rows) < count:
             epoch, offset = divmod(position + len(rows), self.num_rows)
-            rows += permutation(self.num_rows, self.seed, epoch)[offset : offset + count - len(rows)].tolist()
+            places = np.arange(offset, min(self.num_rows, offset + count - len(rows)))
+            if self.seed is not None and self.num_rows > MANY:
+                rows += scattered(places, self.num_rows, self.seed, epoch).tolist()
+            else:
+                rows += permutation(self.num_rows, self.seed, epoch)[places].tolist()
         return rows
+
+
+def scattered(places: np.ndarray, num_rows: int, *seeds: int) -> np.ndarray:
+    """Returns the rows at `places` (n,) of an order like `shuffled`'s, without the other rows.
+
+    It is a Feistel network on the smallest square of a power of two that holds all rows; a number that is no row is put
+    through it again."""
+    last, half = np.uint64(num_rows - 1), np.uint64(((num_rows - 2).bit_length() + 1) // 2)
+    keys = np.random.default_rng(seeds).integers(2**64, size=8, dtype=np.uint64)
+    rows = places.astype(np.uint64)
+    moved = rows < last
+    while moved.any():
+        left, right = rows[moved] >> half, rows[moved] & ((np.uint64(1) << half) - np.uint64(1))
+        for key in keys:
+            mixed = (right ^ key) * np.uint64(0x9E3779B97F4A7C15)  # odd: 2^64 over the golden ratio
+            mixed = (mixed ^ mixed >> np.uint64(29)) * np.uint64(0xBF58476D1CE4E5B9)
+            left, right = right, left ^ mixed >> np.uint64(64) - half
+        rows[moved] = left << half | right
+        moved &= rows >= last
+    return rows
 
 
 @lru_cache(maxsize=2)

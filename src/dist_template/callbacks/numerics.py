@@ -268,7 +268,7 @@ class Numerics(Callback):
         if self._in_a_row >= self.patience:
             decision = "stop"
         local = {"data_parallel_rank": getattr(trainer.datamodule, "rank", 0), "rows": check.rows}
-        ranks = enumerate(weights.from_all_ranks(local))
+        ranks = enumerate(weights.to_rank_zero(local))
         incident = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "step": check.step,

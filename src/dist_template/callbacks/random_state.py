@@ -60,8 +60,12 @@ class RandomState(Callback):
         self._restores = True  # its loaders drew from the same generator before it started
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: object, checkpoint: dict[str, object]) -> None:
-        state = self._state or _get_state()
-        checkpoint[KEY] = weights.from_all_ranks(state())
+        own = (self._state or _get_state())()
+        states = weights.to_rank_zero(own)
+        if not states:  # rank 0 writes them; under ZeRO-3 each rank reads its own file
+            states = [{}] * trainer.world_size
+            states[trainer.global_rank] = own
+        checkpoint[KEY] = states
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         states, self._restores = checkpoint.get(KEY, []), True

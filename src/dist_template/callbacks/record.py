@@ -66,7 +66,7 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
 
     Unknown values are null: a custom model or datamodule may lack what is read here.
     """
-    hosts = weights.from_all_ranks(platform.node())
+    hosts = weights.to_rank_zero(platform.node())
     if not trainer.is_global_zero:
         return {}
     model, data, size = network_of(module), data_of(trainer), size_of(module)

@@ -75,8 +75,8 @@ class Replicas(Callback):
             return
         held = self._replicas(module)
         if self._shared is None:
-            counts = Counter(chain.from_iterable(weights.from_all_ranks(list(held))))
-            self._shared = sorted(digest for digest, count in counts.items() if count > 1)
+            counts = Counter(chain.from_iterable(weights.to_rank_zero(list(held))))
+            self._shared = weights.broadcast(sorted(digest for digest, count in counts.items() if count > 1))
         if not (shared := self._shared):
             return
         device = trainer.strategy.root_device

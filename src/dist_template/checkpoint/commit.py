@@ -111,7 +111,7 @@ def begin(path: Path, group: Group = None, ranks: Sequence[int] = (0,)) -> Path:
 
     if weights.rank(group) == ranks[0]:
         failure = disk_error(create)
-    _agree(temporary, failure, None, group)
+    _to_rank_zero(temporary, failure, None, group)
     return temporary
 
 
@@ -128,22 +128,28 @@ def finish(
         SaveError: on all ranks, if a disk refused a write of one; the temporary folder is deleted.
     """
     temporary, ranks = _hidden(path, "tmp"), ranks or range(weights.world_size(group))
-    # A network file system may list a new file late, but not to the rank that wrote it.
-    listed = _agree(temporary, failure, _files(temporary), group)
-    here = sorted(set().union(*(listed[rank] for rank in ranks)))
+    # A network file system may list a new file late, but not to the rank that wrote it: ranks send what rank 0 misses.
+    _to_rank_zero(temporary, failure, None, group)  # all have written
+    own = {*_files(temporary)}
+    if len(ranks) == weights.world_size(group):
+        listed = {*weights.broadcast(own, group)}
+        missed = _to_rank_zero(temporary, None, own - listed, group)
+        here = sorted(listed.union(*weights.broadcast([each for each in missed if each], group)))
+    else:  # each node has its own files, which are few
+        of_ranks = weights.from_all_ranks(own, group)
+        here = sorted(set().union(*(of_ranks[rank] for rank in ranks)))
     assigned = here[ranks.index(weights.rank(group)) :: len(ranks)]
     hashes: Files = {}
     failure = disk_error(lambda: _flush_and_hash(temporary, assigned, hashes))
     of_all: Files = {}
-    answers = _agree(temporary, failure, (hashes, time.time()), group)
-    for of_rank, _ in answers:
+    for of_rank in _to_rank_zero(temporary, failure, hashes, group):
         of_all |= of_rank
-    entries = {"format": FORMAT, **entries, "time": answers[0][1]}  # equal on all ranks
+    entries = {"format": FORMAT, **entries, "time": time.time()}
     entries["files"] = {file: of_all[file] for file in sorted(of_all)}
-    text = manifest.rendered(entries)
+    text = weights.broadcast(manifest.rendered(entries) if weights.rank(group) == 0 else "", group)
     if weights.rank(group) == ranks[0]:
         failure = disk_error(lambda: _commit(temporary, path, text))
-    _agree(temporary, failure, None, group)
+    _to_rank_zero(temporary, failure, None, group)
     return text, hashes
 
 
@@ -230,14 +236,15 @@ def _hidden(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.name}.{suffix}")
 
 
-def _agree(temporary: Path, failure: str | None, value: T, group: Group) -> list[T]:
-    """Returns every rank's `value`, once all ranks have come here; if one has a failure, raises
-    SaveError on all ranks. Rank 0, or each node's first rank, deletes the temporary folder then."""
-    answers = weights.from_all_ranks((failure, value), group)
-    if failures := [why for why, _ in answers if why]:
+def _to_rank_zero(temporary: Path, failure: str | None, value: T, group: Group) -> list[T]:
+    """Returns every rank's `value` on rank 0, [] on the others, once all ranks have come here; if one has a failure,
+    raises SaveError on all ranks. Rank 0 deletes the temporary folder then."""
+    answers = weights.to_rank_zero((failure, value), group)
+    failures = [why for why, _ in answers if why]
+    if refusal := weights.broadcast(failures[:1], group):
         if weights.rank(group) == 0 or temporary.parent in _LED:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise SaveError(failures[0])
+        raise SaveError(refusal[0])
     return [result for _, result in answers]
 
 

@@ -11,10 +11,10 @@ the strategy itself (MeshStrategy, ZeroStrategy), here `load`. Lightning's and t
 
 import warnings
 import zipfile
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -36,7 +36,7 @@ from .optimizer import ANEW, by_name, is_by_name, report_missing_moments
 from .protocol import Checkpoint, CheckpointFormat, Copy, Group, Opened, Shapes
 from .sharded import META, ShardedFormat
 from .stored import Mapped, Stored, copy_shard, copy_weights
-from .untrusted import reading
+from .untrusted import agreed_on_errors, reading
 
 __all__ = ["load_full"]
 
@@ -91,11 +91,11 @@ def verified(path: Path, module: L.LightningModule, is_strict: bool = True, weig
     """
     path = agreed(path)
     shapes: Shapes = {}
-    for of_rank in weights.from_all_ranks(_shapes(module.state_dict(keep_vars=True))):
+    for of_rank in weights.distinct(_shapes(module.state_dict(keep_vars=True))).values():
         shapes |= of_rank  # in a pipeline, each rank has its stages'
     expected = shapes if is_strict else None
     opened = None
-    with _agreed_on_errors():
+    with agreed_on_errors():
         if weights.is_rank_zero():
             opened = _opened(path, module, expected, weights_only)
     opened = cast(Opened, weights.broadcast(opened))
@@ -127,9 +127,9 @@ def read_full(path: str | Path, module: nn.Module | None = None, optimizer: bool
 
 
 @torch.no_grad()
-def load_full(path: str | Path, module: nn.Module) -> None:
-    """Loads the weights of a checkpoint into `module`, on the host, one tensor at a time; raises
-    InputError as `read_full` does."""
+def load_full(path: str | Path, module: nn.Module) -> dict[str, Any]:
+    """Loads the weights of a checkpoint into `module`, on the host, one tensor at a time. Returns the stored tensors of
+    those on the meta device, which are not loaded. Raises InputError as `read_full` does."""
     if getattr(module, KEY, None):
         exclude_frozen(module)
     targets = module.state_dict(keep_vars=True)
@@ -138,9 +138,12 @@ def load_full(path: str | Path, module: nn.Module) -> None:
     with _reading(opened):
         stored = opened.format.read(opened.path, False)["state_dict"]
         for name in shapes:
-            copy_shard(targets[name], stored.pop(name))
+            if not targets[name].is_meta:
+                copy_shard(targets[name], stored.pop(name))
+    kept = {name: stored.pop(name) for name in shapes if name in stored}
     if stored:  # of a module's own: not tensors
         module.load_state_dict(stored, strict=False)
+    return kept
 
 
 def _reading(opened: Opened) -> AbstractContextManager[None]:
@@ -194,19 +197,6 @@ def _shapes(state_dict: Mapping[str, object]) -> Shapes:
     return {name: tuple(full_shape(tensor)) for name, tensor in tensors.items()}
 
 
-@contextmanager
-def _agreed_on_errors() -> Generator[None]:
-    """Raises on all ranks the InputError of one rank inside, which must wait for no other rank. Collective."""
-    refusal = None
-    try:
-        yield
-    except InputError as error:
-        refusal = str(error)
-    for of_rank in weights.from_all_ranks(refusal):
-        if of_rank:
-            raise InputError(of_rank)
-
-
 # ---- loading -------------------------------------------------------------------------------------
 
 
@@ -225,14 +215,14 @@ def load(format: CheckpointFormat, path: Path, weights_only: bool | None = None)
     if format.reads(opened):
         return format.load(opened)
     stored: Checkpoint = {}
-    with _agreed_on_errors(), _reading(opened):
+    with agreed_on_errors(), _reading(opened):
         stored = opened.format.read(opened.path, opened.with_optimizer)
         copy_weights(module, stored["state_dict"])
     if module.trainer.state.fn == TrainerFn.FITTING:
         states = stored.get("optimizer_states", []) if opened.with_optimizer else []
         if not states:
             report_missing_moments()
-        with _agreed_on_errors(), _reading(opened):
+        with agreed_on_errors(), _reading(opened):
             format.set_optimizer_state(stored["state_dict"], states)
     return opened.metadata
 

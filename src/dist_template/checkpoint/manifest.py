@@ -185,11 +185,12 @@ def agreed(path: Path) -> Path:
         stored, of_rank = _stored(candidate), None
         if not stored:
             of_rank = damage(candidate, rank=weights.rank(), ranks=weights.world_size())
-        answers = weights.from_all_ranks((of_rank, stored))
+        answers = weights.to_rank_zero((of_rank, stored))
         why = next((why for why, _ in answers if why), None)
         if any(of_node != stored for _, of_node in answers):
             why = why or f"its {MANIFEST} differs between nodes"
-        elif stored:
+        why = weights.broadcast(why)
+        if stored and why is None:
             why = _fetched(candidate)
         if why is None:
             _warn_of(skipped, candidate)

@@ -3,6 +3,7 @@
 All tensors, including AdamW's moments, are named by parameter, so that any mesh can load another mesh's checkpoint.
 Everything else (counters, callbacks, the position in the data) is in `meta.pt`, as with Lightning's own strategy."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, LoadPlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict import (
@@ -29,9 +30,10 @@ from .. import weights
 from ..compat.lightning import torch_optimizer
 from ..compat.torch import read_unsharded, tree_map
 from .optimizer import State, by_name_from_flat, groups_of, merge, without_moments
+from .planning import Writer, planner
 from .protocol import Checkpoint, CheckpointFormat, Copy, Group, Opened, Shapes
 from .stored import Box, Stored, copy_shard, is_scalar
-from .untrusted import DataReader, reading
+from .untrusted import DataReader, agreed_on_errors, reading
 
 META = "meta.pt"  # Lightning's name for the part of a distributed checkpoint that is not tensors
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # parameter groups differ between meshes
@@ -78,12 +80,12 @@ class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
         return checkpoint
 
     def save(self, checkpoint: Checkpoint, path: Path) -> None:
-        write(*_split(checkpoint), path)
+        write(*_split(checkpoint), path, planner(self.strategy))
 
     def stage(self, checkpoint: Checkpoint, copy: Copy, group: Group) -> Callable[[Path], object]:
         tensors, rest = _split(checkpoint)
         copied = copy({"tensors": tensors, "rest": rest})
-        return lambda folder: write(copied["tensors"], copied["rest"], folder, group)
+        return lambda folder: write(copied["tensors"], copied["rest"], folder, planner(self.strategy), group)
 
     def reads(self, opened: Opened) -> bool:
         return opened.format is ShardedFormat
@@ -97,14 +99,16 @@ class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
         state: Checkpoint = {"state_dict": get_model_state_dict(module)}
         for index, optimizer in enumerate(optimizers):
             state[f"optimizer_{index}"] = optimizer_state(module, optimizer)
-        with reading(opened.path, self.written_by):
+        with agreed_on_errors(), reading(opened.path, self.written_by), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
             reader = DataReader(opened.path)
             entries = set(reader.read_metadata().state_dict_metadata)
             for index, optimizer in enumerate(optimizers):
                 prefix = f"optimizer_{index}"
                 _drop_missing_moments(module, optimizer, state[prefix], prefix, entries)
             loaded = _contiguous(state)
-            dcp.load(loaded, storage_reader=reader)
+            # A rank's plan depends on no other's: torch would send all to rank 0 and back, 1 MB each.
+            dcp.load(loaded, storage_reader=reader, no_dist=True)
         state = tree_map(_placed_like, loaded, state)
         set_model_state_dict(module, state["state_dict"])
         for index, optimizer in enumerate(optimizers):
@@ -123,9 +127,9 @@ class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
                 parameters |= zip(names, group["params"], strict=True)
             for name in missing:
                 optimizer.state.pop(parameters[name], None)
-            for name in parameters.keys() & state["state"].keys():
-                for key, value in state["state"][name].items():
-                    shard = optimizer.state[parameters[name]][key]
+            for name, parameter in parameters.items():
+                for key, value in state["state"].get(name, {}).items():
+                    shard = optimizer.state[parameter][key]
                     if is_scalar(value):
                         shard.copy_(value)
                     else:
@@ -166,14 +170,14 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> State:
     return get_optimizer_state_dict(module, torch_optimizer(optimizer), options=FLAT)
 
 
-def write(tensors: Checkpoint, rest: Checkpoint, path: Path, group: Group = None) -> None:
+def write(tensors: Checkpoint, rest: Checkpoint, path: Path, planner: DefaultSavePlanner, group: Group = None) -> None:
     """Writes both into the folder `path`. Collective over `group`; None: the default group.
 
     With a group, all tensors are in host memory."""
-    writer = dcp.FileSystemWriter(path)
+    writer = Writer(path)
     if group is not None:  # nothing to copy ahead, which would wait on training's stream
         writer.per_thread_copy_ahead = 0
-    dcp.save(tensors, storage_writer=writer, process_group=group)
+    dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
     if weights.is_rank_zero():
         torch.save(rest, path / META)
 

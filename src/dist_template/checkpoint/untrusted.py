@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from .. import weights
 from ..compat.torch import metadata_path
 from ..errors import InputError, another_rank_is_gone, is_out_of_memory, reason
 
@@ -65,18 +66,34 @@ def reading(path: Path, written_by: str, classes: list[type] | None = None, trus
             os.environ[SWITCH] = before
 
 
+@contextlib.contextmanager
+def agreed_on_errors() -> Generator[None]:
+    """Raises on all ranks the InputError of one rank inside, which must wait for no other rank. Collective."""
+    refusal = None
+    try:
+        yield
+    except InputError as error:
+        refusal = str(error)
+    if refusal := weights.broadcast(next(filter(None, weights.to_rank_zero(refusal)), None)):
+        raise InputError(refusal)
+
+
 class DataReader(FileSystemReader):
     """torch's reader of the distributed format, which by itself runs code in a `.metadata` file."""
 
+    _metadata: Metadata | None = None  # of thousands of ranks: it takes seconds to read
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        try:
-            with self.fs.create_stream(metadata_path(self, kwargs.get("rank")), "rb") as file:
-                _MetadataUnpickler(file).load()
-        except DAMAGED as error:
-            if isinstance(error, _RefusedError):
-                raise
-            raise pickle.UnpicklingError(f"its .metadata is damaged: {reason(error)}") from error
-        return super().read_metadata(*args, **kwargs)
+        if self._metadata is None:
+            try:
+                with self.fs.create_stream(metadata_path(self, kwargs.get("rank")), "rb") as file:
+                    self._metadata = _MetadataUnpickler(file).load()
+            except DAMAGED as error:
+                if isinstance(error, _RefusedError):
+                    raise
+                raise pickle.UnpicklingError(f"its .metadata is damaged: {reason(error)}") from error
+            self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
 
 
 class _RefusedError(pickle.UnpicklingError):

@@ -64,17 +64,27 @@ class SameEnvironment(Callback):
         for key, value in flatten(facts).items():
             if key not in self.ignore and key.partition(".")[0] not in self.ignore:
                 own[key] = str(value)
-        found = rendezvous.gather("digest", [digest(sorted(own.items())), self.refusal])
-        refusals = [refusal for _, refusal in found if refusal]
-        if refusals:
+        digests: list[str] = []  # of all ranks, on rank 0
+
+        def first_of_each(found: list[str]) -> tuple[str | None, list[int]]:
+            digests.extend(found)
+            return self.refusal, [*map(found.index, dict.fromkeys(found))]
+
+        refusal, ranks = rendezvous.ask("digest", digest(sorted(own.items())), first_of_each)
+        if refusal:
             rendezvous.leave()
-            raise InputError(refusals[0])
-        if all(of_rank == found[0] for of_rank in found):
+            raise InputError(refusal)
+        if len(ranks) == 1:
             return
-        sentence = table(rendezvous.gather("facts", own))
+        sentence = f"rank {rendezvous.rank}: environments differ; rank 0 prints the table"
+
+        def compare(texts: list[dict[str, str]]) -> None:
+            nonlocal sentence
+            by_digest = dict(zip(dict.fromkeys(digests), texts, strict=True))
+            sentence = table([by_digest[each] for each in digests])
+
+        rendezvous.ask("facts", own, compare, ranks)
         rendezvous.leave()
-        if rendezvous.rank:
-            sentence = f"rank {rendezvous.rank}: environments differ; rank 0 prints the table"
         raise Ended(Exit.MISMATCH, sentence)
 
 

@@ -26,12 +26,14 @@ def find_stalled(statuses: Mapping[int, Mapping[str, Any]], silent: list[int]) -
         parts.append(f"{ranks_text(silent)} unresponsive: the process is stopped or its node is lost")
     elif len(behind) == len(statuses) > 1:
         parts.append("no rank is behind the others")
-    waiting: dict[str, list[int]] = {}  # by place
+    behind, stalled, waiting = {*behind}, {}, {}  # ranks by place
     for rank, status in statuses.items():
+        place = status["place"]
         if rank in behind:
-            parts.append(f"rank {rank} is stalled: {status['place']}, {status['line']}")
+            stalled.setdefault(f"stalled: {place}, {status['line']}", []).append(rank)
         else:
-            waiting.setdefault(status["place"], []).append(rank)
+            waiting.setdefault(place, []).append(rank)
+    parts += [f"{ranks_text(ranks)} {place}" for place, ranks in stalled.items()]
     for place, ranks in waiting.items():
         parts.append(f"{ranks_text(ranks)} waiting for it in {place.removeprefix('in ')}")
     return "; ".join(parts)

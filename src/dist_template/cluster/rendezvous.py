@@ -1,6 +1,6 @@
 """Rendezvous of all ranks before their first collective, in the process group's store.
 
-A store knows which ranks have connected, and their values can be compared in it. torch creates it in
+A store knows which ranks have connected, and rank 0 can compare their values in it. torch creates it in
 `init_process_group`; here it is created a moment earlier at the same address, and torch shares it."""
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,12 @@ import torch.distributed as dist
 from ..compat.lightning import before_setup_environment
 from ..errors import Ended, Exit, local_rank
 from .hang import rank_ranges
-from .watchdog import WATCHDOG
+from .watchdog import WATCHDOG, absent
 
 if TYPE_CHECKING:
     from lightning import Trainer
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -36,27 +38,41 @@ class Rendezvous:
     world_size: int
     timeout_s: float  # how long a rank waits for another
 
-    def gather(self, key: str, value: object) -> list[Any]:
-        """Returns every rank's `value`. Collective; raises Ended if some ranks have not called it in time."""
-        self.store.set(f"{key}/{self.rank}", json.dumps(value))
-        keys = [f"{key}/{rank}" for rank in range(self.world_size)]
-        # rank 0 waits longer: the store may be in its process
-        timeout_s = self.timeout_s + 5 if self.rank == 0 else self.timeout_s
+    def ask(self, key: str, value: object, answer: Callable[[list[Any]], T], ranks: Iterable[int] | None = None) -> T:
+        """Returns on every rank what rank 0 answers to the values of `ranks` (None: all), which only rank 0 reads, so
+        that the store sends one answer to a rank. Collective; raises Ended if some have not called it in time."""
+        ranks = [*range(self.world_size)] if ranks is None else [*ranks]
         try:
-            self.store.wait(keys, timedelta(seconds=timeout_s))
-        except dist.DistStoreError:
-            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            raise Ended(Exit.HUNG, _missing(missing, self.world_size, self.timeout_s)) from None
-        except dist.DistNetworkError:
+            if self.rank in ranks:
+                self.store.set(f"{key}/{self.rank}", json.dumps(value))
+            if self.rank == 0:
+                self.store.set(f"{key}/answer", json.dumps(self._read(key, ranks, answer)))
+            self.store.wait([f"{key}/answer"], timedelta(seconds=self.timeout_s + 5))  # rank 0 names missing ranks
+            missing, found = json.loads(self.store.get(f"{key}/answer"))
+        except (dist.DistStoreError, dist.DistNetworkError):
             raise _rank_zero_missing(self.rank, self.world_size, self.timeout_s) from None
-        return [*map(json.loads, self.store.multi_get(keys))]
+        if missing:
+            self.leave({*range(self.world_size)} - {*missing})
+            raise Ended(Exit.HUNG, _missing(missing, self.world_size, self.timeout_s))
+        return found
 
-    def leave(self) -> None:
-        """Call it before all ranks exit: rank 0 waits for the others, because the store may be in its process."""
+    def _read(self, key: str, ranks: list[int], answer: Callable[[list[Any]], object]) -> tuple[list[int], object]:
+        """Returns the ranks whose values are missing, and rank 0's answer if none is."""
+        keys = [f"{key}/{rank}" for rank in ranks]
+        with suppress(dist.DistStoreError):
+            self.store.wait(keys, timedelta(seconds=self.timeout_s))
+        if missing := absent(self.store, keys):
+            return [ranks[index] for index in missing], None
+        return [], answer([*map(json.loads, self.store.multi_get(keys))])
+
+    def leave(self, ranks: Iterable[int] | None = None) -> None:
+        """Call it before all `ranks` (None: all) exit: rank 0 waits for the others, because the store may be in its
+        process."""
         self.store.set(f"left/{self.rank}", "")
         if self.rank == 0:
             with suppress(RuntimeError):  # another rank is lost
-                self.store.wait([f"left/{rank}" for rank in range(self.world_size)], timedelta(seconds=5))
+                ranks = range(self.world_size) if ranks is None else ranks
+                self.store.wait([f"left/{rank}" for rank in ranks], timedelta(seconds=5))
 
 
 def before_first_collective(trainer: Trainer, timeout_s: float, function: Callable[[Rendezvous], None]) -> None:

@@ -30,8 +30,9 @@ __all__ = ["WATCHDOG"]
 START_TIMEOUT_S = 1800.0  # until the configuration has been read
 POLL_S = 0.1
 ANSWER_S = 0.3  # rank 0 waits this long for the others' statuses
-VERDICT_S = 0.6  # the others wait this long for rank 0, which may detect it one poll later
-EXIT_S = 0.1  # every rank stays this long, for the others to read the store
+VERDICT_S = 1.2  # the others wait this long for rank 0, which may detect it one poll later
+EXIT_S = 0.3  # every rank stays this long, for the others to read the store
+RANKS_PER_S = 2000  # statuses that a store answers: all of the above are longer by it
 
 
 class WatchdogThread:
@@ -48,6 +49,7 @@ class WatchdogThread:
         self._thread: threading.Thread | None = None
         self._query: threading.Thread | None = None
         self._is_called = False  # by a rank that has detected the hang
+        self._queried = self.all_ranks_s = 0.0  # the time in which all ranks can query the store once
 
     def beat(self) -> None:
         """Reports progress that every rank makes equally."""
@@ -93,6 +95,7 @@ class WatchdogThread:
     def connect(self, store: Store | None, rank: int, world_size: int) -> None:
         """Lets the ranks exchange statuses; progress is counted from here, where all ranks are at the same point."""
         self._store, self.rank, self.world_size = store, rank, world_size
+        self.all_ranks_s = world_size / RANKS_PER_S
         self.beats = 0
 
     def status(self) -> dict[str, Any]:
@@ -117,8 +120,9 @@ class WatchdogThread:
 
     def _check_call(self) -> bool:
         """Returns whether another rank has detected the hang. The store's host may hang itself."""
-        store = self._store
-        if store is not None and (self._query is None or not self._query.is_alive()):
+        store, is_free = self._store, self._query is None or not self._query.is_alive()
+        if store is not None and is_free and time.monotonic() - self._queried > self.all_ranks_s:
+            self._queried = time.monotonic()
 
             def ask() -> None:
                 with suppress(RuntimeError):
@@ -138,12 +142,12 @@ class WatchdogThread:
         if (store := self._store) is None:
             found = [find_stalled({self.rank: status}, [])]
         else:
-            _start_thread(self._exchange, store, status, found).join(VERDICT_S + POLL_S / 2)
+            _start_thread(self._exchange, store, status, found).join(VERDICT_S + 3 * self.all_ranks_s + POLL_S / 2)
         if self.rank == 0 or not found:
             verdict = found[0] if found else find_stalled({self.rank: status}, silent=[0])
             os.write(2, f"\nno progress for {limit_s:g} s: {verdict}\n".encode())
         if store is not None:
-            time.sleep(EXIT_S)
+            time.sleep(EXIT_S + self.all_ranks_s)
 
     def _exchange(self, store: Store, status: dict[str, Any], found: list[str]) -> None:
         """Adds rank 0's verdict to `found`; nothing if rank 0 does not answer."""
@@ -152,19 +156,27 @@ class WatchdogThread:
             store.set(keys[self.rank], json.dumps(status))
             store.set("hung", "")
             if self.rank:
-                store.wait(["hung/verdict"], timedelta(seconds=VERDICT_S))
+                store.wait(["hung/verdict"], timedelta(seconds=VERDICT_S + 3 * self.all_ranks_s))
                 found.append(store.get("hung/verdict").decode())
                 return
-            with suppress(RuntimeError):  # not all ranks have answered
-                store.wait(keys, timedelta(seconds=ANSWER_S))
-            statuses, silent = {}, []
-            for rank, key in enumerate(keys):
-                if store.check([key]):
-                    statuses[rank] = json.loads(store.get(key))
-                else:
-                    silent.append(rank)
-            found.append(find_stalled(statuses, silent))
+            ends = time.monotonic() + ANSWER_S + 2 * self.all_ranks_s
+            while time.monotonic() < ends and not store.check(keys):  # `wait` that fails looks hosts up: seconds
+                time.sleep(POLL_S / 2)
+            silent = absent(store, keys)
+            there = sorted({*range(self.world_size)} - {*silent})
+            texts = store.multi_get([keys[rank] for rank in there])
+            found.append(find_stalled(dict(zip(there, map(json.loads, texts), strict=True)), silent))
             store.set("hung/verdict", found[0])
+
+
+def absent(store: Store, keys: list[str]) -> list[int]:
+    """Returns the indices of the keys that `store` does not have. Halves the list: a key costs log2 of all queries."""
+    if not keys or store.check(keys):
+        return []
+    if len(keys) == 1:
+        return [0]
+    half = len(keys) // 2
+    return absent(store, keys[:half]) + [half + index for index in absent(store, keys[half:])]
 
 
 def _start_thread(function: Callable[..., None], *args: object) -> threading.Thread:

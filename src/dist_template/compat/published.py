@@ -1,10 +1,11 @@
-"""How transformers finds, renames and converts published weights. Private: its loading. Verified on transformers 5.23;
-tests/compat/test_names.py checks the names. transformers is imported late."""
+"""How transformers finds, renames, converts and saves published weights. Private: its loading and saving. Verified on
+transformers 5.23; tests/compat/test_names.py checks the names. transformers is imported late."""
 
+from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import replaced
 
@@ -66,3 +67,35 @@ def converted(model: Any, sources: dict[str, Any], name: str) -> tuple[torch.Ten
     for key, shape, expected in info.mismatched_keys:
         return None, f"its {key} is {tuple(shape)}, and the model's {tuple(expected)}"
     return (None, f"its {name} cannot be converted") if found.is_meta else (found, "")
+
+
+def names_to_save(model: Any) -> list[str]:
+    """Returns the names in a state dict that `save_pretrained` writes: of tied weights one."""
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    model.tie_weights()  # a move to the meta device separates them
+    ignored = model._keys_to_ignore_on_save or ()
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
+    return list(remove_tied_weights_from_state_dict(state, model))
+
+
+def to_published(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors of `model` with the names and layouts of files."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, tensors)
+
+
+def loaded_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Returns the type of each tensor of `model` where `from_pretrained` loads it with `dtype`."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    with torch.device("meta"):
+        like = type(model)._from_config(deepcopy(model.config), dtype=dtype)
+    found = dict[str, torch.dtype]()
+    for name, tensor in like.state_dict().items():
+        found[name] = tensor.dtype
+    if plan := model._get_dtype_plan(dtype):
+        pattern, *_ = build_glob_alternation(list(plan))
+        found |= dict.fromkeys(filter(pattern.search, found), torch.float32)
+    return found

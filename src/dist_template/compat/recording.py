@@ -126,7 +126,7 @@ class Recording(TorchDispatchMode):
         def real(value: object) -> object:
             if not isinstance(value, Place):
                 return value
-            view = torch.empty(0, dtype=value.dtype)
+            view = torch.empty(0, dtype=value.dtype, device="cpu")
             return view.set_(storages[value.storage], value.offset, value.shape, value.stride)
 
         for operation in self.operations_for(tensor) or ():
@@ -134,7 +134,9 @@ class Recording(TorchDispatchMode):
             if operation.random is not None:
                 digest = hashlib.sha256(f"{seed} {operation.random}".encode()).digest()
                 torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
-            results = [each for each in tree_leaves(operation.call(*args, **kwargs)) if isinstance(each, Tensor)]
+            with torch.device("cpu"):  # Lightning's default may be a GPU
+                made = operation.call(*args, **kwargs)
+            results = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
             for place, result in zip(operation.results, results, strict=bool(operation.results)):
                 storages.setdefault(place.storage, result.untyped_storage())
         return real(_place(tensor))  # ty: ignore[invalid-return-type]

@@ -18,6 +18,8 @@ from ...compat.recording import write_later
 from ...errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from transformers import PreTrainedConfig, PreTrainedModel
 
 NOISE = 1e-9**0.5  # of new rows, in standard deviations of the others: as transformers, which takes their covariance
@@ -55,6 +57,19 @@ class PublishedWeights:
                 raise NotImplementedError(f"{first} and {name} share a parameter, and differ in {self.name}")
         return [name for name, tensor in tensors.items() if id(tensor) not in found]
 
+    def differing(self, expected: Mapping[str, Any], dtype: torch.dtype) -> Iterator[str]:
+        """Yields the names of weights that are not those in `expected`, which may be stored, in `dtype`."""
+        model = self._skeleton = self._on_meta()
+        self._sources = compat.sources_of_weights(model, list(self._slices))
+        dtypes = compat.loaded_dtypes(model, dtype)
+        for name in compat.names_to_save(model):
+            if not self._sources.get(name) or not self.read(name).equal(expected[name][...].to(dtypes[name]).float()):
+                yield name
+
+    def _on_meta(self) -> PreTrainedModel:
+        with torch.device("meta"):
+            return self._kind.from_config(self._config, dtype=torch.float32)
+
     def _read_into(self, target: Tensor, name: str) -> None:
         values = self.read(name)
         if target.shape == values.shape:
@@ -70,8 +85,7 @@ class PublishedWeights:
     def read(self, name: str) -> Tensor:
         """Returns a tensor of the model, in fp32. Raises InputError if it cannot be converted."""
         if self._skeleton is None:
-            with torch.device("meta"):
-                self._skeleton = self._kind.from_config(self._config, dtype=torch.float32)
+            self._skeleton = self._on_meta()
         sources = {key: self._slices[key] for key in self._sources[name]}
         found, why = compat.converted(self._skeleton, sources, name)
         if found is None:

@@ -1,15 +1,15 @@
 """`export`: converts a checkpoint to a folder for transformers or peft.
 
-One process reads the full checkpoint of any strategy into the model that the configuration builds.
-`save_pretrained` writes the folder, because a model's layout in memory differs from the one on disk
-(experts are stacked in memory). The folder is loaded again and compared (gate.py).
+One process reads a checkpoint of any strategy into the model that the configuration builds, if it fits
+in memory. The weights are written a few at a time, in transformers' layout on disk, which differs from
+the one in memory (experts are stacked there). The folder is read again and compared (gate.py).
 """
 
+import re
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch.cli import LightningArgumentParser
@@ -19,7 +19,7 @@ from ....cli.fit import WithoutTrainer
 from ....cli.run import verified_checkpoint
 from ....errors import InputError, reason
 from ....project import Project
-from ....text.model.causal_lm import auto_class
+from ....text.model.safetensors_files import write_weights as write_pretrained
 from .adapter import merge, write_adapter
 from .card import write_card
 from .gate import Gate
@@ -42,12 +42,14 @@ def main(argv: list[str], project: Project) -> None:
     settings, output = cli.config, Path(cli.config.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"--output {str(output)!r} exists and is not an empty folder; give another")
+    if not re.fullmatch(r"[1-9]\d*[KMGT]B", settings.max_shard_size):
+        raise InputError(f"--max_shard_size is {settings.max_shard_size!r}: give a number with KB, MB, GB or TB")
     if settings.push:
         check_name(settings.push)  # before minutes of work
     path = verified_checkpoint(settings.checkpoint, "--checkpoint", cli.unfilled)
-    found = trained(cli, path, run_of(path))
+    found = trained(cli, path, run_of(path), may_be_stored=not getattr(cli.model, "adapter", None))
     with written_at_once(output) as folder:
-        form, proof = write(found, settings.adapter == "merged", settings.dtype, folder)
+        form, proof = write(found, settings.adapter == "merged", settings.dtype, folder, settings.max_shard_size)
         write_card(folder, found, form, proof, settings.license)
     print(f"{path}\n  -> {output}  {form}, {proof}")
     if settings.push:
@@ -55,7 +57,7 @@ def main(argv: list[str], project: Project) -> None:
 
 
 class Export(WithoutTrainer):
-    """Adds six keys to the keys of fit."""
+    """Adds seven keys to the keys of fit."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
@@ -64,6 +66,11 @@ class Export(WithoutTrainer):
         add("--output", required=True, help="The folder to write; it must be new or empty.")
         add("--dtype", choices=DTYPES, default=DTYPES[0], help="Type of the weights in the folder.")
         add("--adapter", choices=["peft", "merged"], default="peft", help="peft's folder, or merged into the base.")
+        add(
+            "--max_shard_size",
+            default="50GB",
+            help="Largest file of weights, such as 5GB; the default is transformers'.",
+        )
         add("--license", default="unknown", help="Licence in the model card, as the hub names it.")
         add("--push", metavar="NAME", help="Repository of the hub, as user/name, that the folder is uploaded to.")
 
@@ -90,7 +97,7 @@ def written_at_once(output: Path) -> Generator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write(found: Trained, merged: bool, dtype: str, folder: Path) -> tuple[str, str]:
+def write(found: Trained, merged: bool, dtype: str, folder: Path, size: str = "50GB") -> tuple[str, str]:
     """Writes model and tokenizer into `folder`; returns in words its form and how it was verified."""
     model, has_adapter = found.model, bool(getattr(found.module, "adapter", None))
     if found.tokenizer:
@@ -105,18 +112,7 @@ def write(found: Trained, merged: bool, dtype: str, folder: Path) -> tuple[str, 
         return f"peft, {dtype}", gate.check(Trained(adapted, found.tokenizer, str(folder)), dtype)
     if has_adapter:
         merge(model)
-    write_pretrained(model, dtype, folder)
-    del model
-    found.model = found.module.model = None  # one model in memory at a time
+    write_pretrained(model, dict(found.stored or model.state_dict()), getattr(torch, dtype), size, folder)
+    if found.stored:
+        return f"hf, {dtype}", gate.check_weights(found, dtype, folder)
     return f"hf, {dtype}", gate.check(from_folder(str(folder), "--output"), dtype)
-
-
-def write_pretrained(model: Any, dtype: str, folder: Path) -> None:
-    """Writes a transformers model as safetensors."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model.save_pretrained(folder)
-    if dtype != "float32":  # transformers knows which weights must stay in float32
-        model = auto_class(model.config).from_pretrained(folder, dtype=dtype, trust_remote_code=False)
-        model.save_pretrained(folder)

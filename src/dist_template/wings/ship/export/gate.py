@@ -12,9 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import InputError
+from ....text.model.causal_lm import auto_class
+from ....text.model.published import PublishedWeights
 from .trained import Trained
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedTokenizerBase
 
 PROMPTS, LENGTH, COMPARED, AT_ONCE = 100, 24, 8, 20
@@ -53,17 +57,13 @@ class Gate:
             self.tokens = torch.tensor([each[:length] for each in ids])
         else:
             self.tokens = torch.arange(LENGTH).repeat(2, 1)
-        self.logits = _logits(trained.model, self.tokens)
+        self.logits = torch.empty(0) if trained.stored else _logits(trained.model, self.tokens)
 
     def check(self, exported: Trained, dtype: str) -> str:
         """Returns in words how far `exported`, loaded from its folder, is from the trained model. Raises InputError
         if it has other tokens, another chat template or type than `dtype`, or other logits."""
-        model, tokenizer = exported.model, exported.tokenizer
-        for text in self.texts:
-            if tokenizer.encode(text) != self.tokenizer.encode(text):
-                raise InputError(f"{OTHER}: its tokenizer gives other tokens for {text[:30]!r}")
-        if tokenizer and (chat := _chat(tokenizer)) != (expected := _chat(self.tokenizer)):
-            raise InputError(f"{OTHER}: its chat template gives {chat!r}, not {expected!r}")
+        model = exported.model
+        self._check_tokenizer(exported.tokenizer)
         if not hasattr(model, "peft_config") and str(model.dtype) != f"torch.{dtype}":
             raise InputError(f"{OTHER}: its weights are {model.dtype}, and --dtype is {dtype}")
         logits = _logits(model, self.tokens)
@@ -80,6 +80,30 @@ class Gate:
             equal = (logits.argmax(-1) == self.logits.argmax(-1)).float().mean().item()
             over += f", {equal:.1%} of the greedy tokens equal"
         return f"largest difference to the trained model's logits {largest:.1e} {over}"
+
+    def check_weights(self, trained: Trained, dtype: str, folder: Path) -> str:
+        """Compares each weight, as transformers loads it, with the checkpoint's, for a model that does not fit in
+        memory. Raises InputError as `check` does, and for another configuration."""
+        from transformers import AutoConfig, AutoTokenizer
+
+        if self.tokenizer:
+            self._check_tokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+        config, expected = AutoConfig.from_pretrained(folder, trust_remote_code=False), trained.model.config
+        config.name_or_path = expected.name_or_path
+        if (found := config.to_dict()) != expected.to_dict():
+            names = [name for name, value in expected.to_dict().items() if found.get(name) != value]
+            raise InputError(f"{OTHER}: its configuration has other {', '.join(names)}")
+        published = PublishedWeights(str(folder), auto_class(config), config)
+        for name in published.differing(trained.stored, getattr(torch, dtype)):
+            raise InputError(f"{OTHER}: its {name} has other values")
+        return f"each of {len(trained.stored)} weights equals the checkpoint's"
+
+    def _check_tokenizer(self, tokenizer: Any) -> None:
+        for text in self.texts:
+            if tokenizer.encode(text) != self.tokenizer.encode(text):
+                raise InputError(f"{OTHER}: its tokenizer gives other tokens for {text[:30]!r}")
+        if tokenizer and (chat := _chat(tokenizer)) != (expected := _chat(self.tokenizer)):
+            raise InputError(f"{OTHER}: its chat template gives {chat!r}, not {expected!r}")
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Loads a model with its tokenizer in one process: what a run trained, or a Hugging Face folder."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ....errors import InputError, reason, require
 from ....observe.history.run import RunFile
 from ....project import Project
 from ....text.model.causal_lm import auto_class
+from ....text.model.safetensors_files import larger_than_memory
 from ...diagnose.command import newest
 from ...store.hooks import local_copy
 
@@ -27,7 +29,8 @@ class Trained:
     """A model in evaluation mode on the CPU, and its tokenizer if there is one.
 
     `path` is the checkpoint, the folder, or the name on the hub. The others are None for a folder:
-    the run's folder, the LightningModule without a Trainer, and the prepared data module.
+    the run's folder, the LightningModule without a Trainer, and the prepared data module. Where the
+    model is on the meta device, `stored` are its weights in the checkpoint's files.
     """
 
     model: Any
@@ -36,6 +39,7 @@ class Trained:
     run: Path | None = None
     module: Any = None
     data: Any = None
+    stored: dict[str, Any] = field(default_factory=dict)
 
 
 def load_trained(name: str, project: Project, key: str = "MODEL") -> Trained:
@@ -90,21 +94,23 @@ def run_of(checkpoint: Path) -> Path | None:
     return next((each for each in checkpoint.absolute().parents if (each / RunFile.CONFIG).is_file()), None)
 
 
-def trained(cli: WithoutTrainer, path: Path, run: Path | None = None) -> Trained:
-    """Returns the model of a configuration with the weights of the verified checkpoint `path`. Raises InputError if
-    the checkpoint is another model's."""
+def trained(cli: WithoutTrainer, path: Path, run: Path | None = None, may_be_stored: bool = False) -> Trained:
+    """Returns the model of a configuration with the weights of the verified checkpoint `path`; with `may_be_stored`, on
+    the meta device if it does not fit in memory. Raises InputError if the checkpoint is another model's."""
     module, data = cli.model, cli.datamodule
     if not hasattr(module, "build_model"):
         raise InputError(f"{type(module).__name__} has no build_model to export")
     if hasattr(data, "require"):
         data.require()
     torch.manual_seed(torch.initial_seed())
-    module.model = getattr(module, "build_on_host", module.build_model)(
-        data
-    )  # the base of adapters may be from scratch
-    load_full(path, module)
+    build = partial(getattr(module, "build_network", module.build_model), data)
+    model: Any = larger_than_memory(build) if may_be_stored else None
+    if model is None:
+        model = getattr(module, "build_on_host", module.build_model)(data)  # the base of adapters may be from scratch
+    module.model = model
+    stored = {name.removeprefix("model."): tensor for name, tensor in load_full(path, module).items()}
     tokenizer = getattr(data, "text_tokenizer", None)
-    return Trained(module.model.eval(), tokenizer, str(path), run, module, data)
+    return Trained(model.eval(), tokenizer, str(path), run, module, data, stored)
 
 
 def from_folder(name: str, key: str) -> Trained:
