@@ -21,12 +21,9 @@ If one of the others raises, one line reports it: the result and the exit code d
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from .errors import InputError, first_line
-from .plugins import registered
-
-GROUP = "dist_template.hooks"
+from .plugins import HOOKS, registered
 
 
 def on_crash(error: Exception) -> list[str]:
@@ -39,18 +36,10 @@ def at_run_end(run: Path, error: BaseException | None) -> None:
     _call("at_run_end", run, error)
 
 
-def ask(name: str, *arguments: object) -> Any:
-    """Calls the function `name` of the first hook that has it, and returns its result."""
-    for point in registered(GROUP).values():
-        if function := getattr(point.load(), name, None):
-            return function(*arguments)
-    return f"no package has the hook {name}"
-
-
 def _call(name: str, *arguments: object) -> list[object]:
     results: list[object] = []
     try:
-        points = registered(GROUP)
+        points = registered(HOOKS)
     except InputError as error:
         print(f"hooks: {error}", file=sys.stderr, flush=True)
         return results

@@ -28,6 +28,7 @@ from .project import program_name
 
 __all__ = ["registered"]
 
+HOOKS = "dist_template.hooks"
 LIBRARY = __name__.split(".")[0]
 
 
@@ -67,6 +68,14 @@ def registered(group: str, taken: Collection[str] = ()) -> dict[str, EntryPoint]
             )
         found.setdefault(point.name, point)
     return dict(sorted(found.items()))
+
+
+def ask(name: str, *arguments: object) -> Any:
+    """Calls the function `name` of the first hook that has it, see hooks.py, and returns its result."""
+    for point in registered(HOOKS).values():
+        if function := getattr(point.load(), name, None):
+            return function(*arguments)
+    return f"no package has the hook {name}"
 
 
 @cache

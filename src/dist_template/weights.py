@@ -5,7 +5,7 @@ import os
 import secrets
 from collections import defaultdict
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -124,15 +124,15 @@ def peers(folder: Path, group: dist.ProcessGroup | None = None) -> list[int]:
 
 def pass_file(file: Path, size: int, source: int, is_wanted: bool) -> None:
     """Copies a file from the disk of the rank `source` to the disks of the ranks that want it. Collective."""
-    mode = "rb"
-    if is_wanted:
-        file.touch()
-        mode = "r+b"
-    with file.open(mode) if is_wanted or rank() == source else nullcontext() as stream:
-        for _ in range(0, size, CHUNK):
-            box = [stream.read(CHUNK)] if stream and not is_wanted else [b""]
-            dist.broadcast_object_list(box, src=source)
-            if stream and is_wanted:
+    for start in range(0, max(size, 1), CHUNK):
+        box = [b""]
+        if rank() == source:
+            with file.open("rb") as stream:
+                stream.seek(start)
+                box = [stream.read(CHUNK)]
+        dist.broadcast_object_list(box, src=source)
+        if is_wanted:
+            with file.open("ab" if start else "wb") as stream:
                 stream.write(box[0])
 
 

@@ -217,7 +217,7 @@ def _stored(path: Path) -> int | None:
 def _fetched(path: Path) -> str | None:
     """Fetches what is missing or damaged on this rank's disk, whose ranks share the work: from the store, else from the
     disk of another node. Collective. Returns why the checkpoint is not valid, or None."""
-    from .. import hooks, weights
+    from .. import plugins, weights
 
     entries, ranks = read(path), weights.peers(path.parent)
     files: Files = entries["files"]
@@ -227,7 +227,7 @@ def _fetched(path: Path) -> str | None:
                 file.unlink()
     lacking, why = [*files][ranks.index(weights.rank()) :: len(ranks)], None
     if lacking := [file for file in lacking if not _is_intact(path / file, *files[file])]:
-        why = hooks.ask("fetch", f"{entries[STORE]}/{path.name}", lacking, path)
+        why = plugins.ask("fetch", f"{entries[STORE]}/{path.name}", lacking, path)
         lacking = [file for file in lacking if not _is_intact(path / file, *files[file])]
     answers = weights.from_all_ranks((lacking, why))
     of_disks = weights.from_all_ranks([file for rank in ranks for file in answers[rank][0]])

@@ -21,7 +21,6 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from .. import hooks
 from ..cluster.run_lock import RUN_LOCK
 from ..cluster.site import Site
 from ..cluster.watchdog import WATCHDOG
@@ -31,7 +30,7 @@ from ..errors import InputError, reason
 from ..model import any_module
 from ..model.optim import OptimConfig
 from ..parallel.mesh import MeshStrategy  # noqa: F401  (known to `class_path`)
-from ..plugins import loaded
+from ..plugins import ask, loaded
 from ..project import Project
 from . import config_file, limits, ranges
 from .defaults import TRAINER_DEFAULTS, always_on, hide_expected
@@ -119,7 +118,7 @@ class CLI(OpenCLI):
         self.unfilled = settings = self.config[verb] if verb else self.config
         as_launched(settings)
         RunConfig(**vars(settings.run)).check(writes=verb is not None)
-        hooks.ask("at_start", settings, verb if self.executes else None)
+        ask("at_start", settings, verb if self.executes else None)
         self.run, checkpoint, message = choose_run(settings, verb)
         if message:
             rank_zero_only(print)(message)

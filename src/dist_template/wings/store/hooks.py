@@ -67,9 +67,10 @@ def local_copy(given: str | Path, key: str = "RUN") -> str:
     address = re.sub(r"^(\w{2,}):/(?!/)", r"\1://", str(given))  # as a Path has it
     if "://" not in address:
         return str(given)
-    run, name = Remote(address, key), ""
-    if CHECKPOINT.fullmatch(address.rstrip("/").rpartition("/")[2]):
-        run.path, _, name = run.path.rsplit("/", 2)
+    of_run, name = address.rstrip("/"), ""
+    if CHECKPOINT.fullmatch(of_run.rpartition("/")[2]):
+        of_run, _, name = of_run.rsplit("/", 2)
+    run = Remote(of_run, key)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dist_template", "store")
     folder = cache / run.protocol / run.path.strip("/")
     try:

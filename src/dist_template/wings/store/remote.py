@@ -51,17 +51,13 @@ class Remote:
             self.files: Any = fsspec.filesystem(self.protocol, use_listings_cache=False, **options)
         except (ImportError, ValueError) as error:
             raise InputError(f"{key} {address!r} cannot be used: {cause(error)}; give another") from None
-        self.key = key
-
-    @property
-    def address(self) -> str:
-        return f"{self.protocol}://{self.path}"
+        self.key, self.address = key, address.rstrip("/")
 
     def __truediv__(self, name: str) -> "Remote":
         if ".." in name.split("/"):  # an object's name becomes the name of a file
             raise StoreError(f"{name!r} is not the name of a file in a run")
         below = copy(self)
-        below.path = f"{self.path}/{name}"
+        below.path, below.address = f"{self.path}/{name}", f"{self.address}/{name}"
         return below
 
     def check(self) -> None:
