@@ -16,7 +16,7 @@ class RankZero:
 
     def __init__(self, num: int, of: Callable[[Any, int], Any] = lambda value, rank: value) -> None:
         self.num, self.of, self.bytes = num, of, 0
-        here = {"is_initialized": lambda: True, "get_rank": lambda group=None: 0}
+        here: dict[str, Any] = {"is_initialized": lambda: True, "get_rank": lambda group=None: 0}
         here |= {"get_world_size": lambda group=None: num, "gather_object": self.gather}
         here |= {"all_gather_object": lambda values, value, group=None: self.gather(value, values)}
         self.patch = patch.multiple(dist, broadcast_object_list=self.broadcast, **here)

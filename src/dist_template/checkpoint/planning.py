@@ -53,8 +53,9 @@ def _is_own(name: str, value: object, largest: DeviceMesh | None) -> bool:
         mesh, copied = value.device_mesh, [placement.is_replicate() for placement in value.placements]
     elif name.startswith("state_dict."):
         return True  # few; torch's planner sends them
-    coordinate = mesh and mesh.get_coordinate()
-    for place, size, is_copied in zip(coordinate or (), mesh.shape if mesh else (), copied, strict=False):
+    if mesh is None:
+        return True
+    for place, size, is_copied in zip(mesh.get_coordinate() or (), mesh.shape, copied, strict=False):
         if is_copied:
             number, chosen = divmod(number, size)
             if chosen != place:

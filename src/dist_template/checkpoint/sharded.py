@@ -80,12 +80,12 @@ class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
         return checkpoint
 
     def save(self, checkpoint: Checkpoint, path: Path) -> None:
-        write(*_split(checkpoint), path, planner(self.strategy))
+        write(*_split(checkpoint), path, planner=planner(self.strategy))
 
     def stage(self, checkpoint: Checkpoint, copy: Copy, group: Group) -> Callable[[Path], object]:
         tensors, rest = _split(checkpoint)
         copied = copy({"tensors": tensors, "rest": rest})
-        return lambda folder: write(copied["tensors"], copied["rest"], folder, planner(self.strategy), group)
+        return lambda folder: write(copied["tensors"], copied["rest"], folder, group, planner(self.strategy))
 
     def reads(self, opened: Opened) -> bool:
         return opened.format is ShardedFormat
@@ -170,7 +170,9 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> State:
     return get_optimizer_state_dict(module, torch_optimizer(optimizer), options=FLAT)
 
 
-def write(tensors: Checkpoint, rest: Checkpoint, path: Path, planner: DefaultSavePlanner, group: Group = None) -> None:
+def write(
+    tensors: Checkpoint, rest: Checkpoint, path: Path, group: Group = None, planner: DefaultSavePlanner | None = None
+) -> None:
     """Writes both into the folder `path`. Collective over `group`; None: the default group.
 
     With a group, all tensors are in host memory."""
