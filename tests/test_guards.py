@@ -125,7 +125,6 @@ def outcome(folder: Path, *tests: str) -> str:
     return [ended.stderr, *ended.stdout.strip().splitlines()][-1]
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_with_the_guards_the_tests_pass(tmp_path: Path) -> None:
     tests = [ROWS[promise][1] + guard.case for promise, guard in GUARDS.items()]
@@ -133,7 +132,6 @@ def test_with_the_guards_the_tests_pass(tmp_path: Path) -> None:
     assert re.match(r"\d+ passed", last_line) and "error" not in last_line, last_line
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("promise", GUARDS)
 def test_without_its_guard_the_test_fails(promise: str, tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ def newest_of(root: Path, run_id: str) -> Path:
     return newest(root / "runs" / "default" / run_id)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly  # minutes; test_exact_resume.py kills ranks in `make test`
 def test_a_kill_at_any_time_costs_at_most_one_interval(flags: list[str], tmp_path: Path) -> None:
     """`KILLS=50 pytest …` for more; the times are printed (`-s`)."""

@@ -37,7 +37,6 @@ def seconds(what: str, until: Callable[[], bool]) -> None:
 
 
 @pytest.mark.netns
-@pytest.mark.slow
 @pytest.mark.nightly  # minutes; test_killed.py and test_exit_codes.py are in `make test`
 def test_what_is_left_goes_on(hosts: TwoHosts, flags: list[str], tmp_path: Path) -> None:
     run("prepare", *flags)

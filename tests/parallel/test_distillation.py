@@ -76,7 +76,6 @@ def test_chunks_have_the_gradients_of_the_whole(
     assert chunks.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_student_reaches_its_teacher_and_a_resume_with_another_is_refused(
     train: Trainings, teacher: list[str], tmp_path: Path

@@ -14,7 +14,6 @@ TEXTS = [path.read_text("utf-8") for path in (ROOT / "benchmarks").glob("*.py")]
 PARTS = sorted(name for text in TEXTS for name in re.findall(r'^NAME = "(.+)"', text, re.MULTILINE))
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_runs_and_its_json_makes_its_table(part: str, tmp_path: Path) -> None:
@@ -62,7 +61,6 @@ PRINTED = {  # what a demonstration prints in the lines "elsewhere" and "here"
 }
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(PRINTED))
 def test_a_demonstration_holds(name: str, tmp_path: Path) -> None:

@@ -242,7 +242,6 @@ def test_the_marked_commands_of_a_page_run(
             assert main(sum(words, [])) == 0, argv
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("page", pages_that(train=True))
 def test_the_marked_trainings_of_a_page_run(page: Path, tmp_path: Path) -> None:

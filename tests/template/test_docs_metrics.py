@@ -52,7 +52,6 @@ def test_the_tables_are_read() -> None:
     assert not any(name.startswith("test/") for name in names)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly  # a minute
 @pytest.mark.parametrize("logger", ["tensorboard", "wandb"])
 def test_every_documented_metric_is_logged_at_its_steps_also_after_a_restart(

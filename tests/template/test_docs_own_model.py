@@ -28,7 +28,6 @@ def losses(project: Path, strategy: str) -> list[float]:
     return [*logged(folder, "train/loss").values()]
 
 
-@pytest.mark.slow
 # a minute; test_any_module.py trains models that are not of transformers in `make test`
 @pytest.mark.nightly
 def test_the_model_of_the_docs_trains_alike_under_ddp_fsdp2_and_zero(tmp_path: Path) -> None:

@@ -195,7 +195,6 @@ def test_environment_needs_the_standard_library_alone_and_is_read_by_an_old_pyth
     assert {"tomllib", "pathlib"} <= names <= sys.stdlib_module_names
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_a_fresh_environment_trains_and_is_built_again_without_a_network_and_from_vendor(

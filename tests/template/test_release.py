@@ -119,7 +119,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_machine_without_a_checkout_installs_generates_and_trains(
     checkout: Path, tmp_path: Path

@@ -180,7 +180,6 @@ def typed(project: Path, line: str) -> subprocess.CompletedProcess[str]:
     return run("bash", "-o", "pipefail", "-c", line, cwd=project)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_audit_says_what_is_vulnerable_and_fails_when_it_does_not_know(project: Path) -> None:
     lock = project / "lock-cuda.txt"
@@ -194,7 +193,6 @@ def test_audit_says_what_is_vulnerable_and_fails_when_it_does_not_know(project: 
     assert typed(project, f"{line} http://127.0.0.1:9").returncode == 1
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_the_bill_of_materials_lists_every_installed_package(project: Path) -> None:
     (project / ".venv").symlink_to(TOOLS)
@@ -207,7 +205,6 @@ def test_the_bill_of_materials_lists_every_installed_package(project: Path) -> N
     assert {(part["name"], part["version"]) for part in parts} == installed
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_secret_is_found_before_it_is_committed(project: Path) -> None:
     done = typed(project, line_of("detect-secrets-hook"))

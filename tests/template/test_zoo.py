@@ -112,7 +112,6 @@ def test_what_is_tried_again_depends_on_the_day_and_on_what_changed() -> None:
     assert {arm for *_, arm in more} == {"cp"}
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(10_800)  # a change that touches most strategies tries half of the table again
 def test_the_rows_of_the_day_are_right(cases: zoo.Zoo) -> None:
@@ -131,7 +130,6 @@ def test_the_rows_of_the_day_are_right(cases: zoo.Zoo) -> None:
 # ---- a type that no table has --------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_fit_calls_a_class_of_the_users_own_unproven_and_rehearse_names_its_fault(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -115,7 +115,6 @@ def test_fit_would_accept_an_example_on_its_machine(name: str, tmp_path: Path) -
     assert verdicts(name, tmp_path, "the real sizes fit together") == ["pass"]
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_reduced_example_trains_like_one_process(name: str, tmp_path: Path) -> None:

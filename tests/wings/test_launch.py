@@ -184,7 +184,6 @@ OWN = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("launcher", OWN)
 def test_the_guides_commands_train_as_fit_does(
@@ -246,7 +245,6 @@ def test_two_hosts_train_as_one_and_a_second_launch_is_refused(
     assert len(one) >= 3 and {step: losses[step] for step in one} == pytest.approx(one, abs=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("on", ["ssh", "torchrun"])
 def test_launchers_have_equal_losses_and_codes(

@@ -79,7 +79,6 @@ def test_the_advised_change_cures_the_fault(trainings: Trainings, training: Trai
     assert training.rule not in rules, f"{advice}\n{as_text(findings)}"
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @each_of("training", ALL, ids=ids)
 def test_a_live_training_is_diagnosed_as_expected(trainings: Trainings, training: Training) -> None:
