@@ -20,6 +20,7 @@ from tests.support.parity import PROCESSES, assert_close
 from tests.support.tiers import tiers
 from tests.support.wings import RunRecord
 
+pytestmark = pytest.mark.slow
 STRATEGIES = ["ddp", "fsdp2", "fsdp2_ep", "zero1", "zero2", "zero3"]
 BAD_STEP = 7
 SKIP = "--numerics.on_non_finite=skip"
@@ -44,7 +45,6 @@ def skipped(run: RunRecord, kind: str = "non_finite") -> dict[str, Any]:
     return incident
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["fsdp2_ep", "zero3"]))
 def test_a_step_with_nan_on_one_rank_is_skipped_and_recorded(guarded: Train, strategy: str) -> None:
     run = guarded(strategy, "skip", partial(spoil_loss, [BAD_STEP], rank=1), SKIP)
@@ -60,7 +60,6 @@ def test_a_step_with_nan_on_one_rank_is_skipped_and_recorded(guarded: Train, str
     assert_close(run.end, expected, 1e-5 if is_zero else 0.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["zero2"]))
 def test_an_infinite_gradient_of_a_finite_loss_stops_all(guarded: Train, strategy: str) -> None:
     run = guarded(strategy, "stop", partial(spoil_gradient, BAD_STEP, rank=0))
@@ -78,7 +77,6 @@ DAMAGED = [("ddp", math.nan), ("tp", math.inf), ("hsdp", math.nan)]
 DAMAGED += [("fsdp2", math.inf), ("fsdp2_offload", math.nan), ("pp", math.nan), ("cp", math.inf)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "value"), tiers(DAMAGED, daily=DAMAGED[:1]))
 def test_all_ranks_skip_a_step_whose_reduced_gradient_is_damaged_on_one(
     guarded: Train, strategy: str, value: float
@@ -101,7 +99,6 @@ ADDS_IN_FP32 = (
 OTHERS = [("zero1", ADDS_IN_FP32, "spike"), ("zero2_offload", "", "non_finite")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "config", "fault"), tiers(OTHERS, daily=OTHERS[:1]))
 def test_deepspeeds_other_optimizers_skip_exactly_one_step(
     guarded: Train, strategy: str, config: str, fault: str, tmp_path: Path

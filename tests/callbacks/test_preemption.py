@@ -16,6 +16,7 @@ from tests.support.library import manifest
 from tests.support.runs import Workers, run, small
 from tests.support.wings import RunRecord, first_difference
 
+pytestmark = pytest.mark.slow
 FLAGS = """--trainer.strategy=ddp --data.micro_batch_size=2 --model.optim.learning_rate=0.01
     --model.optim.schedule=reduce_on_plateau --model.optim.plateau_patience=0 --data.seq_len=8
     --last_checkpoint.every_n_steps=5 --trainer.val_check_interval=5""".split()
@@ -65,7 +66,6 @@ def stopped(record: RunRecord, by: str) -> int:
     return steps.pop() or 0 if len(steps) == 1 else 0
 
 
-@pytest.mark.slow
 def test_a_signal_to_one_ranks_group_stops_all_at_one_step_and_none_is_lost(runs: Runs) -> None:
     """Its data workers are not killed: they are in a process group of their own."""
     signal_at = Signal(1, 7, signal.SIGTERM, "on_train_batch_start", os.killpg)
@@ -80,7 +80,6 @@ def test_a_signal_to_one_ranks_group_stops_all_at_one_step_and_none_is_lost(runs
     assert first_difference(second.end, runs.reference.end) == ""
 
 
-@pytest.mark.slow
 def test_a_validation_is_interrupted_and_repeated_after_the_resume(runs: Runs) -> None:
     """Its step may be saved already; the learning rate depends on its result."""
     signal_at = Signal(0, 10, signal.SIGUSR1, "on_validation_batch_start", os.kill)
@@ -94,7 +93,6 @@ def test_a_validation_is_interrupted_and_repeated_after_the_resume(runs: Runs) -
     assert first_difference(second.end, runs.reference.end) == ""
 
 
-@pytest.mark.slow
 def test_the_time_limit_stops_all_ranks(runs: Runs) -> None:
     record = runs.fit("timed", "--preemption.max_time=00:00:00:03", "--trainer.max_steps=100000")
     assert stopped(record, "preemption.max_time 00:00:00:03 is up"), record.answers
@@ -105,7 +103,6 @@ def each_for_itself() -> None:
     Vote.cast = lambda self, numbers: list(numbers)
 
 
-@pytest.mark.slow
 def test_without_the_vote_a_signal_to_one_rank_breaks_the_run(runs: Runs) -> None:
     signal_at = Signal(1, 7, signal.SIGTERM, "on_train_batch_start", os.kill)
     record = runs.fit("red", callbacks=[signal_at], prelude=each_for_itself, timeout_s=12)

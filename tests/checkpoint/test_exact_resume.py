@@ -27,6 +27,7 @@ from tests.support.parity import MODELS
 from tests.support.tiers import tiers
 from tests.support.wings import KillAt, RunRecord, first_difference
 
+pytestmark = pytest.mark.slow
 STRATEGIES = ["ddp", "fsdp2", "fsdp2_ep", "zero1", "zero2", "zero3"]
 VARIED = {"fsdp2_ep", "zero2"}  # with accumulation over 2, dropout and 2 loader workers
 STEPS, EPOCH, EVERY = 15, 8, 2  # optimizer steps: of the run, of an epoch, between two checkpoints
@@ -112,7 +113,6 @@ def _exact(value: Any) -> Any:
     return {k: v for k, v in value.items() if k.startswith(exact)} if is_metrics else value
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "cell"),
     tiers(product(STRATEGIES, CELLS), daily=[*product(["fsdp2_ep", "zero3"], CELLS)]),
@@ -152,7 +152,6 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "sign"), tiers(FAULTS, daily=FAULTS[:1]))
 def test_without_its_guard_a_resumed_run_is_another(
     train: Trainings, fault: Any, sign: str
@@ -161,7 +160,6 @@ def test_without_its_guard_a_resumed_run_is_another(
     assert sign in difference(train.whole("zero3"), resumed, 7)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(["fsdp2", "zero3"], daily=["zero3"]))
 def test_a_run_resumes_with_1_process_then_4_then_2(train: Trainings, strategy: str) -> None:
     """The same rows in the same global order, and rounding in another order."""

@@ -24,6 +24,7 @@ from tests.support.parity import MODELS
 from tests.support.runs import OURS, SMALL_LLAMA, newest, only_run, refused, run
 from tests.support.wings import export
 
+pytestmark = pytest.mark.slow
 DEEPSEEK, TIED_LLAMA = MODELS["deepseek_v3"], SMALL_LLAMA[:-1] + ", tie_word_embeddings: true}"
 
 
@@ -43,7 +44,6 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(torch.arange(60).view(2, 30)).logits
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [DEEPSEEK, TIED_LLAMA], ids=["moe", "tied"])
 def test_the_exported_folder_gives_the_trained_modules_logits(
     quick: list[str], tmp_path: Path, capsys: CaptureFixture, architecture: str
@@ -64,7 +64,6 @@ def test_the_exported_folder_gives_the_trained_modules_logits(
     assert [p.name for p in tmp_path.glob("*out*")] == ["out"], "nothing unfinished is left"
 
 
-@pytest.mark.slow
 def test_a_reward_model_is_exported_as_a_class_of_transformers(tmp_path: Path, capfd: Any) -> None:
     """Its head is trained beside adapters, and saved with them."""
     flags = [*pairs.flags(tmp_path, pairs.LENGTHS), f"--run.root={tmp_path / 'runs'}"]
@@ -94,7 +93,6 @@ ADAPTED = {  # the base, and flags
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_an_adapter_folder_and_merged_weights_give_the_trained_logits(
     quick: list[str], tmp_path: Path, kind: str

@@ -11,6 +11,7 @@ from tests.support.library import manifest, read_full
 from tests.support.runs import OURS, SMALL_LLAMA, newest, only_run, refused, run
 from tests.support.wings import export
 
+pytestmark = pytest.mark.slow
 ON = ["--ckpt_path=last", "--trainer.max_steps=4"]
 FIXED = {  # each change, and what is said of it
     "data.seq_len=16": "data.seq_len 32, now 16",
@@ -28,7 +29,6 @@ def flags(flags: list[str]) -> list[str]:
     return [*flags, *more, "--model.sample_tokens=1", "--trainer.val_check_interval=2"]
 
 
-@pytest.mark.slow
 def test_a_changed_setting_is_refused_and_can_be_accepted(
     flags: list[str], tmp_path: Path, capfd: CaptureFixture
 ) -> None:
@@ -49,7 +49,6 @@ def test_a_changed_setting_is_refused_and_can_be_accepted(
     assert manifest.read(newest(only_run(tmp_path)))[KEY]["data.seq_len"] == 16
 
 
-@pytest.mark.slow
 def test_another_model_is_refused(flags: list[str], tmp_path: Path, capfd: CaptureFixture) -> None:
     """The weights of llama, mistral and granite have the same names and shapes."""
     assert run("fit", *flags) == 0
@@ -83,7 +82,6 @@ PRINTED = {
 }
 
 
-@pytest.mark.slow
 def test_what_changes_the_updates_is_printed(
     flags: list[str], tmp_path: Path, capfd: CaptureFixture
 ) -> None:

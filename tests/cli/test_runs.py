@@ -13,6 +13,8 @@ import yaml
 
 from tests.support.runs import logged, only_run, run, small
 
+pytestmark = pytest.mark.slow
+
 
 class Trained(NamedTuple):
     folder: Path
@@ -29,7 +31,6 @@ def trained(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory)
     return Trained(only_run(folder), flags, printed.getvalue())
 
 
-@pytest.mark.slow
 def test_a_run_records_what_ran_and_where(trained: Trained) -> None:
     folder, _, printed = trained
     config = yaml.safe_load((folder / "config.yaml").read_text())
@@ -47,7 +48,6 @@ def test_a_run_records_what_ran_and_where(trained: Trained) -> None:
     assert learned[20] < learned[0]
 
 
-@pytest.mark.slow
 def test_test_and_predict_use_the_checkpoint(trained: Trained, capfd: Any) -> None:
     assert run("test", *trained.flags, "--ckpt_path=last") == 0
     assert "bits_per_byte" in capfd.readouterr().out
@@ -56,7 +56,6 @@ def test_test_and_predict_use_the_checkpoint(trained: Trained, capfd: Any) -> No
     assert json.loads(line)["prompt"] == "the quick" and json.loads(line)["continuation"]
 
 
-@pytest.mark.slow
 def test_an_evaluation_takes_the_newest_runs_best(trained: Trained, capfd: Any) -> None:
     best = trained.folder / "checkpoints" / "best-step00000020.ckpt"
     loss = f"loss {logged(trained.folder, 'eval/loss')[20]:.4f}"

@@ -18,6 +18,7 @@ from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
 from tests.support.wings import RunRecord
 
+pytestmark = pytest.mark.slow
 LIMIT_S = 3.0
 BUSY_S = 20.0  # for a slow machine; a collective's own limit would be 60 s more than LIMIT_S
 
@@ -88,7 +89,6 @@ PLACES = {  # the call that hangs, and how the sentence names the place
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "num", "rank", "where"),
     tiers(CASES, daily=[("fsdp2", 2, 1, "step"), ("ddp", 2, 1, "loader")]),
@@ -115,7 +115,6 @@ def test_a_rank_that_hangs_is_named_and_all_end(
     assert others <= {*re.findall(r"\d+", waiting)} and "wait" in waiting
 
 
-@pytest.mark.slow
 def test_without_the_watchdog_a_hang_stays(flags: list[str], tmp_path: Path) -> None:
     off = ["--watchdog.timeout_s=0", "--watchdog.start_timeout_s=0"]
     options: Any = {"callbacks": [HangAt(1, 6, tmp_path)], "timeout_s": LIMIT_S + 8}
@@ -131,7 +130,6 @@ class SlowValidation(Callback):
         time.sleep(0.6)
 
 
-@pytest.mark.slow
 def test_a_long_validation_that_lives_is_let_live(flags: list[str], tmp_path: Path) -> None:
     more = [f"--watchdog.start_timeout_s={LIMIT_S}", "--trainer.max_steps=2"]
     more += ["--trainer.limit_val_batches=8", "--trainer.val_check_interval=2"]

@@ -16,6 +16,7 @@ from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
 from tests.support.wings import KillAt, RunRecord
 
+pytestmark = pytest.mark.slow
 MODULES = {"TrainingModule": CLASSIFIER, "plain": PLAIN}
 MANUALLY = {"TrainingModule": BUILT, "two optimizers": MANUAL}
 STEPS, EVERY, KILLED = 10, 2, 7
@@ -57,7 +58,6 @@ def trainings(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Trainin
     return Trainings(tmp_path_factory.mktemp("any"), MODULES[request.param])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers([*STRATEGIES][1:], daily=["ddp", "fsdp2", "zero3"]))
 def test_a_strategy_has_the_losses_of_one_process(trainings: Trainings, strategy: str) -> None:
     one, several = trainings.whole("auto"), trainings.whole(strategy)
@@ -69,7 +69,6 @@ def test_a_strategy_has_the_losses_of_one_process(trainings: Trainings, strategy
         assert sorted(row for row, _ in several.rows()[step]) == sorted(row for row, _ in rows)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["fsdp2", "zero3"]))
 def test_a_killed_run_resumes_at_the_next_sample(trainings: Trainings, strategy: str) -> None:
     name = f"{strategy}-killed"
@@ -83,7 +82,6 @@ def test_a_killed_run_resumes_at_the_next_sample(trainings: Trainings, strategy:
 OTHERS = [("ddp", "fsdp2"), ("fsdp2", "zero3"), ("zero3", "auto")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), tiers(OTHERS, [("ddp", "fsdp2")]))
 def test_a_checkpoint_resumes_under_another(trainings: Trainings, first: str, second: str) -> None:
     whole = trainings.whole("auto")
@@ -93,7 +91,6 @@ def test_a_checkpoint_resumes_under_another(trainings: Trainings, first: str, se
     assert resumed.loss == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(["auto", "fsdp2", "zero3"], daily=["fsdp2"]))
 def test_a_checkpoint_is_validated_tested_and_predicts(trainings: Trainings, strategy: str) -> None:
     trained = trainings.whole(strategy)
@@ -108,7 +105,6 @@ def test_a_checkpoint_is_validated_tested_and_predicts(trainings: Trainings, str
     assert [len(json.loads(line)) for line in lines] == [BATCH] * 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", tiers(MANUALLY, daily=["two optimizers"]))
 def test_manual_optimization_under_ddp_equals_one_process(tmp_path: Path, kind: str) -> None:
     trainings, several = (
@@ -123,7 +119,6 @@ def test_manual_optimization_under_ddp_equals_one_process(tmp_path: Path, kind: 
         assert two.eval()[step] == pytest.approx(results, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_manual_optimization_is_refused_where_the_weights_are_sharded(tmp_path: Path) -> None:
     refusal = Trainings(tmp_path, MANUAL).run("refused", "fsdp2", batch=GLOBAL // 2).refusal
     assert "Manual optimizes manually" in refusal and "--config strategy/ddp" in refusal

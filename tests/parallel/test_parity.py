@@ -16,6 +16,7 @@ from tests.support.runs import newest
 from tests.support.strategies import ARGS
 from tests.support.tiers import tiers
 
+pytestmark = pytest.mark.slow
 FOR_EXPERTS = {"fsdp2_ep", "fsdp2_tp_ep", "pp_ep"}
 COMBINED = {"zero2_offload", "zero3_offload", "fsdp2_tp_ep"}  # of strategies that are here too
 DAILY = [strategy for strategy in PROCESSES if strategy not in COMBINED]
@@ -23,7 +24,6 @@ CASES = [("deepseek_v3", strategy) for strategy in PROCESSES]
 CASES += [("llama", strategy) for strategy in PROCESSES if strategy not in FOR_EXPERTS]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("model", "strategy"), tiers(CASES, [("deepseek_v3", s) for s in DAILY]))
 def test_a_strategy_trains_to_the_numbers_of_one_process(
     train: Trainings, model: str, strategy: str
@@ -47,7 +47,6 @@ def test_a_strategy_trains_to_the_numbers_of_one_process(
     assert samples == expected, "every global batch has the same samples"
 
 
-@pytest.mark.slow
 def test_accumulation_equals_one_big_batch(train: Trainings) -> None:
     big, small = train("deepseek_v3", "one", accumulation=1), train("deepseek_v3", "one")
     assert small.loss == pytest.approx(big.loss, rel=1e-5)
@@ -55,7 +54,6 @@ def test_accumulation_equals_one_big_batch(train: Trainings) -> None:
     assert_close(small.end, big.end, 1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", tiers([1, -1], daily=[1]))
 def test_a_training_continues_from_strategy_to_strategy(train: Trainings, order: int) -> None:
     """Weights, moments, schedule and samples: each leg has an uninterrupted training's losses."""
@@ -70,7 +68,6 @@ def test_a_training_continues_from_strategy_to_strategy(train: Trainings, order:
         checkpoint = [f"--ckpt_path={newest(leg.run)}"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(PROCESSES, daily=["fsdp2_ep", "zero3"]))
 def test_a_checkpoint_is_tested_predicted_from_and_exported(
     train: Trainings, strategy: str, tmp_path: Path
@@ -110,7 +107,6 @@ OPTIONS = {  # model, flags, tolerance of the loss, strategies in `make test`, o
 WITH = [(name, strategy) for name, option in OPTIONS.items() for strategy in option[3] + option[4]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "strategy"), tiers(WITH, [(name, s) for name, s in WITH if s in OPTIONS[name][3]])
 )

@@ -20,11 +20,11 @@ from tests.support.runs import Workers, newest
 from tests.support.tiers import tiers
 from tests.support.wings import RunRecord
 
+pytestmark = pytest.mark.slow
 RUN = ["--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.log_every_n_steps=1"]
 RUN += ["--run.report=false", "--trainer.max_steps=4", "--model.optim.warmup=0"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loss", tiers([*pairs.OF_TRL], daily=[]))
 def test_the_losses_of_four_steps_are_those_of_trl(loss: str, tmp_path: Path) -> None:
     """The first alone would prove nothing: DPO's is ln 2."""
@@ -111,7 +111,6 @@ CASES += [(kind, name) for kind in ("kto", "reward") for name in ("fsdp2", "tp",
 CASES += [("reward", "fsdp2_ep"), ("reward-adapters", "tp"), ("reward-adapters", "zero3")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "strategy"), tiers(CASES, DAILY))
 def test_losses_and_rewards_are_one_processs(train: Trainings, kind: str, strategy: str) -> None:
     model = "deepseek_v3" if "ep" in strategy else "llama"
@@ -131,7 +130,6 @@ def test_losses_and_rewards_are_one_processs(train: Trainings, kind: str, strate
     assert got == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["fsdp2"]))
 def test_the_reference_stays_as_it_was_and_is_not_saved(train: Trainings, strategy: str) -> None:
     run = trained(train, "copy", strategy).run
@@ -146,7 +144,6 @@ def test_the_reference_stays_as_it_was_and_is_not_saved(train: Trainings, strate
     assert saved[REFERENCE]["sha256"] and "frozen_base" not in saved
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(["one", "ddp", "fsdp2", "zero3"], daily=[]))
 def test_a_resumed_training_has_exactly_the_same_losses(train: Trainings, strategy: str) -> None:
     first = trained(train, "copy", strategy, callbacks=[PauseAfter(2)])

@@ -16,6 +16,7 @@ from tests.support.library import manifest, read_full
 from tests.support.runs import OF_ANOTHER_RUN, logged, only_run
 from tests.support.tiers import tiers
 
+pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
 
 
@@ -42,7 +43,6 @@ def python(folder: Path, *argv: str, code: int = 0, path: str = "") -> str:
     return found.stdout
 
 
-@pytest.mark.slow
 def test_the_page_trains_by_the_command_line(folder: Path) -> None:
     flags = f"""--run.root={folder / "runs"} --run.report=false --trainer.accelerator=cpu
         --trainer.devices=1 --trainer.max_steps=60 --trainer.log_every_n_steps=1
@@ -55,7 +55,6 @@ def test_the_page_trains_by_the_command_line(folder: Path) -> None:
     assert held_out[60] < 0.5 * math.log(4), "it learns what holds for other images"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(["fsdp2", "zero3"], daily=["fsdp2"]))
 def test_the_pages_own_trainer_trains_and_resumes_exactly(
     folder: Path, strategy: str, tmp_path: Path
@@ -114,7 +113,6 @@ except Ended as ended:
 """
 
 
-@pytest.mark.slow
 def test_a_signal_ends_ones_own_trainer_with_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     python(folder, "-c", SIGNALLED, str(tmp_path), code=75)
     newest = manifest.newest(tmp_path / "checkpoints")
