@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from .compare import FIGURES, FILE, slow
 from .interval import DEVICE_MTBF_H, DISK_GB_S
 
 
+@dataclass(eq=False)
 class Preflight(Callback):
     """Multiplies matrices, copies memory and joins all-reduces on every rank, for ten seconds at most, and compares.
 
@@ -27,17 +29,12 @@ class Preflight(Callback):
         folder: Where `preflight.json` is written.
     """
 
-    def __init__(
-        self,
-        enabled: bool | None = None,
-        least_share: float = 0.8,
-        refuse: bool = False,
-        device_mtbf_h: float = DEVICE_MTBF_H,
-        disk_gb_s: float = DISK_GB_S,
-        folder: str = "{run}",
-    ) -> None:
-        self.enabled, self.least_share, self.refuse = enabled, least_share, refuse
-        self.device_mtbf_h, self.disk_gb_s, self.path = device_mtbf_h, disk_gb_s, Path(folder, FILE)
+    enabled: bool | None = None
+    least_share: float = 0.8
+    refuse: bool = False
+    device_mtbf_h: float = DEVICE_MTBF_H
+    disk_gb_s: float = DISK_GB_S
+    folder: str = "{run}"
 
     @only_shows  # a failed measurement does not end training
     def setup(self, trainer: Any, pl_module: object, stage: str) -> None:
@@ -53,8 +50,8 @@ class Preflight(Callback):
         found = slow(ranks, self.least_share, trainer.num_nodes)
         if trainer.is_global_zero:
             record = {"time": begun, "seconds": time.time() - begun, "slow": found, "ranks": ranks}
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, json.dumps(record, indent=1))
+            (folder := Path(self.folder)).mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / FILE, json.dumps(record, indent=1))
             known = [name for name in FIGURES if name in ranks[0]]
             figures = ", ".join(f"{name} {ranks[0][name]:.3g} {FIGURES[name][0]}" for name in known)
             lines = [f"preflight         {len(ranks)} ranks in {record['seconds']:.1f} s; rank 0: {figures}"]

@@ -19,8 +19,7 @@ from ..history import History, read_run
 DEVICE_MTBF_H = 50_700.0
 DISK_GB_S = 2.0  # of a node, on a shared file system
 HOST_GB_S = 25.0  # of a device to its host's memory: what training waits for if a thread writes
-LEAST_S = 0.1  # of a save: the files are hashed and flushed, and a rename commits them
-BYTES = 12  # of a trained parameter: its weight and AdamW's two moments, in fp32
+LEAST_S, BYTES = 0.1, 12  # of any save; of a trained parameter: its weight and AdamW's two moments, in fp32
 
 
 @dataclass(frozen=True)
