@@ -52,11 +52,12 @@ def test_a_slow_machine_is_named_or_refused(
         assert ended.value.code == Exit.MISMATCH
 
 
-def test_a_measurement_is_progress_and_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive: list[int] = []
+def test_a_measurement_draws_nothing_is_progress_and_may_fail(monkeypatch: Any) -> None:
+    alive, state = list[int](), torch.random.get_rng_state()
     monkeypatch.setattr(WATCHDOG, "keep_alive", lambda: alive.append(1))
     (found,) = measure.measure(torch.device("cpu"), 1)
     assert found["matmul"] > 0 and found["copy"] > 0 and len(alive) >= 8
+    assert torch.equal(state, torch.random.get_rng_state())
     monkeypatch.setattr(torch, "mm", lambda *_: 1 / 0)
     assert "division" in measure.measure(torch.device("cpu"), 1)[0]["error"]
 
