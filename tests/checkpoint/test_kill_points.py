@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -45,7 +44,7 @@ def write_file(folder: Path, weight: Tensor) -> None:
 def write_shards(folder: Path, weight: Tensor) -> None:
     """As FSDP2: each rank writes its shard, in torch's distributed format."""
     weight = distribute_tensor(weight, init_device_mesh("cpu", (RANKS,)), [Shard(0)])
-    sharded.write({"state_dict": {"weight": weight}}, {}, folder, DefaultSavePlanner())
+    sharded.write({"state_dict": {"weight": weight}}, {}, folder)
 
 
 def write_partitions(folder: Path, weight: Tensor) -> None:

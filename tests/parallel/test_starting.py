@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,8 @@ class Overridden(nn.Module):
 def test_every_way_to_compute_a_value_is_repeated() -> None:
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    made, again = in_full(Overridden), in_full(Overridden)
+    made: Any = in_full(Overridden)
+    again = in_full(Overridden)
     assert torch.equal(torch.get_rng_state(), state)
     assert made.scaled.weight.std().item() == pytest.approx(0.005, rel=0.1)
     assert (made.scaled.bias == 2).all()
@@ -54,7 +56,8 @@ def test_every_way_to_compute_a_value_is_repeated() -> None:
     first, second = made.state_dict(), again.state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
     torch.manual_seed(4)
-    assert not torch.equal(in_full(Overridden).scaled.weight, made.scaled.weight)
+    other: Any = in_full(Overridden)
+    assert not torch.equal(other.scaled.weight, made.scaled.weight)
 
 
 class ReadsValues(nn.Module):
@@ -66,7 +69,7 @@ class ReadsValues(nn.Module):
 
 def test_a_constructor_that_reads_values_builds_in_full() -> None:
     with pytest.warns(UserWarning, match="each rank builds it in full"):
-        model = in_full(ReadsValues)
+        model: Any = in_full(ReadsValues)
     assert model.linear.weight.max().item() == model.largest
 
 
@@ -114,16 +117,15 @@ def test_weights_have_the_distribution_of_transformers(kind: str) -> None:
     assert all(torch.equal(made[name], expected[name]) for name in constants)
 
 
-def published(kind: str, folder: Path) -> nn.Module:
+def published(kind: str, folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    causal_lm(configured(variants(kind)["default"]), None, 257).save_pretrained(
-        folder, max_shard_size="100KB"
-    )
+    model: Any = causal_lm(configured(variants(kind)["default"]), None, 257)
+    model.save_pretrained(folder, max_shard_size="100KB")
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def loaded(folder: Path, vocab_size: int = 257) -> nn.Module:
+def loaded(folder: Path, vocab_size: int = 257) -> Any:
     config = causal_lm_config({}, str(folder), None, VOCABULARY)
     return in_full(lambda: causal_lm(config, str(folder), vocab_size))
 
@@ -141,8 +143,8 @@ def test_published_weights_are_those_of_from_pretrained(kind: str, tmp_path: Pat
 
 @pytest.mark.slow
 def test_new_tokens_start_from_the_mean(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
-    rows = published("llama", tmp_path).get_input_embeddings().weight  # ty: ignore
-    found = loaded(tmp_path, 300).get_input_embeddings().weight  # ty: ignore
+    rows = published("llama", tmp_path).get_input_embeddings().weight
+    found = loaded(tmp_path, 300).get_input_embeddings().weight
     assert len(found) == 300 and torch.equal(found[:257], rows)
     assert torch.allclose(found[257:], rows.mean(0).expand(43, -1), atol=1e-4)
     assert len({*map(tuple, found[257:].tolist())}) == 43
@@ -153,7 +155,7 @@ def test_new_tokens_start_from_the_mean(tmp_path: Path, capsys: CaptureFixture[s
 def test_weights_that_files_lack_are_named_and_damaged_files_refused(
     tmp_path: Path, capsys: CaptureFixture[str]
 ) -> None:
-    published("gpt2", tmp_path / "a").save_pretrained(tmp_path / "b")  # ty: ignore
+    published("gpt2", tmp_path / "a").save_pretrained(tmp_path / "b")
     file = tmp_path / "b" / "model.safetensors"
     weights = load_file(file)
     first = weights.pop("transformer.h.0.attn.c_attn.weight")

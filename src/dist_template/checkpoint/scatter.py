@@ -80,7 +80,7 @@ def _part(target: Tensor, full: Tensor, rank: int) -> Tensor:
     if isinstance(target, DTensor):
         return shard_for(target, full, rank)
     if weights.is_partitioned_by_zero(target):
-        size = target.ds_tensor.numel()  # ty: ignore[unresolved-attribute]
+        size = target.ds_tensor.numel()  # ty: ignore[missing-attribute]
         part = full.reshape(-1)[size * rank :][:size]
         return nn.functional.pad(part, (0, size - part.numel()))
     return full

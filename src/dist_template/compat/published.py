@@ -54,7 +54,8 @@ def converted(model: Any, sources: dict[str, Any], name: str) -> tuple[torch.Ten
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import LoadStateDictConfig
 
-    config = LoadStateDictConfig(dtype=torch.float32, weight_mapping=get_model_conversion_mapping(model))
+    mapping: Any = get_model_conversion_mapping(model)
+    config = LoadStateDictConfig(dtype=torch.float32, weight_mapping=mapping)
     with replaced(loading, tqdm=lambda items, **_: items):
         info, _ = loading.convert_and_load_state_dict_in_model(model, sources, config)
     found = model.get_parameter_or_buffer(name).detach()

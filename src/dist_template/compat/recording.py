@@ -30,7 +30,7 @@ MODELS = "transformers.modeling_utils"
 # Operations that overwrite their first argument, whatever was in it.
 OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "copy_", "eye"}
 SKIPPED = ("orthogonal_", "sparse_")  # functions of nn.init that return a meta tensor as it is
-IS_META = torch.Tensor.is_meta.__get__  # ty: ignore[unresolved-attribute]
+IS_META = torch.Tensor.is_meta.__get__  # ty: ignore[missing-attribute]
 VALUES = (torch.tensor, torch.as_tensor, torch.scalar_tensor)  # would lose their values on the meta device
 Storages = set[StorageWeakRef]
 
@@ -142,7 +142,7 @@ class Recording(TorchDispatchMode):
                 if place.storage not in storages and result.stride() != place.stride:  # as LAPACK's results
                     result = torch.empty_strided(place.shape, place.stride, dtype=place.dtype).copy_(result)
                 storages.setdefault(place.storage, result.untyped_storage())
-        return real(_place(tensor))  # ty: ignore[invalid-return-type]
+        return real(_place(tensor))  # ty: ignore[invalid-explicit-return]
 
 
 class _OnMeta(TorchFunctionMode):
@@ -216,9 +216,8 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
 
 def _place(tensor: Tensor) -> Place:
     is_full = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-    return Place(
-        _storage(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), is_full
-    )  # fmt: skip
+    offset = int(tensor.storage_offset())
+    return Place(_storage(tensor), tensor.dtype, tensor.shape, tensor.stride(), offset, is_full)
 
 
 def _places(values: object) -> list[Place]:

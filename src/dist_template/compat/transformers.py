@@ -103,11 +103,11 @@ def shard_for(target: DTensor, full: Any, rank: int | None = None) -> torch.Tens
             size, number = mesh.size(mesh_dim), coordinate[mesh_dim]
             return SimpleNamespace(get_local_rank=lambda: number, size=lambda: size)
 
-        def _slice_and_cat(self, source: Any, intervals: Any, *args: Any) -> torch.Tensor:
+        def _slice_and_cat(self, source: Any, intervals: Any, device: Any, dtype: Any) -> torch.Tensor:
             if not all(intervals):  # the rank has none of it
                 shape = [0 if not found else full.shape[dim] for dim, found in enumerate(intervals)]
                 return source[tuple(slice(0, size) for size in shape)]
-            return super()._slice_and_cat(source, intervals, *args)
+            return super()._slice_and_cat(source, intervals, device, dtype)
 
     shard = OfRank(target).shard_tensor(full)
     assert shard is not None  # it is None for single experts only
