@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("src", "tests", "{{cookiecutter.project_slug}}")
+COPIED = ("src", "tests", "{{cookiecutter.project_slug}}", "demonstrations")
 PAGE = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
 ROWS = {  # promise: file of its guard, and test
     promise: (Path("src", "dist_template", file), f"tests/{test}")
