@@ -70,9 +70,7 @@ GUARDS = {
         'behind = [rank for rank in behind if not statuses[rank]["waits"]] or behind',
         "behind = behind[:1]",
     ),
-    "ranks with different environments do not train": Guard(
-        "if all(of_rank == found[0] for of_rank in found):", "if True:"
-    ),
+    "ranks with different environments do not train": Guard("if len(ranks) == 1:", "if True:"),
     "an exit by decision is not restarted": Guard(
         "return any(code in DECIDED for code in self.codes)", "return False"
     ),

@@ -7,7 +7,7 @@ torch's `set_model_state_dict(broadcast_from_rank0=True)` and `distribute_tensor
 the interleaved shards of transformers' packed plans, or DeepSpeed's partitions.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -51,27 +51,39 @@ def distribute(
     here = ranks.index(weights.rank())
     for start in range(0, len(units), len(ranks)):
         of_round = units[start : start + len(ranks)]
-        full = make(of_round[here]) if here < len(of_round) else {}
-        full = {name: tensor.to(targets[name].dtype) for name, tensor in full.items()}
-        outgoing = [_bytes(_part(targets[name], full[name], rank) for name in full) for rank in ranks]
-        shards = [[local_shard(targets[name]).detach() for name in unit] for unit in of_round]
-        received = [[each.contiguous() for each in unit] for unit in shards]
-        for owner, unit in zip(ranks, of_round, strict=False):
-            for name in filter(lambda name: not weights.has_own_partition(targets[name]), unit):
-                with weights.gathered_from_zero(targets[name], owner):
-                    if owner == weights.rank():
-                        targets[name].copy_(full[name])
-        _exchange(outgoing, [_bytes(unit) for unit in received] + [[] for _ in ranks[len(of_round) :]], group)
-        for shard, values in zip(sum(shards, []), sum(received, []), strict=True):
-            if shard is not values:  # its memory was not contiguous
-                shard.copy_(values)
+        full: dict[str, Tensor] = {}
+        if here < len(of_round):
+            full = make(of_round[here])
+        outgoing: list[list[Tensor]] = [[] for _ in ranks]
+        incoming: list[list[Tensor]] = [[] for _ in ranks]
+        for name in full:
+            full[name] = full[name].to(targets[name].dtype)
+            for number, rank in enumerate(ranks if weights.has_own_partition(targets[name]) else ()):
+                outgoing[number].append(_bytes(_part(targets[name], full[name], rank)))
+        scattered = list[tuple[Tensor, Tensor]]()  # memory that is not contiguous, and its values
+        for number, unit in enumerate(of_round):
+            for name in unit:
+                if not weights.has_own_partition(targets[name]):
+                    with weights.gathered_from_zero(targets[name], ranks[number]):
+                        if number == here:
+                            targets[name].copy_(full[name])
+                    continue
+                shard = local_shard(targets[name]).detach()
+                values = shard.contiguous()
+                incoming[number].append(_bytes(values))
+                if values is not shard:
+                    scattered.append((shard, values))
+        full.clear()
+        _exchange(outgoing, incoming, group)
+        for shard, values in scattered:
+            shard.copy_(values)
 
 
 def from_rank_zero(targets: dict[str, Tensor], full: dict[str, Tensor]) -> None:
     """Fills `targets`, equal names on all ranks, from rank 0's `full` tensors. Collective."""
     units: list[list[str]] = []
     for name in targets:
-        units += [[name], *([] for _ in range(weights.world_size() - 1))]
+        units += [[name]] + [[]] * (weights.world_size() - 1)
     distribute(units, targets, lambda names: {name: full[name] for name in names}, None)
 
 
@@ -86,8 +98,8 @@ def _part(target: Tensor, full: Tensor, rank: int) -> Tensor:
     return full
 
 
-def _bytes(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [each.detach().reshape(-1).view(torch.uint8) for each in tensors if each.numel()]
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _exchange(outgoing: list[list[Tensor]], incoming: list[list[Tensor]], group: dist.ProcessGroup | None) -> None:
@@ -99,16 +111,21 @@ def _exchange(outgoing: list[list[Tensor]], incoming: list[list[Tensor]], group:
     device, size = device_of_messages(), PIECE // len(outgoing)
     most = torch.tensor(max(sum(map(len, parts)) for parts in outgoing), device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    sent, received = ([pieces(parts, size) for parts in each] for each in (outgoing, incoming))
+    sent = [pieces(parts, size) for parts in outgoing]
+    received = [pieces(parts, size) for parts in incoming]
     for number in range(-(-int(most) // size)):
-        out, into = ([each[number] if number < len(each) else [] for each in part] for part in (sent, received))
-        lengths = [sum(map(len, parts)) for parts in into]
-        buffer = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
-        message = torch.cat([buffer[:0], *(part.to(device) for parts in out for part in parts)])
-        dist.all_to_all_single(buffer, message, lengths, [sum(map(len, parts)) for parts in out], group)
-        arrived = buffer.split([len(part) for parts in into for part in parts])
-        for target, part in zip((part for parts in into for part in parts), arrived, strict=True):
-            target.copy_(part)
+        sources, targets = list[Tensor](), list[Tensor]()
+        lengths: tuple[list[int], list[int]] = [], []
+        for from_rank, to_rank in zip(received, sent, strict=True):
+            for found, parts, length in ((targets, from_rank, lengths[0]), (sources, to_rank, lengths[1])):
+                piece = parts[number] if number < len(parts) else []
+                found += piece
+                length.append(sum(map(len, piece)))
+        buffer = torch.empty(sum(lengths[0]), dtype=torch.uint8, device=device)
+        message = torch.cat([buffer[:0], *(source.to(device) for source in sources)])
+        dist.all_to_all_single(buffer, message, *lengths, group)
+        for target, arrived in zip(targets, buffer.split([*map(len, targets)]), strict=True):
+            target.copy_(arrived)
 
 
 def pieces(parts: list[Tensor], size: int) -> list[list[Tensor]]:

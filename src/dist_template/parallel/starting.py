@@ -49,9 +49,10 @@ class StartByOwners:
         self.model, self._recording, self._seed, self._frozen = model, recording, seed, frozen
         self._tensors: dict[str, Tensor] = {}  # as recorded: the types of the model's may change
         self._names: dict[str, list[str]] = defaultdict(list)  # of a shared tensor, by the first
-        attributes = (value for module in model.modules() for value in vars(module).values())
-        has_others = any(isinstance(value, Tensor) and value.is_meta for value in attributes)
-        self.unexplained = "a tensor of it is neither a parameter nor a buffer" if has_others else ""
+        self.unexplained = ""
+        for module in model.modules():
+            if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
+                self.unexplained = "a tensor of it is neither a parameter nor a buffer"
         first: dict[int, str] = {}
         for name, tensor in _every_tensor(model).items():
             self._names[first.setdefault(id(tensor), name)].append(name)
@@ -68,8 +69,9 @@ class StartByOwners:
         with torch.random.fork_rng(devices=[]):
             for name in names:
                 tensor = self._tensors[name]
-                values = self._recording.compute(tensor, self._seed) if tensor.is_meta else tensor
-                found[name] = values.detach()
+                if tensor.is_meta:
+                    tensor = self._recording.compute(tensor, self._seed)
+                found[name] = tensor.detach()
                 if self._frozen and name in self._frozen_names:
                     self._frozen.add(name, found[name])
         return found
