@@ -353,7 +353,7 @@ BREAKS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a mock": (broken_mock, "cli/a.py: from unittest.mock import patch"),
     "a test that imports a test": (
         broken_tests, "cli/test_a.py: | text/test_b.py: from ..cli.test_a import f"),
-    "too many lines": (broken_size, "cli/a.py: " + "\n" * (LINES + sum(ADDED.values()) + 1)),
+    "too many lines": (broken_size, "cli/a.py: " + "\n" * (LINES + sum(ADDED.values()) + OPEN["library"] + 1)),
     "a project of many files": (broken_project, " | ".join(f"{n}.py: " for n in range(60))),
     "a project of many lines": (broken_project, "module.py: " + "\n" * 5_000),
     "many pages": (broken_pages, " | ".join(f"{n}.md: a" for n in range(PAGES + 1))),
@@ -363,7 +363,7 @@ BREAKS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         broken_closures, "cli/fit.py: def f():\n    from ..wings import a | wings/a.py: "),
     "a callback of every run that is long": (
         broken_closures, "cli/fit.py: | cli/defaults.py: ALL = {'a': 'callbacks.a:A'} |"
-        " callbacks/a.py: " + "\n" * (CLOSURES["cli.fit"] + 1)),
+        " callbacks/a.py: " + "\n" * (CLOSURES["cli.fit"] + OPEN["cli.fit"] + 1)),
     "a dense file": (broken_density, "cli/a.py: " + "x = [y for y in z]\n" * 10),
     "a dense library": (
         broken_density, " | ".join(f"cli/{n}.py: x = [y for y in z]\ny = 1\n" for n in range(5))),
