@@ -59,7 +59,7 @@ class TrainingModule(L.LightningModule):
         return data_of(self.trainer)
 
     def build_model(self, data: Any) -> nn.Module:
-        """Returns the network. Only rank 0 builds it with weights; the others receive theirs."""
+        """Returns the network, on torch's meta device; ranks compute its weights later, in turns."""
         raise NotImplementedError(f"{type(self).__name__} has no build_model: define it")
 
     def build_config(self, data: Any) -> Any:

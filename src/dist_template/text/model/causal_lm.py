@@ -100,7 +100,7 @@ def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int)
             raise InputError(f"{what}: {type(error).__name__}: {reason(error)}") from error
     if published and (missing := published.write_into(model)):
         print(f"note: {pretrained} has no {missing[0]} ({len(missing)} such tensors): they start from random values")
-    if pretrained and model.can_generate():  # all ranks sample and stop alike: only rank 0 loads this with the weights
+    if pretrained and model.can_generate():  # not with the weights, which are read later
         with contextlib.suppress(OSError):  # there is no generation_config.json
             model.generation_config = GenerationConfig.from_pretrained(pretrained)
         stops = [*_ids(model.generation_config.eos_token_id), *_ids(config.eos_token_id)]

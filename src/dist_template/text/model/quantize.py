@@ -1,8 +1,8 @@
 """QLoRA: frozen linear layers in 4 bits (NF4 with double quantization, arXiv:2305.14314).
 
-bitsandbytes' own layer keeps the scales in a Python object beside the weight, which is lost on the meta device, in a
-broadcast and in a shard. Here packed weights and scales are tensors of the module, bytes that every strategy broadcasts
-and shards like any frozen parameter; rank 0 quantizes, and bitsandbytes multiplies."""
+bitsandbytes' own layer keeps the scales in a Python object beside the weight, which is lost on the meta device and in a
+shard. Here packed weights and scales are tensors of the module, bytes that every strategy sends and shards like any
+frozen parameter; the rank that makes a weight quantizes it, and bitsandbytes multiplies."""
 
 from __future__ import annotations
 
