@@ -73,6 +73,6 @@ def test_a_demonstration_holds(name: str, tmp_path: Path) -> None:
 
 def test_the_page_lists_each_demonstration() -> None:
     scripts = {path.stem for path in FOLDER.glob("*.py")} - {"shared", "weights", "finetune"}
-    page = (ROOT / "docs" / "demonstrations.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
     assert scripts == set(PRINTED) and len(scripts) == 10
     assert {name for name in scripts if f"`python demonstrations/{name}.py`" not in page} == set()

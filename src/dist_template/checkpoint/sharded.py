@@ -138,7 +138,7 @@ class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
 
 @dataclass
 class Chunked(Stored):
-    """A tensor of torch's distributed format, of which the chunks that overlap a box are read."""
+    """A tensor of torch's distributed format: reads the chunks that overlap a box."""
 
     name: str
     entry: TensorStorageMetadata

@@ -26,7 +26,7 @@ Box = list[tuple[int, int]]  # first index and end in each dimension
 
 @dataclass
 class Stored(ABC):
-    """A tensor in files, of which slices are read."""
+    """A tensor in files, whose slices are read one by one."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -29,7 +29,7 @@ from .torch import tree_leaves, tree_map
 MODELS = "transformers.modeling_utils"
 # Operations that overwrite their first argument, whatever was in it.
 OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "copy_", "eye"}
-SKIPPED = ("orthogonal_", "sparse_")  # functions of nn.init that return a meta tensor as it is
+SKIPPED = ("orthogonal_", "sparse_")  # functions of nn.init that return a meta tensor unchanged
 IS_META = torch.Tensor.is_meta.__get__  # ty: ignore[missing-attribute]
 VALUES = (torch.tensor, torch.as_tensor, torch.scalar_tensor)  # would lose their values on the meta device
 Storages = set[StorageWeakRef]
