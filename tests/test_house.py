@@ -42,18 +42,16 @@ ROOMS = {
 ORDER = tuple(ROOMS)
 MOST_ROOMS = 10  # folders; "public" and "ground" are the files beside them
 
-# Lines of Python in the library. Whoever deletes lowers it; only an issue that names its lines adds
-# an entry to ADDED.
+# Lines of Python in the library. Who deletes lowers it; an issue that names its lines adds an entry.
 LINES = 25_649
-ADDED = {"A real model, end to end": 900, "At any scale": 1_400}  # title of an issue: lines
-# "At any scale" is not finished: lines above each limit, which its last part removes again.
-OPEN = {"library": 720, "cli.fit": 790, "strategies": 770, "tests": 570}
+# Title of an issue: lines. The second is open: what it adds to sums here goes with its last part.
+ADDED = {"A real model, end to end": 900, "At any scale": 1_400 + 720}
 
 # As a string; entry points name wings in pyproject.toml.
 WING_MODULE = r"(dist_template|\.*)\.wings\.|wings\."
 
 # What a reader of `fit` meets, with always-on callbacks and late imports, and of `strategies`.
-CLOSURES = {"cli.fit": 12_500, "strategies": 4_500}
+CLOSURES = {"cli.fit": 12_500 + 790, "strategies": 4_500 + 770}
 # Conditional expressions and comprehensions per 100 statements: of the library, and of a file.
 DENSITY, DENSITY_OF_A_FILE = 5.5, 10.0
 ANY = 0.1  # share of annotations outside compat
@@ -73,7 +71,7 @@ INTERNALS = 250
 INTERFACE = "For wings and packages"  # the section of docs/api.md
 
 PAGES, WORDS, PAGE_LINES = 40, 38_000, 150  # words by `wc -w`
-TEST_LINES, BENCHMARK_LINES = 21_000, 1_800
+TEST_LINES, BENCHMARK_LINES = 21_000 + 570, 1_800
 LONG_PAGES = {"api.md": 160}
 
 MOST_PRONOUNS = 10
@@ -149,7 +147,7 @@ def broken_tests(tests: Path) -> list[str]:
 def broken_size(package: Path) -> list[str]:
     """The library's size, where it is above the limit."""
     found = house.lines(package.rglob("*.py"))
-    return [f"{found} lines"] if found > LINES + sum(ADDED.values()) + OPEN["library"] else []
+    return [f"{found} lines"] if found > LINES + sum(ADDED.values()) else []
 
 
 def broken_project(project: Path) -> list[str]:
@@ -249,9 +247,7 @@ def broken_closures(package: Path) -> list[str]:
         if root == "cli.fit" and (defaults := files.get("cli.defaults")):
             roots |= {text.partition(":")[0] for text in house.strings(defaults)} & files.keys()
         modules = house.closure(package, roots & files.keys())
-        if (lines := house.lines([files[name] for name in modules if name in files])) > most + OPEN[
-            root
-        ]:
+        if (lines := house.lines([files[name] for name in modules if name in files])) > most:
             found.append(f"{root} reaches {lines} lines")
         found += [f"{root} reaches {name}" for name in modules if name.startswith("wings")]
     return found
@@ -294,7 +290,7 @@ def test_the_project_the_pages_the_public_names_and_the_tests_keep_theirs() -> N
     for folder in (LIBRARY, PROJECT, *map(ROOT.joinpath, "tests benchmarks zoo hooks".split())):
         assert broken_paths(folder) == [], folder
     assert all(hasattr(dist_template, name) for name in dist_template.__all__)
-    assert house.lines((ROOT / "tests").rglob("*.py")) <= TEST_LINES + OPEN["tests"]
+    assert house.lines((ROOT / "tests").rglob("*.py")) <= TEST_LINES
     assert house.lines((ROOT / "benchmarks").rglob("*.py")) <= BENCHMARK_LINES
 
 
@@ -353,7 +349,7 @@ BREAKS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a mock": (broken_mock, "cli/a.py: from unittest.mock import patch"),
     "a test that imports a test": (
         broken_tests, "cli/test_a.py: | text/test_b.py: from ..cli.test_a import f"),
-    "too many lines": (broken_size, "cli/a.py: " + "\n" * (LINES + sum(ADDED.values()) + OPEN["library"] + 1)),
+    "too many lines": (broken_size, "cli/a.py: " + "\n" * (LINES + sum(ADDED.values()) + 1)),
     "a project of many files": (broken_project, " | ".join(f"{n}.py: " for n in range(60))),
     "a project of many lines": (broken_project, "module.py: " + "\n" * 5_000),
     "many pages": (broken_pages, " | ".join(f"{n}.md: a" for n in range(PAGES + 1))),
@@ -363,7 +359,7 @@ BREAKS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         broken_closures, "cli/fit.py: def f():\n    from ..wings import a | wings/a.py: "),
     "a callback of every run that is long": (
         broken_closures, "cli/fit.py: | cli/defaults.py: ALL = {'a': 'callbacks.a:A'} |"
-        " callbacks/a.py: " + "\n" * (CLOSURES["cli.fit"] + OPEN["cli.fit"] + 1)),
+        " callbacks/a.py: " + "\n" * (CLOSURES["cli.fit"] + 1)),
     "a dense file": (broken_density, "cli/a.py: " + "x = [y for y in z]\n" * 10),
     "a dense library": (
         broken_density, " | ".join(f"cli/{n}.py: x = [y for y in z]\ny = 1\n" for n in range(5))),

@@ -14,7 +14,7 @@ from .report import NotEqual, NotOffered, Result, Verdict
 from .runs import RunFailed, Runs
 from .shrink_config import SAVED_STEP
 
-LOSS, GRAD_NORM, EVALUATION = 1e-5, 1e-4, 1e-4  # relative differences, in fp32
+LOSS, GRAD_NORM, EVALUATION = 1e-5, 1e-4, 1e-5  # relative differences, in fp32
 
 
 class Check(NamedTuple):
