@@ -8,7 +8,7 @@ Groups:
     dist_template.launch_targets: a target of `launch --on NAME`.
     dist_template.strategies, dist_template.loggers: classes that `class_path` knows by their names.
     dist_template.shardings, dist_template.estimates: by a strategy's name, what answers for its configuration.
-    dist_template.checkpoint_formats: a format that a strategy writes.
+    dist_template.checkpoint_formats: likewise, the format of its checkpoints.
 
 A source of text needs none: YAML takes the import path of its class. docs/extend.md has an example
 of each. A value is "module" or "module:attribute". Nothing is imported before `EntryPoint.load`.

@@ -6,11 +6,12 @@
     folder with latest          ZeroFormat     ZeroStrategy: DeepSpeed's partitions with the rest
 
 Lightning has two ways to load: by a CheckpointIO (single device, DDP), here `PlainFormat`, and by
-the strategy itself (MeshStrategy, ZeroStrategy), here `load`. Lightning's and torch's converters
+the strategy itself (MeshStrategy, ZeroStrategy), here `StrategyFormat`. Lightning's and torch's converters
 (`consolidate_checkpoint`, `dcp_to_torch_save`) read only the distributed format, and unpickle without restrictions."""
 
 import warnings
 import zipfile
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -33,14 +34,12 @@ from ..plugins import loaded
 from .frozen import KEY, REFERENCE, exclude_frozen
 from .manifest import agreed
 from .optimizer import ANEW, by_name, is_by_name, report_missing_moments
-from .protocol import Checkpoint, CheckpointFormat, Copy, Group, Opened, Shapes
-from .sharded import META, ShardedFormat
+from .protocol import GROUP, Checkpoint, CheckpointFormat, Copy, Group, Opened, S, Shapes, State, registered_format
 from .stored import Mapped, Stored, copy_shard, copy_weights
 from .untrusted import agreed_on_errors, reading
 
 __all__ = ["load_full"]
 
-GROUP = "dist_template.checkpoint_formats"  # entry points: a CheckpointFormat of a strategy of another package
 FILE = "checkpoint.pt"  # the only file in a folder, besides the manifest
 # Entries with the size of the weights; the third is the callback WeightAveraging's.
 LARGE = ("state_dict", "optimizer_states", "current_model_state")
@@ -52,24 +51,12 @@ def format_of(path: Path) -> type[CheckpointFormat] | None:
     file = path / FILE if path.is_dir() else path
     if file.is_file():
         return PlainFormat if zipfile.is_zipfile(file) else None
-    if (path / ".metadata").is_file() and (path / META).is_file():
-        return ShardedFormat
-    for format in loaded(GROUP).values():
-        if format.is_at(path):
-            return format
-    return None
+    return next((format for format in loaded(GROUP).values() if format.is_at(path)), None)
 
 
 def format_for(strategy: Strategy) -> CheckpointFormat:
-    """Returns the strategy's `format`, or the format that a strategy of Lightning's writes."""
-    found: CheckpointFormat | None = getattr(strategy, "format", None)
-    if found is not None:
-        return found
-    names = [kind.__name__ for kind in type(strategy).__mro__]
-    for format in (ShardedFormat, *loaded(GROUP).values()):
-        if format.of_lightning in names:
-            return format(strategy)  # ty: ignore[invalid-argument-type]
-    return PlainFormat(strategy)
+    """Returns the format in which `strategy`, also one of Lightning's, writes."""
+    return (registered_format(strategy) or PlainFormat)(strategy)
 
 
 # ---- opening -------------------------------------------------------------------------------------
@@ -200,31 +187,46 @@ def _shapes(state_dict: Mapping[str, object]) -> Shapes:
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def load(format: CheckpointFormat, path: Path, weights_only: bool | None = None) -> Checkpoint:
-    """Loads a checkpoint of any format into the strategy of `format`. Collective.
+class StrategyFormat(CheckpointFormat[S]):
+    """The format of a strategy that loads checkpoints by itself."""
 
-    If that format does not read it, every rank opens it and copies the slices that it needs, one tensor after the
-    other, so that it holds its shard and a tensor. Optimizer state is loaded for training, if there is any.
+    def load(self, path: Path, weights_only: bool | None) -> Checkpoint:
+        """Loads a checkpoint of any format into the strategy. Collective.
 
-    Returns:
-        Lightning's entries other than weights and optimizer state.
+        If this format does not read it, every rank opens it and copies the slices that it needs, one tensor after the
+        other, so that it holds its shard and a tensor. Optimizer state is loaded for training, if there is any.
 
-    Raises InputError: see `verified`."""
-    module = cast(L.LightningModule, format.strategy.lightning_module)
-    opened = verified(path, module, weights_only=weights_only)
-    if format.reads(opened):
-        return format.load(opened)
-    stored: Checkpoint = {}
-    with agreed_on_errors(), _reading(opened):
-        stored = opened.format.read(opened.path, opened.with_optimizer)
-        copy_weights(module, stored["state_dict"])
-    if module.trainer.state.fn == TrainerFn.FITTING:
-        states = stored.get("optimizer_states", []) if opened.with_optimizer else []
-        if not states:
-            report_missing_moments()
+        Returns:
+            Lightning's entries other than weights and optimizer state.
+
+        Raises InputError: see `verified`."""
+        module = cast(L.LightningModule, self.strategy.lightning_module)
+        opened = verified(path, module, weights_only=weights_only)
+        if self.reads(opened):
+            return self.load_own(opened)
+        stored: Checkpoint = {}
         with agreed_on_errors(), _reading(opened):
-            format.set_optimizer_state(stored["state_dict"], states)
-    return opened.metadata
+            stored = opened.format.read(opened.path, opened.with_optimizer)
+            copy_weights(module, stored["state_dict"])
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            states = stored.get("optimizer_states", []) if opened.with_optimizer else []
+            if not states:
+                report_missing_moments()
+            with agreed_on_errors(), _reading(opened):
+                self.set_optimizer_state(stored["state_dict"], states)
+        return opened.metadata
+
+    @abstractmethod
+    def reads(self, opened: Opened) -> bool:
+        """Returns whether `load_own` reads it. Else every rank copies its slices of what `read` returns."""
+
+    @abstractmethod
+    def load_own(self, opened: Opened) -> Checkpoint:
+        """Loads a checkpoint that it `reads`; returns Lightning's entries. Collective."""
+
+    @abstractmethod
+    def set_optimizer_state(self, stored_weights: Mapping[str, Any], states: list[State]) -> None:
+        """Sets this rank's shards of each optimizer's state from `states`, whose tensors are stored. Collective."""
 
 
 # ---- one file ------------------------------------------------------------------------------------
@@ -271,11 +273,11 @@ class PlainFormat(CheckpointFormat[Strategy], TorchCheckpointIO):
         copied = copy(checkpoint)
         return lambda folder: self.strategy.checkpoint_io.save_checkpoint(copied, folder)
 
-    def reads(self, opened: Opened) -> bool:
-        return True
-
-    def load(self, opened: Opened) -> Checkpoint:
+    def load(self, path: Path, weights_only: bool | None) -> Checkpoint:
         """Returns the full checkpoint on every rank; Lightning loads what is in it."""
+        module = cast(L.LightningModule, self.strategy.lightning_module)
+        is_strict = module.strict_loading and not is_overridden("on_load_checkpoint", module)
+        opened = verified(path, module, is_strict, weights_only)
         if opened.format is PlainFormat:
             content = _content(opened.path, opened.weights_only)
             kept = content.pop("state_dict")  # which Lightning copies; of the rest, the file may be deleted
@@ -292,9 +294,7 @@ class PlainFormat(CheckpointFormat[Strategy], TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: object = None, weights_only: bool | None = None
     ) -> Checkpoint:
-        module = cast(L.LightningModule, self.strategy.lightning_module)
-        is_strict = module.strict_loading and not is_overridden("on_load_checkpoint", module)
-        return self.load(verified(Path(path), module, is_strict, weights_only))
+        return self.load(Path(path), weights_only)
 
 
 def _stored(value: object) -> object:

@@ -34,8 +34,8 @@ def planner(strategy: Strategy) -> DefaultSavePlanner:
 class OnceEach(DefaultSavePlanner):
     """Plans each shard on one of the ranks that hold it, and the optimizer's other values on one rank of the mesh."""
 
-    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        super().set_up_planner(state_dict, *args, **kwargs)
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
         meshes = {value.device_mesh for value in self.state_dict.values() if isinstance(value, DTensor)}
         largest = max(meshes, key=lambda mesh: (mesh.size(), str(mesh)), default=None)
         self.state_dict = {name: value for name, value in self.state_dict.items() if _is_own(name, value, largest)}

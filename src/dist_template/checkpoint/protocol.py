@@ -1,26 +1,36 @@
 """Interface of a checkpoint format: how it reads, writes, copies and loads checkpoints.
 
-formats.py (one file), sharded.py and zero.py have the three. A strategy holds the format that it
-writes; formats.py knows all of them."""
+formats.py (one file), sharded.py and zero.py have the three. Formats know strategies; no strategy imports a format:
+entry points name that of its class."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from .optimizer import State
+from ..plugins import loaded
 
 Checkpoint = dict[str, Any]  # Lightning's dict; formats.read_full describes an unsharded one
 Shapes = dict[str, tuple[int, ...]]  # of unsharded weights, by name
 Copy = Callable[[Any], Any]  # copies the tensors in nested containers to host memory
+State = dict[str, Any]  # of an optimizer, by parameter name: optimizer.py
 Group = dist.ProcessGroup | None  # of the ranks that write; None: all
+GROUP = "dist_template.checkpoint_formats"  # entry points: name of a strategy's class, and its format
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # parameter groups differ between meshes
 S = TypeVar("S", bound=Strategy)
+
+
+def registered_format(strategy: Strategy) -> type[CheckpointFormat] | None:
+    """Returns the format of a strategy's class, or of the class of Lightning's that writes the same; None: one file."""
+    names = {kind.__name__ for kind in type(strategy).__mro__}
+    return next((each for name, each in loaded(GROUP).items() if names & {name, each.of_lightning}), None)
 
 
 @dataclass
@@ -37,7 +47,7 @@ class Opened:
 class CheckpointFormat(ABC, Generic[S]):
     """One format on the disk, and what the strategy that writes it does with it.
 
-    `save`, `stage`, `load` and `set_optimizer_state` are collective.
+    `save`, `stage` and `load` are collective.
     """
 
     written_by: str  # for messages
@@ -48,7 +58,7 @@ class CheckpointFormat(ABC, Generic[S]):
 
     @staticmethod
     def is_at(path: Path) -> bool:
-        """Returns whether `path` holds a checkpoint of this format; for registered formats."""
+        """Returns whether `path` holds a checkpoint of this format, if that of a strategy."""
         return False
 
     @staticmethod
@@ -71,12 +81,5 @@ class CheckpointFormat(ABC, Generic[S]):
         """Copies this rank's part; returns a function that writes the copy into a folder."""
 
     @abstractmethod
-    def reads(self, opened: Opened) -> bool:
-        """Returns whether `load` reads it. Else every rank copies its slices of what `read` returns."""
-
-    @abstractmethod
-    def load(self, opened: Opened) -> Checkpoint:
-        """Loads a checkpoint that it `reads`; returns Lightning's entries."""
-
-    def set_optimizer_state(self, stored_weights: Mapping[str, Any], states: list[State]) -> None:
-        """Sets this rank's shards of each optimizer's state from `states`, whose tensors are stored ones."""
+    def load(self, path: Path, weights_only: bool | None) -> Checkpoint:
+        """Loads a checkpoint of any format into the strategy; see formats.StrategyFormat."""

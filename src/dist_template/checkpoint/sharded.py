@@ -16,32 +16,30 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, LoadPlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 
 from .. import weights
 from ..compat.lightning import torch_optimizer
 from ..compat.torch import read_unsharded, tree_map
+from .formats import StrategyFormat
 from .optimizer import State, by_name_from_flat, groups_of, merge, without_moments
 from .planning import Writer, planner
-from .protocol import Checkpoint, CheckpointFormat, Copy, Group, Opened, Shapes
+from .protocol import FLAT, Checkpoint, Copy, Group, Opened, Shapes
 from .stored import Box, Stored, copy_shard, is_scalar
 from .untrusted import DataReader, agreed_on_errors, reading
 
 META = "meta.pt"  # Lightning's name for the part of a distributed checkpoint that is not tensors
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # parameter groups differ between meshes
 
 
-class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
+class ShardedFormat(StrategyFormat[ModelParallelStrategy]):
     written_by = "MeshStrategy"
     of_lightning = "ModelParallelStrategy"
+
+    @staticmethod
+    def is_at(path: Path) -> bool:
+        return (path / ".metadata").is_file() and (path / META).is_file()
 
     @staticmethod
     def header(path: Path, weights_only: bool | None) -> tuple[Checkpoint, Shapes]:
@@ -90,7 +88,7 @@ class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
     def reads(self, opened: Opened) -> bool:
         return opened.format is ShardedFormat
 
-    def load(self, opened: Opened) -> Checkpoint:
+    def load_own(self, opened: Opened) -> Checkpoint:
         """Loads a checkpoint of any mesh: torch reads the parts that each rank needs."""
         module = cast(nn.Module, self.strategy.model)
         optimizers = []
@@ -98,7 +96,7 @@ class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
             optimizers = [torch_optimizer(each) for each in self.strategy.optimizers]
         state: Checkpoint = {"state_dict": get_model_state_dict(module)}
         for index, optimizer in enumerate(optimizers):
-            state[f"optimizer_{index}"] = optimizer_state(module, optimizer)
+            state[f"optimizer_{index}"] = self.strategy.optimizer_state(optimizer)
         with agreed_on_errors(), reading(opened.path, self.written_by), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             reader = DataReader(opened.path)
@@ -163,11 +161,6 @@ class _Into(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.result
-
-
-def optimizer_state(module: nn.Module, optimizer: Optimizer) -> State:
-    """Returns AdamW's moments by parameter name, each sharded like its parameter."""
-    return get_optimizer_state_dict(module, torch_optimizer(optimizer), options=FLAT)
 
 
 def write(

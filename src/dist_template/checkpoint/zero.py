@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from .. import weights
 from ..compat import deepspeed as compat
 from ..layout import full_shape
+from .formats import StrategyFormat
 from .optimizer import State, merge, without_moments
-from .protocol import Checkpoint, CheckpointFormat, Copy, Group, Opened, Shapes
+from .protocol import Checkpoint, Copy, Group, Opened, Shapes
 from .stored import Partitioned, flat_range, is_scalar, partition_of
 from .untrusted import reading
 
@@ -37,7 +38,7 @@ DEEPSPEEDS_OWN = {
 TAG = "checkpoint"  # DeepSpeed's folder inside the checkpoint, as Lightning names it
 
 
-class ZeroFormat(CheckpointFormat[DeepSpeedStrategy]):
+class ZeroFormat(StrategyFormat[DeepSpeedStrategy]):
     written_by = "ZeroStrategy"
     of_lightning = "DeepSpeedStrategy"
 
@@ -110,7 +111,7 @@ class ZeroFormat(CheckpointFormat[DeepSpeedStrategy]):
         has_same_ranks = len(ranks) == self.strategy.world_size
         return has_same_ranks and is_stage_3 == self.strategy.zero_stage_3
 
-    def load(self, opened: Opened) -> Checkpoint:
+    def load_own(self, opened: Opened) -> Checkpoint:
         with _reading(opened.path):
             return DeepSpeedStrategy.load_checkpoint(self.strategy, opened.path)
 

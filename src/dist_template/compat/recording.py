@@ -9,9 +9,7 @@ initialization, is no longer maintained.
 Private: torch's dispatch mode, the schema of an operation, and functions of `nn.init` that skip meta tensors."""
 
 import hashlib
-import heapq
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -52,11 +50,8 @@ class Operation(NamedTuple):
     args: tuple[Any, ...]  # with a Place for each meta tensor
     kwargs: dict[str, Any]
     results: list[Place]
-    makes: Storages
-    changes: Storages
-    reads: Storages
-    overwrites: Storages  # of these, whatever was in them before
     random: int | None  # its number among the random ones
+    needs: set[int | None]  # numbers of the operations on which it depends; None: one that was not recorded
 
 
 class Recording(TorchDispatchMode):
@@ -65,7 +60,8 @@ class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._operations: list[Operation] = []
-        self._of_storage: dict[StorageWeakRef, list[int]] = defaultdict(list)  # numbers of operations that write
+        self._first: dict[StorageWeakRef, int] = {}  # the number of the operation that made a storage
+        self._newest: dict[StorageWeakRef, int] = {}  # and of the one that wrote to it last
         self._num_random = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,34 +86,29 @@ class Recording(TorchDispatchMode):
         if not makes | changes:
             return
         full = _storages(place for place in written if place.is_full and overwrites)
+        needs = {self._newest.get(storage) for storage in reads - full}
+        needs |= {self._first.get(storage) for storage in full}
         if kwargs.get("device") is not None:
             kwargs = kwargs | {"device": torch.device("cpu")}
         args, kwargs = tree_map(_recorded, (args, kwargs))
         number = self._num_random if is_random else None
         self._num_random += is_random
         for storage in makes | changes:
-            self._of_storage[storage].append(len(self._operations))
-        self._operations.append(Operation(call, args, kwargs, made, makes, changes, reads, full, number))
+            self._newest[storage] = len(self._operations)
+            self._first.setdefault(storage, len(self._operations))
+        self._operations.append(Operation(call, args, kwargs, made, number, needs))
 
     def operations_for(self, tensor: Tensor) -> list[Operation] | None:
         """Returns the operations on which the values of `tensor` depend, in order; None if one was not recorded."""
-        wanted, made, done = {_storage(tensor)}, Storages(), Storages()
-        found = list[Operation]()
-        numbers = [-number for number in self._of_storage[_storage(tensor)]]  # negative: the newest first
-        heapq.heapify(numbers)
-        while numbers:
-            operation = self._operations[last := -heapq.heappop(numbers)]
-            if not wanted & (operation.makes | operation.changes - done):
-                continue
-            found.append(operation)
-            made |= operation.makes
-            done = done - operation.reads | operation.overwrites
-            for storage in operation.reads - wanted:
-                for number in self._of_storage[storage]:
-                    if number < last:
-                        heapq.heappush(numbers, -number)
-            wanted |= operation.reads
-        return None if wanted - made else found[::-1]
+        found, open_ends = set[int](), [self._newest.get(_storage(tensor))]
+        while open_ends:
+            number = open_ends.pop()
+            if number is None:
+                return None
+            if number not in found:
+                found.add(number)
+                open_ends += self._operations[number].needs
+        return [self._operations[number] for number in sorted(found)]
 
     @torch.no_grad()
     def compute(self, tensor: Tensor, seed: int) -> Tensor:

@@ -16,7 +16,6 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -24,13 +23,13 @@ import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from .. import weights
-from ..checkpoint import formats, scatter, sharded
-from ..compat.lightning import set_configure_model
+from ..checkpoint import scatter
+from ..checkpoint.protocol import FLAT
+from ..compat.lightning import set_configure_model, torch_optimizer
 from ..errors import InputError
 from ..layout import refuse_scalars
 from .mesh_ranks import MeshRanks
@@ -104,7 +103,6 @@ class MeshStrategy(MeshRanks):
         self.pp_schedule = pp_schedule
         self.tp_plan, self.ep_plan, self.cpu_offload = tp_plan, ep_plan, cpu_offload
         self.reduce_each_micro_batch = reduce_each_micro_batch
-        self.format = sharded.ShardedFormat(self)
 
     # ---- the model -------------------------------------------------------------------------------
 
@@ -197,16 +195,11 @@ class MeshStrategy(MeshRanks):
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
-    def save_checkpoint(self, checkpoint: State, filepath: str | Path, storage_options: object = None) -> None:
-        self.format.save(checkpoint, Path(weights.broadcast(str(filepath))))
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> State:
-        return formats.load(self.format, Path(checkpoint_path), weights_only)
-
     def lightning_module_state_dict(self) -> State:
         assert self.model is not None
         return get_model_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Optimizer) -> State:
+        """Returns AdamW's moments by parameter name, each sharded like its parameter."""
         assert self.model is not None
-        return sharded.optimizer_state(self.model, optimizer)
+        return get_optimizer_state_dict(self.model, torch_optimizer(optimizer), options=FLAT)

@@ -9,12 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..compat.lightning import set_mesh, start_process_group
 from .mesh_sizes import AXES, MeshSizes, data_parallel_size, sizes_of
+from .own_format import OwnFormat
 from .pipeline.stages import Schedule
 from .run_strategy import DataRank, RunDefaults, T
 from .sequence import shard_batch
 
 
-class MeshRanks(RunDefaults, ModelParallelStrategy):
+class MeshRanks(RunDefaults, OwnFormat, ModelParallelStrategy):
     """What shard.py and the pipeline read of a MeshStrategy, which describes its arguments."""
 
     arguments: dict[str, Any]

@@ -9,7 +9,6 @@ import os
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import lightning as L
@@ -19,10 +18,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import weights
-from ..checkpoint import formats
 from ..checkpoint.frozen import KEY, REFERENCE
-from ..checkpoint.zero import ZeroFormat
 from ..compat import deepspeed as compat
 from ..compat.deepspeed import EnginePrecision, set_deepspeed_config, start_deepspeed
 from ..compat.lightning import accumulates
@@ -30,6 +26,7 @@ from ..errors import require
 from ..layout import refuse_scalars
 from . import deepspeed_config as config_file
 from .configured import Configured, Hardware
+from .own_format import OwnFormat
 from .run_strategy import RunDefaults
 from .starting import Start
 
@@ -99,7 +96,7 @@ class ZeroPrecision(EnginePrecision):
         return False, -1.0 if skipped else float(engine.get_global_grad_norm())
 
 
-class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
+class ZeroStrategy(RunDefaults, OwnFormat, DeepSpeedStrategy):
     """Shards by DeepSpeed's ZeRO.
 
     Offloaded state is updated by torch's fused AdamW on the CPU, not by DeepSpeed's: the results are equal, nothing is
@@ -148,7 +145,6 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
             sub_group_size=sub_group_size,
             **kwargs,
         )
-        self.format = ZeroFormat(self)
         assert isinstance(self.config, dict)
         self._given, zero = self.config, self.config["zero_optimization"]
         self.arguments = {"config": self._given}  # for sharding_of
@@ -276,14 +272,6 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
             norm = self.deepspeed_engine.get_global_grad_norm()
             track("train/grad_norm", torch.as_tensor(norm, device=self.root_device))
         return result
-
-    # ---- checkpoints -----------------------------------------------------------------------------
-
-    def save_checkpoint(self, checkpoint: Config, filepath: str | Path, storage_options: object = None) -> None:
-        self.format.save(checkpoint, Path(weights.broadcast(str(filepath))))
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> Config:
-        return formats.load(self.format, Path(checkpoint_path), weights_only)
 
 
 def _engine(module: L.LightningModule) -> Any:
