@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.init import orthogonal_, trunc_normal_
 
-from dist_template.checkpoint import scatter
 from dist_template.errors import InputError
-from dist_template.parallel import starting
+from dist_template.parallel import scatter, starting
 from dist_template.parallel.place import in_full
 from dist_template.text.model.causal_lm import causal_lm, causal_lm_config
 from zoo.models import VOCABULARY, configured, variants

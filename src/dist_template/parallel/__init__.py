@@ -1,6 +1,8 @@
 """Distributes a model over ranks.
 
 place.py          builds a model and lets the strategy shard it: the only interface
+starting.py       starting weights, made by ranks in turns; scatter.py sends every rank its shards
+own_format.py     saves and loads checkpoints of MeshStrategy and ZeroStrategy
 run_strategy.py   what every strategy answers on a rank of a training
 mesh_sizes.py     the axes of a mesh, and their sizes
 mesh.py           MeshStrategy: FSDP2, HSDP, tensor and expert parallelism

@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from ..checkpoint import scatter
 from ..checkpoint.protocol import FLAT
 from ..compat.lightning import set_configure_model, torch_optimizer
 from ..errors import InputError
 from ..layout import refuse_scalars
+from . import scatter
 from .mesh_ranks import MeshRanks
 from .mesh_sizes import AXES, Size
 from .pipeline.division import Division

@@ -12,8 +12,8 @@ from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 from .. import weights
-from ..checkpoint import scatter
 from ..checkpoint.frozen import FrozenHash
+from . import scatter
 from .blocks import BlockConfig, wrap_blocks
 from .run_strategy import run_strategy
 from .starting import Build, start_of

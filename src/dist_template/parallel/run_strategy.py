@@ -88,7 +88,7 @@ class RunDefaults:
 
     def shard(self, start: Start) -> nn.Module:
         """Returns the model of `start` with this rank's weights. Collective."""
-        from ..checkpoint import scatter
+        from . import scatter
 
         scatter.allocate(start.model, self.lightning.root_device)
         start.fill(start.model)

@@ -23,11 +23,11 @@ from torch.distributed.fsdp import (
 )
 
 from .. import weights
-from ..checkpoint import scatter
 from ..compat import transformers as compat
 from ..compat.parallel_styles import STYLE, register_replicated
 from ..errors import InputError, reason
 from ..layout import refuse_scalars
+from . import scatter
 from .blocks import find_blocks
 from .mesh_ranks import MeshRanks
 from .sequence import share_attention

@@ -2,7 +2,7 @@
 
     every rank    builds the model on torch's meta device, which is recorded (compat/recording.py)
     owners        compute tensors of the model in turns: N ranks compute N units at a time
-    every rank    receives its shards of these units, in pieces (checkpoint/scatter.py)
+    every rank    receives its shards of these units, in pieces (scatter.py)
 
 A rank has one unit, a large tensor or some small ones, besides its shards. The values depend on the run's seed alone:
 they are equal under every strategy, number of ranks and division into stages. A model whose constructor reads values of
@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import weights
-from ..checkpoint import scatter
 from ..checkpoint.frozen import FrozenHash
 from ..cluster.memory import memory_limit
 from ..compat.recording import Recording, record
 from ..errors import InputError, reason
 from ..records import GIB
+from . import scatter
 
 UNIT = 1 << 26  # bytes
 Build = Callable[[], nn.Module]
