@@ -25,18 +25,17 @@ STEPS = [
 BOTH_READ_ALL = ("tp", "cp", "pp")  # ranks share their batches
 # How often rank 0 waits for the device: in 15 micro-batches of which 6 end plain steps,
 # in the last micro-batches of 3 log steps, and in 2 validations. A log step reads its metrics.
-# DeepSpeed reads the gradients' norm in each step, FSDP2 waits for each offloaded gradient, and the
-# guard of replicas reads once after the second step.
+# DeepSpeed reads the gradients' norm in each step, FSDP2 waits for each offloaded gradient.
 WAITS = {
     "one": (0, 3, 16),
-    "ddp": (1, 3, 30),
-    "fsdp2": (0, 3, 30),
-    "tp": (1, 3, 30),
-    "cp": (0, 3, 30),
-    "pp": (1, 27, 36),
-    "zero1": (49, 27, 30),
-    "zero2": (58, 27, 30),
-    "zero3": (45, 21, 62),
+    "ddp": (0, 3, 22),
+    "fsdp2": (0, 3, 22),
+    "tp": (0, 3, 22),
+    "cp": (0, 3, 22),
+    "pp": (0, 27, 28),
+    "zero1": (48, 27, 22),
+    "zero2": (57, 27, 22),
+    "zero3": (45, 21, 54),
     "fsdp2_offload": (126, 66, 16),
 }
 FAULTS = "tests.support.faults"
