@@ -9,8 +9,6 @@ loops/       the same training in a hand-written loop, by the project, by each p
 results/     the newest JSON of each part, their tables, and figures of parts that are gone
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

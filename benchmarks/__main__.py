@@ -1,7 +1,5 @@
 """python -m benchmarks [PART …]: measure, write results/<part>.json and results/README.md, print the part's table."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -5,8 +5,6 @@ newest release's tag, or else the commit of the recorded result. The two runs of
 differs by chance; a figure that has become worse by more than that, and by more than 3 %, is a failure: exit code 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -4,8 +4,6 @@ CPU time of the process is beside wall time: other work on the machine hardly ch
 is taken within each round, and the median of these ratios is reported with the smallest and the largest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io
@@ -13,7 +11,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 
@@ -55,7 +53,7 @@ class Comparison:
         """CPU seconds per unit that `arm` takes more than the reference, per round."""
         return [a.cpu_s - b.cpu_s for a, b in self._pairs(arm)]
 
-    def _pairs(self, arm: str, to: str | None = None) -> zip[tuple[Sample, Sample]]:
+    def _pairs(self, arm: str, to: str | None = None) -> Iterator[tuple[Sample, Sample]]:
         return zip(self.samples[arm], self.samples[to or self.reference], strict=True)
 
 

@@ -10,8 +10,6 @@ Targets: with `last_checkpoint.asynchronous` training waits at most 0.15 of what
 does not wait longer.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -6,8 +6,6 @@ up together and then take turns of ten steps. CPU time is of all ranks, wall tim
 Targets: the project runs at 0.97 of the hand-written loop's speed at least, under each.
 """
 
-from __future__ import annotations
-
 import random
 import tempfile
 from dataclasses import replace

@@ -4,8 +4,6 @@ They are forked from one process that has imported torch; each arm gets fresh on
 patches and memory behind. Arms may take turns of some optimizer steps, so that drift of the machine meets all alike.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import secrets

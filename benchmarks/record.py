@@ -3,8 +3,6 @@
 The JSON keeps seconds; a table has ratios alone, because an absolute time is one of the machine.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -2,14 +2,14 @@
 
 Threads play the ranks of a store (wall time of all on these cores). In collectives this process is rank 0, and gets as
 many pickled answers as there are ranks. Saves are planned for layers of DeepSeek-V3 on the meta device, over 256 shards
-and their replicas. CPU time is rank 0's unless said. Networks, disks and torch's process groups are not measured.
+and their replicas. One rank of 256 is given its share of a start of all of DeepSeek-V3, whose tensors of other ranks
+arrive as zeros. CPU time is rank 0's unless said. Networks, disks and torch's process groups are not measured.
 
 Targets: a start below 10 s in all at 4,096 ranks; every rank gets the report of a hang.
 """
 
-from __future__ import annotations
-
 import pickle
+import resource
 import sys
 import tempfile
 import threading
@@ -24,6 +24,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
 
 from dist_template import weights
 from dist_template.callbacks.global_order import GlobalOrder
@@ -35,6 +36,9 @@ from dist_template.cluster.fingerprint import SameEnvironment
 from dist_template.cluster.rendezvous import Rendezvous
 from dist_template.errors import Ended
 from dist_template.model.metrics import MetricBuffer
+from dist_template.parallel import scatter
+from dist_template.parallel.blocks import find_blocks
+from dist_template.parallel.starting import start_of
 from dist_template.wings.launch import nodes
 from dist_template.wings.values import free_port
 from tests.support.many_ranks import RankZero, state_of
@@ -64,6 +68,8 @@ def run(options: Options) -> Result:
     most = max(found[START[0]])
     start = Figure(f"a start with {most:,} ranks", [sum(found[what][most] for what in START)], at_most=10, unit="s")
     figures = [Figure(what, [*of.values()], ranks=[*of]) for what, of in found.items()]
+    share = on_ranks(1, [partial(started, options.quick)], timeout_s=1200)[0][0]
+    figures += [Figure(f"a start of DeepSeek-V3 on {SHARDS} ranks: {what}", [value]) for what, value in share.items()]
     return Result(NAME, figures=[start, *figures, *order(10**5 if options.quick else 10**12 // 4096)])
 
 
@@ -209,6 +215,33 @@ def plan(num: int, layers: int) -> Measured:
             load.set_up_planner(state, DataReader(folder).read_metadata())
             load.create_local_plan()
     return found
+
+
+def started(quick: bool) -> Measured:
+    """A rank's share of a start in bfloat16, with a fake process group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+    dist.init_process_group("fake", store=FakeStore(), rank=SHARDS - 56, world_size=SHARDS)
+    config = DeepseekV3Config(**{"num_hidden_layers": 2, "vocab_size": 1024} if quick else {})
+    found, exchange = {"GB sent": 0.0, "GB received": 0.0}, scatter._exchange
+
+    def counted(outgoing: list[list[torch.Tensor]], incoming: list[list[torch.Tensor]], group: Any) -> None:
+        for what, parts in zip(found, (outgoing, incoming), strict=False):
+            found[what] += sum(len(part) for of_rank in parts for part in of_rank) / 1e9
+        largest = max(sum(map(len, parts)) for parts in (*outgoing, *incoming))
+        of_others = {"all_reduce": lambda most, *_: most.fill_(largest)}
+        with patch.multiple(dist, all_to_all_single=lambda into, *_: into.zero_(), **of_others):
+            exchange(outgoing, incoming, group)
+
+    with clocked(found, "CPU s of a rank"), patch.object(scatter, "_exchange", counted):
+        start = start_of(lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), lambda model: model, 0)
+        for module in (*find_blocks(start.model), start.model):
+            fully_shard(module)
+        scatter.allocate(start.model, torch.device("cpu"))
+        start.fill(start.model)
+    found["GB of shards"] = sum(each.to_local().nbytes for each in start.model.parameters()) / 1e9  # ty: ignore
+    return found | {"GB of host memory at most": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
 
 
 def reached(num: int, quick: bool) -> Measured:

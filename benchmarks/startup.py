@@ -8,8 +8,6 @@ Targets: help takes at most 0.3 s of CPU; a configuration error is reported with
 CPU after the imports. Figures are shares of these, because an absolute time depends on the machine.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

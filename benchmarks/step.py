@@ -7,8 +7,6 @@ Targets: with the vector, the project adds at most what Hugging Face's Trainer a
 at 0.88 of the hand-written loop's speed at least, and faster than Hugging Face's Trainer; 5M at 0.98.
 """
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from functools import partial

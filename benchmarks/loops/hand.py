@@ -1,7 +1,5 @@
 """torch alone: the reference of the others. DDP and FSDP2 as a specialist sets them."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

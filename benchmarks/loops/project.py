@@ -1,7 +1,5 @@
 """`fit` as shipped: every callback, the console, TensorBoard and the run's own log."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Generator

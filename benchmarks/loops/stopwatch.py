@@ -1,7 +1,5 @@
 """When an arm's time is taken: the same steps of every loop."""
 
-from __future__ import annotations
-
 import torch
 
 from ..arms import Clock, Sample

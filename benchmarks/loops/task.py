@@ -3,8 +3,6 @@
 Shapes: B sequences of a batch, T tokens of a sequence, V vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

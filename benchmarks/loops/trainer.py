@@ -1,7 +1,5 @@
 """Hugging Face's Trainer with its defaults: its bar, its log line, its filter of losses that are not finite."""
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 

@@ -40,8 +40,9 @@ def version_of(tensor: Tensor) -> int:
 def coordinate_of(rank: int, mesh: DeviceMesh) -> list[int]:
     """Returns the coordinate that `rank` has in `mesh`, or in the mesh beside it that has the same dimensions."""
     root = mesh._get_root_mesh()
-    of_root = dict(zip(root.mesh_dim_names or (), (root.mesh == rank).nonzero()[0].tolist(), strict=True))
-    return [of_root[name] for name in mesh.mesh_dim_names or ()]
+    names: Any = root.mesh_dim_names or range(root.ndim)
+    of_root = dict(zip(names, (root.mesh == rank).nonzero()[0].tolist(), strict=True))
+    return [of_root[name] for name in mesh.mesh_dim_names or names]
 
 
 def is_persistent(module: Any, buffer: str) -> bool:
