@@ -58,6 +58,27 @@ def test_links_in_a_circle_give_each_file_once(tmp_path: Path) -> None:
     assert f"{tree}/**/*" in refusal(read, TextFiles([str(tree)])), "how to write a folder"
 
 
+@pytest.mark.slow
+def test_files_in_a_store_are_copied_and_again_once_they_change(
+    s3: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = ("a/one.txt", "b/one.txt")  # equal names in two folders
+    for name in names:
+        s3.pipe_file(f"bucket/corpus/{name}", name.encode())
+    source = TextFiles(["s3://bucket/corpus/**/*.txt"])
+    assert read(source) == [*names]
+    before = [path.stat().st_mtime_ns for path in source.files()]
+    s3.pipe_file("bucket/corpus/b/one.txt", b"changed")
+    assert read(source) == ["a/one.txt", "changed"]
+    after = [path.stat().st_mtime_ns for path in source.files()]
+    assert after[0] == before[0] and after[1] != before[1], "only what has changed is copied"
+    assert "no file" in refusal(read, TextFiles(["s3://bucket/corpus/*.json"]))
+    assert "bucket does not exist" in refusal(read, TextFiles(["s3://other/one.txt"]))
+    text = refusal(read, TextFiles(["s3://key:password@bucket/*.txt"]))
+    assert "user" in text and "password" not in text
+
+
 def test_records_give_their_field_or_say_which_there_are(tmp_path: Path, monkeypatch: Any) -> None:
     import pyarrow
     import pyarrow.parquet

@@ -108,7 +108,8 @@ class FileSource(Source):
     """Base class of sources that read files.
 
     Args:
-        paths: Files or glob patterns, `**` for any depth: `[corpus/**/*.txt]`.
+        paths: Files or glob patterns, `**` for any depth: `[corpus/**/*.txt, s3://bucket/corpus/*.txt]`. Files in a
+            store, at any address of fsspec, are copied to `~/.cache/dist_template/data`.
     """
 
     paths: list[str]

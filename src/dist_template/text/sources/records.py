@@ -7,10 +7,13 @@ and its reader gives all records of a file the same keys, which would change the
 import glob
 import json
 import os
+import re
 from collections.abc import Collection, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import fsspec
 
@@ -21,10 +24,12 @@ Named = tuple[str, Record]  # name for messages, and the record
 
 
 def matching(patterns: list[str]) -> list[Path]:
-    """Returns the files that glob patterns match, sorted, each once. Raises InputError if a pattern matches no file."""
+    """Returns the files that glob patterns match, sorted, each once; copies of those in a store. Raises InputError if a
+    pattern matches no file."""
     found: dict[str, str] = {}  # by the file itself: links may give it several names
     for pattern in patterns:
-        files = filter(os.path.isfile, glob.iglob(str(Path(pattern).expanduser()), recursive=True))
+        names = _copied(pattern) if "://" in pattern else glob.iglob(str(Path(pattern).expanduser()), recursive=True)
+        files = filter(os.path.isfile, names)
         names = {os.path.realpath(path): path for path in sorted(files, reverse=True)}
         if not names:
             is_folder = Path(pattern).is_dir()
@@ -35,6 +40,22 @@ def matching(patterns: list[str]) -> list[Path]:
             )
         found = names | found
     return [Path(path) for path in sorted(found.values())]
+
+
+def _copied(pattern: str) -> list[str]:
+    """Copies the files of an address (s3://bucket/*.jsonl, any of fsspec) that are not here, or have changed there, and
+    returns their names here. Options of the store come from the environment."""
+    if re.search(r"//[^/]*@", pattern):
+        raise InputError("data.source.paths has an address with a user, which would be recorded: use the environment")
+    protocol = pattern.partition("://")[0]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dist_template", "data")
+    copies = {"cache_storage": str(cache / protocol), "check_files": True, "cache_mapper": partial(quote, safe="")}
+    options = {"filecache": copies, protocol: {"use_listings_cache": False}}
+    try:
+        with fsspec.open_files(f"filecache::{pattern}", **options) as files:
+            return [file.name for file in files]
+    except Exception as error:  # each file system has errors of its own
+        raise InputError(f"data.source.paths has {pattern!r}, which cannot be read: {first_line(error)}") from error
 
 
 def records_of(path: Path, fields: Collection[str]) -> Iterator[Named]:
