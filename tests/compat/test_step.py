@@ -89,10 +89,11 @@ class Diary(Callback):
             setattr(self, f"on_{name}", note(name))
 
 
+PLATEAU = ["--lr_scheduler=ReduceLROnPlateau", "--lr_scheduler.monitor=eval/loss"]
 VARIANTS = {
     "accumulation": [],
     "epochs": ["--data.micro_batch_size=8", "--data.seq_len=128", "--trainer.max_steps=24"],
-    "plateau": ["--model.optim.schedule=reduce_on_plateau", "--trainer.precision=bf16-mixed"],
+    "plateau": [*PLATEAU, "--trainer.precision=bf16-mixed"],
 }
 
 

@@ -23,7 +23,7 @@ RULES = (  # what is allowed, least, most, keys
         trainer.logger.flush_secs cluster.min_nodes cluster.save_s numerics.patience
         last_checkpoint.every_n_steps last_checkpoint.keep store.keep"""),
     ("0 or more", 0, FINITE, """trainer.gradient_clip_val trainer.reload_dataloaders_every_n_epochs
-        model.optim.weight_decay model.optim.warmup model.optim.plateau_patience
+        model.optim.weight_decay model.optim.warmup
         model.balance.bias_update_speed model.balance.aux_loss_coef model.balance.sequence_loss_coef
         model.balance.z_loss_coef model.preference.margin
         model.preference.desirable_weight model.preference.undesirable_weight numerics.spike_sigmas
@@ -41,7 +41,6 @@ RULES = (  # what is allowed, least, most, keys
         data.validation_share data.test_share"""),
     ("a share from 0 to 1", 0, 1, """model.optim.min_learning_rate_share model.optim.decay_share
         model.distillation.weight preflight.least_share"""),
-    ("more than 0, below 1", ABOVE_0, BELOW_1, "model.optim.plateau_factor"),
     # More than these would exhaust memory, processes or a timer, or is not a port.
     ("0 to 100", 0, 100, "model.sample_temperature"),
     ("1 to 65,536", 1, 65_536, "model.sample_tokens model.adapter.rank"),
