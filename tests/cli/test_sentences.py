@@ -22,6 +22,7 @@ LLAMA = json.dumps(yaml.safe_load(SMALL_LLAMA) | {"vocab_size": 300}).encode()
 FILES = {
     "file": b"not a checkpoint",
     "empty.txt": b"",
+    "section.yaml": b"wachdog: {timeout_s: 3}",
     "deep.yaml": b"trainer:\n  max_stepz: 3\n",
     "empty.jsonl": b"",
     "latin.jsonl": BAD_LINE + LINES,
@@ -50,8 +51,9 @@ JSONL = "--data.source=Jsonl --data.source.paths"
 # Flags after a complete small training's -> a pattern in the sentence; {here} has the FILES.
 FLAGS = {
     # names
-    "--wachdog.enabled=true": "wachdog is not a key .* mean watchdog?",
+    "--wachdog.enabled=true": "wachdog.enabled is not a key .* mean watchdog?",
     "--trainer.max_stepz=3": "trainer.max_stepz .* mean trainer.max_steps?",
+    "--config={here}/section.yaml": "wachdog.timeout_s .* mean watchdog.timeout_s?",
     "--config={here}/deep.yaml": "trainer.max_stepz .* mean trainer.max_steps?",
     "--data.seqlen=3": r"data.seqlen .* mean data.seq_len\?",
     "--last_checkpoint.every_n_step=3": r"mean last_checkpoint.every_n_steps\?",

@@ -113,9 +113,6 @@ def _start(argv: list[str], project: Project) -> None:
     if verb in TRAINING:
         hide_warnings()
         WATCHDOG.start(START_TIMEOUT_S)  # an import from a file server may hang
-        from . import config_file
-
-        config_file.check(argv)
     with nullcontext() if known[verb].point.module in sys.modules else without_collections():
         function = known[verb].load()
     function(argv, project)

@@ -142,7 +142,8 @@ def one_sentence(text: str, keys: set[str]) -> str:
     unknown = r"unrecognized arguments: --([\w.]+)|does not accept option '([\w.]+)'"
     if found := re.search(unknown, text):
         name = found[1] or found[2]
-        near = get_close_matches(name, keys, 1, cutoff=0.8)
+        section, sections = name.partition(".")[0], {key.partition(".")[0] for key in keys}
+        near = get_close_matches(name, keys, 1, cutoff=0.8) or get_close_matches(section, sections, 1, cutoff=0.8)
         hint = f"; did you mean {near[0]}?" if near else ""
         return f"{name} is not a key of this program{hint}"
     if argument := re.fullmatch(r"Option '(\w+)' is not accepted", text):
@@ -183,8 +184,8 @@ class ConfigFile(ActionConfigFile):
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: Any = None) -> None:
         content: dict[str, Any] = {}
-        if os.path.isfile(path := config_file.locate(str(values))):  # else jsonargparse reports it, or reads a mapping
-            content, values = config_file.read(str(path)), str(path)
+        if "://" not in str(values) and not str(values).startswith("{"):  # jsonargparse reads addresses and mappings
+            content, values = config_file.read(str(values)), str(config_file.locate(str(values)))
         for earlier in cfg.get(self.dest) or ():
             if _folder(earlier) == _folder(values) == "strategy":
                 both = f"--config strategy/{Path(str(earlier)).stem} and --config strategy/{Path(values).stem}"
