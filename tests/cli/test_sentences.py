@@ -98,8 +98,6 @@ FLAGS = {
     "--watchdog.start_timeout_s=.nan": r"watchdog\.start_timeout_s is nan; give 0",
     f"--model.architecture={UNEVEN_HEADS}": r"hidden size \(65\) is not a multiple",
     # files and folders
-    "--config=strategy/zero3 --config=preset/overfit --config=configs/strategy/fsdp2.yaml":
-        "--config strategy/zero3 and --config strategy/fsdp2 are both a strategy: give one",
     "--run.root={here}/file/x": r"run\.root .* cannot be written: .*Not a directory",
     "--run.root=/proc/x": r"run\.root '/proc/x' cannot be written: /",
     "--run.name=../../x": r"run\.name '\.\./\.\./x' is not a folder below run\.root",
@@ -142,9 +140,8 @@ FLAGS = {
         "EMAWeightAveraging",
     "--trainer.callbacks=[LearningRateFinder]": "model.optim.learning_rate",
     "--trainer.callbacks+=BatchSizeFinder": "the verb `compare`",
-    "--optimizer=torch.optim.Muon": "--optimizer Muon: it updates matrices alone",
+    "--optimizer=torch.optim.Muon": "--optimizer Muon: .*2D",
     "--optimizer=LBFGS": "--optimizer LBFGS: .*parameter groups",
-    "--optimizer=SparseAdam": "--optimizer SparseAdam: .*dense",
     "--lr_scheduler={class_path: OneCycleLR, init_args: {max_lr: 1}}": "OneCycleLR: .*total_steps",
 }  # fmt: skip
 LATER = {  # found when the run has a folder

@@ -43,8 +43,6 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
 
 def test_every_verb_refuses_a_python_without_packages(tmp_path: Path) -> None:
     """-S: without site-packages, as a Python whose environment is not activated."""
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/python").touch()
     code = (
         "from dist_template.cli.verbs import verbs; from tests.support.line import command;"
         "print([int(command([verb, '--help'])) for verb in verbs()])"
@@ -52,7 +50,9 @@ def test_every_verb_refuses_a_python_without_packages(tmp_path: Path) -> None:
     shown = python(tmp_path, "-S", "-c", code)
     codes, lines = json.loads(shown.stdout), shown.stderr.splitlines()
     assert codes and set(codes) == {2} and len(lines) == len(codes), shown.stderr
-    said = re.compile("error: .* has no torch, .*: `source .venv/bin/activate`, or start .venv/bin")
+    said = re.compile(
+        "error: .* has no torch, .*: `make setup` .* `source .venv/bin/activate` activates it"
+    )
     assert all(said.match(line) for line in lines), shown.stderr
 
 

@@ -5,7 +5,6 @@ import re
 import sys
 from collections.abc import Iterator
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
@@ -186,10 +185,6 @@ class ConfigFile(ActionConfigFile):
         content: dict[str, Any] = {}
         if "://" not in str(values) and not str(values).startswith("{"):  # jsonargparse reads addresses and mappings
             content, values = config_file.read(str(values)), str(config_file.locate(str(values)))
-        for earlier in cfg.get(self.dest) or ():
-            if _folder(earlier) == _folder(values) == "strategy":
-                both = f"--config strategy/{Path(str(earlier)).stem} and --config strategy/{Path(values).stem}"
-                raise InputError(f"{both} are both a strategy: give one of them")
         strategy = (content.get("trainer") or {}).get("strategy")
         if strategy and (not isinstance(strategy, dict) or "class_path" in strategy):
             cfg["trainer.strategy"] = None
@@ -199,10 +194,6 @@ class ConfigFile(ActionConfigFile):
                 del content[key]
             values = yaml.safe_dump(content)
         super().__call__(parser, cfg, values, option_string)
-
-
-def _folder(path: Any) -> str:
-    return Path(str(path)).absolute().parent.name
 
 
 def as_launched(settings: Namespace) -> None:
