@@ -14,7 +14,7 @@ from trainer_dev.module import LanguageModule
 from dist_template.cli import trainer as cli
 from dist_template.compat.epochs import make_resumable
 from dist_template.observe.loggers import run_log
-from tests.support.library import read_full, tensorboard
+from tests.support.library import read_full
 from tests.support.runs import logged, newest, only_run, run
 from tests.support.tiers import tiers
 

@@ -51,7 +51,8 @@ class Throughput(Callback):
         self._seq_len = getattr(data_of(trainer), "seq_len", None)
         if self._seq_len:
             self._flops = size_of(pl_module).flops_per_token(self._seq_len)
-        self._peak_tflops = peak_of(device, str(trainer.precision))
+        if device.type == "cuda":
+            self._peak_tflops = peak(torch.cuda.get_device_name(device), str(trainer.precision))
         self._limit = memory_limit() / trainer.num_devices
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: object, **__: object) -> None:
@@ -126,8 +127,3 @@ class Throughput(Callback):
             self._memory_read, used = time.monotonic(), psutil.Process().memory_info().rss
             self._memory = used / GIB, used / GIB, used / self._limit
         return self._memory
-
-
-def peak_of(device: torch.device, precision: str) -> float | None:
-    """Returns the peak in TFLOP/s, or None for an unknown device."""
-    return peak(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None

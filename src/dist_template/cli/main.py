@@ -108,9 +108,8 @@ def _start(argv: list[str], project: Project) -> None:
         raise InputError(f"{verb!r} is not a verb of {project.package}; allowed are {allowed}.")
     lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if lacking:
-        cure = (
-            f"`make setup` in {project.folder.absolute().parent} builds .venv, `source .venv/bin/activate` activates it"
-        )
+        folder = project.folder.absolute().parent
+        cure = f"`make setup` in {folder} builds .venv, `source .venv/bin/activate` activates it"
         raise InputError(f"{sys.executable} has no {', '.join(lacking)}: {cure}")
     if verb in TRAINING:
         hide_warnings()
