@@ -69,9 +69,7 @@ def check(settings: Namespace, **classes: object) -> None:
         classes: The classes of `model` and `data`. The keys of a class that is not derived from one
             of this library's have a meaning of their own.
 
-    Raises:
-        InputError: a number is out of the range of its key, or nan; or a text is no text.
-    """
+    Raises InputError if a number is out of the range of its key, or nan, or a text is no text."""
     unchecked = set(classes)
     for section, kind in classes.items():
         if any(base.__module__.startswith(f"{LIBRARY}.") for base in getattr(kind, "__mro__", ())):

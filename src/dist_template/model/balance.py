@@ -98,8 +98,7 @@ class Balancer:
         config: The keys under `model.balance`.
         group: The ranks of a pipeline. None: every rank has all layers.
 
-    Raises:
-        InputError: a coefficient is negative, or set for a model without routers."""
+    Raises InputError if a coefficient is negative, or set for a model without routers."""
 
     def __init__(self, model: nn.Module, config: BalanceConfig, group: dist.ProcessGroup | None = None) -> None:
         for key, value in vars(config).items():
@@ -119,21 +118,14 @@ class Balancer:
         configured = getattr(text_config(model), "router_aux_loss_coef", None) or 0.0
         coef = config.aux_loss_coef
         self._aux: list[int] = []  # indices of the layers with a load-balancing loss
-        self._biased: list[int] = []  # and of those whose bias is updated
-        self.has_bias = False
         for i, layer in enumerate(self.layers):
             if coef or (coef is None and configured and layer.has_router and not layer.has_bias):
                 self._aux.append(i)
-            if layer.has_bias:
-                self.has_bias = True
-                if config.bias_update_speed:
-                    self._biased.append(i)
         self.aux_loss_coef = (coef or configured) if self._aux else 0.0
+        self.has_bias = any(layer.has_bias for layer in self.layers)
         self.needs_shares = bool(self._aux)
-        self.needs_loads = bool(self._aux or self._biased)  # of every optimizer step
-        if self.layers and all(layer.has_router for layer in self.layers):
-            return
-        if coef:
+        self.needs_loads = self.needs_shares or (self.has_bias and config.bias_update_speed > 0)  # of every step
+        if coef and not (self.layers and all(layer.has_router for layer in self.layers)):
             raise InputError(
                 f"model.balance.aux_loss_coef is {coef}, but no router was found in every"
                 f" mixture-of-experts layer of {type(model).__name__}; set it to 0"
@@ -217,8 +209,7 @@ class Balancer:
             moves = torch.where(skipped > 0, 0.0, moves)
             shares = torch.where(skipped > 0, self.shares, shares)
         self.shares.copy_(shares)
-        for i in self._biased:
-            layer = self.layers[i]
+        for i, layer in enumerate(self.layers):
             if layer.bias_owner is not None:
                 getattr(layer.bias_owner, BIAS).add_(moves[i, : layer.num])
 

@@ -58,8 +58,7 @@ def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False
     `scaled`: gradients are scaled (fp16 loss scaling). Disables fused AdamW, which would unscale
     them only after clipping; otherwise the precision plugin does it before.
 
-    Raises:
-        InputError: nothing is trainable, or the class of `--optimizer` refuses its arguments."""
+    Raises InputError if nothing is trainable, or the class of `--optimizer` refuses its arguments."""
     decayed, not_decayed, fused = [], [], not scaled
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -118,9 +117,8 @@ def build_schedule(
     """Returns Lightning's scheduler entry for `config` over `num_steps` optimizer steps (inf: no end is set).
     ReduceLROnPlateau checks its metric every `batches_per_validation` of a rank; None: at the end of each epoch.
 
-    Raises:
-        InputError: the schedule needs an end and training has none, or the warm-up is longer than
-            training, or the class of `--lr_scheduler` refuses its arguments."""
+    Raises InputError if the schedule needs an end and training has none, the warm-up is longer than training, or the
+    class of `--lr_scheduler` refuses its arguments."""
     if chosen := config.lr_scheduler:
         kind = resolve_name(chosen["class_path"])
         try:
