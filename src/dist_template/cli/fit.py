@@ -48,11 +48,10 @@ hide_expected()
 def main(argv: list[str], project: Project) -> None:
     """Runs one of Lightning's verbs. Raises InputError if the configuration cannot be run."""
     try:
-        CLI(project, argv, run=True)
+        with RUN_LOCK:
+            CLI(project, argv, run=True)
     except MisconfigurationException as error:  # the later sentences name the key
         raise InputError(f"trainer: {str(error).replace('. ', '; ')}") from error
-    finally:
-        RUN_LOCK.release()
 
 
 class CLI(OpenCLI):

@@ -58,6 +58,12 @@ class RunLock:
         threading.Thread(target=renew, args=(path, claim, self._released), daemon=True).start()
         return None
 
+    def __enter__(self) -> None:
+        """Takes no lock yet; a lock that is taken inside is released at the end."""
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def release(self) -> None:
         """Releases the lock, if this process holds it."""
         self._released.set()
