@@ -50,9 +50,7 @@ def test_every_verb_refuses_a_python_without_packages(tmp_path: Path) -> None:
     shown = python(tmp_path, "-S", "-c", code)
     codes, lines = json.loads(shown.stdout), shown.stderr.splitlines()
     assert codes and set(codes) == {2} and len(lines) == len(codes), shown.stderr
-    said = re.compile(
-        "error: .* has no torch, .*: `make setup` .*`source .venv/bin/activate`"
-    )
+    said = re.compile("error: .* has no torch, .*: `make setup` .*`source .venv/bin/activate`")
     assert all(said.match(line) for line in lines), shown.stderr
 
 
