@@ -23,7 +23,7 @@ NAME = "step"
 LOOPS = {"hand": hand, "project": project, "Trainer": trainer}
 MODELS = {  # steps (the first do not count), sequences, tokens of each
     "null": (None, 2600, 100, 8, 32),  # some seconds: what is kept back for one of them counts too
-    "0.1M": (SMALL, 460, 60, 8, 64),  # the project collects garbage once, after 50 steps (callbacks/garbage.py)
+    "0.1M": (SMALL, 460, 60, 8, 64),
     "5M": (LARGE, 34, 4, 4, 64),
 }
 

@@ -375,7 +375,7 @@ BREAKS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         " wings/a.py: from .. import errors\nerrors.f()"),
     "many internal names in tests": (
         broken_internals, " | ".join(
-            f"test_{n}.py: from dist_template.errors import EXTRAS" for n in range(INTERNALS + 1))),
+            f"test_{n}.py: from dist_template.layout import PART" for n in range(INTERNALS + 1))),
     "a name without documentation": (broken_api, "api.md: ## dist_template\n- `main`: …"),
 }  # fmt: skip
 

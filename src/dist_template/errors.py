@@ -77,26 +77,11 @@ class InputError(ValueError):
     """The user's input is wrong: the message has the value, what is allowed and the key to edit."""
 
 
-# package: its extra, where that has another name
-EXTRAS = {
-    "bitsandbytes": "adapters",
-    "cookiecutter": "upgrade",
-    "fastapi": "serve",
-    "lm_eval": "evaluate",
-    "optuna": "sweep",
-    "pandas": "evaluate",
-    "peft": "adapters",
-    "plotly": "report",
-    "pyarrow": "datasets",
-    "s3fs": "store",
-    "trl": "chat",
-}
-
-
-def require(package: str, purpose: str) -> None:
-    """Raises InputError, with the command that installs it, where a package of an extra is not installed."""
+def require(package: str, purpose: str, extra: str | None = None) -> None:
+    """Raises InputError, with the command that installs it, where a package of `extra` is not installed. None: the
+    extra has the package's name."""
     if find_spec(package) is None:
-        install = f"'dist-template[{EXTRAS.get(package, package)}]'"
+        install = f"'dist-template[{extra or package}]'"
         if package == "deepspeed":  # it is built from source, against torch
             install = f"--no-build-isolation {install}"
         raise InputError(f"{purpose} needs the package {package}: pip install {install}")

@@ -112,13 +112,11 @@ def clip_by_norm(
     max_norm: float | None,
     norm_of: Callable[[list[nn.Parameter]], Tensor | None] = joint_norm,
 ) -> Tensor | None:
-    """Scales all gradients in place to a joint 2-norm of at most `max_norm`; None or 0 measures it.
+    """Scales all gradients in place to a joint 2-norm of at most `max_norm`; None or 0 measures it. Returns () the norm
+    before clipping, on the gradients' device; or None, see `joint_norm`.
 
     Lightning's clipping (2.6.6) refuses a fused AdamW under bf16-mixed, does not return the norm, and fails for
     parameters on different meshes. `norm_of` returns the joint norm where other ranks have other parameters.
-
-    Returns:
-        () the norm before clipping, on the gradients' device; or None, see `joint_norm`.
     """
     parameters = [p for p in parameters if p.grad is not None]
     norm = norm_of(parameters)

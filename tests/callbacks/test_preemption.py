@@ -18,8 +18,8 @@ from tests.support.wings import RunRecord, first_difference
 
 pytestmark = pytest.mark.slow
 FLAGS = """--trainer.strategy=ddp --data.micro_batch_size=2 --model.optim.learning_rate=0.01
-    --model.optim.schedule=reduce_on_plateau --model.optim.plateau_patience=0 --data.seq_len=8
-    --last_checkpoint.every_n_steps=5 --trainer.val_check_interval=5""".split()
+    --lr_scheduler=ReduceLROnPlateau --lr_scheduler.monitor=eval/loss --lr_scheduler.patience=0
+    --data.seq_len=8 --last_checkpoint.every_n_steps=5 --trainer.val_check_interval=5""".split()
 
 
 class Signal(Callback):

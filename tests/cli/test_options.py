@@ -14,7 +14,6 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy
 
-from dist_template.cli import config_file
 from dist_template.cli.defaults import always_on
 from dist_template.cli.fit import CLI
 from dist_template.strategies import MeshStrategy
@@ -103,11 +102,6 @@ def test_every_option_is_in_one_of_the_tables(parser: Any) -> None:
     lightnings = {key for key in keys if key.partition(".")[0] not in ours or key[:8] == "trainer."}
     refused = {f"trainer.{name}" for name in REFUSED.split()}  # test_sentences.py
     assert lightnings == {*HONOURED, *ELSEWHERE, *refused}
-
-
-def test_no_key_that_the_parser_has_is_refused_before_the_imports(parser: Any) -> None:
-    keys = {action.dest for action in parser._actions if not action.dest.endswith("help")}
-    config_file.check(["fit", *(f"--{key}=null" for key in keys - {"print_config", "config"})])
 
 
 def test_every_option_that_is_not_refused_is_honoured(flags: list[str], monkeypatch: Any) -> None:

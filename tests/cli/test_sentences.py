@@ -22,6 +22,7 @@ LLAMA = json.dumps(yaml.safe_load(SMALL_LLAMA) | {"vocab_size": 300}).encode()
 FILES = {
     "file": b"not a checkpoint",
     "empty.txt": b"",
+    "section.yaml": b"wachdog: {timeout_s: 3}",
     "deep.yaml": b"trainer:\n  max_stepz: 3\n",
     "empty.jsonl": b"",
     "latin.jsonl": BAD_LINE + LINES,
@@ -50,8 +51,9 @@ JSONL = "--data.source=Jsonl --data.source.paths"
 # Flags after a complete small training's -> a pattern in the sentence; {here} has the FILES.
 FLAGS = {
     # names
-    "--wachdog.enabled=true": "wachdog is not a key .* mean watchdog?",
+    "--wachdog.enabled=true": "wachdog.enabled is not a key .* mean watchdog?",
     "--trainer.max_stepz=3": "trainer.max_stepz .* mean trainer.max_steps?",
+    "--config={here}/section.yaml": "wachdog.timeout_s .* mean watchdog.timeout_s?",
     "--config={here}/deep.yaml": "trainer.max_stepz .* mean trainer.max_steps?",
     "--data.seqlen=3": r"data.seqlen .* mean data.seq_len\?",
     "--last_checkpoint.every_n_step=3": r"mean last_checkpoint.every_n_steps\?",
@@ -96,8 +98,6 @@ FLAGS = {
     "--watchdog.start_timeout_s=.nan": r"watchdog\.start_timeout_s is nan; give 0",
     f"--model.architecture={UNEVEN_HEADS}": r"hidden size \(65\) is not a multiple",
     # files and folders
-    "--config=strategy/zero3 --config=preset/overfit --config=configs/strategy/fsdp2.yaml":
-        "--config strategy/zero3 and --config strategy/fsdp2 are both a strategy: give one",
     "--run.root={here}/file/x": r"run\.root .* cannot be written: .*Not a directory",
     "--run.root=/proc/x": r"run\.root '/proc/x' cannot be written: /",
     "--run.name=../../x": r"run\.name '\.\./\.\./x' is not a folder below run\.root",
@@ -140,9 +140,8 @@ FLAGS = {
         "EMAWeightAveraging",
     "--trainer.callbacks=[LearningRateFinder]": "model.optim.learning_rate",
     "--trainer.callbacks+=BatchSizeFinder": "the verb `compare`",
-    "--optimizer=torch.optim.Muon": "--optimizer Muon: it updates matrices alone",
+    "--optimizer=torch.optim.Muon": "--optimizer Muon: .*2D",
     "--optimizer=LBFGS": "--optimizer LBFGS: .*parameter groups",
-    "--optimizer=SparseAdam": "--optimizer SparseAdam: .*dense",
     "--lr_scheduler={class_path: OneCycleLR, init_args: {max_lr: 1}}": "OneCycleLR: .*total_steps",
 }  # fmt: skip
 LATER = {  # found when the run has a folder

@@ -53,8 +53,8 @@ def llama(**fields: Any) -> Any:
         ({}, "lora+ddp", "refused", "A differs"),
         ({}, "lora+pp", "refused", "it is odd"),  # adapters do not mend it
         ({}, "lora+tp", "proven", ""),
-        ({}, "lora+fsdp", "unproven", "LoRA of type 'llama' under fsdp"),
-        ({}, "lora with quantize nf4+tp", "unproven", "LoRA with quantize nf4 of type 'llama' und"),
+        ({}, "lora+fsdp", "unproven", "of type 'llama' under lora+fsdp"),
+        ({}, "lora with quantize nf4+tp", "unproven", "under lora with quantize nf4+tp"),
     ],
 )
 def test_a_verdict(fields: dict[str, Any], axes: str, kind: str, why: str) -> None:

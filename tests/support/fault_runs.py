@@ -234,7 +234,7 @@ HEALTHY = [
     Training("accumulation", ["--data.micro_batch_size=4"]),
     Training("stable_decay", ["--model.optim.schedule=warmup_stable_decay"]),
     Training("constant", ["--model.optim.schedule=constant"]),
-    Training("plateau", ["--model.optim.schedule=reduce_on_plateau"]),
+    Training("plateau", ["--lr_scheduler=ReduceLROnPlateau", "--lr_scheduler.monitor=eval/loss"]),
     Training("ddp", DDP, ranks=2), Training("fsdp2", FSDP2, ranks=2),
     Training("zero2", ["--data.micro_batch_size=8", "--config=strategy/zero2"], ranks=2),
     Training("resumed", ["--last_checkpoint.every_n_steps=20"], attempts=([KillAt(50)], ())),

@@ -61,15 +61,11 @@ class Experts(Callback):
                 self._balancer.begin_reduction()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
-        if self._is_on and self._balancer.needs_loads and not accumulates(trainer):
+        if self._is_on and not accumulates(trainer):
             if logs(trainer, trainer.global_step):
                 metrics_of(pl_module).put_counts(LOADS, self._balancer.loads.flatten().clone())
-            self._balancer.finish_step(self._numerics and self._numerics.skipped)
-            self._balancer.loads.zero_()
-
-    def before_log_step(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if self._is_on and not self._balancer.needs_loads:
-            metrics_of(module).put_counts(LOADS, self._balancer.loads.flatten().clone())
+            if self._balancer.needs_loads:
+                self._balancer.finish_step(self._numerics and self._numerics.skipped)
             self._balancer.loads.zero_()
 
     def on_log_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]) -> None:

@@ -227,11 +227,8 @@ class Numerics(Callback):
         metrics["health/skipped_steps"] = self._num_skipped
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict) -> None:
-        """Acts on the last step and checks the weights: no checkpoint has anomalous weights.
-
-        Raises:
-            Ended: on all ranks, before anything is written.
-        """
+        """Acts on the last step and checks the weights: no checkpoint has anomalous weights. Raises Ended on all ranks
+        before anything is written."""
         self.on_train_end(trainer, pl_module)
         if not _weights_are_finite(trainer, pl_module):
             raise Ended(

@@ -66,11 +66,7 @@ class Replicas(Callback):
 
     @torch.no_grad()
     def _compare(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Compares the checksums of all ranks. Collective.
-
-        Raises:
-            Ended: on all ranks, if a tensor's replicas differ.
-        """
+        """Compares the checksums of all ranks. Collective. Raises Ended on all ranks if a tensor's replicas differ."""
         if weights.is_alone() or not run_strategy(trainer.strategy).has_replicas:
             return
         held = self._replicas(module)

@@ -1,6 +1,5 @@
 """Measures throughput, model FLOPs utilization, the slowest rank and memory, without a device sync."""
 
-import math
 import statistics
 import time
 
@@ -17,7 +16,6 @@ from ..records import GIB
 
 OWN = "rank/own_step_s"  # of each rank, sent to all
 MEMORY = ("memory/allocated_gib", "memory/reserved_gib", "memory/peak_share")  # likewise
-HOST_EVERY_S = 1.0  # /proc takes 0.1 ms to read, and a log step of a small model a few ms
 
 
 class Throughput(Callback):
@@ -42,7 +40,6 @@ class Throughput(Callback):
         self._seq_len: int | None = None  # None: samples are not sequences
         self._peak_tflops: float | None = None
         self._started = 0.0  # forward
-        self._memory, self._memory_read = (0.0, 0.0, 0.0), -math.inf  # of a host
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         device = pl_module.device
@@ -51,7 +48,8 @@ class Throughput(Callback):
         self._seq_len = getattr(data_of(trainer), "seq_len", None)
         if self._seq_len:
             self._flops = size_of(pl_module).flops_per_token(self._seq_len)
-        self._peak_tflops = peak_of(device, str(trainer.precision))
+        if device.type == "cuda":
+            self._peak_tflops = peak(torch.cuda.get_device_name(device), str(trainer.precision))
         self._limit = memory_limit() / trainer.num_devices
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: object, **__: object) -> None:
@@ -122,12 +120,5 @@ class Throughput(Callback):
             reserved = stats["reserved_bytes.all.peak"]
             total = torch.cuda.get_device_properties(device).total_memory
             return stats["allocated_bytes.all.peak"] / GIB, reserved / GIB, reserved / total
-        if time.monotonic() - self._memory_read >= HOST_EVERY_S:
-            self._memory_read, used = time.monotonic(), psutil.Process().memory_info().rss
-            self._memory = used / GIB, used / GIB, used / self._limit
-        return self._memory
-
-
-def peak_of(device: torch.device, precision: str) -> float | None:
-    """Returns the peak in TFLOP/s, or None for an unknown device."""
-    return peak(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+        used = psutil.Process().memory_info().rss
+        return used / GIB, used / GIB, used / self._limit

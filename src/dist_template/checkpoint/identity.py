@@ -27,7 +27,7 @@ PRINTED = re.compile(
 )
 # The state of the schedule (first group) or optimizer restores the checkpoint's values.
 RESTORED = re.compile(
-    r"(optimizer\.lr|lr_scheduler\..*|model\.optim\.(?:learning_rate|plateau_(?:factor|patience)))"
+    r"(optimizer\.lr|lr_scheduler\..*|model\.optim\.learning_rate)"
     r"|optimizer.*|model\.optim\.(?:weight_decay|betas|eps)"
 )
 MODEL = re.compile(r"model\.(architecture|pretrained)\.")

@@ -1,7 +1,4 @@
-"""Finds and reads --config files, and refuses unreadable files and unknown sections before torch is imported.
-
-The parser checks the keys below a section later, when it has imported the classes.
-"""
+"""Finds and reads --config files, and refuses unreadable ones; parser.py checks the keys."""
 
 import os
 from difflib import get_close_matches
@@ -12,40 +9,12 @@ import yaml
 
 from ..errors import InputError
 from ..project import program
-from .defaults import always_on
 
 __all__ = ["locate", "names", "read"]
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # strategies, presets, … : a project may have its own of the same name
 
-TOP_LEVEL = {"trainer", "model", "data", "run", "cluster", "optimizer", "lr_scheduler"}
-TOP_LEVEL |= {"config", "help", "print_config", "seed_everything"}
 OF_SOME_VERBS = {"ckpt_path", "weights_only", "verbose", "return_predictions"}
-TOP_LEVEL |= OF_SOME_VERBS
-
-
-def check(argv: list[str]) -> None:
-    """Checks the sections in the flags and files of `argv`, a verb and what follows it. Raises InputError if a file
-    cannot be read, or a section is unknown."""
-    flags, known = argv[1:], TOP_LEVEL | always_on().keys()
-    for word, following in zip(flags, [*flags[1:], ""], strict=False):
-        name, has_value, value = word.lstrip("-").partition("=")
-        if word == "-c" or name == "config":
-            path = value if has_value else following
-            if "://" in path or path.startswith("{"):
-                continue  # jsonargparse reads addresses and mappings itself
-            for key in read(path):
-                _refuse_unknown(str(key), known, f"--config {path}: ")
-        elif word.startswith("--"):
-            _refuse_unknown(name.partition(".")[0], known, "--")
-
-
-def _refuse_unknown(section: str, known: set[str], where: str) -> None:
-    if section not in known:
-        near = get_close_matches(section, known, 1)
-        hint = f"; did you mean {near[0]}?" if near else ";"
-        what = f"{where}{section} is not a key of this program"
-        raise InputError(f"{what}{hint} see --help for every key")
 
 
 def locate(given: str) -> Path:

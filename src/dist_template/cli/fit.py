@@ -32,7 +32,7 @@ from ..model.optim import OptimConfig
 from ..parallel.mesh import MeshStrategy  # noqa: F401  (known to `class_path`)
 from ..plugins import ask, loaded
 from ..project import Project
-from . import config_file, limits, ranges
+from . import limits, ranges
 from .defaults import TRAINER_DEFAULTS, always_on, hide_expected
 from .parser import OPTIMIZATION, ConfigFile, Parser, add_optimization, as_launched, inherit_rates
 from .run import RunConfig, check_checkpoint, check_writable, choose_run, fill_placeholders, write_predictions
@@ -265,7 +265,6 @@ class WithoutTrainer(CLI):
     def of(cls, argv: list[str], project: Project, run: bool = False) -> Self:
         """Returns the objects that `argv` describes, a verb and keys of fit; of one of Lightning's verbs with `run`.
         Raises InputError if a file cannot be read, or a section or a value is wrong."""
-        config_file.check(argv)
         return cls(project, argv if run else argv[1:], run, verb=argv[0])
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:

@@ -9,7 +9,6 @@ import re
 import sys
 import traceback
 from contextlib import nullcontext
-from pathlib import Path
 
 from ..cluster import signals
 from ..cluster.exit import exit_process, skip_finalization
@@ -109,29 +108,15 @@ def _start(argv: list[str], project: Project) -> None:
         raise InputError(f"{verb!r} is not a verb of {project.package}; allowed are {allowed}.")
     lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if lacking:
-        raise InputError(_no_environment(project, verb, lacking))
+        folder = project.folder.absolute().parent
+        cure = f"`make setup` in {folder} builds .venv, `source .venv/bin/activate` activates it"
+        raise InputError(f"{sys.executable} has no {', '.join(lacking)}: {cure}")
     if verb in TRAINING:
         hide_warnings()
         WATCHDOG.start(START_TIMEOUT_S)  # an import from a file server may hang
-        from . import config_file
-
-        config_file.check(argv)
     with nullcontext() if known[verb].point.module in sys.modules else without_collections():
         function = known[verb].load()
     function(argv, project)
-
-
-def _no_environment(project: Project, verb: str, lacking: list[str]) -> str:
-    """Explains how to activate the environment, for a Python without the dependencies."""
-    folder = project.folder.absolute().parent
-    cure = f"`make setup` in {folder} builds .venv, `source .venv/bin/activate` activates it"
-    for environment in (Path(".venv"), folder / ".venv"):
-        if (environment / "bin" / "python").exists() and environment.absolute() != Path(sys.prefix):
-            start = f"{environment}/bin/python -m {project.package} {verb}"
-            cure = f"`source {environment}/bin/activate`, or start {start}"
-            break
-    what = f"{sys.executable} has no {', '.join(lacking)}"
-    return f"{what}: activate the project's environment: {cure}"
 
 
 def command(argv: list[str], project: Project) -> int:

@@ -5,7 +5,6 @@ import re
 import sys
 from collections.abc import Iterator
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
@@ -142,7 +141,8 @@ def one_sentence(text: str, keys: set[str]) -> str:
     unknown = r"unrecognized arguments: --([\w.]+)|does not accept option '([\w.]+)'"
     if found := re.search(unknown, text):
         name = found[1] or found[2]
-        near = get_close_matches(name, keys, 1, cutoff=0.8)
+        section, sections = name.partition(".")[0], {key.partition(".")[0] for key in keys}
+        near = get_close_matches(name, keys, 1, cutoff=0.8) or get_close_matches(section, sections, 1, cutoff=0.8)
         hint = f"; did you mean {near[0]}?" if near else ""
         return f"{name} is not a key of this program{hint}"
     if argument := re.fullmatch(r"Option '(\w+)' is not accepted", text):
@@ -183,12 +183,8 @@ class ConfigFile(ActionConfigFile):
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: Any = None) -> None:
         content: dict[str, Any] = {}
-        if os.path.isfile(path := config_file.locate(str(values))):  # else jsonargparse reports it, or reads a mapping
-            content, values = config_file.read(str(path)), str(path)
-        for earlier in cfg.get(self.dest) or ():
-            if _folder(earlier) == _folder(values) == "strategy":
-                both = f"--config strategy/{Path(str(earlier)).stem} and --config strategy/{Path(values).stem}"
-                raise InputError(f"{both} are both a strategy: give one of them")
+        if "://" not in str(values) and not str(values).startswith("{"):  # jsonargparse reads addresses and mappings
+            content, values = config_file.read(str(values)), str(config_file.locate(str(values)))
         strategy = (content.get("trainer") or {}).get("strategy")
         if strategy and (not isinstance(strategy, dict) or "class_path" in strategy):
             cfg["trainer.strategy"] = None
@@ -198,10 +194,6 @@ class ConfigFile(ActionConfigFile):
                 del content[key]
             values = yaml.safe_dump(content)
         super().__call__(parser, cfg, values, option_string)
-
-
-def _folder(path: Any) -> str:
-    return Path(str(path)).absolute().parent.name
 
 
 def as_launched(settings: Namespace) -> None:

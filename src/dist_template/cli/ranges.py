@@ -23,9 +23,8 @@ RULES = (  # what is allowed, least, most, keys
         trainer.logger.flush_secs cluster.min_nodes cluster.save_s numerics.patience
         last_checkpoint.every_n_steps last_checkpoint.keep store.keep"""),
     ("0 or more", 0, FINITE, """trainer.gradient_clip_val trainer.reload_dataloaders_every_n_epochs
-        model.optim.weight_decay model.optim.warmup model.optim.plateau_patience
-        model.balance.bias_update_speed model.balance.aux_loss_coef model.balance.sequence_loss_coef
-        model.balance.z_loss_coef model.preference.margin
+        model.optim.weight_decay model.optim.warmup
+        model.balance.bias_update_speed model.balance.aux_loss_coef model.preference.margin
         model.preference.desirable_weight model.preference.undesirable_weight numerics.spike_sigmas
         console.line_every_s diagnosis.every_s store.every_s best_checkpoint.keep
         trainer.strategy.param_persistence_threshold lr_scheduler.eta_min lr_scheduler.min_lr
@@ -41,7 +40,6 @@ RULES = (  # what is allowed, least, most, keys
         data.validation_share data.test_share"""),
     ("a share from 0 to 1", 0, 1, """model.optim.min_learning_rate_share model.optim.decay_share
         model.distillation.weight preflight.least_share"""),
-    ("more than 0, below 1", ABOVE_0, BELOW_1, "model.optim.plateau_factor"),
     # More than these would exhaust memory, processes or a timer, or is not a port.
     ("0 to 100", 0, 100, "model.sample_temperature"),
     ("1 to 65,536", 1, 65_536, "model.sample_tokens model.adapter.rank"),
@@ -71,9 +69,7 @@ def check(settings: Namespace, **classes: object) -> None:
         classes: The classes of `model` and `data`. The keys of a class that is not derived from one
             of this library's have a meaning of their own.
 
-    Raises:
-        InputError: a number is out of the range of its key, or nan; or a text is no text.
-    """
+    Raises InputError if a number is out of the range of its key, or nan, or a text is no text."""
     unchecked = set(classes)
     for section, kind in classes.items():
         if any(base.__module__.startswith(f"{LIBRARY}.") for base in getattr(kind, "__mro__", ())):
@@ -91,9 +87,7 @@ def check(settings: Namespace, **classes: object) -> None:
         if key.partition(".")[0] not in unchecked:
             allowed, least, most = RANGES.get(key, (allowed, least, most))
         if not least <= value <= most:  # nan is not
-            is_long = isinstance(value, int) and abs(value) > FINITE  # str() stops at 4,300 digits
-            shown = "a number with over 300 digits" if is_long else value
-            raise InputError(f"{key} is {shown}; give {allowed}")
+            raise InputError(f"{key} is {value}; give {allowed}")
 
 
 def _leaves(value: object, key: str = "") -> Iterator[tuple[str, int | float | str]]:

@@ -108,12 +108,9 @@ def new_run(settings: Any) -> Path:
 
 
 def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
-    """Chooses the run folder and the checkpoint to load; `verb` is one of Lightning's, None for a tool.
+    """Returns the run folder, the checkpoint to load or None, and a sentence for the user, which may be empty.
 
-    `last`, and an evaluation of a run's weights, use the existing run folder.
-
-    Returns:
-        The run folder; the checkpoint or None; a sentence for the user, which may be empty.
+    `verb` is one of Lightning's; None: a tool. `last`, and an evaluation of a run's weights, use an existing folder.
 
     Raises InputError if there is no such checkpoint, or all of the run are damaged."""
     given, evaluates = settings.get("ckpt_path"), verb not in (None, "fit")

@@ -10,7 +10,6 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from ..callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from ..callbacks.crash import Crash
-from ..callbacks.garbage import Garbage
 from ..callbacks.record import Record
 from ..callbacks.sample_order import SampleOrder
 from ..callbacks.summary import Summary
@@ -54,7 +53,7 @@ def complete(
     plain = redacted(json.loads(json.dumps(config, default=str)))
     summary = Summary(run, calls_hooks=not trainer.fast_dev_run)
     first: list[Any] = [Crash(run)] if any_module.owns_order(data) else [SampleOrder(), Crash(run)]
-    last = [Record(run, plain, defaults), Garbage(), summary]
+    last = [Record(run, plain, defaults), summary]
     trainer.callbacks = [*first, *trainer.callbacks, *last]
     if given.get("enable_checkpointing") is False:
         savers = (LastCheckpoint, BestCheckpoint)

@@ -1,14 +1,13 @@
 """Hides warnings on ranks other than 0: otherwise 64 ranks print the same line 64 times.
 
-A warning is a message of Python's `warnings`, or of `logging` at level WARNING to a terminal. Every rank prints errors.
-The environment variable DIST_WARNINGS=all lets every rank print its warnings.
+A warning is a message of Python's `warnings`, or of `logging` at level WARNING or below. Every rank prints errors. The
+environment variable DIST_WARNINGS=all lets every rank print its warnings.
 
 No slow imports here: libraries also warn while they are imported.
 """
 
 import logging
 import os
-import sys
 import warnings
 
 __all__ = ["hide_warnings", "is_rank_zero"]
@@ -16,17 +15,9 @@ __all__ = ["hide_warnings", "is_rank_zero"]
 
 def hide_warnings() -> None:
     """Hides warnings from here on, unless this is rank 0."""
-    if is_rank_zero() or os.environ.get("DIST_WARNINGS") == "all":
-        return
-    emit = logging.StreamHandler.emit
-
-    def emit_unless_warning(handler: logging.StreamHandler, record: logging.LogRecord) -> None:
-        is_warning = logging.WARNING <= record.levelno < logging.ERROR
-        if not (is_warning and handler.stream in (sys.stdout, sys.stderr)):
-            emit(handler, record)
-
-    logging.StreamHandler.emit = emit_unless_warning  # ty: ignore[invalid-assignment]
-    warnings.showwarning = lambda *_, **__: None  # ty: ignore[invalid-assignment]
+    if not is_rank_zero() and os.environ.get("DIST_WARNINGS") != "all":
+        logging.disable(logging.WARNING)
+        warnings.showwarning = lambda *_, **__: None  # ty: ignore[invalid-assignment]
 
 
 def is_rank_zero() -> bool:

@@ -87,9 +87,6 @@ class Site:
     kubernetes: Kubernetes = field(default_factory=Kubernetes)
 
     def __post_init__(self) -> None:
-        for key in ("nodes", "min_nodes", "devices_per_node", "save_s"):
-            if (value := getattr(self, key)) is not None and value < 1:
-                raise InputError(f"cluster.{key} is {value}; give 1 or more")
         if self.container and not self.image:
             raise InputError(f"cluster.container is {self.container}; give cluster.image as well")
         for name in self.environment:

@@ -65,11 +65,6 @@ class WatchdogThread:
         self.keep_alive()
         print(text)
 
-    @property
-    def idle_s(self) -> float:
-        """Seconds since the last progress."""
-        return time.monotonic() - self._last
-
     def start(self, limit_s: float) -> None:
         """Ends this process after `limit_s` seconds without progress; 0 turns it off."""
         self.beat()
@@ -111,7 +106,7 @@ class WatchdogThread:
     def _watch(self) -> None:
         while True:
             time.sleep(POLL_S)
-            limit_s, idle_s = self.limit_s, self.idle_s
+            limit_s, idle_s = self.limit_s, time.monotonic() - self._last
             if limit_s and (idle_s >= limit_s or (idle_s >= limit_s / 2 and self._check_call())):
                 try:
                     self._report_hang(limit_s)

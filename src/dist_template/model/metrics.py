@@ -58,7 +58,7 @@ class MetricBuffer:
         added.append(value)
         self._num_added[name] += 1
         if len(added) == FOLD:
-            added[:] = [self._sums([name])[name]]
+            added[:] = [self._sum(name)]
 
     def put(self, name: str, value: float) -> None:
         """Records a host number (time, count): rank 0's newest is logged, without a reduction."""
@@ -97,11 +97,11 @@ class MetricBuffer:
             return host
         # the vector: sums, numbers of values, for each name of `of_rank` a number of each rank, counts
         dtype = _sum_dtype(device)
-        sums = self._sums([name for name in names if name in self._added])
         missing = torch.zeros((), dtype=dtype, device=device)
         parts, known = [], []
         for name in names:
-            parts.append(sums.get(name, missing).to(device, non_blocking=True).view(1))
+            total = self._sum(name) if name in self._added else missing
+            parts.append(total.to(device, non_blocking=True).view(1))
             known.append(float(self._num_added[name]))
         for value in of_rank.values():
             known += [0.0] * rank + [value] + [0.0] * (num_ranks - rank - 1)
@@ -117,18 +117,10 @@ class MetricBuffer:
         self._num_added.clear()
         return means | host
 
-    def _sums(self, names: list[str]) -> dict[str, Tensor]:
-        """Returns the sum () of each metric's values; metrics with equally many values share a GPU kernel."""
-        alike: dict[tuple[int, torch.dtype, torch.device], list[str]] = defaultdict(list)
-        for name in names:
-            added = self._added[name]
-            alike[len(added), added[0].dtype, added[0].device].append(name)
-        sums: dict[str, Tensor] = {}
-        for (count, _, device), group in alike.items():
-            flat = [value for name in group for value in self._added[name]]
-            values = torch.stack(flat).view(-1, count)
-            sums |= zip(group, values.sum(1, dtype=_sum_dtype(device)).unbind(), strict=True)
-        return sums
+    def _sum(self, name: str) -> Tensor:
+        """Returns () the sum of the metric's values."""
+        added = self._added[name]
+        return torch.stack(added).sum(dtype=_sum_dtype(added[0].device))
 
 
 class SplitMeans:

@@ -21,7 +21,7 @@ from ..layout import by_layout, full_shape
 
 # class_path and init_args, as LightningCLI reads --optimizer and --lr_scheduler
 Class = dict[str, Any]
-Schedule = Literal["cosine", "linear", "constant", "warmup_stable_decay", "inverse_sqrt", "reduce_on_plateau"]
+Schedule = Literal["cosine", "linear", "constant", "warmup_stable_decay", "inverse_sqrt"]
 
 
 @dataclass
@@ -37,9 +37,6 @@ class OptimConfig:
         warmup: Steps of linear warm-up when 1 or more, a share of all steps when below 1. 0 is off.
         min_learning_rate_share: Where cosine and warmup_stable_decay end, as a share of the peak. 0 decays to zero.
         decay_share: Share of all steps in which warmup_stable_decay falls.
-        plateau_metric: What reduce_on_plateau watches, after each validation.
-        plateau_patience: Validations without improvement before reduce_on_plateau lowers the learning rate.
-        plateau_factor: What reduce_on_plateau multiplies the learning rate by.
     """
 
     learning_rate: float = 3e-4
@@ -50,18 +47,8 @@ class OptimConfig:
     warmup: float = 0.03
     min_learning_rate_share: float = 0.1
     decay_share: float = 0.2
-    plateau_metric: str = "eval/loss"
-    plateau_patience: int = 2
-    plateau_factor: float = 0.5
     optimizer: Class | None = field(default=None, init=False)  # cli/fit.py sets these two
     lr_scheduler: Class | None = field(default=None, init=False)
-
-    @property
-    def waits_for_validation(self) -> bool:
-        """Whether the schedule acts on a metric after each validation."""
-        if self.lr_scheduler:
-            return self.lr_scheduler["class_path"].endswith(".ReduceLROnPlateau")
-        return self.schedule == "reduce_on_plateau"
 
 
 def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False) -> Optimizer:
@@ -71,8 +58,7 @@ def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False
     `scaled`: gradients are scaled (fp16 loss scaling). Disables fused AdamW, which would unscale
     them only after clipping; otherwise the precision plugin does it before.
 
-    Raises:
-        InputError: nothing is trainable, or the class of `--optimizer` refuses its arguments."""
+    Raises InputError if nothing is trainable, or the class of `--optimizer` refuses its arguments."""
     decayed, not_decayed, fused = [], [], not scaled
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -129,29 +115,21 @@ def build_schedule(
     optimizer: Optimizer, config: OptimConfig, num_steps: float, batches_per_validation: int | None = None
 ) -> dict[str, Any]:
     """Returns Lightning's scheduler entry for `config` over `num_steps` optimizer steps (inf: no end is set).
-    reduce_on_plateau checks its metric every `batches_per_validation` of a rank; None: at the end of each epoch.
+    ReduceLROnPlateau checks its metric every `batches_per_validation` of a rank; None: at the end of each epoch.
 
-    Raises:
-        InputError: the schedule needs an end and training has none, or the warm-up is longer than
-            training, or the class of `--lr_scheduler` refuses its arguments."""
-    scheduler: Any = None
+    Raises InputError if the schedule needs an end and training has none, the warm-up is longer than training, or the
+    class of `--lr_scheduler` refuses its arguments."""
     if chosen := config.lr_scheduler:
         kind = resolve_name(chosen["class_path"])
         try:
             scheduler = kind(optimizer, **chosen["init_args"])
         except (TypeError, ValueError, NotImplementedError) as error:
             raise _refused("--lr_scheduler", kind, error) from error
-    if config.waits_for_validation:
-        if scheduler is None:
-            factor, patience = config.plateau_factor, config.plateau_patience
-            scheduler = ReduceLROnPlateau(optimizer, factor=factor, patience=patience)
-        monitor = getattr(scheduler, "monitor", config.plateau_metric)
-        entry = {"scheduler": scheduler, "monitor": monitor, "reduce_on_plateau": True}
-        if batches_per_validation:  # Lightning updates it right after this validation
-            entry |= {"interval": "step", "frequency": batches_per_validation}
+        entry: dict[str, Any] = {"scheduler": scheduler, "interval": "step"}
+        if isinstance(scheduler, ReduceLROnPlateau):
+            entry |= {"monitor": getattr(scheduler, "monitor", "eval/loss"), "reduce_on_plateau": True}
+            entry |= {"frequency": batches_per_validation} if batches_per_validation else {"interval": "epoch"}
         return entry
-    if scheduler is not None:
-        return {"scheduler": scheduler, "interval": "step"}
     needs_end = config.schedule in ("cosine", "linear", "warmup_stable_decay")
     if num_steps == math.inf and (config.warmup < 1 or needs_end):
         raise InputError(

@@ -67,11 +67,7 @@ def verdict(config: PreTrainedConfig | None, axes: str, project: Path | None = N
         return Verdict("unproven", f"{names} (the table has {proven})")
     first, *others = found["variants"]
     if axes not in first["right"]:
-        adapters, _, strategy = axes.partition("+")
-        what, under = "a model", axes
-        if adapters.startswith("lora"):
-            what, under = adapters.replace("lora", "LoRA"), strategy
-        return Verdict("unproven", f"{what} of type {kind!r} under {under}")
+        return Verdict("unproven", f"a model of type {kind!r} under {axes}")
     needed = {each for each in OF_MODELS if parts.issuperset(each.split("+"))}
     right = [first]
     for variant in others:

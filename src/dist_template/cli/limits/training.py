@@ -8,12 +8,6 @@ from ...errors import InputError, reason
 from ...model.optim import build_optimizer, build_schedule
 from .machine import Setup
 
-NOT_OFFERED = {
-    "Muon": "it updates matrices alone, and the embeddings, the head, biases and norms of a model"
-    " need another optimizer",
-    "SparseAdam": "it takes sparse gradients alone, and the gradients of a model are dense",
-}
-
 
 def strategy(setup: Setup) -> Iterator[str]:
     return setup.sharding.refusals(setup)
@@ -42,10 +36,6 @@ def optimization(setup: Setup) -> Iterator[str]:
     """Builds the optimizer and the schedule for one weight: optim.py and torch check arguments."""
     optim, steps = setup.optim, setup.num_steps
     if not setup.trains or optim is None:
-        return
-    name = (optim.optimizer or {}).get("class_path", "").removeprefix("torch.optim.")
-    if name in NOT_OFFERED:
-        yield f"--optimizer {name}: {NOT_OFFERED[name]}; remove it for AdamW, or choose another"
         return
     try:
         optimizer = build_optimizer(nn.Linear(1, 1), optim)

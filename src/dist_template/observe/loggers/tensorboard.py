@@ -1,6 +1,5 @@
 """Lightning's TensorBoardLogger, with the configuration as text, and a resumed run as one."""
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +8,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from ...errors import require
-from .run_log import WRITE_S
 
 
 class TensorBoard(TensorBoardLogger):
@@ -23,28 +21,15 @@ class TensorBoard(TensorBoardLogger):
     def __init__(self, save_dir: str = "{run}", flush_secs: int = 10) -> None:
         require("tensorboard", "the logger TensorBoard")
         super().__init__(save_dir, "", "", default_hp_metric=False, flush_secs=flush_secs)
-        self._buffer: list[Any] = []  # events, one for each log step
-        self._handed_over = 0.0
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Buffers a log step's metrics as one event for `WRITE_S`, as run_log.py does: Lightning's event for each
-        metric wakes the writer's thread, and a step of 0.5 ms takes 0.1 ms more."""
-        from tensorboard.compat.proto import event_pb2, summary_pb2
+        """Writes a log step's metrics as one event, in place of Lightning's event for each."""
+        from tensorboard.compat.proto import summary_pb2
 
-        events: Any = event_pb2
         messages: Any = summary_pb2
-        pairs = metrics.items()
-        values = [messages.Summary.Value(tag=tag, simple_value=float(one)) for tag, one in pairs]
-        summary = messages.Summary(value=values)
-        self._buffer.append(events.Event(wall_time=time.time(), step=step, summary=summary))
-        if time.monotonic() - self._handed_over > WRITE_S:
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        for event in self._buffer:  # without any, `experiment` would create a file for nothing
-            self.experiment.file_writer.event_writer.add_event(event)
-        self._buffer, self._handed_over = [], time.monotonic()
+        values = [messages.Summary.Value(tag=tag, simple_value=float(one)) for tag, one in metrics.items()]
+        self.experiment.file_writer.add_summary(messages.Summary(value=values), step)
 
     @rank_zero_only
     def on_resume(self, step: int) -> None:
@@ -72,7 +57,6 @@ class TensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def save(self) -> None:
-        self._hand_over()
         self.experiment.flush()  # Lightning's also writes hparams.yaml; config.yaml has the same
 
     def finalize(self, status: str) -> None:

@@ -71,7 +71,7 @@ class AdapterConfig:
 def add_adapters(model: Any, config: AdapterConfig) -> PreTrainedModel:
     """Returns `model`, frozen, with trainable adapters. Raises InputError if peft is not installed,
     a name matches nothing, or peft refuses the settings."""
-    require("peft", "model.adapter")
+    require("peft", "model.adapter", extra="adapters")
     from peft import LoraConfig
 
     if not hasattr(model, "add_adapter"):

@@ -92,7 +92,7 @@ def _codes(device: torch.device) -> tuple[Tensor, Tensor]:
 def quantize(model: PreTrainedModel) -> None:
     """Replaces the frozen linear layers of `model`, but for the output layer, like bitsandbytes.
     Raises InputError if that is not installed."""
-    require("bitsandbytes", "model.adapter.quantize")
+    require("bitsandbytes", "model.adapter.quantize", extra="adapters")
     head = head_of(model)
 
     def is_chosen(layer: nn.Module) -> bool:

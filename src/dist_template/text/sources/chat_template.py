@@ -67,7 +67,7 @@ def training_template(tokenizer: Tokenizer, file: str | None, train_on: str) -> 
     own = Template(text, name, bool(TAG.search(text)))
     if own.has_tags or train_on == "all" or _divides(tokenizer, own, train_on):
         return own
-    require("trl", f"{name}, in which earlier turns change or have no end,")
+    require("trl", f"{name}, in which earlier turns change or have no end,", extra="chat")
     from trl.chat_template_utils import get_training_chat_template  # 6 s
 
     try:

@@ -85,7 +85,7 @@ def _json(path: Path) -> Iterator[object]:
 
 
 def _rows(path: Path, fields: Collection[str]) -> Iterator[object]:
-    require("pyarrow", "data.source Parquet")
+    require("pyarrow", "data.source Parquet", extra="datasets")
     from pyarrow import parquet
 
     table = parquet.ParquetFile(path)

@@ -27,7 +27,7 @@ def main(argv: list[str], project: Project) -> None:
     flags.add_argument("--to", help="a tag or commit; default: the newest release, else the last commit")
     flags.add_argument("--trust", action="store_true", help="run the template's hooks on this machine")
     given = flags.parse_args(argv[1:])
-    require("cookiecutter", "upgrade")
+    require("cookiecutter", "upgrade", extra="upgrade")
     root = project.folder.absolute().parent
     record = read_record(root)
     address = record["template"]  # anybody who may edit the record could name another one

@@ -45,7 +45,7 @@ class Remote:
         if not self.path or ".." in self.path.split("/"):
             raise InputError(f"{key} {address!r} is not the address of a store: give one such as s3://bucket/prefix")
         if self.protocol == "s3":
-            require("s3fs", f"{key} {address!r}")
+            require("s3fs", f"{key} {address!r}", extra="store")
         options = {"auto_mkdir": True} if self.protocol == "file" else {}
         try:
             self.files: Any = fsspec.filesystem(self.protocol, use_listings_cache=False, **options)

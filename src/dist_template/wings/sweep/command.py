@@ -37,7 +37,7 @@ def main(argv: list[str], project: Project) -> None:
     made.add_argument("--prune_after", type=in_range(int, 0), default=0, help="optimizer steps of every trial")
     made.add_argument("--name", help="of the folder in run.root; default: <run.name>-<space>")
     given, flags = made.parse_known_args(argv[1:])
-    require("optuna", "sweep")
+    require("optuna", "sweep", extra="sweep")
     if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1:
         raise InputError("sweep starts the processes of each trial: start it as one task")
     from .study import Sweep, run

@@ -43,7 +43,7 @@ def write(folders: list[Path], output: Path, plotly: str | None = None) -> tuple
         plotly: Where the page loads plotly.js from. None: `run.plotly` of the first run.
 
     Raises InputError if one of `folders` is not the folder of a run, or plotly is not installed."""
-    require("plotly", "the report")
+    require("plotly", "the report", extra="report")
     histories = [read_run(folder.absolute()) for folder in folders]
     findings = list(map(diagnose, histories))
     output.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ def main(argv: list[str], project: Project) -> None:
     parser.add_argument("--config", help="YAML with tasks of lm-eval")
     parser.add_argument("--name", help="of the files; default: the split and the baseline")
     given = parser.parse_args(argv[1:])
-    require("pandas", "evaluate")
+    require("pandas", "evaluate", extra="evaluate")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("evaluate starts the processes of a run itself: start it once")
 

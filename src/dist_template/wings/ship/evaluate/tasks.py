@@ -33,7 +33,7 @@ def read(path: str | None) -> dict[str, Any]:
         if not is_right[name]:
             raise InputError(f"--config {path}: {name} is {value!r}; give {KEYS[name][1]}")
     if keys["tasks"]:
-        require("lm_eval", "tasks")
+        require("lm_eval", "tasks", extra="evaluate")
     return keys
 
 

@@ -119,7 +119,7 @@ def from_folder(name: str, key: str) -> Trained:
 
     kind: Any = AutoModelForCausalLM
     if is_adapter := (Path(name) / FILES[1]).is_file():
-        require("peft", f"{key} {name!r}")
+        require("peft", f"{key} {name!r}", extra="adapters")
         from peft import PeftConfig
 
         if PeftConfig.from_pretrained(name).task_type == "SEQ_CLS":

@@ -26,7 +26,7 @@ def main(argv: list[str], project: Project) -> None:
     """Serves until SIGTERM or Ctrl-C. Raises InputError if there is no model, it differs from what was trained, the
     port is in use, or the extra is missing."""
     given = flags(argv[1:])
-    require("fastapi", program("serve"))
+    require("fastapi", program("serve"), extra="serve")
     try:
         family = socket.AF_INET6 if ":" in given.host else socket.AF_INET
         listening = socket.create_server((given.host, given.port), family=family)
