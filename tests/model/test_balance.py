@@ -41,7 +41,7 @@ def forward(balancer: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_what_is_kept_of_a_router_are_the_logits_that_it_chooses_by(name: str) -> None:
-    each = balancer(SPARSE[name], aux_loss_coef=0.1)
+    each = balancer(SPARSE[name], z_loss_coef=0.1)
     forward(each)
     for i, layer in enumerate(each.layers):
         assert layer.logits is not None
@@ -57,11 +57,32 @@ def test_the_load_balancing_loss_is_transformers_own_but_for_its_scale() -> None
     each.begin_reduction()
     each.finish_step(None)  # this batch's shares are the next one's
     logits: Any = each.layers[0].logits
-    ((name, weight, value),) = each.losses()
+    ((name, weight, value),) = each.losses({})
     expected = load_balancing_loss_func((logits,), EXPERTS, CHOSEN) / CHOSEN
     assert (name, weight) == ("moe/aux_loss", 0.01)
     assert value.item() == pytest.approx(torch.as_tensor(expected).item(), rel=1e-6)
     assert value.item() > 1
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
+def test_sequence_wise_loss_and_z_loss_equal_their_equations(name: str) -> None:
+    each = balancer(SPARSE[name], aux_loss_coef=0, sequence_loss_coef=0.5, z_loss_coef=0.25)
+    batch = forward(each)
+    kept: Any = [layer.logits for layer in each.layers]
+    (sequence, z) = each.losses(batch)
+    assert sequence[:2] == ("moe/sequence_loss", 0.5 * len(kept))
+    assert z[:2] == ("moe/z_loss", 0.25 * len(kept))
+    expected, squares = [], []
+    for logits in kept:
+        scores = logits.sigmoid() if name == "deepseek_v3" else logits.softmax(-1)
+        for row in scores.split(TOKENS):  # arXiv:2412.19437, equations 17 to 20
+            chosen = [set(each.topk(CHOSEN).indices.tolist()) for each in row]
+            f = [EXPERTS / (CHOSEN * TOKENS) * sum(i in c for c in chosen) for i in range(EXPERTS)]
+            p = (row / row.sum(-1, keepdim=True)).mean(0)
+            expected.append(sum(f[i] * p[i].item() for i in range(EXPERTS)))
+        squares += [token.exp().sum().log().item() ** 2 for token in logits]
+    assert sequence[2].item() == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+    assert z[2].item() == pytest.approx(sum(squares) / len(squares), rel=1e-5)
 
 
 def test_the_bias_moves_against_the_load_and_not_in_a_skipped_step() -> None:
@@ -79,9 +100,9 @@ def test_the_bias_moves_against_the_load_and_not_in_a_skipped_step() -> None:
 
 
 STEPS, LOAD, UNUSED = 8, "moe/expert_load_max_over_mean", "moe/unused_experts"
-LOSS = "moe/aux_loss"
-BOTH = [  # DeepSeek-V3's bias and the loss
-    "--model.balance.aux_loss_coef=0.05", f"--trainer.max_steps={STEPS}",
+BOTH = [  # DeepSeek-V3's bias and every loss term
+    "--model.balance.aux_loss_coef=0.05", "--model.balance.sequence_loss_coef=0.01",
+    "--model.balance.z_loss_coef=0.001", f"--trainer.max_steps={STEPS}",
     "--trainer.val_check_interval=8",
 ]  # fmt: skip
 
@@ -135,7 +156,8 @@ def biases(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def assert_same_balance(got: RunRecord, expected: RunRecord) -> None:
     assert got.loss == pytest.approx(expected.loss, rel=1e-5)
-    assert got.metric(LOSS) == pytest.approx(expected.metric(LOSS), rel=1e-6)
+    for term in ("moe/aux_loss", "moe/sequence_loss", "moe/z_loss"):
+        assert got.metric(term) == pytest.approx(expected.metric(term), rel=1e-6), term
     for count in (LOAD, UNUSED):
         assert got.metric(count) == expected.metric(count)
     assert_close(got.end, expected.end, 1e-5)
@@ -159,7 +181,7 @@ def test_a_strategy_balances_as_one(train: Trainings, one: RunRecord, strategy: 
 def test_the_size_of_a_micro_batch_does_not_matter(train: Trainings, one: RunRecord) -> None:
     moved = [tensor.abs().max().item() for tensor in biases(one.end).values()]
     assert moved and min(moved) > 0.002, "the bias must have moved"
-    assert len(set(one.metric(LOSS).values())) > 3 and one.metric(LOSS)[2] > 1
+    assert len(set(one.metric("moe/aux_loss").values())) > 3 and one.metric("moe/aux_loss")[2] > 1
     again = "--model.blocks.checkpointing=full"  # what is recomputed in backward counts once
     assert_same_balance(train("deepseek_v3", "one", *BOTH, again, accumulation=4), one)
 

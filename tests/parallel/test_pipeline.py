@@ -60,8 +60,9 @@ def test_a_pipeline_trains_to_the_numbers_of_one_process(train: Trainings, case:
     assert_close(many.end, one.end, 1e-5)
 
 
+ROUTERS = [f"--model.balance.{name}_coef=0.01" for name in ("aux_loss", "sequence_loss", "z_loss")]
 FEATURES = {  # model, flags, tolerance of the loss
-    "losses of routers": ("deepseek_v3", ["--model.balance.aux_loss_coef=0.01"], 1e-6),
+    "losses of routers": ("deepseek_v3", ROUTERS, 1e-6),
     "adapters and chunks": ("llama_of_4", ["--model.adapter={rank: 4}", CHUNKS], 1e-6),
     "compile": ("llama_of_4", ["--model.blocks.compile=true"], 1e-5),
     "selective": ("llama_of_4", ["--model.blocks.checkpointing=selective"], 1e-6),

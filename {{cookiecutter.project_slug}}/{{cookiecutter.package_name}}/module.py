@@ -130,7 +130,7 @@ class LanguageModule(TextModule):
         for name, mean in means.items():
             self.track(f"train/{name}", mean)
         loss = next(iter(means.values()))
-        for name, weight, value in self.balancer.losses():  # auxiliary losses of MoE routers
+        for name, weight, value in self.balancer.losses(batch):  # auxiliary losses of MoE routers
             self.track(name, value)
             loss = loss + weight * value
         return loss

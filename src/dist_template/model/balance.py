@@ -8,12 +8,14 @@ masked ones too. What activation checkpointing recomputes is not counted again.
     (DeepSeek-V3, GLM-4.5 …)   `bias_update_speed` x sign(mean load - load)
     router without it          load-balancing loss (arXiv:2101.03961, equation 4): experts x
     (Mixtral, Qwen3-MoE …)     the sum over experts of (load share) x (mean router probability)
+    optional, any router       DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437,
+                               equations 17 to 20), router z-loss (arXiv:2202.08906, equation 5)
 
 The load-balancing loss takes the shares of the load from the previous optimizer step's global batch. Shares of a
 micro-batch would force every sequence to use all experts (arXiv:2501.11873), and the result would depend on how the
 batch is distributed. The first step has uniform shares, so a gradient of zero.
 
-Shapes: L layers, E experts, N tokens of a micro-batch.
+Shapes: L layers, E experts, N tokens of a micro-batch, B sequences of T tokens.
 """
 
 import re
@@ -43,10 +45,16 @@ class BalanceConfig:
             gamma: 0.001 for its first 14.3 T tokens, then 0 (arXiv:2412.19437, section 4.2). 0 is off.
         aux_loss_coef: Weight of the load-balancing loss, summed over layers. null: the model configuration's
             `router_aux_loss_coef` for routers without that bias, 0 for routers with it. 0 is off.
+        sequence_loss_coef: Weight of DeepSeek-V3's sequence-wise balance loss, summed over layers;
+            0.0001 there. 0 is off.
+        z_loss_coef: Weight of the router z-loss, summed over layers, which keeps router logits
+            small; 0.001 in ST-MoE. 0 is off.
     """
 
     bias_update_speed: float = 0.001
     aux_loss_coef: float | None = None
+    sequence_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
 
 
 @dataclass(eq=False)
@@ -115,7 +123,8 @@ class Balancer:
             self.layers = sorted(found.values(), key=_layer_numbers)
         self.counts_now = False  # whether the forward pass that runs now is counted
         self._arriving: tuple[Tensor, dist.Work | None] | None = None
-        configured = getattr(text_config(model), "router_aux_loss_coef", None) or 0.0
+        self._model_config = text_config(model)
+        configured = getattr(self._model_config, "router_aux_loss_coef", None) or 0.0
         coef = config.aux_loss_coef
         self._aux: list[int] = []  # indices of the layers with a load-balancing loss
         for i, layer in enumerate(self.layers):
@@ -125,11 +134,14 @@ class Balancer:
         self.has_bias = any(layer.has_bias for layer in self.layers)
         self.needs_shares = bool(self._aux)
         self.needs_loads = self.needs_shares or (self.has_bias and config.bias_update_speed > 0)  # of every step
-        if coef and not (self.layers and all(layer.has_router for layer in self.layers)):
-            raise InputError(
-                f"model.balance.aux_loss_coef is {coef}, but no router was found in every"
-                f" mixture-of-experts layer of {type(model).__name__}; set it to 0"
-            )
+        if self.layers and all(layer.has_router for layer in self.layers):
+            return
+        for key in ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef"):
+            if value := getattr(config, key):
+                raise InputError(
+                    f"model.balance.{key} is {value}, but no router was found in every"
+                    f" mixture-of-experts layer of {type(model).__name__}; set it to 0"
+                )
 
     def attach(self, device: torch.device) -> list[RemovableHandle]:
         """Registers the hooks that count loads and keep router logits; returns their handles."""
@@ -140,13 +152,14 @@ class Balancer:
         self.loads = torch.zeros(len(self.layers), width + 1, device=device)
         # each expert's share of all ranks' load in the previous step
         self.shares = torch.zeros(len(self.layers), width, device=device)
+        keeps_all = bool(self.config.sequence_loss_coef or self.config.z_loss_coef)
         handles = []
         for i, layer in enumerate(self.layers):
             self.shares[i, : layer.num] = 1 / layer.num
             if layer.experts is not None:
                 register, count = layer.experts.register_forward_pre_hook, self._count(i)
                 handles.append(register(count, prepend=True, with_kwargs=True))
-            if layer.router is not None and i in self._aux:
+            if layer.router is not None and (keeps_all or i in self._aux):
                 handles.append(layer.router.register_forward_hook(self._keep_logits(layer)))
         return handles
 
@@ -173,19 +186,38 @@ class Balancer:
 
         return keep
 
-    def losses(self) -> Iterator[tuple[str, float, Tensor]]:
-        """Yields (metric, weight, value ()) of the load-balancing loss of the newest forward pass, if there is one. The
-        value is the mean over layers and over the tokens of the micro-batch: 1 where the load is even, at most experts
-        / experts per token."""
-        values = []
-        for i in self._aux:
-            layer = self.layers[i]
+    def losses(self, batch: dict[str, Tensor]) -> Iterator[tuple[str, float, Tensor]]:
+        """Yields (metric, weight, value ()) of each loss term of the newest forward pass. A value
+        is the mean over layers and over the tokens of the micro-batch."""
+        config = self.config
+        aux, sequence, z = [], [], []
+        for i, layer in enumerate(self.layers):
             logits, layer.logits = layer.logits, None
-            if logits is not None:
+            if logits is None:
+                continue
+            if i in self._aux:  # 1 where the load is even, at most experts / experts per token
                 mean = probabilities(layer, logits).mean(0)
-                values.append(layer.num * (self.shares[i, : layer.num] * mean).sum())
-        if values:
-            yield "moe/aux_loss", self.aux_loss_coef * len(values), torch.stack(values).mean()
+                aux.append(layer.num * (self.shares[i, : layer.num] * mean).sum())
+            if config.sequence_loss_coef:
+                sequence.append(self._sequence_loss(layer, logits, len(batch["input_ids"])))
+            if config.z_loss_coef:
+                z.append(logits.float().logsumexp(-1).square().mean())
+        for name, coef, values in (
+            ("moe/aux_loss", self.aux_loss_coef, aux),
+            ("moe/sequence_loss", config.sequence_loss_coef, sequence),
+            ("moe/z_loss", config.z_loss_coef, z),
+        ):
+            if values:
+                yield name, coef * len(values), torch.stack(values).mean()
+
+    def _sequence_loss(self, layer: Layer, logits: Tensor, num_sequences: int) -> Tensor:
+        """() over shares per sequence, of the experts with the highest scores without the bias."""
+        scores = probabilities(layer, logits).unflatten(0, (num_sequences, -1))  # (B, T, E)
+        top_k = self._model_config.num_experts_per_tok
+        chosen = scores.detach().topk(top_k, dim=-1).indices.flatten(1)  # (B, T x top_k)
+        ones = scores.new_ones(()).expand(chosen.shape)
+        counts = torch.zeros_like(scores[:, 0]).scatter_add_(1, chosen, ones)
+        return (counts * scores.mean(1)).sum(-1).mean() * scores.shape[-1] / chosen.shape[1]
 
     def begin_reduction(self) -> None:
         """Starts to sum the loads over ranks; call before the last micro-batch's backward pass."""

@@ -99,7 +99,7 @@ class Pipeline(Layers):
                     output = output["loss"]
                 return output / num
             except StageEnd:
-                return self._with_losses(num)
+                return self._with_losses(queue[number][0], num)
             finally:
                 balancer.counts_now = False
 
@@ -126,11 +126,11 @@ class Pipeline(Layers):
         dist.broadcast(total, self.last, self.group)
         return total.requires_grad_()
 
-    def _with_losses(self, num: int) -> Tensor:
+    def _with_losses(self, batch: object, num: int) -> Tensor:
         """Returns the stage's hidden states with the losses of its routers, which the last stage does not see."""
         hidden, loss = self.running.sent, torch.zeros((), device=self.device)
         assert hidden is not None
-        for name, weight, value in self.module.balancer.losses():
+        for name, weight, value in self.module.balancer.losses(batch):
             self.module.track(name, value)
             loss = loss + weight * value
         return AddedLoss.apply(hidden, (loss / num).float()) if loss.requires_grad else hidden
