@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dist_template.callbacks import Throughput
 from dist_template.model.metrics import FOLD
 from dist_template.wings.rehearse.recorder import fingerprint
-from tests.support.library import MetricBuffer, read_metrics
+from tests.support.library import MetricBuffer, read_run
 from tests.support.modules import Ops
 from tests.support.parity import CLIP, GLOBAL_BATCH, MODELS, Trainings
 from tests.support.tiers import tiers
@@ -49,7 +49,7 @@ def run(request: pytest.FixtureRequest, train: Trainings) -> RunRecord:
 
 @pytest.mark.slow
 def test_loss_norm_and_tokens_equal_an_independent_computation(run: RunRecord, cache: Path) -> None:
-    metrics = read_metrics(run.run)
+    metrics = read_run(run.run).metrics
     loss, norm = zip(*recomputed(run, cache), strict=True)
     steps = range(1, STEPS + 1)
     expected = {
@@ -66,7 +66,7 @@ def test_loss_norm_and_tokens_equal_an_independent_computation(run: RunRecord, c
 @pytest.mark.slow
 def test_mfu_follows_from_a_clock_and_a_count_of_multiplications(run: RunRecord) -> None:
     """By the clock of metrics.jsonl's lines, and a count of the first checkpoint's weights."""
-    metrics = read_metrics(run.run)
+    metrics = read_run(run.run).metrics
     mfu, speed = metrics["perf/mfu"], metrics["perf/tokens_per_s_per_device"].values
     tflops = speed * operations_of_a_token(run.start) / 1e12
     assert metrics["perf/model_tflops"].values == pytest.approx(tflops, rel=1e-9)
