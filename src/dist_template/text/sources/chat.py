@@ -114,7 +114,24 @@ class Chat(Source):
         return {"messages": messages, "tools": tools} if tools else {"messages": messages}
 
     def _messages(self, name: str, turns: object, role: str) -> list[Message]:
-        return messages_of(name, turns, role, self.columns)
+        """Returns messages with role, content and, where the record says it, `train`; a text is one of `role`."""
+        messages = []
+        for turn in turns if isinstance(turns, list) else [{"role": role, "content": turns}]:
+            others = renamed(turn, self.columns) if isinstance(turn, dict) else {}
+            from_, value = others.pop("from", None), others.pop("value", None)
+            role, content = others.pop("role", from_), text_of(name, others.pop("content", value))
+            weight = others.pop("weight", None)
+            counts = others.pop(COUNTS, weight)
+            if not isinstance(role, str):
+                raise wrong(name, f"has a turn without a role: give {SHAPES}")
+            if not isinstance(content, str) and not (content is None and others.get("tool_calls")):
+                raise wrong(name, f"has a turn of {role!r} whose content is no text")
+            if counts not in (None, 0, 1):
+                raise wrong(name, f"has a turn of {role!r} with weight {counts!r}: give 0 or 1, or train true or false")
+            message = {"role": ROLES.get(role, role), "content": content or ""}
+            message |= {} if counts is None else {COUNTS: bool(counts)}
+            messages.append(message | {key: value for key, value in others.items() if value is not None})
+        return messages
 
     def files(self) -> list[Path]:
         files = matching(self.paths)
@@ -153,27 +170,6 @@ def turns_of_alpaca(record: Record) -> list[Message]:
     for question, answer in [*(record.get("history") or []), (asked, record["output"])]:
         turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return turns
-
-
-def messages_of(name: str, turns: object, role: str, columns: dict[str, str]) -> list[Message]:
-    """Returns messages with role, content and, where the record says it, `train`; a text is one message of `role`."""
-    messages = []
-    for turn in turns if isinstance(turns, list) else [{"role": role, "content": turns}]:
-        others = renamed(turn, columns) if isinstance(turn, dict) else {}
-        from_, value = others.pop("from", None), others.pop("value", None)
-        role, content = others.pop("role", from_), text_of(name, others.pop("content", value))
-        weight = others.pop("weight", None)
-        counts = others.pop(COUNTS, weight)
-        if not isinstance(role, str):
-            raise wrong(name, f"has a turn without a role: give {SHAPES}")
-        if not isinstance(content, str) and not (content is None and others.get("tool_calls")):
-            raise wrong(name, f"has a turn of {role!r} whose content is no text")
-        if counts not in (None, 0, 1):
-            raise wrong(name, f"has a turn of {role!r} with weight {counts!r}: give 0 or 1, or train true or false")
-        message = {"role": ROLES.get(role, role), "content": content or ""}
-        message |= {} if counts is None else {COUNTS: bool(counts)}
-        messages.append(message | {key: value for key, value in others.items() if value is not None})
-    return messages
 
 
 def text_of(name: str, content: object) -> object:

@@ -61,11 +61,7 @@ class Export(WithoutTrainer):
         add("--output", required=True, help="The folder to write; it must be new or empty.")
         add("--dtype", choices=DTYPES, default=DTYPES[0], help="Type of the weights in the folder.")
         add("--adapter", choices=["peft", "merged"], default="peft", help="peft's folder, or merged into the base.")
-        add(
-            "--max_shard_size",
-            default="50GB",
-            help="Largest file of weights, such as 5GB; the default is transformers'.",
-        )
+        add("--max_shard_size", default="50GB", help="Largest file of weights, such as 5GB; default: transformers'.")
         add("--license", default="unknown", help="Licence in the model card, as the hub names it.")
 
 
