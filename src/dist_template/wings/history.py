@@ -1,7 +1,6 @@
 """What a run has recorded: its files in one object, and its metrics over steps. Without torch.
 
-Steps are optimizer steps, times seconds since 1970. A resumed run appends: for steps that it repeats, the newer line of
-metrics.jsonl counts.
+Steps are optimizer steps. A resumed run appends: for steps that it repeats, the newer line of metrics.jsonl counts.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ Tree = dict[str, Any]  # the content of a JSON or YAML file
 
 @dataclass(frozen=True)
 class Series:
-    """One metric. All arrays have N entries, in the order of their steps."""
+    """One metric. Both arrays have N entries, in the order of their steps."""
 
     steps: np.ndarray  # int64
     values: np.ndarray  # float64; NaN and infinities are kept
-    times: np.ndarray  # float64, seconds since 1970
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -44,7 +42,7 @@ class Series:
 
     def __getitem__(self, which: Any) -> Series:
         """Returns a part of the series, by a slice, a mask or indices."""
-        return Series(self.steps[which], self.values[which], self.times[which])
+        return Series(self.steps[which], self.values[which])
 
 
 @dataclass
@@ -52,20 +50,20 @@ class Metrics:
     """Every metric of a run."""
 
     limit: int = 0  # of entries of a metric; beyond it, every second one of the older half is dropped. 0: none
-    # step, value and time of each entry, one after another: NumPy copies an array faster than lists
+    # step and value of each entry, one after another: NumPy copies an array faster than lists
     _entries: dict[str, array[float]] = field(default_factory=dict)
 
     def add(self, line: dict[str, Any]) -> None:
-        step, time = int(line["step"]), float(line["time"])
+        step = int(line["step"])
         for name, value in line.items():
             if name in ("step", "time") or not isinstance(value, int | float):
                 continue
             entries = self._entries.setdefault(name, array("d"))
-            while entries and entries[-3] >= step:  # a resumed run repeats these steps
-                del entries[-3:]
-            entries.extend((step, value, time))
-            if self.limit and len(entries) > 3 * self.limit:
-                kept = np.delete(np.reshape(entries, (-1, 3)), np.s_[: self.limit // 2 : 2], axis=0)
+            while entries and entries[-2] >= step:  # a resumed run repeats these steps
+                del entries[-2:]
+            entries.extend((step, value))
+            if self.limit and len(entries) > 2 * self.limit:
+                kept = np.delete(np.reshape(entries, (-1, 2)), np.s_[: self.limit // 2 : 2], axis=0)
                 self._entries[name] = array("d", kept.ravel())
 
     def __contains__(self, name: str) -> bool:
@@ -77,8 +75,8 @@ class Metrics:
 
     def __getitem__(self, name: str) -> Series:
         """Returns the metric; an empty series if it was never logged."""
-        steps, values, times = np.array(self._entries.get(name, ())).reshape(-1, 3).T
-        return Series(steps.astype(np.int64), values, times)
+        steps, values = np.array(self._entries.get(name, ())).reshape(-1, 2).T
+        return Series(steps.astype(np.int64), values)
 
 
 @dataclass
@@ -149,7 +147,7 @@ def read_run(folder: Path, limit: int = 0) -> History:
             " give runs/<name>/<id>"
         )
     metrics = Metrics(limit)
-    for line in read_lines(folder / RunFile.METRICS, "step", "time"):
+    for line in read_lines(folder / RunFile.METRICS, "step"):
         metrics.add(line)
     history = History(
         folder=folder,

@@ -70,7 +70,7 @@ class Diagnosis(Callback):
 
     def _add(self, trainer: L.Trainer, metrics: dict[str, float]) -> None:
         if self._history is not None:
-            self._history.metrics.add({"step": trainer.global_step, "time": time.time(), **metrics})
+            self._history.metrics.add({"step": trainer.global_step, **metrics})
 
     @only_shows  # nor does a full disk or an unreliable file server end training
     def _diagnose(self, trainer: L.Trainer, prints: bool = True) -> None:
