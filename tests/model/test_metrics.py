@@ -92,7 +92,7 @@ def operations_of_a_token(weights: dict[str, Tensor]) -> float:
 def recomputed(run: RunRecord, cache: Path) -> Iterator[tuple[float, float]]:
     """(loss, gradient norm before clipping) of the first steps."""
     model = rebuilt(run)
-    batches = [[hashed for hashed, _ in batch] for _, batch in sorted(run.rows().items())]
+    batches = [batch for _, batch in sorted(run.rows().items())]
     rows = rows_by_hash(cache, {hashed for batch in batches for hashed in batch})
     matrices, vectors = (
         [p for p in model.parameters() if (p.dim() > 1) is m] for m in (True, False)

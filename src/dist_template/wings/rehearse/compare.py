@@ -191,9 +191,8 @@ def samples(expected: RunRecord, got: RunRecord) -> str:
     """Describes the first step at which `got` lacks samples of `expected`, or ""."""
     want, have = expected.rows(), got.rows()
     for step in sorted(have):
-        trained = Counter(row for row, _ in have[step])
-        belong = Counter(row for row, _ in want.get(step, []))
-        if missing := (belong - trained).total():
+        belong = Counter(want.get(step, []))
+        if missing := (belong - Counter(have[step])).total():
             text = f"step {step} lacks {missing} of the {belong.total()} samples that belong to it"
             order, transform = (got.places.get(name, "?") for name in ("order", "transform"))
             return f"{text}, or their tokens differ (order: {order}; transform, {transform})"
