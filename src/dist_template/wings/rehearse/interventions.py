@@ -19,7 +19,7 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from ...model.metrics import NOT_COUNTED
+from ...text.batches.rows import NOT_COUNTED
 from ...text.datamodule import PackedText
 from .forward_hooks import ForwardHooks
 
