@@ -205,7 +205,8 @@ def test_an_error_of_a_generation_is_a_500(folder: Path, monkeypatch: Any) -> No
 def test_a_reward_model_is_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
     config = LlamaConfig.from_pretrained(folder, num_labels=1, pad_token_id=0)
     LlamaForSequenceClassification(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    tokens: Any = AutoTokenizer.from_pretrained(folder)
+    tokens.save_pretrained(tmp_path)
     assert run("serve", str(tmp_path), "--port=0") == 2
     sentence = "its model generates no text; a reward model is served by `vllm serve FOLDER`"
     assert sentence in capsys.readouterr().err

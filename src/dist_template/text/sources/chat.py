@@ -5,9 +5,8 @@
         class_path: Chat
         init_args: {paths: [chats/*.jsonl]}
 
-A document is one conversation as JSON: `messages`, and `tools` where the record has some; or one
-pair: `prompt`, `chosen` and `rejected`, all texts or all lists of messages. A message that says
-whether it counts has `train`.
+A document is one conversation as JSON: `messages`, and `tools` where the record has some; or one pair: `prompt`,
+`chosen` and `rejected`, all texts or all lists of messages. A message that says whether it counts has `train`.
 """
 
 from __future__ import annotations
@@ -43,10 +42,9 @@ ANSWERS = ("chosen", "rejected")
 class Chat(Source):
     """Conversations; only the assistant's turns contribute to the loss.
 
-    A record has `messages` with role and content, `conversations` with from and value, `prompt` and
-    `completion`, or Alpaca's `instruction`, `input` and `output`, with `system` and `history`.
-    `tools`, a list or JSON, may be beside them. A message with `train` false or `weight` 0 does not
-    count, one with true or 1 does.
+    A record has `messages` with role and content, `conversations` with from and value, `prompt` and `completion`, or
+    Alpaca's `instruction`, `input` and `output`, with `system` and `history`. `tools`, a list or JSON, may be beside
+    them. A message with `train` false or `weight` 0 does not count, one with true or 1 does.
 
     Args:
         paths: Files or glob patterns: jsonl or JSON arrays, also .gz and .zst, or .parquet.
@@ -256,10 +254,9 @@ class Preferences(Chat):
 class Ratings(Preferences):
     """Answers that people found good or bad, each by itself; `model.preference.loss` kto has their loss.
 
-    A record has `prompt`, `completion` and `label`, true or false; texts or messages as in Preferences. A
-    document is stored as a pair: the answer, and another record's answer to the same prompt, by which the
-    loss estimates the model's distance from its reference. Whether the first token counts, which is no
-    label, is `label`.
+    A record has `prompt`, `completion` and `label`, true or false; texts or messages as in Preferences. A document is
+    stored as a pair: the answer, and another record's answer to the same prompt, by which the loss estimates the
+    model's distance from its reference. Whether the first token counts, which is no label, is `label`.
     """
 
     ratings = True

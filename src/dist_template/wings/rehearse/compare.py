@@ -1,9 +1,8 @@
 """Compares two trainings, and names the first difference and the code to inspect.
 
-`trace` compares two trainings that start equal, in the order of execution: starting weights,
-samples, forward passes, gradients. `trace_resumed` compares an uninterrupted
-training with a resumed one: samples, random state, weights and buffers, Python attributes,
-learning rates. Below them is what they compare.
+`trace` compares two trainings that start equal, in the order of execution: starting weights, samples, forward passes,
+gradients. `trace_resumed` compares an uninterrupted training with a resumed one: samples, random state, weights and
+buffers, Python attributes, learning rates. Below them is what they compare.
 """
 
 from collections import Counter

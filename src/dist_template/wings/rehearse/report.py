@@ -41,6 +41,10 @@ class Result:
     time_s: float = 0.0  # with the trainings that it started
     cause: str = ""  # the first difference, and the code, parameter or buffer to inspect
 
+    @property
+    def sentence(self) -> str:
+        return ": ".join(filter(None, (self.where, self.cause)))
+
 
 class Report:
     """Prints results as they come."""
@@ -54,7 +58,7 @@ class Report:
     def add(self, result: Result) -> None:
         cells = result.verdict, result.check, f"{result.time_s:.1f} s", f"{result.got} ({result.expected})"
         print("  ".join(map(str.ljust, cells, WIDTHS)).rstrip(), flush=True)
-        sentence = ": ".join(filter(None, (result.where, result.cause)))
+        sentence = result.sentence
         for earlier in self.results:
             if result.cause and earlier.cause == result.cause:
                 sentence = f"{result.where}: see {earlier.check!r}"

@@ -158,12 +158,8 @@ def write(
             if measure in table:
                 rows.append(table.assign(model=number, measure=measure, value=table[measure]).reset_index())
         print(f"{name}: " + "  ".join(f"{key} {value:.4f}" for key, value in figures.items()))
-    found = {
-        "split": split,
-        "documents": len(tables[0]),
-        "models": models,
-        "comparisons": list(map(asdict, comparisons)),
-    }
+    found = {"split": split, "documents": len(tables[0]), "models": models}
+    found["comparisons"] = list(map(asdict, comparisons))
     columns = [*tasks.COLUMNS, "hash", "source", "bytes", "tokens"]
     concat(rows)[columns].to_parquet(f"{path}.parquet", index=False)
     write_atomically(Path(f"{path}.json"), json.dumps(found, indent=1))
