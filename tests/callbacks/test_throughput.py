@@ -17,7 +17,7 @@ from dist_template.callbacks import goodput
 from dist_template.observe.history.goodput import describe, read, share
 from dist_template.observe.history.run import RunFile
 from tests.support.fault_runs import changes
-from tests.support.library import PackedRows, commit, read_lines, read_metrics
+from tests.support.library import PackedRows, commit, read_lines, read_run
 from tests.support.parity import MODELS, Trainings
 from tests.support.runs import logged, only_run, run
 from tests.support.tiers import tiers
@@ -51,7 +51,7 @@ def test_a_slow_checkpoint_counts_as_neither_training_nor_waiting(
 @pytest.mark.slow
 def test_the_slow_rank_is_named(train: Trainings) -> None:
     steps = "--trainer.log_every_n_steps=3"
-    metrics = read_metrics(train.run("fit", "llama", "ddp", steps, prelude=slow_loader).run)
+    metrics = read_run(train.run("fit", "llama", "ddp", steps, prelude=slow_loader).run).metrics
     assert metrics["rank/slowest"].values.tolist() == [1, 1]
     assert metrics["rank/slowest_over_median"].last > 1.5
 

@@ -171,7 +171,7 @@ def test_a_run_resumes_with_1_process_then_4_then_2(train: Trainings, strategy: 
         assert leg.was_killed if stop else leg.check(), leg.error
         assert min(leg.loss) == first
         for step in leg.loss:
-            rows = [[row for row, _ in run.rows()[step]] for run in (leg, whole)]
+            rows = [run.rows()[step] for run in (leg, whole)]
             assert rows[0] == rows[1], f"{processes} ranks, step {step}"
         loss |= leg.loss
         start = []  # it resumes from its newest

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dist_template.callbacks import Throughput
 from dist_template.model.metrics import FOLD
 from dist_template.wings.rehearse.recorder import fingerprint
-from tests.support.library import MetricBuffer, read_metrics
+from tests.support.library import MetricBuffer, read_lines, read_run
 from tests.support.modules import Ops
 from tests.support.parity import CLIP, GLOBAL_BATCH, MODELS, Trainings
 from tests.support.tiers import tiers
@@ -49,7 +49,7 @@ def run(request: pytest.FixtureRequest, train: Trainings) -> RunRecord:
 
 @pytest.mark.slow
 def test_loss_norm_and_tokens_equal_an_independent_computation(run: RunRecord, cache: Path) -> None:
-    metrics = read_metrics(run.run)
+    metrics = read_run(run.run).metrics
     loss, norm = zip(*recomputed(run, cache), strict=True)
     steps = range(1, STEPS + 1)
     expected = {
@@ -66,12 +66,14 @@ def test_loss_norm_and_tokens_equal_an_independent_computation(run: RunRecord, c
 @pytest.mark.slow
 def test_mfu_follows_from_a_clock_and_a_count_of_multiplications(run: RunRecord) -> None:
     """By the clock of metrics.jsonl's lines, and a count of the first checkpoint's weights."""
-    metrics = read_metrics(run.run)
+    metrics = read_run(run.run).metrics
     mfu, speed = metrics["perf/mfu"], metrics["perf/tokens_per_s_per_device"].values
     tflops = speed * operations_of_a_token(run.start) / 1e12
     assert metrics["perf/model_tflops"].values == pytest.approx(tflops, rel=1e-9)
     assert mfu.values == pytest.approx(tflops / PEAK_TFLOPS, rel=1e-9)
-    seconds = np.diff(metrics["train/loss"].times, prepend=np.nan)  # of step 1, 2, …
+    lines = read_lines(run.run / "metrics.jsonl")
+    times = [line["time"] for line in lines if "train/loss" in line]
+    seconds = np.diff(times, prepend=np.nan)  # of step 1, 2, …
     tokens = [speed[i] * seconds[step - 1] for i, step in enumerate(mfu.steps) if step % 10 > 1]
     assert np.median(tokens) == pytest.approx(GLOBAL_BATCH * SEQ_LEN / 2, rel=0.15), (
         "step by step, not beside a validation: a busy machine slows both"
@@ -90,7 +92,7 @@ def operations_of_a_token(weights: dict[str, Tensor]) -> float:
 def recomputed(run: RunRecord, cache: Path) -> Iterator[tuple[float, float]]:
     """(loss, gradient norm before clipping) of the first steps."""
     model = rebuilt(run)
-    batches = [[hashed for hashed, _ in batch] for _, batch in sorted(run.rows().items())]
+    batches = [batch for _, batch in sorted(run.rows().items())]
     rows = rows_by_hash(cache, {hashed for batch in batches for hashed in batch})
     matrices, vectors = (
         [p for p in model.parameters() if (p.dim() > 1) is m] for m in (True, False)

@@ -42,7 +42,7 @@ def test_a_strategy_trains_to_the_numbers_of_one_process(
     for step, metrics in one.eval().items():
         assert many.eval()[step] == pytest.approx(metrics, rel=1e-5), "every sample once"
     expected, samples = (
-        {step: {row for row, _ in rows} for step, rows in run.rows().items()} for run in (one, many)
+        {step: {*rows} for step, rows in run.rows().items()} for run in (one, many)
     )
     assert samples == expected, "every global batch has the same samples"
 

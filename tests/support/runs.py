@@ -19,7 +19,7 @@ from dist_template.project import Project
 from dist_template.wings.rehearse.record import RunRecord
 from dist_template.wings.rehearse.workers import run_ranks
 from tests import PROJECT, ROOT
-from tests.support.library import manifest, read_metrics
+from tests.support.library import manifest, read_run
 from tests.support.line import OURS, PACKAGE, command, main  # noqa: F401
 
 CONFIGS = PROJECT / "configs"
@@ -116,7 +116,7 @@ def newest(run_folder: Path) -> Path:
 
 def logged(run_folder: Path, metric: str) -> dict[int, float]:
     """Step -> value of `metric`, of a run and its resumptions."""
-    series = read_metrics(run_folder)[metric]
+    series = read_run(run_folder).metrics[metric]
     return dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
 
 

@@ -160,9 +160,8 @@ def test_tasks_of_lm_eval_join_the_samples(
     lines = [json.dumps(question | {"answer": n % 2}) for n in range(30)]
     (tmp_path / "fox.json").write_text("\n".join(lines))
     (tmp_path / "fox.yaml").write_text(TASK.format(folder=tmp_path))
-    config = tmp_path / "evaluate.yaml"
-    config.write_text(f"tasks: [fox]\ntask_folder: {tmp_path}\n")
-    argv = ["evaluate", str(trained), half(trained), f"--config={config}"]
+    tasks = ["--tasks", "fox", f"--task_folder={tmp_path}"]
+    argv = ["evaluate", str(trained), half(trained), *tasks]
     assert run(*argv, "--require=acc not worse by 0.2") == 0
     found, samples = found_in(trained)
     assert each(found, "name") == ["loss", "bits_per_byte", "fox/acc"]
@@ -173,7 +172,7 @@ def test_tasks_of_lm_eval_join_the_samples(
     task = (tmp_path / "fox.yaml").read_text().replace("multiple_choice", "loglikelihood_rolling")
     task = task.replace("acc, aggregation: mean", "bits_per_byte, aggregation: bits_per_byte")
     (tmp_path / "fox.yaml").write_text(task.replace("target: answer", "target: question"))
-    assert run("evaluate", str(trained), f"--config={config}") == 2
+    assert run("evaluate", str(trained), *tasks) == 2
     assert "fox/bits_per_byte has no number for each sample" in capsys.readouterr().err
 
 
@@ -182,15 +181,14 @@ BAD = {
     "{run} --baseline={empty}": "{empty} is not a run folder and contains none; give",
     "{run} --baseline=start --require=lower": "is no requirement: write",
     "{run} --require=loss&better": "--require compares with a --baseline",
-    "{run} --config={key}": "task",
+    "{run} --limit=0": "'0' is not allowed, give a whole number from 1",
 }
 
 
 @pytest.mark.parametrize("given", BAD)
 def test_bad_input_is_refused(given: str, trained: Path, tmp_path: Path, capfd: Any) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "key").write_text("task: [fox]")
-    places = {name: tmp_path / name for name in ("empty", "key")} | {"run": trained}
+    places = {"empty": tmp_path / "empty", "run": trained}
     argv = [word.replace("&", " ") for word in given.format(**places).split()]
     assert BAD[given].format(**places) in refused("evaluate", argv, capfd)
     assert not (trained / "evaluation").exists(), "nothing is half-written"

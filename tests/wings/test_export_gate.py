@@ -3,23 +3,22 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dist_template import InputError, Project
 from tests import ROOT
 from tests.support.chats import TAGGED, UNTAGGED
-from tests.support.hub import NO_RIGHTS, OWNER, Hub, hub
 from tests.support.library import safetensors_files
 from tests.support.runs import OURS, newest, only_run, run, small
-from tests.support.wings import Registry, Trained, free_port, load_trained
+from tests.support.wings import Registry, Trained, load_trained
 from tests.support.wings import export as command
 
 TWO_STEPS = ["--trainer.max_steps=2", "--trainer.limit_val_batches=0"]
@@ -183,78 +182,6 @@ def test_an_export_has_a_card_without_private_text(folder: Path, tmp_path: Path)
     assert f"| checkpoint | {newest(folder)} |" in card.text and "private" not in card.text
     assert "| standard: loss | better with 30 samples |" in card.text
     assert (output / "model.safetensors").stat().st_mode & 0o044
-
-
-@pytest.fixture
-def got(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
-    with hub(monkeypatch) as handler:
-        yield handler
-
-
-def test_push_uploads_the_folder_with_its_card(
-    folder: Path, tmp_path: Path, got: type[Hub], capsys: Any
-) -> None:
-    output, name = tmp_path / "out", f"{OWNER}/model"
-    exported(folder, output, f"--push={name}", "--license=mit")
-    assert capsys.readouterr().out.endswith(f"\n  -> {constants.ENDPOINT}/{name}\n")
-    assert got.files == {path.name: path.read_bytes() for path in output.iterdir()}
-    assert b"license: mit" in got.files["README.md"] and "model.safetensors" in got.files
-    (created,) = got.created
-    assert created["name"] == "model" and created["visibility"] == "private"
-
-
-def test_push_sends_nothing_that_the_gate_refuses(
-    folder: Path, tmp_path: Path, got: type[Hub], monkeypatch: Any
-) -> None:
-    honest = command.write_pretrained
-
-    def faulty(*given: Any) -> None:
-        honest(*given)
-        transposed(given[-1])
-
-    monkeypatch.setattr(command, "write_pretrained", faulty)
-    with pytest.raises(InputError, match="its logits differ"):
-        exported(folder, tmp_path / "out", f"--push={OWNER}/model")
-    assert not got.created and not got.files
-
-
-REFUSED: dict[tuple[str, str | None], str] = {  # name of the repository and token: the sentence
-    ("other/model", None): f"--push 'other/model' failed: {NO_RIGHTS}; {{}} is written: `hf upload",
-    (
-        "me/model",
-        "hf_wrong",
-    ): "--push 'me/model' failed: Invalid username or password; {} is written",
-    (
-        "me/model",
-        "",
-    ): "--push 'me/model' needs a token that may write: set HF_TOKEN, or type `hf auth",
-    ("me//model", None): "--push 'me//model' cannot be a repository of the hub: ",
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_refused_push_is_one_sentence(
-    case: tuple[str, str | None], folder: Path, tmp_path: Path, got: type[Hub], monkeypatch: Any
-) -> None:
-    """Before the export where nothing has to be asked for; after it the folder stays."""
-    (name, token), output = case, tmp_path / "out"
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    if token is not None:
-        monkeypatch.setenv("HF_TOKEN", token)
-    with pytest.raises(InputError) as error:
-        exported(folder, output, f"--push={name}")
-    assert str(error.value).startswith(REFUSED[case].format(output))
-    assert "\n" not in str(error.value) and not got.files
-    assert output.exists() == ("failed" in str(error.value))
-
-
-def test_an_unreachable_hub_is_one_sentence(
-    folder: Path, tmp_path: Path, got: type[Hub], monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(InputError, match="^--push 'me/model' failed: .*is written: ") as error:
-        exported(folder, tmp_path / "out", "--push=me/model")
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow

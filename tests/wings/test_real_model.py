@@ -88,9 +88,8 @@ def test_training_raises_the_share_of_right_sums(
     """As the whole answer, and as the first number in it: lm-eval's filters."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     (tmp_path / "sums.yaml").write_text(TASK.format(path=smollm2 / "asked.jsonl"))
-    config = tmp_path / "evaluate.yaml"
-    config.write_text(f"tasks: [sums]\ntask_folder: {tmp_path}\nchat_template: true\n")
-    argv = [str(taught), f"--baseline={smollm2}/model", f"--config={config}", "--name=sums"]
+    argv = [str(taught), f"--baseline={smollm2}/model", "--name=sums", "--tasks", "sums"]
+    argv += [f"--task_folder={tmp_path}", "--chat_template"]
     assert run("evaluate", *argv, "--require=exact_match,number better") == 0
     found = json.loads((taught / "evaluation" / "sums.json").read_text("utf-8"))
     for when, model in zip(("after", "before"), found["models"], strict=True):

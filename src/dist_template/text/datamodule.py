@@ -14,8 +14,7 @@ From a text to a batch:
 
 `prepare` does 1 to 5 once, in one process; training maps the cache into memory and does 6 to 9.
 
-Shapes: B sequences of `micro_batch_size`, T tokens of `seq_len`; int64 ids; labels of -100 do not
-count.
+Shapes: B sequences of `micro_batch_size`, T tokens of `seq_len`; int64 ids; labels of -100 do not count.
 """
 
 from __future__ import annotations

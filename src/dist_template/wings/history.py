@@ -1,14 +1,12 @@
 """What a run has recorded: its files in one object, and its metrics over steps. Without torch.
 
-Steps are optimizer steps, times seconds since 1970. A resumed run appends: for steps that it repeats, the newer line of
-metrics.jsonl counts.
+Steps are optimizer steps. A resumed run appends: for steps that it repeats, the newer line of metrics.jsonl counts.
 """
 
 from __future__ import annotations
 
 import json
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +25,10 @@ Tree = dict[str, Any]  # the content of a JSON or YAML file
 
 @dataclass(frozen=True)
 class Series:
-    """One metric. All arrays have N entries, in the order of their steps."""
+    """One metric. Both arrays have N entries, in the order of their steps."""
 
     steps: np.ndarray  # int64
     values: np.ndarray  # float64; NaN and infinities are kept
-    times: np.ndarray  # float64, seconds since 1970
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -45,7 +42,7 @@ class Series:
 
     def __getitem__(self, which: Any) -> Series:
         """Returns a part of the series, by a slice, a mask or indices."""
-        return Series(self.steps[which], self.values[which], self.times[which])
+        return Series(self.steps[which], self.values[which])
 
 
 @dataclass
@@ -53,49 +50,33 @@ class Metrics:
     """Every metric of a run."""
 
     limit: int = 0  # of entries of a metric; beyond it, every second one of the older half is dropped. 0: none
-    # steps, values, times: arrays, which NumPy copies faster than lists
-    _columns: dict[str, tuple[array[int], array[float], array[float]]] = field(default_factory=dict)
+    # step and value of each entry, one after another: NumPy copies an array faster than lists
+    _entries: dict[str, array[float]] = field(default_factory=dict)
 
     def add(self, line: dict[str, Any]) -> None:
-        step, time = int(line["step"]), float(line["time"])
+        step = int(line["step"])
         for name, value in line.items():
             if name in ("step", "time") or not isinstance(value, int | float):
                 continue
-            if name not in self._columns:
-                self._columns[name] = _empty()
-            steps, values, times = self._columns[name]
-            if steps and steps[-1] >= step:  # a resumed run repeats these steps
-                for column in (values, times, steps):
-                    del column[bisect_left(steps, step) :]
-            steps.append(step)
-            values.append(float(value))
-            times.append(time)
-            if self.limit and len(steps) > self.limit:
-                for column in (steps, values, times):
-                    del column[: self.limit // 2 : 2]
+            entries = self._entries.setdefault(name, array("d"))
+            while entries and entries[-2] >= step:  # a resumed run repeats these steps
+                del entries[-2:]
+            entries.extend((step, value))
+            if self.limit and len(entries) > 2 * self.limit:
+                kept = np.delete(np.reshape(entries, (-1, 2)), np.s_[: self.limit // 2 : 2], axis=0)
+                self._entries[name] = array("d", kept.ravel())
 
     def __contains__(self, name: str) -> bool:
-        return name in self._columns
+        return name in self._entries
 
     @property
     def names(self) -> list[str]:
-        return sorted(self._columns)
+        return sorted(self._entries)
 
     def __getitem__(self, name: str) -> Series:
         """Returns the metric; an empty series if it was never logged."""
-        steps, values, times = self._columns.get(name) or _empty()
-        return Series(np.array(steps, dtype=np.int64), np.array(values), np.array(times))
-
-
-def _empty() -> tuple[array[int], array[float], array[float]]:
-    return array("q"), array("d"), array("d")
-
-
-def read_metrics(run: Path, limit: int = 0) -> Metrics:
-    metrics = Metrics(limit)
-    for line in read_lines(run / RunFile.METRICS, "step", "time"):
-        metrics.add(line)
-    return metrics
+        steps, values = np.array(self._entries.get(name, ())).reshape(-1, 2).T
+        return Series(steps.astype(np.int64), values)
 
 
 @dataclass
@@ -165,12 +146,15 @@ def read_run(folder: Path, limit: int = 0) -> History:
             f"{folder} is not the folder of a run: it has neither {RunFile.CONFIG} nor {RunFile.METRICS};"
             " give runs/<name>/<id>"
         )
+    metrics = Metrics(limit)
+    for line in read_lines(folder / RunFile.METRICS, "step"):
+        metrics.add(line)
     history = History(
         folder=folder,
         config=_read(folder / RunFile.CONFIG, yaml.safe_load),
         defaults=_read(folder / RunFile.DEFAULTS, yaml.safe_load),
         facts=_read(folder / RunFile.FACTS, json.loads),
-        metrics=read_metrics(folder, limit),
+        metrics=metrics,
         environment=_read(folder / RunFile.ENVIRONMENT, json.loads),
     )
     history.refresh()

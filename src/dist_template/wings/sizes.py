@@ -5,10 +5,6 @@ import argparse
 from ..project import Flags, program
 from .ranges import in_range
 
-SIZES = (  # flag, key, what it is
-    ("nodes", "num_nodes", "nodes"),
-    ("devices", "devices", "devices per node"),
-)
 COUNT = in_range(int, 1, 100_000)
 
 
@@ -20,12 +16,12 @@ def parser(verb: str, description: str, epilog: str = "") -> Flags:
         description=description,
         epilog=f"Every other key is fit's: see `{program('fit')} --help`.{epilog}",
     )
-    for name, key, what in SIZES:
-        help = f"{what} of the real run (default: trainer.{key})"
-        made.add_argument(f"--{name}", type=COUNT, help=help)
+    made.add_argument("--nodes", type=COUNT, help="nodes of the real run (default: trainer.num_nodes)")
+    made.add_argument("--devices", type=COUNT, help="devices per node of the real run (default: trainer.devices)")
     return made
 
 
 def as_flags(parsed: argparse.Namespace) -> list[str]:
     """Returns the sizes as flags of fit, to be given last: a later --config would override them."""
-    return [f"--trainer.{key}={size}" for name, key, _ in SIZES if (size := getattr(parsed, name))]
+    given = {"num_nodes": parsed.nodes, "devices": parsed.devices}
+    return [f"--trainer.{key}={size}" for key, size in given.items() if size]

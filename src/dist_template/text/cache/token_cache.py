@@ -60,13 +60,8 @@ class Recipe:
     test_share: float
 
     def spec(self) -> dict[str, object]:
-        return {
-            "format": FORMAT,
-            "source": self.source.spec(),
-            "tokenizer": self.tokenizer.spec(),
-            "validation_share": self.validation_share,
-            "test_share": self.test_share,
-        }
+        shares = {"validation_share": self.validation_share, "test_share": self.test_share}
+        return {"format": FORMAT, "source": self.source.spec(), "tokenizer": self.tokenizer.spec(), **shares}
 
     def folder(self, cache_dir: str) -> Path:
         spec = json.dumps(self.spec(), sort_keys=True, default=str).encode()
@@ -343,10 +338,7 @@ class _SplitWriter:
         """Returns the split's entry in the manifest, when its files are on the disk."""
         if self._whole:
             self._append("starts", np.cumsum(self._lengths, dtype=np.int64))
-        entry: dict[str, Any] = dict.fromkeys(COUNTS, 0)
-        for counts in self.parts.values():
-            for key, count in counts.items():
-                entry[key] += count
+        entry: dict[str, Any] = {key: sum(counts[key] for counts in self.parts.values()) for key in COUNTS}
         for kind, hashed in self._sha256.items():
             with self._path.with_suffix(f".{kind}").open("rb") as file:
                 os.fsync(file.fileno())

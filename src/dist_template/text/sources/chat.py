@@ -5,16 +5,14 @@
         class_path: Chat
         init_args: {paths: [chats/*.jsonl]}
 
-A document is one conversation as JSON: `messages`, and `tools` where the record has some; or one
-pair: `prompt`, `chosen` and `rejected`, all texts or all lists of messages. A message that says
-whether it counts has `train`.
+A document is one conversation as JSON: `messages`, and `tools` where the record has some; or one pair: `prompt`,
+`chosen` and `rejected`, all texts or all lists of messages. A message that says whether it counts has `train`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, takewhile
@@ -44,10 +42,9 @@ ANSWERS = ("chosen", "rejected")
 class Chat(Source):
     """Conversations; only the assistant's turns contribute to the loss.
 
-    A record has `messages` with role and content, `conversations` with from and value, `prompt` and
-    `completion`, or Alpaca's `instruction`, `input` and `output`, with `system` and `history`.
-    `tools`, a list or JSON, may be beside them. A message with `train` false or `weight` 0 does not
-    count, one with true or 1 does.
+    A record has `messages` with role and content, `conversations` with from and value, `prompt` and `completion`, or
+    Alpaca's `instruction`, `input` and `output`, with `system` and `history`. `tools`, a list or JSON, may be beside
+    them. A message with `train` false or `weight` 0 does not count, one with true or 1 does.
 
     Args:
         paths: Files or glob patterns: jsonl or JSON arrays, also .gz and .zst, or .parquet.
@@ -115,7 +112,24 @@ class Chat(Source):
         return {"messages": messages, "tools": tools} if tools else {"messages": messages}
 
     def _messages(self, name: str, turns: object, role: str) -> list[Message]:
-        return messages_of(name, turns, role, self.columns)
+        """Returns messages with role, content and, where the record says it, `train`; a text is one of `role`."""
+        messages = []
+        for turn in turns if isinstance(turns, list) else [{"role": role, "content": turns}]:
+            others = renamed(turn, self.columns) if isinstance(turn, dict) else {}
+            from_, value = others.pop("from", None), others.pop("value", None)
+            role, content = others.pop("role", from_), text_of(name, others.pop("content", value))
+            weight = others.pop("weight", None)
+            counts = others.pop(COUNTS, weight)
+            if not isinstance(role, str):
+                raise wrong(name, f"has a turn without a role: give {SHAPES}")
+            if not isinstance(content, str) and not (content is None and others.get("tool_calls")):
+                raise wrong(name, f"has a turn of {role!r} whose content is no text")
+            if counts not in (None, 0, 1):
+                raise wrong(name, f"has a turn of {role!r} with weight {counts!r}: give 0 or 1, or train true or false")
+            message = {"role": ROLES.get(role, role), "content": content or ""}
+            message |= {} if counts is None else {COUNTS: bool(counts)}
+            messages.append(message | {key: value for key, value in others.items() if value is not None})
+        return messages
 
     def files(self) -> list[Path]:
         files = matching(self.paths)
@@ -133,23 +147,6 @@ class Chat(Source):
         template = training_template(tokenizer, self.template, self.train_on)
         return encode(tokenizer, template, self.train_on, self.roles, documents)
 
-    def spans(self, tokenizer: Tokenizer, name: str, text: str) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields a conversation's tokens in spans: trained on, of prompts, or of answers with why they do not count."""
-        template, talk = training_template(tokenizer, self.template, self.train_on), json.loads(text)
-        (whole,) = encode(tokenizer, template, self.train_on, self.roles, [(name, text)])
-        counted: Any = whole.counted
-        kinds = np.where(counted, "trained on", "of prompts").astype(object)
-        for why in ("not by train_on", "not by train or weight", "not by roles"):
-            turns = []
-            for turn in talk["messages"]:
-                turns.append(turn | {COUNTS: turn["role"] == "assistant" and _why_not(turn, self.roles) == why})
-            alone = [(name, json.dumps(talk | {"messages": turns}))]
-            with suppress(InputError):  # there are none, or the template changes them when others follow
-                (part,) = encode(tokenizer, template, "assistant", self.roles, alone)
-                kinds[part.counted & ~counted] = why
-        edges = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1
-        yield from zip(kinds[[0, *edges]], np.split(whole.ids, edges), strict=True)
-
     def encode_prompt(self, tokenizer: Tokenizer, prompt: str) -> list[int]:
         """Returns the tokens of a conversation that starts with `prompt`, up to the answer without reasoning."""
         if not tokenizer.chat_template:  # pairs of texts need none
@@ -157,13 +154,6 @@ class Chat(Source):
         user = [{"role": "user", "content": prompt}]
         rendered: Any = tokenizer.apply_chat_template(user, add_generation_prompt=True, **NO_REASONING)
         return rendered["input_ids"]
-
-
-def _why_not(turn: Message, roles: list[str]) -> str:
-    """Returns why a turn is not trained on, if it is not."""
-    if turn.get(COUNTS, turn["role"] in roles):
-        return "not by train_on"
-    return "not by train or weight" if COUNTS in turn else "not by roles"
 
 
 def renamed(record: Record, columns: dict[str, str]) -> Record:
@@ -178,27 +168,6 @@ def turns_of_alpaca(record: Record) -> list[Message]:
     for question, answer in [*(record.get("history") or []), (asked, record["output"])]:
         turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return turns
-
-
-def messages_of(name: str, turns: object, role: str, columns: dict[str, str]) -> list[Message]:
-    """Returns messages with role, content and, where the record says it, `train`; a text is one message of `role`."""
-    messages = []
-    for turn in turns if isinstance(turns, list) else [{"role": role, "content": turns}]:
-        others = renamed(turn, columns) if isinstance(turn, dict) else {}
-        from_, value = others.pop("from", None), others.pop("value", None)
-        role, content = others.pop("role", from_), text_of(name, others.pop("content", value))
-        weight = others.pop("weight", None)
-        counts = others.pop(COUNTS, weight)
-        if not isinstance(role, str):
-            raise wrong(name, f"has a turn without a role: give {SHAPES}")
-        if not isinstance(content, str) and not (content is None and others.get("tool_calls")):
-            raise wrong(name, f"has a turn of {role!r} whose content is no text")
-        if counts not in (None, 0, 1):
-            raise wrong(name, f"has a turn of {role!r} with weight {counts!r}: give 0 or 1, or train true or false")
-        message = {"role": ROLES.get(role, role), "content": content or ""}
-        message |= {} if counts is None else {COUNTS: bool(counts)}
-        messages.append(message | {key: value for key, value in others.items() if value is not None})
-    return messages
 
 
 def text_of(name: str, content: object) -> object:
@@ -285,10 +254,9 @@ class Preferences(Chat):
 class Ratings(Preferences):
     """Answers that people found good or bad, each by itself; `model.preference.loss` kto has their loss.
 
-    A record has `prompt`, `completion` and `label`, true or false; texts or messages as in Preferences. A
-    document is stored as a pair: the answer, and another record's answer to the same prompt, by which the
-    loss estimates the model's distance from its reference. Whether the first token counts, which is no
-    label, is `label`.
+    A record has `prompt`, `completion` and `label`, true or false; texts or messages as in Preferences. A document is
+    stored as a pair: the answer, and another record's answer to the same prompt, by which the loss estimates the
+    model's distance from its reference. Whether the first token counts, which is no label, is `label`.
     """
 
     ratings = True

@@ -65,10 +65,7 @@ class Mixture(Source):
             yield from source.documents()
 
     def files(self) -> list[Path]:
-        files = []
-        for source in self.sources.values():
-            files += source.files()
-        return files
+        return [path for source in self.sources.values() for path in source.files()]
 
     def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         for source in self.sources.values():

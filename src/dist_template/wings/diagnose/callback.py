@@ -70,7 +70,7 @@ class Diagnosis(Callback):
 
     def _add(self, trainer: L.Trainer, metrics: dict[str, float]) -> None:
         if self._history is not None:
-            self._history.metrics.add({"step": trainer.global_step, "time": time.time(), **metrics})
+            self._history.metrics.add({"step": trainer.global_step, **metrics})
 
     @only_shows  # nor does a full disk or an unreliable file server end training
     def _diagnose(self, trainer: L.Trainer, prints: bool = True) -> None:
@@ -79,30 +79,26 @@ class Diagnosis(Callback):
         self._last = time.monotonic()
         self._history.refresh()
         self._open = diagnose(self._history)
-        console, lines = console_of(trainer), []
+        console, new = console_of(trainer), []
         if console:  # the most severe finding is the first
             console.worst = self._open[0].title if self._open and self._open[0].level != "info" else ""
         for finding in self._open:
             identity = (finding.rule, finding.level, str(finding.ranks))
-            if identity in self._reported:
-                continue
-            self._reported.add(identity)
-            if finding.level != "info":
-                lines.append(f"diagnosis: {finding.line}")
-            for logger in trainer.loggers:
-                alert = getattr(logger, "alert", None)  # W&B's logger has it
-                if finding.level == "error" and alert:
-                    alert(finding.title, finding.evidence, "ERROR")
-            self._write(finding, trainer.global_step)
+            if identity not in self._reported:
+                self._reported.add(identity)
+                new.append(finding)
+        lines = [f"diagnosis: {finding.line}" for finding in new if finding.level != "info"]
         if prints and lines:
             text = "\n".join([*lines, f"  more: {program('diagnose')} {self.folder}"])
             if console:
                 console.write(text)
             else:
                 print(text, flush=True)
-
-    @only_shows
-    def _write(self, finding: Finding, step: int) -> None:
-        line = {"time": round(time.time(), 3), "step": step, **finding.as_dict()}
-        with (self.folder / FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        for finding in new:
+            for logger in trainer.loggers:
+                alert = getattr(logger, "alert", None)  # W&B's logger has it
+                if finding.level == "error" and alert:
+                    alert(finding.title, finding.evidence, "ERROR")
+            line = {"time": round(time.time(), 3), "step": trainer.global_step, **finding.as_dict()}
+            with (self.folder / FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")

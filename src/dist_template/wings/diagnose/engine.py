@@ -13,7 +13,7 @@ from functools import cache
 from ...errors import first_line
 from ...plugins import registered
 from ..history import History
-from .finding import LEVELS, Finding
+from .finding import LEVELS, Change, Finding
 from .rules import ALL
 
 Rule = Callable[[History], Iterable[Finding]]
@@ -59,12 +59,9 @@ def applicable(finding: Finding, history: History) -> Finding:
     """Drops changes of keys that a module or datamodule other than the library's does not have."""
     if history.facts.get("data", {}).get("seq_len", 0) is not None:  # of text; or nothing is known
         return finding
-    causes = []
-    for cause in finding.causes:
-        changes = []
-        for change in cause.changes:
-            section, _, name = change.key.partition(".")
-            if section not in ("model", "data") or name.partition(".")[0] in history.config.get(section, {}):
-                changes.append(change)
-        causes.append(replace(cause, changes=changes))
-    return replace(finding, causes=causes)
+
+    def exists(change: Change) -> bool:
+        section, _, name = change.key.partition(".")
+        return section not in ("model", "data") or name.partition(".")[0] in history.config.get(section, {})
+
+    return replace(finding, causes=[replace(each, changes=[*filter(exists, each.changes)]) for each in finding.causes])

@@ -30,8 +30,8 @@ def last_step(history: History) -> int:
 
 def progress(history: History) -> str:
     """Returns "step 20 of 100"."""
-    end = history.fact("training.max_steps") or history.key("trainer.max_steps") or 0
-    return f"step {last_step(history)}" + f" of {end}" * (end > 0)
+    end = max_steps(history)
+    return f"step {last_step(history)}" + f" of {end:.0f}" * math.isfinite(end)
 
 
 def max_steps(history: History) -> float:

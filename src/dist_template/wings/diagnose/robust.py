@@ -50,8 +50,7 @@ def binned(series: Series) -> Series:
     if len(series) <= NUM_BINS:
         return series
     parts = np.array_split(np.arange(len(series)), NUM_BINS)
-    columns = (series.steps, series.values, series.times)
-    return Series(*(np.array([median(column[part]) for part in parts]) for column in columns))
+    return Series(*(np.array([median(column[part]) for part in parts]) for column in (series.steps, series.values)))
 
 
 def rising_share(series: Series) -> float:

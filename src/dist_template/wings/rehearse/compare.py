@@ -1,9 +1,8 @@
 """Compares two trainings, and names the first difference and the code to inspect.
 
-`trace` compares two trainings that start equal, in the order of execution: starting weights,
-samples, forward passes, gradients. `trace_resumed` compares an uninterrupted
-training with a resumed one: samples, random state, weights and buffers, Python attributes,
-learning rates. Below them is what they compare.
+`trace` compares two trainings that start equal, in the order of execution: starting weights, samples, forward passes,
+gradients. `trace_resumed` compares an uninterrupted training with a resumed one: samples, random state, weights and
+buffers, Python attributes, learning rates. Below them is what they compare.
 """
 
 from collections import Counter
@@ -191,9 +190,8 @@ def samples(expected: RunRecord, got: RunRecord) -> str:
     """Describes the first step at which `got` lacks samples of `expected`, or ""."""
     want, have = expected.rows(), got.rows()
     for step in sorted(have):
-        trained = Counter(row for row, _ in have[step])
-        belong = Counter(row for row, _ in want.get(step, []))
-        if missing := (belong - trained).total():
+        belong = Counter(want.get(step, []))
+        if missing := (belong - Counter(have[step])).total():
             text = f"step {step} lacks {missing} of the {belong.total()} samples that belong to it"
             order, transform = (got.places.get(name, "?") for name in ("order", "transform"))
             return f"{text}, or their tokens differ (order: {order}; transform, {transform})"

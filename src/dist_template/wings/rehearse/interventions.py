@@ -19,10 +19,10 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from ...text.batches.rows import NOT_COUNTED
 from ...text.datamodule import PackedText
 from .forward_hooks import ForwardHooks
 
-NOT_COUNTED = -100
 MAX_MASKED_SHARE = 0.8
 TOLERANCE = 1e-4  # relative to the largest value: tokens of other experts change the order of sums
 

@@ -141,18 +141,16 @@ class RunRecord:
         """Returns {optimizer step: metrics} of validations, or of the stage `sanity_check` or `test`."""
         return {e["step"]: e["metrics"] for e in self.events("eval") if e["stage"] == stage}
 
-    def rows(self) -> dict[int, list[tuple[str, int]]]:
-        """Returns {step: (hash, rank) of each sequence}; ranks that share a batch count once."""
-        rows: dict[int, list[tuple[str, int]]] = {}
+    def rows(self) -> dict[int, list[str]]:
+        """Returns {step: a hash of each sequence}; ranks that share a batch count once."""
+        rows: dict[int, list[str]] = {}
         first: dict[int, int] = {}  # data-parallel rank: the first rank that has it
         for rank in range(self.size):
             started = self.events("run", rank)
             dp_rank = started[-1]["dp_rank"] if started else rank
             if first.setdefault(dp_rank, rank) == rank:
                 for event in self.events("rows", rank):
-                    found = rows.setdefault(event["step"], [])
-                    for row in event["rows"]:
-                        found.append((row, rank))
+                    rows.setdefault(event["step"], []).extend(event["rows"])
         return rows
 
     def random(self, rank: int = 0) -> dict[int, str]:
@@ -177,10 +175,7 @@ class RunRecord:
 
     def forward_passes(self) -> list[tuple[int, ForwardPass]]:
         """Returns (rank, forward pass) of each micro-batch of the first step."""
-        found: list[tuple[int, ForwardPass]] = []
-        for rank in range(self.size):
-            found += [(rank, each) for each in self.tensors(f"forward{rank}")]
-        return found
+        return [(rank, each) for rank in range(self.size) for each in self.tensors(f"forward{rank}")]
 
     @cached_property
     def start(self) -> dict[str, Tensor]:

@@ -25,7 +25,12 @@ def main(argv: list[str], project: Project) -> None:
     given = parser.parse_args(argv[1:])
     if given.action == "list":
         for name, file in names().items():
-            print(f"{name:<24} {_owner(name, file):<10} {_about(file)}")
+            first = file.read_text("utf-8").partition("\n")[0]
+            about = first.removeprefix("#").strip() if first.startswith("#") else ""
+            owner = "" if SHIPPED in file.parents else "yours"
+            if owner and (SHIPPED / f"{name}.yaml").is_file():
+                owner = "overridden"
+            print(f"{name:<24} {owner:<10} {about}")
         return
     if not given.name:
         raise InputError(f"config {given.action} needs a name: `config list` has every name")
@@ -35,18 +40,6 @@ def main(argv: list[str], project: Project) -> None:
         print(f"# {file.absolute()}\n{file.read_text('utf-8')}", end="")
         return
     _copy(file)
-
-
-def _owner(name: str, file: Path) -> str:
-    if SHIPPED in file.parents:
-        return ""
-    return "overridden" if (SHIPPED / f"{name}.yaml").is_file() else "yours"
-
-
-def _about(file: Path) -> str:
-    """Returns the comment in the first line of a file."""
-    first = file.read_text("utf-8").partition("\n")[0]
-    return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
 def _copy(file: Path) -> None:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,11 @@ def main(argv: list[str], project: Project) -> None:
     names = _git(root, "diff", "--name-only", "--diff-filter=U", "--relative").splitlines()
     if not names and not done:
         _git(root, "cherry-pick", after)  # raises InputError with git's reason
-    names = [name for name in names if not _is_settled(root, after, name)]
+    for name in names[:]:
+        if not _git(root, "ls-tree", after, name):  # the template removed it, and the user has edited it
+            _git(root, "add", "--", name)
+            print(f"{name}: your edits stay")
+            names.remove(name)
     if done or not names and _git(root, "-c", "core.editor=true", "cherry-pick", "--continue"):
         print(f"upgraded from {old} to {new} in one commit: `git show --stat` lists it")
         return
@@ -79,22 +82,6 @@ def read_record(root: Path) -> dict[str, Any]:
         name = changed.splitlines()[0].split(maxsplit=1)[-1]
         raise InputError(f"{name} has uncommitted changes: commit or stash them, then upgrade")
     return record
-
-
-def _is_settled(root: Path, after: str, name: str) -> bool:
-    """Stages the user's file if the template removed it, and the new Makefile with the user's edits if they fit."""
-    if _git(root, "ls-tree", after, name):
-        base, mine, new = (f"{_git(root, 'show', f':{n}:./{name}', check=False)}\n".splitlines(True) for n in (1, 2, 3))
-        text = "".join(new)
-        for change, a, b, c, d in SequenceMatcher(None, base, mine, False).get_opcodes():
-            was, now = "".join(base[a:b]), "".join(mine[c:d])
-            if change != "equal" and (name != "Makefile" or was not in text or (was + now).startswith("\t")):
-                return False  # the template changed the lines, too, or a recipe's target may be another one now
-            text = text.replace(was, now, 1) if was else text + now
-        (root / name).write_text(text, encoding="utf-8")
-    _git(root, "add", "--", name)
-    print(f"{name}: your edits stay{', unread: move them to `pins` in pyproject.toml' * (name == 'constraints.txt')}")
-    return True
 
 
 def _commit(root: Path, record: dict[str, Any], version: str, commit: str, out: Path, *parent: str) -> str:

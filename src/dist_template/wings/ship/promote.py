@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+from argparse import Namespace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -32,17 +33,14 @@ def main(argv: list[str], project: Project) -> None:
         InputError: the run, the registry or a flag cannot be used.
         Ended: a requirement does not hold, or the export differs from the trained model.
     """
-    parser = Flags("promote", description="Evaluates a run, exports its model, and registers it.")
+    about = f"""Evaluates a run, exports its model, and registers it. Unless --baseline and --require are given, it has
+        to be {AGAINST_LATEST!r} against the latest version, or {AGAINST_START!r} against the start."""
+    parser = Flags("promote", description=about)
     parser.add_argument("run", nargs="?", help="a run's folder, runs/<name>/<id>")
     parser.add_argument("--registry", default="registry", help="folder of the versions")
-    default = "default: the latest version, or the run's weights before training"
-    parser.add_argument("--baseline", help=f"as in evaluate; {default}")
-    default = f"{AGAINST_LATEST!r}; without an earlier version {AGAINST_START!r}"
-    parser.add_argument("--require", action="append", help=f"as in evaluate; default: {default}")
-    parser.add_argument("--split", choices=("validation", "test"), default="test")
-    parser.add_argument("--config", help="of evaluate: YAML with tasks")
     parser.add_argument("--roll_back", action="store_true", help="withdraw the latest version, serve the one before")
-    given = parser.parse_args(argv[1:])
+    evaluate.add_flags(parser)
+    given = parser.parse_args(argv[1:], Namespace(name="promotion"))
     registry = Registry(Path(given.registry))
     if given.roll_back:
         withdrawn, latest = registry.roll_back()
@@ -51,18 +49,16 @@ def main(argv: list[str], project: Project) -> None:
     if not given.run:
         raise InputError("promote needs a run: give runs/<name>/<id>, or --roll_back")
     run, latest = newest(Path(given.run)), registry.latest
-    baseline = given.baseline or str(latest or "start")
-    required = given.require or [AGAINST_LATEST if latest else AGAINST_START]
-    flags = [str(run), "--baseline", baseline, "--split", given.split, "--name", "promotion"]
-    flags += [f"--require={each}" for each in required]
-    flags += ["--config", given.config] if given.config else []
+    given.run = str(run)
+    given.baseline = given.baseline or str(latest or "start")
+    given.require = given.require or [AGAINST_LATEST if latest else AGAINST_START]
     exported = registry.folder / f".{run.name}.{os.getpid()}"
     try:
         registry.folder.mkdir(parents=True, exist_ok=True)
-        evaluate.main(["evaluate", *flags], project)
+        evaluate.run(given, project)
         export.main(["export", str(run), "--adapter=merged", "--output", str(exported)], project)
         found = json.loads((run / "evaluation" / "promotion.json").read_text(encoding="utf-8"))
-        known = {"run": str(run), "baseline": baseline, "required": required, "figures": found}
+        known = {"run": given.run, "baseline": given.baseline, "required": given.require, "figures": found}
         version = registry.add(exported, known)
     except OSError as error:
         raise InputError(f"--registry {given.registry!r}: {reason(error)}; give another") from error

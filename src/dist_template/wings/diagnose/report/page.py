@@ -1,7 +1,6 @@
 """Writes report.html about one run or several.
 
-page.html is a Jinja template, which escapes all texts of a run (names, messages); plotly draws the
-curves.
+page.html is a Jinja template, which escapes all texts of a run (names, messages); plotly draws the curves.
 """
 
 import os

@@ -2,9 +2,11 @@
 
 import os
 import re
+from argparse import Namespace
 
 from ....errors import Ended, Exit, InputError, require
 from ....project import Flags, Project
+from ...ranges import in_range
 
 BASELINE = "run, checkpoint, folder, hub name or start"
 
@@ -18,13 +20,27 @@ def main(argv: list[str], project: Project) -> None:
     """
     parser = Flags("evaluate")
     parser.add_argument("run", help="a run's folder, or a checkpoint in one")
-    parser.add_argument("--baseline", help=BASELINE)
-    parser.add_argument("--split", choices=("validation", "test"), default="test")
-    parser.add_argument("--require", action="append", default=[], help="such as 'eval/loss better'; else exit code 2")
-    parser.add_argument("--config", help="YAML with tasks of lm-eval")
     parser.add_argument("--name", help="of the files; default: the split and the baseline")
-    given = parser.parse_args(argv[1:])
+    add_flags(parser)
+    run(parser.parse_args(argv[1:]), project)
+
+
+def add_flags(parser: Flags) -> None:
+    """Adds the flags that `promote` has too."""
+    add = parser.add_argument
+    add("--baseline", help=BASELINE)
+    add("--split", choices=("validation", "test"), default="test")
+    add("--require", action="append", default=[], help="such as 'eval/loss better'; else exit code 2")
+    add("--tasks", nargs="+", default=[], metavar="NAME", help="of lm-eval, besides the likelihood of the split")
+    add("--task_folder", help="of the tasks' YAML files; default: lm-eval's own tasks")
+    add("--chat_template", action="store_true", help="put the chat template around the tasks' prompts")
+    add("--limit", type=in_range(int, 1), help="the first samples of each task; default: all")
+
+
+def run(given: Namespace, project: Project) -> None:
     require("pandas", "evaluate", extra="evaluate")
+    if given.tasks:
+        require("lm_eval", "tasks", extra="evaluate")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("evaluate starts the processes of a run itself: start it once")
 

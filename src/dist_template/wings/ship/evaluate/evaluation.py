@@ -37,15 +37,14 @@ if TYPE_CHECKING:
 def evaluate(given: argparse.Namespace, name: str, project: Project) -> list[Comparison]:
     """Writes <name>.json and .parquet, a row for each model and sample; returns the comparisons. Raises InputError if
     a name is no model, or there are too few documents."""
-    keys, split = tasks.read(given.config), given.split
-    run = find(given.run, project)
+    run, split = find(given.run, project), given.split
     models = [run]
     if given.baseline:
         models.append(find(given.baseline, project, run.run))
     flags, *_ = trained.of_run(str(run.run), project, "RUN")
     cli = WithoutTrainer(project, flags, run=False)
-    if keys["tasks"] and getattr(cli.model, "reads_ends", False):
-        raise InputError(f"{given.run} is a reward model, which answers no tasks: remove tasks from --config")
+    if given.tasks and getattr(cli.model, "reads_ends", False):
+        raise InputError(f"{given.run} is a reward model, which answers no tasks: remove --tasks")
     data: Any = cli.datamodule
     folder = run.run / "evaluation"
     work = folder / f".{name}"
@@ -56,8 +55,8 @@ def evaluate(given: argparse.Namespace, name: str, project: Project) -> list[Com
         for number, model in enumerate(models):
             tables.append(score_documents(model, split, project, work, data.text_tokenizer))
             weights = model.folder or model.checkpoint
-            if weights != "start" and keys["tasks"]:
-                values += tasks.values_of(number, trained.load_trained(weights, project), keys)
+            if weights != "start" and given.tasks:
+                values += tasks.values_of(number, trained.load_trained(weights, project), given)
     finally:
         shutil.rmtree(work)
     return write(folder / name, [model.name for model in models], in_common(tables, split), values, data.corpus, split)
@@ -152,18 +151,15 @@ def write(
     comparisons = compared(tables, measured, is_whole) if len(tables) > 1 else []
     models, rows = [], [measured]
     for number, (name, table) in enumerate(zip(names, tables, strict=True)):
-        of_tasks = measured[measured["model"] == number].groupby("measure")["value"].mean().to_dict()
-        figures = figures_of(table, is_whole) | of_tasks
+        figures = figures_of(table, is_whole)
+        figures |= measured[measured["model"] == number].groupby("measure")["value"].mean().to_dict()
         models.append({"model": name, "figures": figures, "is_baseline": number > 0})
-        for measure in ["nats", *pair_figures(table)]:
-            rows.append(table.assign(model=number, measure=measure, value=table[measure]).reset_index())
+        for measure in ("nats", *PAIR_FIGURES):
+            if measure in table:
+                rows.append(table.assign(model=number, measure=measure, value=table[measure]).reset_index())
         print(f"{name}: " + "  ".join(f"{key} {value:.4f}" for key, value in figures.items()))
-    found = {
-        "split": split,
-        "documents": len(tables[0]),
-        "models": models,
-        "comparisons": list(map(asdict, comparisons)),
-    }
+    found = {"split": split, "documents": len(tables[0]), "models": models}
+    found["comparisons"] = list(map(asdict, comparisons))
     columns = [*tasks.COLUMNS, "hash", "source", "bytes", "tokens"]
     concat(rows)[columns].to_parquet(f"{path}.parquet", index=False)
     write_atomically(Path(f"{path}.json"), json.dumps(found, indent=1))
@@ -174,21 +170,16 @@ def write(
 
 def compared(tables: list[DataFrame], measured: DataFrame, is_whole: bool) -> list[Comparison]:
     """Compares by equal tokens, by bytes, which any tokenizers allow, and by tasks."""
-    run, baseline = tables
-    has_same_tokens = run["tokenizer"].iloc[0] == baseline["tokenizer"].iloc[0]
+    has_same_tokens = tables[0]["tokenizer"].iloc[0] == tables[1]["tokenizer"].iloc[0]
     if is_whole and not has_same_tokens:
         raise InputError("tokenizers differ, and of conversations only some tokens count")
-    found, nats = [], [table["nats"].to_numpy() for table in tables]
-    of_pairs = pair_figures(run)
-    num_tests = 1 + len(of_pairs) + measured["measure"].nunique()  # loss and bits are one test in two units
-    if has_same_tokens:
-        found.append(compare("loss", *nats, run["tokens"].to_numpy(), num_tests=num_tests))
-    if not is_whole:
-        bits = run["bytes"].to_numpy() * math.log(2)
-        found.append(compare("bits_per_byte", *nats, bits, num_tests=num_tests))
-    for name in of_pairs:
-        values = [table[name].to_numpy() for table in tables]
-        found.append(compare(name, *values, np.ones(len(run)), lower_is_better=False, num_tests=num_tests))
+    run, baseline = (measures_of(table, is_whole) for table in tables)
+    # loss and bits are one test in two units
+    num_tests = len(run.keys() - {"bits_per_byte"}) + measured["measure"].nunique()
+    found = []
+    for name, (values, weights, lower) in run.items():
+        if has_same_tokens or name != "loss":
+            found.append(compare(name, values, baseline[name].values, weights, lower, num_tests))
     for measure, rows in measured.groupby("measure"):
         by_model = rows.pivot(index="sample", columns="model", values="value").dropna()
         if len(by_model.columns) == len(tables):
@@ -197,16 +188,26 @@ def compared(tables: list[DataFrame], measured: DataFrame, is_whole: bool) -> li
     return found
 
 
-def pair_figures(table: DataFrame) -> list[str]:
-    """Returns the columns that only tables of pairs have."""
-    return [name for name in PAIR_FIGURES if name in table]
+class Measure(NamedTuple):
+    """A measure of documents: a sum of values over a sum of weights, (S,) each."""
+
+    values: np.ndarray
+    weights: np.ndarray
+    lower_is_better: bool = True
+
+
+def measures_of(table: DataFrame, is_whole: bool) -> dict[str, Measure]:
+    """Returns the measures of a model's documents by name; bits per byte only of text, whose tokens all count."""
+    nats = table["nats"].to_numpy()
+    found = {"loss": Measure(nats, table["tokens"].to_numpy())}
+    if not is_whole:
+        found["bits_per_byte"] = Measure(nats, table["bytes"].to_numpy() * math.log(2))
+    for name in PAIR_FIGURES:
+        if name in table:
+            found[name] = Measure(table[name].to_numpy(), np.ones(len(table)), lower_is_better=False)
+    return found
 
 
 def figures_of(table: DataFrame, is_whole: bool) -> dict[str, float]:
-    """Returns the means; bits per byte only of text, whose tokens all count."""
-    nats = float(table["nats"].sum())
-    found = {"loss": nats / float(table["tokens"].sum())}
-    found |= {name: float(table[name].mean()) for name in pair_figures(table)}
-    if not is_whole:
-        found["bits_per_byte"] = nats / math.log(2) / float(table["bytes"].sum())
-    return found
+    """Returns the value of each measure for a model."""
+    return {name: float(one.values.sum() / one.weights.sum()) for name, one in measures_of(table, is_whole).items()}

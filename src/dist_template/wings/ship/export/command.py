@@ -23,7 +23,6 @@ from ....text.model.safetensors_files import write_weights as write_pretrained
 from .adapter import merge, write_adapter
 from .card import write_card
 from .gate import Gate
-from .push import check_name, push
 from .trained import Trained, from_folder, of_run, run_of, trained
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -33,7 +32,7 @@ def main(argv: list[str], project: Project) -> None:
     """Writes the folder that `--output` names.
 
     Raises InputError if the checkpoint cannot be read or is another model's, the folder is not empty, the disk is
-    full, what was written is not what was trained, or the hub refuses it."""
+    full, or what was written is not what was trained."""
     verb, *flags = argv
     if flags and not flags[0].startswith("-"):  # export RUN, or a checkpoint in one
         config, checkpoint, _ = of_run(flags[0], project, verb)
@@ -44,20 +43,16 @@ def main(argv: list[str], project: Project) -> None:
         raise InputError(f"--output {str(output)!r} exists and is not an empty folder; give another")
     if not re.fullmatch(r"[1-9]\d*[KMGT]B", settings.max_shard_size):
         raise InputError(f"--max_shard_size is {settings.max_shard_size!r}: give a number with KB, MB, GB or TB")
-    if settings.push:
-        check_name(settings.push)  # before minutes of work
     path = verified_checkpoint(settings.checkpoint, "--checkpoint", cli.unfilled)
     found = trained(cli, path, run_of(path), may_be_stored=not getattr(cli.model, "adapter", None))
     with written_at_once(output) as folder:
         form, proof = write(found, settings.adapter == "merged", settings.dtype, folder, settings.max_shard_size)
         write_card(folder, found, form, proof, settings.license)
     print(f"{path}\n  -> {output}  {form}, {proof}")
-    if settings.push:
-        print(f"  -> {push(output, settings.push)}")
 
 
 class Export(WithoutTrainer):
-    """Adds seven keys to the keys of fit."""
+    """Adds six keys to the keys of fit."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
@@ -66,13 +61,8 @@ class Export(WithoutTrainer):
         add("--output", required=True, help="The folder to write; it must be new or empty.")
         add("--dtype", choices=DTYPES, default=DTYPES[0], help="Type of the weights in the folder.")
         add("--adapter", choices=["peft", "merged"], default="peft", help="peft's folder, or merged into the base.")
-        add(
-            "--max_shard_size",
-            default="50GB",
-            help="Largest file of weights, such as 5GB; the default is transformers'.",
-        )
+        add("--max_shard_size", default="50GB", help="Largest file of weights, such as 5GB; default: transformers'.")
         add("--license", default="unknown", help="Licence in the model card, as the hub names it.")
-        add("--push", metavar="NAME", help="Repository of the hub, as user/name, that the folder is uploaded to.")
 
 
 @contextmanager

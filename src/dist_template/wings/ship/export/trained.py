@@ -42,17 +42,15 @@ class Trained:
     stored: dict[str, Any] = field(default_factory=dict)
 
 
-def load_trained(name: str, project: Project, key: str = "MODEL") -> Trained:
-    """Loads what `name` names: the folder of a run, whose newest checkpoint is read; a checkpoint
-    in one; a folder of `export` or of transformers; or a name on the Hugging Face hub.
-
-    `key` is the flag or argument to name in an error.
+def load_trained(name: str, project: Project) -> Trained:
+    """Loads MODEL, an argument: the folder of a run, whose newest checkpoint is read; a checkpoint in one; a folder of
+    `export` or of transformers; or a name on the Hugging Face hub.
 
     Raises InputError if it is something else, or it cannot be loaded."""
     if is_pretrained(name):
-        return from_folder(name, key)
-    flags, checkpoint, run = of_run(name, project, key)
-    path = verified_checkpoint(checkpoint, key)
+        return from_folder(name, "MODEL")
+    flags, checkpoint, run = of_run(name, project, "MODEL")
+    path = verified_checkpoint(checkpoint, "MODEL")
     return trained(WithoutTrainer(project, flags, run=False), path, run)
 
 
