@@ -1,4 +1,4 @@
-"""`launch` in a process of its own, on hosts that are this machine or under Slurm."""
+"""`launch` in a process of its own, on hosts that are this machine, under Slurm or under Ray."""
 
 import os
 import signal

@@ -28,7 +28,7 @@ BLOCK = re.compile(
 PROJECT = tomllib.loads((SOURCE / "pyproject.toml").read_text())
 PAGE = (ROOT / "docs" / "supply_chain.md").read_text(encoding="utf-8")
 LINES = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)).splitlines()
-KERNELS = {"flash"}  # extras for GPUs, which the locks do not have
+KERNELS = {"flash", "ray"}  # extras for GPUs, and Ray, which the locks do not have
 TOOLS = ROOT / ".tools"
 
 

@@ -59,7 +59,7 @@ def dry_run(capsys: Any, folder: Path, *argv: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_torchrun_gets_sizes_and_a_limit(flags: Flags, tmp_path: Path, capsys: Any) -> None:
+def test_torchrun_and_ray_get_sizes_and_a_limit(flags: Flags, tmp_path: Path, capsys: Any) -> None:
     keys: dict[str, Any] = {"hosts": ["a", "b", "c"], "min_nodes": 2, "devices_per_node": 4}
     where = site(tmp_path, **keys, port=2345, time_limit="26:10:00")
     lines = dry_run(capsys, tmp_path, "--on=torchrun", *flags, where)
@@ -69,6 +69,9 @@ def test_torchrun_gets_sizes_and_a_limit(flags: Flags, tmp_path: Path, capsys: A
     (start,) = (line for line in lines if line.startswith("exec bash launch/torchrun.sh fit "))
     assert start.endswith(f"{sizes} --preemption.max_time=01:02:05:00")
     assert re.fullmatch(r"checkpoints: best every .* 4,225 h\), estimated", lines[0])
+    lines = dry_run(capsys, tmp_path, "--on=ray", *flags, site(tmp_path, **keys))
+    (start,) = (line for line in lines if "launch.targets.ray 12 cpu " in line)
+    assert start.endswith(sizes)
 
 
 def test_a_dry_run_prints_commands_and_no_secrets(flags: Any, tmp_path: Path, capsys: Any) -> None:
