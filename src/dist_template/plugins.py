@@ -79,9 +79,9 @@ def ask(name: str, *arguments: object) -> Any:
 
 
 @cache
-def loaded(group: str, taken: tuple[str, ...] = ()) -> dict[str, Any]:
+def loaded(group: str) -> dict[str, Any]:
     """Returns what the entry points of a group name, imported once in a process; raises InputError as `registered`."""
-    return {name: point.load() for name, point in registered(group, taken).items()}
+    return {name: point.load() for name, point in registered(group).items()}
 
 
 def _pyproject(import_name: str) -> Path | None:

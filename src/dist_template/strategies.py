@@ -1,21 +1,22 @@
 """Strategies for any Lightning Trainer; importing this file registers their names: `Trainer(strategy="fsdp2")`.
 
-All of them run on GPUs and on CPU processes. ZeroStrategy needs the package deepspeed. It attaches by entry points as
+All of them run on GPUs and on CPU processes. ZeroStrategy needs the package deepspeed. They attach by entry points as
 a strategy of another package does (docs/extend.md); `dist_template.strategies.NAME` is every class that does.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from .parallel.mesh import MeshStrategy
-from .parallel.mesh_sizes import ReplicaAxis, TensorAxis
 from .plugins import loaded
+
+if TYPE_CHECKING:
+    from .parallel.mesh import MeshStrategy
 
 __all__ = ["MeshStrategy", "ZeroStrategy"]  # noqa: F822  (by __getattr__)
 
 GROUP = "dist_template.strategies"
-CLASSES = loaded(GROUP, ("MeshStrategy",))
+CLASSES = loaded(GROUP)
 
 
 def __getattr__(name: str) -> Any:
@@ -24,20 +25,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _register(kind: type, names: dict[str, dict[str, Any]]) -> None:
-    """Adds names to Lightning's registry, with the class's arguments."""
-    for name, arguments in names.items():
-        StrategyRegistry.register(name, kind, (kind.__doc__ or "").split("\n")[0], override=True, **arguments)
-
-
-_register(
-    MeshStrategy,
-    {
-        "fsdp2": {},
-        "fsdp2_offload": {"cpu_offload": True},
-        "hsdp": {ReplicaAxis.key: 2},
-        "fsdp2_tp": {TensorAxis.key: 2},
-    },
-)
-for _kind in CLASSES.values():
-    _register(_kind, getattr(_kind, "NAMES", {}))
+for _kind in CLASSES.values():  # Lightning's registry has names with the class's arguments
+    for _name, _arguments in getattr(_kind, "NAMES", {}).items():
+        StrategyRegistry.register(_name, _kind, (_kind.__doc__ or "").split("\n")[0], override=True, **_arguments)

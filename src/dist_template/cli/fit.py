@@ -29,7 +29,6 @@ from ..compat.lightning_cli import OpenCLI, keys_of
 from ..errors import InputError, reason
 from ..model import any_module
 from ..model.optim import OptimConfig
-from ..parallel.mesh import MeshStrategy  # noqa: F401  (known to `class_path`)
 from ..plugins import ask, loaded
 from ..project import Project
 from . import limits, ranges

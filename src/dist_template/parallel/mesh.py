@@ -16,7 +16,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -33,7 +33,7 @@ from ..errors import InputError
 from ..layout import refuse_scalars
 from . import scatter
 from .mesh_ranks import MeshRanks
-from .mesh_sizes import AXES, Size
+from .mesh_sizes import AXES, ReplicaAxis, Size, TensorAxis
 from .pipeline.division import Division
 from .pipeline.partition import facts_of
 from .pipeline.run import Pipeline
@@ -71,6 +71,13 @@ class MeshStrategy(MeshRanks):
         timeout: How long a collective may wait for the other ranks.
         sizes: Of axes that a package adds to `AXES`, by their keys.
     """
+
+    NAMES: ClassVar[dict[str, dict[str, Any]]] = {  # in Lightning's registry, with arguments
+        "fsdp2": {},
+        "fsdp2_offload": {"cpu_offload": True},
+        "hsdp": {ReplicaAxis.key: 2},
+        "fsdp2_tp": {TensorAxis.key: 2},
+    }
 
     def __init__(
         self,

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from math import gcd, prod
 from typing import Any
 
-from .answers import Mesh, sharding_of
+from .answers import sharding_of
+from .answers.mesh import Mesh
 from .mesh_sizes import AXES, Size, data_parallel_size, given_size, sizes_of
 from .pipeline.stages import stages_per_rank
 

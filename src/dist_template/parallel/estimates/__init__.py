@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...plugins import loaded
-from ..answers import Mesh, sharding_of
+from ..answers import sharding_of
 from ..configured import ARGS
-from .mesh import MeshEstimate
 from .plain import FILES, Estimate
 
 __all__ = ["Estimate", "estimate_of"]
@@ -19,8 +18,6 @@ def estimate_of(strategy: Any, changes: Mapping[str, Any] | None = None) -> Esti
     """Returns the estimate of `trainer.strategy`, which `sharding_of` accepts too, with the `changes` of a `Saving`:
     keys with new values, of which those of other sections have no effect."""
     sharding = sharding_of(_changed(strategy, changes or {}))
-    if isinstance(sharding, Mesh):
-        return MeshEstimate.of(sharding.arguments)
     if kind := loaded(GROUP).get(sharding.name):
         return kind.of(sharding.arguments)
     return Estimate(sharding.arguments, sharding.name, sharding.bases)
