@@ -4,8 +4,6 @@ A format's `read` returns a `Stored` for each tensor with a dimension, or a memo
 same interface: `shape`, `dtype`, and an index of slices. That is the interface of safetensors' slices too, from which
 transformers reads a rank's shard."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import mmap

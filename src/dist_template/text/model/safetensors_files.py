@@ -3,8 +3,6 @@
 `save_pretrained` needs all weights in memory, and a copy of a file's bytes. Here the files' headers are written first,
 from shapes on the meta device, and then each tensor at its offset."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict
