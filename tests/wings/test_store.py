@@ -16,9 +16,8 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dist_template.wings.diagnose import History
-from dist_template.wings.store.hooks import copy_run
+from dist_template.wings.store.hooks import copy_run, store_refuses
 from dist_template.wings.store.remote import Remote, StoreError
-from dist_template.wings.store.rule import store_refuses
 from tests.support.library import manifest, read_full
 from tests.support.runs import StopAfter, logged, newest, only_run, refused, run
 from tests.support.stores import Saving

@@ -7,12 +7,15 @@ import os
 import re
 import time
 from argparse import Namespace
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 from ...cluster.launch import Variable
 from ...errors import InputError
 from ...observe.history.run import RunFile
+from ..diagnose.finding import Cause, Finding
+from ..history import History
 from .remote import CHECKPOINTS, MANIFEST, UPLOADS, Remote, StoreError, retried
 
 CHECKPOINT = re.compile(r"(best-)?step\d{8,}\.ckpt")
@@ -124,3 +127,12 @@ def time_of(manifest: bytes) -> float:
         return float(json.loads(manifest)["time"])
     except (ValueError, LookupError, TypeError):
         return 0.0
+
+
+def store_refuses(history: History) -> Iterator[Finding]:
+    """Rule of diagnosis: the store refuses checkpoints."""
+    failed = history.metrics["health/store_failed"]
+    if len(failed) and failed.last:
+        evidence = f"The last {failed.last:.0f} uploads to {history.key('run.store')} failed; the log has the reasons."
+        cause = Cause("The store refuses or does not answer: credentials expired, a quota is used up, no network.")
+        yield Finding("store_refuses", "error", "certain", "checkpoints are not in the store", evidence, [cause])
