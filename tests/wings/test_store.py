@@ -63,11 +63,11 @@ def stored() -> list[str]:
 
 def test_the_manifest_is_written_last_and_deleted_first(faulty: Any, tmp_path: Path) -> None:
     one = Saving(ADDRESS, tmp_path / "one")
-    one.callback.keep = 1
     one.save(1)
     names = ("0", "manifest.json", "meta.pt")
     assert stored() == [*(f"checkpoints/step00000001.ckpt/{n}" for n in names), "metrics.jsonl"]
     assert [name for name in faulty.calls if name.startswith("put")][-1] == "put manifest.json"
+    shutil.rmtree(one.folder / "checkpoints" / manifest.name(1))
     one.save(2)
     assert faulty.calls[-2:] == ["rm manifest.json", "rm step00000001.ckpt"]
     assert len(stored()) == 4

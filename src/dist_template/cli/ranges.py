@@ -21,7 +21,7 @@ RULES = (  # what is allowed, least, most, keys
         trainer.check_val_every_n_epoch lr_scheduler.step_size lr_scheduler.T_max
         lr_scheduler.total_iters lr_scheduler.step_size_up lr_scheduler.step_size_down
         trainer.logger.flush_secs cluster.min_nodes cluster.save_s numerics.patience
-        last_checkpoint.every_n_steps last_checkpoint.keep store.keep"""),
+        last_checkpoint.every_n_steps last_checkpoint.keep"""),
     ("0 or more", 0, FINITE, """trainer.gradient_clip_val trainer.reload_dataloaders_every_n_epochs
         model.optim.weight_decay model.optim.warmup model.optim.plateau_patience
         model.balance.bias_update_speed model.balance.aux_loss_coef model.balance.sequence_loss_coef

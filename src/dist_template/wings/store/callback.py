@@ -33,15 +33,14 @@ class Store(Callback):
 
     Args:
         address: Folder of the runs in the store; `run.store` sets it. null: off.
-        keep: How many of the newest checkpoints to keep in the store, at least 1. Best ones are kept as on the disk.
         every_s: Seconds between two uploads of the run's files, at log steps.
         folder: The run's folder.
     """
 
     timeout_s = 600.0  # for which the upload of a checkpoint is tried again
 
-    def __init__(self, address: str | None = None, keep: int = 2, every_s: float = 60.0, folder: str = "{run}") -> None:
-        self.address, self.keep, self.every_s, self.folder = address, keep, every_s, Path(folder)
+    def __init__(self, address: str | None = None, every_s: float = 60.0, folder: str = "{run}") -> None:
+        self.address, self.every_s, self.folder = address, every_s, Path(folder)
         self.behind, self.failed, self.waited_s = 0, 0, 0.0  # checkpoints; failures in a row; seconds in all
         self._checkpoints: Remote | None = None
         self._group: dist.ProcessGroup | None = None
@@ -63,13 +62,13 @@ class Store(Callback):
 
     # ---- checkpoints -------------------------------------------------------------------------
 
-    def on_commit(self, path: Path, manifest: str, own: dict[str, list[int]]) -> None:
+    def on_commit(self, path: Path, own: dict[str, list[int]]) -> None:
         """Starts the upload of a checkpoint, in which this rank has hashed the files `own`, after the upload before; on
         every rank, in the thread that saves."""
         if self._checkpoints is not None:
             self._settle()
             self.behind += 1
-            upload = partial(self._upload, self._checkpoints / path.name, path, manifest, [*own])
+            upload = partial(self._upload, self._checkpoints / path.name, path, [*own])
             self._jobs["checkpoint"] = self._threads.submit(self._try, path.name, upload)
 
     def _settle(self) -> None:
@@ -91,13 +90,13 @@ class Store(Callback):
             self.failed += 1
             self._report(f"{what} is not in the store: {reason(error)}; training continues")
 
-    def _upload(self, remote: Remote, path: Path, manifest: str, files: list[str]) -> None:
+    def _upload(self, remote: Remote, path: Path, files: list[str]) -> None:
         """Uploads this rank's files, then rank 0 the manifest. Collective; raises StoreError on all ranks."""
         rank, until = self._trainer.global_rank, time.monotonic() + self.timeout_s
         phases: list[list[Callable[[], None]]] = [[], [partial((remote / file).put, path / file) for file in files], []]
         if rank == 0:
             phases[0] = [partial(remove, remote)]  # what training has replaced, or a killed upload has left
-            phases[2] = [UPLOADS[self.folder], partial((remote / MANIFEST).write, manifest.encode())]
+            phases[2] = [UPLOADS[self.folder], partial((remote / MANIFEST).put, path / MANIFEST)]
             phases[2].append(partial(self._retain, path))
         for calls in phases:
             why = ""
@@ -111,17 +110,10 @@ class Store(Callback):
         self.behind = self.failed = 0
 
     def _retain(self, newest: Path) -> None:
-        """Deletes older checkpoints, later steps if training went back, and `best-` ones that the disk has no more."""
+        """Deletes checkpoints that the disk has no more, and what killed uploads have left."""
         assert self._checkpoints is not None
-        kept: list[str] = []
-        for name in reversed(self._checkpoints.names()):
-            is_kept = name[:4] != newest.name[:4]  # best, and steps
-            if not is_kept and name.startswith("best"):
-                is_kept = (newest.parent / name).exists()
-            elif not is_kept and name <= newest.name and len(kept) < self.keep:
-                is_kept = (self._checkpoints / name / MANIFEST).read() != b""
-                kept += [name] * is_kept
-            if not is_kept:
+        for name in self._checkpoints.names():
+            if name[:4] == newest.name[:4] and not (newest.parent / name).exists():  # best, or step
                 remove(self._checkpoints / name)
 
     # ---- the run's files, and the end ----------------------------------------------------------
