@@ -68,7 +68,7 @@ class Saving:
 
         commit.write_into(path, entries, write, trainer=self.trainer)
         if settles:
-            self.callback.on_train_end(self.trainer, self.trainer)
+            self.callback.settle()
 
 
 class Nodes:
