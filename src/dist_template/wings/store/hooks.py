@@ -47,9 +47,7 @@ def fetch(address: str, files: list[str], folder: Path) -> str | None:
     """Downloads the files of a checkpoint into its folder; returns why it could not, or None."""
     for file in files:
         try:
-            remote = Remote(address) / file
-            remote.until = time.monotonic() + FETCH_S
-            remote.get(folder / file)
+            (Remote(address, until=time.monotonic() + FETCH_S) / file).get(folder / file)
         except InputError as error:
             return f"its {file} cannot be fetched: {error}"
     return None
@@ -80,10 +78,10 @@ def local_copy(given: str | Path, key: str = "RUN") -> str:
 
 def copy_run(run: Remote, folder: Path, has_files: bool, last: Path, best: Path) -> None:
     """Copies manifests that are newer than those here, or missing here, and files that are missing or shorter here."""
-    for path, content in manifests(run).items():
+    for path, written in checkpoints(run).items():
         name = path.split("/")[-2]
         file = (best if name.startswith("best") else last) / name / MANIFEST
-        if not file.exists() or time_of(file.read_bytes()) <= time_of(content):
+        if not file.exists() or time_of(file.read_bytes()) <= written:
             (run / path).get(file)
     for path, size in run.sizes().items() if has_files else ():
         file = folder / path
@@ -93,13 +91,13 @@ def copy_run(run: Remote, folder: Path, has_files: bool, last: Path, best: Path)
 
 def newest_run(runs: Remote) -> str:
     """Returns the run with the newest checkpoint; "" if there is none."""
-    times = {path: time_of(content) for path, content in manifests(runs).items()}
-    return max(times, key=times.__getitem__, default="").partition("/")[0]
+    written = checkpoints(runs)
+    return max(written, key=written.__getitem__, default="").partition("/")[0]
 
 
-def manifests(folder: Remote) -> dict[str, bytes]:
-    """Returns the manifests of the complete checkpoints below a folder, by their paths in it."""
-    return {path: (folder / path).read() for path in folder.sizes() if path.endswith(f".ckpt/{MANIFEST}")}
+def checkpoints(folder: Remote) -> dict[str, float]:
+    """Returns when the complete checkpoints below a folder were written, by the paths of their manifests in it."""
+    return {path: time_of((folder / path).read()) for path in folder.sizes() if path.endswith(f".ckpt/{MANIFEST}")}
 
 
 def time_of(manifest: bytes) -> float:

@@ -29,15 +29,13 @@ class Remote:
     Raises InputError, without credentials, if the `address`, which was given as `key`, is not valid, and if the store
     refuses a request, which is repeated, after longer and longer waits, until the time.monotonic() `until`."""
 
-    until = 0.0
-
-    def __init__(self, address: str, key: str = "run.store") -> None:
+    def __init__(self, address: str, key: str = "run.store", until: float = 0.0) -> None:
         if not re.fullmatch(r"\w+://[^@?#]+", address):  # the value is not shown, as it may have a password
             raise InputError(
                 f"{key} is not an address without user, password and query: give one such as s3://bucket/prefix, and"
                 " credentials in the environment, such as AWS_ACCESS_KEY_ID, or in the provider's own file"
             )
-        self.address, protocol = address.rstrip("/"), address.partition("://")[0]
+        self.address, self.until, protocol = address.rstrip("/"), until, address.partition("://")[0]
         if protocol == "s3":
             require("s3fs", f"{key} {address!r}")
         options = {"auto_mkdir": True} if protocol == "file" else {}
