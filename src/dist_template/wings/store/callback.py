@@ -122,6 +122,7 @@ class Store(Callback):
             self.settle()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.settle()
         if self._run is not None:
             self._thread.shutdown()
         if self._group is not None and dist.is_initialized():

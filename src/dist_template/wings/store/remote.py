@@ -35,7 +35,8 @@ class Remote:
                 f"{key} is not an address without user, password and query: give one such as s3://bucket/prefix, and"
                 " credentials in the environment, such as AWS_ACCESS_KEY_ID, or in the provider's own file"
             )
-        self.address, self.until, protocol = address.rstrip("/"), until, address.partition("://")[0]
+        self.address, self.key, self.until = address.rstrip("/"), key, until
+        protocol = address.partition("://")[0]
         if protocol == "s3":
             require("s3fs", f"{key} {address!r}")
         options = {"auto_mkdir": True} if protocol == "file" else {}
@@ -106,7 +107,7 @@ class Remote:
                     return missing
                 if is_missing or time.monotonic() + wait_s > self.until:
                     cure = "check the address, and what the credentials permit"
-                    raise InputError(f"{self.address} cannot be used: {cause(error)}; {cure}") from None
+                    raise InputError(f"{self.key} {self.address!r} cannot be used: {cause(error)}; {cure}") from None
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, 60.0)
 
