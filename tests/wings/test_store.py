@@ -121,9 +121,10 @@ def test_the_next_checkpoint_waits_for_a_slow_store(
 
 
 WRONG = {
-    "s3://user:the-password@bucket/x": "is not an address without user, password and query",
-    "s3://bucket/x?sig=the-password": "is not an address without user, password and query",
-    "bucket/prefix": "give one such as s3://bucket/prefix",
+    "s3://user:the-password@bucket/x": "is not an address without user, password",
+    "s3://bucket/x?sig=the-password": "is not an address without user, password",
+    "bucket/prefix": "give s3://bucket/prefix",
+    "s3://bucket/../x": "and '..': give s3://bucket/prefix",
     "nowhere://bucket/x": "cannot be used: ValueError: Protocol not known",
 }
 

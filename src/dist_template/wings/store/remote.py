@@ -30,9 +30,9 @@ class Remote:
     refuses a request, which is repeated, after longer and longer waits, until the time.monotonic() `until`."""
 
     def __init__(self, address: str, key: str = "run.store", until: float = 0.0) -> None:
-        if not re.fullmatch(r"\w+://[^@?#]+", address):  # the value is not shown, as it may have a password
+        if not re.fullmatch(r"\w+://(?!.*\.\.)[^@?#]+", address):  # the value is not shown, as it may have a password
             raise InputError(
-                f"{key} is not an address without user, password and query: give one such as s3://bucket/prefix, and"
+                f"{key} is not an address without user, password, query and '..': give s3://bucket/prefix, and"
                 " credentials in the environment, such as AWS_ACCESS_KEY_ID, or in the provider's own file"
             )
         self.address, self.key, self.until = address.rstrip("/"), key, until
