@@ -38,19 +38,17 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     files = s3fs.S3FileSystem(use_listings_cache=False)
     files.mkdir("bucket")
     yield files
-    s3fs.S3FileSystem.clear_instance_cache()
     server.stop()
 
 
 class Saving:
     """A rank of a run that saves and uploads as a training, without a training."""
 
-    def __init__(self, address: str, folder: Path, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(self, address: str, folder: Path, rank: int = 0) -> None:
         self.folder, self.rank, self.callback = folder, rank, Store(address, folder=str(folder))
         self.callback.timeout_s = 0.0
-        self.trainer: Any = SimpleNamespace(default_root_dir="", fast_dev_run=False)
-        vars(self.trainer).update(is_global_zero=rank == 0, global_rank=rank, world_size=ranks)
-        self.trainer.callbacks = [self.callback]
+        self.trainer: Any = SimpleNamespace(fast_dev_run=False, callbacks=[self.callback])
+        vars(self.trainer).update(is_global_zero=rank == 0, global_rank=rank)
         folder.mkdir(parents=True, exist_ok=True)
         self.callback.setup(self.trainer, self.trainer, "fit")
 
@@ -68,7 +66,7 @@ class Saving:
 
         commit.write_into(path, entries, write, trainer=self.trainer)
         if settles:
-            self.callback.on_train_end(self.trainer, self.trainer)
+            self.callback.settle()
 
 
 class Nodes:

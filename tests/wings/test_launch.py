@@ -68,7 +68,7 @@ def test_torchrun_and_ray_get_sizes_and_a_limit(flags: Flags, tmp_path: Path, ca
     sizes = "--trainer.devices=4 --trainer.num_nodes=3"
     (start,) = (line for line in lines if line.startswith("exec bash launch/torchrun.sh fit "))
     assert start.endswith(f"{sizes} --preemption.max_time=01:02:05:00")
-    assert re.fullmatch(r"checkpoints: best every .* 4,225 h\), estimated", lines[0])
+    assert re.fullmatch(r"checkpoints: best every .* 4,225\.0 h\), estimated", lines[0])
     lines = dry_run(capsys, tmp_path, "--on=ray", *flags, site(tmp_path, **keys))
     (start,) = (line for line in lines if "launch.targets.ray 12 cpu " in line)
     assert start.endswith(sizes)

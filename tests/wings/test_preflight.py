@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from dist_template.cluster.watchdog import WATCHDOG
 from dist_template.errors import Ended, Exit
 from dist_template.wings.diagnose import read_run
 from dist_template.wings.diagnose.engine import diagnose
-from dist_template.wings.preflight import interval, measure
+from dist_template.wings.preflight import callback, interval
 from dist_template.wings.preflight.callback import Preflight
 from tests.support.histories import a_run
 from tests.support.runs import Workers, run
@@ -38,7 +37,7 @@ def test_a_slow_machine_is_named_or_refused(
     ranks = [{"rank": rank, "host": f"node{rank // 2}", **EQUAL} for rank in range(4)]
     for each in ranks if "world" in change else ranks[3:]:
         each |= change
-    monkeypatch.setattr(measure, "measure", lambda *_: ranks)
+    monkeypatch.setattr(callback, "measure", lambda *_: ranks)
     trainer: Any = SimpleNamespace(num_nodes=2, fast_dev_run=False, is_global_zero=True)
     trainer.strategy = SimpleNamespace(root_device=torch.device("cpu"))
     Preflight(folder=str(tmp_path)).setup(trainer, Any, "fit")
@@ -55,11 +54,11 @@ def test_a_slow_machine_is_named_or_refused(
 def test_a_measurement_draws_nothing_is_progress_and_may_fail(monkeypatch: Any) -> None:
     alive, state = list[int](), torch.random.get_rng_state()
     monkeypatch.setattr(WATCHDOG, "keep_alive", lambda: alive.append(1))
-    (found,) = measure.measure(torch.device("cpu"), 1)
+    (found,) = callback.measure(torch.device("cpu"), 1)
     assert found["matmul"] > 0 and found["copy"] > 0 and len(alive) >= 8
     assert torch.equal(state, torch.random.get_rng_state())
     monkeypatch.setattr(torch, "mm", lambda *_: 1 / 0)
-    assert "division" in measure.measure(torch.device("cpu"), 1)[0]["error"]
+    assert "division" in callback.measure(torch.device("cpu"), 1)[0]["error"]
 
 
 def two_nodes() -> None:
@@ -80,8 +79,8 @@ def test_training_is_the_same_and_the_slow_rank_is_named(flags: list[str], tmp_p
     off = Workers(4).run(argv, tmp_path / "off", prelude=two_nodes).check()
     assert on.loss == off.loss and on.random(3) == off.random(3)
     found = json.loads((on.run / "preflight.json").read_text())
-    assert all({"node", "pair", "world"} < each.keys() for each in found["ranks"])
-    assert re.search(r"rank [\d, ]*3 on .*: matrix products at", on.log())
+    assert ["node" in each for each in found["ranks"]] == [True, False, True, False]
+    assert found["ranks"][0]["world"] > 0 and "rank 3 on" in on.log()
     assert any(each.rule == "slow_machine" for each in diagnose(read_run(on.run)))
     assert not (off.run / "preflight.json").exists()
 
@@ -96,8 +95,6 @@ def test_no_other_interval_loses_less(save_s: float, mtbf_h: float) -> None:
 def test_a_finished_run_is_compared_with_the_best_interval() -> None:
     assert interval.DEVICE_MTBF_H == pytest.approx(54 * 24 * 16_384 / 419, rel=0.01)
     history = a_run(config={"preflight.device_mtbf_h": 80.0})  # 8 devices, steps of 0.5 s
-    found = interval.of_run(
-        history
-    )  # ten saves of 2 s; Young: the root of 2 x 2 s x 10 h, less 2 s
+    found = interval.of_run(history)  # saves of 2 s; Young: the root of 2 x 2 s x 10 h, less 2 s
     assert found and found.best_s == pytest.approx(378, rel=0.01)
     assert interval.compared(history).startswith("every 1,000 steps, 8.3 min: 1.1 % lost; best")

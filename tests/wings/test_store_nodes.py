@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import random
-import subprocess
 from datetime import timedelta
 from pathlib import Path
 from signal import SIGKILL
@@ -27,23 +25,19 @@ from tests.support.stores import Nodes, Saving, can_mount, empty
 from tests.support.strategies import flags_of
 
 KILLS = int(os.environ.get("KILLS", "20"))
-NEW_NAMESPACE = 0x20000  # CLONE_NEWNS
 LIMIT = timedelta(seconds=20)
 
-pytestmark = pytest.mark.skipif(not can_mount(), reason="mount namespaces need root")
 
-
-def train(rank: int, folder: Path, store: str, durable: int, hurt: int, at: int) -> None:
-    """A node of one rank with its own disk at `folder`: resumes, and saves three steps; the rank
-    `hurt` is killed before the operation `at` from the second one on."""
-    ctypes.CDLL(None).unshare(NEW_NAMESPACE)
-    for words in ("--make-rprivate /", f"--bind {folder}-{rank} {folder}"):
-        subprocess.run(["mount", *words.split()], check=True)
+def train(rank: int, disk: Path, store: str, durable: int, hurt: int, at: int) -> None:
+    """A node of one rank with its own `disk`, where both have the same path: resumes, and saves
+    three steps; the rank `hurt` is killed before the operation `at` from the second one on."""
+    os.chdir(disk)
     os.environ["RANK"] = f"{rank}"
     meeting = dist.FileStore(f"{store.removeprefix('file://')}-{os.environ['TRIAL']}", 2)
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=2, timeout=LIMIT)
-    saving, checkpoints, step = Saving(store, folder, rank, 2), folder / "checkpoints", 0
-    copy_run(Remote(store) / folder.name, folder, rank == 0, checkpoints, checkpoints)
+    folder, step = Path("one"), 0
+    saving, checkpoints = Saving(store, folder, rank), folder / "checkpoints"
+    copy_run(Remote(store) / "one", folder, rank == 0, checkpoints, checkpoints)
     if all(weights.from_all_ranks(bool(manifest.found(checkpoints)))):
         path = manifest.agreed(checkpoints)
         step = manifest.step_of(path)
@@ -60,17 +54,16 @@ def train(rank: int, folder: Path, store: str, durable: int, hurt: int, at: int)
 def test_a_kill_at_any_point_and_lost_disks_cost_no_step_that_the_store_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, store, chance = tmp_path / "one", tmp_path / "store", random.Random(0)
-    disks, fork = [tmp_path / f"one-{rank}" for rank in (0, 1)], multiprocessing.get_context("fork")
-    killed = durable = 0
-    for path in (folder, store, *disks):
+    store, disks, chance = tmp_path / "store", [tmp_path / "0", tmp_path / "1"], random.Random(0)
+    fork, killed, durable = multiprocessing.get_context("fork"), 0, 0
+    for path in (store, *disks):
         path.mkdir()
     for trial in range(20):
         monkeypatch.setenv("TRIAL", f"{trial}")
         found = store.glob("one/checkpoints/*/manifest.json")
         durable = max((manifest.step_of(path.parent) for path in found), default=0)
         hurt, at = chance.randrange(2), chance.randint(1, 40)
-        args = [(rank, folder, f"file://{store}", durable, hurt, at) for rank in (0, 1)]
+        args = [(rank, disks[rank], f"file://{store}", durable, hurt, at) for rank in (0, 1)]
         processes = [fork.Process(target=train, args=each) for each in args]
         for process in processes:
             process.start()
@@ -85,6 +78,7 @@ def test_a_kill_at_any_point_and_lost_disks_cost_no_step_that_the_store_has(
 
 @pytest.mark.slow
 @pytest.mark.nightly  # minutes, as every launcher takes its time
+@pytest.mark.skipif(not can_mount(), reason="mount namespaces need root")
 def test_a_training_loses_ranks_nodes_and_disks(s3: Any, flags: list[str], tmp_path: Path) -> None:
     """`KILLS=50 pytest …` for more. Every second one kills a rank; the others kill both nodes, and
     empty one disk or both."""

@@ -62,7 +62,7 @@ def write_into(
     path: Path, entries: Entries, write: Callable[[Path], object], group: Group = None, trainer: Any = None
 ) -> None:
     """Commits what all ranks `write` into a temporary folder as `path`, then calls `on_commit` of callbacks with the
-    path, the text of its manifest and the files that this rank has hashed. Collective in `group`."""
+    path and the files that this rank has hashed. Collective in `group`."""
     ranks = [*range(weights.world_size(group))]
     if STORE in entries:  # each node may have a disk of its own
         ranks = weights.peers(path.parent, group)
@@ -70,10 +70,10 @@ def write_into(
             _LED.add(path.parent)
     temporary = begin(path, group, ranks)
     failure = disk_error(lambda: write(temporary))
-    committed = finish(path, entries, failure, group, ranks)
+    hashed = finish(path, entries, failure, group, ranks)
     for callback in getattr(trainer, "callbacks", ()):
         if hasattr(callback, "on_commit"):
-            callback.on_commit(path, *committed)
+            callback.on_commit(path, hashed)
 
 
 _LED: set[Path] = set()  # folders, on a node's own disk or on a shared one, in which this rank is the first
@@ -115,14 +115,12 @@ def begin(path: Path, group: Group = None, ranks: Sequence[int] = (0,)) -> Path:
     return temporary
 
 
-def finish(
-    path: Path, entries: Entries, failure: str | None, group: Group = None, ranks: Sequence[int] = ()
-) -> tuple[str, Files]:
+def finish(path: Path, entries: Entries, failure: str | None, group: Group = None, ranks: Sequence[int] = ()) -> Files:
     """Hashes the files in the temporary folder of `path`, and renames it. Collective in `group`.
 
     Each rank flushes and hashes a part of the files. `entries` are the manifest's, other than the
     files; `failure` is why this rank could not write its files, as `disk_error` returns it; `ranks`
-    see the same folder (none: all ranks). Returns the manifest's text, and the files that this rank has hashed.
+    see the same folder (none: all ranks). Returns the files that this rank has hashed.
 
     Raises:
         SaveError: on all ranks, if a disk refused a write of one; the temporary folder is deleted.
@@ -150,7 +148,7 @@ def finish(
     if weights.rank(group) == ranks[0]:
         failure = disk_error(lambda: _commit(temporary, path, text))
     _to_rank_zero(temporary, failure, None, group)
-    return text, hashes
+    return hashes
 
 
 def disk_error(write: Callable[[], object]) -> str | None:

@@ -1,24 +1,39 @@
-"""Measures all ranks before the first step, and names those that are slower than the others."""
+"""Measures all ranks before the first step, and names those that are slower than the others.
+
+No value is drawn from a global generator, and no process group remains: training is the same with and without.
+"""
 
 import json
+import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
+from torch import Tensor
 
 from ...callbacks.console import only_shows
-from ...errors import Ended, Exit
+from ...cluster.watchdog import WATCHDOG
+from ...errors import Ended, Exit, reason
 from ...records import write_atomically
+from ...weights import from_all_ranks
 from .compare import FIGURES, FILE, slow
 from .interval import DEVICE_MTBF_H, DISK_GB_S
+
+# Width and type of the matrices, elements of the messages in fp32, seconds of matrix products.
+CPU = (256, torch.float32, 2**20, 0.1)
+DEVICE = (8192, torch.bfloat16, 2**28, 2.0)
 
 
 @dataclass(eq=False)
 class Preflight(Callback):
-    """Multiplies matrices, copies memory and joins all-reduces on every rank, for ten seconds at most, and compares.
+    """Multiplies matrices, copies memory and joins all-reduces on every rank, for some seconds, and compares.
 
     Args:
         enabled: null: on several nodes.
@@ -41,22 +56,75 @@ class Preflight(Callback):
         is_on = trainer.num_nodes > 1 if self.enabled is None else self.enabled
         if stage != "fit" or not is_on or trainer.fast_dev_run:
             return
-        from .measure import measure
-
-        begun = time.time()
-        ranks = measure(trainer.strategy.root_device, trainer.num_nodes)
-        if trainer.strategy.root_device.type != "cpu":
+        begun, device = time.time(), trainer.strategy.root_device
+        ranks = measure(device, trainer.num_nodes)
+        if device.type != "cpu":
             torch.accelerator.empty_cache()  # for the weights
         found = slow(ranks, self.least_share, trainer.num_nodes)
         if trainer.is_global_zero:
             record = {"time": begun, "seconds": time.time() - begun, "slow": found, "ranks": ranks}
             (folder := Path(self.folder)).mkdir(parents=True, exist_ok=True)
             write_atomically(folder / FILE, json.dumps(record, indent=1))
-            known = [name for name in FIGURES if name in ranks[0]]
-            figures = ", ".join(f"{name} {ranks[0][name]:.3g} {FIGURES[name][0]}" for name in known)
-            lines = [f"preflight         {len(ranks)} ranks in {record['seconds']:.1f} s; rank 0: {figures}"]
-            print("\n".join([*lines, *map("preflight: {}".format, found)]), flush=True)
+            known = [f"{name} {ranks[0][name]:.3g} {unit}" for name, (unit, _) in FIGURES.items() if name in ranks[0]]
+            print(f"preflight         {len(ranks)} ranks in {record['seconds']:.1f} s; rank 0: {', '.join(known)}")
+            for sentence in found:
+                print(f"preflight: {sentence}", flush=True)
         if found and self.refuse:
-            raise Ended(
-                Exit.MISMATCH, f"preflight: {'; '.join(found)} (exclude the node, or set preflight.refuse false)"
-            )
+            cure = "exclude the node, or set preflight.refuse false"
+            raise Ended(Exit.MISMATCH, f"preflight: {'; '.join(found)} ({cure})")
+
+
+def measure(device: torch.device, num_nodes: int) -> list[dict[str, Any]]:
+    """Returns host, device, figures and perhaps an error of every rank. Collective."""
+    width, dtype, elements, limit_s = CPU if device.type == "cpu" else DEVICE
+    own: dict[str, Any] = {"host": platform.node(), "device": device.type}
+    buffer = torch.empty(0)
+    try:
+        if device.type == "cuda":
+            own["device"] = torch.cuda.get_device_name(device)
+        buffer = torch.zeros(elements, device=device)
+        half, other = buffer.chunk(2)
+        # zeros would need less power than training does
+        matrix = torch.randn(width, width, device=device, generator=torch.Generator(device).manual_seed(0)).to(dtype)
+        own["matmul"] = 2 * width**3 / 1e12 / _seconds(lambda: torch.mm(matrix, matrix), device, limit_s)
+        own["copy"] = buffer.nbytes / 1e9 / _seconds(lambda: half.copy_(other), device, limit_s / 4)
+    except Exception as error:  # memory that another process uses, a kernel that the device lacks
+        own["error"] = reason(error)
+    if not any("error" in each for each in from_all_ranks(own)):
+        own |= _all_reduces(buffer, num_nodes)
+    return [{"rank": rank, **each} for rank, each in enumerate(from_all_ranks(own))]
+
+
+def _all_reduces(buffer: Tensor, num_nodes: int) -> dict[str, float]:
+    """Returns the bus bandwidths of all-reduces, in GB/s, as nccl-tests computes them: within a node on its first rank,
+    of all ranks on rank 0. Collective."""
+    found, world = dict[str, float](), dist.get_world_size() if dist.is_initialized() else 1
+    for size, figure in {world // num_nodes: "node", world: "world"}.items():
+        if size == 1:
+            continue
+        first, group = dist.get_rank() // size * size, None
+        if size < world:
+            # The node's ranks alone create a group, whose name in the store is a hash of their order: descending ranks
+            # are not those of a group that training creates.
+            ranks = [*reversed(range(first, first + size))]
+            group = dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False)
+        took_s = _seconds(partial(dist.all_reduce, buffer, group=group), buffer.device)
+        if dist.get_rank() == first:
+            found[figure] = 2 * (1 - 1 / size) * buffer.nbytes / 1e9 / took_s
+        if group is not None:
+            dist.destroy_process_group(group)
+    return found
+
+
+def _seconds(work: Callable[[], object], device: torch.device, limit_s: float = 0.0) -> float:
+    """Returns the median of the second half of at least six calls: the first call of a collective connects, and clocks
+    rise, or fall by heat."""
+    took, end = list[float](), time.perf_counter() + limit_s
+    while len(took) < 6 or time.perf_counter() < end:
+        begun = time.perf_counter()
+        work()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        WATCHDOG.keep_alive()
+        took.append(time.perf_counter() - begun)
+    return median(took[len(took) // 2 :])

@@ -42,10 +42,10 @@ class Interval:
 
     def at(self, every_s: float) -> str:
         steps = f"{max(1, round(every_s / self.step_s)):,} steps, " if self.step_s else ""
-        return f"every {steps}{_short(every_s / 60)} min: {_short(100 * self.lost(every_s))} % lost"
+        return f"every {steps}{every_s / 60:,.1f} min: {100 * self.lost(every_s):.1f} % lost"
 
     def __str__(self) -> str:
-        known = f"a save of {_short(self.save_s)} s, a failure every {_short(self.mtbf_s / 3600)} h"
+        known = f"a save of {self.save_s:.1f} s, a failure every {self.mtbf_s / 3600:,.1f} h"
         return f"best {self.at(self.best_s)} ({known})"
 
 
@@ -81,16 +81,7 @@ def of_run(history: History, world_size: int = 0) -> Interval | None:
 
 
 def compared(history: History) -> str:
-    """Returns the interval that a run has used, the best one, and the hours between them; "" without saves."""
+    """Returns the interval that a run has used, and the best one; "" without saves."""
     if not (found := of_run(history)):
         return ""
-    used_s, hours = history.key("last_checkpoint.every_n_steps") * found.step_s, sum(history.goodput.values()) / 3600
-    more_h = hours * (found.lost(used_s) - found.lost(found.best_s))
-    took_h = (history.goodput["checkpoint"] + history.goodput.get("lost", 0.0)) / 3600
-    return (
-        f"{found.at(used_s)}; {found}: {more_h:.2g} h; {took_h:.2g} of {hours:.2g} h went to saves and repeated steps"
-    )
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
+    return f"{found.at(history.key('last_checkpoint.every_n_steps') * found.step_s)}; {found}"

@@ -1,25 +1,26 @@
 """Uploads committed checkpoints and a run's files to `run.store`, in the background of training."""
 
-import concurrent.futures
 import re
-import threading
+import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning as L
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
-from ... import weights
 from ...callbacks.console import console_of
 from ...cluster.watchdog import WATCHDOG
-from ...errors import Ended, reason
+from ...errors import Ended, InputError, reason
 from ...model.any_module import metrics_of
-from .remote import CHECKPOINTS, MANIFEST, UPLOADS, Remote, StoreError, retried
+from ...weights import from_all_ranks
+from .remote import CHECKPOINTS, MANIFEST, UPLOADS, Remote
 
 MOST = 64 * 2**20  # bytes of a file of a run; larger ones are not uploaded
 SKIPPED = re.compile(r"(.*/)?(\..*|lock\.json|wandb/.*|[^/]*\.ckpt/.*)")
@@ -28,7 +29,7 @@ SKIPPED = re.compile(r"(.*/)?(\..*|lock\.json|wandb/.*|[^/]*\.ckpt/.*)")
 class Store(Callback):
     """Uploads each committed checkpoint and the run's files to `run.store`, in the background.
 
-    Every rank uploads the files that it has hashed; rank 0 writes the manifest when all are in the store. The next
+    Every rank uploads the files that it has hashed; rank 0 uploads the manifest when all are in the store. The next
     checkpoint waits for the upload of the one before. If the store fails, training continues.
 
     Args:
@@ -43,46 +44,44 @@ class Store(Callback):
     def __init__(self, address: str | None = None, keep: int = 2, every_s: float = 60.0, folder: str = "{run}") -> None:
         self.address, self.keep, self.every_s, self.folder = address, keep, every_s, Path(folder)
         self.behind, self.failed, self.waited_s = 0, 0, 0.0  # checkpoints; failures in a row; seconds in all
-        self._checkpoints: Remote | None = None
+        self._run: Remote | None = None
         self._group: dist.ProcessGroup | None = None
-        self._jobs: dict[str, concurrent.futures.Future[None]] = {}
+        self._upload: Future[None] | None = None  # of the last checkpoint
         self._last = 0.0  # time of the last upload of the run's files
 
     def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
         if not self.address or stage != "fit" or trainer.fast_dev_run:
             return
-        self.folder = Path(str(self.folder).replace("{run}", trainer.default_root_dir))
-        run, self._trainer = Remote(self.address) / self.folder.name, trainer
-        self._checkpoints = run / CHECKPOINTS
-        self.checkpoint_store = self._checkpoints.address  # an entry of the manifests
-        self._threads = concurrent.futures.ThreadPoolExecutor(2, "store")
+        run = self._run = Remote(self.address) / self.folder.name
+        self.checkpoint_store = f"{run.address}/{CHECKPOINTS}"  # an entry of the manifests
+        self._trainer, self._thread = trainer, ThreadPoolExecutor(1, "store")
         if trainer.is_global_zero:
-            UPLOADS[self.folder] = partial(upload_files, run, self.folder, {}, threading.Lock())
+            UPLOADS[self.folder] = partial(upload_files, run, self.folder, {})
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s + 600))
 
     # ---- checkpoints -------------------------------------------------------------------------
 
-    def on_commit(self, path: Path, manifest: str, own: dict[str, list[int]]) -> None:
+    def on_commit(self, path: Path, own: dict[str, list[int]]) -> None:
         """Starts the upload of a checkpoint, in which this rank has hashed the files `own`, after the upload before; on
         every rank, in the thread that saves."""
-        if self._checkpoints is not None:
-            self._settle()
+        if self._run is not None:
+            self.settle()
             self.behind += 1
-            upload = partial(self._upload, self._checkpoints / path.name, path, manifest, [*own])
-            self._jobs["checkpoint"] = self._threads.submit(self._try, path.name, upload)
+            self._run.until = time.monotonic() + self.timeout_s
+            upload = partial(self._upload_checkpoint, self._run / CHECKPOINTS, path, [*own])
+            self._upload = self._thread.submit(self._try, path.name, upload)
 
-    def _settle(self) -> None:
-        """Waits until the upload before has finished or failed."""
-        job, begun = self._jobs.get("checkpoint"), time.monotonic()
-        if job is None or job.done():
-            return
-        if not self.waited_s:
+    def settle(self) -> None:
+        """Waits until the upload of the last checkpoint has finished or failed."""
+        upload = self._upload
+        if upload and not upload.done() and not self.waited_s:
             self._report("waiting for the upload of the last checkpoint")
-        while concurrent.futures.wait([job], 1.0).not_done:
-            if threading.current_thread() is threading.main_thread():
-                WATCHDOG.keep_alive()
-        self.waited_s += time.monotonic() - begun
+        while upload and not upload.done():
+            begun = time.monotonic()
+            wait([upload], 1.0)
+            self.waited_s += time.monotonic() - begun
+            WATCHDOG.keep_alive()
 
     def _try(self, what: str, upload: Callable[[], None]) -> None:
         try:
@@ -91,86 +90,72 @@ class Store(Callback):
             self.failed += 1
             self._report(f"{what} is not in the store: {reason(error)}; training continues")
 
-    def _upload(self, remote: Remote, path: Path, manifest: str, files: list[str]) -> None:
-        """Uploads this rank's files, then rank 0 the manifest. Collective; raises StoreError on all ranks."""
-        rank, until = self._trainer.global_rank, time.monotonic() + self.timeout_s
-        phases: list[list[Callable[[], None]]] = [[], [partial((remote / file).put, path / file) for file in files], []]
-        if rank == 0:
-            phases[0] = [partial(remove, remote)]  # what training has replaced, or a killed upload has left
-            phases[2] = [UPLOADS[self.folder], partial((remote / MANIFEST).write, manifest.encode())]
-            phases[2].append(partial(self._retain, path))
-        for calls in phases:
-            why = ""
-            try:
-                for call in calls:
-                    retried(call, until)
-            except (StoreError, OSError) as error:
-                why = f"rank {rank}: {error}"
-            for failure in filter(None, weights.from_all_ranks(why, self._group)):
-                raise StoreError(failure)
+    def _upload_checkpoint(self, checkpoints: Remote, path: Path, files: list[str]) -> None:
+        """Uploads this rank's files, then rank 0 the manifest. Collective; raises InputError on all ranks."""
+        remote, why = checkpoints / path.name, ""
+        try:
+            for file in files:
+                (remote / file).put(path / file)
+        except (InputError, OSError) as error:
+            why = f"rank {self._trainer.global_rank}: {error}"
+        for failure in filter(None, from_all_ranks(why, self._group)):
+            raise InputError(failure)
+        if self._trainer.is_global_zero:
+            UPLOADS[self.folder]()
+            (remote / MANIFEST).put(path / MANIFEST)
+            retain(checkpoints, path, self.keep)
         self.behind = self.failed = 0
-
-    def _retain(self, newest: Path) -> None:
-        """Deletes older checkpoints, later steps if training went back, and `best-` ones that the disk has no more."""
-        assert self._checkpoints is not None
-        kept: list[str] = []
-        for name in reversed(self._checkpoints.names()):
-            is_kept = name[:4] != newest.name[:4]  # best, and steps
-            if not is_kept and name.startswith("best"):
-                is_kept = (newest.parent / name).exists()
-            elif not is_kept and name <= newest.name and len(kept) < self.keep:
-                is_kept = (self._checkpoints / name / MANIFEST).read() != b""
-                kept += [name] * is_kept
-            if not is_kept:
-                remove(self._checkpoints / name)
 
     # ---- the run's files, and the end ----------------------------------------------------------
 
     def before_log_step(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if self._checkpoints is not None:
+        if self._run is not None:
             for name in ("behind", "failed", "waited_s"):
                 metrics_of(module).put(f"health/store_{name}", getattr(self, name))
 
     def on_log_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]) -> None:
-        is_due = time.monotonic() - self._last >= self.every_s
-        if self.folder in UPLOADS and is_due and ("files" not in self._jobs or self._jobs["files"].done()):
+        if self.folder in UPLOADS and time.monotonic() - self._last >= self.every_s:
             self._last = time.monotonic()
-            self._jobs["files"] = self._threads.submit(self._try, "a file of the run", UPLOADS[self.folder])
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._settle()
+            self._thread.submit(self._try, "a file of the run", UPLOADS[self.folder])
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if isinstance(exception, Ended) or trainer.world_size == 1:  # else a rank may be gone
-            self._settle()
+            self.settle()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if self._checkpoints is not None and stage == "fit":
-            self._threads.shutdown()
-            if self._group is not None and dist.is_initialized():
-                dist.destroy_process_group(self._group)
-            self._checkpoints = self._group = None
+        self.settle()
+        if self._run is not None:
+            self._thread.shutdown()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._run = self._group = None
 
     def _report(self, sentence: str) -> None:
         if self._trainer.is_global_zero:
-            console = console_of(self._trainer)
-            show = console.write if console else partial(print, flush=True)
-            show(f"store: {sentence}")
+            getattr(console_of(self._trainer), "write", print)(f"store: {sentence}")
 
 
-def remove(checkpoint: Remote) -> None:
-    (checkpoint / MANIFEST).remove()  # first: without it, the rest is no checkpoint
-    checkpoint.remove()
+def retain(checkpoints: Remote, newest: Path, keep: int) -> None:
+    """Deletes steps before the newest `keep`, later ones if training went back, or best ones that the disk has no more,
+    as `newest` is one; and what killed uploads have left."""
+    sizes, kind = checkpoints.sizes(), newest.name[:4]
+    names = sorted({path.split("/")[0] for path in sizes if path.startswith(kind)}, reverse=True)
+    complete = [name for name in names if f"{name}/{MANIFEST}" in sizes and name <= newest.name]
+    for name in names:
+        is_kept = name in complete[:keep] if kind == "step" else (newest.parent / name).exists()
+        if not is_kept:
+            (checkpoints / name / MANIFEST).remove()  # first: without it, the rest is no checkpoint
+            (checkpoints / name).remove()
 
 
-def upload_files(run: Remote, folder: Path, sent: dict[str, tuple[int, int]], lock: threading.Lock) -> None:
+def upload_files(run: Remote, folder: Path, sent: dict[str, tuple[int, int]]) -> None:
     """Uploads the files of a run that have changed; `sent` has the time and size of what the store has."""
-    with lock:
-        for file in sorted(folder.rglob("*")):
-            name = file.relative_to(folder).as_posix()
-            if SKIPPED.fullmatch(name) or not file.is_file():
-                continue
-            state = (file.stat().st_mtime_ns, file.stat().st_size)
-            if state[1] <= MOST and sent.get(name) != state:
-                (run / name).write(file.read_bytes())
-                sent[name] = state
+    for file in sorted(folder.rglob("*")):
+        name = file.relative_to(folder).as_posix()
+        if SKIPPED.fullmatch(name) or not file.is_file():
+            continue
+        state = (file.stat().st_mtime_ns, file.stat().st_size)
+        if state[1] <= MOST and sent.get(name) != state:
+            with TemporaryDirectory() as temporary:  # training may write to the file
+                (run / name).put(Path(shutil.copy(file, temporary)))
+            sent[name] = state
