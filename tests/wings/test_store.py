@@ -42,17 +42,17 @@ def on_put(monkeypatch: pytest.MonkeyPatch, fault: Callable[[str], object]) -> N
     monkeypatch.setattr(MemoryFileSystem, "put_file", both)
 
 
-def test_the_manifest_is_written_last_and_the_store_keeps_what_the_disk_keeps(
+def test_the_manifest_is_written_last_and_older_checkpoints_are_deleted(
     one: Saving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
     on_put(monkeypatch, lambda path: calls.append(Path(path).name))
     one.save(1)
     assert calls == ["0", "meta.pt", "metrics.jsonl", "manifest.json"]
-    shutil.rmtree(one.folder / "checkpoints" / manifest.name(1))
     one.save(2)
-    names = [f"checkpoints/{manifest.name(2)}/{name}" for name in ("0", "manifest.json", "meta.pt")]
-    assert [*Remote(f"{ADDRESS}/one").sizes()] == [*names, "metrics.jsonl"]
+    one.save(3)  # by default the store keeps two, and the disk as many as it keeps
+    found = [name for name in Remote(f"{ADDRESS}/one").sizes() if name.endswith("manifest.json")]
+    assert found == [f"checkpoints/{manifest.name(step)}/manifest.json" for step in (2, 3)]
 
 
 def flipped(data: bytes) -> bytes:
