@@ -48,8 +48,7 @@ class Runs:
         self.reference = self.fit("reference").check()
 
     def fit(self, name: str, *flags: str, **options: Any) -> RunRecord:
-        with Workers(2) as workers:
-            return workers.run([*self.flags, *flags], self.folder / name, **options)
+        return Workers(2).run([*self.flags, *flags], self.folder / name, **options)
 
 
 @pytest.fixture(scope="module")

@@ -71,8 +71,7 @@ def train(
     flags += ["--data.global_batch_size=8", "--data.micro_batch_size=1"]
     flags += ["--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0"]
     flags += [f"--watchdog.timeout_s={LIMIT_S}", f"--watchdog.start_timeout_s={10 * LIMIT_S}"]
-    with Workers(num) as workers:
-        return workers.run([*flags, *extra], folder / "record", **{"timeout_s": 60.0} | options)
+    return Workers(num).run([*flags, *extra], folder / "record", **{"timeout_s": 60.0} | options)
 
 
 CASES = [

@@ -65,6 +65,7 @@ class Case(NamedTuple):
 
 # Tied weights stay gathered for the backward pass.
 FSDP2 = {"allgather_base": 12, "reduce_scatter_base": 8, "allreduce": 1}
+ZERO3 = {"allgather_base": 2, "reduce_scatter_base": 2, "allreduce": 2}
 HSDP = FSDP2 | {"allgather_base": 14, "allreduce": 5}  # gradients between copies, and their norm
 CASES = {
     "ddp": Case(lambda at: None, calls={"allreduce": 1}),
@@ -82,17 +83,11 @@ CASES = {
     ),
     "zero1": Case(lambda at: 1, calls={"allgather_base": 2, "allreduce": 3}),
     "zero2": Case(lambda at: 2, calls={"allgather_base": 2, "allreduce": 4}),
-    "zero3": Case(
-        lambda at: 3, calls={"allgather_base": 2, "reduce_scatter_base": 2, "allreduce": 2}
-    ),
+    "zero3": Case(lambda at: 3, calls=ZERO3),
 }
 ONCE, CHUNKED = f"{ARGS}.reduce_each_micro_batch=false", "--model.loss_chunk=16"
-SETTINGS = [
-    *((name, "") for name in CASES),
-    ("fsdp2", ONCE),
-    ("fsdp2", CHUNKED),
-    ("zero3", CHUNKED),
-]
+SETTINGS = [(name, "") for name in CASES]
+SETTINGS += [("fsdp2", ONCE), ("fsdp2", CHUNKED), ("zero3", CHUNKED)]
 DAILY = [(name, "") for name in ("ddp", "tp", "pp", "zero2", "zero3")] + [("fsdp2", ONCE)]
 MICRO_BATCH, SEQ_LEN = 2, 32
 # torch's operators, in place and functional, and which of their arguments is the whole tensor.
@@ -223,18 +218,15 @@ def test_a_training_sends_what_it_must_and_what_the_model_says(
     argv += [f"--trainer.devices={processes}", f"--data.micro_batch_size={MICRO_BATCH}"]
     argv += [f"--data.global_batch_size={2 * MICRO_BATCH * processes // shared}"]
     argv += ["--trainer.max_steps=4", "--trainer.limit_val_batches=0", "--data.prompts=[]"]
-    argv += [
-        "--trainer.log_every_n_steps=100",
-        "--last_checkpoint.every_n_steps=100",
-        *flag.split(),
-    ]
+    argv += ["--trainer.log_every_n_steps=100", "--last_checkpoint.every_n_steps=100"]
+    argv += flag.split()
     if strategy == "zero3":
         argv += [f"{ARGS}.param_persistence_threshold=0"]
     assert run("prepare", *flags) == 0
     counted = tmp_path / "counted"
     counted.mkdir()
-    with Workers(processes) as workers:
-        workers.run(argv, tmp_path / "record", callbacks=[CountCollectives(counted)]).check()
+    counts = [CountCollectives(counted)]
+    Workers(processes).run(argv, tmp_path / "record", callbacks=counts).check()
     ranks = [json.loads(path.read_text("utf-8")) for path in counted.glob("*.json")]
     assert len(ranks) == processes
     calls = calls | {"reduce_scatter_base": 4} if flag == ONCE else calls

@@ -112,10 +112,8 @@ class Train:
         if strategy == "zero3":
             flags.append("--trainer.strategy.init_args.param_persistence_threshold=16")
         record = self.folder / f"{strategy}-{name}"
-        with Workers(num) as workers:
-            return workers.run(
-                ["fit", *flags, *extra], record, prelude=partial(with_exit_codes, prelude)
-            )
+        argv, answers_codes = ["fit", *flags, *extra], partial(with_exit_codes, prelude)
+        return Workers(num).run(argv, record, prelude=answers_codes)
 
     def by_hand(self, strategy: str, step: int) -> dict[str, Tensor]:
         """The weights of a training in which `step` is skipped by hand; it is done once."""

@@ -69,8 +69,7 @@ class Trainings:
 
     def __init__(self, folder: Path, flags: list[str]) -> None:
         self.folder, self.flags = folder, flags
-        with Workers(1) as workers:
-            workers.run(["prepare", *flags], folder / "prepare").check()
+        Workers(1).run(["prepare", *flags], folder / "prepare").check()
 
     def __call__(
         self, name: str, strategy: str, *extra: str, processes: int = 2, **options: Any
@@ -80,5 +79,4 @@ class Trainings:
         if strategy == "zero3":  # or so small a model would stay whole on every rank
             flags.append(f"{ARGS}.param_persistence_threshold=16")
         record = self.folder / f"{name}-{len(list(self.folder.iterdir()))}"
-        with Workers(processes) as workers:
-            return workers.run(["fit", *flags, *extra], record, run_id=name, **options)
+        return Workers(processes).run(["fit", *flags, *extra], record, run_id=name, **options)
