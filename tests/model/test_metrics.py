@@ -92,9 +92,8 @@ def recomputed(run: RunRecord, cache: Path) -> Iterator[tuple[float, float]]:
     model = rebuilt(run)
     batches = [[hashed for hashed, _ in batch] for _, batch in sorted(run.rows().items())]
     rows = rows_by_hash(cache, {hashed for batch in batches for hashed in batch})
-    matrices, vectors = (
-        [p for p in model.parameters() if (p.dim() > 1) is m] for m in (True, False)
-    )
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
     groups: Any = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, PEAK, BETAS, EPS, DECAY)
     loads = counted_loads(model)
@@ -155,10 +154,8 @@ def losses_of(model: Any, row: Tensor, counted: int) -> Tensor:
     """Of the labels that count, in nats; each document is a forward of its own."""
     ends = [0, *((row[:-1] == EOS).nonzero().flatten() + 1).tolist(), SEQ_LEN]
     documents = [row[start:end] for start, end in zip(ends, ends[1:], strict=False) if end > start]
-    logits = torch.cat(
-        [model(input_ids=document[None], use_cache=False).logits[0] for document in documents]
-    )
-    return F.cross_entropy(logits, row[1:], reduction="none")[:counted]
+    logits = [model(input_ids=each[None], use_cache=False).logits[0] for each in documents]
+    return F.cross_entropy(torch.cat(logits), row[1:], reduction="none")[:counted]
 
 
 def learning_rate(step: int) -> float:

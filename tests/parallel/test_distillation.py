@@ -14,6 +14,7 @@ from tests.support import chats, pairs
 from tests.support.library import NOT_COUNTED
 from tests.support.parity import MODELS, Trainings
 from tests.support.runs import logged, newest, run
+from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
 
 DIVERGENCE = 0.5  # the other half is cross-entropy
@@ -69,9 +70,8 @@ def test_the_losses_are_one_processs(
 def test_chunks_have_the_gradients_of_the_whole(
     strategy: str, train: Trainings, teacher: list[str]
 ) -> None:
-    whole, chunks = (
-        train("llama", strategy, *teacher, *size) for size in ([], ["--model.loss_chunk=24"])
-    )
+    whole = train("llama", strategy, *teacher)
+    chunks = train("llama", strategy, *teacher, "--model.loss_chunk=24")
     assert chunks.loss == pytest.approx(whole.loss, rel=2e-6)
     assert chunks.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
 
@@ -103,19 +103,9 @@ def test_bad_input_is_one_sentence(flags: list[str], tmp_path: Path, capfd: Any)
         "small' has another vocabulary (99 tokens) than data.tokenizer": [f"{tmp_path}/small"],
         "tokens' has another vocabulary (300 tokens) than": [f"{tmp_path}/tokens"],
         "data.source yields pairs: remove one": [f"{tmp_path}/small", *of_pairs],
-        "model.distillation does not work in a pipeline": [
-            "x",
-            "--config=strategy/pp",
-            "--trainer.devices=2",
-        ],
-        "model.distillation.weight is 1.5; give a share from 0 to 1": [
-            "x",
-            "--model.distillation.weight=1.5",
-        ],
-        "model.distillation.temperature is 0.0; give more than 0": [
-            "x",
-            "--model.distillation.temperature=0",
-        ],
+        "distillation does not work in a pipeline": ["x", *flags_of("pp"), "--trainer.devices=2"],
+        "distillation.weight is 1.5; give a share": ["x", "--model.distillation.weight=1.5"],
+        "distillation.temperature is 0.0; give more": ["x", "--model.distillation.temperature=0"],
     }
     for sentence, (name, *more) in cases.items():
         assert run("fit", *flags, f"--model.distillation.teacher={name}", *more) == 2, sentence

@@ -20,8 +20,6 @@ STANDARD = {"os._exit", "sys._current_frames"}  # documented functions of Python
 LIBRARIES = {"lightning", "torch", "deepspeed", "transformers", "jsonargparse"}
 CONNECTORS = {"self", "cls", "super"}
 BY_NAME = {"getattr", "setattr", "hasattr"}
-
-
 PUBLIC = ("strategies", "testing")  # files beside the rooms that stand above all of them
 NOT_CORE = ("wings", "text", "compat", *PUBLIC)  # a wing may take what belongs to another library
 

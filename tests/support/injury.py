@@ -155,9 +155,8 @@ class Training:
     def start(self) -> Training:
         """Starts the command, also again, as a scheduler does."""
         with self.log.open("a") as log:
-            self.launcher = subprocess.Popen(
-                self.command, env=self.environment, cwd=PROJECT, stdout=log, stderr=log
-            )
+            options: Any = {"env": self.environment, "stdout": log, "stderr": log}
+            self.launcher = subprocess.Popen(self.command, cwd=PROJECT, **options)
         return self
 
     def ranks(self) -> dict[int, int]:

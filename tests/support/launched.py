@@ -25,8 +25,6 @@ DIVERGING = ["--trainer.max_steps=100", "--model.optim.learning_rate=1e30"]
 DIVERGING.append("--model.optim.warmup=0")
 # The command line refuses it, in the processes of the job.
 VARIABLE = {"PL_FIT__TRAINER__MAX_STEPS": "9"}
-
-
 SSH = """#!/bin/sh
 # A host that is this machine: runs a command with the environment of a login.
 case $1 in

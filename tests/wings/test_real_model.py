@@ -151,9 +151,8 @@ def test_continued_pretraining_learns_source_code_and_forgets_no_talk(
     rows = pd.read_parquet(trained / "evaluation" / "code.parquet")
     total = rows[rows["measure"] == "nats"].groupby(["source", "model"])[["value", "bytes"]].sum()
     for (source, model), (nats, size) in total.iterrows():
-        assert_in_band(
-            BANDS, f"{source} {'before' if model else 'after'}", nats / size / math.log(2)
-        )
+        when = "before" if model else "after"
+        assert_in_band(BANDS, f"{source} {when}", nats / size / math.log(2))
 
 
 GRPO = """

@@ -238,9 +238,8 @@ def test_a_reward_model_scores_and_generates_nothing(folder: Path, tmp_path: Pat
     texts, turns = texts["data"], turns["data"]
     assert code == 200 and [each["index"] for each in texts] == [0, 1]
     rendered = tokens.apply_chat_template(SCORED["messages"]["messages"], tokenize=False)
-    for text, found in zip(
-        ["one<|im_end|>", "two<|im_end|>", rendered], texts + turns, strict=True
-    ):
+    scored = ["one<|im_end|>", "two<|im_end|>", rendered]
+    for text, found in zip(scored, texts + turns, strict=True):
         reward = model(**tokens(text, return_tensors="pt")).logits
         assert found["data"] == pytest.approx(reward[0].tolist(), abs=1e-6)
     for sentence, body in UNSCORED.items():
