@@ -6,6 +6,7 @@ model one by one, so there is no mask; AdamW and clipping are torch's, the sched
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dist_template.callbacks import Throughput
 from dist_template.model.metrics import FOLD
 from dist_template.wings.rehearse.recorder import fingerprint
-from tests.support.library import MetricBuffer, read_metrics
+from tests import ROOT
+from tests.support.library import MetricBuffer, read_lines, read_metrics
 from tests.support.modules import Ops
 from tests.support.parity import CLIP, GLOBAL_BATCH, MODELS, Trainings
 from tests.support.tiers import tiers
@@ -76,6 +78,16 @@ def test_mfu_follows_from_a_clock_and_a_count_of_multiplications(run: RunRecord)
     assert np.median(tokens) == pytest.approx(GLOBAL_BATCH * SEQ_LEN / 2, rel=0.15), (
         "step by step, not beside a validation: a busy machine slows both"
     )
+
+
+@pytest.mark.slow
+def test_the_documented_metrics_are_those_that_are_logged(run: RunRecord) -> None:
+    """But for a mixture's, for the loss terms of routers and for those of the verb `test`."""
+    page = (ROOT / "docs" / "metrics.md").read_text("utf-8")
+    cells = " ".join(re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE))
+    documented = {name for name in re.findall(r"`([a-z]+/\w+)`", cells) if name[:5] != "test/"}
+    logged = {name for line in read_lines(run.run / "metrics.jsonl") for name in line}
+    assert logged - {"step", "time", "epoch", "perf/mfu"} == documented and len(documented) > 25
 
 
 def operations_of_a_token(weights: dict[str, Tensor]) -> float:

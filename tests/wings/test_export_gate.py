@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from dist_template import InputError, Project
 from tests import ROOT
 from tests.support.chats import TAGGED, UNTAGGED
-from tests.support.hub import NO_RIGHTS, OWNER, Hub, hub
+from tests.support.hub import NO_RIGHTS, OWNER, TOKEN, Hub, hub
 from tests.support.library import safetensors_files
 from tests.support.runs import OURS, newest, only_run, run, small
 from tests.support.wings import Registry, Trained, free_port, load_trained
@@ -82,7 +82,8 @@ def stale_sines(folder: Path) -> None:
     replace(folder / "config.json", r'("rope_theta": )[\d.]+', r"\g<1>77.0")
 
 
-FAULTS: dict[Callable[[Path], None], str] = {
+Fault = Callable[[Path], None]
+FAULTS: dict[Fault, str] = {
     transposed: "its logits differ by up to",
     another_tokenizer: "its tokenizer gives other tokens for '",
     another_template: "its chat template gives .*, not .*im_end",
@@ -91,24 +92,30 @@ FAULTS: dict[Callable[[Path], None], str] = {
 }
 
 
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fault], None]:
+    """Puts a fault into each folder before its check, as a faulty exporter would."""
+    honest = command.write_pretrained
+
+    def plant(fault: Fault) -> None:
+        def faulty(*given: Any) -> None:
+            honest(*given)
+            fault(given[-1])
+
+        monkeypatch.setattr(command, "write_pretrained", faulty)
+
+    return plant
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("plant", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named(
-    trained: Any, tmp_path: Path, monkeypatch: Any, plant: Callable[[Path], None]
+    trained: Any, tmp_path: Path, planted: Callable[[Fault], None], fault: Fault
 ) -> None:
-    """In the folder between its writing and its check, as a faulty exporter would leave it."""
-    honest, output = command.write_pretrained, tmp_path / "out"
-
-    def faulty(*given: Any) -> None:
-        honest(*given)
-        plant(given[-1])
-
-    monkeypatch.setattr(command, "write_pretrained", faulty)
-    with (
-        pytest.raises(InputError, match=FAULTS[plant]) as error,
-        command.written_at_once(output) as folder,
-    ):
-        command.write(trained, False, "float32", folder)
+    planted(fault)
+    output, sentence = tmp_path / "out", FAULTS[fault]
+    with pytest.raises(InputError, match=sentence) as error, command.written_at_once(output) as out:
+        command.write(trained, False, "float32", out)
     assert "\n" not in str(error.value).replace("\\n", "")
     assert not list(tmp_path.glob("*out*"))
 
@@ -137,7 +144,7 @@ def test_a_model_larger_than_memory_is_exported_alike(
     assert model.dtype == torch.bfloat16 and model.state_dict().keys() == whole.keys()
 
 
-OF_PARTS: dict[Callable[[Path], None], str] = {
+OF_PARTS: dict[Fault, str] = {
     transposed: r"its model\.layers\.1\.self_attn\.q_proj\.weight has other values",
     another_tokenizer: FAULTS[another_tokenizer],
     stale_sines: "its configuration has other rope_parameters",
@@ -145,19 +152,13 @@ OF_PARTS: dict[Callable[[Path], None], str] = {
 }
 
 
-@pytest.mark.parametrize("plant", OF_PARTS)
+@pytest.mark.parametrize("fault", OF_PARTS)
 def test_a_fault_in_a_model_larger_than_memory_is_named(
-    folder: Path, tmp_path: Path, monkeypatch: Any, plant: Callable[[Path], None]
+    folder: Path, tmp_path: Path, monkeypatch: Any, planted: Any, fault: Fault
 ) -> None:
-    honest = command.write_pretrained
-
-    def faulty(*given: Any) -> None:
-        honest(*given)
-        plant(given[-1])
-
-    monkeypatch.setattr(command, "write_pretrained", faulty)
+    planted(fault)
     monkeypatch.setattr(safetensors_files, "memory_limit", lambda: 0)
-    with pytest.raises(InputError, match=OF_PARTS[plant]):
+    with pytest.raises(InputError, match=OF_PARTS[fault]):
         exported(folder, tmp_path / "out")
 
 
@@ -204,57 +205,40 @@ def test_push_uploads_the_folder_with_its_card(
 
 
 def test_push_sends_nothing_that_the_gate_refuses(
-    folder: Path, tmp_path: Path, got: type[Hub], monkeypatch: Any
+    folder: Path, tmp_path: Path, got: type[Hub], planted: Callable[[Fault], None]
 ) -> None:
-    honest = command.write_pretrained
-
-    def faulty(*given: Any) -> None:
-        honest(*given)
-        transposed(given[-1])
-
-    monkeypatch.setattr(command, "write_pretrained", faulty)
+    planted(transposed)
     with pytest.raises(InputError, match="its logits differ"):
         exported(folder, tmp_path / "out", f"--push={OWNER}/model")
     assert not got.created and not got.files
 
 
-REFUSED: dict[tuple[str, str | None], str] = {  # name of the repository and token: the sentence
-    ("other/model", None): f"--push 'other/model' failed: {NO_RIGHTS}; {{}} is written: `hf upload",
-    (
-        "me/model",
-        "hf_wrong",
-    ): "--push 'me/model' failed: Invalid username or password; {} is written",
-    (
-        "me/model",
-        "",
-    ): "--push 'me/model' needs a token that may write: set HF_TOKEN, or type `hf auth",
-    ("me//model", None): "--push 'me//model' cannot be a repository of the hub: ",
-}
+REFUSED = [  # repository, token, whether the hub can be reached, what follows its name
+    ("other/model", TOKEN, True, f"failed: {NO_RIGHTS}; {{}} is written: `hf upload"),
+    ("me/model", "hf_wrong", True, "failed: Invalid username or password"),
+    ("me/model", "", True, "needs a token that may write: set HF_TOKEN, or type `hf auth"),
+    ("me//model", TOKEN, True, "cannot be a repository of the hub: "),
+    ("me/model", TOKEN, False, "failed: "),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.usefixtures("got")
+@pytest.mark.parametrize(("name", "token", "is_reached", "sentence"), REFUSED)
 def test_a_refused_push_is_one_sentence(
-    case: tuple[str, str | None], folder: Path, tmp_path: Path, got: type[Hub], monkeypatch: Any
-) -> None:
+    name: str, token: str, is_reached: bool, sentence: str, folder: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Before the export where nothing has to be asked for; after it the folder stays."""
-    (name, token), output = case, tmp_path / "out"
+    output = tmp_path / "out"
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    if token is not None:
-        monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setenv("HF_TOKEN", token)
+    if not is_reached:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(InputError) as error:
         exported(folder, output, f"--push={name}")
-    assert str(error.value).startswith(REFUSED[case].format(output))
-    assert "\n" not in str(error.value) and not got.files
-    assert output.exists() == ("failed" in str(error.value))
-
-
-def test_an_unreachable_hub_is_one_sentence(
-    folder: Path, tmp_path: Path, got: type[Hub], monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(InputError, match="^--push 'me/model' failed: .*is written: ") as error:
-        exported(folder, tmp_path / "out", "--push=me/model")
-    assert "\n" not in str(error.value)
+    said = str(error.value)
+    assert said.startswith(f"--push {name!r} {sentence.format(output)}") and "\n" not in said
+    assert output.exists() == (f"; {output} is written: " in said) == ("failed" in said)
 
 
 @pytest.mark.slow

@@ -183,6 +183,19 @@ def test_more_requests_than_allowed_get_a_429(server: Server) -> None:
     assert set(codes) == {200, 429} and codes.count(200) >= LIMITS["max_requests"]
 
 
+def answer(app: App, path: str, body: Any, key: str = "") -> httpx.Response:
+    """An app's answer in this process."""
+    options: Any = {"transport": httpx.ASGITransport(app), "base_url": "http://tiny"}
+
+    async def post() -> httpx.Response:
+        async with httpx.AsyncClient(
+            **options, headers={"Authorization": f"Bearer {key}"}
+        ) as client:
+            return await client.post(path, json=body)
+
+    return asyncio.run(post())
+
+
 def test_an_error_of_a_generation_is_a_500(folder: Path, monkeypatch: Any) -> None:
     def failing(*_: Any, **__: Any) -> None:
         raise RuntimeError('no "logits"')
@@ -192,14 +205,10 @@ def test_an_error_of_a_generation_is_a_500(folder: Path, monkeypatch: Any) -> No
     app = App(model, tokens, "", argparse.Namespace(name="tiny", **LIMITS))
     monkeypatch.setattr(LlamaForCausalLM, "forward", failing)
 
-    async def ask(**more: Any) -> str:
-        options: Any = {"transport": httpx.ASGITransport(app), "base_url": "http://tiny"}
-        async with httpx.AsyncClient(**options) as client:
-            return (await client.post(TEXT, **fields(max_tokens=1, **more))).text
-
     with pytest.raises(RuntimeError, match="logits"):  # the server logs it
-        asyncio.run(ask())
-    error = json.loads(asyncio.run(ask(stream=True)).strip().rpartition("data: ")[2])["error"]
+        answer(app, TEXT, {"prompt": "a", "max_tokens": 1})
+    streamed = answer(app, TEXT, {"prompt": "a", "max_tokens": 1, "stream": True}).text
+    error = json.loads(streamed.strip().rpartition("data: ")[2])["error"]
     assert error == {"message": 'no "logits', "type": "server_error", "code": 500}
 
 
@@ -225,14 +234,8 @@ def test_a_reward_model_scores_and_generates_nothing(folder: Path, tmp_path: Pat
     apps = [App(one, tokens, KEY, given) for one in (model, writer)]
 
     def ask(path: str, body: Any, app: App = apps[0], key: str = KEY) -> tuple[int, Any]:
-        async def answer() -> tuple[int, Any]:
-            options: Any = {"transport": httpx.ASGITransport(app), "base_url": "http://tiny"}
-            async with httpx.AsyncClient(**options) as client:
-                headers = {"Authorization": f"Bearer {key}"}
-                found = await client.post(path, json=body, headers=headers)
-                return found.status_code, found.json()
-
-        return asyncio.run(answer())
+        found = answer(app, path, body, key)
+        return found.status_code, found.json()
 
     (code, texts), (_, turns) = (ask(SCORE, body) for body in SCORED.values())
     texts, turns = texts["data"], turns["data"]
