@@ -3,12 +3,11 @@
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from dist_template import InputError
 from dist_template.parallel.shard import STYLE, complete_plan
-from tests.support.parity import MODELS, Trainings, assert_close
+from tests.support.modules import on_meta
+from tests.support.parity import MODELS, Trainings, assert_trains_alike
 from tests.support.tiers import tiers
 
 BASE: dict[str, Any] = {
@@ -41,9 +40,7 @@ MODELS |= {kind: f"{BASE | KNOWN[kind][0] | {'model_type': kind}}" for kind in T
 
 
 def build(kind: str, **architecture: Any) -> Any:
-    with torch.device("meta"):
-        config = AutoConfig.for_model(kind, vocab_size=61, **BASE | architecture)
-        return AutoModelForCausalLM.from_config(config)
+    return on_meta(model_type=kind, vocab_size=61, **BASE | architecture)
 
 
 @pytest.mark.parametrize("kind", KNOWN)
@@ -70,10 +67,7 @@ def test_a_parameter_beside_the_heads_that_is_not_known_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", tiers(TRAINED, daily=["glm4_moe"]))
 def test_tensor_parallelism_trains_as_one_process(train: Trainings, model: str) -> None:
-    one, many = train(model, "one"), train(model, "tp")
-    assert many.loss == pytest.approx(one.loss, rel=1e-6)
-    assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
-    assert_close(many.end, one.end, 1e-5)
+    assert_trains_alike(train(model, "tp"), train(model, "one"))
 
 
 def test_a_tied_parameter_that_is_sharded_for_one_owner_alone_is_refused() -> None:

@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from dist_template.callbacks import Preemption
 from dist_template.parallel.estimates import estimate_of
 from dist_template.parallel.estimates.facts import Sent
 from dist_template.text.model.facts import facts_of
+from tests.support.modules import on_meta
 from tests.support.runs import Workers, run
 from tests.support.strategies import ARGS, NAMES, flags_of
 from tests.support.tiers import tiers
@@ -173,19 +172,13 @@ def traffic(name: str, model: Any, at: Setting) -> list[Sent]:
     return [one for one in sharding.traffic(facts) if one.ranks > 1]
 
 
-def build(architecture: dict[str, Any], vocab_size: int) -> Any:
-    with torch.device("meta"):
-        config = AutoConfig.for_model(**architecture, vocab_size=vocab_size)
-        return AutoModelForCausalLM.from_config(config)
-
-
 def test_every_strategy_that_sends_differently_is_in_the_cases() -> None:
     same = {name for name in NAMES if name.endswith(("_offload", "_nvme"))}  # as without
     assert CASES.keys() == set(NAMES) - same
 
 
 def test_seven_billion_parameters_send_what_the_pages_of_the_strategies_say() -> None:
-    model = build({"model_type": "llama"}, 32000)  # Llama's defaults: 7 B
+    model = on_meta(model_type="llama")  # Llama's defaults: 7 B
     size = sum(p.numel() for p in model.parameters())
 
     def sent(strategy: str, ranks: int = 8, **setting: Any) -> float:
@@ -235,7 +228,7 @@ def test_a_training_sends_what_it_must_and_what_the_model_says(
     tokens = MICRO_BATCH * SEQ_LEN // (shared if strategy == "cp" else 1)
     at = Setting(processes, tokens, 2, 2, half=False, reduces_each=flag != ONCE)
     expected: dict[str, float] = defaultdict(float)
-    for one in traffic(strategy, build(architecture, 257), at):
+    for one in traffic(strategy, on_meta(**architecture, vocab_size=257), at):
         expected[one.kind] += one.elements
     for kind in {*expected, *(kind for _, found in ranks for kind in found)}:
         mean = sum(found[kind] for _, found in ranks) / processes

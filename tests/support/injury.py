@@ -55,6 +55,12 @@ class Watch(Callback):
     on_train_batch_start = on_train_batch_end = note
 
 
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
     """Sends a signal: SIGKILL, SIGSTOP (a hang), SIGTERM …"""
     os.kill(pid, number)
@@ -122,14 +128,8 @@ def _ip(words: str) -> str:
 
 
 class Training:
-    """One command under launch/torchrun.sh, with its output in `folder`/log.
-
-    Args:
-        folder: Of its own.
-        argv: A verb and its flags.
-        prefix: Words before the command: `ip netns exec …`.
-        environment: Of launch/torchrun.sh: NPROC, DIST_RUN_ID …
-    """
+    """One command under launch/torchrun.sh, with its output in `folder`/log; `prefix` are words
+    before the command (`ip netns exec …`), `environment` is NPROC, DIST_RUN_ID …"""
 
     def __init__(
         self, folder: Path, argv: list[str], prefix: tuple[str, ...] = (), **environment: str

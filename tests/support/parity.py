@@ -125,3 +125,13 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance:
     for name, tensor in expected.items():
         difference = (got[name].float() - tensor.float()).abs().max().item()
         assert difference <= tolerance, f"{name} differs by {difference:.1e}"
+
+
+def assert_trains_alike(many: RunRecord, one: RunRecord) -> None:
+    """Losses, gradient norms and validations of each step, and the weights at the end."""
+    assert many.loss == pytest.approx(one.loss, rel=1e-6)
+    assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+    assert many.eval().keys() == one.eval().keys()
+    for step, metrics in one.eval().items():
+        assert many.eval()[step] == pytest.approx(metrics, rel=1e-5), "every sample once"
+    assert_close(many.end, one.end, 1e-5)

@@ -26,13 +26,8 @@ FILE_ARGUMENT = {"save": 1, "write_text": 0}
 def crash(rank: int, number: int, step: int, operation: str = "") -> None:
     """In each worker: kills `rank` with SIGKILL before its `number`th operation of a save.
 
-    A file that is written counts twice: before the writing, and when half of it is written.
-
-    Args:
-        rank: The rank.
-        number: Of the operation, from 1.
-        step: The checkpoint's.
-        operation: The one of OPERATIONS that counts; "": all.
+    A file that is written counts twice: before the writing, and when half of it is written. `step`
+    is the checkpoint's; `operation` is the only one of OPERATIONS that counts.
     """
     code: Any = commit
     begin, operations = code.begin, count(1)

@@ -32,7 +32,6 @@ def flags(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def folder(flags: list[str]) -> Path:
-    """A run's."""
     assert run("fit", *flags) == 0
     return only_run(Path(flags[0].partition("=")[2]).parent)
 
