@@ -55,6 +55,13 @@ def commit(folder: Path, message: str) -> None:
     git(folder, "commit", "-q", "-m", message)
 
 
+def edit(path: Path, old: str, new: str) -> None:
+    """Replaces a text that the file has, or with old="" appends one."""
+    text = path.read_text("utf-8")
+    assert old in text, f"{path} has no {old!r}"
+    path.write_text(text.replace(old, new) if old else text + new, "utf-8")
+
+
 @dataclass(frozen=True)
 class BakedProject:
     path: Path
