@@ -46,34 +46,26 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [f"--model.distillation.teacher={folder}", f"--model.distillation.weight={DIVERGENCE}"]
 
 
-STRATEGIES = [("llama", each) for each in ("ddp", "fsdp2", "tp", "zero2", "zero3")]
-STRATEGIES += [("deepseek_v3", "fsdp2_ep")]
+CHUNKS = ["--model.loss_chunk=24"]
+CASES: list[Any] = [("llama", each, []) for each in ("ddp", "fsdp2", "tp", "zero2", "zero3")]
+CASES += [("deepseek_v3", "fsdp2_ep", [])]
+CASES += [("llama", each, CHUNKS) for each in ("one", "fsdp2", "zero3")]
+DAILY = [("llama", "fsdp2", []), ("llama", "one", CHUNKS)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "strategy"), tiers(STRATEGIES, daily=[("llama", "fsdp2")]))
+@pytest.mark.parametrize(("model", "strategy", "chunks"), tiers(CASES, DAILY))
 def test_the_losses_are_one_processs(
-    model: str, strategy: str, train: Trainings, teacher: list[str]
+    model: str, strategy: str, chunks: list[str], train: Trainings, teacher: list[str]
 ) -> None:
     teacher = [flag.replace("/llama", f"/{model}") for flag in teacher]
-    one, many = train(model, "one", *teacher), train(model, strategy, *teacher)
+    one, many = train(model, "one", *teacher), train(model, strategy, *teacher, *chunks)
     for name in ("objective", "divergence", "loss"):
         expected, got = (logged(each.run, f"train/{name}") for each in (one, many))
         assert got == pytest.approx(expected, rel=2e-6), name
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
     plain = train(model, "one").loss
     assert one.loss[1] == pytest.approx(plain[1], rel=1e-6) and one.loss[4] != plain[4]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(["one", "fsdp2", "zero3"], daily=["one"]))
-def test_chunks_have_the_gradients_of_the_whole(
-    strategy: str, train: Trainings, teacher: list[str]
-) -> None:
-    whole = train("llama", strategy, *teacher)
-    chunks = train("llama", strategy, *teacher, "--model.loss_chunk=24")
-    assert chunks.loss == pytest.approx(whole.loss, rel=2e-6)
-    assert chunks.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
 
 
 @pytest.mark.nightly

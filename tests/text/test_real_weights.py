@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support import chats
 from tests.support.real_weights import LORA, Trainings, assert_in_band
-from tests.support.runs import OURS, newest, run_in_subprocess
+from tests.support.runs import run, run_in_subprocess
 from tests.support.tiers import NIGHTLY
-from tests.support.wings import KillAt, RunRecord, export, first_difference
+from tests.support.wings import KillAt, RunRecord, first_difference
 
 pytestmark = [*NIGHTLY]
 STEPS, EVERY = 10, 5  # optimizer steps: of a run, between two checkpoints
@@ -78,31 +77,10 @@ def test_evaluate_calls_training_better_than_its_start(whole: RunRecord) -> None
     assert_in_band(BANDS, "test", loss["run"])
 
 
-def test_merged_weights_give_the_logits_of_base_and_adapter(
-    train: Trainings, whole: RunRecord, smollm2: Path, tmp_path: Path
-) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    given = [flag for flag in train.flags if not flag.startswith("--trainer.")]
-    given.append(f"--checkpoint={newest(whole.run)}")
-    for kind in ("peft", "merged"):
-        export.main(["export", *given, f"--output={tmp_path / kind}", f"--adapter={kind}"], OURS)
-    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "merged")
-    options: Any = {"add_generation_prompt": True, "return_tensors": "pt"}
-    asked = chats.messages(("user", "What is AI?"))
-    tokens = tokenizer.apply_chat_template(asked, **options)["input_ids"]
-    logits = []
-    for name in (smollm2 / "model", tmp_path / "merged", smollm2 / "model"):
-        model: Any = AutoModelForCausalLM.from_pretrained(name)
-        if len(logits) == 2:
-            model = PeftModel.from_pretrained(model, str(tmp_path / "peft"))
-        with torch.no_grad():
-            logits.append(model.eval()(tokens).logits)
-    untrained, merged, adapted = logits
-    largest = adapted.abs().max()
-    assert (merged - untrained).abs().max() > 0.01 * largest, "training must have changed something"
-    assert (merged - adapted).abs().max() < 1e-5 * largest
+@pytest.mark.parametrize("kind", ["peft", "merged"])
+def test_an_export_passes_its_gate(whole: RunRecord, tmp_path: Path, kind: str) -> None:
+    given = [str(whole.run), f"--output={tmp_path / kind}", f"--adapter={kind}"]
+    assert run("export", *given) == 0
 
 
 @pytest.mark.parametrize(("strategy", "processes"), [("tp", 3), ("ddp", 2), ("zero3", 2)])

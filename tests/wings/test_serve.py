@@ -15,15 +15,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dist_template.wings.ship.serve.app import App
 from tests.support.chats import TAGGED, tokenizer
@@ -225,9 +219,9 @@ UNSCORED = {
 
 def test_a_reward_model_scores_and_generates_nothing(folder: Path, tmp_path: Path) -> None:
     config = LlamaConfig.from_pretrained(folder, num_labels=1, pad_token_id=0)
-    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
     tokens: Any = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     given = argparse.Namespace(name="tiny", **LIMITS)
     writer = AutoModelForCausalLM.from_pretrained(folder)
     apps = [App(one, tokens, KEY, given) for one in (model, writer)]
