@@ -18,8 +18,6 @@ NUMBERS: Any = range(NUM)  # a data set: it has a length and items
 
 
 class Module(L.LightningModule):
-    """Records the samples of each batch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
@@ -41,7 +39,6 @@ class Data(L.LightningDataModule):
 
 
 def fit(folder: Path, loader: Any, max_steps: int, **options: Any) -> list[list[int]]:
-    """The samples of each batch, with checkpoints in `folder`."""
     module, resumes = Module(), options.pop("ckpt_path", None)
     callbacks = [SampleOrder(), *options.pop("callbacks", [])]
     trainer = L.Trainer(

@@ -93,7 +93,6 @@ def partitions(tensors: list[Tensor], stage: int) -> list[Tensor]:
 
 
 def write_zero(path: Path, trained: Trained, stage: int) -> None:
-    """As DeepSpeed does."""
     weights, state = dict(trained.model.named_parameters()), trained.state
     module = dict(trained.model.state_dict())
     frozen = weights.pop("frozen").detach()

@@ -108,7 +108,6 @@ def train(kind: str, folder: Path, last: int, arm: Any, rank: int, store: str) -
 
 
 def step_in(folder: Path) -> int:
-    """The step of the newest checkpoint, which must be valid."""
     newest = manifest.newest(folder)
     assert newest is not None and manifest.damage(newest) is None
     step = manifest.step_of(newest)

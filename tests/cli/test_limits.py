@@ -109,7 +109,6 @@ def test_the_impossible_is_refused_in_one_sentence(given: dict[str, Any], words:
 
 
 def from_file(name: str) -> Any:
-    """A strategy by its name."""
     strategy = settings_of(name)
     kinds: Any = {"MeshStrategy": MeshStrategy, "ZeroStrategy": ZeroStrategy}
     if isinstance(strategy, str):

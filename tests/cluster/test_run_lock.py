@@ -38,7 +38,6 @@ def lock() -> Iterator[RunLock]:
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen]:
-    """Another process of this machine."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         yield other
 

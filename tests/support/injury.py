@@ -62,7 +62,6 @@ def flip_a_bit(file: Path) -> None:
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
-    """Sends a signal: SIGKILL, SIGSTOP (a hang), SIGTERM …"""
     os.kill(pid, number)
 
 
@@ -113,7 +112,6 @@ class TwoHosts:
         return Training(folder / f"host{host}", argv, enter, **environment)
 
     def kill(self, host: int) -> None:
-        """Kills all processes of a node at once."""
         for pid in _ip(f"netns pids {self.names[host]}").split():
             kill(int(pid))
 
@@ -187,5 +185,4 @@ class Training:
         self.wait(lambda: bool((steps := self.steps()) and steps[-1].step >= step), timeout_s)
 
     def end(self, timeout_s: float = 120.0) -> int:
-        """Waits for the launcher's end; returns its exit code."""
         return self.launcher.wait(timeout_s)

@@ -88,7 +88,6 @@ class Launched:
             time.sleep(0.3)
 
     def rank(self, node: int) -> int:
-        """The process of a node's rank."""
         for process in psutil.process_iter(["cmdline", "environ"]):
             own, words = process.info["environ"] or {}, process.info["cmdline"] or []
             is_node = str(node) in (own.get("NODE_RANK"), own.get("SLURM_NODEID"))

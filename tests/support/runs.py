@@ -99,13 +99,11 @@ def run_in_subprocess(
 
 
 def only_run(root: Path, name: str = "default") -> Path:
-    """The folder of the one run under `root`."""
     (found,) = (root / "runs" / name).iterdir()
     return found
 
 
 def newest(run_folder: Path) -> Path:
-    """A run's newest checkpoint."""
     found = manifest.newest(run_folder / "checkpoints")
     assert found, f"no checkpoint in {run_folder}"
     return found

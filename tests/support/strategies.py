@@ -22,7 +22,6 @@ NAMES = sorted({*VARIANTS, *(path.stem for path in SHIPPED.glob("strategy/*.yaml
 
 
 def flags_of(name: str) -> list[str]:
-    """The flags with which a command trains under strategy `name`."""
     file, flags = VARIANTS.get(name, (name, []))
     return [f"--config=strategy/{file}", *flags]
 

@@ -38,7 +38,6 @@ def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedPro
 
 
 def output(*command: str, cwd: Path, **environment: str) -> str:
-    """Returns what a command prints, which has to succeed."""
     done = run(*command, cwd=cwd, **environment)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     return done.stdout.strip()

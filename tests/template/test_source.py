@@ -20,7 +20,6 @@ IMAGES = {".png", ".gif", ".svg"}
 
 @cache
 def texts(folder: Path) -> dict[Path, str]:
-    """Files below a folder, and their texts."""
     tops = [path for path in folder.iterdir() if path.name not in SKIPPED]
     found = [path for top in tops for path in (top, *top.rglob("*"))]
     found = [path for path in found if not SKIPPED & set(path.relative_to(ROOT).parts)]

@@ -110,7 +110,6 @@ def test_shares_that_leave_nothing_are_refused() -> None:
 
 
 def documents_of(data: DataModule, split: str) -> list[str]:
-    """The texts of a split, read back from its tokens."""
     corpus = data.require()
     tokens = corpus.tokens(split)
     *documents, rest = np.split(tokens, np.flatnonzero(tokens == data.eos_token_id) + 1)

@@ -38,7 +38,6 @@ def folder(flags: list[str]) -> Path:
 
 @pytest.fixture
 def trained(folder: Path) -> Trained:
-    """Its tokenizer has a chat template."""
     found = load_trained(str(folder), OURS)
     found.tokenizer.chat_template = TAGGED
     return found

@@ -177,7 +177,6 @@ def test_more_requests_than_allowed_get_a_429(server: Server) -> None:
 
 
 def answer(app: App, path: str, body: Any, key: str = "") -> httpx.Response:
-    """An app's answer in this process."""
     options: Any = {"transport": httpx.ASGITransport(app), "base_url": "http://tiny"}
 
     async def post() -> httpx.Response:
