@@ -10,18 +10,12 @@ from tests.support.modules import on_meta
 from tests.support.parity import MODELS, Trainings, assert_trains_alike
 from tests.support.tiers import tiers
 
-BASE: dict[str, Any] = {
-    "hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "pad_token_id": 0,
-}  # fmt: skip
-EXPERTS = {
-    "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-}  # fmt: skip
-LATENT = {
-    "q_lora_rank": 10, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-}  # fmt: skip
+BASE: dict[str, Any] = {"hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 2}
+BASE |= {"num_attention_heads": 6, "num_key_value_heads": 2, "pad_token_id": 0}
+EXPERTS = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+EXPERTS |= {"first_k_dense_replace": 1}
+LATENT = {"q_lora_rank": 10, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
+LATENT |= {"v_head_dim": 6}
 FULL = {"num_key_value_heads": 6, "n_group": 1, "topk_group": 1}
 GLM = EXPERTS | {"use_qk_norm": True, "head_dim": 6, "partial_rotary_factor": 1.0}
 PHI = {"qk_layernorm": True, "partial_rotary_factor": 1.0, "resid_pdrop": 0.0}

@@ -26,10 +26,8 @@ from tests.support.runs import Workers, run
 from tests.support.strategies import ARGS, NAMES, flags_of
 from tests.support.tiers import tiers
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 4,
-}  # fmt: skip
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+LLAMA = SIZES | {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4}
 TIED = LLAMA | {"tie_word_embeddings": True}
 EXPERTS: dict[str, Any] = {
     "model_type": "deepseek_v3", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,

@@ -27,10 +27,8 @@ from lightning.pytorch import Callback
 from tests import PROJECT
 
 STEPS = "INJURY_STEPS"  # the folder where rank 0 writes its steps down
-OF_A_LAUNCHER = (
-    "DIST_", "TORCHELASTIC", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "NODE_RANK", "SLURM_",
-    "INJURY",
-)  # fmt: skip
+OF_A_LAUNCHER = ("DIST_", "TORCHELASTIC", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE")
+OF_A_LAUNCHER += ("NODE_RANK", "SLURM_", "INJURY")
 
 
 class Step(NamedTuple):

@@ -11,10 +11,8 @@ from packaging.requirements import Requirement
 
 from .conftest import PACKAGE, ROOT, SOURCE, BakedProject
 
-SKIPPED = {
-    ".git", ".venv", ".tools", "build", "site", "__pycache__", ".pytest_cache", ".ruff_cache",
-    ".hypothesis", "dist_template.egg-info",
-}  # fmt: skip
+SKIPPED = {".git", ".venv", ".tools", "build", "site", "dist_template.egg-info"}
+SKIPPED |= {"__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"}
 IMAGES = {".png", ".gif", ".svg"}
 
 
