@@ -87,7 +87,7 @@ def test_all_ranks_skip_a_step_whose_reduced_gradient_is_damaged_on_one(
 
 
 BF16 = "--trainer.precision=bf16-mixed"
-ADDS_IN_FP32 = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+ADDS_IN_FP32: dict[str, Any] = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
 ADDS_IN_FP32 |= {"data_types": {"grad_accum_dtype": "fp32"}}
 OTHERS = [("zero1", json.dumps(ADDS_IN_FP32), "spike"), ("zero2_offload", "", "non_finite")]
 

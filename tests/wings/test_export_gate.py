@@ -220,11 +220,10 @@ REFUSED = [  # repository, token, whether the hub can be reached, what follows i
 ]
 
 
-@pytest.mark.usefixtures("got")
 @pytest.mark.parametrize(("name", "token", "is_reached", "sentence"), REFUSED)
 def test_a_refused_push_is_one_sentence(
     name: str, token: str, is_reached: bool, sentence: str, folder: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    got: type[Hub], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Before the export where nothing has to be asked for; after it the folder stays."""
     output = tmp_path / "out"
@@ -237,6 +236,7 @@ def test_a_refused_push_is_one_sentence(
     said = str(error.value)
     assert said.startswith(f"--push {name!r} {sentence.format(output)}") and "\n" not in said
     assert output.exists() == (f"; {output} is written: " in said) == ("failed" in said)
+    assert not got.files
 
 
 @pytest.mark.slow
