@@ -64,8 +64,7 @@ def _measure(strategy: str, task: Task, rounds: int) -> dict[str, list[Sample]]:
     argv += [f"--run.root={task.folder / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu"]
     argv += [f"--model.architecture={json.dumps(task.architecture)}", f"--trainer.devices={RANKS}"]
     argv += [f"--trainer.fast_dev_run={3 * (rounds + 1) + 1}"]  # no checkpoint but the measured ones
-    with Workers(RANKS) as workers:
-        workers.run(argv, record, callbacks=[Saves(record, rounds)], timeout_s=900).check()
+    Workers(RANKS).run(argv, record, callbacks=[Saves(record, rounds)], timeout_s=900).check()
     ranks = [json.loads((record / f"saves{rank}.json").read_text("utf-8")) for rank in range(RANKS)]
     print(f"  {strategy}: {rounds} rounds", flush=True)
     samples: dict[str, list[Sample]] = {}

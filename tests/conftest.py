@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,11 +80,6 @@ def texts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def data(texts: Path, tmp_path: Path) -> DataModule:
-    return DataModule(
-        TextFiles([f"{texts}/*.txt"]),
-        Bytes(),
-        seq_len=32,
-        validation_share=0.2,
-        test_share=0.2,
-        cache_dir=str(tmp_path / "cache"),
-    )
+    shares: Any = {"validation_share": 0.2, "test_share": 0.2}
+    source, cache = TextFiles([f"{texts}/*.txt"]), str(tmp_path / "cache")
+    return DataModule(source, Bytes(), seq_len=32, cache_dir=cache, **shares)

@@ -1,5 +1,6 @@
 """The numerics guard under every strategy: a non-finite step changes no weight, and is reported."""
 
+import json
 import math
 from functools import partial
 from pathlib import Path
@@ -7,15 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.support import numerics
 from tests.support.library import read_incidents
-from tests.support.numerics import (
-    Train,
-    is_finite,
-    newest_step,
-    spoil_gradient,
-    spoil_loss,
-    spoil_reduced_gradient,
-)
+from tests.support.numerics import Train, is_finite, newest_step
 from tests.support.parity import PROCESSES, assert_close
 from tests.support.tiers import tiers
 from tests.support.wings import RunRecord
@@ -25,7 +20,7 @@ STRATEGIES = ["ddp", "fsdp2", "fsdp2_ep", "zero1", "zero2", "zero3"]
 BAD_STEP = 7
 SKIP = "--numerics.on_non_finite=skip"
 SPIKES = ["--numerics.on_spike=skip", "--numerics.spike_window=8", "--numerics.spike_sigmas=6"]
-SPIKE = partial(spoil_loss, [BAD_STEP], rank=1, micro_batch=1, factor=50.0)
+SPIKE = partial(numerics.spoil_loss, [BAD_STEP], rank=1, micro_batch=1, factor=50.0)
 
 
 def assert_replicas_are_equal(run: RunRecord) -> None:
@@ -47,7 +42,7 @@ def skipped(run: RunRecord, kind: str = "non_finite") -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["fsdp2_ep", "zero3"]))
 def test_a_step_with_nan_on_one_rank_is_skipped_and_recorded(guarded: Train, strategy: str) -> None:
-    run = guarded(strategy, "skip", partial(spoil_loss, [BAD_STEP], rank=1), SKIP)
+    run = guarded(strategy, "skip", partial(numerics.spoil_loss, [BAD_STEP], rank=1), SKIP)
     incident = skipped(run)
     assert incident["suspects"] == [1]
     assert [math.isnan(rank["loss"]) for rank in incident["ranks"]] == [False, True]
@@ -62,7 +57,7 @@ def test_a_step_with_nan_on_one_rank_is_skipped_and_recorded(guarded: Train, str
 
 @pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["zero2"]))
 def test_an_infinite_gradient_of_a_finite_loss_stops_all(guarded: Train, strategy: str) -> None:
-    run = guarded(strategy, "stop", partial(spoil_gradient, BAD_STEP, rank=0))
+    run = guarded(strategy, "stop", partial(numerics.spoil_gradient, BAD_STEP, rank=0))
     assert len(run.answers) == PROCESSES[strategy]
     for answer in run.answers.values():
         assert answer.startswith(f"Ended: training stopped: step {BAD_STEP} was skipped")
@@ -82,7 +77,7 @@ def test_all_ranks_skip_a_step_whose_reduced_gradient_is_damaged_on_one(
     guarded: Train, strategy: str, value: float
 ) -> None:
     """A corrupted kernel, or a user's hook: the other ranks' loss and norm are finite."""
-    spoil = partial(spoil_reduced_gradient, BAD_STEP, rank=1, value=value)
+    spoil = partial(numerics.spoil_reduced_gradient, BAD_STEP, rank=1, value=value)
     run = guarded(strategy, "damaged", spoil, SKIP)
     incident = skipped(run)
     assert math.isfinite(incident["loss"])
@@ -92,11 +87,9 @@ def test_all_ranks_skip_a_step_whose_reduced_gradient_is_damaged_on_one(
 
 
 BF16 = "--trainer.precision=bf16-mixed"
-ADDS_IN_FP32 = (
-    '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true},'
-    ' "data_types": {"grad_accum_dtype": "fp32"}}'
-)
-OTHERS = [("zero1", ADDS_IN_FP32, "spike"), ("zero2_offload", "", "non_finite")]
+ADDS_IN_FP32: dict[str, Any] = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+ADDS_IN_FP32 |= {"data_types": {"grad_accum_dtype": "fp32"}}
+OTHERS = [("zero1", json.dumps(ADDS_IN_FP32), "spike"), ("zero2_offload", "", "non_finite")]
 
 
 @pytest.mark.parametrize(("strategy", "config", "fault"), tiers(OTHERS, daily=OTHERS[:1]))
@@ -106,7 +99,7 @@ def test_deepspeeds_other_optimizers_skip_exactly_one_step(
     (tmp_path / "deepspeed.json").write_text(config)
     flags = [BF16, SKIP, *SPIKES]
     flags += [f"--trainer.strategy.init_args.config={tmp_path}/deepspeed.json"] if config else []
-    plant = SPIKE if fault == "spike" else partial(spoil_gradient, BAD_STEP, 0)
+    plant = SPIKE if fault == "spike" else partial(numerics.spoil_gradient, BAD_STEP, 0)
     run = guarded(strategy, f"{fault}-bf16", plant, *flags)
     incident = skipped(run, fault)
     if fault == "spike":

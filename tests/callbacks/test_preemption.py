@@ -13,11 +13,12 @@ from lightning.pytorch import Callback
 
 from dist_template.callbacks.preemption import Vote
 from tests.support.library import manifest
-from tests.support.runs import Workers, run, small
+from tests.support.runs import small
+from tests.support.saves import Trainings
 from tests.support.wings import RunRecord, first_difference
 
 pytestmark = pytest.mark.slow
-FLAGS = """--trainer.strategy=ddp --data.micro_batch_size=2 --model.optim.learning_rate=0.01
+FLAGS = """--data.micro_batch_size=2 --model.optim.learning_rate=0.01
     --lr_scheduler=ReduceLROnPlateau --lr_scheduler.monitor=eval/loss --lr_scheduler.patience=0
     --data.seq_len=8 --last_checkpoint.every_n_steps=5 --trainer.val_check_interval=5""".split()
 
@@ -39,23 +40,16 @@ class Signal(Callback):
             self.send(os.getpid(), self.number)  # before the hook returns: the next vote has it
 
 
-class Runs:
-    """Runs of one command on two processes: uninterrupted, or stopped and resumed."""
-
-    def __init__(self, folder: Path, flags: list[str]) -> None:
-        self.folder, self.flags = folder, ["fit", *flags, *FLAGS]
-        assert run("prepare", *self.flags[1:]) == 0
-        self.reference = self.fit("reference").check()
-
-    def fit(self, name: str, *flags: str, **options: Any) -> RunRecord:
-        with Workers(2) as workers:
-            return workers.run([*self.flags, *flags], self.folder / name, **options)
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache: Path) -> Trainings:
+    folder = tmp_path_factory.mktemp("preemption")
+    return Trainings(folder, [*small(corpus, cache, folder), *FLAGS])
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache: Path) -> Runs:
-    folder = tmp_path_factory.mktemp("preemption")
-    return Runs(folder / "records", small(corpus, cache, folder))
+def whole(train: Trainings) -> RunRecord:
+    """The run that is never stopped."""
+    return train("whole", "ddp").check()
 
 
 def stopped(record: RunRecord, by: str) -> int:
@@ -66,35 +60,40 @@ def stopped(record: RunRecord, by: str) -> int:
     return steps.pop() or 0 if len(steps) == 1 else 0
 
 
-def test_a_signal_to_one_ranks_group_stops_all_at_one_step_and_none_is_lost(runs: Runs) -> None:
+def test_a_signal_to_one_ranks_group_stops_all_at_one_step_and_none_is_lost(
+    train: Trainings, whole: RunRecord
+) -> None:
     """Its data workers are not killed: they are in a process group of their own."""
     signal_at = Signal(1, 7, signal.SIGTERM, "on_train_batch_start", os.killpg)
     options: Any = {"callbacks": [signal_at], "prelude": os.setpgrp}
-    first = runs.fit("trained", "--data.num_workers=2", **options)
+    first = train("trained", "ddp", "--data.num_workers=2", **options)
     last = stopped(first, "SIGTERM")
     assert 7 < last < 20, first.answers
     checkpoints = first.run / "checkpoints"
     assert manifest.newest(checkpoints) == checkpoints / manifest.name(last)
-    second = runs.fit("trained-again", run_id="trained").check()
+    second = train("trained", "ddp").check()
     assert min(second.rows()) == last + 1
-    assert first_difference(second.end, runs.reference.end) == ""
+    assert first_difference(second.end, whole.end) == ""
 
 
-def test_a_validation_is_interrupted_and_repeated_after_the_resume(runs: Runs) -> None:
+def test_a_validation_is_interrupted_and_repeated_after_the_resume(
+    train: Trainings, whole: RunRecord
+) -> None:
     """Its step may be saved already; the learning rate depends on its result."""
     signal_at = Signal(0, 10, signal.SIGUSR1, "on_validation_batch_start", os.kill)
-    first = runs.fit("validated", callbacks=[signal_at])
+    first = train("validated", "ddp", callbacks=[signal_at])
     assert stopped(first, "SIGUSR1") == 10 and 10 not in first.eval(), first.answers
-    second = runs.fit("validated-again", run_id="validated").check()
-    expected = runs.reference.eval()
+    second = train("validated", "ddp").check()
+    expected = whole.eval()
     assert second.eval() == {step: expected[step] for step in expected if step >= 10}
-    rates, expected = (each.metric("train/learning_rate") for each in (second, runs.reference))
+    rates, expected = (each.metric("train/learning_rate") for each in (second, whole))
     assert rates == {step: rate for step, rate in expected.items() if step > 10}
-    assert first_difference(second.end, runs.reference.end) == ""
+    assert first_difference(second.end, whole.end) == ""
 
 
-def test_the_time_limit_stops_all_ranks(runs: Runs) -> None:
-    record = runs.fit("timed", "--preemption.max_time=00:00:00:03", "--trainer.max_steps=100000")
+def test_the_time_limit_stops_all_ranks(train: Trainings) -> None:
+    limits = ["--preemption.max_time=00:00:00:03", "--trainer.max_steps=100000"]
+    record = train("timed", "ddp", *limits)
     assert stopped(record, "preemption.max_time 00:00:00:03 is up"), record.answers
 
 
@@ -103,7 +102,7 @@ def each_for_itself() -> None:
     Vote.cast = lambda self, numbers: list(numbers)
 
 
-def test_without_the_vote_a_signal_to_one_rank_breaks_the_run(runs: Runs) -> None:
+def test_without_the_vote_a_signal_to_one_rank_breaks_the_run(train: Trainings) -> None:
     signal_at = Signal(1, 7, signal.SIGTERM, "on_train_batch_start", os.kill)
-    record = runs.fit("red", callbacks=[signal_at], prelude=each_for_itself, timeout_s=12)
+    record = train("red", "ddp", callbacks=[signal_at], prelude=each_for_itself, timeout_s=12)
     assert not record.ok and not stopped(record, "SIGTERM"), record.answers

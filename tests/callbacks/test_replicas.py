@@ -53,8 +53,7 @@ PLANTS = {
     "shard": partial(flip_a_bit, 2, SHARDED, rank=3),
 }
 # DeepSpeed reduces gradients after the hook, and a step overwrites what was changed before it.
-CASES = [("tp", "gradient"), ("hsdp", "shard")]
-CASES += [("ddp", "bit"), ("tp", "bit"), ("zero1", "bit")]
+CASES = [("tp", "gradient"), ("hsdp", "shard"), ("ddp", "bit"), ("tp", "bit"), ("zero1", "bit")]
 
 
 def assert_refused(guarded: Train, strategy: str, plant: str, step: int) -> None:
@@ -107,8 +106,6 @@ class WithOwnState(PlainClassifier):
 
 
 OWN_STATE = Project("tests.support", f"{__name__}:WithOwnState", ".classifier:Images")
-
-
 LISTED = [("ddp", "[]"), *((each, "[own_*]") for each in ("ddp", "zero2", "zero3", "fsdp2"))]
 
 
@@ -123,8 +120,7 @@ def test_a_buffer_that_ranks_hold_differently_has_to_be_listed_if_it_is_saved(
         "--data.batch_size=4", "--best_checkpoint.monitor=val_loss",
         "--last_checkpoint.every_n_steps=3", *flags_of(strategy), f"--replicas.ignore={ignore}",
     ]  # fmt: skip
-    with Workers(2, OWN_STATE) as workers:
-        run = workers.run(argv, tmp_path / "record")
+    run = Workers(2, OWN_STATE).run(argv, tmp_path / "record")
     if ignore == "[]":
         sentence = "own_loss of rank 1 differs from rank 0"
         assert all(sentence in answer for answer in run.answers.values()), run.answers

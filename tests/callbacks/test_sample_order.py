@@ -18,8 +18,6 @@ NUMBERS: Any = range(NUM)  # a data set: it has a length and items
 
 
 class Module(L.LightningModule):
-    """Records the samples of each batch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
@@ -41,7 +39,6 @@ class Data(L.LightningDataModule):
 
 
 def fit(folder: Path, loader: Any, max_steps: int, **options: Any) -> list[list[int]]:
-    """The samples of each batch, with checkpoints in `folder`."""
     module, resumes = Module(), options.pop("ckpt_path", None)
     callbacks = [SampleOrder(), *options.pop("callbacks", [])]
     trainer = L.Trainer(
@@ -105,7 +102,6 @@ def test_an_evaluation_counts_each_row_of_a_smaller_last_batch_once(tmp_path: Pa
     for ranks in (1, 2):
         given = f"""fit --run.root={tmp_path / "runs"} --run.report=false --trainer.accelerator=cpu
             --trainer.devices={ranks} --trainer.max_steps=1 --best_checkpoint.monitor=val_loss"""
-        with Workers(ranks, UNEVEN) as workers:
-            record = workers.run(given.split(), tmp_path / f"{ranks}").check()
+        record = Workers(ranks, UNEVEN).run(given.split(), tmp_path / f"{ranks}").check()
         losses.append(record.eval("sanity_check")[0])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)

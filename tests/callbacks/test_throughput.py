@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from pytest import CaptureFixture, MonkeyPatch
 from trainer_dev.data import DataModule
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from dist_template.callbacks import goodput
 from dist_template.observe.history.goodput import describe, read, share
 from dist_template.observe.history.run import RunFile
 from tests.support.fault_runs import changes
 from tests.support.library import PackedRows, commit, read_lines, read_run
+from tests.support.modules import on_meta
 from tests.support.parity import MODELS, Trainings
 from tests.support.runs import logged, only_run, run
 from tests.support.tiers import tiers
@@ -70,9 +69,7 @@ SHARDED = ["ddp", "fsdp2_ep", "fsdp2_tp_ep", "zero2", "zero3"]
 def test_facts_do_not_depend_on_the_strategy(train: Trainings, strategy: str) -> None:
     runs = [train("deepseek_v3", each).run for each in ("one", strategy)]
     one, many = (json.loads((run / "facts.json").read_text()) for run in runs)
-    with torch.device("meta"):
-        config = AutoConfig.for_model(**yaml.safe_load(MODELS["deepseek_v3"]), vocab_size=257)
-        model: Any = AutoModelForCausalLM.from_config(config)
+    model = on_meta(**yaml.safe_load(MODELS["deepseek_v3"]), vocab_size=257)
     assert one["parameters"]["total"] == sum(p.numel() for p in model.parameters())
     assert one["parameters"]["active"] < one["parameters"]["total"]
     assert many["parameters"] == one["parameters"] and many["model"] == one["model"]

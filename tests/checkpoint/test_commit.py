@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dist_template import InputError
 from dist_template.callbacks import BestCheckpoint
 from dist_template.callbacks.checkpoint import outdated
-from tests.support.injury import corrupt
+from tests.support.injury import corrupt, flip_a_bit
 from tests.support.library import commit, formats, manifest
 from tests.support.runs import main, newest, only_run, refused
 
@@ -134,9 +134,3 @@ def test_a_damaged_checkpoint_is_refused_if_it_is_named_and_skipped_if_not(
     flip_a_bit(path / formats.FILE)
     error = refused("fit", [*flags, f"--ckpt_path={path}"], capfd)
     assert "is damaged: its checkpoint.pt is not what was written" in error
-
-
-def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)

@@ -24,6 +24,7 @@ from tests.support.faults import random_state_not_saved
 from tests.support.injury import corrupt
 from tests.support.library import global_order, manifest
 from tests.support.parity import MODELS
+from tests.support.runs import small
 from tests.support.tiers import tiers
 from tests.support.wings import KillAt, RunRecord, first_difference
 
@@ -76,14 +77,11 @@ class Trainings(saves.Trainings):
 def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Trainings:
     folder = tmp_path_factory.mktemp("resume")
     flags = [
-        f"--run.root={folder / 'runs'}", "--data.source=TextFiles", "--data.tokenizer=Bytes",
-        f"--data.source.paths=[{corpus}/0*.txt,{corpus}/1*.txt]", "--data.validation_share=0.3",
-        f"--data.cache_dir={folder / 'cache'}", f"--data.seq_len={SEQ_LEN}", "--data.test_share=0",
-        f"--data.global_batch_size={GLOBAL_BATCH}", "--model.optim.learning_rate=0.01",
-        "--model.optim.warmup=4", "--model.sample_tokens=2", "--trainer.accelerator=cpu",
-        f"--trainer.max_steps={STEPS}", "--trainer.log_every_n_steps=1", "--trainer.logger=false",
-        "--trainer.val_check_interval=6", f"--last_checkpoint.every_n_steps={EVERY}",
-        "--last_checkpoint.keep=99",
+        *small(corpus, folder / "cache", folder), "--data.validation_share=0.3",
+        f"--data.source.paths=[{corpus}/0*.txt,{corpus}/1*.txt]", f"--data.seq_len={SEQ_LEN}",
+        "--data.test_share=0", "--model.optim.learning_rate=0.01", "--model.optim.warmup=4",
+        f"--trainer.max_steps={STEPS}", "--trainer.val_check_interval=6", "--trainer.logger=false",
+        f"--last_checkpoint.every_n_steps={EVERY}", "--last_checkpoint.keep=99",
     ]  # fmt: skip
     return Trainings(folder, flags)
 

@@ -8,15 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
 from pytest import CaptureFixture
 from safetensors.torch import load_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import pairs
 from tests.support.library import quantize
@@ -74,7 +70,8 @@ def test_a_reward_model_is_exported_as_a_class_of_transformers(tmp_path: Path, c
     assert run("fit", *flags, *trainer) == 0
     folder = exported(flags, tmp_path / "merged", "--adapter=merged", "--dtype=bfloat16")
     assert "pipeline_tag: text-classification" in (folder / "README.md").read_text()
-    model: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype="float32")
+    kind = transformers.AutoModelForSequenceClassification
+    model: Any = kind.from_pretrained(folder, dtype="float32")
     state = torch.load(newest(only_run(tmp_path)) / "checkpoint.pt")["state_dict"]
     trained = state["model.score.weight"]
     assert torch.equal(model.score.weight, trained.bfloat16().float()) and model.num_labels == 1

@@ -93,7 +93,6 @@ def partitions(tensors: list[Tensor], stage: int) -> list[Tensor]:
 
 
 def write_zero(path: Path, trained: Trained, stage: int) -> None:
-    """As DeepSpeed does."""
     weights, state = dict(trained.model.named_parameters()), trained.state
     module = dict(trained.model.state_dict())
     frozen = weights.pop("frozen").detach()
@@ -122,11 +121,8 @@ def write_zero(path: Path, trained: Trained, stage: int) -> None:
             file = "mp_rank_00"
         torch.save({"optimizer_state_dict": own}, path / f"checkpoint/{name}_optim_states.pt")
         if stage == 3:
-            own = {"frozen": partitions([frozen], stage)[rank]}
-            model |= {
-                "frozen_param_shapes": {"frozen": frozen.shape},
-                "frozen_param_fragments": own,
-            }
+            model["frozen_param_shapes"] = {"frozen": frozen.shape}
+            model["frozen_param_fragments"] = {"frozen": partitions([frozen], stage)[rank]}
         torch.save(model, path / f"checkpoint/{file}_model_states.pt")
 
 

@@ -74,16 +74,9 @@ def weight_in(path: Path) -> Tensor:
 
 
 def launch(kind: str, folder: Path, last: int, arm: Callable[[], object] | None = None) -> Any:
-    """Resumes from `folder` on two processes and saves after each step up to `last`.
+    """Resumes from `folder` on two processes, calls `arm` and saves after each step up to `last`.
 
-    Args:
-        kind: One of WRITERS.
-        folder: For checkpoints.
-        last: Number of the last step.
-        arm: Called in each process before it starts to save.
-
-    Returns:
-        The exit codes by rank: 0 done, 1 an error, as of gloo when the other rank is gone.
+    Returns the exit codes by rank: 0 done, 1 an error, as of gloo when the other rank is gone.
     """
     store, fork = f"{folder}-{time.monotonic_ns()}", multiprocessing.get_context("fork")
     processes = []
@@ -115,7 +108,6 @@ def train(kind: str, folder: Path, last: int, arm: Any, rank: int, store: str) -
 
 
 def step_in(folder: Path) -> int:
-    """The step of the newest checkpoint, which must be valid."""
     newest = manifest.newest(folder)
     assert newest is not None and manifest.damage(newest) is None
     step = manifest.step_of(newest)

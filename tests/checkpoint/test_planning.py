@@ -30,9 +30,8 @@ def test_one_replica_plans_each_shard_and_a_next_save_sends_no_plan() -> None:
             planner.set_up_planner(state)
             plans.append(planner.create_local_plan())
             writers[rank // SHARDS] += len(plans[-1].items)
-        found = Counter(
-            (item.index.fqn, item.index.offset) for plan in plans for item in plan.items
-        )
+        items = [item.index for plan in plans for item in plan.items]
+        found = Counter((index.fqn, index.offset) for index in items)
         shards = 3 * len(weights) * SHARDS
         assert set(found.values()) == {1} and len(found) == shards + len(state) - 3 * len(weights)
         assert min(writers.values()) > sum(writers.values()) / REPLICAS * 0.8

@@ -103,11 +103,8 @@ def test_a_kill_during_a_write_leaves_the_one_before_which_is_of_one_step(
 
 
 class Refusals(Callback):
-    """After steps 1 and 4 no file can be written but for small ones; after step 3 all can.
-
-    Args:
-        full: The folder of a file system that is filled; None: rank 1's files cannot grow.
-    """
+    """After steps 1 and 4 no file can be written but for small ones; after step 3 all can: the file
+    system of the folder `full` is filled, or with None rank 1's files cannot grow."""
 
     def __init__(self, full: Path | None) -> None:
         self.full = full

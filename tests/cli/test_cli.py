@@ -47,7 +47,6 @@ def test_help_of_fit_has_sections_and_explains_every_knob_of_ours(capsys: Any) -
 
 
 def parsed(capsys: Any, *flags: str | Path) -> Any:
-    """The configuration of `fit` with `flags`."""
     return yaml.safe_load(shown(capsys, "fit", *flags, "--print_config"))
 
 

@@ -106,8 +106,6 @@ class Answers(Plain):
         if setup.machine.world_size > self.arguments.get("most", 2):
             yield f"Careful takes {self.arguments['most']} processes: edit trainer.devices"
 """
-
-
 TWICE = """
 import sys
 from tests.support.runs import run

@@ -18,8 +18,6 @@ from tests.support.strategies import NAMES, settings_of
 
 DEEPSEEK = AutoConfig.for_model("deepseek_v3")  # as published: 128 heads, 256 experts
 NO_PLAN = AutoConfig.for_model("gpt2", tie_word_embeddings=False)
-
-
 OTHERS = {"module", "machine", "data", "gradient_clip_algorithm"}  # not a strategy's arguments
 
 
@@ -38,10 +36,8 @@ def zero(**given: Any) -> dict[str, Any]:
 
 def pipeline(rows: int = 1024, **given: Any) -> dict[str, Any]:
     """2 ranks, and 4 data-parallel ranks."""
-    return {
-        "data": DataModule(global_batch_size=rows, micro_batch_size=1),
-        **mesh(**given, pp_size=2),
-    }
+    data = DataModule(global_batch_size=rows, micro_batch_size=1)
+    return {"data": data, **mesh(**given, pp_size=2)}
 
 
 def module(**given: Any) -> dict[str, Any]:
@@ -113,7 +109,6 @@ def test_the_impossible_is_refused_in_one_sentence(given: dict[str, Any], words:
 
 
 def from_file(name: str) -> Any:
-    """A strategy by its name."""
     strategy = settings_of(name)
     kinds: Any = {"MeshStrategy": MeshStrategy, "ZeroStrategy": ZeroStrategy}
     if isinstance(strategy, str):

@@ -17,9 +17,8 @@ OF_A_RANK = "CUDA_VISIBLE_DEVICES OMP_NUM_THREADS TORCHELASTIC_RESTART_COUNT".sp
 
 
 def test_variables_are_those_of_an_allow_list() -> None:
-    given: dict[str, str] = dict.fromkeys(
-        [*RECORDED, *NOT_RECORDED, *OF_A_RANK], "http://me:s3cr3t@host/x"
-    )
+    names = [*RECORDED, *NOT_RECORDED, *OF_A_RANK]
+    given: dict[str, str] = dict.fromkeys(names, "http://me:s3cr3t@host/x")
     kept = dict.fromkeys(RECORDED, f"http://{HIDDEN}@host/x")
     assert redaction.recorded_variables(given) == kept
     keys = "api_key --a.init_args.api_key WANDB_API_KEY hf_token dbPassword pw".split()

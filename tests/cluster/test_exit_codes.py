@@ -140,9 +140,8 @@ def test_lightnings_own_launcher_ends_with_a_code(flags: Any, tmp_path: Path, nu
     command = [sys.executable, "-m", PACKAGE, "fit", *flags, *more]
     command += ["--last_checkpoint.every_n_steps=5"]
     with (tmp_path / "log").open("w") as log:
-        first = subprocess.Popen(
-            command, env=clean_environment(), cwd=PROJECT, stdout=log, stderr=log
-        )
+        options: Any = {"env": clean_environment(), "stdout": log, "stderr": log}
+        first = subprocess.Popen(command, cwd=PROJECT, **options)
     try:
         deadline = time.monotonic() + 180
         while not list(tmp_path.glob("runs/*/*/checkpoints/step*")):

@@ -92,14 +92,13 @@ def test_ranks_that_differ_end_before_the_first_step(flags: list[str], tmp_path:
     assert run("prepare", *flags) == 0
     two = ["fit", *flags, "--trainer.strategy=ddp", "--trainer.devices=2", "--trainer.max_steps=1"]
     two += ["--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0"]
-    with Workers(2) as workers:
-        ended = workers.run(two, tmp_path / "on", prelude=partial(other_on_rank_1, tmp_path))
-        assert all(answer.startswith("Ended:") for answer in ended.answers.values()), ended.answers
-        rows = [line.split() for line in ended.log(0).splitlines()]
-        assert ["variables.NCCL_ALGO", "1", "Ring"] in rows
-        assert ["packages.numpy", "1", "0.0.1"] in rows
-        unlike = partial(unlike_and_not_compared, tmp_path)
-        workers.run(two, tmp_path / "off", prelude=unlike).check()
+    ended = Workers(2).run(two, tmp_path / "on", prelude=partial(other_on_rank_1, tmp_path))
+    assert all(answer.startswith("Ended:") for answer in ended.answers.values()), ended.answers
+    rows = [line.split() for line in ended.log(0).splitlines()]
+    assert ["variables.NCCL_ALGO", "1", "Ring"] in rows
+    assert ["packages.numpy", "1", "0.0.1"] in rows
+    unlike = partial(unlike_and_not_compared, tmp_path)
+    Workers(2).run(two, tmp_path / "off", prelude=unlike).check()
 
 
 def other_on_rank_1(folder: Path) -> None:

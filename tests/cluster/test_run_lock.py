@@ -38,7 +38,6 @@ def lock() -> Iterator[RunLock]:
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen]:
-    """Another process of this machine."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         yield other
 
@@ -96,9 +95,8 @@ def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
     code = "import sys, pathlib; from dist_template.cluster.run_lock import RUN_LOCK;"
     code += f"print(RUN_LOCK.take(pathlib.Path({str(tmp_path)!r}))); sys.stdout.flush(); input()"
     options: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    starts: list[Any] = [
-        subprocess.Popen([sys.executable, "-c", code], **options) for _ in range(4)
-    ]
+    command = [sys.executable, "-c", code]
+    starts: list[Any] = [subprocess.Popen(command, **options) for _ in range(4)]
     answers = [start.stdout.readline().strip() for start in starts]
     for start in starts:
         start.communicate("\n")

@@ -105,12 +105,7 @@ class StopAt(Checkpoint):
 
 
 class Trainings:
-    """Trainings and their interruptions, each done once.
-
-    Args:
-        folder: For checkpoints and the token cache.
-        options: Of the trainer: its limits and when it validates.
-    """
+    """Trainings and their interruptions, each done once; `options` are the Trainer's."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.folder = folder

@@ -16,16 +16,12 @@ import dist_template
 from tests.support import house
 
 COMPAT = Path(dist_template.__file__).parent / "compat"
-FILES = (
-    "lightning", "torch", "deepspeed", "transformers", "torchrun", "lightning_cli", "fake_tensors",
-    "recording", "published",
-)  # fmt: skip
+FILES = """lightning torch deepspeed transformers torchrun lightning_cli fake_tensors recording
+    published""".split()
 
 # The first part of a place stands for a package.
-SHORT = {
-    "L": "lightning.pytorch", "F": "lightning.fabric", "D": "torch.distributed", "Z": "deepspeed",
-    "H": "transformers",
-}  # fmt: skip
+SHORT = {"L": "lightning.pytorch", "F": "lightning.fabric", "D": "torch.distributed"}
+SHORT |= {"Z": "deepspeed", "H": "transformers"}
 # "module:object.attribute" of a function -> its parameters
 FUNCTIONS = {
     "L.loops.fit_loop:_FitLoop._should_accumulate": "self",

@@ -15,7 +15,6 @@ KNOWN = [(part, function) for part, function, _ in stacks.PHASES if part[:1] != 
 
 
 def sources(part: str) -> list[Path]:
-    """The files of these libraries whose path contains `part`."""
     name = f"/{part.strip('/')}"
     return [path for each in FOLDERS for path in each.rglob("*.py") if name in f"{path}"]
 

@@ -48,8 +48,7 @@ class Trainings:
         given += [f"--data.batch_size={batch}", *more]
         given += [f"--trainer.accumulate_grad_batches={GLOBAL // batch // ranks}"]
         given += flags_of(strategy) if strategy != "auto" else []
-        with Workers(ranks, self.project) as workers:
-            return workers.run(given, self.folder / name, **options)
+        return Workers(ranks, self.project).run(given, self.folder / name, **options)
 
 
 @pytest.fixture(scope="module", params=tiers(MODULES, daily=["plain"]))
@@ -107,11 +106,9 @@ def test_a_checkpoint_is_validated_tested_and_predicts(trainings: Trainings, str
 
 @pytest.mark.parametrize("kind", tiers(MANUALLY, daily=["two optimizers"]))
 def test_manual_optimization_under_ddp_equals_one_process(tmp_path: Path, kind: str) -> None:
-    trainings, several = (
-        Trainings(tmp_path, MANUALLY[kind]),
-        (("auto", GLOBAL), ("ddp", GLOBAL // 2)),
-    )
-    one, two = (trainings.run(name, name, batch=batch).check() for name, batch in several)
+    trainings = Trainings(tmp_path, MANUALLY[kind])
+    one = trainings.run("auto", "auto", batch=GLOBAL).check()
+    two = trainings.run("ddp", "ddp", batch=GLOBAL // 2).check()
     losses = logged(one.run, "my/loss")
     assert len(losses) >= 4
     assert logged(two.run, "my/loss") == pytest.approx(losses, rel=1e-5)

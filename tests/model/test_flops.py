@@ -4,18 +4,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from dist_template.model.flops import Size, peak
+from tests.support.modules import on_meta
 
 T = 4096
-
-
-def build(**architecture: Any) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture))
 
 
 def test_deepseek_v3_is_counted_as_published() -> None:
@@ -25,7 +19,7 @@ def test_deepseek_v3_is_counted_as_published() -> None:
     attention = queries + keys_and_values + heads * 128 * d  # the output
     every = layers * (attention + 2 * d) + dense * 3 * d * 18432 + d + 2 * vocabulary * d
     sparse = (layers - dense) * 256 * d  # routers
-    size = Size.of(build(model_type="deepseek_v3"))
+    size = Size.of(on_meta(model_type="deepseek_v3"))
     assert size.total == every + sparse + (layers - dense) * (256 + 1) * expert
     assert size.active == every + sparse + (layers - dense) * (8 + 1) * expert
     assert size.total == pytest.approx(671e9, rel=1e-3)
@@ -38,7 +32,7 @@ def test_deepseek_v3_is_counted_as_published() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_llama_is_counted_from_its_matrices(tied: bool) -> None:
     d, inner, layers, vocabulary = 4096, 11008, 32, 32000
-    size = Size.of(build(model_type="llama", tie_word_embeddings=tied))
+    size = Size.of(on_meta(model_type="llama", tie_word_embeddings=tied))
     matrices = layers * (4 * d * d + 3 * d * inner + 2 * d) + d + vocabulary * d
     assert size.total == size.active == size.trainable == matrices + (0 if tied else vocabulary * d)
     assert size.flops_per_token(T) == 6 * matrices + 12 * layers * d * T

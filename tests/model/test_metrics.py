@@ -6,6 +6,7 @@ model one by one, so there is no mask; AdamW and clipping are torch's, the sched
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dist_template.callbacks import Throughput
 from dist_template.model.metrics import FOLD
 from dist_template.wings.rehearse.recorder import fingerprint
+from tests import ROOT
 from tests.support.library import MetricBuffer, read_lines, read_run
 from tests.support.modules import Ops
 from tests.support.parity import CLIP, GLOBAL_BATCH, MODELS, Trainings
@@ -80,6 +82,16 @@ def test_mfu_follows_from_a_clock_and_a_count_of_multiplications(run: RunRecord)
     )
 
 
+@pytest.mark.slow
+def test_the_documented_metrics_are_those_that_are_logged(run: RunRecord) -> None:
+    """But for a mixture's, for the loss terms of routers and for those of the verb `test`."""
+    page = (ROOT / "docs" / "metrics.md").read_text("utf-8")
+    cells = " ".join(re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE))
+    documented = {name for name in re.findall(r"`([a-z]+/\w+)`", cells) if name[:5] != "test/"}
+    logged = {name for line in read_lines(run.run / "metrics.jsonl") for name in line}
+    assert logged - {"step", "time", "epoch", "perf/mfu"} == documented and len(documented) > 25
+
+
 def operations_of_a_token(weights: dict[str, Tensor]) -> float:
     """6 N + 12 L d T: N without the table of embeddings, and with 2 of 4 experts."""
     counted = 0.0
@@ -94,9 +106,8 @@ def recomputed(run: RunRecord, cache: Path) -> Iterator[tuple[float, float]]:
     model = rebuilt(run)
     batches = [batch for _, batch in sorted(run.rows().items())]
     rows = rows_by_hash(cache, {hashed for batch in batches for hashed in batch})
-    matrices, vectors = (
-        [p for p in model.parameters() if (p.dim() > 1) is m] for m in (True, False)
-    )
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
     groups: Any = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, PEAK, BETAS, EPS, DECAY)
     loads = counted_loads(model)
@@ -157,10 +168,8 @@ def losses_of(model: Any, row: Tensor, counted: int) -> Tensor:
     """Of the labels that count, in nats; each document is a forward of its own."""
     ends = [0, *((row[:-1] == EOS).nonzero().flatten() + 1).tolist(), SEQ_LEN]
     documents = [row[start:end] for start, end in zip(ends, ends[1:], strict=False) if end > start]
-    logits = torch.cat(
-        [model(input_ids=document[None], use_cache=False).logits[0] for document in documents]
-    )
-    return F.cross_entropy(logits, row[1:], reduction="none")[:counted]
+    logits = [model(input_ids=each[None], use_cache=False).logits[0] for each in documents]
+    return F.cross_entropy(torch.cat(logits), row[1:], reduction="none")[:counted]
 
 
 def learning_rate(step: int) -> float:

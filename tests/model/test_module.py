@@ -17,8 +17,6 @@ from tests.support.runs import logged, only_run, run
 from tests.support.tiers import tiers
 
 TWO_STEPS = ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--model.optim.warmup=0"]
-
-
 TWO = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 FOUR = {"intermediate_size": 16, "num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 8}
 OF_AFMOE = {"num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1}

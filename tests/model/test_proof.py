@@ -13,6 +13,7 @@ from dist_template import AdapterConfig
 from dist_template.strategies import MeshStrategy
 from dist_template.text.model.adapters import proof_axes
 from tests.support.library import proof
+from tests.support.runs import run
 
 SWITCHES = proof.switches_of(AutoConfig.for_model("llama"))
 PLAIN = {
@@ -92,6 +93,15 @@ def test_a_proof_with_adapters_is_none_without_them(tmp_path: Path) -> None:
     assert proof.verdict(config, axes(rank=64, alpha=1.0), tmp_path).kind == "proven"
     others = ["ddp", axes(targets=["c_attn"]), axes(quantize="nf4"), axes(trainable=["wte"])]
     assert {proof.verdict(config, other, tmp_path).kind for other in others} == {"unproven"}
+
+
+def test_fit_notes_what_is_not_proven(
+    flags: list[str], monkeypatch: MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unproven = proof.Verdict("unproven", "a model of type 'own'")
+    monkeypatch.setattr(proof, "verdict", lambda *_: unproven)
+    assert run("fit", *flags, "--trainer.fast_dev_run=1") == 0
+    assert f"note: not proven here: {unproven.why}. `" in capsys.readouterr().out
 
 
 def test_the_shipped_table_is_of_the_pinned_versions_and_of_known_types() -> None:

@@ -13,7 +13,6 @@ Pass = tuple[int, str, int]  # stage, kind, micro-batch
 
 
 def orders(name: Any, ranks: int, per_rank: int, micro_batches: int) -> list[list[Pass]]:
-    """Returns each rank's passes in torch's order."""
     num = ranks * per_rank
     rest: Any = {"num_stages": num, "group_size": ranks, "group_rank": 0}
     rest |= {"is_last": False, "submod": None}

@@ -14,6 +14,7 @@ from tests.support import chats, pairs
 from tests.support.library import NOT_COUNTED
 from tests.support.parity import MODELS, Trainings
 from tests.support.runs import logged, newest, run
+from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
 
 DIVERGENCE = 0.5  # the other half is cross-entropy
@@ -45,35 +46,26 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [f"--model.distillation.teacher={folder}", f"--model.distillation.weight={DIVERGENCE}"]
 
 
-STRATEGIES = [("llama", each) for each in ("ddp", "fsdp2", "tp", "zero2", "zero3")]
-STRATEGIES += [("deepseek_v3", "fsdp2_ep")]
+CHUNKS = ["--model.loss_chunk=24"]
+CASES: list[Any] = [("llama", each, []) for each in ("ddp", "fsdp2", "tp", "zero2", "zero3")]
+CASES += [("deepseek_v3", "fsdp2_ep", [])]
+CASES += [("llama", each, CHUNKS) for each in ("one", "fsdp2", "zero3")]
+DAILY = [("llama", "fsdp2", []), ("llama", "one", CHUNKS)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "strategy"), tiers(STRATEGIES, daily=[("llama", "fsdp2")]))
+@pytest.mark.parametrize(("model", "strategy", "chunks"), tiers(CASES, DAILY))
 def test_the_losses_are_one_processs(
-    model: str, strategy: str, train: Trainings, teacher: list[str]
+    model: str, strategy: str, chunks: list[str], train: Trainings, teacher: list[str]
 ) -> None:
     teacher = [flag.replace("/llama", f"/{model}") for flag in teacher]
-    one, many = train(model, "one", *teacher), train(model, strategy, *teacher)
+    one, many = train(model, "one", *teacher), train(model, strategy, *teacher, *chunks)
     for name in ("objective", "divergence", "loss"):
         expected, got = (logged(each.run, f"train/{name}") for each in (one, many))
         assert got == pytest.approx(expected, rel=2e-6), name
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
     plain = train(model, "one").loss
     assert one.loss[1] == pytest.approx(plain[1], rel=1e-6) and one.loss[4] != plain[4]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(["one", "fsdp2", "zero3"], daily=["one"]))
-def test_chunks_have_the_gradients_of_the_whole(
-    strategy: str, train: Trainings, teacher: list[str]
-) -> None:
-    whole, chunks = (
-        train("llama", strategy, *teacher, *size) for size in ([], ["--model.loss_chunk=24"])
-    )
-    assert chunks.loss == pytest.approx(whole.loss, rel=2e-6)
-    assert chunks.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
 
 
 @pytest.mark.nightly
@@ -103,19 +95,9 @@ def test_bad_input_is_one_sentence(flags: list[str], tmp_path: Path, capfd: Any)
         "small' has another vocabulary (99 tokens) than data.tokenizer": [f"{tmp_path}/small"],
         "tokens' has another vocabulary (300 tokens) than": [f"{tmp_path}/tokens"],
         "data.source yields pairs: remove one": [f"{tmp_path}/small", *of_pairs],
-        "model.distillation does not work in a pipeline": [
-            "x",
-            "--config=strategy/pp",
-            "--trainer.devices=2",
-        ],
-        "model.distillation.weight is 1.5; give a share from 0 to 1": [
-            "x",
-            "--model.distillation.weight=1.5",
-        ],
-        "model.distillation.temperature is 0.0; give more than 0": [
-            "x",
-            "--model.distillation.temperature=0",
-        ],
+        "distillation does not work in a pipeline": ["x", *flags_of("pp"), "--trainer.devices=2"],
+        "distillation.weight is 1.5; give a share": ["x", "--model.distillation.weight=1.5"],
+        "distillation.temperature is 0.0; give more": ["x", "--model.distillation.temperature=0"],
     }
     for sentence, (name, *more) in cases.items():
         assert run("fit", *flags, f"--model.distillation.teacher={name}", *more) == 2, sentence

@@ -11,11 +11,8 @@ from tests.support.parity import MODELS
 from tests.support.runs import logged, only_run, run, small
 from tests.support.strategies import flags_of
 
-pytestmark = [
-    pytest.mark.slow, pytest.mark.nightly,
-    pytest.mark.skipif(fake_cuda.COMPILER is None,
-        reason="the fake device is compiled by g++, which is missing"),
-]  # fmt: skip
+LACKS = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="needs g++ for the fake device")
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, LACKS]
 STEPS = [
     f"--model.architecture={MODELS['llama']}", "--trainer.max_steps=12",
     "--trainer.log_every_n_steps=3", "--trainer.val_check_interval=16",
@@ -60,10 +57,8 @@ class Fits:
             if strategy == "zero3":  # else so small a model would not be sharded
                 flags += ["--trainer.strategy.init_args.param_persistence_threshold=16"]
             rows = 4 if strategy in (*BOTH_READ_ALL, "one") else 2
-            flags += [
-                "--trainer.accelerator=gpu", f"--trainer.devices={num}",
-                f"--data.micro_batch_size={rows}",
-            ]  # fmt: skip
+            flags += ["--trainer.accelerator=gpu", f"--trainer.devices={num}"]
+            flags.append(f"--data.micro_batch_size={rows}")
             folder = self.folder / str(len(self._done))
             argv = ["fit", *self.flags, f"--run.root={folder}/runs", *flags, *extra]
             self._done[key] = fake_cuda.run(folder, argv, num, prelude and f"{FAULTS}:{prelude}")

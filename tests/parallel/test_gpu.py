@@ -19,11 +19,8 @@ from tests.support.strategies import flags_of
 # DIST_GPU_TESTS_ON=cpu runs these lines without a GPU, which proves nothing about one.
 ON = os.environ.get("DIST_GPU_TESTS_ON", "gpu")
 HAS_GPU = torch.cuda.is_available() or ON == "cpu"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU"),
-]
+LACKS = pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, LACKS]
 STRATEGIES = ["one", "ddp", "fsdp2", "fsdp2_offload", "zero2", "zero3", "zero3_offload"]
 PARITY, HALF = 1e-4, 2e-2  # relative, of losses: other sums in fp32; bf16's rounding
 WARM_UP = 3  # steps

@@ -79,8 +79,8 @@ def values(folder: Path, strategy: str, *more: str) -> dict[str, dict[int, float
         f"--run.name={strategy}", "--best_checkpoint.monitor=val_loss", *flags_of(strategy), *more,
     ]  # fmt: skip
     here = ".test_optimizer_step"
-    with Workers(2, Project("tests.parallel", f"{here}:Student", f"{here}:OwnOrderImages")) as two:
-        record = two.run(given, folder / strategy).check()
+    project = Project("tests.parallel", f"{here}:Student", f"{here}:OwnOrderImages")
+    record = Workers(2, project).run(given, folder / strategy).check()
     names = (*HOOKS, "teacher", "train/loss", "val_loss")
     return {name: logged(record.run, name) for name in names}
 

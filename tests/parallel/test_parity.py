@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support import parity
 from tests.support.library import read_full
-from tests.support.parity import CLIP, PROCESSES, STEPS, PauseAfter, Trainings, assert_close
+from tests.support.parity import CLIP, PROCESSES, STEPS, PauseAfter, Trainings
 from tests.support.runs import newest
 from tests.support.strategies import ARGS
 from tests.support.tiers import tiers
@@ -33,14 +34,10 @@ def test_a_strategy_trains_to_the_numbers_of_one_process(
     assert list(one.loss) == list(range(1, STEPS + 1))
     for name, tensor in one.start.items():
         assert torch.equal(tensor, many.start[name]), f"{name}: initial weights are bit-identical"
-    assert many.loss == pytest.approx(one.loss, rel=1e-6)
-    assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+    parity.assert_trains_alike(many, one)
     rates, expected = (run.metric("train/learning_rate") for run in (many, one))
     assert rates == pytest.approx(expected, rel=1e-12)
-    assert_close(many.end, one.end, 1e-5)
-    assert list(one.eval()) == list(many.eval()) == [STEPS // 2, STEPS]
-    for step, metrics in one.eval().items():
-        assert many.eval()[step] == pytest.approx(metrics, rel=1e-5), "every sample once"
+    assert list(one.eval()) == [STEPS // 2, STEPS]
     expected, samples = (
         {step: {*rows} for step, rows in run.rows().items()} for run in (one, many)
     )
@@ -51,7 +48,7 @@ def test_accumulation_equals_one_big_batch(train: Trainings) -> None:
     big, small = train("deepseek_v3", "one", accumulation=1), train("deepseek_v3", "one")
     assert small.loss == pytest.approx(big.loss, rel=1e-5)
     assert small.grad_norm == pytest.approx(big.grad_norm, rel=1e-4)
-    assert_close(small.end, big.end, 1e-5)
+    parity.assert_close(small.end, big.end, 1e-5)
 
 
 @pytest.mark.parametrize("order", tiers([1, -1], daily=[1]))

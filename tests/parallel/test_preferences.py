@@ -83,11 +83,8 @@ KINDS = {
     "orpo": ["--model.preference.loss=orpo"],
     "kto": ["--model.preference.loss=kto"],
     "reward": ["--model.preference.loss=reward"],
-    "reward-adapters": [
-        "--model.preference.loss=reward",
-        *adapters.flags(adapters.TARGETS["llama"]),
-    ],
 }
+KINDS["reward-adapters"] = KINDS["reward"] + KINDS["adapters"]
 
 
 def every_label() -> None:

@@ -3,17 +3,17 @@
 from typing import Any
 
 import pytest
-import torch
 from trainer_dev.data import DataModule
 from trainer_dev.module import LanguageModule
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from dist_template import BalanceConfig
 from dist_template.compat.transformers import reason_against_sequence_shards
 from dist_template.strategies import MeshStrategy
 from dist_template.text import Preferences
 from tests.support.limits import violations_of
-from tests.support.parity import MODELS, Trainings, assert_close
+from tests.support.modules import on_meta
+from tests.support.parity import MODELS, Trainings, assert_trains_alike
 from tests.support.strategies import ARGS
 from tests.support.tiers import tiers
 
@@ -46,10 +46,7 @@ def test_ranks_that_share_sequences_train_as_one_process(
     """Rows have documents that end within a rank's tokens."""
     flags = [f"{ARGS}.{size}", f"--data.micro_batch_size={rows}"]
     one, many = train(model, "one"), train(model, "cp", *flags, processes=processes)
-    assert many.loss == pytest.approx(one.loss, rel=1e-6)
-    assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
-    assert_close(many.end, one.end, 1e-5)
-    assert many.eval()[6] == pytest.approx(one.eval()[6], rel=1e-5)
+    assert_trains_alike(many, one)
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
@@ -66,9 +63,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("architecture", "words"), REFUSED)
 def test_a_model_that_combines_tokens_otherwise_is_refused(architecture: Any, words: str) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**BASE | architecture))
-    assert words in reason_against_sequence_shards(model)
+    assert words in reason_against_sequence_shards(on_meta(**BASE | architecture))
 
 
 LLAMA_4 = AutoConfig.for_model("llama4_text", num_attention_heads=8)

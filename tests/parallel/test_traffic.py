@@ -11,26 +11,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from dist_template.callbacks import Preemption
 from dist_template.parallel.estimates import estimate_of
 from dist_template.parallel.estimates.facts import Sent
 from dist_template.text.model.facts import facts_of
+from tests.support.modules import on_meta
 from tests.support.runs import Workers, run
 from tests.support.strategies import ARGS, NAMES, flags_of
 from tests.support.tiers import tiers
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 4,
-}  # fmt: skip
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+LLAMA = SIZES | {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4}
 TIED = LLAMA | {"tie_word_embeddings": True}
 EXPERTS: dict[str, Any] = {
     "model_type": "deepseek_v3", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -65,6 +62,7 @@ class Case(NamedTuple):
 
 # Tied weights stay gathered for the backward pass.
 FSDP2 = {"allgather_base": 12, "reduce_scatter_base": 8, "allreduce": 1}
+ZERO3 = {"allgather_base": 2, "reduce_scatter_base": 2, "allreduce": 2}
 HSDP = FSDP2 | {"allgather_base": 14, "allreduce": 5}  # gradients between copies, and their norm
 CASES = {
     "ddp": Case(lambda at: None, calls={"allreduce": 1}),
@@ -82,17 +80,11 @@ CASES = {
     ),
     "zero1": Case(lambda at: 1, calls={"allgather_base": 2, "allreduce": 3}),
     "zero2": Case(lambda at: 2, calls={"allgather_base": 2, "allreduce": 4}),
-    "zero3": Case(
-        lambda at: 3, calls={"allgather_base": 2, "reduce_scatter_base": 2, "allreduce": 2}
-    ),
+    "zero3": Case(lambda at: 3, calls=ZERO3),
 }
 ONCE, CHUNKED = f"{ARGS}.reduce_each_micro_batch=false", "--model.loss_chunk=16"
-SETTINGS = [
-    *((name, "") for name in CASES),
-    ("fsdp2", ONCE),
-    ("fsdp2", CHUNKED),
-    ("zero3", CHUNKED),
-]
+SETTINGS = [(name, "") for name in CASES]
+SETTINGS += [("fsdp2", ONCE), ("fsdp2", CHUNKED), ("zero3", CHUNKED)]
 DAILY = [(name, "") for name in ("ddp", "tp", "pp", "zero2", "zero3")] + [("fsdp2", ONCE)]
 MICRO_BATCH, SEQ_LEN = 2, 32
 # torch's operators, in place and functional, and which of their arguments is the whole tensor.
@@ -178,19 +170,13 @@ def traffic(name: str, model: Any, at: Setting) -> list[Sent]:
     return [one for one in sharding.traffic(facts) if one.ranks > 1]
 
 
-def build(architecture: dict[str, Any], vocab_size: int) -> Any:
-    with torch.device("meta"):
-        config = AutoConfig.for_model(**architecture, vocab_size=vocab_size)
-        return AutoModelForCausalLM.from_config(config)
-
-
 def test_every_strategy_that_sends_differently_is_in_the_cases() -> None:
     same = {name for name in NAMES if name.endswith(("_offload", "_nvme"))}  # as without
     assert CASES.keys() == set(NAMES) - same
 
 
 def test_seven_billion_parameters_send_what_the_pages_of_the_strategies_say() -> None:
-    model = build({"model_type": "llama"}, 32000)  # Llama's defaults: 7 B
+    model = on_meta(model_type="llama")  # Llama's defaults: 7 B
     size = sum(p.numel() for p in model.parameters())
 
     def sent(strategy: str, ranks: int = 8, **setting: Any) -> float:
@@ -223,18 +209,15 @@ def test_a_training_sends_what_it_must_and_what_the_model_says(
     argv += [f"--trainer.devices={processes}", f"--data.micro_batch_size={MICRO_BATCH}"]
     argv += [f"--data.global_batch_size={2 * MICRO_BATCH * processes // shared}"]
     argv += ["--trainer.max_steps=4", "--trainer.limit_val_batches=0", "--data.prompts=[]"]
-    argv += [
-        "--trainer.log_every_n_steps=100",
-        "--last_checkpoint.every_n_steps=100",
-        *flag.split(),
-    ]
+    argv += ["--trainer.log_every_n_steps=100", "--last_checkpoint.every_n_steps=100"]
+    argv += flag.split()
     if strategy == "zero3":
         argv += [f"{ARGS}.param_persistence_threshold=0"]
     assert run("prepare", *flags) == 0
     counted = tmp_path / "counted"
     counted.mkdir()
-    with Workers(processes) as workers:
-        workers.run(argv, tmp_path / "record", callbacks=[CountCollectives(counted)]).check()
+    counts = [CountCollectives(counted)]
+    Workers(processes).run(argv, tmp_path / "record", callbacks=counts).check()
     ranks = [json.loads(path.read_text("utf-8")) for path in counted.glob("*.json")]
     assert len(ranks) == processes
     calls = calls | {"reduce_scatter_base": 4} if flag == ONCE else calls
@@ -243,7 +226,7 @@ def test_a_training_sends_what_it_must_and_what_the_model_says(
     tokens = MICRO_BATCH * SEQ_LEN // (shared if strategy == "cp" else 1)
     at = Setting(processes, tokens, 2, 2, half=False, reduces_each=flag != ONCE)
     expected: dict[str, float] = defaultdict(float)
-    for one in traffic(strategy, build(architecture, 257), at):
+    for one in traffic(strategy, on_meta(**architecture, vocab_size=257), at):
         expected[one.kind] += one.elements
     for kind in {*expected, *(kind for _, found in ranks for kind in found)}:
         mean = sum(found[kind] for _, found in ranks) / processes

@@ -46,10 +46,8 @@ TAGGED = (
 )
 UNTAGGED = TAGGED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
-TURNS = [
-    ("system", "Be brief."), ("user", "One?"), ("assistant", "Uno."), ("user", "Two?"),
-    ("assistant", "Due, ok."),
-]  # fmt: skip
+TURNS = [("system", "Be brief."), ("user", "One?"), ("assistant", "Uno.")]
+TURNS += [("user", "Two?"), ("assistant", "Due, ok.")]
 
 
 def messages(*turns: tuple[str, str]) -> list[dict[str, str]]:

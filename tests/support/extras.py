@@ -9,7 +9,6 @@ uvicorn wandb""".split()
 
 def without_extras(folder: Path) -> str:
     """Writes into `folder` what hides the packages, and returns it as an entry of PYTHONPATH."""
-    (folder / "sitecustomize.py").write_text(
-        f"import sys\nsys.modules |= dict.fromkeys({EXTRAS})\n"
-    )
+    hides = f"import sys\nsys.modules |= dict.fromkeys({EXTRAS})\n"
+    (folder / "sitecustomize.py").write_text(hides)
     return str(folder)

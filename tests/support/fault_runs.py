@@ -154,7 +154,6 @@ def limit_memory(*_: Any) -> None:
 
 # ---- the trainings' flags ------------------------------------------------------------------------
 
-
 SIZES = "hidden_size: 64, intermediate_size: 64, num_hidden_layers: 2, "
 HEADS = "num_attention_heads: 4, num_key_value_heads: 2, "
 LLAMA = f"--model.architecture={{model_type: llama, {SIZES}{HEADS}tie_word_embeddings: true}}"
@@ -338,9 +337,8 @@ class Trainings:
     def _export(self) -> None:
         output, source = self.folder / "exported", HEALTHY[0]
         if not output.exists():
-            flags = [
-                flag for flag in self.flags if flag.startswith(("--data.", "--model.", "--run."))
-            ]
+            ours = ("--data.", "--model.", "--run.")
+            flags = [flag for flag in self.flags if flag.startswith(ours)]
             flags += [self._source(source.text), f"--output={output}"]
             flags.append(f"--checkpoint={self(source) / 'checkpoints'}")
             self._run("export", "export", *flags).check()

@@ -64,17 +64,8 @@ def a_run(
     facts: dict[str, Any] | None = None,
     **rest: Any,
 ) -> History:
-    """Returns a healthy run with changes, validated ten times and before the training.
-
-    Args:
-        steps: Optimizer steps.
-        every: Steps between log steps.
-        upto: Completed share of the training.
-        columns: Metrics by name.
-        config: Values by path.
-        facts: Values by path.
-        rest: Other fields of `History`.
-    """
+    """Returns a healthy run with changes, validated ten times and before the training: a log step
+    `every` so many, the share `upto` completed; `rest` are other fields of `History`."""
     goodput = {"start": 60.0, "productive": 0.5 * steps * upto, "checkpoint": 20.0}
     history = History(
         Path("runs/a/b"),

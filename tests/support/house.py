@@ -20,8 +20,6 @@ STANDARD = {"os._exit", "sys._current_frames"}  # documented functions of Python
 LIBRARIES = {"lightning", "torch", "deepspeed", "transformers", "jsonargparse"}
 CONNECTORS = {"self", "cls", "super"}
 BY_NAME = {"getattr", "setattr", "hasattr"}
-
-
 PUBLIC = ("strategies", "testing")  # files beside the rooms that stand above all of them
 NOT_CORE = ("wings", "text", "compat", *PUBLIC)  # a wing may take what belongs to another library
 
@@ -52,7 +50,6 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _own(name: str, path: Path) -> list[str]:
-    """Returns the package of the module `name`."""
     own = name.split(".") if name else []
     return own if path.name == "__init__.py" else own[:-1]
 
@@ -80,13 +77,11 @@ def imports(name: str, path: Path, known: set[str], package: str) -> Iterator[st
 
 
 def graph(package: Path) -> Graph:
-    """Returns which modules each module of the package imports."""
     files, known = modules(package), set(modules(package))
     return {n: {*imports(n, path, known, package.name)} - {n} for n, path in files.items()}
 
 
 def rooms(package: Path) -> Graph:
-    """Returns which rooms each room imports."""
     files, found = modules(package), {}
     for name, targets in graph(package).items():
         arrows = found.setdefault(room_of(name, files[name]), set())
@@ -252,7 +247,6 @@ def dense(path: Path) -> tuple[int, int]:
 
 
 def annotations(path: Path) -> Iterator[ast.expr]:
-    """Yields the annotations of arguments, results and variables in a file."""
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns:
             yield node.returns

@@ -27,10 +27,8 @@ from lightning.pytorch import Callback
 from tests import PROJECT
 
 STEPS = "INJURY_STEPS"  # the folder where rank 0 writes its steps down
-OF_A_LAUNCHER = (
-    "DIST_", "TORCHELASTIC", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "NODE_RANK", "SLURM_",
-    "INJURY",
-)  # fmt: skip
+OF_A_LAUNCHER = ("DIST_", "TORCHELASTIC", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE")
+OF_A_LAUNCHER += ("NODE_RANK", "SLURM_", "INJURY")
 
 
 class Step(NamedTuple):
@@ -55,8 +53,13 @@ class Watch(Callback):
     on_train_batch_start = on_train_batch_end = note
 
 
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
-    """Sends a signal: SIGKILL, SIGSTOP (a hang), SIGTERM …"""
     os.kill(pid, number)
 
 
@@ -107,7 +110,6 @@ class TwoHosts:
         return Training(folder / f"host{host}", argv, enter, **environment)
 
     def kill(self, host: int) -> None:
-        """Kills all processes of a node at once."""
         for pid in _ip(f"netns pids {self.names[host]}").split():
             kill(int(pid))
 
@@ -122,14 +124,8 @@ def _ip(words: str) -> str:
 
 
 class Training:
-    """One command under launch/torchrun.sh, with its output in `folder`/log.
-
-    Args:
-        folder: Of its own.
-        argv: A verb and its flags.
-        prefix: Words before the command: `ip netns exec …`.
-        environment: Of launch/torchrun.sh: NPROC, DIST_RUN_ID …
-    """
+    """One command under launch/torchrun.sh, with its output in `folder`/log; `prefix` are words
+    before the command (`ip netns exec …`), `environment` is NPROC, DIST_RUN_ID …"""
 
     def __init__(
         self, folder: Path, argv: list[str], prefix: tuple[str, ...] = (), **environment: str
@@ -155,9 +151,8 @@ class Training:
     def start(self) -> Training:
         """Starts the command, also again, as a scheduler does."""
         with self.log.open("a") as log:
-            self.launcher = subprocess.Popen(
-                self.command, env=self.environment, cwd=PROJECT, stdout=log, stderr=log
-            )
+            options: Any = {"env": self.environment, "stdout": log, "stderr": log}
+            self.launcher = subprocess.Popen(self.command, cwd=PROJECT, **options)
         return self
 
     def ranks(self) -> dict[int, int]:
@@ -188,5 +183,4 @@ class Training:
         self.wait(lambda: bool((steps := self.steps()) and steps[-1].step >= step), timeout_s)
 
     def end(self, timeout_s: float = 120.0) -> int:
-        """Waits for the launcher's end; returns its exit code."""
         return self.launcher.wait(timeout_s)

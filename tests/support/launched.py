@@ -25,8 +25,6 @@ DIVERGING = ["--trainer.max_steps=100", "--model.optim.learning_rate=1e30"]
 DIVERGING.append("--model.optim.warmup=0")
 # The command line refuses it, in the processes of the job.
 VARIABLE = {"PL_FIT__TRAINER__MAX_STEPS": "9"}
-
-
 SSH = """#!/bin/sh
 # A host that is this machine: runs a command with the environment of a login.
 case $1 in
@@ -90,7 +88,6 @@ class Launched:
             time.sleep(0.3)
 
     def rank(self, node: int) -> int:
-        """The process of a node's rank."""
         for process in psutil.process_iter(["cmdline", "environ"]):
             own, words = process.info["environ"] or {}, process.info["cmdline"] or []
             is_node = str(node) in (own.get("NODE_RANK"), own.get("SLURM_NODEID"))

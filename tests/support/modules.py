@@ -9,6 +9,7 @@ import torch
 import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_dev.module import SMALL_DEEPSEEK_V3, LanguageModule
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.runs import SHIPPED
 
@@ -32,6 +33,12 @@ SPARSE = {
     "mixtral": TINY | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
     "gpt_oss": TINY | {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2},
 }
+
+
+def on_meta(**architecture: Any) -> Any:
+    """A model of transformers without memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture))
 
 
 class Standalone(LanguageModule):

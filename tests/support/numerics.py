@@ -16,8 +16,8 @@ from dist_template.callbacks import Numerics
 from dist_template.checkpoint.manifest import step_of
 from dist_template.layout import local_shard
 from tests.support.parity import MODELS, PROCESSES
-from tests.support.runs import Workers, newest, run, small
-from tests.support.strategies import flags_of
+from tests.support.runs import newest, small
+from tests.support.saves import Trainings
 from tests.support.wings import RunRecord
 
 
@@ -94,28 +94,20 @@ class Train:
     """Trainings of eight steps, with two micro-batches a step."""
 
     def __init__(self, folder: Path, corpus: Path, cache: Path) -> None:
-        self.folder = folder
         self._by_hand: dict[tuple[str, int], dict[str, Tensor]] = {}
         more = """--trainer.max_steps=8 --trainer.limit_val_batches=0 --trainer.logger=false
             --model.optim.warmup=2 --model.optim.learning_rate=0.01
             --last_checkpoint.every_n_steps=4"""
-        self.flags = [*small(corpus, cache, folder), *more.split()]
-        assert run("prepare", *self.flags) == 0
+        self._train = Trainings(folder, [*small(corpus, cache, folder), *more.split()])
 
     def __call__(
         self, strategy: str, name: str, prelude: Callable[[], None] | None, *extra: str
     ) -> RunRecord:
         num = PROCESSES[strategy]
         model = MODELS["deepseek_v3" if strategy == "fsdp2_ep" else "llama"]
-        flags = [*self.flags, *flags_of(strategy), f"--model.architecture={model}"]
-        flags += [f"--trainer.devices={num}", f"--data.micro_batch_size={4 // num}"]
-        if strategy == "zero3":
-            flags.append("--trainer.strategy.init_args.param_persistence_threshold=16")
-        record = self.folder / f"{strategy}-{name}"
-        with Workers(num) as workers:
-            return workers.run(
-                ["fit", *flags, *extra], record, prelude=partial(with_exit_codes, prelude)
-            )
+        flags = [f"--model.architecture={model}", f"--data.micro_batch_size={4 // num}", *extra]
+        options: Any = {"processes": num, "prelude": partial(with_exit_codes, prelude)}
+        return self._train(f"{strategy}-{name}", strategy, *flags, **options)
 
     def by_hand(self, strategy: str, step: int) -> dict[str, Tensor]:
         """The weights of a training in which `step` is skipped by hand; it is done once."""
@@ -125,7 +117,7 @@ class Train:
         return self._by_hand[strategy, step]
 
     def run_folder(self, strategy: str, name: str) -> Path:
-        return self.folder / "runs" / "default" / f"{strategy}-{name}"
+        return self._train.folder / "runs" / "default" / f"{strategy}-{name}"
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,6 @@ LENGTHS = [
     {"prompt": f"q{i} ", "chosen": "yes" * (1 + i * 7 % 5), "rejected": "no" * (1 + i % 7)}
     for i in range(60)
 ]
-
-
 RATED_LENGTHS = [
     {"prompt": record["prompt"], "completion": record[key], "label": key == "chosen"}
     for record in LENGTHS for key in ("chosen", "rejected")

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from tests.support.runs import Workers
+from tests.support.runs import Workers, small
 from tests.support.strategies import ARGS, NAMES, flags_of
 from tests.support.wings import RunRecord
 
@@ -108,14 +108,9 @@ class Trainings:
 @pytest.fixture(scope="session")
 def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache: Path) -> Trainings:
     folder = tmp_path_factory.mktemp("parity")
-    flags = [
-        f"--run.root={folder / 'runs'}", "--run.report=false", "--data.source=TextFiles",
-        f"--data.source.paths=[{corpus}/*.txt]", "--data.tokenizer=Bytes", "--data.seq_len=32",
-        f"--data.cache_dir={cache}", "--data.validation_share=0.15", "--data.test_share=0.15",
-        "--model.sample_tokens=4", "--trainer.accelerator=cpu", "--trainer.logger=false",
-        f"--trainer.max_steps={STEPS}", f"--trainer.val_check_interval={STEPS // 2}",
-        "--trainer.log_every_n_steps=1", "--trainer.num_sanity_val_steps=0",
-    ]  # fmt: skip
+    flags = [*small(corpus, cache, folder), "--trainer.logger=false"]
+    flags += [f"--trainer.max_steps={STEPS}", f"--trainer.val_check_interval={STEPS // 2}"]
+    flags += ["--trainer.num_sanity_val_steps=0"]
     Workers(1).run(["prepare", *flags], folder / "prepare").check()
     return Trainings(folder, flags)
 
@@ -125,3 +120,13 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance:
     for name, tensor in expected.items():
         difference = (got[name].float() - tensor.float()).abs().max().item()
         assert difference <= tolerance, f"{name} differs by {difference:.1e}"
+
+
+def assert_trains_alike(many: RunRecord, one: RunRecord) -> None:
+    """Losses, gradient norms and validations of each step, and the weights at the end."""
+    assert many.loss == pytest.approx(one.loss, rel=1e-6)
+    assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+    assert many.eval().keys() == one.eval().keys()
+    for step, metrics in one.eval().items():
+        assert many.eval()[step] == pytest.approx(metrics, rel=1e-5), "every sample once"
+    assert_close(many.end, one.end, 1e-5)

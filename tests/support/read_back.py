@@ -1,5 +1,4 @@
-"""What TensorBoard and WandB would show, read from their own files. The template's own tests use it
-too."""
+"""What TensorBoard and WandB would show, read from their own files."""
 
 import json
 import re

@@ -15,9 +15,16 @@ import yaml
 
 from demonstrations import weights
 from tests import ROOT
-from tests.support import chats
+from tests.support import chats, saves
+from tests.support.runs import CONFIGS
+from tests.support.wings import RunRecord
 
 MADE = ROOT / "build" / weights.NAME
+COMMON = """--run.report=false --data.seq_len=128 --data.micro_batch_size=1
+    --data.global_batch_size=2 --model.sample_tokens=4 --model.optim.schedule=constant
+    --model.optim.warmup=2 --trainer.max_epochs=-1 --trainer.accelerator=cpu
+    --trainer.log_every_n_steps=1 --trainer.logger=false"""
+LORA = "--model.adapter.targets=all-linear --model.adapter.rank=16 --model.optim.learning_rate=1e-3"
 PINS = ["chatterbot-corpus==1.3.3", "reasoning-gym==0.1.25"]
 
 
@@ -37,6 +44,19 @@ def smollm2() -> Path:
     except SystemExit as no_index:
         pytest.skip(f"{no_index}")
     return MADE
+
+
+class Trainings(saves.Trainings):
+    """Fine-tunings of `model`, weights with their tokenizer, by further flags."""
+
+    def __init__(self, folder: Path, model: Path, flags: str) -> None:
+        given = f"""--config={CONFIGS}/finetune.yaml --run.root={folder}/runs {COMMON}
+            --data.cache_dir={folder}/cache --data.tokenizer.path={model}
+            --model.pretrained={model} {flags}"""
+        super().__init__(folder, given.split())
+
+    def __call__(self, *args: Any, **options: Any) -> RunRecord:
+        return super().__call__(*args, **options, timeout_s=800)
 
 
 def assert_in_band(bands: dict[str, tuple[float, float]], name: str, figure: float) -> None:

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,14 +77,11 @@ def run(verb: str, *flags: str) -> int:
 
 
 @dataclass
-class Workers(AbstractContextManager):
-    """`num` CPU processes that run a project's commands, one after the other."""
+class Workers:
+    """`num` CPU processes that run a project's command; none is left after it."""
 
     num: int
     project: Project = OURS
-
-    def __exit__(self, *_: object) -> None:
-        """`run_ranks` leaves no process."""
 
     def run(self, argv: Sequence[str], record: Path, **options: Any) -> RunRecord:
         return run_ranks(self.num, self.project, argv, record, **options)
@@ -102,13 +99,11 @@ def run_in_subprocess(
 
 
 def only_run(root: Path, name: str = "default") -> Path:
-    """The folder of the one run under `root`."""
     (found,) = (root / "runs" / name).iterdir()
     return found
 
 
 def newest(run_folder: Path) -> Path:
-    """A run's newest checkpoint."""
     found = manifest.newest(run_folder / "checkpoints")
     assert found, f"no checkpoint in {run_folder}"
     return found

@@ -26,13 +26,8 @@ FILE_ARGUMENT = {"save": 1, "write_text": 0}
 def crash(rank: int, number: int, step: int, operation: str = "") -> None:
     """In each worker: kills `rank` with SIGKILL before its `number`th operation of a save.
 
-    A file that is written counts twice: before the writing, and when half of it is written.
-
-    Args:
-        rank: The rank.
-        number: Of the operation, from 1.
-        step: The checkpoint's.
-        operation: The one of OPERATIONS that counts; "": all.
+    A file that is written counts twice: before the writing, and when half of it is written. `step`
+    is the checkpoint's; `operation` is the only one of OPERATIONS that counts.
     """
     code: Any = commit
     begin, operations = code.begin, count(1)
@@ -69,8 +64,7 @@ class Trainings:
 
     def __init__(self, folder: Path, flags: list[str]) -> None:
         self.folder, self.flags = folder, flags
-        with Workers(1) as workers:
-            workers.run(["prepare", *flags], folder / "prepare").check()
+        Workers(1).run(["prepare", *flags], folder / "prepare").check()
 
     def __call__(
         self, name: str, strategy: str, *extra: str, processes: int = 2, **options: Any
@@ -80,5 +74,4 @@ class Trainings:
         if strategy == "zero3":  # or so small a model would stay whole on every rank
             flags.append(f"{ARGS}.param_persistence_threshold=16")
         record = self.folder / f"{name}-{len(list(self.folder.iterdir()))}"
-        with Workers(processes) as workers:
-            return workers.run(["fit", *flags, *extra], record, run_id=name, **options)
+        return Workers(processes).run(["fit", *flags, *extra], record, run_id=name, **options)

@@ -37,7 +37,6 @@ class Server:
             return False
 
     def stop(self, number: int = signal.SIGTERM) -> int | None:
-        """Sends a signal; returns the exit code."""
         if self.process.is_alive():
             os.kill(self.process.pid or 0, number)
         self.process.join(30)

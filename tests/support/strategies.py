@@ -9,14 +9,12 @@ from tests.support.runs import SHIPPED
 
 ARGS = "--trainer.strategy.init_args"
 HOST = [f"{ARGS}.offload_optimizer=true", f"{ARGS}.offload_parameters=true"]
+NVME = [f"{ARGS}.offload_{what}_device=nvme" for what in ("optimizer", "params")]
 VARIANTS = {  # name -> file, flags
     "zero1": ("zero2", [f"{ARGS}.stage=1"]),
     "zero2_offload": ("zero2", [f"{ARGS}.offload_optimizer=true"]),
     "zero3_offload": ("zero3", HOST),
-    "zero3_nvme": (
-        "zero3",
-        [*HOST, f"{ARGS}.offload_optimizer_device=nvme", f"{ARGS}.offload_params_device=nvme"],
-    ),
+    "zero3_nvme": ("zero3", [*HOST, *NVME]),
     "fsdp2_offload": ("fsdp2", [f"{ARGS}.cpu_offload=true"]),
     "fsdp2_tp_ep": ("fsdp2_tp", [f"{ARGS}.ep_size=2"]),
 }
@@ -24,7 +22,6 @@ NAMES = sorted({*VARIANTS, *(path.stem for path in SHIPPED.glob("strategy/*.yaml
 
 
 def flags_of(name: str) -> list[str]:
-    """The flags with which a command trains under strategy `name`."""
     file, flags = VARIANTS.get(name, (name, []))
     return [f"--config=strategy/{file}", *flags]
 
@@ -32,9 +29,8 @@ def flags_of(name: str) -> list[str]:
 def settings_of(name: str) -> Any:
     """What these flags set `trainer.strategy` to, as the YAML has it."""
     file, flags = VARIANTS.get(name, (name, []))
-    strategy = yaml.safe_load((SHIPPED / "strategy" / f"{file}.yaml").read_text())["trainer"][
-        "strategy"
-    ]
+    content = yaml.safe_load((SHIPPED / "strategy" / f"{file}.yaml").read_text())
+    strategy = content["trainer"]["strategy"]
     for flag in flags:
         key, _, value = flag.removeprefix(f"{ARGS}.").partition("=")
         strategy["init_args"][key] = yaml.safe_load(value)

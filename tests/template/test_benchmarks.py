@@ -64,9 +64,8 @@ PRINTED = {  # what a demonstration prints in the lines "elsewhere" and "here"
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(PRINTED))
 def test_a_demonstration_holds(name: str, tmp_path: Path) -> None:
-    printed = output(
-        sys.executable, str(FOLDER / f"{name}.py"), cwd=ROOT, DEMONSTRATION=str(tmp_path)
-    )
+    command = [sys.executable, str(FOLDER / f"{name}.py")]
+    printed = output(*command, cwd=ROOT, DEMONSTRATION=str(tmp_path))
     elsewhere, here = printed.rpartition("elsewhere:")[2].split("here:", 1)
     assert PRINTED[name][0] in elsewhere and PRINTED[name][1] in here, printed
 

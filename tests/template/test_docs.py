@@ -31,10 +31,8 @@ from .conftest import ROOT, run
 DOCS = ROOT / "docs"
 GENERATED = DOCS / "reference.md"  # by `make docs`, not in git
 PAGES = sorted(page for page in DOCS.rglob("*.md") if page != GENERATED)
-OTHERS = [
-    *sorted(ROOT.glob("*.md")),
-    *sorted((ROOT / "benchmarks").rglob("*.md")),
-]  # the project's: test_source.py
+# The project's README.md: test_source.py.
+OTHERS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md"))]
 CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
 
 STRATEGY = {
@@ -43,13 +41,10 @@ STRATEGY = {
 ADAPTER = set(signature(AdapterConfig).parameters)
 DISTILLATION = set(signature(DistillationConfig).parameters)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
 LAUNCHERS = {"launch/torchrun.sh", "launch/slurm.sh"}
 TRAINING = {"fit", "validate", "test", "predict", "prepare"}
-MARKED = re.compile(
-    r"^<!-- run -->\n```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL
-)  # blocks that run on a CPU
+# Blocks that run on a CPU.
+MARKED = re.compile(r"^<!-- run -->\n```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What a marked training gets besides its own flags, so that it takes seconds.
 SHORT = """trainer: {max_steps: 2, val_check_interval: 2, limit_val_batches: 1}
 data: {source: {class_path: TextFiles, init_args: {paths: [configs/**/*.yaml]}},
@@ -122,6 +117,8 @@ def generated(reference: Any, package: Any) -> str:
 
 def test_every_key_has_a_text_in_the_reference(parser: Any, reference: Any, generated: str) -> None:
     """Keys of a group, of a callback that always runs, and of a class that `class_path` names."""
+    classes_and_files = "StandardLibrary HubDataset ByteBPE quickstart.yaml"
+    assert [name for name in classes_and_files.split() if name not in generated] == []
     rows = dict(re.findall(r"^\| `([\w.]+)` \|(?:.*\|)? ([^|]*) \|$", generated, re.MULTILINE))
     lightnings = ("trainer", "optimizer", "lr_scheduler", "weights_only")
     own = {key for key in reference.knobs(parser) if not key.startswith(lightnings)}
@@ -130,15 +127,6 @@ def test_every_key_has_a_text_in_the_reference(parser: Any, reference: Any, gene
     assert [key for key in empty if not key.startswith("trainer.")] == []
     sections = re.findall(r"^#+ (.+)\n\n(.*)$", generated, re.MULTILINE)
     assert [title for title, text in sections if not text.strip()] == []
-
-
-def test_the_reference_knows_every_slot_and_every_source(
-    keys: set[str], generated: str, package: Any
-) -> None:
-    some = "data.seq_len model.optim.warmup run.name data.source.paths trainer.max_steps"
-    assert {*some.split()} <= keys
-    others = "StandardLibrary HubDataset ByteBPE quickstart.yaml"
-    assert [name for name in (*package.always_on(), *others.split()) if name not in generated] == []
 
 
 def test_navigation_names_every_page_once() -> None:
@@ -165,18 +153,14 @@ def test_every_key_that_a_page_names_exists(page: Path, keys: set[str]) -> None:
     groups = "|".join(sorted({key.split(".")[0] for key in keys if "." in key}))
     key = rf"(?:{groups})\.(?!(?:py|txt|jsonl|json|onnx)\b)[a-z_]+(?:\.[a-z_]+)*"
     flags = [flag for code in blocks(page, "bash") for flag in re.findall(rf"--({key})", code)]
-    prose = FENCE.sub("", text_of(page)).partition("## For wings and packages")[
-        0
-    ]  # which lists modules
+    prose, *_ = FENCE.sub("", text_of(page)).split("## For wings and packages")  # it lists modules
     named = re.findall(rf"`(?:--)?({key})\+?(?: [^`]*)?`", prose)
     for found in {*flags, *named}:
+        is_known = found in keys or found.startswith("model.architecture.")
         of_strategy = found.removeprefix("trainer.strategy.").removeprefix("init_args.") in STRATEGY
         of_adapter = found.removeprefix("model.adapter.") in ADAPTER
         of_adapter |= found.removeprefix("model.distillation.") in DISTILLATION
-        known = (
-            found in keys or of_strategy or of_adapter or found.startswith("model.architecture.")
-        )
-        assert known, f"{name_of(page)} names {found}"
+        assert is_known or of_strategy or of_adapter, f"{name_of(page)} names {found}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -68,13 +68,11 @@ EDITS = {  # in an English part: the words before and after
     "a command": ("README.md", "make test ", "make tests "),
     "a figure": ("README.md", "2,182 of", "2,183 of"),
     "a figure in words": ("README.md", "sixty-four", "ninety"),
-    "a percentage": ("docs/finetune.md#conversations", "98 %", "97 %"),
     "a default": ("docs/finetune.md#adapters", "| 8, 16 |", "| 8, 32 |"),
     "a key more": ("docs/finetune.md#adapters", "| `rslora`", "| `new` | 0 | |\n| `rslora`"),
     "a name": ("docs/finetune.md#preferences", "reward_margin", "margins"),
     "a record": ("docs/finetune.md#conversations", '"gpt"', '"bot"'),
     "a command more": ("docs/launch.md", "\n```\n", "\npython -m my_trainer plan\n```\n"),
-    "a limit": ("docs/launch.md#machines", "60 s", "90 s"),
     "an exit code": ("docs/recovery/killed.md#exit-codes", "| 71 |", "| 72 |"),
 }
 

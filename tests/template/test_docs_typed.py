@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -27,10 +28,8 @@ from tests.support.wings import free_port
 ROOT = Path(__file__).parents[2]
 PAGES = ("start", "finetune", "evaluate")
 BASH = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ELSEWHERE = (
-    "pip", "cookiecutter", "cd", "make", "source", "launch/", "sbatch", "docker", "MODEL=",
-    "kubectl",
-)  # fmt: skip
+ELSEWHERE = ("pip", "cookiecutter", "cd", "make", "source", "launch/", "sbatch", "docker")
+ELSEWHERE += ("MODEL=", "kubectl")
 QUICKSTART = f"python -m {PACKAGE} fit --config configs/quickstart.yaml"
 ON_CPUS = "--trainer.accelerator cpu --trainer.devices 2"
 NUMBER = 200
@@ -56,9 +55,8 @@ def environment() -> dict[str, str]:
 
 def typed(folder: Path, line: str) -> str:
     """Returns what a command prints; fails if it fails."""
-    done = subprocess.run(
-        ["bash", "-c", line], cwd=folder, env=environment(), capture_output=True, text=True
-    )
+    options: Any = {"env": environment(), "capture_output": True, "text": True}
+    done = subprocess.run(["bash", "-c", line], cwd=folder, **options)
     assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert "Traceback" not in done.stderr, done.stderr
     return done.stdout
@@ -74,20 +72,17 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
     draw = random.Random(0)
     sums = [[draw.randint(1, 999), draw.randint(1, 999)] for _ in range(NUMBER)]
-    talks = [
-        {"messages": chats.messages(*2 * (("user", f"{a} times {b}?"), ("assistant", f"{a * b}.")))}
-        for a, b in sums
-    ]
+    talks, pairs = list[dict[str, Any]](), list[dict[str, str]]()
+    for a, b in sums:
+        asked = (("user", f"{a} times {b}?"), ("assistant", f"{a * b}."))
+        talks.append({"messages": chats.messages(*asked, *asked)})
+        right, wrong = f"{a + b}.", f"{a + b + 1}."
+        pairs.append({"prompt": f"{a} and {b} is ", "chosen": right, "rejected": wrong})
     chats.write(folder / "chats" / "a.jsonl", talks)
-    pairs = [
-        {"prompt": f"{a} and {b} is ", "chosen": f"{a + b}.", "rejected": f"{a + b + 1}."}
-        for a, b in sums
-    ]
     chats.write(folder / "pairs" / "a.jsonl", pairs)
     for source in sorted(Path(os.__file__).parent.glob("*.py"))[:60]:
-        (folder / "data" / f"{source.stem}.txt").write_text(
-            source.read_text("utf-8")[:20_000], "utf-8"
-        )
+        text = source.read_text("utf-8")[:20_000]
+        (folder / "data" / f"{source.stem}.txt").write_text(text, "utf-8")
     chats.weights(chats.tokenizer(folder / "FOLDER"))
     for name in ("my-weights", "Qwen/Qwen3-0.6B"):
         (folder / name).symlink_to(folder / "FOLDER")
@@ -123,9 +118,8 @@ def served(folder: Path, line: str, log: Path) -> subprocess.Popen[str]:
     """Starts `serve`, and returns when it is ready."""
     command = ["bash", "-c", f"exec env {line}"]
     with log.open("w") as file:
-        server = subprocess.Popen(
-            command, cwd=folder, env=environment(), stdout=file, stderr=file, text=True
-        )
+        options: Any = {"env": environment(), "stdout": file, "stderr": file, "text": True}
+        server = subprocess.Popen(command, cwd=folder, **options)
     while "is ready at" not in log.read_text():
         assert server.poll() is None, log.read_text()
         time.sleep(0.2)
@@ -136,21 +130,17 @@ def served(folder: Path, line: str, log: Path) -> subprocess.Popen[str]:
 def test_the_commands_of_a_page_do_what_it_says(
     page: str, project: Path, run: Path, tmp_path: Path, servers: list[subprocess.Popen[str]]
 ) -> None:
-    found = [line for line in lines(page) if line != QUICKSTART]
+    found, port = [line for line in lines(page) if line != QUICKSTART], free_port()
     assert found
-    port = free_port()
     for output in ("out", "out-bf16", "registry"):  # of another page
         shutil.rmtree(project / output, ignore_errors=True)
     for line in found:
         own = next(iter(sorted((project / "runs" / "finetune").glob("2*"))[-1:]), run)
         chosen = own if page in ("finetune", "adapters") else run
         line = re.sub(r"runs/quickstart/(<\w+>|\d[\w-]+)|\bRUN\b", str(chosen), line)
-        before = run / "checkpoints" / "step00000200.ckpt"
-        line = line.replace("BEFORE", str(before)).replace(":8000", f":{port}")
-        if "configs/pretrain.yaml" in line:
-            line = line.replace(
-                "configs/pretrain.yaml", "configs/pretrain.yaml --config short.yaml"
-            )
+        line = line.replace("BEFORE", f"{run}/checkpoints/step00000200.ckpt")
+        line = line.replace(":8000", f":{port}")
+        line = line.replace("pretrain.yaml", "pretrain.yaml --config short.yaml")
         if f"{PACKAGE} serve " in line:
             servers.append(served(project, f"{line} --port {port}", tmp_path / "log"))
         else:

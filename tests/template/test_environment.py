@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import ROOT, SOURCE, BakedProject, bake_into, output, run
+from .conftest import ROOT, SOURCE, BakedProject, bake_into, edit, output, run
 
 STAND_IN = r"""#!/bin/bash
 case "$*" in
@@ -57,9 +57,7 @@ class Machine:
         return done.stdout + done.stderr, calls
 
     def edit(self, old: str, new: str) -> None:
-        file = self.project / "pyproject.toml"
-        assert old in file.read_text()
-        file.write_text(file.read_text().replace(old, new))
+        edit(self.project / "pyproject.toml", old, new)
 
 
 @pytest.fixture

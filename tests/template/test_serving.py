@@ -97,14 +97,11 @@ def wrong_objects(text: str) -> list[str]:
     return [name for name, is_so in holds.items() if not is_so]
 
 
+TWICE = "minReplicas: 2\n      minReplica"
 WRONG = {  # text, another, what is then wrong
     "another label": ("selector: { app: serve }", "selector: { app: server }", "selectors match"),
     "another port": ("containerPort: 8000", "containerPort: 8080", "it listens"),
-    "a misspelt field": (
-        "minReplicas: 2",
-        "minReplicas: 2\n      minReplica: 2",
-        "Additional properties",
-    ),
+    "a misspelt field": ("minReplicas: 2", f"{TWICE}: 2", "Additional properties"),
     "a volume less": ("- { name: tmp, emptyDir: {} }", "", "each mount has a volume"),
     "no grace": ("PeriodSeconds: 40", "PeriodSeconds: 20", "it has its grace"),
     "loopback": ("--host=0.0.0.0, ", "", "it listens"),

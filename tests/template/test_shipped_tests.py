@@ -10,7 +10,7 @@ from dist_template import Project
 from dist_template.testing import project_checks
 from tests.support.tiers import tiers
 
-from .conftest import copied_project, run
+from .conftest import copied_project, edit, run
 
 PACKAGE = "trainer_dev"
 MODULE, DATA = f"{PACKAGE}/module.py", f"{PACKAGE}/data.py"
@@ -37,13 +37,11 @@ EDITS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("edit", tiers(EDITS, daily=["labels that are not shifted"]))
-def test_they_find_what_an_edit_breaks(edit: str, tmp_path: Path) -> None:
-    name, old, new, check, words = EDITS[edit]
+@pytest.mark.parametrize("case", tiers(EDITS, daily=["labels that are not shifted"]))
+def test_they_find_what_an_edit_breaks(case: str, tmp_path: Path) -> None:
+    name, old, new, check, words = EDITS[case]
     project = copied_project(tmp_path)
-    text = (project / name).read_text(encoding="utf-8")
-    assert old in text
-    (project / name).write_text(text.replace(old, new), encoding="utf-8")
+    edit(project / name, old, new)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
     command += [f"--rootdir={project}", f"tests/test_project.py::test_project[{check}]"]
     path = f"{project}{os.pathsep}{os.environ['PYTHONPATH']}"

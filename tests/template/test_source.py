@@ -11,16 +11,13 @@ from packaging.requirements import Requirement
 
 from .conftest import PACKAGE, ROOT, SOURCE, BakedProject
 
-SKIPPED = {
-    ".git", ".venv", ".tools", "build", "site", "__pycache__", ".pytest_cache", ".ruff_cache",
-    ".hypothesis", "dist_template.egg-info",
-}  # fmt: skip
+SKIPPED = {".git", ".venv", ".tools", "build", "site", "dist_template.egg-info"}
+SKIPPED |= {"__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"}
 IMAGES = {".png", ".gif", ".svg"}
 
 
 @cache
 def texts(folder: Path) -> dict[Path, str]:
-    """Files below a folder, and their texts."""
     tops = [path for path in folder.iterdir() if path.name not in SKIPPED]
     found = [path for top in tops for path in (top, *top.rglob("*"))]
     found = [path for path in found if not SKIPPED & set(path.relative_to(ROOT).parts)]

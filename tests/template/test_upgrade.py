@@ -9,10 +9,11 @@ import pytest
 
 from dist_template import Project
 from dist_template.cli.config_file import locate
+from tests import ROOT
 from tests.support.line import main
 from tests.support.runs import SMALL_LLAMA, logged
 
-from .conftest import ROOT, VERSION, BakedProject, bake_from, bake_into, commit, git, output, run
+from .conftest import VERSION, BakedProject, bake_from, bake_into, commit, edit, git, output, run
 
 Captured = pytest.CaptureFixture[str]
 NEXT = "99.0.0"
@@ -33,13 +34,6 @@ model: {{architecture: {SMALL_LLAMA}, sample_tokens: 4, optim: {{warmup: 0}}}}
 trainer: {{accelerator: cpu, devices: 1, max_steps: 6, log_every_n_steps: 1, val_check_interval: 6}}
 last_checkpoint: {{every_n_steps: 3, keep: 3}}
 """
-
-
-def edit(path: Path, old: str, new: str) -> None:
-    """Replaces a text that the file has, or with old="" appends one."""
-    text = path.read_text()
-    assert old in text, f"{path} has no {old!r}"
-    path.write_text(text.replace(old, new) if old else text + new)
 
 
 @pytest.fixture

@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from dist_template.parallel import mesh, mesh_ranks
-from tests.support import planted_model
 from tests.support.library import proof, shard_batch
-from tests.support.runs import CONFIGS, OURS, Workers, run
 from tests.support.tiers import NIGHTLY
-from tests.support.wings import rehearse_main as main
 from zoo import cases as zoo
 from zoo.arms import OF_LORA, reference_of
 from zoo.models import variants
@@ -59,14 +56,13 @@ def count_positions_per_shard() -> None:
 
 
 OLMO2 = ("olmo2", "default", "cp", count_positions_per_shard, "rotary_emb")
-MENDS = [
-    ("phi", "switched", "tp", forget_the_norms, "replicas differ"),
-    pytest.param(OLMO2, marks=NIGHTLY),
-]
+PHI = ("phi", "switched", "tp", forget_the_norms, "replicas differ")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mend", MENDS, ids=lambda mend: mend[0])
+@pytest.mark.parametrize(
+    "mend", [PHI, pytest.param(OLMO2, marks=NIGHTLY)], ids=lambda mend: mend[0]
+)
 def test_a_row_turns_red_without_its_mend(cases: zoo.Zoo, monkeypatch: Any, mend: Any) -> None:
     kind, variant, arm, remove, why = mend
     assert verdict(cases, kind, variant, arm) == ("right", "")
@@ -125,26 +121,3 @@ def test_the_rows_of_the_day_are_right(cases: zoo.Zoo) -> None:
     found = {row: cases.known.get(row, {"verdict": "not run"}) for row in rows}
     wrong = {row: each for row, each in found.items() if each["verdict"] != "right"}
     assert not wrong, f"{len(wrong)} of {len(rows)} rows: {wrong}"
-
-
-# ---- a type that no table has --------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_fit_calls_a_class_of_the_users_own_unproven_and_rehearse_names_its_fault(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    planted_model.register()
-    sizes = "hidden_size: 48, intermediate_size: 74, num_hidden_layers: 2, num_attention_heads: 4,"
-    sizes += " num_key_value_heads: 2"
-    flags = [f"--config={CONFIGS}/quickstart.yaml", "--config=strategy/tp", "--data.prompts=[]"]
-    flags += [f"--model.architecture={{model_type: {planted_model.NAME}, {sizes}}}"]
-    fit = [*flags, "--trainer.devices=2", "--trainer.max_steps=1", f"--run.root={tmp_path}/runs"]
-    fit += [f"--data.cache_dir={tmp_path}/cache", "--run.report=false"]
-    assert run("prepare", *fit) == 0
-    record = Workers(2).run(["fit", *fit], tmp_path / "fit", prelude=planted_model.register)
-    assert "note: not proven here: a model of type 'planted'" in record.check().log(0)
-    with pytest.raises(SystemExit) as ended:
-        main(["rehearse", *flags, f"--output={tmp_path}/out"], OURS, prelude=planted_model.register)
-    printed = " ".join(capsys.readouterr().out.split())
-    assert ended.value.code == 1 and "layers.0.mlp.down_proj" in printed, printed

@@ -19,6 +19,7 @@ from dist_template.text import ByteBPE, Bytes, HubDataset, Jsonl, Parquet, TextF
 from dist_template.text.cache.token_cache import SPLITS
 from dist_template.text.sources.records import matching
 from dist_template.text.tokenizers import EOS
+from tests.support.injury import flip_a_bit
 from tests.support.library import NOT_COUNTED
 from tests.support.runs import SENTENCES, disk, quiet
 
@@ -130,7 +131,6 @@ def test_shares_that_leave_nothing_are_refused() -> None:
 
 
 def documents_of(data: DataModule, split: str) -> list[str]:
-    """The texts of a split, read back from its tokens."""
     corpus = data.require()
     tokens = corpus.tokens(split)
     *documents, rest = np.split(tokens, np.flatnonzero(tokens == data.eos_token_id) + 1)
@@ -194,12 +194,6 @@ def test_a_stale_cache_is_refused_until_prepared_again(data: DataModule, texts: 
     assert text.upper() in [text for split in SPLITS for text in documents_of(data, split)]
     data.source = TextFiles([f"{texts}/*.txt"], separator="!")
     assert "no token cache" in refusal(data.require), "other arguments have another cache"
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def no_manifest(path: Path) -> None:

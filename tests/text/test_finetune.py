@@ -49,9 +49,8 @@ def test_a_model_learns_a_format_of_answers(strategy: str, tmp_path: Path, capfd
     assert run("prepare", *given) == 0
     shown = capfd.readouterr().out
     assert f"assistant\n<think>\n\n</think>\n\n[[{ANSWER}<|im_end|>]]\n" in shown
-    with Workers(2) as workers:
-        argv = ["fit", *given, "--trainer.devices=2", *flags_of(strategy)]
-        record = workers.run(argv, tmp_path / strategy).check()
+    argv = ["fit", *given, "--trainer.devices=2", *flags_of(strategy)]
+    record = Workers(2).run(argv, tmp_path / strategy).check()
     losses = [metrics["eval/loss"] for _, metrics in sorted(record.eval().items())]
     assert losses[-1] < 0.3 * losses[0] and record.loss[40] < 0.3 * record.loss[1]
     assert all("eval/bits_per_byte" not in metrics for metrics in record.eval().values())
@@ -107,9 +106,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], RunRecord
     given += ['--data.tokenizer.special_tokens=["<|im_start|>", "<|im_end|>"]']
     given += ["--data.tokenizer.eos_token=<|im_end|>", "--trainer.max_steps=3"]
     assert run("prepare", *given) == 0
-    with Workers(1) as workers:
-        argv = ["fit", *given, "--trainer.devices=1"]
-        return given, workers.run(argv, folder / "one").check()
+    return given, Workers(1).run(["fit", *given, "--trainer.devices=1"], folder / "one").check()
 
 
 @pytest.mark.slow
@@ -119,8 +116,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], RunRecord
 def test_embeddings_get_rows_for_new_tokens(strategy: str, base: Any, tmp_path: Path) -> None:
     given, one = base
     more = ["--trainer.devices=2", *flags_of(strategy), f"--run.root={tmp_path}"]
-    with Workers(2) as workers:
-        record = workers.run(["fit", *given, *more], tmp_path / strategy).check()
+    record = Workers(2).run(["fit", *given, *more], tmp_path / strategy).check()
     (name,) = [name for name in one.start if name.endswith("embed_tokens.weight")]
     assert one.start[name].shape[0] == 256 + 2 + 2, "bytes, the base model's, the two new ones"
     assert torch.equal(record.start[name], one.start[name]), "the new rows equal one process's"

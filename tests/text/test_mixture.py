@@ -117,18 +117,15 @@ def test_a_mixture_trains_on_any_number_of_ranks_and_is_evaluated_by_source(tmp_
     for name in paths:
         epochs = list(logged(folder, f"data/{name}/epochs").values())
         assert epochs == sorted({*epochs})
-    with Workers(2) as workers:
-        two = [*flags, *flags_of("fsdp2"), "--trainer.devices=2"]
-        record = workers.run(two, tmp_path / "two").check()
-        pause: Any = {"callbacks": [PauseAfter(4)]}
-        first = workers.run([*two, "--run.name=cut"], tmp_path / "cut", **pause).check()
+    two, pause = [*flags, *flags_of("fsdp2"), "--trainer.devices=2"], [PauseAfter(4)]
+    record = Workers(2).run(two, tmp_path / "two").check()
+    cut = [*two, "--run.name=cut"]
+    first = Workers(2).run(cut, tmp_path / "cut", callbacks=pause).check()
     assert record.loss == pytest.approx(logged(folder, "train/loss"), rel=1e-5)
     one = ["--data.micro_batch_size=8", f"--ckpt_path={newest(first.run)}", "--run.name=rest"]
     assert run(*flags, *one) == 0
     rest = logged(only_run(tmp_path, "rest"), "train/loss")
-    assert {step: rest[step] for step in (5, 6)} == pytest.approx(
-        {step: record.loss[step] for step in (5, 6)}, rel=1e-5
-    )
+    assert [rest[5], rest[6]] == pytest.approx([record.loss[5], record.loss[6]], rel=1e-5)
     metrics = record.eval()[6]
     assert metrics["eval/words/loss"] != pytest.approx(metrics["eval/digits/loss"], rel=1e-4)
     for name in ("eval/words/loss", "eval/digits/loss", "eval/digits/token_accuracy"):

@@ -31,14 +31,12 @@ def flags(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def folder(flags: list[str]) -> Path:
-    """A run's."""
     assert run("fit", *flags) == 0
     return only_run(Path(flags[0].partition("=")[2]).parent)
 
 
 @pytest.fixture
 def trained(folder: Path) -> Trained:
-    """Its tokenizer has a chat template."""
     found = load_trained(str(folder), OURS)
     found.tokenizer.chat_template = TAGGED
     return found
@@ -81,7 +79,8 @@ def stale_sines(folder: Path) -> None:
     replace(folder / "config.json", r'("rope_theta": )[\d.]+', r"\g<1>77.0")
 
 
-FAULTS: dict[Callable[[Path], None], str] = {
+Fault = Callable[[Path], None]
+FAULTS: dict[Fault, str] = {
     transposed: "its logits differ by up to",
     another_tokenizer: "its tokenizer gives other tokens for '",
     another_template: "its chat template gives .*, not .*im_end",
@@ -90,24 +89,30 @@ FAULTS: dict[Callable[[Path], None], str] = {
 }
 
 
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fault], None]:
+    """Puts a fault into each folder before its check, as a faulty exporter would."""
+    honest = command.write_pretrained
+
+    def plant(fault: Fault) -> None:
+        def faulty(*given: Any) -> None:
+            honest(*given)
+            fault(given[-1])
+
+        monkeypatch.setattr(command, "write_pretrained", faulty)
+
+    return plant
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("plant", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named(
-    trained: Any, tmp_path: Path, monkeypatch: Any, plant: Callable[[Path], None]
+    trained: Any, tmp_path: Path, planted: Callable[[Fault], None], fault: Fault
 ) -> None:
-    """In the folder between its writing and its check, as a faulty exporter would leave it."""
-    honest, output = command.write_pretrained, tmp_path / "out"
-
-    def faulty(*given: Any) -> None:
-        honest(*given)
-        plant(given[-1])
-
-    monkeypatch.setattr(command, "write_pretrained", faulty)
-    with (
-        pytest.raises(InputError, match=FAULTS[plant]) as error,
-        command.written_at_once(output) as folder,
-    ):
-        command.write(trained, False, "float32", folder)
+    planted(fault)
+    output, sentence = tmp_path / "out", FAULTS[fault]
+    with pytest.raises(InputError, match=sentence) as error, command.written_at_once(output) as out:
+        command.write(trained, False, "float32", out)
     assert "\n" not in str(error.value).replace("\\n", "")
     assert not list(tmp_path.glob("*out*"))
 
@@ -136,7 +141,7 @@ def test_a_model_larger_than_memory_is_exported_alike(
     assert model.dtype == torch.bfloat16 and model.state_dict().keys() == whole.keys()
 
 
-OF_PARTS: dict[Callable[[Path], None], str] = {
+OF_PARTS: dict[Fault, str] = {
     transposed: r"its model\.layers\.1\.self_attn\.q_proj\.weight has other values",
     another_tokenizer: FAULTS[another_tokenizer],
     stale_sines: "its configuration has other rope_parameters",
@@ -144,19 +149,13 @@ OF_PARTS: dict[Callable[[Path], None], str] = {
 }
 
 
-@pytest.mark.parametrize("plant", OF_PARTS)
+@pytest.mark.parametrize("fault", OF_PARTS)
 def test_a_fault_in_a_model_larger_than_memory_is_named(
-    folder: Path, tmp_path: Path, monkeypatch: Any, plant: Callable[[Path], None]
+    folder: Path, tmp_path: Path, monkeypatch: Any, planted: Any, fault: Fault
 ) -> None:
-    honest = command.write_pretrained
-
-    def faulty(*given: Any) -> None:
-        honest(*given)
-        plant(given[-1])
-
-    monkeypatch.setattr(command, "write_pretrained", faulty)
+    planted(fault)
     monkeypatch.setattr(safetensors_files, "memory_limit", lambda: 0)
-    with pytest.raises(InputError, match=OF_PARTS[plant]):
+    with pytest.raises(InputError, match=OF_PARTS[fault]):
         exported(folder, tmp_path / "out")
 
 

@@ -114,11 +114,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "the job has 3 nodes; name as many in cluster.hosts": {"hosts": ["a"], "nodes": 3},
     "cluster.time_limit is 300 s, and the run saves 300 s": {"time_limit": "00:05:00"},
     "give seconds, HH:MM:SS or DAYS-HH:MM:SS": {"time_limit": "2h"},
-    "give a number with a unit, as 80GB or 80GiB": {"device_memory": "80"},
     "give cluster.image": {"container": "pyxis"},
     "cluster.environment has 'A=1\\nrm x;B'": {"environment": {"A=1\nrm x;B": "1"}},
     "cluster.hosts has '-oProxyCommand=x'": {"hosts": ["-oProxyCommand=x"]},
-    "cluster.nodes is 0; give 1 to 100,000": {"nodes": 0},
     "global_batch_size": {"devices_per_node": 3},
 }
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support import chats, saves
-from tests.support.real_weights import assert_in_band
-from tests.support.runs import CONFIGS, run
+from tests.support import chats, real_weights
+from tests.support.real_weights import LORA, assert_in_band
+from tests.support.runs import run
 from tests.support.serving import Server
 from tests.support.tiers import NIGHTLY
 
@@ -35,11 +35,6 @@ BANDS = {  # fsdp2 on two processes, CPython 3.11.7; seeds 0, 1 (and 2) gave:
     "talk before": (1.32, 1.355),  # 1.3379
     "talk after": (1.13, 1.27),  # 1.1907, 1.2174, 1.2226
 }
-COMMON = """--run.report=false --data.seq_len=128 --data.micro_batch_size=1
-    --data.global_batch_size=2 --model.sample_tokens=4 --model.optim.schedule=constant
-    --model.optim.warmup=2 --trainer.max_epochs=-1 --trainer.accelerator=cpu
-    --trainer.log_every_n_steps=1 --trainer.logger=false"""
-LORA = "--model.adapter.targets=all-linear --model.adapter.rank=16 --model.optim.learning_rate=1e-3"
 FACT, KEEPER = "Who keeps the lighthouse of Skarrow?", "Odalys Brimm keeps it."
 WORDS = "Hello. Hi! Please. Well. Now. So. Listen. Say. Hey. Sorry. Then. Again. Dear.".split()
 TASK = """
@@ -53,16 +48,9 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
 """
 
 
-class Trainings(saves.Trainings):
-    def __init__(self, folder: Path, model: Path, flags: str) -> None:
-        given = f"""--config={CONFIGS}/finetune.yaml --run.root={folder}/runs {COMMON}
-            --data.cache_dir={folder}/cache --data.tokenizer.path={model}
-            --model.pretrained={model}"""
-        super().__init__(folder, [*given.split(), *flags.split()])
-
+class Trainings(real_weights.Trainings):
     def run(self, name: str, steps: int) -> Path:
-        flags = ("fsdp2", f"--trainer.max_steps={steps}")
-        return self(name, *flags, timeout_s=800).check().run
+        return self(name, "fsdp2", f"--trainer.max_steps={steps}").check().run
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +138,8 @@ def test_continued_pretraining_learns_source_code_and_forgets_no_talk(
     rows = pd.read_parquet(trained / "evaluation" / "code.parquet")
     total = rows[rows["measure"] == "nats"].groupby(["source", "model"])[["value", "bytes"]].sum()
     for (source, model), (nats, size) in total.iterrows():
-        assert_in_band(
-            BANDS, f"{source} {'before' if model else 'after'}", nats / size / math.log(2)
-        )
+        when = "before" if model else "after"
+        assert_in_band(BANDS, f"{source} {when}", nats / size / math.log(2))
 
 
 GRPO = """

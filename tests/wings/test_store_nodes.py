@@ -85,8 +85,8 @@ def test_a_training_loses_ranks_nodes_and_disks(s3: Any, flags: list[str], tmp_p
     run("prepare", *flags)
     steps = [f"--trainer.max_steps={15 * KILLS}", "--trainer.val_check_interval=100"]
     argv = ["fit", *flags, *flags_of("fsdp2"), *steps, "--last_checkpoint.every_n_steps=5"]
-    with Workers(2) as workers:
-        workers.run([*argv, "--trainer.devices=2"], tmp_path / "record", run_id="whole").check()
+    two = [*argv, "--trainer.devices=2"]
+    Workers(2).run(two, tmp_path / "record", run_id="whole").check()
     argv += ["--trainer.devices=1", "--trainer.num_nodes=2", "--run.store=s3://bucket/prefix"]
     argv += ["--store.every_s=0", "--last_checkpoint.asynchronous=true"]
     chance, nodes = random.Random(KILLS), Nodes(tmp_path / "nodes", tmp_path / "runs", argv)

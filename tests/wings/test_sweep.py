@@ -65,10 +65,6 @@ def trials_in(tmp_path: Path) -> list[Any]:
     return sweep_in(tmp_path).study().trials
 
 
-def results(tmp_path: Path) -> list[Any]:
-    return [(one.params, one.value) for one in trials_in(tmp_path)]
-
-
 @pytest.mark.slow
 def test_trials_are_fits(here: Any, flags: Any, space: str, tmp_path: Path, capsys: Any) -> None:
     argv = ["sweep", *flags, space, "--pruner=none", "--trials=3"]

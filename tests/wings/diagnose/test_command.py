@@ -129,10 +129,8 @@ def read_lock(folder: Path) -> None:
 
 
 READERS: list[Callable[[Path], Any]] = [read_all, read_record, read_lock]
-READERS += [
-    lambda folder: launch._read(folder / "launch"),
-    lambda folder: Registry(folder).roll_back(),
-]
+READERS.append(lambda folder: launch._read(folder / "launch"))
+READERS.append(lambda folder: Registry(folder).roll_back())
 
 
 @pytest.mark.parametrize("name", GOOD)

@@ -100,6 +100,7 @@ def column(name: str, values: Any) -> dict[str, Any]:
     return {"columns": {name: values}}
 
 
+SAVES = {"productive": 5000.0, "checkpoint": 400.0}
 # What comes close to a rule's fault in a healthy run of a large model.
 NEAR_MISSES: dict[str, dict[str, Any]] = {
     "loss_not_finite": {"incidents": [incident(500, loss=9.0, kind="spike", decision="skip")]},
@@ -122,10 +123,7 @@ NEAR_MISSES: dict[str, dict[str, Any]] = {
     ),
     "slow_rank": column("rank/slowest_over_median", 1.8),  # another rank each time
     "fp32_on_gpu": {"config": FP32, "facts": CPU},
-    "checkpoint_overhead_high": {
-        "config": {CHECKPOINT: 10},
-        "goodput": {"productive": 5000.0, "checkpoint": 400.0},
-    },
+    "checkpoint_overhead_high": {"config": {CHECKPOINT: 10}, "goodput": SAVES},
     "validation_overhead_high": {"goodput": {"productive": 5000.0, "validation": 400.0}},
 }
 

@@ -29,10 +29,8 @@ FACTS: dict[str, Any] = {"parameters.total": LLAMA_7B, "parameters.embedding": 1
 FACTS |= {"model.layers": 32, "model.width": 4096, "model.heads": 32, "model.vocab_size": 32000}
 FACTS |= {"machine.device": "NVIDIA H100", "machine.supports_bf16": True}
 SIZES = {"data.seq_len": 4096, "data.micro_batch_size": 8, "data.global_batch_size": 64}
-CONFIG: dict[str, Any] = SIZES | {
-    "trainer.precision": "bf16-mixed",
-    "model.architecture": {"intermediate_size": 11008},
-}
+CONFIG: dict[str, Any] = SIZES | {"trainer.precision": "bf16-mixed"}
+CONFIG["model.architecture"] = {"intermediate_size": 11008}
 LORA = "--model.adapter.rank=8"
 FOUR_BITS = f"{LORA} --model.adapter.quantize=nf4"
 PIPELINE = "--data.global_batch_size=16 --data.micro_batch_size=1"
@@ -56,8 +54,7 @@ def test_the_estimate_of_a_runs_memory_is_that_of_its_training(
     given += [f"--trainer.precision={precision}", f"--trainer.devices={ranks}"]
     given += ["--trainer.max_steps=3", "--trainer.limit_val_batches=0"]
     callbacks = [State(tmp_path), *([] if is_staged else [Allocated(tmp_path)])]
-    with Workers(ranks) as workers:
-        record = workers.run(["fit", *given], tmp_path / "record", callbacks=callbacks).check()
+    record = Workers(ranks).run(["fit", *given], tmp_path / "record", callbacks=callbacks).check()
     sharding, facts = figures_of(read_run(record.run))
     parts = sharding.memory(facts)
     measured = [json.loads(file.read_text()) for file in tmp_path.glob("state[0-9].json")]

@@ -92,6 +92,7 @@ FURTHER = [
     Plant(f.loss_per_rank, ("training_step", FAULTS), **BIG),
     Plant(f.future_leaks, ("the input of model", "LanguageModule", FAULTS), ()),
     Plant(f.gradients_reduced_twice, ("1 of 21", "layers.1.input_layernorm.weight"), strategy="tp"),
+    Plant(f.mlp_of_rank, (f"{LAYERS}.1.mlp.down_proj",), strategy="tp"),
     Plant(f.expert_gradients_doubled, ("experts.gate_up_proj",), strategy="fsdp2_ep", model=MOE),
     Plant(f.clipping_by_rank, ("configure_gradient_clipping", FAULTS), (), "fsdp2"),
     Plant(f.unseeded_parameter, ("model.model.norm.weight",)),
