@@ -1,8 +1,7 @@
 """Starts, runs and watches distributed training of a LightningModule: the library behind the project template.
 
 Names are imported when they are first used: `python -m <package> --help` needs neither torch nor
-Lightning.
-"""
+Lightning."""
 
 from .lazy import attribute_of
 

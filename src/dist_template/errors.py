@@ -32,8 +32,7 @@ class Exit(IntEnum):
         """Returns one code for a run whose processes exited with `codes`; negative codes are signals.
 
         Deliberate exits have priority over failures, and the first failure over those that follow
-        from it: the other ranks fail with 1, or are aborted or terminated.
-        """
+        from it: the other ranks fail with 1, or are aborted or terminated."""
         found = set(codes) - {0}
         for code in DECIDED:
             if code in found:
@@ -64,8 +63,7 @@ class Ended(Exception):
     Args:
         code: Exit code of every rank.
         sentence: The reason; one rank of each node prints it.
-        local_rank: The local rank that prints it; 1 if rank 0 is lost.
-    """
+        local_rank: The local rank that prints it; 1 if rank 0 is lost."""
 
     def __init__(self, code: Exit, sentence: str, local_rank: int = 0) -> None:
         super().__init__(sentence)

@@ -16,8 +16,7 @@ An entry point of the group `dist_template.hooks` names a module with some of
         why it could not, or None.
 
 They are called in the order of the names of the entry points; of `at_start` and `fetch`, the first.
-If one of the others raises, one line reports it: the result and the exit code do not change.
-"""
+If one of the others raises, one line reports it: the result and the exit code do not change."""
 
 import sys
 from pathlib import Path

@@ -2,8 +2,7 @@
 
 Under tensor or expert parallelism some parameters are plain tensors and others DTensors on
 different meshes. torch's functions over lists (fused AdamW, `get_total_norm`, `clip_grad_norm_`)
-refuse such a mixture, so they are called for one group at a time.
-"""
+refuse such a mixture, so they are called for one group at a time."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
@@ -116,8 +115,7 @@ def clip_by_norm(
     before clipping, on the gradients' device; or None, see `joint_norm`.
 
     Lightning's clipping (2.6.6) refuses a fused AdamW under bf16-mixed, does not return the norm, and fails for
-    parameters on different meshes. `norm_of` returns the joint norm where other ranks have other parameters.
-    """
+    parameters on different meshes. `norm_of` returns the joint norm where other ranks have other parameters."""
     parameters = [p for p in parameters if p.grad is not None]
     norm = norm_of(parameters)
     if norm is not None and max_norm:

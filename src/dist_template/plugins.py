@@ -11,8 +11,7 @@ Groups:
     dist_template.checkpoint_formats: likewise, the format of its checkpoints.
 
 A source of text needs none: YAML takes the import path of its class. docs/extend.md has an example
-of each. A value is "module" or "module:attribute". Nothing is imported before `EntryPoint.load`.
-"""
+of each. A value is "module" or "module:attribute". Nothing is imported before `EntryPoint.load`."""
 
 import importlib.util
 import re

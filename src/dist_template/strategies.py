@@ -1,8 +1,7 @@
 """Strategies for any Lightning Trainer; importing this file registers their names: `Trainer(strategy="fsdp2")`.
 
 All of them run on GPUs and on CPU processes. ZeroStrategy needs the package deepspeed. They attach by entry points as
-a strategy of another package does (docs/extend.md); `dist_template.strategies.NAME` is every class that does.
-"""
+a strategy of another package does (docs/extend.md); `dist_template.strategies.NAME` is every class that does."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -11,8 +11,7 @@ CELL = 60  # characters of a cell on a terminal; longer ones are truncated
 class Table:
     """Text in rows and columns: `head` has a title per column; each row has as many cells as `head`.
 
-    `title` and `note`, a sentence below the table, may be empty.
-    """
+    `title` and `note`, a sentence below the table, may be empty."""
 
     title: str
     head: list[str]

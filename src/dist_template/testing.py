@@ -5,8 +5,7 @@ PROJECT = this_project(__file__)
 def test_project(check, tmp_path): check(tmp_path)
 
 module, data = build(PROJECT, "--config=configs/quickstart.yaml", "--data.seq_len=64")
-loss = module.training_step(batches(data, 1)[0], 0)
-"""
+loss = module.training_step(batches(data, 1)[0], 0)"""
 
 from __future__ import annotations
 

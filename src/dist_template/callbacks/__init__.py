@@ -1,8 +1,7 @@
 """Lightning callbacks: what is measured, shown, saved and guarded during training.
 
 cli/defaults.py has the order in which they run: measure, write, show, act. Those below also work in
-any Trainer, without the command line; names are imported when they are first used.
-"""
+any Trainer, without the command line; names are imported when they are first used."""
 
 from ..lazy import attribute_of
 

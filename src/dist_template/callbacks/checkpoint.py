@@ -38,8 +38,7 @@ class LastCheckpoint(Checkpoint):
             on NVMe. false: training waits until all is written.
         dirpath: The folder, on a file system that all nodes share; with `run.store`, it may be on each node's own.
         accept_changes: Keys, such as [data.seq_len], that may differ from the checkpoint's although
-            the samples, the model's function or its loss depend on them.
-    """
+            the samples, the model's function or its loss depend on them."""
 
     def __init__(
         self,
@@ -206,8 +205,7 @@ class BestCheckpoint(Checkpoint):
         monitor: The validation metric that decides.
         mode: Whether the lowest ("min") or the highest ("max") is best.
         keep: How many to keep. 0 turns it off.
-        dirpath: The folder.
-    """
+        dirpath: The folder."""
 
     def __init__(
         self,

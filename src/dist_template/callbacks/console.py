@@ -33,8 +33,7 @@ HEALTH = 36  # characters of a finding's title
 def only_shows(hook: Any) -> Any:
     """Decorates a method whose errors must not end training: each is reported once.
 
-    Errors that concern other ranks are raised: a lost rank, and a decision of all ranks.
-    """
+    Errors that concern other ranks are raised: a lost rank, and a decision of all ranks."""
     reported: set[str] = set()
 
     @wraps(hook)
@@ -58,8 +57,7 @@ class Console(Callback):
     A terminal shows one line, updated in place and never wrapped; a log file gets plain lines.
 
     Args:
-        line_every_s: Seconds between lines if the output is not a terminal. 0 prints one at every log step.
-    """
+        line_every_s: Seconds between lines if the output is not a terminal. 0 prints one at every log step."""
 
     worst = ""  # title of the worst open finding; wings/diagnose/callback.py sets it
 

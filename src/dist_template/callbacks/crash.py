@@ -1,8 +1,7 @@
 """Records how a rank crashed: the traceback and the memory at that moment.
 
 `crash/rank<N>.txt` is for users, `crash/rank<N>.json` for programs. Those of earlier attempts are
-kept, numbered. observe/crash.py prints the crash when the process exits.
-"""
+kept, numbered. observe/crash.py prints the crash when the process exits."""
 
 import json
 import platform
@@ -35,8 +34,7 @@ class Crash(Callback):
     """Records the exception. It is the first callback, so that nothing has changed since the error.
 
     Args:
-        folder: The run's folder.
-    """
+        folder: The run's folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / RunFile.CRASHES

@@ -25,8 +25,7 @@ class Experts(Callback):
 
     Balancing needs the loads of every optimizer step: one all-reduce, started before the last micro-batch's backward
     pass and waited for after the optimizer step. Without balancing, only log steps are counted, and the first
-    micro-batch, so that a compiled block is compiled with and without counting in the first two steps.
-    """
+    micro-batch, so that a compiled block is compiled with and without counting in the first two steps."""
 
     def __init__(self) -> None:
         self._is_on = False

@@ -8,8 +8,7 @@ is its next `global_batch_size` entries, however they are distributed over ranks
     rank     | 0  0  1 1 | 0  0  1 1 |                  2 ranks, micro_batch_size = 2
     rank     | 0  0  0 0 | 0  0  0 0 |                  1 rank, micro_batch_size = 2, accumulating 2
 
-So a run resumes on another number of ranks with exactly the next samples.
-"""
+So a run resumes on another number of ranks with exactly the next samples."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ class GlobalOrder(Sampler[list[int]]):
     the next epoch. `consumed` is called when iteration starts, because the checkpoint is loaded
     after the loader is made. Without a `seed` rows are not shuffled.
 
-    `stream` returns the row at a position of the stream. It replaces the order by epochs.
-    """
+    `stream` returns the row at a position of the stream. It replaces the order by epochs."""
 
     num_rows: int
     global_batch_size: int
@@ -119,8 +117,7 @@ def eval_batches(sizes: dict[str, int], micro_batch_size: int, rank: int = 0, wo
     """Returns a rank's batches for evaluation, of one source each, the sources interleaved.
 
     Together the ranks read every row exactly once. Padding gives all ranks the same number of full batches. `sizes` are
-    the numbers of rows of each source; row -1 - n is padding of source n.
-    """
+    the numbers of rows of each source; row -1 - n is padding of source n."""
     timed, first = [], 0
     for number, size in enumerate(sizes.values()):
         num_batches = -(-size // (micro_batch_size * world_size))
@@ -142,8 +139,7 @@ def source_of(sizes: dict[str, int], row: int) -> str:
 class ConsumedSamples(Callback):
     """Counts the samples that were trained on, so that a run resumes with another micro-batch or number of ranks.
 
-    The count follows the trainer's processed batches, because the loader's workers read ahead.
-    """
+    The count follows the trainer's processed batches, because the loader's workers read ahead."""
 
     def __init__(self, global_batch_size: int, samples_per_batch: int, processed_batches: int) -> None:
         self._global_batch_size = global_batch_size

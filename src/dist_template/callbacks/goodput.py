@@ -2,8 +2,7 @@
 
 observe/history/goodput.py has the kinds, which add up to the wall time; docs/recovery/index.md explains them. A line
 holds an attempt's seconds so far; the last line counts. Rank 0 writes at most one line a second, and fewer as the
-attempt gets older (every thousandth of its age), so that the file stays small.
-"""
+attempt gets older (every thousandth of its age), so that the file stays small."""
 
 import json
 import os
@@ -27,8 +26,7 @@ class Goodput(Checkpoint):
     """Measures time on rank 0. It is a `Checkpoint`, because Lightning calls those last.
 
     Args:
-        folder: The folder of `goodput.jsonl`.
-    """
+        folder: The folder of `goodput.jsonl`."""
 
     def __init__(self, folder: str = "{run}") -> None:
         self.folder = folder

@@ -8,8 +8,7 @@
 
 The host never waits for the device, unless the optimizer does not support `found_inf` (not fused,
 or not torch's) or is DeepSpeed's, which reads the norm itself. The learning rate schedule and the
-order of samples continue as if the step had been taken.
-"""
+order of samples continue as if the step had been taken."""
 
 from __future__ import annotations
 
@@ -97,8 +96,7 @@ class Numerics(Callback):
         patience: Number of consecutive anomalous steps after which `skip` stops training. Overflows
             of the fp16 loss scaler, which skips such steps itself, are an incident only after so
             many in a row: by then the initial scale of 2**16 has been halved to 1.
-        folder: The folder of `incidents.jsonl`.
-    """
+        folder: The folder of `incidents.jsonl`."""
 
     def __init__(
         self,

@@ -33,8 +33,7 @@ class Preemption(Checkpoint):
 
     Args:
         max_time: Time of this job since its launch, as DD:HH:MM:SS; then it saves and exits with code 75. Leave time
-            for a step and a save before the scheduler's own limit. Same as `--trainer.max_time`. null: no limit.
-    """
+            for a step and a save before the scheduler's own limit. Same as `--trainer.max_time`. null: no limit."""
 
     def __init__(self, max_time: str | timedelta | dict[str, int] | None = None) -> None:
         self.max_time = max_time
@@ -116,8 +115,7 @@ class Vote:
 
     A vote starts an all-reduce on the CPU and returns the result of the vote before, which had at least a step's time
     to complete; every rank reads the same result at the same vote. If training's process group is on GPUs, the votes
-    use a gloo group of their own, whose creation is collective.
-    """
+    use a gloo group of their own, whose creation is collective."""
 
     def __init__(self) -> None:
         self._is_alone = not dist.is_initialized()

@@ -1,8 +1,7 @@
 """Random state in checkpoints: a resumed run draws the same dropout as an uninterrupted run.
 
 Lightning saves no random state. Ranks' states may differ, and a checkpoint has one dictionary, so
-all states are gathered into it.
-"""
+all states are gathered into it."""
 
 import random
 from collections.abc import Callable
@@ -28,8 +27,7 @@ class RandomState(Callback):
     """Saves and restores the generators of torch, CUDA, Python and NumPy on every rank.
 
     Validation and the start of an epoch do not change the random stream of training. A run that resumes on another
-    number of ranks starts new streams, from the seed, the step and the data-parallel rank, and prints a warning.
-    """
+    number of ranks starts new streams, from the seed, the step and the data-parallel rank, and prints a warning."""
 
     def __init__(self) -> None:
         # The state after training's last draw; None: the current state.

@@ -1,7 +1,6 @@
 """Writes a run's configuration, environment and facts into its folder, before the first step.
 
-`facts.json` has what is constant in a training: model, data, machine. Diagnosis and report use it.
-"""
+`facts.json` has what is constant in a training: model, data, machine. Diagnosis and report use it."""
 
 import json
 import platform
@@ -35,8 +34,7 @@ class Record(Callback):
     Args:
         folder: The run's folder.
         config: The resolved configuration, of plain types.
-        defaults: Returns the YAML of the same keys with their defaults.
-    """
+        defaults: Returns the YAML of the same keys with their defaults."""
 
     def __init__(self, folder: Path, config: dict[str, Any], defaults: Callable[[], str]) -> None:
         self.folder = folder
@@ -64,8 +62,7 @@ class Record(Callback):
 def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> Facts:
     """Writes `facts.json` on rank 0, when the model is on its device, and returns its content. Collective.
 
-    Unknown values are null: a custom model or datamodule may lack what is read here.
-    """
+    Unknown values are null: a custom model or datamodule may lack what is read here."""
     hosts = weights.to_rank_zero(platform.node())
     if not trainer.is_global_zero:
         return {}

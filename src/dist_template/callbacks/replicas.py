@@ -4,8 +4,7 @@ A gradient that is not reduced, code that depends on the rank, or damaged memory
 and neither the loss nor the norm shows it.
 
 A checksum of each tensor is computed on the device; one all-reduce has the largest and the smallest
-of the ranks that hold it, and one read on the host says whether they differ.
-"""
+of the ranks that hold it, and one read on the host says whether they differ."""
 
 import functools
 import math
@@ -44,8 +43,7 @@ class Replicas(Callback):
 
     Args:
         ignore: Tensors that ranks hold differently on purpose: names, or patterns as `teacher.*`.
-            "*" turns the comparison off.
-    """
+            "*" turns the comparison off."""
 
     def __init__(self, ignore: list[str] = []) -> None:  # noqa: B006  (it is never modified)
         self.ignore = ignore
@@ -89,8 +87,7 @@ class Replicas(Callback):
     def _replicas(self, module: nn.Module) -> dict[int, tuple[str, Tensor]]:
         """Returns names and tensors by digest; equal digests on two ranks stand for replicas.
 
-        The first and the last stage of a pipeline have a tied parameter under the same name.
-        """
+        The first and the last stage of a pipeline have a tied parameter under the same name."""
         found = {}
         for name, tensor in _compared(module):
             shard, place = shard_of(tensor)
@@ -162,8 +159,7 @@ def checksum(tensor: Tensor) -> Tensor:
     """Returns () int64 of the bits of this rank's shard; no copy of it, and no rounding.
 
     It is a weighted sum of 8-byte words: vectors of ones that a first step has moved up in as many places as down would
-    have the same sum without weights.
-    """
+    have the same sum without weights."""
     bits = local_shard(tensor).detach().reshape(-1).view(torch.uint8)
     if bits.storage_offset() % 8:
         bits = bits.clone()

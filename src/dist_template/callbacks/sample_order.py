@@ -37,8 +37,7 @@ class SampleOrder(Callback):
 
     A loader with an iterable dataset, with a sampler of its own, or of another class (torchdata's StatefulDataLoader,
     whose state Lightning saves itself) is not changed, nor is a datamodule with its own order: there each rank must
-    skip the other ranks' samples itself.
-    """
+    skip the other ranks' samples itself."""
 
     def __init__(self) -> None:
         self.global_batch_size = 0  # 0: not known, or the loader is not changed

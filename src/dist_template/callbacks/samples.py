@@ -20,8 +20,7 @@ class Samples(Callback):
     generates, because a sharded model needs all ranks; rank 0 writes.
 
     Args:
-        folder: The folder of `samples.txt`. null turns samples off.
-    """
+        folder: The folder of `samples.txt`. null turns samples off."""
 
     def __init__(self, folder: str | None = "{run}") -> None:
         self.folder = folder

@@ -22,8 +22,7 @@ class Summary(Callback):
 
     Args:
         folder: The run's folder.
-        calls_hooks: Whether to call the hooks at the end, also after a failure.
-    """
+        calls_hooks: Whether to call the hooks at the end, also after a failure."""
 
     def __init__(self, folder: Path, calls_hooks: bool) -> None:
         self.folder = folder

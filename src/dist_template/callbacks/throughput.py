@@ -29,8 +29,7 @@ class Throughput(Callback):
     loader shows.
 
     memory/* is the largest of all ranks: the peak of torch's allocator since the last log step, or the resident memory
-    of a CPU process and its share of the memory of the host (or control group) that its ranks share.
-    """
+    of a CPU process and its share of the memory of the host (or control group) that its ranks share."""
 
     def __init__(self) -> None:
         self._window_s = self._wait_s = self._own_s = 0.0

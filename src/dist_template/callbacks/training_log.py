@@ -23,8 +23,7 @@ class TrainingLog(Callback):
     Callbacks with metrics define two hooks, which are called on every rank at log steps only. `before_log_step(trainer,
     module)` puts measurements into `metrics_of(module)`. `on_log_step(trainer, module, metrics)` of callbacks before
     this one adds to `metrics` what follows from all ranks' values in the buffer's `of_ranks`; of callbacks after this
-    one it shows the metrics or reacts to them.
-    """
+    one it shows the metrics or reacts to them."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         log_at_optimizer_steps(trainer)

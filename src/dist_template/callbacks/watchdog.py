@@ -30,8 +30,7 @@ class Watchdog(Callback):
 
     Args:
         timeout_s: Seconds without progress after which all ranks exit with code 71. 0 turns it off.
-        start_timeout_s: The same from the process's start to the end of the first optimizer step. 0 turns it off.
-    """
+        start_timeout_s: The same from the process's start to the end of the first optimizer step. 0 turns it off."""
 
     def __init__(self, timeout_s: float = 600.0, start_timeout_s: float = 1800.0) -> None:
         check_least("watchdog", timeout_s=(timeout_s, 0), start_timeout_s=(start_timeout_s, 0))
@@ -124,8 +123,7 @@ class Watchdog(Callback):
 def limit_groups(trainer: L.Trainer, limit_s: float) -> None:
     """Sets the timeout of all process groups; torch's own applies to the first one only.
 
-    A `timeout` of the strategy other than Lightning's default has priority.
-    """
+    A `timeout` of the strategy other than Lightning's default has priority."""
     if not dist.is_initialized():
         return
     limit = timeout_of(trainer.strategy)

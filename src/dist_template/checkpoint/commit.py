@@ -10,8 +10,7 @@ leave new shards of some ranks and old shards of others, which load without an e
 temporary folder. Its files are flushed to the disk and hashed, and one rename turns it into the checkpoint.
 
 All ranks must see the same folder; on several nodes it must be on a shared file system. With a store, each node may
-have a folder on its own disk: its first rank creates and renames it, and the manifest lists all nodes' files.
-"""
+have a folder on its own disk: its first rank creates and renames it, and the manifest lists all nodes' files."""
 
 import errno
 import os
@@ -123,8 +122,7 @@ def finish(path: Path, entries: Entries, failure: str | None, group: Group = Non
     see the same folder (none: all ranks). Returns the files that this rank has hashed.
 
     Raises:
-        SaveError: on all ranks, if a disk refused a write of one; the temporary folder is deleted.
-    """
+        SaveError: on all ranks, if a disk refused a write of one; the temporary folder is deleted."""
     temporary, ranks = _hidden(path, "tmp"), ranks or range(weights.world_size(group))
     # A network file system may list a new file late, but not to the rank that wrote it: ranks send what rank 0 misses.
     _to_rank_zero(temporary, failure, None, group)  # all have written
@@ -155,8 +153,7 @@ def disk_error(write: Callable[[], object]) -> str | None:
     """Calls `write`. Returns which rank's disk refused it and why, or None. Raises other errors.
 
     Meanwhile torch's writer computes no CRC-32 of each tensor, which takes over half of its CPU
-    time: torch's reader never checks it, and the manifest has one for each file.
-    """
+    time: torch's reader never checks it, and the manifest has one for each file."""
     try:
         # The setting is this thread's.
         with serialization.patch("save.compute_crc32", False):  # ty: ignore[missing-attribute]
@@ -258,8 +255,7 @@ class BackgroundSaver:
     memory, is used here. All ranks create the saver together.
 
     Args:
-        strategy: Any, without state on NVMe. Its timeout also limits the save's collectives.
-    """
+        strategy: Any, without state on NVMe. Its timeout also limits the save's collectives."""
 
     def __init__(self, strategy: Strategy) -> None:
         device = strategy.root_device

@@ -74,8 +74,7 @@ def verified(path: Path, module: L.LightningModule, is_strict: bool = True, weig
 
     Raises:
         InputError: on all ranks, if it is damaged, incomplete or unreadable, was trained on another
-            frozen base, or is another model's.
-    """
+            frozen base, or is another model's."""
     path = agreed(path)
     shapes: Shapes = {}
     for of_rank in weights.distinct(_shapes(module.state_dict(keep_vars=True))).values():
@@ -235,8 +234,7 @@ class StrategyFormat(CheckpointFormat[S]):
 class PlainFormat(CheckpointFormat[Strategy], TorchCheckpointIO):
     """Lightning's dict in one file, and the CheckpointIO by which Lightning reads and writes it.
 
-    Reads any format; writes into a folder if there is one.
-    """
+    Reads any format; writes into a folder if there is one."""
 
     written_by = "one process or DDP"
 

@@ -64,8 +64,7 @@ def compare(path: str | Path, before: dict[str, object], now: dict[str, object],
 
     Raises:
         InputError: one differs that is not accepted, and the samples or the function depend on it;
-            or an accepted key does not exist.
-    """
+            or an accepted key does not exist."""
     starts = [next((m[0] for key in side if (m := MODEL.match(key))), "") for side in (before, now)]
     if all(starts):  # an export of the checkpoint has its fields under model.pretrained
         before = {MODEL.sub(starts[1], key): value for key, value in before.items()}

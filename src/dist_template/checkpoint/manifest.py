@@ -57,8 +57,7 @@ def is_ours(path: Path) -> bool:
 def resolve(path: Path) -> tuple[Path, list[Path]]:
     """Returns (the checkpoint or folder of checkpoints at `path`, the candidates, newest first).
 
-    `path` may be a file in a checkpoint. Another library's checkpoint is no candidate: it has no manifest.
-    """
+    `path` may be a file in a checkpoint. Another library's checkpoint is no candidate: it has no manifest."""
     if (path.parent / MANIFEST).exists():
         path = path.parent
     candidates = found(path)
@@ -77,8 +76,7 @@ def read(path: Path) -> dict[str, Any]:
     """Returns a checkpoint's manifest.
 
     Raises:
-        ValueError: it is missing, damaged, or of another format; the message says which.
-    """
+        ValueError: it is missing, damaged, or of another format; the message says which."""
     try:
         text = (path / MANIFEST).read_text(encoding="utf-8")
         manifest = json.loads(text)
@@ -124,8 +122,7 @@ def torn(path: Path) -> str | None:
 def damage(path: Path, every_byte: bool = True, rank: int = 0, ranks: int = 1) -> str | None:
     """Returns why the checkpoint `path` is not valid, or None if it is.
 
-    With `ranks` above 1, each of them reads only a part of the files.
-    """
+    With `ranks` above 1, each of them reads only a part of the files."""
     try:
         entries = read(path)
     except ValueError as error:
@@ -175,8 +172,7 @@ def agreed(path: Path) -> Path:
     folder. Another library's has no manifest and is not verified. Collective.
 
     Raises:
-        InputError: on all ranks, if `path` is damaged, or all checkpoints in the folder are.
-    """
+        InputError: on all ranks, if `path` is damaged, or all checkpoints in the folder are."""
     from .. import weights  # imports torch; a report reads manifests without it
 
     path, candidates = weights.broadcast(resolve(path))

@@ -47,8 +47,7 @@ class Opened:
 class CheckpointFormat(ABC, Generic[S]):
     """One format on the disk, and what the strategy that writes it does with it.
 
-    `save`, `stage` and `load` are collective.
-    """
+    `save`, `stage` and `load` are collective."""
 
     written_by: str  # for messages
     of_lightning = ""  # Lightning's strategy that writes this format too

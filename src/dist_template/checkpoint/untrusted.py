@@ -1,7 +1,6 @@
 """Reads checkpoint files as data: tensors and plain types only, so that nothing in a file can run.
 
-torch's and DeepSpeed's own readers unpickle any class that a file names.
-"""
+torch's and DeepSpeed's own readers unpickle any class that a file names."""
 
 import contextlib
 import os
@@ -36,8 +35,7 @@ def reading(path: Path, written_by: str, classes: list[type] | None = None, trus
 
     Raises:
         InputError: the checkpoint is damaged, or names another class.
-        RuntimeError: another rank was lost or memory ran out, so that a restart may help.
-    """
+        RuntimeError: another rank was lost or memory ran out, so that a restart may help."""
     before = os.environ.get(SWITCH)
     if not trusted:
         os.environ[SWITCH] = "1"

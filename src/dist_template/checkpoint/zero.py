@@ -71,8 +71,7 @@ class ZeroFormat(StrategyFormat[DeepSpeedStrategy]):
 
     def save(self, checkpoint: Checkpoint, path: Path) -> None:
         """Writes after DeepSpeed's barriers, at which the other ranks wait: a disk's refusal may be
-        raised. Files of NVMe offload are an exception: DeepSpeed copies them between two barriers.
-        """
+        raised. Files of NVMe offload are an exception: DeepSpeed copies them between two barriers."""
         self._collect(checkpoint, path, lambda state: state)(path)
 
     def stage(self, checkpoint: Checkpoint, copy: Copy, group: Group) -> Callable[[Path], object]:

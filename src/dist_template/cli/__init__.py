@@ -8,5 +8,4 @@ parser.py           errors in one sentence, help
 defaults.py         callbacks and Trainer settings of every run
 run.py              run folders: names, the newest run, its checkpoints
 limits/             combinations that cannot work
-trainer.py          completes Lightning's Trainer
-"""
+trainer.py          completes Lightning's Trainer"""

@@ -73,8 +73,7 @@ def read(path: str, flag: str = "--config") -> dict[str, Any]:
 class _Loader(yaml.SafeLoader):
     """Refuses a key that is given twice, or beside its section: YAML or the parser would drop one.
 
-    A key beside `<<: *name` replaces one of the mapping that is merged: each is given once.
-    """
+    A key beside `<<: *name` replaces one of the mapping that is merged: each is given once."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}

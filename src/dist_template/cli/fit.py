@@ -7,8 +7,7 @@ LightningCLI does the work. It calls the methods of `CLI` in this order:
     before_instantiate_classes      the run's folder and the checkpoint to load
     instantiate_classes             model, data, strategy, callbacks
     instantiate_trainer             checks what cannot work together, then the Trainer (trainer.py)
-    before_fit, after_fit, …        around Lightning's fit, validate, test or predict
-"""
+    before_fit, after_fit, …        around Lightning's fit, validate, test or predict"""
 
 import re
 from functools import cached_property

@@ -1,7 +1,6 @@
 """`python -m <package> VERB …`: runs the verb's module, and reports bad input in one sentence.
 
-It imports nothing heavy, so that `--help` answers at once.
-"""
+It imports nothing heavy, so that `--help` answers at once."""
 
 import importlib.util
 import os
@@ -52,8 +51,7 @@ def main(module: str, data: str, package: str | None, argv: list[str] | None = N
         module: The LightningModule as "module:Class", imported when needed; a leading dot means inside `package`.
         data: The LightningDataModule, likewise.
         package: The project's package.
-        argv: A verb and its flags. None: sys.argv.
-    """
+        argv: A verb and its flags. None: sys.argv."""
     if re.fullmatch(r"--local[-_]rank=\d+", "".join(sys.argv[1:2])):
         del sys.argv[1]  # the deepspeed launcher writes it before the verb, and sets LOCAL_RANK too
     project, argv = Project(package or "", module, data), sys.argv[1:] if argv is None else argv

@@ -56,8 +56,7 @@ class Parser(LightningArgumentParser):
     """Reports an error in one sentence, without a page of usage.
 
     Args:
-        verb: Named in the usage, which does not list the 200 keys.
-    """
+        verb: Named in the usage, which does not list the 200 keys."""
 
     def __init__(self, *args: Any, verb: str | None = None, **kwargs: Any) -> None:
         usage = f"{program(verb)} --config FILE [--config FILE]… [--KEY VALUE]…"
@@ -178,8 +177,7 @@ def _below(kind: type) -> Iterator[type]:
 class ConfigFile(ActionConfigFile):
     """A --config file whose strategy replaces the one of an earlier file.
 
-    jsonargparse would merge the arguments that both classes have, such as a timeout.
-    """
+    jsonargparse would merge the arguments that both classes have, such as a timeout."""
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: Any = None) -> None:
         content: dict[str, Any] = {}

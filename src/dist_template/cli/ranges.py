@@ -1,8 +1,7 @@
 """The range of each numeric key, and the characters of texts, checked before anything is built.
 
 A type accepts -1, nan and 10**9 wherever it accepts a number, and training would run with them, or
-fail in another library. What `class_path` names checks the rest of its arguments.
-"""
+fail in another library. What `class_path` names checks the rest of its arguments."""
 
 import math
 import re
@@ -94,8 +93,7 @@ def check(settings: Namespace, **classes: object) -> None:
 def _leaves(value: object, key: str = "") -> Iterator[tuple[str, int | float | str]]:
     """Yields each number and text, and its key, without init_args and positions in lists.
 
-    Of a user's class it yields only the arguments under `data` that have a range: the library's.
-    """
+    Of a user's class it yields only the arguments under `data` that have a range: the library's."""
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         yield key, value
     elif isinstance(value, list | tuple):

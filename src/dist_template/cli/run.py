@@ -1,7 +1,6 @@
 """Run folders: names, placeholders, the newest run and its checkpoints.
 
-<root>/<name>/<run id>/   config.yaml environment.json facts.json metrics.jsonl checkpoints/ …
-"""
+<root>/<name>/<run id>/   config.yaml environment.json facts.json metrics.jsonl checkpoints/ …"""
 
 import errno
 import json
@@ -41,8 +40,7 @@ class RunConfig:
         plotly: Where report.html loads plotly.js (5 MB) from. shared: one file in `root` for all
             runs; inline: the page contains it; cdn: plotly's CDN, which needs a network.
         store: Address of fsspec, such as s3://bucket/prefix, to which checkpoints and the run's files are uploaded; a
-            run that has lost its disks resumes from there. null: none.
-    """
+            run that has lost its disks resumes from there. null: none."""
 
     name: str = "default"
     root: str = "runs"

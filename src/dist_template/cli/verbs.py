@@ -1,8 +1,7 @@
 """The verbs: Lightning's four, and entry points of the group `dist_template.verbs`.
 
 The value of an entry point is "module", whose `main(argv, project)` runs the verb, or
-"module:function". `--help` shows the first line of the docstring of that module or function.
-"""
+"module:function". `--help` shows the first line of the docstring of that module or function."""
 
 import ast
 from collections.abc import Callable

@@ -8,5 +8,4 @@ watchdog.py, hang.py    detect a hang and name the stalled rank
 run_lock.py             one launch at a time writes into a run's folder
 site.py                 the machines of a run, for launch and plan
 environment.py          packages, git, hardware; redaction.py keeps secrets out of it
-messages.py             hides warnings on ranks other than 0
-"""
+messages.py             hides warnings on ranks other than 0"""

@@ -23,8 +23,7 @@ class SameEnvironment(Callback):
     and changes, configuration, data or environment variables differ between ranks.
 
     Args:
-        ignore: What may differ: a key of the table, as `packages.numpy`, or a group of them, as `variables`.
-    """
+        ignore: What may differ: a key of the table, as `packages.numpy`, or a group of them, as `variables`."""
 
     def __init__(self, ignore: list[str] = []) -> None:  # noqa: B006  (it is never modified)
         self.ignore = ignore
@@ -34,8 +33,7 @@ class SameEnvironment(Callback):
         """Schedules the comparison for when all ranks are started, before the first collective.
 
         `run`, the run's folder, and `config` may differ between ranks that were started manually.
-        `timeout_s` 0 is the default.
-        """
+        `timeout_s` 0 is the default."""
 
         def compare(rendezvous: Rendezvous) -> None:
             data = getattr(getattr(trainer, "datamodule", None), "corpus", None)
@@ -58,8 +56,7 @@ class SameEnvironment(Callback):
         """Compares the facts of all ranks. Collective.
 
         `facts` are this rank's: group -> value, or group -> name -> value. Every rank raises InputError if rank 0 was
-        refused the run's folder, and Ended if facts differ.
-        """
+        refused the run's folder, and Ended if facts differ."""
         own = {}
         for key, value in flatten(facts).items():
             if key not in self.ignore and key.partition(".")[0] not in self.ignore:

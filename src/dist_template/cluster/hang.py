@@ -13,8 +13,7 @@ def find_stalled(statuses: Mapping[int, Mapping[str, Any]], silent: list[int]) -
     Args:
         statuses: Of the ranks that answer: beats, progress that every rank makes equally; place; line, file:line of
             the innermost frame; waits, for other ranks.
-        silent: The ranks that do not.
-    """
+        silent: The ranks that do not."""
     by_beats: dict[int, list[int]] = {}
     for rank, status in statuses.items():
         by_beats.setdefault(status["beats"], []).append(rank)

@@ -3,8 +3,7 @@
 A warning is a message of Python's `warnings`, or of `logging` at level WARNING or below. Every rank prints errors. The
 environment variable DIST_WARNINGS=all lets every rank print its warnings.
 
-No slow imports here: libraries also warn while they are imported.
-"""
+No slow imports here: libraries also warn while they are imported."""
 
 import logging
 import os

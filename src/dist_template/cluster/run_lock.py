@@ -5,8 +5,7 @@ is not used: not every network file system shares it between hosts. A launch tha
 
     its process is on this host   alive: refused; dead: taken over; both at once
     it belongs to the same launch taken over: torchrun and Slurm end it before a restart
-    otherwise                     renewed within LEASE_S: refused; else taken over
-"""
+    otherwise                     renewed within LEASE_S: refused; else taken over"""
 
 import json
 import os

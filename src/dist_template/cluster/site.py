@@ -29,8 +29,7 @@ class Kubernetes:
         secrets: Environment variables from Secrets, as {WANDB_API_KEY: wandb/api-key}: the key
             api-key of the Secret wandb.
         pod: Further fields of the pods, with Kubernetes' own names: nodeSelector, tolerations,
-            priorityClassName, affinity, imagePullSecrets …
-    """
+            priorityClassName, affinity, imagePullSecrets …"""
 
     kind: Literal["Job", "JobSet"] = "Job"
     gang: Literal["kueue"] | None = None
@@ -65,8 +64,7 @@ class Site:
         environment: Environment variables of all processes.
         options: Further options of sbatch by their long names, as {account: a, gres: gpu:h100:8,
             exclusive: null, dependency: afterok:17, array: 0-3}; gres replaces --gpus-per-node.
-        kubernetes: What Kubernetes needs besides.
-    """
+        kubernetes: What Kubernetes needs besides."""
 
     nodes: int | None = None
     min_nodes: int | None = None

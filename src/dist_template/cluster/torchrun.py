@@ -8,8 +8,7 @@ torchrun restarts its workers whatever they exit with, and then exits with 1. Th
 - without restarts left, exits with REQUEUE if workers were killed or hung, else with FAILED;
 - exits with REQUEUE if the rendezvous or its host is lost: a restart on this machine cannot help;
 - passes SIGTERM and SIGUSR1 to the workers, which save, and exits with their code;
-- lets the other workers exit when one has: torchrun terminates them while they write or save.
-"""
+- lets the other workers exit when one has: torchrun terminates them while they write or save."""
 
 import logging
 import os

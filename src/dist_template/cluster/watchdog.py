@@ -2,8 +2,7 @@
 
 Training reports progress with `WATCHDOG.beat()`, which sets two attributes. When a rank makes none for `limit_s`
 seconds, each rank prints the stacks of its threads and publishes its status in the store of rendezvous.py; rank 0
-prints which rank is behind.
-"""
+prints which rank is behind."""
 
 from __future__ import annotations
 

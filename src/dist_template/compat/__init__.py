@@ -14,8 +14,7 @@ transformers_serving.py  the handlers of OpenAI's API behind `transformers serve
 parallel_styles.py       transformers' tensor and expert parallelism: two fixes
 randomness.py            dropout that is off
 
-tests/compat/test_names.py fails when a new version has another name or signature.
-"""
+tests/compat/test_names.py fails when a new version has another name or signature."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager

@@ -9,8 +9,7 @@ lightning 2.6.6, fit_loop.py and training_epoch_loop.py):
 - With `max_steps`, a resume from a finished epoch takes a step with one micro-batch.
 
 Here, an epoch that was stopped early is saved as unfinished, the checkpoint records which part of the loop has run
-(`Point`), and a resume continues with the next part: a due validation, the end of the epoch, or the next batch.
-"""
+(`Point`), and a resume continues with the next part: a due validation, the end of the epoch, or the next batch."""
 
 from enum import StrEnum
 from typing import Any

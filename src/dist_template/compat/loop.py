@@ -6,8 +6,7 @@ exist, what arguments they take and whether there is validation. This file does 
 
 The classes are subclasses of Lightning's, which handle the rare cases: the first batch of a resumed
 epoch, validation, manual optimization, `dataloader_iter`, a schedule that is not stepped once per
-optimizer step. With a profiler, only epochs.py is used.
-"""
+optimizer step. With a profiler, only epochs.py is used."""
 
 from collections.abc import Callable
 from functools import partial

@@ -7,8 +7,7 @@ summed when it is computed.
 
 Adapters of stacked experts: peft adapts a parameter by a wrapper around the module that owns it. transformers
 dispatches tokens to that wrapper and knows nothing of its matrices. Here the plans' names follow the parameter into the
-wrapper, which runs on this rank's shards.
-"""
+wrapper, which runs on this rank's shards."""
 
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -2,8 +2,7 @@
 2.13.
 
 torch has no switch or hook for them. The names are public: where one is gone, `turn_dropout_off`
-raises AttributeError, as tests/compat/test_randomness.py shows.
-"""
+raises AttributeError, as tests/compat/test_randomness.py shows."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -19,8 +18,7 @@ DROPOUTS += ("alpha_dropout", "feature_alpha_dropout")
 def turn_dropout_off(note: Callable[[], object]) -> None:
     """Replaces torch's dropout functions by the identity, and the dropout of its attention by 0.
 
-    `note` is called wherever one of them would have dropped out.
-    """
+    `note` is called wherever one of them would have dropped out."""
     functional = torch.nn.functional
 
     def identity(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

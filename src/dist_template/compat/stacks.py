@@ -3,8 +3,7 @@ lightning 2.6 and deepspeed 0.19; tests/compat/test_stacks.py.
 
 No public interface says what a thread of a training does. Where a file or function is gone, the
 phase is an outer frame's or "elsewhere"; where one of WAITING is gone, a rank that waits for others
-may be called stalled. The reported file and line are right in any case.
-"""
+may be called stalled. The reported file and line are right in any case."""
 
 import linecache
 import re

@@ -3,8 +3,7 @@
 `transformers.cli.serving` has no underscore, and no documentation promises its classes. The public command
 `transformers serve` loads the model by itself, so it would not be the one that was compared with the trained one, and
 has routes that load any model of the hub. Where a name is gone, the import of this file raises ImportError and `serve`
-does not start; `export` does not need it. tests/wings/test_serve.py uses them all.
-"""
+does not start; `export` does not need it. tests/wings/test_serve.py uses them all."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ FAILED = 'data: {"error"'  # in a handler's stream, if its generation has raised
 class OneModel:
     """Replaces the handlers' ModelManager; it has one model and never loads another.
 
-    An answer has at most `max_tokens` tokens, and with its prompt at most as many as the model has positions.
-    """
+    An answer has at most `max_tokens` tokens, and with its prompt at most as many as the model has positions."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, max_tokens: int) -> None:
         self.force_model, self._loaded = name, (model, tokenizer)

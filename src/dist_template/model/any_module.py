@@ -1,8 +1,7 @@
 """Optional features of a module and its data beyond Lightning's interface, and their fallbacks.
 
 A TrainingModule has a metric buffer, and PackedText an order of samples. Any other LightningModule
-and LightningDataModule trains as well: only this file distinguishes them.
-"""
+and LightningDataModule trains as well: only this file distinguishes them."""
 
 from __future__ import annotations
 

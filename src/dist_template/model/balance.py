@@ -15,8 +15,7 @@ The load-balancing loss takes the shares of the load from the previous optimizer
 micro-batch would force every sequence to use all experts (arXiv:2501.11873), and the result would depend on how the
 batch is distributed. The first step has uniform shares, so a gradient of zero.
 
-Shapes: L layers, E experts, N tokens of a micro-batch, B sequences of T tokens.
-"""
+Shapes: L layers, E experts, N tokens of a micro-batch, B sequences of T tokens."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -48,8 +47,7 @@ class BalanceConfig:
         sequence_loss_coef: Weight of DeepSeek-V3's sequence-wise balance loss, summed over layers;
             0.0001 there. 0 is off.
         z_loss_coef: Weight of the router z-loss, summed over layers, which keeps router logits
-            small; 0.001 in ST-MoE. 0 is off.
-    """
+            small; 0.001 in ST-MoE. 0 is off."""
 
     bias_update_speed: float = 0.001
     aux_loss_coef: float | None = None

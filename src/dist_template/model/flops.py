@@ -6,8 +6,7 @@
 attention scores and their products with the values, in L layers of width d over T tokens, without the causal mask and
 recomputation. This is PaLM's convention (arXiv:2204.02311, appendix B). N is the number of parameters active for a
 token: of experts, the chosen and the shared ones. An embedding table counts only where it is the output layer too
-(tied). A frozen parameter has no gradient of its own: 4 instead of 6.
-"""
+(tied). A frozen parameter has no gradient of its own: 4 instead of 6."""
 
 from __future__ import annotations
 

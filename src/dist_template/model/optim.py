@@ -1,8 +1,7 @@
 """How parameters are updated: parameter groups, the optimizer, the schedule per optimizer step.
 
 AdamW and a schedule with the values of `transformers.get_scheduler`, by the keys under
-`model.optim`; or the classes that `--optimizer` and `--lr_scheduler` name.
-"""
+`model.optim`; or the classes that `--optimizer` and `--lr_scheduler` name."""
 
 import math
 from collections.abc import Callable
@@ -36,8 +35,7 @@ class OptimConfig:
         schedule: Shape of the learning rate over optimizer steps after the warm-up.
         warmup: Steps of linear warm-up when 1 or more, a share of all steps when below 1. 0 is off.
         min_learning_rate_share: Where cosine and warmup_stable_decay end, as a share of the peak. 0 decays to zero.
-        decay_share: Share of all steps in which warmup_stable_decay falls.
-    """
+        decay_share: Share of all steps in which warmup_stable_decay falls."""
 
     learning_rate: float = 3e-4
     weight_decay: float = 0.1

@@ -8,8 +8,7 @@ process. A project adds what `rehearse` has proven there, in its own proven.json
     not_run     why it does not train on one process
 
 Axes are the dimensions of a strategy that are larger than one, such as "fsdp+tp"; a training with
-adapters has them before these: "lora+fsdp+tp" (`axes_of`).
-"""
+adapters has them before these: "lora+fsdp+tp" (`axes_of`)."""
 
 from __future__ import annotations
 

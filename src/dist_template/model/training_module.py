@@ -34,8 +34,7 @@ class TrainingModule(L.LightningModule):
     Args:
         optim: Optimizer and schedule.
         blocks: Activation checkpointing and compilation, block by block.
-        balance: Load balancing of a mixture of experts.
-    """
+        balance: Load balancing of a mixture of experts."""
 
     model: nn.Module
     whole_size: Size

@@ -1,8 +1,7 @@
 """Prints a crash in a few lines; the traceback is in crash/ of the run's folder.
 
 callbacks/crash.py writes the records. This file does not import torch: a process that is out of
-memory should import as little as possible.
-"""
+memory should import as little as possible."""
 
 import json
 import os
@@ -66,8 +65,7 @@ def print_crash(error: Exception) -> Exit:
     """Prints each distinct error once, with the texts of the hooks, and returns the exit code.
 
     Prints the traceback of an error before training in which the user's code has no part, or if the crash record
-    cannot be read: no error is lost.
-    """
+    cannot be read: no error is lost."""
     code, parts = Exit.FAILED, None
     if path := record_of(error):
         with suppress(Exception):  # any error of this report matters less than the crash
@@ -100,8 +98,7 @@ def print_crash(error: Exception) -> Exit:
 def _is_first(folder: Path, record: dict[str, Any]) -> bool:
     """Returns whether this rank is the first with this error, so that it prints.
 
-    Digits are ignored, and so is the message of an out-of-memory error.
-    """
+    Digits are ignored, and so is the message of an out-of-memory error."""
     what = f"{record['error']} {record['message']}"
     if record["kind"] == "out_of_memory":
         what = record["kind"]

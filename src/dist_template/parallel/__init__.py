@@ -17,8 +17,7 @@ Beside the strategies, which import none of it, by their configurations alone:
 
 answers/          ranks and refusals, for `fit`; configured.py is what they read
 estimates/        memory, messages and time, for `plan` and the diagnosis
-shrunk.py         a few processes, for `rehearse`
-"""
+shrunk.py         a few processes, for `rehearse`"""
 
 from .run_strategy import run_strategy
 

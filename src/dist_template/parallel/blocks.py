@@ -30,8 +30,7 @@ class BlockConfig:
         checkpointing: full saves only a block's input and recomputes the rest in the backward pass, for about a third
             more compute; selective also saves the results of matrix products and attention; none saves everything.
         checkpoint_every: Checkpoint every n-th block; 1: all. No effect if checkpointing is none.
-        compile: Compile each block with torch.compile. false: off.
-    """
+        compile: Compile each block with torch.compile. false: off."""
 
     checkpointing: Literal["none", "full", "selective"] = "none"
     checkpoint_every: int = 1
@@ -41,8 +40,7 @@ class BlockConfig:
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Returns the repeated layers of `model`, in order, or [].
 
-    transformers names their classes; else they are the items of the outermost nn.ModuleLists.
-    """
+    transformers names their classes; else they are the items of the outermost nn.ModuleLists."""
     names = names_of_blocks(model)
     if blocks := [module for module in model.modules() if type(module).__name__ in names]:
         return blocks

@@ -69,8 +69,7 @@ class MeshStrategy(MeshRanks):
             unsharded gradients: 4 bytes per parameter on every device (2 in bf16-true).
         process_group_backend: torch's name of the backend. null: nccl on GPUs, gloo on CPUs.
         timeout: How long a collective may wait for the other ranks.
-        sizes: Of axes that a package adds to `AXES`, by their keys.
-    """
+        sizes: Of axes that a package adds to `AXES`, by their keys."""
 
     NAMES: ClassVar[dict[str, dict[str, Any]]] = {  # in Lightning's registry, with arguments
         "fsdp2": {},
@@ -164,8 +163,7 @@ class MeshStrategy(MeshRanks):
         """Lightning enters it around every micro-batch but the last of an accumulation.
 
         HSDP's all-reduce between the replicas is always delayed to the last micro-batch: until then
-        only this rank's shard is accumulated.
-        """
+        only this rank's shard is accumulated."""
         assert self.model is not None
         units = [unit for unit in self.model.modules() if isinstance(unit, FSDPModule)]
         if self.layers.group is not None:  # a pipeline reduces by itself

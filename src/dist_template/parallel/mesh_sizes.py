@@ -5,8 +5,7 @@
     sequences           cp neighbours along fsdp share each sequence
 
 answers/mesh.py has the refusals of these axes, estimates/mesh.py their memory and messages. An axis
-of another package is one class with all of it, which the package appends to `AXES`.
-"""
+of another package is one class with all of it, which the package appends to `AXES`."""
 
 from collections.abc import Iterator, Mapping
 from math import prod

@@ -4,8 +4,7 @@
 2  checkpointing   inside of compile, so that the compiler sees the recomputation
 3  compile         block by block, inside of the sharding, whose hooks cannot be compiled
 4  shard           tensor and expert parallelism inside the blocks, FSDP2 or ZeRO around them
-5  fill            owners make the weights in turns, and every rank receives its shards
-"""
+5  fill            owners make the weights in turns, and every rank receives its shards"""
 
 import torch
 from lightning.pytorch.strategies import Strategy

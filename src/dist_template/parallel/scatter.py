@@ -4,8 +4,7 @@
     from_rank_zero    rank 0 has all of them
 
 torch's `set_model_state_dict(broadcast_from_rank0=True)` and `distribute_tensor` do not support non-persistent buffers,
-the interleaved shards of transformers' packed plans, or DeepSpeed's partitions.
-"""
+the interleaved shards of transformers' packed plans, or DeepSpeed's partitions."""
 
 from collections.abc import Callable
 
@@ -45,8 +44,7 @@ def distribute(
     """Fills `targets`, this rank's shards by name. Collective over `group`; None: all ranks.
 
     In each round every rank calls `make` for the names of one unit, which returns full tensors in host memory, and all
-    ranks exchange shards, in pieces of `PIECE` bytes: a rank has one unit, and its shards of the others.
-    """
+    ranks exchange shards, in pieces of `PIECE` bytes: a rank has one unit, and its shards of the others."""
     ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
     here = ranks.index(weights.rank())
     for start in range(0, len(units), len(ranks)):

@@ -4,8 +4,7 @@ Each of n ranks has T / n consecutive tokens of every sequence of a micro-batch.
 all-to-all before it gives each rank all tokens of H / n heads, and one after it all heads of the rank's tokens. The
 kernel in between is the configured one, with the masks of one process.
 
-Shapes: B sequences, T tokens of a sequence, H heads, W width of a head.
-"""
+Shapes: B sequences, T tokens of a sequence, H heads, W width of a head."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager

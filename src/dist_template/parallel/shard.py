@@ -50,8 +50,7 @@ if TYPE_CHECKING:
 def shard_module(module: L.LightningModule, strategy: MeshRanks) -> None:
     """Shards the layers that a plain LightningModule has made, with rank 0's weights.
 
-    The module itself is the outermost FSDP unit, which its steps gather.
-    """
+    The module itself is the outermost FSDP unit, which its steps gather."""
     if isinstance(module, FSDPModule) or not strategy.shards:
         return
     refuse_scalars(module, "FSDP2")
@@ -82,8 +81,7 @@ def complete_plan(model: PreTrainedModel, rules: dict[str, str]) -> None:
 
     Every rank has all of a parameter without a rule. Where only the rank's heads or features use
     it, its gradient is one term of a sum, and each rank would step its replica differently.
-    `rules` is the plan with the user's changes. Raises InputError if a parameter's gradient is not known.
-    """
+    `rules` is the plan with the user's changes. Raises InputError if a parameter's gradient is not known."""
     refuse_adapters(model)
     names = {module: name for name, module in model.named_modules()}
     missing, forgotten = dict[str, str](), FORGOTTEN.get(model.config.model_type, ())

@@ -38,8 +38,7 @@ class Start(Protocol):
     def fill(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         """Gives this rank's tensors of `module`, the model after sharding, their values. Collective.
 
-        `group`: the ranks that have the same layers. None: all.
-        """
+        `group`: the ranks that have the same layers. None: all."""
 
 
 class StartByOwners:
@@ -107,8 +106,7 @@ def start_of(build: Build, prepare: Prepare, seed: int, frozen: FrozenHash | Non
     """Returns the model that `build` makes, without memory, and its starting values. Collective.
 
     `prepare` changes the types of its tensors; `frozen` gets the frozen parameters that this rank makes. Raises
-    InputError if the model has to be built in full, and host memory cannot hold it.
-    """
+    InputError if the model has to be built in full, and host memory cannot hold it."""
     model: nn.Module | None = None
     try:
         with torch.random.fork_rng(devices=[]):

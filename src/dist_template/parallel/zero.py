@@ -112,8 +112,7 @@ class ZeroStrategy(RunDefaults, OwnFormat, DeepSpeedStrategy):
         sub_group_size: Elements updated at once in stage 3; limits the memory of an offloaded update.
         prefetch_bucket_size: Elements gathered ahead of use in stage 3, which hides communication.
         param_persistence_threshold: Smaller parameters (elements: norms, biases, routers) stay
-            unsharded in stage 3: a collective would cost more than their memory.
-    """
+            unsharded in stage 3: a collective would cost more than their memory."""
 
     NAMES: ClassVar[dict[str, dict[str, Any]]] = {  # in Lightning's registry, with arguments
         "zero1": {"stage": 1},

@@ -8,8 +8,7 @@
     datamodule.py     PackedText: from a source of documents to batches
     module.py, preference_loss.py     TextModule: loss, evaluation, generation; DPO
 
-Names are imported when they are first used.
-"""
+Names are imported when they are first used."""
 
 from ..lazy import attribute_of
 

@@ -14,8 +14,7 @@ From a text to a batch:
 
 `prepare` does 1 to 5 once, in one process; training maps the cache into memory and does 6 to 9.
 
-Shapes: B sequences of `micro_batch_size`, T tokens of `seq_len`; int64 ids; labels of -100 do not count.
-"""
+Shapes: B sequences of `micro_batch_size`, T tokens of `seq_len`; int64 ids; labels of -100 do not count."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class PackedText(L.LightningDataModule):
         num_workers: Processes per rank that read rows. 0, faster for text: the training process.
         repeat_first_batch: true trains on one global batch repeatedly, which a model must learn.
         seed: Seed of the order of rows. Splits do not depend on it.
-        prompts: What `predict`, and the sample after each validation, continue. [] turns both off.
-    """
+        prompts: What `predict`, and the sample after each validation, continue. [] turns both off."""
 
     source: Source = StandardLibrary()
     tokenizer: TokenizerSpec = ByteBPE(vocab_size=2048)

@@ -3,8 +3,7 @@
 The teacher is placed by the run's own strategy, as the reference of preferences is, and checkpoints contain its hash
 only. Both output layers run on one chunk of tokens at a time, so no (B, T, V) of either exists.
 
-Shapes: B sequences, T tokens of a sequence, V vocabulary, N tokens of a chunk.
-"""
+Shapes: B sequences, T tokens of a sequence, V vocabulary, N tokens of a chunk."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +26,7 @@ class DistillationConfig:
     Args:
         teacher: A local folder or hub name of weights with the same tokenizer.
         weight: Share of the divergence from the teacher in the loss; the rest is cross-entropy.
-        temperature: Divides both models' logits; the divergence is multiplied by its square.
-    """
+        temperature: Divides both models' logits; the divergence is multiplied by its square."""
 
     teacher: str
     weight: float = 1.0

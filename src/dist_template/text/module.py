@@ -1,7 +1,6 @@
 """TextModule: a TrainingModule for language models, with loss in chunks, evaluation and generation.
 
-Shapes: B sequences, T tokens of a sequence, V vocabulary.
-"""
+Shapes: B sequences, T tokens of a sequence, V vocabulary."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class TextModule(TrainingModule):
         distillation: Learn a teacher's distribution. null: from the data alone.
         sample_tokens: Tokens that `generate` appends to a prompt.
         sample_temperature: Randomness of `generate`. 0 takes the most probable token each time.
-        options: See TrainingModule.
-    """
+        options: See TrainingModule."""
 
     sums_on_last_stage = True  # of a pipeline: validation waits for no other stage
 
@@ -164,8 +162,7 @@ class TextModule(TrainingModule):
     def sums(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Returns sums over all or some tokens by name: the first is minimized, the others are metrics.
 
-        `labels` (B, T) are already shifted; -100 does not count.
-        """
+        `labels` (B, T) are already shifted; -100 does not count."""
         values, flat = logits.float().flatten(0, 1), labels.flatten()
         return {
             "loss": F.cross_entropy(values, flat, reduction="none").sum(),

@@ -4,8 +4,7 @@ reference, the model before training.
 The reference is the model with its adapters switched off, or a frozen copy, placed by the same
 strategy. Checkpoints contain the copy's hash only.
 
-Shapes: P pairs of a micro-batch, B sequences, T tokens of a sequence, V vocabulary.
-"""
+Shapes: P pairs of a micro-batch, B sequences, T tokens of a sequence, V vocabulary."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -37,8 +36,7 @@ class PreferenceConfig:
             odds ratio beside the chosen answer's cross-entropy.
         margin: Of simpo alone: by how much the chosen answer's reward has to be larger.
         desirable_weight: Of kto: the weight of an answer that was found good.
-        undesirable_weight: Of kto: of one that was found bad; weight times number should be alike.
-    """
+        undesirable_weight: Of kto: of one that was found bad; weight times number should be alike."""
 
     loss: Literal["dpo", "ipo", "simpo", "orpo", "kto", "reward"] = "dpo"
     beta: float = 0.1
@@ -81,8 +79,7 @@ def pair_values(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns values (P,) of the pairs of a micro-batch: the loss, and as metrics the rewards.
 
     A reward is beta times the log-ratio of an answer's probabilities, model to reference. Equal rewards, as at the
-    start, are right by half.
-    """
+    start, are right by half."""
     config = module.preference
     reference: Tensor | float = 0.0
     if config.has_reference:

@@ -65,8 +65,7 @@ class ByteBPE(TokenizerSpec):
 
     Args:
         vocab_size: Number of tokens, with the 256 bytes and the end of a document among them; at least 257.
-        train_mib: MiB of text to learn from, taken from the beginning of the train split.
-    """
+        train_mib: MiB of text to learn from, taken from the beginning of the train split."""
 
     def __init__(self, vocab_size: int = 2048, train_mib: int = 256) -> None:
         if vocab_size < 257:
@@ -97,8 +96,7 @@ class Pretrained(TokenizerSpec):
         path: A local folder, or a name on the Hugging Face hub.
         special_tokens: Further special tokens, such as a chat template's, which a base model
             does not have. The model's embeddings get rows for them.
-        eos_token: The token that ends a document or an answer. null: the tokenizer's.
-    """
+        eos_token: The token that ends a document or an answer. null: the tokenizer's."""
 
     path: str
     special_tokens: list[str] = field(default_factory=list)

@@ -1,7 +1,6 @@
 """What a run has recorded: its files in one object, and its metrics over steps. Without torch.
 
-Steps are optimizer steps. A resumed run appends: for steps that it repeats, the newer line of metrics.jsonl counts.
-"""
+Steps are optimizer steps. A resumed run appends: for steps that it repeats, the newer line of metrics.jsonl counts."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ class History:
     """Records of a run; `read_run` reads them, wings/diagnose/callback.py adds to them.
 
     `metrics` are by name, over optimizer steps; `environment` is the newest attempt's; `goodput` has the seconds of
-    each kind over all attempts; `incidents` and `crashes` are in the order of time.
-    """
+    each kind over all attempts; `incidents` and `crashes` are in the order of time."""
 
     folder: Path
     config: Tree = field(default_factory=dict)
@@ -110,8 +108,7 @@ class History:
     def key(self, path: str, default: object = None) -> Any:
         """Returns the configuration's value at a path such as "trainer.max_steps".
 
-        `init_args` may be omitted in the path.
-        """
+        `init_args` may be omitted in the path."""
         return _at(self.config, path, default)
 
     def fact(self, path: str, default: object = None) -> Any:

@@ -10,8 +10,7 @@ name of a key. Checks that need the built model (its blocks, several optimizers)
     machine.py    what is known before the start
     proven.py     models that did not train right in `python -m zoo`
     options.py    keys and callbacks that are replaced, unread keys
-    training.py   strategies, precision, batches, schedule, the module's own check
-"""
+    training.py   strategies, precision, batches, schedule, the module's own check"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -57,8 +56,7 @@ def violations(
         data: On what.
         model_config: transformers' configuration; None for another kind of model. Default: unknown.
         trains: Whether the verb is `fit`; evaluation has no accumulation and no schedule.
-        saves_asynchronously: last_checkpoint.asynchronous.
-    """
+        saves_asynchronously: last_checkpoint.asynchronous."""
     setup = Setup(machine, trainer, module, data, model_config, trains, saves_asynchronously)
     found = [sentence for topic in TOPICS for sentence in topic(setup)]
     return found or [*proven.refused(setup)]
@@ -69,8 +67,7 @@ def refusal_of_strategy(
 ) -> str:
     """Returns why `fit` refuses the strategy and the precision whatever the batches are; "" if it does not.
 
-    The arguments are those of `violations`.
-    """
+    The arguments are those of `violations`."""
     setup = Setup(machine, trainer, module, data, model_config, trains=False)
     for_training = replace(setup, trains=True)
     found = chain(training.precision(setup), training.strategy(setup), proven.refused(for_training))

@@ -38,8 +38,7 @@ def _integer(digits: str) -> float:
 def read_lines(path: Path, *numbers: str) -> list[dict[str, Any]]:
     """Returns the objects of a JSONL file, if it exists; incomplete and damaged lines are skipped.
 
-    `numbers` are keys that an object must have with a number.
-    """
+    `numbers` are keys that an object must have with a number."""
     if not path.exists():
         return []
     found = []

@@ -18,8 +18,7 @@ class RunLog(Logger):
     """Lightning logger behind `metrics.jsonl`; it is always on.
 
     Args:
-        folder: The run's folder.
-    """
+        folder: The run's folder."""
 
     name = "metrics"
     version = ""

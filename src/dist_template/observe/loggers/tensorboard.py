@@ -15,8 +15,7 @@ class TensorBoard(TensorBoardLogger):
 
     Args:
         save_dir: The run's folder.
-        flush_secs: Seconds after which values are on the disk at the latest.
-    """
+        flush_secs: Seconds after which values are on the disk at the latest."""
 
     def __init__(self, save_dir: str = "{run}", flush_secs: int = 10) -> None:
         require("tensorboard", "the logger TensorBoard")
@@ -35,8 +34,7 @@ class TensorBoard(TensorBoardLogger):
     def on_resume(self, step: int) -> None:
         """Has TensorBoard drop what earlier attempts logged after the checkpoint's `step`.
 
-        SummaryWriter's `purge_step` does the same, but must be known before the checkpoint is read.
-        """
+        SummaryWriter's `purge_step` does the same, but must be known before the checkpoint is read."""
         from tensorboard.compat.proto import event_pb2
 
         messages: Any = event_pb2

@@ -33,8 +33,7 @@ class WandB(WandbLogger):
         alerts: Whether W&B notifies you of findings of level "error". Its user settings have notifications of the end
             and of a crash.
         init_timeout_s: Seconds to wait for the service before logging offline.
-        finish_timeout_s: Seconds to wait at the end for uploads; `wandb sync` uploads the rest.
-    """
+        finish_timeout_s: Seconds to wait at the end for uploads; `wandb sync` uploads the rest."""
 
     def __init__(
         self,

@@ -12,8 +12,7 @@ A step, from top to bottom (`Pipeline.training_step`; docs/strategies/pipeline.m
 5  Every rank returns the sum of the losses, which Lightning's backward pass does not follow.
 
 In validation a batch moves through the stages while the next one follows. Other calls of the model (generate) run stage
-by stage, and every rank gets the output.
-"""
+by stage, and every rank gets the output."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -276,7 +275,6 @@ class Pipeline(Layers):
 def shapes_of(args: object) -> Shapes:
     """Returns the shapes of the tensors of a batch that has rows; hidden states follow from them.
 
-    Vectors are left out, such as the first tokens of packed documents.
-    """
+    Vectors are left out, such as the first tokens of packed documents."""
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return tuple(tuple(tensor.shape) for tensor in tensors if tensor.dim() > 1)

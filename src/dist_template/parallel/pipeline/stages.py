@@ -1,7 +1,6 @@
 """The numbers of a pipeline's stages and of their blocks. No torch.
 
-p    ranks of a pipeline          v    stages of each rank          m    micro-batches of a step
-"""
+p    ranks of a pipeline          v    stages of each rank          m    micro-batches of a step"""
 
 from itertools import accumulate
 from typing import Literal, TypedDict
@@ -43,8 +42,7 @@ def stage_facts(schedule: str, size: int, per_rank: int, blocks: list[int], para
     """Returns what facts.json has of a pipeline of `size` ranks, by the blocks and parameters of each stage.
 
     A rank waits for p - 1 passes of one of its stages before it starts or after it ends, forward
-    and backward: (p - 1) / (v m) of its compute time, if all stages take the same time.
-    """
+    and backward: (p - 1) / (v m) of its compute time, if all stages take the same time."""
     return {
         "schedule": schedule,
         "stages": [list(range(rank, size * per_rank, size)) for rank in range(size)],

@@ -3,8 +3,7 @@
 Every strategy averages gradients over ranks and micro-batches. A sum of losses divided by the mean
 number of counted labels per rank and micro-batch therefore becomes the mean over all counted labels
 of the global batch. That number is one all-reduce of one value per optimizer step. The all-reduce
-starts one step early, so that no rank waits for it: the loader reads one step ahead.
-"""
+starts one step early, so that no rank waits for it: the loader reads one step ahead."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -40,8 +39,7 @@ class StepLoader(DataLoader):
         accumulation: Micro-batches per optimizer step. They are read together, one step ahead, and
             the first of them gets the key `COUNTED`. 0: an evaluation, which has no steps.
         transform: Applied to each batch in this process, also where workers read.
-        options: Of DataLoader; a batch of the data set is not collated.
-    """
+        options: Of DataLoader; a batch of the data set is not collated."""
 
     def __init__(self, dataset: Any, accumulation: int, transform: Transform = dict, **options: Any) -> None:
         super().__init__(dataset, collate_fn=dict, **options)
@@ -88,8 +86,7 @@ class TokensPerMicroBatch:
     def of(self, counted: Counted, accumulation: int, device: torch.device) -> Tensor:
         """Returns () float32, at least 1, and starts the sum of the next step.
 
-        Collective over all ranks. On a GPU the stream waits for the sum and the host does not.
-        """
+        Collective over all ranks. On a GPU the stream waits for the sum and the host does not."""
         if counted.is_first or self._coming is None:
             self._coming = _sum_over_ranks(accumulation, device, counted.step)
         total, work = self._coming

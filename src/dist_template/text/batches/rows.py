@@ -4,8 +4,7 @@ Plain text fills rows completely (PackedRows). Documents that are not cut, such 
 are packed into rows (WholeRows): a document of n tokens takes n - 1 positions, each with the next
 token as its label, and the rest of a row is padding. Documents do not attend to each other.
 
-Shapes: B sequences, T tokens of a sequence; ids are int64.
-"""
+Shapes: B sequences, T tokens of a sequence; ids are int64."""
 
 from bisect import bisect
 from collections.abc import Iterator
@@ -30,8 +29,7 @@ PAIRS = "pairs"  # key of a batch of pairs: where they are in it (PairRows)
 class Rows(Dataset):
     """Rows of T tokens, read many at a time. Subclasses say where the documents are.
 
-    `sizes` has the number of rows of each source, in the order in which rows are numbered.
-    """
+    `sizes` has the number of rows of each source, in the order in which rows are numbered."""
 
     tokens: np.ndarray
     seq_len: int
@@ -50,8 +48,7 @@ class Rows(Dataset):
         """Returns the batch of these rows, and their numbers; DataLoader calls it once a batch.
 
         Positions (B, T) count from each document's start. Boundaries (documents + 1,) are the documents' starts among
-        the B x T tokens, and B x T. With `cross_document_attention` a row is one document, without boundaries.
-        """
+        the B x T tokens, and B x T. With `cross_document_attention` a row is one document, without boundaries."""
         inputs, labels, bounds = self.read(rows)
         if self.cross_document_attention:
             bounds = np.zeros(0, dtype=np.int32)
@@ -72,8 +69,7 @@ class PackedRows(Rows):
     """Rows of T + 1 tokens; a document may continue in the next row.
 
     The last row ends where the tokens end. It overlaps the one before, whose labels do not count
-    again. Of a mixture, each source has rows of its own; `parts` has their numbers of tokens.
-    """
+    again. Of a mixture, each source has rows of its own; `parts` has their numbers of tokens."""
 
     parts: dict[str, int] | None = None
 
@@ -139,8 +135,7 @@ def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
     spaces that some bin has is the bits of one integer, so a million items take seconds.
 
     Returns the items of each bin in ascending order; the bins in the order of their first item.
-    `sizes` (items,) are from 1 to `capacity`, the size of a bin.
-    """
+    `sizes` (items,) are from 1 to `capacity`, the size of a bin."""
     bins: list[list[int]] = []
     bins_with: list[list[int]] = [[] for _ in range(capacity + 1)]  # by their free space
     spaces = 0  # bit s is set: some bin has s free
@@ -198,8 +193,7 @@ def packing_of(corpus: Corpus, split: str, seq_len: int, reads_ends: bool = Fals
 class WholeRows(Rows):
     """Rows of T positions with whole documents; the rest of a row is padding.
 
-    Only a document that is longer than a row is cut, to its beginning.
-    """
+    Only a document that is longer than a row is cut, to its beginning."""
 
     def __init__(
         self, corpus: Corpus, split: str, seq_len: int, cross_document_attention: bool = False, reads_ends: bool = False
@@ -257,8 +251,7 @@ class PairRows(WholeRows):
     A batch also has `PAIRS` (P, 4): where among its B x T positions each pair's chosen sequence
     starts, its rejected one starts, and both end; and 1 where a rated answer was found good.
 
-    With `reads_ends` the last token of a sequence, at which a reward model is read, is an input too.
-    """
+    With `reads_ends` the last token of a sequence, at which a reward model is read, is an input too."""
 
     def __getitems__(self, rows: list[int]) -> dict[str, Any]:
         batch, pairs = super().__getitems__(rows), []
@@ -287,8 +280,7 @@ class PairRows(WholeRows):
 def last_answers(corpus: Corpus, split: str, seq_len: int) -> Iterator[tuple[list[int], list[int]]]:
     """Yields the tokens of conversations up to the last answer, and the answer; the chosen one of a pair.
 
-    Conversations that fill a sequence are skipped. Where all tokens are trained on, no answer is known.
-    """
+    Conversations that fill a sequence are skipped. Where all tokens are trained on, no answer is known."""
     tokens, counted = corpus.tokens(split), corpus.counted(split)
     for start, end in pairwise(corpus.starts(split).tolist()):
         if corpus.is_pairs:

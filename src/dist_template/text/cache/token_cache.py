@@ -9,8 +9,7 @@
 
 A hash of its text assigns a document to a split: the splits do not depend on the order of files,
 and exact duplicates are in one split. `tokenizers` encodes on all cores by its own threads, in bounded memory. A cache
-is written into a temporary folder, which is renamed when it is complete; an older cache stays until then.
-"""
+is written into a temporary folder, which is renamed when it is complete; an older cache stays until then."""
 
 from __future__ import annotations
 
@@ -148,8 +147,7 @@ def open_cache(recipe: Recipe, cache_dir: str, check_source: bool = True) -> Cor
 
     Raises:
         CacheError: it is missing or damaged, or the files that it was made from have changed.
-        InputError: the source's files are missing.
-    """
+        InputError: the source's files are missing."""
     files = recipe.files() if check_source else []
     folder = recipe.folder(cache_dir)
     if not folder.is_dir():

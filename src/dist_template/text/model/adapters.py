@@ -8,8 +8,7 @@ rewritten, and each pair of adapter matrices is sharded like the matrix that it 
     colwise                rows          replicated           rows
     rowwise                columns       columns              replicated
     experts                by expert     by expert            by expert
-    packed_colwise         rows          replicated           replicated, each rank takes its rows
-"""
+    packed_colwise         rows          replicated           replicated, each rank takes its rows"""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ class AdapterConfig:
             parallelism and not for experts.
         trainable: Names of modules that are trained in full besides, such as [embed_tokens, lm_head, norm].
         quantize: nf4 stores the frozen linear layers, but for the output layer and stacked experts,
-            in 4 bits with double quantization (QLoRA); not under tensor parallelism. null: off.
-    """
+            in 4 bits with double quantization (QLoRA); not under tensor parallelism. null: off."""
 
     targets: list[str] | Literal["all-linear"] = ALL_LINEAR
     rank: int = 8

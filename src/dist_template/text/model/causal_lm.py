@@ -162,8 +162,7 @@ def checked_fields(architecture: Mapping[str, object]) -> dict[str, object]:
 @cache
 def _names_in_code(config_class: type[PreTrainedConfig]) -> set[str]:
     """Returns a configuration's aliases and older names, and the keys that only the model's code reads: Qwen3-MoE's
-    `head_dim` is no field in transformers 5.23.
-    """
+    `head_dim` is no field in transformers 5.23."""
     known = config_class.attribute_map.keys() | set(config_class.attribute_map.values())
     code = [inspect.getsource(base) for base in config_class.__mro__ if base.__module__.startswith("transformers.")]
     model = find_spec(config_class.__module__.replace(".configuration_", ".modeling_"))

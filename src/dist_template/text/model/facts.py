@@ -21,8 +21,7 @@ def facts_of(model: PreTrainedModel, packed: nn.Module) -> tuple[Size, Facts]:
 
     Args:
         model: On any device; weights are not read.
-        packed: The same model with quantized weights, or `model` itself.
-    """
+        packed: The same model with quantized weights, or `model` itself."""
     size = Size.of(packed)
     config, moe, blocks = text_config(model), find_experts(model), find_blocks(model)
     experts = {id(p): p.numel() for p in nn.ModuleList(moe).parameters()}

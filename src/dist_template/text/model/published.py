@@ -30,8 +30,7 @@ class PublishedWeights:
 
     Raises:
         OSError: there are none, or a file is missing.
-        SafetensorError: a file is damaged.
-    """
+        SafetensorError: a file is damaged."""
 
     def __init__(self, name: str, kind: Any, config: PreTrainedConfig) -> None:
         self.name, self._kind, self._config = name, kind, copy.deepcopy(config)

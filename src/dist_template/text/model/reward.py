@@ -3,8 +3,7 @@
 transformers' classes for it end with ForSequenceClassification. They return the head's output at the last token that is
 not padding; several sequences of a packed row need it at other tokens too.
 
-Shapes: B sequences, T tokens of a sequence.
-"""
+Shapes: B sequences, T tokens of a sequence."""
 
 from __future__ import annotations
 

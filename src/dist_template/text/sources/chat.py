@@ -6,8 +6,7 @@
         init_args: {paths: [chats/*.jsonl]}
 
 A document is one conversation as JSON: `messages`, and `tools` where the record has some; or one pair: `prompt`,
-`chosen` and `rejected`, all texts or all lists of messages. A message that says whether it counts has `train`.
-"""
+`chosen` and `rejected`, all texts or all lists of messages. A message that says whether it counts has `train`."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ class Chat(Source):
             of them. all: every token.
         roles: Whose turns count.
         template: A .jinja file of a chat template. null: the tokenizer's, or trl's form of it if
-            earlier turns change when others follow. Tags of `{% generation %}` are read.
-    """
+            earlier turns change when others follow. Tags of `{% generation %}` are read."""
 
     whole = True
     fields: ClassVar[tuple[str, ...]] = (
@@ -185,8 +183,7 @@ class Preferences(Chat):
 
     A record has `prompt`, `chosen` and `rejected`: texts, which are joined as they are, or lists of
     messages, which the chat template renders. `chosen` and `rejected` may be full conversations.
-    The arguments are Chat's, but all tokens of the answers count whatever `train_on` is.
-    """
+    The arguments are Chat's, but all tokens of the answers count whatever `train_on` is."""
 
     pairs = True
     fields = ("prompt", *ANSWERS)
@@ -219,8 +216,7 @@ class Preferences(Chat):
 
         The answers start where one of them differs from the prompt alone. That may be before the
         prompt's end (as in trl): a tokenizer may join its last characters with an answer's first.
-        The first token of a sequence is no label.
-        """
+        The first token of a sequence is no label."""
         # a text source that shares the tokenizer sets it
         tokenizer.backend_tokenizer.encode_special_tokens = False
         encoded = []
@@ -256,8 +252,7 @@ class Ratings(Preferences):
 
     A record has `prompt`, `completion` and `label`, true or false; texts or messages as in Preferences. A document is
     stored as a pair: the answer, and another record's answer to the same prompt, by which the loss estimates the
-    model's distance from its reference. Whether the first token counts, which is no label, is `label`.
-    """
+    model's distance from its reference. Whether the first token counts, which is no label, is `label`."""
 
     ratings = True
     fields = ("prompt", "completion", "label")

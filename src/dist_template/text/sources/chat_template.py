@@ -3,8 +3,7 @@
 A message counts from the end of the prompt that a server renders before it to the end of its turn. What the template
 writes before an answer, such as an empty reasoning block, is the prompt's. A template that writes earlier turns
 differently once others follow cannot be divided so. For the families that it knows, trl has forms of the published
-templates that keep earlier turns, or mark answers by `{% generation %}` tags.
-"""
+templates that keep earlier turns, or mark answers by `{% generation %}` tags."""
 
 from __future__ import annotations
 

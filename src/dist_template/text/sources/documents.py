@@ -5,8 +5,7 @@
         class_path: Jsonl
         init_args: {paths: [corpus/*.jsonl]}
 
-A source's attributes are its constructor's arguments. They name its cache: other arguments get another cache.
-"""
+A source's attributes are its constructor's arguments. They name its cache: other arguments get another cache."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class Source(Choice, ABC):
 
     `whole`: documents are stored unsplit, with start offsets and loss masks, and a row holds
     documents that fit into it together (rows.py). `pairs`: each document is two sequences, which do
-    not attend to each other (Preferences). `ratings`: the second is another's answer (Ratings).
-    """
+    not attend to each other (Preferences). `ratings`: the second is another's answer (Ratings)."""
 
     whole = False
     pairs = False
@@ -109,8 +107,7 @@ class FileSource(Source):
 
     Args:
         paths: Files or glob patterns, `**` for any depth: `[corpus/**/*.txt, s3://bucket/corpus/*.txt]`. Files in a
-            store, at any address of fsspec, are copied to `~/.cache/dist_template/data`.
-    """
+            store, at any address of fsspec, are copied to `~/.cache/dist_template/data`."""
 
     paths: list[str]
 
@@ -123,8 +120,7 @@ class TextFiles(FileSource):
     """Plain text or source code in UTF-8.
 
     Args:
-        separator: What ends a document inside a file, such as "\\n\\n". null: each file is one document.
-    """
+        separator: What ends a document inside a file, such as "\\n\\n". null: each file is one document."""
 
     separator: str | None = None
 
@@ -139,8 +135,7 @@ class Jsonl(FileSource):
     """One JSON object per line, or one JSON array of objects per file; .gz and .zst are read too.
 
     Args:
-        field: The key that holds the text.
-    """
+        field: The key that holds the text."""
 
     field: str = "text"
 
@@ -154,8 +149,7 @@ class Parquet(Jsonl):
     """Parquet tables, of which one column is read.
 
     Args:
-        field: The column that holds the text.
-    """
+        field: The column that holds the text."""
 
 
 @dataclass
@@ -167,8 +161,7 @@ class HubDataset(Source):
         config: The data set's configuration. null: its default.
         split: The split to read; train, validation and test splits are made from it.
         field: The column that holds the text.
-        revision: The commit or tag to read, so that the data cannot change underneath. null: the newest.
-    """
+        revision: The commit or tag to read, so that the data cannot change underneath. null: the newest."""
 
     name: str
     config: str | None = None

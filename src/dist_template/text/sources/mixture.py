@@ -7,8 +7,7 @@ source is next; a source's own rows are shuffled anew for each of its epochs. `i
 each document at random: it has no row of a position without reading all before, which a resume on other ranks needs.
 
     position    0 1 2 3 4 5 6 7 | 8 …          blocks of `BLOCK` samples
-    rows of     w w c w w w c w | …            web (weight 3) and code (weight 1)
-"""
+    rows of     w w c w w w c w | …            web (weight 3) and code (weight 1)"""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class Mixture(Source):
 
     Args:
         sources: Sources by name. All are conversations, or none is.
-        weights: Weight of each source by name; their sum does not matter.
-    """
+        weights: Weight of each source by name; their sum does not matter."""
 
     sources: dict[str, Source]
     weights: dict[str, float]
@@ -86,8 +84,7 @@ class MixtureOrder:
     Args:
         sizes: Number of rows of each source, in the order in which rows are numbered.
         changes: Pairs of a position and the weights from there on; the first is at 0.
-        seed: Seed of the shuffles.
-    """
+        seed: Seed of the shuffles."""
 
     def __init__(self, sizes: dict[str, int], changes: list[tuple[int, Weights]], seed: int) -> None:
         self.sizes = sizes

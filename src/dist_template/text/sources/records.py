@@ -1,8 +1,7 @@
 """Finds files by glob patterns and reads records: JSON files, Parquet tables, hub data sets.
 
 A reader yields pairs of a name, `file:number`, and a record. JSON is read without `datasets`: that package is an extra,
-and its reader gives all records of a file the same keys, which would change the tokens of conversations.
-"""
+and its reader gives all records of a file the same keys, which would change the tokens of conversations."""
 
 import glob
 import json

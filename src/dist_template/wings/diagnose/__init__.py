@@ -8,8 +8,7 @@ callback.py                       diagnosis during training
 hooks.py                          after a crash, and at the end of a run
 report/                           the page, and the verbs `report` and `compare`
 
-The names below are for rules of other packages.
-"""
+The names below are for rules of other packages."""
 
 from ..history import History, read_run
 from .finding import Cause, Change, Finding

@@ -28,8 +28,7 @@ class Diagnosis(Callback):
     Args:
         every_s: Seconds between two diagnoses at log steps. 0: at each log step.
         enabled: false: off; the verb `diagnose` works afterwards.
-        folder: The run's folder.
-    """
+        folder: The run's folder."""
 
     def __init__(self, every_s: float = 30.0, enabled: bool = True, folder: str = "{run}") -> None:
         self.every_s = every_s

@@ -3,8 +3,7 @@
 A rule is a function of a `History` that yields `Finding`s: those that rules/__init__.py lists, and
 entry points of the group `dist_template.rules`, which are reported after them. A rule yields
 nothing if its data are missing: too few steps, a metric or a fact that was not recorded.
-Each threshold is a constant next to its rule, with the reason for its value.
-"""
+Each threshold is a constant next to its rule, with the reason for its value."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -35,8 +34,7 @@ def diagnose(history: History) -> list[Finding]:
     """Returns the findings, sorted by level, then by confidence, then in the order of the rules.
 
     A finding is dropped if another one of the same or a higher level explains it. A rule that
-    raises becomes a finding of level info, because it must not end a training.
-    """
+    raises becomes a finding of level info, because it must not end a training."""
     found: list[Finding] = []
     for name, rule in (RULES | registered_rules()).items():
         try:

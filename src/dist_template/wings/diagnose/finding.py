@@ -25,8 +25,7 @@ class Change:
         key: As on the command line, without dashes; "config" adds a file.
         now: The value in this run. None: not set, or not known.
         to: The proposed value, computed from this run.
-        note: A remark of a few words.
-    """
+        note: A remark of a few words."""
 
     key: str
     now: object
@@ -70,8 +69,7 @@ class Finding:
         causes: The likeliest first.
         steps: First and last optimizer step that show it. None: it is not about steps.
         ranks: The ranks that show it. Empty: all, or not known.
-        explains: Rules whose findings are consequences of this one; `engine.diagnose` drops them.
-    """
+        explains: Rules whose findings are consequences of this one; `engine.diagnose` drops them."""
 
     rule: str
     level: Level

@@ -15,8 +15,7 @@ def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple
 
     Args:
         history: Of the run. The fact parameters.total is required.
-        changes: Keys whose values differ from the run's configuration.
-    """
+        changes: Keys whose values differ from the run's configuration."""
     changed = changes or {}
 
     def key(path: str, default: object = None) -> Any:

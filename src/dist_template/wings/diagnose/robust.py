@@ -1,7 +1,6 @@
 """Robust statistics: medians, and trends over medians, which single outliers do not change.
 
-All functions take finite values. A `Series` has N entries, ordered by optimizer step.
-"""
+All functions take finite values. A `Series` has N entries, ordered by optimizer step."""
 
 import numpy as np
 

@@ -1,8 +1,7 @@
 """`launch`: renders a run's files for a launcher or scheduler, and submits them.
 
 launch --config FILE… --on TARGET [--dry-run]    a new run; RUN/launch has its files
-launch status|logs|stop RUN                      RUN is a run's folder, runs/<name>/<id>
-"""
+launch status|logs|stop RUN                      RUN is a run's folder, runs/<name>/<id>"""
 
 import json
 import shlex

@@ -1,7 +1,6 @@
 """Starts RUN/launch/node.sh on every node, by ssh or here, and waits for all of them.
 
-When a node is lost, ssh ends (ServerAliveInterval), and the run's watchdog ends the other nodes.
-"""
+When a node is lost, ssh ends (ServerAliveInterval), and the run's watchdog ends the other nodes."""
 
 import os
 import shlex

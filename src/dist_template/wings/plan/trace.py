@@ -2,8 +2,7 @@
 
 The full model is on the meta device. Of it a model with one block of each kind is traced forward and backward, then one
 with two of a kind: the difference is a block. Gradients of parameters are not computed: what is counted is activations,
-their gradients, and the 16-bit copies of weights that autocast keeps.
-"""
+their gradients, and the 16-bit copies of weights that autocast keeps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Measures all ranks before the first step, and names those that are slower than the others.
 
-No value is drawn from a global generator, and no process group remains: training is the same with and without.
-"""
+No value is drawn from a global generator, and no process group remains: training is the same with and without."""
 
 import json
 import platform
@@ -41,8 +40,7 @@ class Preflight(Callback):
         refuse: Exit with code 78 in place of a warning.
         device_mtbf_h: Hours between two failures of a device, for the best interval of checkpoints.
         disk_gb_s: GB/s with which a node writes a checkpoint, for the same, until a run has measured it.
-        folder: Where `preflight.json` is written.
-    """
+        folder: Where `preflight.json` is written."""
 
     enabled: bool | None = None
     least_share: float = 0.8

@@ -1,8 +1,7 @@
 """The interval of checkpoints that loses least to saves and failures. Without torch.
 
 Young, "A first order approximation to the optimum checkpoint interval" (1974), and Daly, "A higher order estimate of
-the optimum checkpoint interval for restart dumps" (2006).
-"""
+the optimum checkpoint interval for restart dumps" (2006)."""
 
 import math
 from contextlib import suppress

@@ -8,5 +8,4 @@ interventions.py      callbacks that kill all ranks, mask labels, and change tok
 record.py             reads what the callbacks recorded
 compare.py            compares two trainings, and names their first difference
 checks.py             the checks and their tolerances
-report.py             a line per check, and rehearsal.json
-"""
+report.py             a line per check, and rehearsal.json"""

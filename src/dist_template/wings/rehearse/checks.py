@@ -1,7 +1,6 @@
 """The checks of a rehearsal, in the order in which they are printed.
 
-A check compares trainings (runs.py); if they differ, it names the first difference (compare.py).
-"""
+A check compares trainings (runs.py); if they differ, it names the first difference (compare.py)."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator

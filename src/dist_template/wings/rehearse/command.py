@@ -33,8 +33,7 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
 
     Raises:
         InputError: the configuration cannot be read or made small.
-        SystemExit: with 1, if a check fails.
-    """
+        SystemExit: with 1, if a check fails."""
     options, flags = rehearse_flags().parse_known_args(argv[1:])
     from ...cli.limits import Machine, violations
     from ...model.proof import remember
@@ -106,8 +105,7 @@ def make_small(
 ) -> tuple[WithoutTrainer, PretrainedConfig | None, Runs]:
     """Returns the configuration's objects, the full-size model's configuration, and the trainings.
 
-    Raises InputError if the configuration cannot be read or made small.
-    """
+    Raises InputError if the configuration cannot be read or made small."""
     import yaml
 
     from ...cli.fit import WithoutTrainer

@@ -2,8 +2,7 @@
 
 `trace` compares two trainings that start equal, in the order of execution: starting weights, samples, forward passes,
 gradients. `trace_resumed` compares an uninterrupted training with a resumed one: samples, random state, weights and
-buffers, Python attributes, learning rates. Below them is what they compare.
-"""
+buffers, Python attributes, learning rates. Below them is what they compare."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -140,8 +139,7 @@ def _lost(uninterrupted: RunRecord, resumed: RunRecord, step: int, kind: str, pr
 def relative_difference(expected: Mapping[K, float], got: Mapping[K, float]) -> tuple[float, dict[K, float]]:
     """Returns (largest relative difference, relative difference of each step or metric of `got`).
 
-    It is infinite for one that `expected` lacks, and for NaN.
-    """
+    It is infinite for one that `expected` lacks, and for NaN."""
     each: dict[K, float] = {}
     for key, value in got.items():
         want = expected.get(key, float("nan"))
@@ -219,8 +217,7 @@ def replicas(record: RunRecord) -> tuple[int, str, int, int] | None:
 def forward_pass(expected: RunRecord, got: RunRecord) -> str:
     """Describes where forward passes of the first step first differ, on any rank; "" if nowhere.
 
-    Micro-batches are matched by their sequences.
-    """
+    Micro-batches are matched by their sequences."""
     wanted = expected.forward_passes()
     for rank, have in got.forward_passes():
         for _, want in wanted:
@@ -234,8 +231,7 @@ def _first_different_output(expected: ForwardPass, got: ForwardPass) -> str:
     """Returns the first tensor of a forward pass that differs; "" if none does, or the rows differ.
 
     A rank's tokens of each sequence are compared with the part of it that is nearest. Tensors that
-    are sharded otherwise, or not ordered by row, have other shapes and are skipped.
-    """
+    are sharded otherwise, or not ordered by row, have other shapes and are skipped."""
     rows, other_rows = len(expected["rows"]), len(got["rows"])
     common = min(rows, other_rows)
     if expected["rows"][:common] != got["rows"][:common]:

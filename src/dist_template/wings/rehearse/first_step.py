@@ -34,8 +34,7 @@ class FirstStep(Callback):
     missing.pt         {parameter that never gets a gradient: whether its module's forward ran}
 
     Rank 0 writes all but the first, in a pipeline with the entries of all stages.
-    `dropout_is_off` replaces dropout by the identity, because random masks differ between ranks.
-    """
+    `dropout_is_off` replaces dropout by the identity, because random masks differ between ranks."""
 
     def __init__(self, folder: Path, dropout_is_off: bool = False) -> None:
         self.folder = folder

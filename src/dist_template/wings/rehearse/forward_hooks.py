@@ -19,8 +19,7 @@ class ForwardHooks:
 
     tensors    {"the input of NAME": first tensor argument, "NAME": first output tensor},
                unsharded, on the host, in execution order
-    choose     returns the dictionary that a pass writes; None: skip it. Default: `tensors`
-    """
+    choose     returns the dictionary that a pass writes; None: skip it. Default: `tensors`"""
 
     def __init__(self, root: nn.Module, choose: Callable[[], dict[str, Tensor] | None] | None = None) -> None:
         self.tensors: dict[str, Tensor] = {}

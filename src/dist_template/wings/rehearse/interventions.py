@@ -2,8 +2,7 @@
 
 RaggedLabels   masks a different share of the labels in each row
 KillAt         kills every rank
-LeakageTest    tests whether a token's output depends on another document or on a later token
-"""
+LeakageTest    tests whether a token's output depends on another document or on a later token"""
 
 import functools
 import os
@@ -31,8 +30,7 @@ class RaggedLabels(Callback):
     """Masks a different share of the labels in each row, from none to most of them.
 
     With full rows, a loss that is averaged per rank instead of over the tokens of the global batch
-    would be correct by accident. The mask depends on the row alone, not on the number of ranks.
-    """
+    would be correct by accident. The mask depends on the row alone, not on the number of ranks."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         data = trainer.datamodule  # ty: ignore[missing-attribute]
@@ -72,8 +70,7 @@ class LeakageTest(Callback):
     """Writes leakage.pt: {"documents": …, "future": …}, each the first tensor that changes, or "".
 
     It changes tokens that must not be visible, and compares the outputs of the others. Keys as
-    in `ForwardHooks.tensors`. A test that the module or its batch does not allow is missing.
-    """
+    in `ForwardHooks.tensors`. A test that the module or its batch does not allow is missing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -133,8 +130,7 @@ class LeakageTest(Callback):
 def _first_change(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], is_compared: Tensor) -> str:
     """Returns the first tensor that changes for the tokens of (B, T) `is_compared`, or "".
 
-    A tensor inside may change for tokens that its layer masks next: the logits (key "") decide.
-    """
+    A tensor inside may change for tokens that its layer masks next: the logits (key "") decide."""
     changes: list[str] = []
     for key, want in expected.items():
         have = got.get(key)

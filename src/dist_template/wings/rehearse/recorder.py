@@ -8,8 +8,7 @@ Writes lines of JSON into `rank<N>.jsonl`, each with an `event`:
                 also before the first step
     eval        step, stage (sanity_check, validate, test), metrics
 
-Rank 0 also saves the unsharded weights as `start.pt` and `end.pt`.
-"""
+Rank 0 also saves the unsharded weights as `start.pt` and `end.pt`."""
 
 import hashlib
 import itertools
@@ -39,8 +38,7 @@ NO_STATE |= {"_external_params"}  # ZeRO-3 notes what else a module reads
 class Recorder(Callback):
     """Records into `folder`, without changing the training; `run` is the run folder.
 
-    log_every_n_steps should be 1, for the metrics.
-    """
+    log_every_n_steps should be 1, for the metrics."""
 
     def __init__(self, folder: Path, rank: int, run: Path) -> None:
         self.folder = folder
@@ -108,8 +106,7 @@ def replica_hashes(tensors: Iterable[tuple[str, Tensor | None]]) -> dict[str, tu
     """Returns {name: (shard, hash)} of this rank's tensors.
 
     Ranks with the same shard of a tensor must have the same hash. `shard` is "" for an unsharded tensor, and its
-    coordinate for a sharded one. ZeRO-3's partitions are skipped: no two ranks hold the same.
-    """
+    coordinate for a sharded one. ZeRO-3's partitions are skipped: no two ranks hold the same."""
     found: dict[str, tuple[str, str]] = {}
     for name, tensor in tensors:
         if tensor is not None and (place := shard_of(tensor).place) is not None:

@@ -8,8 +8,7 @@
     resumed        the same, resumed from the last checkpoint of killed
 
 Dropout is off except in uninterrupted, killed and resumed, because random masks differ between
-ranks. Each training has a folder with its `config.yaml`, with which `fit` repeats it.
-"""
+ranks. Each training has a folder with its `config.yaml`, with which `fit` repeats it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

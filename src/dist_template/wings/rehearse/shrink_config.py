@@ -2,8 +2,7 @@
 
 Unchanged: the user's module and data module, all callbacks, the strategy with its plans, clipping,
 schedule, activation checkpointing, accumulation. Reduced: mesh, batch, model. Replaced: the
-text is generated (unless --keep_data), precision is fp32 to make results comparable, no loggers.
-"""
+text is generated (unless --keep_data), precision is fp32 to make results comparable, no loggers."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ def shrink(
     """Returns the small configuration of `given`, the production one with every key resolved.
 
     `folder` is the destination of text and runs. `keep_data` keeps the configured source and tokenizer. Raises
-    InputError if the strategy does not work on `processes`; None: the fewest that it needs.
-    """
+    InputError if the strategy does not work on `processes`; None: the fewest that it needs."""
     config = copy.deepcopy(given)
     spec = config["trainer"]["strategy"]
     shrunk = shrunk_strategy(spec, processes)
@@ -133,8 +131,7 @@ def _shrink_data(small: Small, folder: Path, keep_data: bool) -> None:
 def write_texts(folder: Path, size: int) -> None:
     """Writes a deterministic text of `size` bytes whose lines are documents.
 
-    Most documents are shorter than a row, so that leakage between documents has an effect.
-    """
+    Most documents are shorter than a row, so that leakage between documents has an effect."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
     lines: list[str] = []

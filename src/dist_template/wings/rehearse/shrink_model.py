@@ -2,8 +2,7 @@
 
 It keeps every kind of layer (dense and sparse, full and sliding attention), grouped heads, expert groups and tied
 embeddings. Heads and experts stay divisible by 2, the small size of tensor and expert parallelism. Fields have
-transformers' standard names, which a configuration's `attribute_map` translates.
-"""
+transformers' standard names, which a configuration's `attribute_map` translates."""
 
 from __future__ import annotations
 

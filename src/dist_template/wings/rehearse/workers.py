@@ -5,8 +5,7 @@
 
 Each command gets new processes, so that no process group, cache or random state remains from the previous one. They are
 forked from a process that has imported torch, Lightning, transformers and DeepSpeed (multiprocessing's "forkserver"): a
-start takes 0.1 s instead of 6 s. They have torchrun's environment variables, so that Lightning starts no processes.
-"""
+start takes 0.1 s instead of 6 s. They have torchrun's environment variables, so that Lightning starts no processes."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ def run_ranks(
         timeout_s: Seconds after which the ranks are killed. None: never.
         callbacks: Appended to the trainer's callbacks; they must pickle.
         prelude: Called in each worker before the command; tests inject faults with it.
-        run_id: Name of the run folder. None: `record`'s name.
-    """
+        run_id: Name of the run folder. None: `record`'s name."""
     record.mkdir(parents=True, exist_ok=True)
     context, port = clean_processes(), str(free_port())
     num = num if argv[0] in TRAINING_VERBS else 1

@@ -2,8 +2,7 @@
 
 config list                    the library's and the project's, with a line each
 config show strategy/fsdp2     the file that --config strategy/fsdp2 reads
-config copy strategy/fsdp2     writes it to configs/strategy/fsdp2.yaml, where it is yours
-"""
+config copy strategy/fsdp2     writes it to configs/strategy/fsdp2.yaml, where it is yours"""
 
 from argparse import RawDescriptionHelpFormatter
 from pathlib import Path

@@ -1,7 +1,6 @@
 """`docs`: lists the pages of the installed version's documentation, or shows one, offline.
 
-A wheel installs them into share/doc/dist-template; a checkout, or vendor/dist-template, has docs/.
-"""
+A wheel installs them into share/doc/dist-template; a checkout, or vendor/dist-template, has docs/."""
 
 import pydoc
 import site

@@ -1,8 +1,7 @@
 """`doctor`: checks this machine for problems that would stop a training or slow it down.
 
 Each check yields (verdict, what was found, what to do). A problem makes training fail, a
-warning may. With fit's --config files it checks that training's folders, else the default ones.
-"""
+warning may. With fit's --config files it checks that training's folders, else the default ones."""
 
 import json
 import os

@@ -1,8 +1,7 @@
 """`upgrade`: merges what changed in the template since the project was generated from it.
 
 The template is rendered twice with the project's answers, at the recorded and at the new version,
-and git cherry-picks the difference, so that conflicts are ordinary ones (docs/upgrade.md).
-"""
+and git cherry-picks the difference, so that conflicts are ordinary ones (docs/upgrade.md)."""
 
 import json
 import os

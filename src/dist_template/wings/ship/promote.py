@@ -4,8 +4,7 @@
     <registry>/v2/withdrawn  exists after a roll-back from v2
     <registry>/latest -> v2  the version that a server loads
 
-Each change is one rename, so that a process that is killed leaves the versions valid.
-"""
+Each change is one rename, so that a process that is killed leaves the versions valid."""
 
 import hashlib
 import json
@@ -31,8 +30,7 @@ def main(argv: list[str], project: Project) -> None:
 
     Raises:
         InputError: the run, the registry or a flag cannot be used.
-        Ended: a requirement does not hold, or the export differs from the trained model.
-    """
+        Ended: a requirement does not hold, or the export differs from the trained model."""
     about = f"""Evaluates a run, exports its model, and registers it. Unless --baseline and --require are given, it has
         to be {AGAINST_LATEST!r} against the latest version, or {AGAINST_START!r} against the start."""
     parser = Flags("promote", description=about)

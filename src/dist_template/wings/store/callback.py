@@ -36,8 +36,7 @@ class Store(Callback):
         address: Folder of the runs in the store; `run.store` sets it. null: off.
         keep: How many of the newest checkpoints to keep in the store, at least 1. Best ones are kept as on the disk.
         every_s: Seconds between two uploads of the run's files, at log steps.
-        folder: The run's folder.
-    """
+        folder: The run's folder."""
 
     timeout_s = 600.0  # for which the upload of a checkpoint is tried again
 

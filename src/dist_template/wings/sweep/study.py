@@ -1,7 +1,6 @@
 """A sweep's trials: optuna's, in a journal that processes share, and `fit` in processes of its own.
 
-A callback ends the trials that are worse than others at the same step.
-"""
+A callback ends the trials that are worse than others at the same step."""
 
 import os
 import signal
@@ -35,8 +34,7 @@ KILLS = 3  # after so many a trial has failed
 class Sweep:
     """The sweep in `folder`: journal.log, and the run of each trial in trial-0000, trial-0001, …
 
-    `definition`: space, flags of fit, sampler, pruner, metric; None: the journal's.
-    """
+    `definition`: space, flags of fit, sampler, pruner, metric; None: the journal's."""
 
     def __init__(self, folder: Path, definition: dict[str, Any] | None = None) -> None:
         warnings.filterwarnings("ignore", "BruteForceSampler is experimental")
@@ -169,8 +167,7 @@ class Pruning(Callback):
     """Ends a trial, on all ranks after the same step, if it is worse there than other trials.
 
     Args:
-        run: The trial's folder.
-    """
+        run: The trial's folder."""
 
     def __init__(self, run: str) -> None:
         self.run = Path(run)

@@ -1,7 +1,6 @@
 """Writes report.html about one run or several.
 
-page.html is a Jinja template, which escapes all texts of a run (names, messages); plotly draws the curves.
-"""
+page.html is a Jinja template, which escapes all texts of a run (names, messages); plotly draws the curves."""
 
 import os
 from pathlib import Path
@@ -63,8 +62,7 @@ def link(where: str, history: History, output: Path) -> str:
     """Returns the address of plotly.js (4.8 MB) for a page in `output`; "" if the page contains it.
 
     The shared file is in `run.root`, which can be copied with the pages; it is written once. Outside of `run.root` it
-    is next to the page.
-    """
+    is next to the page."""
     from plotly.offline import get_plotlyjs, get_plotlyjs_version
 
     name, output = f"plotly-{get_plotlyjs_version()}.min.js", output.absolute()

@@ -16,8 +16,7 @@ class Target:
     """Base of the launchers and schedulers. `folder` is RUN/launch, `record` is launch.json's content.
 
     `render` returns the files by name, `commands` the commands that start the job, `status` its
-    state; `stop` asks the run to save and exit with 75.
-    """
+    state; `stop` asks the run to save and exit with 75."""
 
     on_hosts = False  # True: it starts the nodes that `cluster` names; False: a scheduler does
 

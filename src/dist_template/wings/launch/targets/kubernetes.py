@@ -1,8 +1,7 @@
 """Kubernetes: a pod per node, as a Job or a JobSet.
 
 kubernetes.template has the manifests, in YAML. In each pod launch/torchrun.sh starts the processes; the first pod hosts
-their rendezvous. The failure policy is docs/recovery/killed.md in Kubernetes' terms.
-"""
+their rendezvous. The failure policy is docs/recovery/killed.md in Kubernetes' terms."""
 
 import json
 import re

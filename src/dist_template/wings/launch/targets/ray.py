@@ -1,8 +1,7 @@
 """Ray Train: a TorchTrainer whose workers each start a process of a verb, with torchrun's variables.
 
 Ray calls a worker's function in a thread, where Python handles no signals. It places and restarts
-the workers; a restarted run resumes from its own checkpoint.
-"""
+the workers; a restarted run resumes from its own checkpoint."""
 
 import os
 import shlex

@@ -16,8 +16,7 @@ def main(argv: list[str], project: Project) -> None:
 
     Raises:
         InputError: a model, a requirement or the data cannot be used.
-        Ended: a requirement is not met.
-    """
+        Ended: a requirement is not met."""
     parser = Flags("evaluate")
     parser.add_argument("run", help="a run's folder, or a checkpoint in one")
     parser.add_argument("--name", help="of the files; default: the split and the baseline")

@@ -24,8 +24,7 @@ class DocumentScores(Callback):
     tokens the pairs themselves, and `reward_accuracy` and `reward_margin` are columns too.
 
     Args:
-        path: The .parquet file to write; its index is the hash of the text.
-    """
+        path: The .parquet file to write; its index is the hash of the text."""
 
     def __init__(self, path: str) -> None:
         self.path = path

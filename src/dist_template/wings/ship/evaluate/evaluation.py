@@ -90,8 +90,7 @@ def score_documents(
     A folder is evaluated in one process, with the run's token cache if it has its `tokenizer`.
 
     Raises:
-        Ended: it failed; the reason is on the screen.
-    """
+        Ended: it failed; the reason is on the screen."""
     config = read_mapping(model.run / RunFile.CONFIG, "restore it", yaml.safe_load)
     path, scores = work / RunFile.CONFIG, work / "scores.parquet"
     trainer = config["trainer"]

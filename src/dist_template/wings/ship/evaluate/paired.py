@@ -1,8 +1,7 @@
 """Paired statistics: two models have values for the same samples, documents or questions.
 
 The interval is Student's t over samples, because the tokens of one document depend on each other.
-Requirements on comparisons, for CI: `eval/loss better`, `accuracy not worse by 0.01`.
-"""
+Requirements on comparisons, for CI: `eval/loss better`, `accuracy not worse by 0.01`."""
 
 import math
 import re
@@ -24,8 +23,7 @@ REQUIREMENT = re.compile(r"(\S+) (better|not worse by (\d*\.?\d+))")
 class Comparison:
     """The difference of a measure with its 95 % interval, `low` to `high`.
 
-    `detectable` is the smallest difference that these samples show with a power of 80 %.
-    """
+    `detectable` is the smallest difference that these samples show with a power of 80 %."""
 
     name: str
     samples: int

@@ -2,8 +2,7 @@
 
 One process reads a checkpoint of any strategy into the model that the configuration builds, if it fits
 in memory. The weights are written a few at a time, in transformers' layout on disk, which differs from
-the one in memory (experts are stacked there). The folder is read again and compared (gate.py).
-"""
+the one in memory (experts are stacked there). The folder is read again and compared (gate.py)."""
 
 import re
 import shutil

@@ -1,7 +1,6 @@
 """Compares an exported model, loaded from its folder, with the trained one over 100 prompts.
 
-Both get the same tokens; the logits of the last positions of each prompt are compared.
-"""
+Both get the same tokens; the logits of the last positions of each prompt are compared."""
 
 from __future__ import annotations
 

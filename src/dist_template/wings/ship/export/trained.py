@@ -30,8 +30,7 @@ class Trained:
 
     `path` is the checkpoint, the folder, or the name on the hub. The others are None for a folder:
     the run's folder, the LightningModule without a Trainer, and the prepared data module. Where the
-    model is on the meta device, `stored` are its weights in the checkpoint's files.
-    """
+    model is on the meta device, `stored` are its weights in the checkpoint's files."""
 
     model: Any
     tokenizer: Any

@@ -37,8 +37,7 @@ class App:
 
     Args:
         key: Requests have to present it; "": none is needed.
-        given: The verb's flags.
-    """
+        given: The verb's flags."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, key: str, given: argparse.Namespace
