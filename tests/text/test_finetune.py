@@ -72,27 +72,35 @@ def test_a_model_learns_a_format_of_answers(strategy: str, tmp_path: Path, capfd
     assert ANSWER in tokenizer.decode(said[prompt["input_ids"].shape[1] :])
 
 
-SHOWN = {  # a flag of the source: what prepare marks in the first conversation
-    "train_on=assistant": ["Uno.<|im_end|>", "Due, ok.<|im_end|>"],
-    "train_on=last": ["Due, ok.<|im_end|>"],
-    "roles=[user]": ["One?<|im_end|>", "Two?<|im_end|>"],
-}
+SPANS = {  # a flag of the source: what is shown of the first conversation, and of the sixth
+    "train_on=assistant": (
+        ["[[Uno.<|im_end|>]]", "14 trained on", "[[Due, ok.<|im_end|>]]"],
+        ["((Uno.<|im_end|>))", "5 not by train or weight", "9 trained on"]),
+    "train_on=last": (
+        ["((Uno.<|im_end|>))", "5 not by train_on", "[[Due, ok.<|im_end|>]]", "9 trained on"],
+        ["((Uno.<|im_end|>))", "5 not by train or weight"]),
+    "roles=[user]": (
+        ["[[One?<|im_end|>]]", "10 trained on", "((Due, ok.<|im_end|>))", "14 not by roles"],
+        ["5 not by train or weight", "9 not by roles"]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("flag", SHOWN)
-def test_prepare_marks_what_is_trained_on(flag: str, tmp_path: Path, capfd: Any) -> None:
-    """Of the first three conversations; in the last one an answer has the weight 0."""
+@pytest.mark.parametrize("flag", SPANS)
+def test_prepare_shows_each_kind_of_tokens(flag: str, tmp_path: Path, capfd: Any) -> None:
+    """Of the first three conversations, and of the sixth, whose kind the others lack."""
     talk = chats.messages(*chats.TURNS)
     flagged = [*talk[:2], talk[2] | {"weight": 0}, *talk[3:]]
-    records = [{"messages": each} for each in (talk, talk, flagged, talk)]
+    records = [{"messages": each} for each in (*[talk] * 5, flagged, flagged)]
     source = chats.write(tmp_path / "chats.jsonl", records)
     model = chats.tokenizer(tmp_path / "model", "chatml", chats.UNTAGGED)
     shares = ["--data.validation_share=0", "--data.test_share=0", f"--data.source.{flag}"]
     assert run("prepare", *flags(model, source, *shares), "--data.global_batch_size=2") == 0
-    shown = capfd.readouterr().out.split("<|im_start|>system")[1:]
-    marked = [re.findall(r"\[\[(.*?)\]\]", text) for text in shown]
-    weighted = [text for text in SHOWN[flag] if not text.startswith("Uno")]
-    assert marked == [SHOWN[flag], SHOWN[flag], weighted]
+    shown = capfd.readouterr().out.split(f"{source}:")[1:]
+    assert [each.partition(",")[0] for each in shown] == ["1", "2", "3", "6"]
+    for expected, text in zip(SPANS[flag], (shown[0], shown[3]), strict=True):
+        assert all(each in text for each in expected), text
+        numbers = re.findall(r"(\d+) (?:trained|of|not)", text)
+        assert sum(map(int, numbers)) == sum(len(a + b) + 4 for a, b in chats.TURNS)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, takewhile
@@ -145,6 +146,23 @@ class Chat(Source):
         template = training_template(tokenizer, self.template, self.train_on)
         return encode(tokenizer, template, self.train_on, self.roles, documents)
 
+    def spans(self, tokenizer: Tokenizer, name: str, text: str) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields a conversation's tokens in spans: trained on, of prompts, or of answers with why they do not count."""
+        template, talk = training_template(tokenizer, self.template, self.train_on), json.loads(text)
+        (whole,) = encode(tokenizer, template, self.train_on, self.roles, [(name, text)])
+        counted: Any = whole.counted
+        kinds = np.where(counted, "trained on", "of prompts").astype(object)
+        for why in ("not by train_on", "not by train or weight", "not by roles"):
+            turns = []
+            for turn in talk["messages"]:
+                turns.append(turn | {COUNTS: turn["role"] == "assistant" and _why_not(turn, self.roles) == why})
+            alone = [(name, json.dumps(talk | {"messages": turns}))]
+            with suppress(InputError):  # there are none, or the template changes them when others follow
+                (part,) = encode(tokenizer, template, "assistant", self.roles, alone)
+                kinds[part.counted & ~counted] = why
+        edges = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1
+        yield from zip(kinds[[0, *edges]], np.split(whole.ids, edges), strict=True)
+
     def encode_prompt(self, tokenizer: Tokenizer, prompt: str) -> list[int]:
         """Returns the tokens of a conversation that starts with `prompt`, up to the answer without reasoning."""
         if not tokenizer.chat_template:  # pairs of texts need none
@@ -152,6 +170,13 @@ class Chat(Source):
         user = [{"role": "user", "content": prompt}]
         rendered: Any = tokenizer.apply_chat_template(user, add_generation_prompt=True, **NO_REASONING)
         return rendered["input_ids"]
+
+
+def _why_not(turn: Message, roles: list[str]) -> str:
+    """Returns why a turn is not trained on, if it is not."""
+    if turn.get(COUNTS, turn["role"] in roles):
+        return "not by train_on"
+    return "not by train or weight" if COUNTS in turn else "not by roles"
 
 
 def renamed(record: Record, columns: dict[str, str]) -> Record:

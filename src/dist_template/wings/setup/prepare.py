@@ -1,12 +1,15 @@
 """`prepare`: tokenizes the data once, in one process, before training."""
 
 import sys
+from collections import Counter
+from itertools import islice
+from typing import Any
 
 import numpy as np
 
 from ...project import Project
 
-NUM_SHOWN = 3  # documents
+NUM_SHOWN, NUM_READ = 3, 100  # documents; among the latter, each kind of turn is looked for
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -18,6 +21,9 @@ def main(argv: list[str], project: Project) -> None:
     corpus = getattr(data, "prepare", data.prepare_data)()  # Lightning's hook has no token cache
     if corpus is None or not corpus.is_whole("train"):
         return
+    source = next(iter(data.source.parts().values()))
+    if hasattr(source, "spans") and not source.pairs:
+        return show_turns(source, corpus.tokenizer)
     start, end = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
     print(f"the first of the train split; {start}trained on{end}:")
     tokens, counted = corpus.tokens("train"), corpus.counted("train")
@@ -28,3 +34,20 @@ def main(argv: list[str], project: Project) -> None:
             text = corpus.tokenizer.decode(tokens[a:b])
             print(f"{start}{text}{end}" if counted[a] else text, end="")
         print()
+
+
+def show_turns(source: Any, tokenizer: Any) -> None:
+    """Prints the first conversations, and the first with each kind of tokens, with marks and numbers."""
+    colours = ("\033[32m", "\033[0m"), ("\033[33m", "\033[0m")
+    trained, other = colours if sys.stdout.isatty() else (("[[", "]]"), ("((", "))"))
+    print(f"the first, and the first of each kind: {'trained on'.join(trained)}, {'an answer that is not'.join(other)}")
+    seen = set[str]()
+    for number, (name, text) in enumerate(islice(source.documents(), NUM_READ)):
+        tokens, shown = Counter[str](), ""
+        for kind, ids in source.spans(tokenizer, name, text):
+            tokens[kind] += len(ids)
+            start, end = {"trained on": trained, "of prompts": ("", "")}.get(kind, other)
+            shown += start + tokenizer.decode(ids) + end
+        if number < NUM_SHOWN or not tokens.keys() <= seen:
+            print(f"{name}, tokens: " + ", ".join(f"{num} {kind}" for kind, num in tokens.items()), shown, sep="\n")
+        seen |= tokens.keys()
