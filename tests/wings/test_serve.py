@@ -26,7 +26,7 @@ from tests.support.serving import Server
 
 KEY, SECRET = "a key", "what the prompt says"
 MESSAGES: Any = [{"role": "user", "content": SECRET}]
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, SCORE = "/v1/chat/completions", "/v1/completions", "/pooling"
 LIMITS = {"max_tokens": 64, "max_requests": 4, "grace_s": 3.0}
 FLAGS = [f"--{flag}={value}" for flag, value in LIMITS.items()]
 
@@ -204,14 +204,48 @@ def test_an_error_of_a_generation_is_a_500(folder: Path, monkeypatch: Any) -> No
     assert error == {"message": 'no "logits', "type": "server_error", "code": 500}
 
 
-def test_a_reward_model_is_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
+SCORED: dict[str, dict[str, Any]] = {
+    "input": {"input": ["one", "two<|im_end|>"]},
+    "messages": {"messages": [*MESSAGES, {"role": "assistant", "content": "yes"}]},
+}
+UNSCORED = {
+    "a text or 1 to 64 texts": {"input": [3]},
+    "messages or input, one of them": {"inputs": "a"},
+    "700 tokens, and the model has 512 positions": {"input": "a" * 699},
+    "the model is 'tiny'; requested 'gpt-4'": {"input": "a", "model": "gpt-4"},
+}
+
+
+def test_a_reward_model_scores_and_generates_nothing(folder: Path, tmp_path: Path) -> None:
     config = LlamaConfig.from_pretrained(folder, num_labels=1, pad_token_id=0)
     transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
     tokens: Any = AutoTokenizer.from_pretrained(folder)
-    tokens.save_pretrained(tmp_path)
-    assert run("serve", str(tmp_path), "--port=0") == 2
-    sentence = "its model generates no text; a reward model is served by `vllm serve FOLDER`"
-    assert sentence in capsys.readouterr().err
+    model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    given = argparse.Namespace(name="tiny", **LIMITS)
+    writer = AutoModelForCausalLM.from_pretrained(folder)
+    apps = [App(one, tokens, KEY, given) for one in (model, writer)]
+
+    def ask(path: str, body: Any, app: App = apps[0], key: str = KEY) -> tuple[int, Any]:
+        found = answer(app, path, body, key)
+        return found.status_code, found.json()
+
+    (code, texts), (_, turns) = (ask(SCORE, body) for body in SCORED.values())
+    texts, turns = texts["data"], turns["data"]
+    assert code == 200 and [each["index"] for each in texts] == [0, 1]
+    rendered = tokens.apply_chat_template(SCORED["messages"]["messages"], tokenize=False)
+    scored = ["one<|im_end|>", "two<|im_end|>", rendered]
+    for text, found in zip(scored, texts + turns, strict=True):
+        reward = model(**tokens(text, return_tensors="pt")).logits
+        assert found["data"] == pytest.approx(reward[0].tolist(), abs=1e-6)
+    for sentence, body in UNSCORED.items():
+        code, found = ask(SCORE, body)
+        assert code == 400 and sentence in found["error"]["message"], found
+    for path in (CHAT, TEXT):
+        code, found = ask(path, {"prompt": "a"})
+        assert code == 400 and "tiny scores answers and generates none" in str(found)
+    code, found = ask(SCORE, SCORED["input"], apps[1])
+    assert code == 400 and "tiny generates answers and scores none" in str(found)
+    assert ask(SCORE, SCORED["input"], key="another")[0] == 401
 
 
 @pytest.mark.slow

@@ -231,7 +231,7 @@ class TextModule(TrainingModule):
     def generate(self, input_ids: Tensor) -> Tensor:
         """Tokens (1, T + n), n <= `sample_tokens`, within `seq_len`; keeps training's RNG state."""
         if is_reward_model(self.model):
-            raise InputError("a reward model scores answers and generates none: evaluate it, or export it")
+            raise InputError("a reward model scores answers and generates none: evaluate it, or serve it for /pooling")
         if not hasattr(self.model, "generate"):
             raise InputError(f"{type(self.model).__name__} has no generate: write {type(self).__name__}.generate")
         room = max(1, self.data.seq_len - input_ids.shape[1])

@@ -1,4 +1,5 @@
-"""One model behind OpenAI's API, by transformers' own handlers, with a key and a limit of requests."""
+"""One model behind OpenAI's API, by transformers' own handlers, with a key and a limit of requests. A reward model
+answers POST /pooling instead."""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ from starlette.routing import Route
 from torch import Tensor
 
 from ....compat.transformers_serving import OneModel
+from ....text.model.reward import is_reward_model
+from .pooling import scored
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, SCORE = "/v1/chat/completions", "/v1/completions", "/pooling"
 MOST_BYTES = 1 << 20  # of a request: tokens of more take seconds, and delay other clients
 WINDOW = 64  # tokens that may hold a stop string; transformers' criterion makes tables of the vocabulary in seconds
 GREEDY = 0.01  # a lower temperature: logits divided by it overflow
@@ -42,6 +45,7 @@ class App:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, key: str, given: argparse.Namespace
     ) -> None:
+        self._model, self._name = model, given.name
         self._tokenizer, self._served = tokenizer, OneModel(model, tokenizer, given.name, given.max_tokens)
         self._bearer = f"Bearer {key}".encode() if key else b""
         self._most, self._running = given.max_requests, 0
@@ -54,6 +58,7 @@ class App:
         routes = [
             Route(CHAT, self._generate, methods=["POST"]),
             Route(TEXT, self._generate, methods=["POST"]),
+            Route(SCORE, self._score, methods=["POST"]),
             Route("/v1/models", JSONResponse({"object": "list", "data": [listed]})),
             Route("/health", JSONResponse({"status": "ok"})),
         ]
@@ -61,10 +66,10 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, presented = scope["path"], dict(scope["headers"]).get(b"authorization", b"")
-        needs_key = self._bearer and path.startswith("/v1/")
-        if needs_key and not hmac.compare_digest(self._bearer, presented):
+        is_open = not path.startswith("/v1/") and path != SCORE
+        if self._bearer and not is_open and not hmac.compare_digest(self._bearer, presented):
             return await _error(401, "the API key is missing or wrong")(scope, receive, send)
-        if path not in (CHAT, TEXT):
+        if path not in (CHAT, TEXT, SCORE):
             return await self._routes(scope, receive, send)
         if self._running >= self._most:
             why = f"{self._most} requests are being answered; try again later"
@@ -90,6 +95,8 @@ class App:
                 is_last |= any(stop in text for stop in stops)
             return torch.full((len(tokens),), is_last, device=tokens.device)
 
+        if is_reward_model(self._model):
+            raise HTTPException(400, f"{self._name} scores answers and generates none: POST {SCORE}")
         try:
             body = await _body(request)
             if body.get("temperature") is not None and body["temperature"] < GREEDY:
@@ -101,6 +108,15 @@ class App:
                 if await request.is_disconnected():
                     is_over.set()
             return await answer
+        except INVALID as error:
+            raise HTTPException(400, f"the request cannot be answered: {error!r}") from error
+
+    async def _score(self, request: Request) -> Response:
+        if not is_reward_model(self._model):
+            raise HTTPException(400, f"{self._name} generates answers and scores none: POST {CHAT}")
+        try:
+            given = self._model, self._tokenizer, self._name, await _body(request)
+            return JSONResponse(await asyncio.to_thread(scored, *given))
         except INVALID as error:
             raise HTTPException(400, f"the request cannot be answered: {error!r}") from error
 

@@ -1,4 +1,4 @@
-"""`serve`: answers OpenAI's API with what a run trained, exported and compared."""
+"""`serve`: answers OpenAI's API, or /pooling of a reward model, with what a run trained, exported and compared."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def main(argv: list[str], project: Project) -> None:
     from .app import App
 
     model = on_device(served.model, "cuda" if torch.cuda.is_available() else "cpu")
-    model.generation_config.do_sample = True  # as vLLM and OpenAI; not at temperature 0
+    if model.can_generate():
+        model.generation_config.do_sample = True  # as vLLM and OpenAI; not at temperature 0
     app = App(model, served.tokenizer, os.environ.get(given.api_key_env, ""), given)
 
     class Server(uvicorn.Server):
@@ -102,9 +103,7 @@ def _compared(given: argparse.Namespace, project: Project) -> Trained:
             command.main(["export", trained.path, f"--output={folder}", "--adapter=merged"], project)
         served = load_trained(str(folder), project)
         print(f"{folder}: {Gate(trained).check(served, 'float32')}", flush=True)
-    can_generate = getattr(served.model, "can_generate", None)
-    if not served.tokenizer or can_generate is None or not can_generate():
-        why = "generates no text; a reward model is served by `vllm serve FOLDER`"
-        raise InputError(f"{served.path} has no tokenizer, or its model {why}")
+    if not served.tokenizer or not hasattr(served.model, "can_generate"):
+        raise InputError(f"{served.path} has no tokenizer, or a model that is not of transformers")
     given.name = given.name or name
     return served

@@ -1,0 +1,44 @@
+"""Scores by a reward model, in the form of vLLM's POST /pooling."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MOST_TEXTS = 64  # of a request: they are scored one by one
+
+
+def scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, body: dict[str, Any]) -> dict:
+    """Returns the answer to a request with `messages`, a conversation with its answer, or `input`, one or several texts
+    of prompt and answer. Texts end with EOS, as in training. Raises ValueError if a request is wrong."""
+    if body.get("model", name) != name:
+        raise ValueError(f"the model is {name!r}; requested {body['model']!r}")
+    if ("messages" in body) == ("input" in body):
+        raise ValueError("give messages or input, one of them")
+    if "messages" in body:
+        found: Any = tokenizer.apply_chat_template(body["messages"])
+        sequences = [found["input_ids"]]
+    else:
+        texts = [body["input"]] if isinstance(body["input"], str) else body["input"]
+        is_right = isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)
+        if not is_right or len(texts) > MOST_TEXTS:
+            raise ValueError(f"input has to be a text or 1 to {MOST_TEXTS} texts")
+        end = str(tokenizer.eos_token)
+        sequences = [tokenizer(text.removesuffix(end) + end)["input_ids"] for text in texts]
+    most = getattr(model.config, "max_position_embeddings", None) or float("inf")
+    longest = max(map(len, sequences))
+    if not 0 < longest <= most:
+        raise ValueError(f"the input has {longest} tokens, and the model has {most} positions")
+    data = []
+    with torch.inference_mode():
+        for index, tokens in enumerate(sequences):
+            reward = model(input_ids=torch.tensor([tokens], device=model.device)).logits[0].tolist()
+            data.append({"index": index, "object": "pooling", "data": reward})
+    num = sum(map(len, sequences))
+    usage = {"prompt_tokens": num, "total_tokens": num, "completion_tokens": 0}
+    return {"object": "list", "created": int(time.time()), "model": name, "data": data, "usage": usage}
