@@ -44,8 +44,8 @@ MOST_ROOMS = 10  # folders; "public" and "ground" are the files beside them
 
 # Lines of Python in the library. Who deletes lowers it; only an issue that names lines adds.
 LINES = 25_649
-# Title of an issue: lines. The second is open: what it adds to sums here goes with its last part.
-ADDED = {"A real model, end to end": 900, "At any scale": 1_400 + 720}
+# Title of an issue: the lines that it names.
+ADDED = {"A real model, end to end": 900, "At any scale": 1_400}
 
 # As a string; entry points name wings in pyproject.toml.
 WING_MODULE = r"(dist_template|\.*)\.wings\.|wings\."
@@ -71,7 +71,7 @@ INTERNALS = 250
 INTERFACE = "For wings and packages"  # the section of docs/api.md
 
 PAGES, WORDS, PAGE_LINES = 40, 38_000, 150  # words by `wc -w`
-TEST_LINES, BENCHMARK_LINES = 21_000 + 570, 1_800
+TEST_LINES, BENCHMARK_LINES = 21_000, 1_800
 LONG_PAGES = {"api.md": 160}
 
 MOST_PRONOUNS = 10

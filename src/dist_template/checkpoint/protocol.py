@@ -1,7 +1,7 @@
 """Interface of a checkpoint format: how it reads, writes, copies and loads checkpoints.
 
 formats.py (one file), sharded.py and zero.py have the three. Formats know strategies; no strategy imports a format:
-entry points name that of its class."""
+entry points name one for its class."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CheckpointFormat(ABC, Generic[S]):
 
     @staticmethod
     def is_at(path: Path) -> bool:
-        """Returns whether `path` holds a checkpoint of this format, if that of a strategy."""
+        """Returns whether `path` holds a checkpoint of this format, if a strategy writes it."""
         return False
 
     @staticmethod
