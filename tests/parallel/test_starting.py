@@ -197,8 +197,12 @@ def test_weights_that_files_lack_are_named_and_damaged_files_refused(
     with pytest.raises(InputError, match=r"its transformer.h.0.attn.c_attn.weight is \(7, "):
         loaded(tmp_path / "b")
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(InputError, match="cannot be loaded"):
+    with pytest.raises(InputError, match="cannot be loaded: model.safetensors: "):
         loaded(tmp_path / "b")
+    index = tmp_path / "a" / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(InputError, match="cannot be loaded: 'weight_map'"):
+        loaded(tmp_path / "a")
 
 
 def test_pieces_are_the_bytes_in_order() -> None:
