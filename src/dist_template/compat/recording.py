@@ -31,7 +31,6 @@ OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "copy_", "eye"}
 SKIPPED = ("orthogonal_", "sparse_")  # functions of nn.init that return a meta tensor unchanged
 IS_META = torch.Tensor.is_meta.__get__  # ty: ignore[missing-attribute]
 VALUES = (torch.tensor, torch.as_tensor, torch.scalar_tensor)  # would lose their values on the meta device
-Storages = set[StorageWeakRef]
 
 
 @dataclass(frozen=True)
@@ -91,10 +90,9 @@ class Recording(TorchDispatchMode):
             return
         full = _storages(place for place in written if place.is_full and overwrites)
         full -= _storages(_places((args[1:], kwargs)))  # a copy of a view of itself
-        needs = {self._newest.get(storage) for storage in reads - full}
-        needs |= {self._first.get(storage) for storage in full}
+        needs = {self._newest.get(each) for each in reads - full} | {self._first.get(each) for each in full}
         drawn = {each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Generator)}
-        needs |= {self._newest[generator] for generator in drawn if generator in self._newest}
+        needs |= {self._newest[each] for each in drawn & self._newest.keys()}
         self._generators |= {each: each.clone_state() for each in drawn - self._generators.keys()}
         if kwargs.get("device") is not None:
             kwargs = kwargs | {"device": torch.device("cpu")}
@@ -108,7 +106,7 @@ class Recording(TorchDispatchMode):
 
     def operations_for(self, tensor: Tensor) -> list[Operation] | None:
         """Returns the operations on which the values of `tensor` depend, in order; None if one was not recorded."""
-        found, open_ends = set[int](), [self._newest.get(_storage(tensor))]
+        found, open_ends = set[int](), [self._newest.get(_place(tensor).storage)]
         while open_ends:
             number = open_ends.pop()
             if number is None:
@@ -215,21 +213,17 @@ def _truncated_later(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # th
     return tensor if is_later else _truncated_normal(tensor, *args, **kwargs)
 
 
-def _storage(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
-
-
 def _place(tensor: Tensor) -> Place:
     is_full = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     offset = int(tensor.storage_offset())
-    return Place(_storage(tensor), tensor.dtype, tensor.shape, tensor.stride(), offset, is_full)
+    return Place(StorageWeakRef(tensor.untyped_storage()), tensor.dtype, tensor.shape, tensor.stride(), offset, is_full)
 
 
 def _places(values: object) -> list[Place]:
     return [_place(each) for each in tree_leaves(values) if isinstance(each, Tensor) and each.is_meta]
 
 
-def _storages(places: Iterable[Place]) -> Storages:
+def _storages(places: Iterable[Place]) -> set[StorageWeakRef]:
     return {place.storage for place in places}
 
 

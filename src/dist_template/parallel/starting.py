@@ -6,7 +6,7 @@
 
 A rank has one unit, a large tensor or some small ones, besides its shards. The values depend on the run's seed alone:
 they are equal under every strategy, number of ranks and division into stages. A model whose constructor reads values of
-tensors is built in full on rank 0, with a warning, which then sends the tensors one by one."""
+tensors is built in full on each rank, with a warning, and gets rank 0's tensors one by one."""
 
 import warnings
 from collections import defaultdict
