@@ -118,6 +118,7 @@ ATTRIBUTES = {
     "torch.amp:GradScaler": "_per_optimizer_states found_inf_per_device",
     "torch.nn.init:orthogonal_": "is_meta",
     "torch.nn:Module": "_non_persistent_buffers_set",
+    "torch.nn:RNNBase": "_flat_weight_refs",
     "D.distributed_c10d": "_world pg_map",
     "D.fsdp._fully_shard._fsdp_state:FSDPState": "_state_ctx _fsdp_param_groups",
     "torch._dynamo.config": "skip_fwd_side_effects_in_bwd_under_checkpoint",

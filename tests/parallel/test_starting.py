@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.init import orthogonal_, trunc_normal_
 
+from dist_template.compat.torch import drop_weak_references
 from dist_template.errors import InputError
-from dist_template.parallel import scatter, starting
+from dist_template.parallel import scatter, starting, zero
 from dist_template.parallel.place import in_full
 from dist_template.text.model.causal_lm import causal_lm, causal_lm_config
 from zoo.models import VOCABULARY, configured, variants
@@ -59,17 +60,48 @@ def test_every_way_to_compute_a_value_is_repeated() -> None:
     assert not torch.equal(other.scaled.weight, made.scaled.weight)
 
 
-class ReadsValues(nn.Module):
+class Unusual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.largest = self.linear.weight.max().item()
+        own = torch.Generator().manual_seed(1)
+        self.drawn = nn.ParameterList(torch.randn(4, generator=own) for _ in range(2))
+        torch.set_default_dtype(torch.float64)
+        self.register_buffer("table", torch.arange(3) / 3)
+        torch.set_default_dtype(torch.float32)
+        self.register_buffer("column", torch.full((4, 2), 1j).imag[:, 0])
 
 
-def test_a_constructor_that_reads_values_builds_in_full() -> None:
+def test_a_tensor_does_not_depend_on_those_before_it() -> None:
+    start: Any = starting.start_of(Unusual, lambda model: model, 3)
+    for name, expected in reversed([*tensors(Unusual()).items()]):
+        assert torch.equal(start.make([name])[name], expected), name
+    assert torch.equal(tensors(in_full(Unusual))["column"], torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    "read", [lambda x: x.max().item(), lambda x: x.max().numpy(), lambda x: [x.max()]]
+)
+def test_a_constructor_that_reads_or_hides_values_builds_in_full(read: Any) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.largest = read(self.linear.weight.detach())
+
     with pytest.warns(UserWarning, match="each rank builds it in full"):
-        model: Any = in_full(ReadsValues)
-    assert model.linear.weight.max().item() == model.largest
+        model: Any = in_full(Reads)
+    assert read(model.linear.weight.detach()) == model.largest
+    with pytest.raises(InputError, match="weight has no shape before the first batch"):
+        in_full(lambda: nn.LazyLinear(3))
+
+
+def test_zero_gives_an_lstm_memory() -> None:
+    with torch.device("meta"):
+        lstm = nn.LSTM(3, 3)
+    drop_weak_references(lstm)
+    for parameter in lstm.parameters():
+        zero._allocate(parameter, torch.device("cpu"))
+    assert lstm(torch.ones(1, 3))[0].shape == (1, 3)
 
 
 def test_a_model_above_host_memory_is_refused_before_it_is_allocated(
@@ -81,7 +113,7 @@ def test_a_model_above_host_memory_is_refused_before_it_is_allocated(
             self.linear = nn.Linear(64, 64)
             self.other = torch.ones(3)  # neither a parameter nor a buffer
 
-    with pytest.warns(UserWarning, match="rank 0 builds it in full"):
+    with pytest.warns(UserWarning, match="each rank builds it in full"):
         in_full(Sparse)
     monkeypatch.setattr(starting, "memory_limit", lambda: 64 * 64 * 4)
     with pytest.raises(InputError, match="nor a buffer.*, and 0.0 GiB do not fit this machine's"):
@@ -164,8 +196,12 @@ def test_weights_that_files_lack_are_named_and_damaged_files_refused(
     with pytest.raises(InputError, match=rf"its {name} is \(7, "):
         loaded(tmp_path / "b")
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(InputError, match="cannot be loaded"):
+    with pytest.raises(InputError, match="cannot be loaded: model.safetensors: "):
         loaded(tmp_path / "b")
+    index = tmp_path / "a" / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(InputError, match="cannot be loaded: 'weight_map'"):
+        loaded(tmp_path / "a")
 
 
 def test_pieces_are_the_bytes_in_order() -> None:

@@ -3,13 +3,14 @@
 A recording lists the operations that made or changed meta tensors. `Recording.compute` repeats those on which one
 tensor depends, in host memory. Each random operation has a seed of its own, from the run's seed and its number among
 the constructor's random operations: values do not depend on the order, or on the rank, in which tensors are computed,
-and a copy of a layer equals it. torch (2.13) has nothing like it, and torchdistX, which had it as deferred
-initialization, is no longer maintained.
+and a copy of a layer equals it. Draws from a generator of the constructor are repeated from the first. torch (2.13) has
+nothing like it, and torchdistX, which had it as deferred initialization, is no longer maintained.
 
 Private: torch's dispatch mode, the schema of an operation, and functions of `nn.init` that skip meta tensors."""
 
 import hashlib
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,7 +31,6 @@ OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "copy_", "eye"}
 SKIPPED = ("orthogonal_", "sparse_")  # functions of nn.init that return a meta tensor unchanged
 IS_META = torch.Tensor.is_meta.__get__  # ty: ignore[missing-attribute]
 VALUES = (torch.tensor, torch.as_tensor, torch.scalar_tensor)  # would lose their values on the meta device
-Storages = set[StorageWeakRef]
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Operation(NamedTuple):
     results: list[Place]
     random: int | None  # its number among the random ones
     needs: set[int | None]  # numbers of the operations on which it depends; None: one that was not recorded
+    dtype: torch.dtype  # torch's default
 
 
 class Recording(TorchDispatchMode):
@@ -60,8 +61,10 @@ class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._operations: list[Operation] = []
-        self._first: dict[StorageWeakRef, int] = {}  # the number of the operation that made a storage
-        self._newest: dict[StorageWeakRef, int] = {}  # and of the one that wrote to it last
+        # Number of the operation that made a storage, and of the last that wrote to it, or drew from a generator
+        self._first: dict[StorageWeakRef | torch.Generator, int] = {}
+        self._newest: dict[StorageWeakRef | torch.Generator, int] = {}
+        self._generators: dict[torch.Generator, torch.Generator] = {}  # as they were at first
         self._num_random = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,21 +89,24 @@ class Recording(TorchDispatchMode):
         if not makes | changes:
             return
         full = _storages(place for place in written if place.is_full and overwrites)
-        needs = {self._newest.get(storage) for storage in reads - full}
-        needs |= {self._first.get(storage) for storage in full}
+        full -= _storages(_places((args[1:], kwargs)))  # a copy of a view of itself
+        needs = {self._newest.get(each) for each in reads - full} | {self._first.get(each) for each in full}
+        drawn = {each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Generator)}
+        needs |= {self._newest[each] for each in drawn & self._newest.keys()}
+        self._generators |= {each: each.clone_state() for each in drawn - self._generators.keys()}
         if kwargs.get("device") is not None:
             kwargs = kwargs | {"device": torch.device("cpu")}
         args, kwargs = tree_map(_recorded, (args, kwargs))
         number = self._num_random if is_random else None
         self._num_random += is_random
-        for storage in makes | changes:
-            self._newest[storage] = len(self._operations)
-            self._first.setdefault(storage, len(self._operations))
-        self._operations.append(Operation(call, args, kwargs, made, number, needs))
+        for key in (*makes, *changes, *drawn):
+            self._newest[key] = len(self._operations)
+            self._first.setdefault(key, len(self._operations))
+        self._operations.append(Operation(call, args, kwargs, made, number, needs, torch.get_default_dtype()))
 
     def operations_for(self, tensor: Tensor) -> list[Operation] | None:
         """Returns the operations on which the values of `tensor` depend, in order; None if one was not recorded."""
-        found, open_ends = set[int](), [self._newest.get(_storage(tensor))]
+        found, open_ends = set[int](), [self._newest.get(_place(tensor).storage)]
         while open_ends:
             number = open_ends.pop()
             if number is None:
@@ -114,25 +120,31 @@ class Recording(TorchDispatchMode):
     def compute(self, tensor: Tensor, seed: int) -> Tensor:
         """Returns the values of a meta tensor, in host memory. Changes the state of the CPU's random generator."""
         storages: dict[StorageWeakRef, torch.UntypedStorage] = {}
+        generators = {each: state.clone_state() for each, state in self._generators.items()}
 
         def real(value: object) -> object:
+            if isinstance(value, torch.Generator):
+                return generators[value]
             if not isinstance(value, Place):
                 return value
             view = torch.empty(0, dtype=value.dtype, device="cpu")
             return view.set_(storages[value.storage], value.offset, value.shape, value.stride)
 
-        for operation in self.operations_for(tensor) or ():
-            args, kwargs = tree_map(real, (operation.args, operation.kwargs))
-            if operation.random is not None:
-                digest = hashlib.sha256(f"{seed} {operation.random}".encode()).digest()
-                torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
-            with torch.device("cpu"):  # Lightning's default may be a GPU
+        with ExitStack() as stack:
+            stack.enter_context(torch.device("cpu"))  # Lightning's default may be a GPU
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            for operation in self.operations_for(tensor) or ():
+                args, kwargs = tree_map(real, (operation.args, operation.kwargs))
+                if operation.random is not None:
+                    digest = hashlib.sha256(f"{seed} {operation.random}".encode()).digest()
+                    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
+                torch.set_default_dtype(operation.dtype)
                 made = operation.call(*args, **kwargs)
-            results = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
-            for place, result in zip(operation.results, results, strict=bool(operation.results)):
-                if place.storage not in storages and result.stride() != place.stride:  # as LAPACK's results
-                    result = torch.empty_strided(place.shape, place.stride, dtype=place.dtype).copy_(result)
-                storages.setdefault(place.storage, result.untyped_storage())
+                results = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
+                for place, result in zip(operation.results, results, strict=bool(operation.results)):
+                    if place.storage not in storages and result.stride() != place.stride:  # as LAPACK's results
+                        result = torch.empty_strided(place.shape, place.stride, dtype=place.dtype).copy_(result)
+                    storages.setdefault(place.storage, result.untyped_storage())
         return real(_place(tensor))  # ty: ignore[invalid-explicit-return]
 
 
@@ -170,6 +182,8 @@ def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, Recording]:
         stack.enter_context(recording)
         _current.append(recording)
         stack.callback(_current.pop)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=".*is a no-op")  # copies of a state dict are recorded
         model = build()
     if MODELS in sys.modules and not had_models:  # `build` has imported it
         return record(build)
@@ -194,28 +208,22 @@ def write_later(
 _truncated_normal: Callable[..., Tensor] = nn.init._no_grad_trunc_normal_  # reads values, until all are inside
 
 
-def _truncated_later(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    def write(real: Tensor) -> Tensor:
-        return _truncated_normal(real, *args, **kwargs)
-
-    return tensor if write_later(write, [tensor], is_random=True) else write(tensor)
-
-
-def _storage(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
+def _truncated_later(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # their last: a generator
+    is_later = write_later(_truncated_normal, [tensor], *args, *kwargs.values(), is_random=True)
+    return tensor if is_later else _truncated_normal(tensor, *args, **kwargs)
 
 
 def _place(tensor: Tensor) -> Place:
     is_full = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     offset = int(tensor.storage_offset())
-    return Place(_storage(tensor), tensor.dtype, tensor.shape, tensor.stride(), offset, is_full)
+    return Place(StorageWeakRef(tensor.untyped_storage()), tensor.dtype, tensor.shape, tensor.stride(), offset, is_full)
 
 
 def _places(values: object) -> list[Place]:
     return [_place(each) for each in tree_leaves(values) if isinstance(each, Tensor) and each.is_meta]
 
 
-def _storages(places: Iterable[Place]) -> Storages:
+def _storages(places: Iterable[Place]) -> set[StorageWeakRef]:
     return {place.storage for place in places}
 
 

@@ -50,6 +50,12 @@ def is_persistent(module: Any, buffer: str) -> bool:
     return buffer not in module._non_persistent_buffers_set
 
 
+def drop_weak_references(module: Any) -> None:
+    """Lets `swap_tensors` swap the parameters of a torch.nn.LSTM, whose weak references would show a replaced one."""
+    references = getattr(module, "_flat_weight_refs", [])
+    references[:] = [None] * len(references)
+
+
 def loss_scale(scaler: Any) -> Any:
     """Returns a GradScaler's scale on the device: the public `get_scale` waits for the device."""
     return scaler._get_scale_async()

@@ -97,7 +97,7 @@ def _part(target: Tensor, full: Tensor, rank: int) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _exchange(outgoing: list[list[Tensor]], incoming: list[list[Tensor]], group: dist.ProcessGroup | None) -> None:

@@ -6,7 +6,7 @@
 
 A rank has one unit, a large tensor or some small ones, besides its shards. The values depend on the run's seed alone:
 they are equal under every strategy, number of ranks and division into stages. A model whose constructor reads values of
-tensors is built in full on rank 0, with a warning, which then sends the tensors one by one."""
+tensors is built in full on each rank, with a warning, and gets rank 0's tensors one by one."""
 
 import warnings
 from collections import defaultdict
@@ -21,6 +21,7 @@ from .. import weights
 from ..checkpoint.frozen import FrozenHash
 from ..cluster.memory import memory_limit
 from ..compat.recording import Recording, record
+from ..compat.torch import tree_leaves
 from ..errors import InputError, reason
 from ..records import GIB
 from . import scatter
@@ -49,11 +50,12 @@ class StartByOwners:
         self._tensors: dict[str, Tensor] = {}  # as recorded: the types of the model's may change
         self._names: dict[str, list[str]] = defaultdict(list)  # of a shared tensor, by the first
         self.unexplained = ""
-        for module in model.modules():
-            if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
-                self.unexplained = "a tensor of it is neither a parameter nor a buffer"
+        if _has_other_tensors(model):
+            self.unexplained = "a tensor of it is neither a parameter nor a buffer"
         first: dict[int, str] = {}
         for name, tensor in _every_tensor(model).items():
+            if nn.parameter.is_lazy(tensor):
+                raise InputError(f"{name} has no shape before the first batch: give its layer the size of its input")
             self._names[first.setdefault(id(tensor), name)].append(name)
             if tensor.is_meta and recording.operations_for(tensor) is None:
                 self.unexplained = f"{name} is computed from values that a meta tensor does not have"
@@ -116,15 +118,16 @@ def start_of(build: Build, prepare: Prepare, seed: int, frozen: FrozenHash | Non
         if not (why := found.unexplained):
             found.model = prepare(model)
             return found
-    except (NotImplementedError, RuntimeError) as error:  # it read a value of a meta tensor
+    except (RuntimeError, TypeError) as error:  # it read a value of a meta tensor
         why = reason(error)
     num_bytes = sum(each.nbytes for each in _every_tensor(model).values()) if model else 0
     what = f"the model cannot be built on torch's meta device ({why})"
     if num_bytes > memory_limit():
         raise InputError(f"{what}, and {num_bytes / GIB:.1f} GiB do not fit this machine's memory: edit build_model")
+    on_each = model is None or _has_other_tensors(model)
     if weights.is_rank_zero():
-        warnings.warn(f"{what}: {'rank 0' if model else 'each rank'} builds it in full", stacklevel=3)
-    if model is None or weights.is_rank_zero():
+        warnings.warn(f"{what}: {'each rank' if on_each else 'rank 0'} builds it in full", stacklevel=3)
+    if on_each or weights.is_rank_zero():
         torch.manual_seed(seed)
         with torch.device("cpu"):  # Lightning's default may be a GPU, which has another generator
             model = build()
@@ -135,6 +138,13 @@ def _every_tensor(model: nn.Module) -> dict[str, Tensor]:
     """Returns parameters and buffers by name, shared ones by each of their names."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return parameters | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _has_other_tensors(model: nn.Module) -> bool:
+    """Returns whether a module has a meta tensor, also in a list or dict, that is neither a parameter nor a buffer."""
+    known = {*map(id, _every_tensor(model).values())}
+    values = tree_leaves([vars(module) for module in model.modules()])
+    return any(isinstance(value, Tensor) and value.is_meta and id(value) not in known for value in values)
 
 
 def _units(tensors: dict[str, Tensor]) -> list[list[str]]:

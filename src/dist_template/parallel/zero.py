@@ -22,6 +22,7 @@ from ..checkpoint.frozen import KEY, REFERENCE
 from ..compat import deepspeed as compat
 from ..compat.deepspeed import EnginePrecision, set_deepspeed_config, start_deepspeed
 from ..compat.lightning import accumulates
+from ..compat.torch import drop_weak_references
 from ..errors import require
 from ..layout import refuse_scalars
 from . import deepspeed_config as config_file
@@ -235,6 +236,7 @@ class ZeroStrategy(RunDefaults, OwnFormat, DeepSpeedStrategy):
         half = next((d for s, d in HALF.items() if self.config.get(s, {}).get("enabled")), None)
         for module in reversed(list(model.modules())):  # zero.Init also partitions children
             own = [p for p in module.parameters(recurse=False) if not hasattr(p, "ds_id")]
+            drop_weak_references(module)
             for tensor in [*own, *module.buffers(recurse=False)]:
                 _allocate(tensor, self.root_device)
             if self.zero_stage_3 and own:

@@ -113,7 +113,7 @@ def _published(name: str, kind: Any, config: PreTrainedConfig) -> PublishedWeigh
         raise NotImplementedError(f"{name} has quantized weights")
     try:
         return PublishedWeights(name, kind, config)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, SafetensorError) as error:
         raise _cannot_load(name, error) from error
 
 

@@ -7,10 +7,11 @@ what is in safetensors files is read: other formats can run code."""
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...compat import published as compat
@@ -36,7 +37,10 @@ class PublishedWeights:
         self.name, self._kind, self._config = name, kind, copy.deepcopy(config)
         self._slices: dict[str, Any] = {}
         for file in compat.safetensors_of(name):
-            opened = safe_open(file, framework="pt")
+            try:
+                opened = safe_open(file, framework="pt")
+            except SafetensorError as error:
+                raise SafetensorError(f"{Path(file).name}: {error}") from error
             self._slices |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118  (no dict)
         self._skeleton: PreTrainedModel | None = None
         self._sources: dict[str, list[str]] = {}
