@@ -80,7 +80,7 @@ def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path
     keys = read(str(run / RunFile.CONFIG))
     for key in OF_FIT:
         keys.pop(key, None)
-    flags = ["--config", yaml.safe_dump(keys)]
+    flags = ["--config", yaml.safe_dump(keys, default_flow_style=True)]  # a mapping in braces is no file
     if not is_checkpoint:
         path = Path(keys["last_checkpoint"]["dirpath"].replace("{run}", str(run)))
     return flags, path, run
