@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..errors import reason
 from . import replaced
 from .torch import tree_leaves, tree_map
 
@@ -55,6 +56,12 @@ class Operation(NamedTuple):
     dtype: torch.dtype  # torch's default
 
 
+class NotRecordedError(RuntimeError):
+    """A constructor read values of meta tensors, when it had made tensors of `num_bytes`."""
+
+    num_bytes = 0
+
+
 class Recording(TorchDispatchMode):
     """Inside, operations on meta tensors are recorded."""
 
@@ -66,6 +73,12 @@ class Recording(TorchDispatchMode):
         self._newest: dict[StorageWeakRef | torch.Generator, int] = {}
         self._generators: dict[torch.Generator, torch.Generator] = {}  # as they were at first
         self._num_random = 0
+        self._sizes: dict[StorageWeakRef, int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the recorded tensors that exist."""
+        return sum(size for storage, size in self._sizes.items() if not storage.expired())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -88,6 +101,7 @@ class Recording(TorchDispatchMode):
         makes = _storages(made) - reads
         if not makes | changes:
             return
+        self._sizes |= {place.storage: place.shape.numel() * place.dtype.itemsize for place in made}
         full = _storages(place for place in written if place.is_full and overwrites)
         full -= _storages(_places((args[1:], kwargs)))  # a copy of a view of itself
         needs = {self._newest.get(each) for each in reads - full} | {self._first.get(each) for each in full}
@@ -184,7 +198,12 @@ def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, Recording]:
         stack.callback(_current.pop)
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=".*is a no-op")  # copies of a state dict are recorded
-        model = build()
+        try:
+            model = build()
+        except (RuntimeError, TypeError) as error:
+            not_recorded = NotRecordedError(reason(error))
+            not_recorded.num_bytes = recording.num_bytes  # the frames of `error` have the tensors
+            raise not_recorded from error
     if MODELS in sys.modules and not had_models:  # `build` has imported it
         return record(build)
     return model, recording
@@ -214,6 +233,8 @@ def _truncated_later(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # th
 
 
 def _place(tensor: Tensor) -> Place:
+    if tensor.is_conj() or tensor.is_neg():
+        raise NotImplementedError("it makes a conjugate or negative view")
     is_full = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     offset = int(tensor.storage_offset())
     return Place(StorageWeakRef(tensor.untyped_storage()), tensor.dtype, tensor.shape, tensor.stride(), offset, is_full)

@@ -118,9 +118,9 @@ def start_of(build: Build, prepare: Prepare, seed: int, frozen: FrozenHash | Non
         if not (why := found.unexplained):
             found.model = prepare(model)
             return found
-    except (RuntimeError, TypeError) as error:  # it read a value of a meta tensor
-        why = reason(error)
-    num_bytes = sum(each.nbytes for each in _every_tensor(model).values()) if model else 0
+        num_bytes = recording.num_bytes
+    except (RuntimeError, TypeError) as error:
+        why, num_bytes = reason(error), getattr(error, "num_bytes", 0)
     what = f"the model cannot be built on torch's meta device ({why})"
     if num_bytes > memory_limit():
         raise InputError(f"{what}, and {num_bytes / GIB:.1f} GiB do not fit this machine's memory: edit build_model")
