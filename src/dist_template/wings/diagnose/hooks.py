@@ -33,15 +33,12 @@ def on_crash(error: Exception) -> str | None:
 
 def at_run_end(run: Path, error: BaseException | None) -> None:
     """Writes the report, and prints the first findings of a run that has finished."""
-    from ..preflight.interval import compared
     from .report.page import HTML, write
 
     if not (run / RunFile.CONFIG).exists() or not read_run(run).key("run.report", True):
         return
     _, (findings,) = write([run], run)
     print(f"report            {run / HTML}", flush=True)
-    if (interval := compared(read_run(run))) and error is None:
-        print(f"checkpoints       {interval}")
     if error is None:
         for finding in findings[:NUM_FINDINGS]:
             print(f"finding           {finding.line}")
