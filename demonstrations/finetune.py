@@ -22,7 +22,8 @@ from demonstrations import weights
 BASE = f"../{weights.NAME}/model"  # from the project
 FIT = f"""fit --config configs/finetune.yaml --config strategy/fsdp2 --trainer.accelerator cpu --trainer.devices 2
     --model.pretrained {BASE} --data.tokenizer.path {BASE} --data.seq_len 256
-    --data.global_batch_size 2 --model.adapter.rank 16 --model.optim.learning_rate 2.0e-3"""
+    --data.global_batch_size 2 --model.adapter.rank 16 --model.optim.learning_rate 2.0e-3
+    --trainer.max_epochs 4"""
 AFTER = ["evaluate runs/finetune --baseline start", "export runs/finetune --output my-model --adapter merged"]
 WORDINGS = "What is {} for?|Explain {}.|When do I need {}?|Tell me about {}.|Describe {} in one sentence.".split("|")
 WORDINGS += ["How does {} help me?", "my_trainer {}: what happens?", "I typed {}. What will it do?"]
