@@ -95,6 +95,15 @@ def test_a_constructor_that_reads_or_hides_values_builds_in_full(read: Any) -> N
         in_full(lambda: nn.LazyLinear(3))
 
 
+def test_a_parameter_without_starting_values_is_named() -> None:
+    class Scaled(nn.Linear):
+        def reset_parameters(self) -> None:
+            nn.init.ones_(self.bias)
+
+    with pytest.warns(UserWarning, match="weight has no starting values: write them in build_m"):
+        in_full(lambda: Scaled(3, 3))
+
+
 def test_zero_gives_an_lstm_memory() -> None:
     with torch.device("meta"):
         lstm = nn.LSTM(3, 3)

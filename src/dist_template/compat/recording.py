@@ -55,6 +55,11 @@ class Operation(NamedTuple):
     needs: set[int | None]  # numbers of the operations on which it depends; None: one that was not recorded
     dtype: torch.dtype  # torch's default
 
+    @property
+    def writes(self) -> bool:
+        """Whether it gives its results values; torch.empty does not."""
+        return "empty" not in getattr(self.call, "__name__", "")
+
 
 class NotRecordedError(RuntimeError):
     """A constructor read values of meta tensors, when it had made tensors of `num_bytes`."""

@@ -52,15 +52,21 @@ class StartByOwners:
         self.unexplained = ""
         if _has_other_tensors(model):
             self.unexplained = "a tensor of it is neither a parameter nor a buffer"
-        first: dict[int, str] = {}
+        first, unwritten = dict[int, str](), list[str]()
         for name, tensor in _every_tensor(model).items():
             if nn.parameter.is_lazy(tensor):
                 raise InputError(f"{name} has no shape before the first batch: give its layer the size of its input")
             self._names[first.setdefault(id(tensor), name)].append(name)
-            if tensor.is_meta and recording.operations_for(tensor) is None:
+            operations = recording.operations_for(tensor) if tensor.is_meta else []
+            if operations is None:
                 self.unexplained = f"{name} is computed from values that a meta tensor does not have"
+            elif isinstance(tensor, nn.Parameter) and operations and not any(each.writes for each in operations):
+                unwritten.append(name)
             if first[id(tensor)] == name:
                 self._tensors[name] = tensor.detach()
+        if unwritten and weights.is_rank_zero():
+            number = f" ({len(unwritten)} such parameters)" if len(unwritten) > 1 else ""
+            warnings.warn(f"{unwritten[0]} has no starting values{number}: write them in build_model", stacklevel=4)
         self._frozen_names = {name for name, each in model.named_parameters() if not each.requires_grad}
         self.units = _units(self._tensors)
 
