@@ -24,7 +24,7 @@ RULES = (  # what is allowed, least, most, keys
     ("0 or more", 0, FINITE, """trainer.gradient_clip_val trainer.reload_dataloaders_every_n_epochs
         model.optim.weight_decay model.optim.warmup
         model.balance.bias_update_speed model.balance.aux_loss_coef model.balance.sequence_loss_coef
-        model.balance.z_loss_coef model.preference.margin
+        model.balance.z_loss_coef model.mtp.weight model.preference.margin
         model.preference.desirable_weight model.preference.undesirable_weight numerics.spike_sigmas
         console.line_every_s diagnosis.every_s store.every_s best_checkpoint.keep
         trainer.strategy.param_persistence_threshold lr_scheduler.eta_min lr_scheduler.min_lr

@@ -94,6 +94,8 @@ def loaded_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     with torch.device("meta"):
         like = type(model)._from_config(deepcopy(model.config), dtype=dtype)
     found = dict[str, torch.dtype]()
+    for name, tensor in model.state_dict().items():
+        found[name] = dtype if tensor.is_floating_point() else tensor.dtype
     for name, tensor in like.state_dict().items():
         found[name] = tensor.dtype
     if plan := model._get_dtype_plan(dtype):

@@ -36,6 +36,7 @@ from .batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
 from .batches.rows import ROWS, PackedRows, PairRows, Rows, WholeRows, last_answers, packing_of
 from .cache.token_cache import SPLITS, CacheError, Corpus, Documents, Recipe, build_cache, open_cache, read_documents
 from .limits import check_numbers, check_rows
+from .model.mtp import look_ahead
 from .sources import chat  # noqa: F401  (so that YAML knows the names of its sources)
 from .sources.documents import Source, StandardLibrary
 from .sources.mixture import Mixture, MixtureOrder
@@ -264,6 +265,9 @@ class PackedText(L.LightningDataModule):
         if self._counted is not None:
             device = batch["labels"].device
             self._tokens_per_micro_batch = self._tokens.of(self._counted, self.accumulation, device)
+        module = getattr(self.trainer, "lightning_module", None)
+        if "labels" in batch and (ahead := getattr(module, "predicted_ahead", 0)):
+            batch = look_ahead(batch, ahead)
         if self.trainer is None or not self.trainer.training:
             return batch
         return batch | {"tokens_per_micro_batch": self._tokens_per_micro_batch}

@@ -27,6 +27,8 @@ from .distillation import DistillationConfig, blended, build_teacher, distilled_
 from .model.adapters import AdapterConfig, add_adapters, proof_axes
 from .model.causal_lm import checked_fields
 from .model.head import ChunkedLoss, without_head
+from .model.mtp import ACCEPTED, COMPARED, MtpConfig, add_modules, sums_with_predictions
+from .model.mtp import NAME as MTP
 from .model.quantize import quantize
 from .model.reward import is_reward_model, refuse_reward_model, reward_model
 from .preference_loss import PreferenceConfig, add_reference, build_reference, has_pairs, needs_copy, pair_values
@@ -44,6 +46,7 @@ class TextModule(TrainingModule):
         adapter: Train LoRA adapters and freeze everything else. null: train all weights.
         preference: The loss of pairs, which data.source Preferences yields in place of texts.
         distillation: Learn a teacher's distribution. null: from the data alone.
+        mtp: Train modules that predict later tokens. null: none.
         sample_tokens: Tokens that `generate` appends to a prompt.
         sample_temperature: Randomness of `generate`. 0 takes the most probable token each time.
         options: See TrainingModule."""
@@ -56,6 +59,7 @@ class TextModule(TrainingModule):
         adapter: AdapterConfig | None = None,
         preference: PreferenceConfig = PreferenceConfig(),  # noqa: B008  (nothing changes it)
         distillation: DistillationConfig | None = None,
+        mtp: MtpConfig | None = None,
         sample_tokens: int = 64,
         sample_temperature: float = 0.8,
         **options: Any,
@@ -68,6 +72,7 @@ class TextModule(TrainingModule):
         self.frozen_reference: dict[str, str] = {}
         self.preference = preference
         self.distillation = distillation
+        self.mtp = mtp
         self.reference: nn.Module | None = None
         self.sample_tokens = sample_tokens
         self.sample_temperature = sample_temperature
@@ -90,6 +95,8 @@ class TextModule(TrainingModule):
     def build_network(self, data: Any, quantized: bool = True) -> nn.Module:
         """Builds the network of `build_model`, with the adapters of `model.adapter`."""
         model = self.build_base(data)
+        if self.mtp is not None:
+            add_modules(model)
         if self.adapter is not None:
             model = add_adapters(model, self.adapter)
             self.frozen_base = {"name": getattr(self, "pretrained", None) or type(model).__name__}
@@ -147,6 +154,12 @@ class TextModule(TrainingModule):
             yield "model.preference.loss kto and data.source Ratings need each other: set both, or neither"
         if setup.trains and self.distillation and has_pairs(setup.data):
             yield "model.distillation learns from texts or conversations, and data.source yields pairs: remove one"
+        for key, is_set in (
+            ("data.source with pairs", has_pairs(setup.data)), ("model.distillation", self.distillation),
+            ("model.adapter", self.adapter),
+        ):  # fmt: skip
+            if setup.trains and self.mtp and is_set:
+                yield f"model.mtp does not work with {key}: set model.mtp null, or remove the other"
 
     def fixed_settings(self, data: Any) -> dict[str, object]:
         found = super().fixed_settings(data)
@@ -155,9 +168,17 @@ class TextModule(TrainingModule):
                 found[f"model.adapter.{key}"] = getattr(self.adapter, key)
         if has_pairs(data):
             found["model.preference.beta"] = self.preference.beta
+        if self.mtp:
+            found["model.mtp.weight"] = self.mtp.weight
         if self.distillation:
             found["model.distillation"] = [self.distillation.weight, self.distillation.temperature]
         return found
+
+    @property
+    def predicted_ahead(self) -> int:
+        """How many tokens beyond the next one are predicted."""
+        modules: Any = self.model.get_submodule(MTP) if self.mtp else None
+        return modules.depth if modules else 0
 
     def sums(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Returns sums over all or some tokens by name: the first is minimized, the others are metrics.
@@ -175,6 +196,8 @@ class TextModule(TrainingModule):
             return {name: values.sum() for name, values in self.pair_values(batch).items()}
         if self.distillation:
             return distilled_sums(self, batch)
+        if self.mtp is not None:
+            return sums_with_predictions(self, batch)
         if not self.chunked_loss.applies_to(batch["labels"]):
             return self.sums(self(batch), batch["labels"])
         with without_head(self.model) as hidden_states:
@@ -215,6 +238,8 @@ class TextModule(TrainingModule):
         def compute() -> dict[str, float]:
             means = self.split_means.read(self.trainer.strategy)
             loss = means["loss"]
+            if compared := means.pop(COMPARED, 0.0):
+                means["mtp_acceptance"] = means.pop(ACCEPTED) / compared
             if "rewards/margin" not in means:
                 means["perplexity"] = _perplexity(loss)
             if bytes_per_token := self.data.bytes_per_token(split):

@@ -146,6 +146,9 @@ class Division:
         self._gated: list[tuple[nn.Module, bool]] = []
         for module in parts.before + parts.after:
             is_before, is_local = module in parts.before, False
+            for name, child in [*module.named_children()] if module not in local else ():
+                if not _ids([child]) & kept:  # beside the copy of a tied layer
+                    module.add_module(name, RemoteModule(child))
             for owner, name, parameter in _owners([module]):
                 if id(parameter) in kept:
                     is_local = True

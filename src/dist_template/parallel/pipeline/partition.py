@@ -25,7 +25,8 @@ class ModelParts:
         """Finds the parts of `model`. Raises InputError if it is no sequence of blocks."""
         blocks, path, found = find_blocks(model), "", nn.ModuleList()
         for name, module in model.named_modules():
-            if blocks and isinstance(module, nn.ModuleList) and [*module] == blocks:
+            # The first list: later ones, as the modules that predict later tokens, run after it.
+            if not path and isinstance(module, nn.ModuleList) and {*module} and {*module} <= {*blocks}:
                 path, found = name, module
         cannot = f"{type(model).__name__} cannot be a pipeline"
         if not len(found):

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from ...cluster.memory import memory_limit
 from ...compat import published as compat
+from .mtp import NAME as MTP
+from .mtp import published
 
 INDEX = "model.safetensors.index.json"
 ROOM = 1.3  # of a model's memory: for activations and the largest tensors
@@ -49,15 +51,15 @@ def write_weights(model: Any, tensors: dict[str, Any], dtype: torch.dtype, size:
     logging.disable_progress_bar()
     model.to("meta")
     dtypes = compat.loaded_dtypes(model, dtype)
-    names = compat.names_to_save(model)
+    names = [name for name in compat.names_to_save(model) if name != f"{MTP}.embed_tokens.weight"]  # shared
     model.to(dtype).save_pretrained(folder, state_dict={})  # the configurations
     meta = dict[str, Tensor]()
     for name in names:
         meta[name] = torch.empty(tensors[name].shape, dtype=dtypes[name], device="meta")
-    places = _allocate(compat.to_published(model, meta), folder, size)
+    places = _allocate(published(model, meta), folder, size)
     for group in _groups(model, meta):
         values = {name: tensors.pop(name)[...].to(dtypes[name]) for name in group}
-        for name, value in compat.to_published(model, values).items():
+        for name, value in published(model, values).items():
             file, offset = places[name]
             with file.open("r+b") as out:
                 out.seek(offset)
@@ -96,7 +98,7 @@ def _groups(model: Any, meta: Mapping[str, Tensor]) -> list[Names]:
     """Returns the smallest groups of tensors that are converted by themselves: one, a block, or all."""
 
     def shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-        return {name: tensor.shape for name, tensor in compat.to_published(model, dict(tensors)).items()}
+        return {name: tensor.shape for name, tensor in published(model, dict(tensors)).items()}
 
     expected = shapes(meta)
     for pattern in (".*", r"(.*?\.\d+\.)?"):

@@ -1,0 +1,190 @@
+"""Multi-token prediction: modules that predict later tokens than the next one (DeepSeek-V3, arXiv:2412.19437, 2.2).
+
+Module k combines the hidden state of token i, from the module before or the model, with the embedding of token i + k,
+runs a block and predicts token i + k + 1 by the model's own output layer. transformers (5.23) has the modules, and runs
+them to draft tokens; its loss of them fails. Here they run inside of the model's forward pass, before its output layer,
+so that every strategy gathers, divides and recomputes them as the model's own blocks, with the last block's masks and
+positions.
+
+Shapes: B sequences, T tokens of a sequence, W width, D modules.
+"""
+
+import re
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...compat import replaced
+from ...compat.published import to_published
+from ...compat.transformers import initialize
+from ...errors import InputError
+from ...model.metrics import NOT_COUNTED
+from ...parallel.blocks import find_blocks
+from .head import ChunkedLoss, head_of, without_head
+
+NAME = "mtp"  # of the modules in the model
+ACCEPTED, COMPARED = "mtp_accepted", "mtp_compared"  # numbers of tokens
+PLANS = ("tp_plan", "ep_plan", "fsdp_plan")
+
+
+@dataclass
+class MtpConfig:
+    """Multi-token prediction by the `num_mtp_layers` modules of the model's architecture.
+
+    Args:
+        weight: Weight of the modules' mean loss beside the model's own; 0.3 for DeepSeek-V3's first 10 T tokens, then
+            0.1 (arXiv:2412.19437, section 4.2).
+    """
+
+    weight: float = 0.3
+
+
+class Predictor(nn.Module):
+    """The modules, and an embedding that shares the model's weight: in a pipeline the last stage has a copy of it."""
+
+    def __init__(self, model: Any, number: int) -> None:
+        super().__init__()
+        from transformers.modeling_layers import MtpModel
+
+        embedding = model.get_input_embeddings()
+        if type(embedding) is not nn.Embedding:
+            raise InputError(f"model.mtp: the embedding of {type(model).__name__} is of a class of its own: set null")
+        self.depth = number
+        self.layers = MtpModel(model, number).layers
+        for layer in self.layers.modules():  # MtpModel does not know the model's experts
+            initialize(model, layer)
+        self.embed_tokens = nn.Embedding(*embedding.weight.shape, _weight=embedding.weight)
+        self.embed_tokens.weight = embedding.weight
+        self.given: list[Tensor] = []  # (B, T) of each module, while it predicts
+        self.options: dict[str, Any] = {}  # of the model's last block
+        self._ends: Any = find_blocks(model)[-1], head_of(model)  # no submodules of this one
+
+    @contextmanager
+    def predicting(self, given: list[Tensor]) -> Generator[None]:
+        """Inside, the model's output has the modules' predictions after its own. Lightning removes hooks that stay."""
+
+        def keep_options(block: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            self.options = options | {}
+            self.options.pop("hidden_states", None)
+
+        self.given, (block, head) = given, self._ends
+        before_block = block.register_forward_pre_hook(keep_options, with_kwargs=True)
+        before_head = head.register_forward_pre_hook(lambda _, inputs: (self(inputs[0]),), prepend=True)
+        try:
+            yield
+        finally:
+            before_block.remove()
+            before_head.remove()
+            self.given, self.options = [], {}
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Maps hidden states (B, T, W) to (B + B D, T, W): these, and what each module makes of them."""
+        found = [hidden]
+        for layer, tokens in zip(self.layers, self.given, strict=True):
+            found.append(layer(self.embed_tokens(tokens), found[-1], **self.options))
+        return torch.cat(found)
+
+
+def add_modules(model: Any) -> nn.Module:
+    """Adds the modules to a model of transformers, and to its plans. Raises InputError if its architecture has none."""
+    config = getattr(model, "config", None)
+    number = getattr(config, "num_mtp_layers", None) or 0
+    if not number:
+        raise InputError("model.mtp needs model.architecture.num_mtp_layers of 1 or more, and a model type that has it")
+    model.add_module(NAME, Predictor(model, number))
+    names = {each: name for name, each in model.named_modules()}
+    blocks, embedding = names[find_blocks(model)[0]].removesuffix("0"), names[model.get_input_embeddings()]
+    for plan in PLANS:
+        rules = dict(getattr(model, plan, None) or {})
+        for name, style in [*rules.items()]:
+            if name.startswith(f"{blocks}*"):
+                rules[name.replace(f"{blocks}*", f"{NAME}.layers.*.mtp_block")] = style
+            elif name == embedding:
+                rules[f"{NAME}.embed_tokens"] = style
+        setattr(model, plan, rules)
+    return model
+
+
+def published(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors with names and layouts of files. There the modules are the layers after the model's, each with a
+    copy of the embedding and of the output layer, as transformers, vLLM and SGLang read them."""
+    found, modules = to_published(model, tensors), getattr(model, NAME, None)
+    if modules is None:
+        return found
+    names = {id(each): f"{name}.weight" for name, each in model.named_modules()}
+    embedding, head = names[id(model.get_input_embeddings())], names[id(head_of(model))]
+    copies = {"embed_tokens": embedding, "shared_head.head": embedding if model.config.tie_word_embeddings else head}
+    block, first = f"{model.base_model_prefix}.layers.{{}}.{{}}", model.config.num_hidden_layers
+    result: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        if own := re.fullmatch(rf"{NAME}\.layers\.(\d+)\.(?:mtp_block\.)?(.*)", name):
+            name = block.format(first + int(own[1]), own[2].replace("post_norm.", "shared_head.norm."))
+        result[name] = tensor
+        for k in range(modules.depth):
+            for copied, shared in copies.items():
+                if shared == name:
+                    result[block.format(first + k, f"{copied}.weight")] = tensor
+    return result
+
+
+def look_ahead(batch: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
+    """Returns the batch with the tokens (B, T) that each module is given, and its labels: none in another document."""
+    found = dict(batch)
+    tokens, labels, positions = (batch[name] for name in ("input_ids", "labels", "position_ids"))
+    for k in range(1, depth + 1):
+        is_inside = F.pad(positions[:, k:], (0, k), value=-1) == positions + k
+        later = F.pad(labels[:, k:], (0, k), value=NOT_COUNTED)
+        found[f"{NAME}_input_ids_{k}"] = F.pad(tokens[:, k:], (0, k))
+        found[f"{NAME}_labels_{k}"] = later.masked_fill(~is_inside, NOT_COUNTED)
+    return found
+
+
+def sums_with_predictions(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns `sums` of a micro-batch, before them what is minimized, and after them `mtp_loss`, the modules' mean.
+
+    In evaluation also ACCEPTED, the tokens that the modules predict as the model itself does one step later, which
+    speculative decoding would accept, and COMPARED."""
+    depth, loss, modules = module.predicted_ahead, module.chunked_loss, module.model.get_submodule(NAME)
+    given, labels = [], [batch["labels"]]
+    for k in range(1, depth + 1):
+        given.append(batch[f"{NAME}_input_ids_{k}"])
+        labels.append(batch[f"{NAME}_labels_{k}"])
+    sums_of: Callable[[Tensor, Tensor], dict[str, Tensor]] = module.sums
+    # The other stages of a pipeline have a module without parameters, and end before the output layer.
+    with modules.predicting(given) if isinstance(modules, Predictor) else nullcontext():
+        if loss.applies_to(batch["labels"]):
+            with without_head(module.model) as hidden_states:
+                outputs, sums_of = hidden_states(module(batch)), loss
+        else:
+            outputs = module(batch)
+    parts = outputs.chunk(1 + depth)
+    own, *later = (sums_of(*pair) for pair in zip(parts, labels, strict=True))
+    minimized = next(iter(own.values()))
+    predicted = torch.stack([next(iter(sums.values())) for sums in later]).mean()
+    found = {name: value.detach() for name, value in own.items() if name != "objective"}
+    found["mtp_loss"] = predicted.detach()
+    if not torch.is_grad_enabled():
+        own_tokens, *tokens = (_greedy(loss, part) if sums_of is loss else part.argmax(-1) for part in parts)
+        for k, drafted in enumerate(tokens, start=1):
+            counted = labels[k][:, :-k] != NOT_COUNTED
+            found[COMPARED] = found.get(COMPARED, 0) + counted.sum()
+            found[ACCEPTED] = found.get(ACCEPTED, 0) + (counted & (drafted[:, :-k] == own_tokens[:, k:])).sum()
+    return {"objective": minimized + module.mtp.weight * predicted, **found}
+
+
+def _greedy(loss: ChunkedLoss, hidden: Tensor) -> Tensor:
+    """Returns the most probable token (B, T) of each position."""
+    found: list[Tensor] = []
+
+    def keep(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        found.append(logits.argmax(-1))
+        return {"kept": logits.new_zeros(())}
+
+    with replaced(loss, sums=keep, blend=None):
+        loss(hidden, torch.zeros_like(hidden[..., 0], dtype=torch.int64))
+    return torch.cat(found, dim=1).view(hidden.shape[:2])
