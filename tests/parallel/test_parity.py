@@ -20,12 +20,13 @@ from tests.support.tiers import tiers
 pytestmark = pytest.mark.slow
 FOR_EXPERTS = {"fsdp2_ep", "fsdp2_tp_ep", "pp_ep"}
 COMBINED = {"zero2_offload", "zero3_offload", "fsdp2_tp_ep"}  # of strategies that are here too
-DAILY = [strategy for strategy in PROCESSES if strategy not in COMBINED]
+DAILY = [("mtp", "pp"), *(("deepseek_v3", name) for name in PROCESSES if name not in COMBINED)]
 CASES = [("deepseek_v3", strategy) for strategy in PROCESSES]
 CASES += [("llama", strategy) for strategy in PROCESSES if strategy not in FOR_EXPERTS]
+CASES += [("mtp", strategy) for strategy in PROCESSES]
 
 
-@pytest.mark.parametrize(("model", "strategy"), tiers(CASES, [("deepseek_v3", s) for s in DAILY]))
+@pytest.mark.parametrize(("model", "strategy"), tiers(CASES, DAILY))
 def test_a_strategy_trains_to_the_numbers_of_one_process(
     train: Trainings, model: str, strategy: str
 ) -> None:
@@ -51,15 +52,20 @@ def test_accumulation_equals_one_big_batch(train: Trainings) -> None:
     parity.assert_close(small.end, big.end, 1e-5)
 
 
-@pytest.mark.parametrize("order", tiers([1, -1], daily=[1]))
-def test_a_training_continues_from_strategy_to_strategy(train: Trainings, order: int) -> None:
+LEGS = [("deepseek_v3", "one fsdp2 zero2 tp zero3"), ("deepseek_v3", "zero3 tp zero2 fsdp2 one"),
+        ("mtp", "pp fsdp2 zero3 cp one")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "strategies"), tiers(LEGS, daily=LEGS[:1]))
+def test_a_training_continues_from_strategy_to_strategy(
+    train: Trainings, model: str, strategies: str
+) -> None:
     """Weights, moments, schedule and samples: each leg has an uninterrupted training's losses."""
-    expected = train("deepseek_v3", "one").loss
-    legs = ["one", "fsdp2", "zero2", "tp", "zero3"][::order]
+    expected, legs = train(model, "one").loss, strategies.split()
     checkpoint: list[str] = []
     for step, strategy in enumerate(legs, start=1):
         pause = [PauseAfter(step)] if step < len(legs) else []
-        leg = train.run("fit", "deepseek_v3", strategy, *checkpoint, callbacks=pause)
+        leg = train.run("fit", model, strategy, *checkpoint, callbacks=pause)
         steps = [step] if pause else range(step, STEPS + 1)
         assert leg.loss == pytest.approx({s: expected[s] for s in steps}, rel=1e-5), strategy
         checkpoint = [f"--ckpt_path={newest(leg.run)}"]

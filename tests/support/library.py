@@ -28,7 +28,8 @@ from dist_template.observe.history.run import RunFile, read_lines
 from dist_template.parallel.pipeline.schedule import SCHEDULES
 from dist_template.parallel.sequence import shard_batch
 from dist_template.text.batches.rows import NOT_COUNTED, PackedRows, Rows
-from dist_template.text.model import safetensors_files
+from dist_template.text.model import mtp, safetensors_files
+from dist_template.text.model.head import ChunkedLoss
 from dist_template.text.model.kernels import BOUNDS
 from dist_template.text.model.quantize import quantize
 from dist_template.text.preference_loss import PreferenceConfig

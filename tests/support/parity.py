@@ -23,6 +23,8 @@ MODELS = {
     "llama": "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,"
     " num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: true}",
 }
+MODELS["mtp"] = MODELS["deepseek_v3"].replace("num_mtp_layers: 0", "num_mtp_layers: 2")
+FLAGS = {"mtp": ["--model.mtp.weight=0.3", "--model.loss_chunk=16"]}
 OF_FOUR_RANKS = {"hsdp", "fsdp2_tp", "fsdp2_tp_ep", "pp_fsdp2", "pp_ep"}
 PROCESSES = {name: 4 if name in OF_FOUR_RANKS else 2 for name in NAMES}
 del PROCESSES["zero3_nvme"]  # needs an NVMe device and the libaio library
@@ -97,6 +99,7 @@ class Trainings:
         if strategy.startswith("zero3"):  # else so small a model would not be sharded
             flags += [f"{ARGS}.param_persistence_threshold=16"]
         flags += [f"--model.architecture={MODELS[model]}", f"--trainer.devices={num}"]
+        flags += FLAGS.get(model, [])
         flags += [f"--data.micro_batch_size={GLOBAL_BATCH // data_parallel // accumulation}"]
         self._count += 1
         name = f"{self._count}-{verb}-{model}-{strategy}"

@@ -1,7 +1,5 @@
 """`run.store`: checkpoints and files of a run in a store, from which it continues."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Two nodes without a shared disk: ranks, nodes and disks are lost; the run continues."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

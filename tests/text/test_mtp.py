@@ -1,0 +1,115 @@
+"""Multi-token prediction: the modules' losses by hand, and the exported layers."""
+
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor
+from trainer_dev.module import LanguageModule
+from transformers import AutoModelForCausalLM
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import MtpModel
+
+from dist_template import InputError
+from tests.support.library import NOT_COUNTED, ChunkedLoss, mtp, safetensors_files
+from tests.support.parity import MODELS
+
+DATA: Any = SimpleNamespace(vocab_size=211, eos_token_id=1, seq_len=24)
+LENGTHS = [[24], [10, 14], [3, 1, 20]]  # of the documents in each row
+
+
+@pytest.fixture
+def module() -> Any:
+    torch.manual_seed(0)
+    found: Any = LanguageModule(yaml.safe_load(MODELS["mtp"]), mtp=mtp.MtpConfig(weight=0.5))
+    found.model = mtp.add_modules(found.build_model(DATA))
+    return found
+
+
+@pytest.fixture
+def batch() -> dict[str, Tensor]:
+    tokens = torch.randint(2, 211, (3, 25))
+    labels, lengths = tokens[:, 1:].clone(), sum(LENGTHS, [])
+    labels[0, :5] = NOT_COUNTED
+    positions = torch.cat([torch.arange(length) for length in lengths]).view(3, 24)
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    found = {"input_ids": tokens[:, :-1], "labels": labels, "position_ids": positions}
+    return found | {"cu_seq_lens": bounds}
+
+
+def documents(batch: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    for row, lengths in enumerate(LENGTHS):
+        tokens, labels = (batch[name][row].split(lengths) for name in ("input_ids", "labels"))
+        yield from zip((each[None] for each in tokens), labels, strict=True)
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> float:
+    return F.cross_entropy(logits, labels, ignore_index=NOT_COUNTED, reduction="sum").item()
+
+
+@torch.no_grad()
+def by_hand(model: Any, batch: dict[str, Tensor]) -> tuple[float, float, float]:
+    """The model's loss, the modules', and the share of accepted tokens; each document alone."""
+    own, ahead, accepted, compared = 0.0, 0.0, 0, 0
+    for tokens, labels in documents(batch):
+        hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        logits = model.lm_head(hidden)[0]
+        own, greedy = own + loss_of(logits, labels), logits.argmax(-1)
+        for k, layer in enumerate(model.mtp.layers, start=1):
+            if tokens.shape[1] <= k:
+                break
+            given = model.model.embed_tokens(tokens[:, k:])
+            hidden, positions = hidden[:, : given.shape[1]], torch.arange(given.shape[1])[None]
+            mask = create_causal_mask(model.config, given, None, None, positions)
+            rotary = model.model.rotary_emb(given, positions)
+            hidden = layer(given, hidden, rotary, mask, positions, None)
+            drafted, later = model.lm_head(hidden)[0], labels[k:]
+            ahead += loss_of(drafted, later) / len(model.mtp.layers)
+            accepted += ((drafted.argmax(-1) == greedy[k:]) & (later != NOT_COUNTED)).sum().item()
+            compared += (later != NOT_COUNTED).sum().item()
+    return own, ahead, accepted / compared
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_losses_are_those_of_each_document_alone(
+    module: Any, batch: dict[str, Tensor], chunk: int | None
+) -> None:
+    module.chunked_loss = ChunkedLoss(module.model, module.sums, chunk)
+    ahead = mtp.look_ahead(batch, 2)
+    own, later, share = by_hand(module.model, batch)
+    module.train()
+    sums = mtp.sums_with_predictions(module, ahead)
+    assert sums["loss"].item() == pytest.approx(own, rel=1e-6)
+    assert sums["mtp_loss"].item() == pytest.approx(later, rel=1e-6)
+    assert next(iter(sums.values())).item() == pytest.approx(own + 0.5 * later, rel=1e-6)
+    sums["objective"].backward()
+    assert all(p.grad is not None for p in module.model.mtp.layers[1].eh_proj.parameters())
+    with torch.no_grad():
+        found = mtp.sums_with_predictions(module, ahead)
+    assert (found[mtp.ACCEPTED] / found[mtp.COMPARED]).item() == pytest.approx(share)
+    assert module(batch).shape == (3, 24, 211), "without them the output is the model's own"
+
+
+def test_transformers_reads_the_exported_modules(module: Any, tmp_path: Path) -> None:
+    trained, tokens = module.model.eval(), torch.randint(2, 211, (1, 12))
+    expected = trained(input_ids=tokens, use_cache=False).logits
+    weights = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
+    safetensors_files.write_weights(trained, dict(weights), torch.float32, "5GB", tmp_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(model(input_ids=tokens, use_cache=False).logits, expected)
+    # transformers looks for the layer after the 61 of DeepSeek-V3
+    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[23]\..*"]
+    for name, tensor in MtpModel.from_pretrained(model).layers.state_dict().items():
+        assert torch.equal(tensor, weights[f"mtp.layers.{name}"]), name
+
+
+def test_an_architecture_without_modules_is_refused() -> None:
+    given: Any = LanguageModule(yaml.safe_load(MODELS["llama"]))
+    with pytest.raises(InputError, match="num_mtp_layers of 1 or more"):
+        mtp.add_modules(given.build_model(DATA))
