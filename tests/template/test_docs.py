@@ -20,6 +20,7 @@ import pytest
 from dist_template import AdapterConfig
 from dist_template.strategies import MeshStrategy, ZeroStrategy
 from dist_template.text.distillation import DistillationConfig
+from tests.support.library import mtp
 from tests.support.line import PACKAGE, main
 from tests.support.recorded import METRICS
 from tests.support.tiers import NIGHTLY
@@ -38,8 +39,8 @@ CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["pr
 STRATEGY = {
     key for kind in (MeshStrategy, *ZeroStrategy.__mro__[:2]) for key in signature(kind).parameters
 }
-ADAPTER = set(signature(AdapterConfig).parameters)
-DISTILLATION = set(signature(DistillationConfig).parameters)
+PARTS = {"adapter": AdapterConfig, "distillation": DistillationConfig, "mtp": mtp.MtpConfig}
+INSIDE = {f"model.{name}.{key}" for name, of in PARTS.items() for key in signature(of).parameters}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LAUNCHERS = {"launch/torchrun.sh", "launch/slurm.sh"}
 TRAINING = {"fit", "validate", "test", "predict", "prepare"}
@@ -158,9 +159,7 @@ def test_every_key_that_a_page_names_exists(page: Path, keys: set[str]) -> None:
     for found in {*flags, *named}:
         is_known = found in keys or found.startswith("model.architecture.")
         of_strategy = found.removeprefix("trainer.strategy.").removeprefix("init_args.") in STRATEGY
-        of_adapter = found.removeprefix("model.adapter.") in ADAPTER
-        of_adapter |= found.removeprefix("model.distillation.") in DISTILLATION
-        assert is_known or of_strategy or of_adapter, f"{name_of(page)} names {found}"
+        assert is_known or of_strategy or found in INSIDE, f"{name_of(page)} names {found}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
