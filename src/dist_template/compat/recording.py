@@ -106,7 +106,9 @@ class Recording(TorchDispatchMode):
         makes = _storages(made) - reads
         if not makes | changes:
             return
-        self._sizes |= {place.storage: place.shape.numel() * place.dtype.itemsize for place in made}
+        for place in made:
+            if place.storage in makes:  # else it is a view, maybe of a part
+                self._sizes[place.storage] = place.shape.numel() * place.dtype.itemsize
         full = _storages(place for place in written if place.is_full and overwrites)
         full -= _storages(_places((args[1:], kwargs)))  # a copy of a view of itself
         needs = {self._newest.get(each) for each in reads - full} | {self._first.get(each) for each in full}

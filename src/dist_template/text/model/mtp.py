@@ -69,7 +69,7 @@ class Predictor(nn.Module):
         """Inside, the model's output has the modules' predictions after its own. Lightning removes hooks that stay."""
 
         def keep_options(block: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-            self.options = options | {}
+            self.options = dict(options)
             self.options.pop("hidden_states", None)
 
         self.given, (block, head) = given, self._ends
