@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -19,20 +20,21 @@ from tests.support.injury import STEPS, Training
 from tests.support.library import commit, manifest
 
 KEYS = {"AWS_ACCESS_KEY_ID": "the-key-id", "AWS_SECRET_ACCESS_KEY": "the-secret-key"}
+KEYS["AWS_DEFAULT_REGION"] = "us-east-1"
 
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A server of this process with s3://bucket, for started processes too."""
+    """A server of this process with an empty s3://bucket, for started processes too."""
     import s3fs
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.WARNING)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
-    host, port = server.get_host_and_port()
-    address = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
-    for name, value in {**KEYS, **address}.items():
+    endpoint = "http://{}:{}".format(*server.get_host_and_port())
+    urlopen(f"{endpoint}/moto-api/reset", b"")  # moto keeps a process's objects
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": endpoint}.items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
     files = s3fs.S3FileSystem(use_listings_cache=False)
