@@ -19,14 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...by_tokens import ByTokens, check_phases
 from ...compat import replaced
 from ...compat.published import to_published
 from ...compat.transformers import initialize
 from ...errors import InputError
+from ...model.any_module import value_now
 from ...model.metrics import NOT_COUNTED
 from ...parallel.blocks import find_blocks
 from .head import ChunkedLoss, head_of, without_head
 
+KEY = "model.mtp.weight"
 NAME = "mtp"  # of the modules in the model
 ACCEPTED, COMPARED = "mtp_accepted", "mtp_compared"  # numbers of tokens
 PLANS = ("tp_plan", "ep_plan", "fsdp_plan")
@@ -38,10 +41,13 @@ class MtpConfig:
 
     Args:
         weight: Weight of the modules' mean loss beside the model's own; 0.3 for DeepSeek-V3's first 10 T tokens, then
-            0.1 (arXiv:2412.19437, section 4.2).
+            0.1 (arXiv:2412.19437, section 4.2). Or phases by consumed tokens.
     """
 
-    weight: float = 0.3
+    weight: ByTokens = 0.3
+
+    def __post_init__(self) -> None:
+        check_phases(KEY, self.weight)
 
 
 class Predictor(nn.Module):
@@ -174,7 +180,7 @@ def sums_with_predictions(module: Any, batch: dict[str, Tensor]) -> dict[str, Te
             counted = labels[k][:, :-k] != NOT_COUNTED
             found[COMPARED] = found.get(COMPARED, 0) + counted.sum()
             found[ACCEPTED] = found.get(ACCEPTED, 0) + (counted & (drafted[:, :-k] == own_tokens[:, k:])).sum()
-    return {"objective": minimized + module.mtp.weight * predicted, **found}
+    return {"objective": minimized + value_now(module, KEY, module.mtp.weight) * predicted, **found}
 
 
 def _greedy(loss: ChunkedLoss, hidden: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
-from ..errors import InputError
+from .errors import InputError
 
 
 @dataclass
@@ -74,8 +74,8 @@ def check_phases(key: str, given: ByTokens) -> None:
         wrong = "`until` must be 0 or more, and grow from phase to phase"
     elif not given[0].shape == given[-1].shape == "constant":
         wrong = "the first and the last phase must be constant: begin with {value: START, until: 0}"
-    elif any(phase.multiple is not None and phase.multiple < 1 for phase in given):
-        wrong = "`multiple` must be 1 or more"
+    elif any(b.multiple and (a.value % b.multiple or b.value % b.multiple) for a, b in pairwise(given)):
+        wrong = "`multiple` must divide the values at both ends of its phase"
     if wrong:
         raise InputError(f"{key} has phases until {ends} tokens: {wrong}")
 
@@ -142,3 +142,37 @@ class BatchSizes:
         """Returns the samples that the first `steps` optimizer steps consume."""
         first, consumed, size = self.changes[bisect_right(self.changes, steps, key=lambda change: change[0]) - 1]
         return consumed + (steps - first) * size
+
+    def steps(self, tokens: float) -> int:
+        """Returns the optimizer steps after which at least `tokens` are consumed."""
+        samples = tokens / self.seq_len
+        first, consumed, size = self.changes[bisect_right(self.changes, samples, key=lambda change: change[1]) - 1]
+        return first + math.ceil((samples - consumed) / size)
+
+
+def described(given: list[Phase], sizes: BatchSizes) -> str:
+    """Returns the phases as a sentence: "0.3 until 10 T tokens (step 1,000), then 0.1"."""
+    parts = []
+    for phase in given:
+        text = f"{phase.value:,g}" if phase.shape == "constant" else f"{phase.shape} to {phase.value:,g}"
+        if phase.until:
+            unit = min(math.log10(phase.until) // 3, 4)
+            tokens = f"{phase.until / 1000**unit:,.4g} {' kMBT'[int(unit)]}".strip()
+            text += f" until {tokens} tokens (step {sizes.steps(phase.until):,})"
+        parts.append(text)
+    return ", then ".join(parts)
+
+
+def phases_in(sections: dict[str, object], sizes: BatchSizes) -> dict[str, str]:
+    """Returns each key that has phases below the configurations `sections`, and a sentence."""
+    found = {}
+    for section, config in sections.items():
+        for key, value in vars(config).items() if config else ():
+            if isinstance(value, list) and value and isinstance(value[0], Phase):
+                found[f"{section}.{key}"] = described(value, sizes)
+    return found
+
+
+def sizes_of(data: Any) -> BatchSizes:
+    """Returns the batch sizes of a data module that has them."""
+    return BatchSizes(data.global_batch_size, getattr(data, "seq_len", 1))
