@@ -56,9 +56,8 @@ RANGES: dict[str, tuple[str, float, float]] = {}  # key: what is allowed, least,
 for _allowed, _least, _most, _keys in RULES:
     RANGES |= dict.fromkeys(_keys.split(), (_allowed, _least, _most))
 # A phase's value (by_tokens.py) has the range of its key.
-OF_PHASES = {
-    f"{key}.value" for key in ("data.global_batch_size", "model.balance.bias_update_speed", "model.mtp.weight")
-}
+WITH_PHASES = ("data.global_batch_size", "model.balance.bias_update_speed", "model.mtp.weight")
+OF_PHASES = {f"{key}.value" for key in WITH_PHASES}
 NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, half of a pair: no file, path or log can have them
 LIBRARY = __name__.partition(".")[0]
 CHECKED = {LIBRARY, "torch", "lightning"}  # whose classes' arguments are checked

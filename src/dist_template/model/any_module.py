@@ -44,9 +44,7 @@ def value_now(module: L.LightningModule, key: str, given: ByTokens) -> float:
         return given
     data = data_of(module.trainer)
     if not hasattr(data, "step_samples"):
-        raise InputError(
-            f"{key} has phases by consumed tokens, which {type(data).__name__} does not count: give a number"
-        )
+        raise InputError(f"{key} has phases, and {type(data).__name__} does not count tokens: give a number")
     return value_at(given, data.step_samples * data.seq_len)
 
 

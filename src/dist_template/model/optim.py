@@ -130,11 +130,11 @@ def build_schedule(
     data: Any = None,
 ) -> dict[str, Any]:
     """Returns Lightning's scheduler entry for `config` over `num_steps` optimizer steps (inf: no end is set).
-    ReduceLROnPlateau checks its metric every `batches_per_validation` of a rank; None: at the end of each epoch. `data`,
-    which counts samples, is read if the learning rate or the batch has phases.
+    ReduceLROnPlateau checks its metric every `batches_per_validation` of a rank; None: at the end of each epoch. `data`
+    counts samples, for phases of the learning rate or the batch.
 
-    Raises InputError if it does not count them, the schedule needs an end and training has none, the warm-up is longer than training, or the
-    class of `--lr_scheduler` refuses its arguments."""
+    Raises InputError if it counts none, the schedule needs an end and training has none, the warm-up is longer than
+    training, or the class of `--lr_scheduler` refuses its arguments."""
     phases, sizes = isinstance(config.learning_rate, list), getattr(data, "batch_sizes", None)
     grows = sizes is not None and sizes.grows
     if phases and (config.lr_scheduler or data is not None and sizes is None):
@@ -168,9 +168,7 @@ def build_schedule(
     # A partial, as in transformers: LambdaLR's state is compatible with older checkpoints.
     share = partial(_share_of_peak, config=config, warmup=warmup_steps, num_steps=num_steps)
     if phases or grows:
-        share = partial(
-            _share_by_tokens, config=config, data=data, sizes=sizes, warmup=warmup_steps, num_steps=num_steps
-        )
+        share = partial(_share_by_tokens, data=data, sizes=sizes, **share.keywords)
     if phases:
         return {"scheduler": PhasesLR(optimizer, share), "interval": "step"}
     return {"scheduler": LambdaLR(optimizer, share), "interval": "step"}
