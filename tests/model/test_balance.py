@@ -171,7 +171,8 @@ def assert_same_balance(got: RunRecord, expected: RunRecord) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy", tiers(["ddp", "fsdp2_ep", "fsdp2_tp_ep", "tp", "zero3"], ["fsdp2_ep", "zero3"])
+    "strategy",
+    tiers(["ddp", "fsdp2_ep", "fsdp2_tp_ep", "tp", "zero3", "cp"], ["fsdp2_ep", "zero3", "cp"]),
 )
 def test_a_strategy_balances_as_one(train: Trainings, one: RunRecord, strategy: str) -> None:
     assert_same_balance(train("deepseek_v3", strategy, *BOTH), one)
