@@ -151,9 +151,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "sign"), tiers(FAULTS, daily=FAULTS[:1]))
-def test_without_its_guard_a_resumed_run_is_another(
-    train: Trainings, fault: Any, sign: str
-) -> None:
+def test_without_its_guard_a_resumed_run_differs(train: Trainings, fault: Any, sign: str) -> None:
     resumed = train(fault.__name__, "zero3", train.kept("zero3", 6), prelude=fault).check()
     assert sign in difference(train.whole("zero3"), resumed, 7)
 

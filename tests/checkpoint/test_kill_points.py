@@ -122,9 +122,7 @@ CASES = [EVERYWHERE[0], ("fsdp2", "save"), ("zero", "save")]
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.parametrize(("kind", "operation"), tiers([*CASES, *EVERYWHERE[1:]], daily=CASES))
-def test_a_kill_at_any_point_leaves_a_valid_checkpoint_that_the_next_launch_resumes(
-    kind: str, operation: str, rank: int, tmp_path: Path
-) -> None:
+def test_a_kill_leaves_a_checkpoint(kind: str, operation: str, rank: int, tmp_path: Path) -> None:
     """Each launch replaces a torn checkpoint, and is killed one operation later than the last."""
     folder, step, committed = tmp_path / "checkpoints", 1, []
     assert launch(kind, folder, last=step) == [0, 0]

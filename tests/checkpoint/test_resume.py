@@ -8,7 +8,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch import Callback
-from pytest import CaptureFixture, MonkeyPatch
 from torch import nn
 from trainer_dev.module import LanguageModule
 
@@ -56,7 +55,7 @@ def test_another_number_of_ranks_starts_new_streams_with_a_warning() -> None:
 
 
 @pytest.fixture
-def with_pooler(monkeypatch: MonkeyPatch) -> None:
+def with_pooler(monkeypatch: Any) -> None:
     """The model has a pooler that nothing calls, with parameters in both optimizer groups."""
     build = LanguageModule.build_model
 
@@ -70,9 +69,7 @@ def with_pooler(monkeypatch: MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("with_pooler")
-def test_a_checkpoint_without_its_moments_is_resumed(
-    flags: list[str], tmp_path: Path, capsys: CaptureFixture
-) -> None:
+def test_a_checkpoint_without_moments_is_resumed(flags: Any, tmp_path: Path, capsys: Any) -> None:
     """By the strategy that wrote it and by others, a step each."""
     legs = ["auto", "fsdp2", "fsdp2", "auto", "fsdp2", "zero3"]
     flags = [*flags, "--trainer.limit_val_batches=0", "--model.optim.schedule=constant"]

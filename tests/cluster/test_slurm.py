@@ -25,9 +25,7 @@ JOBS = [
 
 
 @pytest.mark.parametrize(("code", "earlier", "requeued"), JOBS)
-def test_a_job_is_requeued_where_it_helps(
-    tmp_path: Path, code: int, earlier: int, requeued: bool
-) -> None:
+def test_a_job_is_requeued(tmp_path: Path, code: int, earlier: int, requeued: bool) -> None:
     script(tmp_path / "srun", f'echo "$DIST_RUN_ID $@" > {tmp_path}/srun.called; exit {code}')
     script(tmp_path / "scontrol", f'echo "$@" > {tmp_path}/scontrol.called')
     slurm = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(PROJECT), "SLURM_JOB_NUM_NODES": "3"}

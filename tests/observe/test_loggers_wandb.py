@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pytest import MonkeyPatch
 
 from dist_template.observe.loggers.wandb import WandB
 from tests.support import read_back
@@ -81,7 +80,7 @@ class Service(ThreadingHTTPServer):
 
 
 @pytest.fixture
-def service(monkeypatch: MonkeyPatch, tmp_path: Path) -> Generator[Service]:
+def service(monkeypatch: Any, tmp_path: Path) -> Generator[Service]:
     import wandb
 
     wandb.teardown()  # what an earlier test set up in this process
@@ -142,9 +141,7 @@ def test_a_service_that_goes_away_does_not_delay(tmp_path: Path, service: Servic
 
 
 @pytest.mark.slow
-def test_without_a_service_at_the_start_wandb_logs_offline(
-    tmp_path: Path, service: Service, monkeypatch: MonkeyPatch
-) -> None:
+def test_without_service_it_is_offline(tmp_path: Path, service: Service, monkeypatch: Any) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # no service listens there
     with pytest.warns(UserWarning, match="logging offline"):
         log(logger := started(tmp_path / "one", init_timeout_s=3), range(1, 7))
@@ -152,7 +149,7 @@ def test_without_a_service_at_the_start_wandb_logs_offline(
     assert set(read_back.wandb_points(tmp_path / "one")["train/loss"]) == set(range(1, 7))
 
 
-def test_an_error_of_wandb_is_one_warning(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+def test_an_error_of_wandb_is_one_warning(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     logger = WandB("p", str(tmp_path / "r"))
     logger._experiment = SimpleNamespace()  # ty: ignore[invalid-assignment]  # it has no `log`

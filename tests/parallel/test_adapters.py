@@ -85,9 +85,7 @@ VARIANTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "strategy", "flag"), tiers(VARIANTS, [("llama", "zero3", NF4)]))
-def test_a_variant_trains_to_the_numbers_of_one_process(
-    train: Trainings, kind: str, strategy: str, flag: str
-) -> None:
+def test_a_variant_trains_as_one(train: Trainings, kind: str, strategy: str, flag: str) -> None:
     """FSDP2 and ZeRO-3 shard 4-bit weights too, by the bytes of each rank."""
     one, many = (trained(train, kind, name, flag) for name in ("one", strategy))
     assert many.loss == pytest.approx(one.loss, rel=1e-2 if flag == HALF else 1e-6)

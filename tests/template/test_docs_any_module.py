@@ -56,9 +56,7 @@ def test_the_page_trains_by_the_command_line(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", tiers(["fsdp2", "zero3"], daily=["fsdp2"]))
-def test_the_pages_own_trainer_trains_and_resumes_exactly(
-    folder: Path, strategy: str, tmp_path: Path
-) -> None:
+def test_the_pages_own_trainer_resumes_exactly(folder: Path, strategy: str, tmp_path: Path) -> None:
     """Two processes by Lightning's own launcher: 20 steps at once, and 10 and then 20.
 
     fsdp2 has the core's dependencies alone.

@@ -212,9 +212,7 @@ class Pods(TwoHosts):
 @pytest.mark.netns
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", tiers(["Job", "JobSet"], daily=[]))
-def test_two_pods_train_as_one_machine(
-    kind: str, flags: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_pods_train_as_one_machine(kind: str, flags: Any, tmp_path: Path, monkeypatch: Any) -> None:
     if why := lacking():
         pytest.skip(f"needs network namespaces: {why}")
     given = ("--model.architecture", "--trainer.devices")  # of the quickstart

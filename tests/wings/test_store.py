@@ -40,9 +40,7 @@ def on_put(monkeypatch: pytest.MonkeyPatch, fault: Callable[[str], object]) -> N
     monkeypatch.setattr(MemoryFileSystem, "put_file", both)
 
 
-def test_the_manifest_is_written_last_and_older_checkpoints_are_deleted(
-    one: Saving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_manifest_is_last_and_older_checkpoints_deleted(one: Saving, monkeypatch: Any) -> None:
     calls: list[str] = []
     on_put(monkeypatch, lambda path: calls.append(Path(path).name))
     one.save(1)
@@ -104,9 +102,7 @@ def test_a_store_that_lies_or_refuses_is_found(
     assert one.callback.failed == one.callback.behind == 0
 
 
-def test_the_next_checkpoint_waits_for_a_slow_store(
-    one: Saving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_checkpoint_waits_for_a_slow_store(one: Saving, monkeypatch: Any) -> None:
     said = threading.Event()
     monkeypatch.setattr(one.callback, "_report", lambda sentence: said.set())
     on_put(monkeypatch, lambda path: not said.wait(60))

@@ -49,9 +49,7 @@ def train(rank: int, disk: Path, store: str, durable: int, hurt: int, at: int) -
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_point_and_lost_disks_cost_no_step_that_the_store_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kills_and_lost_disks_cost_no_step_in_the_store(tmp_path: Path, monkeypatch: Any) -> None:
     store, disks, chance = tmp_path / "store", [tmp_path / "0", tmp_path / "1"], random.Random(0)
     fork, killed, durable = multiprocessing.get_context("fork"), 0, 0
     for path in (store, *disks):
