@@ -3,8 +3,6 @@
 All combinations, in this process, with one weight: 3 epochs of 3 steps of 2 micro-batches.
 """
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import signal
@@ -44,7 +42,7 @@ Done = tuple["Recorder", dict[str, Any]]
 class Recorder(L.LightningModule):
     """One weight; records what it trains on and which hooks are called, after what is `before`."""
 
-    def __init__(self, before: Recorder | None = None) -> None:
+    def __init__(self, before: "Recorder | None" = None) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.window: list[int] = []

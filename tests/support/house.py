@@ -3,8 +3,6 @@
 Every import counts as an arrow, also one inside a function or under TYPE_CHECKING.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import io

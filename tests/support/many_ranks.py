@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -21,7 +21,7 @@ class RankZero:
         here |= {"all_gather_object": lambda values, value, group=None: self.gather(value, values)}
         self.patch = patch.multiple(dist, broadcast_object_list=self.broadcast, **here)
 
-    def __enter__(self) -> "RankZero":
+    def __enter__(self) -> Self:
         self.patch.start()
         return self
 
