@@ -24,9 +24,7 @@ FLAGS = """--data.micro_batch_size=2 --model.optim.learning_rate=0.01
 
 
 class Signal(Callback):
-    """Sends `number` to its own process, on `rank`, in the hook of that name at `step`; or to its
-    process group, as a shell's job control does.
-    """
+    """Sends `number` to its process, or its process group, on `rank`, in a hook at `step`."""
 
     def __init__(self, rank: int, step: int, number: int, hook: str, send: Callable) -> None:
         self.rank, self.step, self.number, self.send = rank, step, number, send

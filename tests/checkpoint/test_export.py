@@ -1,7 +1,4 @@
-"""A checkpoint of weights or of adapters is exported with the logits that were trained.
-
-parallel/test_parity.py exports checkpoints of every strategy.
-"""
+"""A checkpoint of weights or of adapters is exported with the logits that were trained."""
 
 from pathlib import Path
 from typing import Any

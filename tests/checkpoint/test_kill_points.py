@@ -1,8 +1,6 @@
 """A rank is killed at every point of a save: a valid checkpoint is left, the old or the new one.
 
-Two forked processes save a fake training, whose "step" adds 1 to the weights, by the library's
-writers: in milliseconds.
-"""
+Two forked processes save a fake training, whose "step" adds 1 to the weights."""
 
 import multiprocessing
 import os
@@ -76,8 +74,7 @@ def weight_in(path: Path) -> Tensor:
 def launch(kind: str, folder: Path, last: int, arm: Callable[[], object] | None = None) -> Any:
     """Resumes from `folder` on two processes, calls `arm` and saves after each step up to `last`.
 
-    Returns the exit codes by rank: 0 done, 1 an error, as of gloo when the other rank is gone.
-    """
+    Returns the exit codes by rank: 0 done, 1 an error, as of gloo when the other rank is gone."""
     store, fork = f"{folder}-{time.monotonic_ns()}", multiprocessing.get_context("fork")
     processes = []
     for rank in range(RANKS):

@@ -106,8 +106,7 @@ class Forgets(Callback):
 def test_a_run_that_stopped_regularly_resumes_with_trainings_weights(
     flags: list[str], tmp_path: Path, own: list[str], asynchronous: str
 ) -> None:
-    """Its results are nearly the same: the average of rotary frequencies, which no checkpoint has,
-    is rounded in each update."""
+    """Nearly: the average of rotary frequencies, which no checkpoint has, is rounded each time."""
     flags = [*flags, *own, f"--last_checkpoint.asynchronous={asynchronous}"]
     flags += ["--model.optim.learning_rate=0.01", "--trainer.max_steps=10"]
     flags += ["--trainer.val_check_interval=5"]

@@ -1,7 +1,4 @@
-"""Saves in the background equal those that training waits for; a disk's refusal ends no training.
-
-test_kill_points.py kills ranks at every point of a save.
-"""
+"""Saves in the background equal those that training waits for; a disk's refusal ends none."""
 
 import re
 import resource

@@ -1,7 +1,4 @@
-"""Interrupted anywhere in an epoch, once or twice, in every way: a training stays the same.
-
-All combinations, in this process, with one weight: 3 epochs of 3 steps of 2 micro-batches.
-"""
+"""Interrupted anywhere in an epoch, once or twice, in every way: a training stays the same."""
 
 import itertools
 import shutil

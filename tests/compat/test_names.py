@@ -1,7 +1,6 @@
 """The private names in compat/ exist, with the parameters that the library uses.
 
-Names that the library reaches by an import statement need no entry: importing their file fails.
-"""
+Names that an import statement reaches need no entry: importing their file fails."""
 
 import inspect
 import re

@@ -52,10 +52,9 @@ class Calls(Callback):
 
 
 def test_a_step_makes_no_more_calls_than_it_did(flags: list[str], monkeypatch: Any) -> None:
-    """As shipped, with TensorBoard. The figure does not depend on the machine, as a time would.
+    """As shipped, with TensorBoard; the figure does not depend on the machine, and has 3 % of room.
 
-    It has three percent of room. Who needs more calls in each step measures `make bench PART=step`,
-    and says so with the new figure.
+    Who needs more calls in each step measures `make bench PART=step`, and says so with the figure.
     """
     monkeypatch.setattr(LanguageModule, "build_model", lambda *_: nn.Linear(8, 1, bias=False))
     monkeypatch.setattr(LanguageModule, "training_step", training_step)

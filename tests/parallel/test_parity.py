@@ -1,8 +1,7 @@
 """Every strategy trains to the same numbers as one process.
 
-Each training runs once, on CPU processes, and several tests read its record. Labels are masked
-unevenly over rows, so that a loss averaged per rank or per micro-batch would be detected.
-"""
+Each training runs once, and several tests read its record. Labels are masked unevenly over rows, so
+that a loss averaged per rank or per micro-batch would be detected."""
 
 from pathlib import Path
 

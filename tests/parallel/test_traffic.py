@@ -1,7 +1,6 @@
-"""What a strategy sends in a step: the library's formula (`Estimate.traffic`) equals the
-collectives of real trainings, and the numbers on the pages of the strategies. They are as many as
-in a loop of ten lines that trains by the strategy's own library, and two numbers besides.
-"""
+"""What a strategy sends: `Estimate.traffic` equals the collectives of real trainings and the pages.
+
+They are as many as in a loop of the strategy's own library, and two numbers besides."""
 
 import json
 from collections import Counter, defaultdict

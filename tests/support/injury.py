@@ -1,12 +1,6 @@
 """Hurts a training under launch/torchrun.sh, which a user starts too, and follows how it continues.
 
-    with Training(folder, argv, NPROC="2") as training:
-        training.reach(10)
-        kill(training.ranks()[1])
-        assert training.end() == Exit.DONE
-
-A callback of the training, `Watch`, writes each step down.
-"""
+A callback of the training, `Watch`, writes each step down."""
 
 import contextlib
 import os

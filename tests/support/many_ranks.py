@@ -39,8 +39,7 @@ class RankZero:
 
 
 def state_of(parameters: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, Any]:
-    """Returns the flat state of a training on replicas and shards: weights, and of AdamW moments,
-    counts of steps and settings."""
+    """Returns the flat state of replicas and shards: weights, AdamW's moments, steps, settings."""
     state: dict[str, Any] = {}
     for name, parameter in parameters.items():
         rows = -(-len(parameter) // mesh.size(1))

@@ -1,5 +1,4 @@
-"""Every part of `make bench` and every demonstration runs; figures of so little work are not
-inspected."""
+"""Every part of `make bench` and every demonstration runs; their figures are not inspected."""
 
 import json
 import re

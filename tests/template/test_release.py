@@ -1,5 +1,4 @@
-"""A release: one version, refusals in one sentence, equal bytes; workflows call what exists;
-supported versions."""
+"""A release: one version, refusals, equal bytes; workflows; supported versions."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""Sources, tokenizers and the cache: what goes in comes out, and what cannot be used is refused in
-one sentence."""
+"""Sources, tokenizers and the cache: what goes in comes out, or is refused in one sentence."""
 
 import fcntl
 import json

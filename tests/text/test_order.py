@@ -1,5 +1,4 @@
-"""The order of samples does not depend on who reads them, a run resumes exactly, and the counted
-labels of a global batch are known on all ranks before a step."""
+"""The order of samples does not depend on who reads; a step's counted labels are known early."""
 
 import copy
 from collections.abc import Iterator

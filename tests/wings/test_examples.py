@@ -1,5 +1,4 @@
-"""The library's examples by model and machine: planned with the published sizes, against the table
-of docs/plan.md, and trained small."""
+"""The library's examples: planned with the published sizes as docs/plan.md says, trained small."""
 
 import json
 import re

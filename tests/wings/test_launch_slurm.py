@@ -183,10 +183,8 @@ class Submitted(Launched):
         self.slurm.wait(lambda: self.shown("%T") == state, timeout_s)
 
     def restart_soon(self) -> None:
-        """Slurm waits two minutes before it starts a requeued job again.
-
-        slurmd refuses credentials of the second in which it ended the job.
-        """
+        """Slurm waits two minutes before it starts a requeued job again, and slurmd refuses
+        credentials of the second in which it ended the job."""
         self.until("PENDING")
         self.slurm.run("scontrol", "update", f"jobid={self.job}", "StartTime=now+2")
 

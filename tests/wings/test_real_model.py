@@ -1,8 +1,6 @@
-"""SmolLM2-135M-Instruct, published weights, is taught sums and a fact by two processes, and
-evaluated, promoted and served; it learns source code; weights of trl's GRPO are trained further.
+"""SmolLM2-135M-Instruct is taught sums, a fact and source code, evaluated, promoted and served.
 
-A figure outside its band in BANDS means that numbers have changed.
-"""
+Weights of trl's GRPO are trained further. A figure outside its band means that numbers changed."""
 
 import json
 import math

@@ -76,8 +76,7 @@ def test_kills_and_lost_disks_cost_no_step_in_the_store(tmp_path: Path, monkeypa
 @pytest.mark.nightly  # minutes, as every launcher takes its time
 @pytest.mark.skipif(not can_mount(), reason="mount namespaces need root")
 def test_a_training_loses_ranks_nodes_and_disks(s3: Any, flags: list[str], tmp_path: Path) -> None:
-    """`KILLS=50 pytest …` for more. Every second one kills a rank; the others kill both nodes, and
-    empty one disk or both."""
+    """`KILLS=50 …` for more. Every second kills a rank; the others both nodes, and empty disks."""
     run("prepare", *flags)
     steps = [f"--trainer.max_steps={15 * KILLS}", "--trainer.val_check_interval=100"]
     argv = ["fit", *flags, *flags_of("fsdp2"), *steps, "--last_checkpoint.every_n_steps=5"]
