@@ -123,7 +123,7 @@ def write_zero(path: Path, trained: Trained, stage: int) -> None:
         torch.save(model, path / f"checkpoint/{file}_model_states.pt")
 
 
-WRITERS = {"file": write_file, "distributed": write_distributed}
+WRITERS: Any = {"file": write_file, "distributed": write_distributed}
 WRITERS |= {f"zero{stage}": partial(write_zero, stage=stage) for stage in (2, 3)}
 
 
