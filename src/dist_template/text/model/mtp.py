@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...compat import replaced
-from ...compat.published import to_published
+from ...compat import published as compat
 from ...compat.transformers import initialize
 from ...errors import InputError
 from ...model.metrics import NOT_COUNTED
@@ -30,6 +30,7 @@ from .head import ChunkedLoss, head_of, without_head
 NAME = "mtp"  # of the modules in the model
 ACCEPTED, COMPARED = "mtp_accepted", "mtp_compared"  # numbers of tokens
 PLANS = ("tp_plan", "ep_plan", "fsdp_plan")
+OWN = ("enorm.", "hnorm.", "eh_proj.", "post_norm.")  # of a module, besides its block
 
 
 @dataclass
@@ -62,7 +63,13 @@ class Predictor(nn.Module):
         self.embed_tokens.weight = embedding.weight
         self.given: list[Tensor] = []  # (B, T) of each module, while it predicts
         self.options: dict[str, Any] = {}  # of the model's last block
-        self._ends: Any = find_blocks(model)[-1], head_of(model)  # no submodules of this one
+        self.attach(model)
+
+    def attach(self, model: nn.Module) -> None:
+        """Lets the modules run after the last block of `model`, and before its output layer."""
+        own = {*self.modules()}
+        blocks = [block for block in find_blocks(model) if block not in own]
+        self._ends: Any = blocks[-1], head_of(model)  # no submodules of this one
 
     @contextmanager
     def predicting(self, given: list[Tensor]) -> Generator[None]:
@@ -113,7 +120,7 @@ def add_modules(model: Any) -> nn.Module:
 def published(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns tensors with names and layouts of files. There the modules are the layers after the model's, each with a
     copy of the embedding and of the output layer, as transformers, vLLM and SGLang read them."""
-    found, modules = to_published(model, tensors), getattr(model, NAME, None)
+    found, modules = compat.to_published(model, tensors), getattr(model, NAME, None)
     if modules is None:
         return found
     names = {id(each): f"{name}.weight" for name, each in model.named_modules()}
@@ -130,6 +137,23 @@ def published(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 if shared == name:
                     result[block.format(first + k, f"{copied}.weight")] = tensor
     return result
+
+
+def names_to_save(model: Any) -> list[str]:
+    """Returns the names in a state dict that files have: of shared weights one."""
+    return [name for name in compat.names_to_save(model) if name != f"{NAME}.embed_tokens.weight"]
+
+
+def name_in_model(key: str, config: Any) -> str | None:
+    """Returns the model's name for a key of a file: the inverse of `published`. None: a copy of what the model has."""
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", key)
+    number = int(found[1]) - config.get_text_config().num_hidden_layers if found else -1
+    if not found or number < 0:
+        return key
+    name = found[2].replace("shared_head.norm.", "post_norm.")
+    if name.startswith(("embed_tokens.", "shared_head.")):
+        return None
+    return f"{NAME}.layers.{number}.{'' if name.startswith(OWN) else 'mtp_block.'}{name}"
 
 
 def look_ahead(batch: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
