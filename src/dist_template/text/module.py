@@ -74,6 +74,7 @@ class TextModule(TrainingModule):
         self.distillation = distillation
         self.mtp = mtp
         self.reference: nn.Module | None = None
+        self.accepted: Tensor | None = None  # (2, D, B, T) of the newest batch of an evaluation: see model/mtp.py
         self.sample_tokens = sample_tokens
         self.sample_temperature = sample_temperature
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ from ...compat.transformers import initialize
 from ...errors import InputError
 from ...model.metrics import NOT_COUNTED
 from ...parallel.blocks import find_blocks
+from ...parallel.sequence import WHOLE
 from .head import ChunkedLoss, head_of, without_head
 
 NAME = "mtp"  # of the modules in the model
@@ -193,12 +195,31 @@ def sums_with_predictions(module: Any, batch: dict[str, Tensor]) -> dict[str, Te
     found = {name: value.detach() for name, value in own.items() if name != "objective"}
     found["mtp_loss"] = predicted.detach()
     if not torch.is_grad_enabled():
-        own_tokens, *tokens = (_greedy(loss, part) if sums_of is loss else part.argmax(-1) for part in parts)
-        for k, drafted in enumerate(tokens, start=1):
-            counted = labels[k][:, :-k] != NOT_COUNTED
-            found[COMPARED] = found.get(COMPARED, 0) + counted.sum()
-            found[ACCEPTED] = found.get(ACCEPTED, 0) + (counted & (drafted[:, :-k] == own_tokens[:, k:])).sum()
+        tokens = [_greedy(loss, part) if sums_of is loss else part.argmax(-1) for part in parts]
+        group = module.trainer.strategy.sequence_group if WHOLE in batch else None
+        module.accepted = accepted(tokens, labels, group)
+        found[ACCEPTED], found[COMPARED] = module.accepted.sum((1, 2, 3))
     return {"objective": minimized + module.mtp.weight * predicted, **found}
+
+
+def accepted(tokens: list[Tensor], labels: list[Tensor], group: dist.ProcessGroup | None) -> Tensor:
+    """Returns (2, D, B, T): which of the modules' most probable tokens the model predicts too, and which count.
+
+    Args:
+        tokens: (B, T) each, of the model and of each module.
+        labels: Likewise.
+        group: The ranks that have T tokens each of longer sequences. None: sequences are on one rank."""
+    own, (num, start) = tokens[0].contiguous(), (tokens[0].shape[1], 0)
+    if group is not None:
+        of_ranks = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(of_ranks, own, group=group)
+        own, start = torch.cat(of_ranks, dim=1), group.rank() * num
+    found = []
+    for k in range(1, len(tokens)):
+        later = F.pad(own, (0, k))[:, start + k : start + k + num]
+        counted = labels[k] != NOT_COUNTED
+        found.append(torch.stack([counted & (tokens[k] == later), counted]))
+    return torch.stack(found, dim=1)
 
 
 def _greedy(loss: ChunkedLoss, hidden: Tensor) -> Tensor:
