@@ -143,7 +143,14 @@ def published(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def names_to_save(model: Any) -> list[str]:
     """Returns the names in a state dict that files have: of shared weights one."""
-    return [name for name in compat.names_to_save(model) if name != f"{NAME}.embed_tokens.weight"]
+    modules = getattr(model, NAME, None)
+    if modules is None:
+        return compat.names_to_save(model)
+    shared, modules.embed_tokens = modules.embed_tokens, None  # transformers refuses what it has not tied itself
+    try:
+        return compat.names_to_save(model)
+    finally:
+        modules.embed_tokens = shared
 
 
 def name_in_model(key: str, config: Any) -> str | None:
