@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from pytest import CaptureFixture, MonkeyPatch
 
 from dist_template.errors import DECIDED, Exit
 from dist_template.wings.diagnose import read_run
@@ -39,9 +38,7 @@ def broken(flags: list[str], **arguments: Any) -> list[str]:
     return ["fit", *flags, f"--trainer.callbacks+={__name__}.Breaks", *given]
 
 
-def test_a_crash_is_reported_in_a_sentence_and_its_traceback_is_kept(
-    flags: list[str], tmp_path: Path, capfd: CaptureFixture
-) -> None:
+def test_a_crash_is_a_sentence_and_a_kept_traceback(flags: Any, tmp_path: Path, capfd: Any) -> None:
     assert command(broken([*flags, "--run.report=true"])) == Exit.FAILED
     printed, folder = capfd.readouterr().err, only_run(tmp_path)
     assert "Traceback" not in printed
@@ -60,9 +57,7 @@ def test_a_crash_is_reported_in_a_sentence_and_its_traceback_is_kept(
 
 
 @pytest.mark.slow
-def test_out_of_memory_is_reported_with_remedies(
-    flags: list[str], tmp_path: Path, capfd: CaptureFixture, monkeypatch: MonkeyPatch
-) -> None:
+def test_out_of_memory_has_cures(flags: Any, tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
     message = "CUDA out of memory. Tried to allocate 2.00 GiB"
     memory = {"error": "OutOfMemoryError", "message": message}
     assert command(broken(flags, **memory)) == Exit.FAILED

@@ -111,9 +111,7 @@ LISTED = [("ddp", "[]"), *((each, "[own_*]") for each in ("ddp", "zero2", "zero3
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ignore"), tiers(LISTED, daily=LISTED[:2]))
-def test_a_buffer_that_ranks_hold_differently_has_to_be_listed_if_it_is_saved(
-    tmp_path: Path, strategy: str, ignore: str
-) -> None:
+def test_a_saved_buffer_that_differs_is_listed(tmp_path: Path, strategy: str, ignore: str) -> None:
     argv = [
         "fit", f"--run.root={tmp_path / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
         "--trainer.devices=2", "--trainer.max_steps=6", "--trainer.log_every_n_steps=1",

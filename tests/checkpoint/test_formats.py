@@ -1,7 +1,4 @@
-"""A checkpoint of any strategy is read whole by one process, and nothing in it runs.
-
-The checkpoints are a tiny model's, written here without a Trainer.
-"""
+"""A tiny model's checkpoint in any format is read whole by one process, and nothing in it runs."""
 
 import os
 import pickle

@@ -43,9 +43,7 @@ def started(site: Path, *argv: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_package_adds_a_verb_a_rule_and_hooks(
-    site: Path, flags: list[str], tmp_path: Path, capfd: Any
-) -> None:
+def test_a_package_adds_verb_rule_hooks(site: Path, flags: Any, tmp_path: Path, capfd: Any) -> None:
     help_line = "\n  runs +lists runs with their last validation loss\n"
     assert re.search(help_line, started(site, "-m", PACKAGE, "--help"))
     assert run("fit", *flags, "--trainer.max_steps=3") == 0
@@ -64,9 +62,7 @@ def test_a_package_adds_a_verb_a_rule_and_hooks(
     assert ended.startswith("RuntimeError('stopped by the test")
 
 
-def test_a_hook_or_a_rule_that_raises_changes_nothing(
-    site: Path, flags: list[str], tmp_path: Path, capfd: Any
-) -> None:
+def test_what_raises_changes_nothing(site: Path, flags: Any, tmp_path: Path, capfd: Any) -> None:
     files = {"hooks": "def at_run_end(run, error):\n    raise SystemExit(7)\n"}
     files["rules"] = "import a_module_that_is_missing\n"
     for name, text in files.items():
@@ -116,9 +112,7 @@ assert run(*sys.argv[1:], "--trainer.strategy.most=1") == 0
 
 
 @pytest.mark.slow
-def test_a_strategy_of_another_package_is_known_by_its_name_and_refuses_by_itself(
-    flags: list[str], tmp_path: Path, capfd: Any
-) -> None:
+def test_a_packages_strategy_has_a_name_and_refuses(flags: Any, tmp_path: Path, capfd: Any) -> None:
     (tmp_path / "my_sharding.py").write_text(STRATEGY)
     names = {"strategies": "my_sharding:Careful", "shardings": "my_sharding:Answers"}
     points = {f"dist_template.{group}": {"Careful": at} for group, at in names.items()}

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pytest import MonkeyPatch
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from dist_template import AdapterConfig
@@ -29,7 +28,7 @@ TABLE: dict[str, Any] = {"versions": proof.versions(), "models": LLAMAS}
 
 
 @pytest.fixture(autouse=True)
-def table(monkeypatch: MonkeyPatch) -> None:
+def table(monkeypatch: Any) -> None:
     monkeypatch.setattr(proof, "_table", lambda: TABLE)
 
 
@@ -64,13 +63,13 @@ def test_a_verdict(fields: dict[str, Any], axes: str, kind: str, why: str) -> No
     assert found.kind == kind and why in found.why
 
 
-def test_another_version_is_unproven(monkeypatch: MonkeyPatch) -> None:
+def test_another_version_is_unproven(monkeypatch: Any) -> None:
     monkeypatch.setattr(proof, "versions", lambda: {"transformers": "9.0", "torch": "2.13.0"})
     assert "transformers 9.0" in proof.verdict(llama(), "tp").why
     assert proof.verdict(llama(), "pp").kind == "refused", "a newer version is not taken to mend it"
 
 
-def test_a_project_remembers_what_it_has_proven(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+def test_a_project_remembers_what_it_has_proven(tmp_path: Path, monkeypatch: Any) -> None:
     config = llama(mlp_bias=True)
     proof.remember(config, MeshStrategy(fsdp_size=1, tp_size=2), 2, None, tmp_path)
     assert proof.verdict(config, "tp", tmp_path).kind == "proven"
@@ -95,9 +94,7 @@ def test_a_proof_with_adapters_is_none_without_them(tmp_path: Path) -> None:
     assert {proof.verdict(config, other, tmp_path).kind for other in others} == {"unproven"}
 
 
-def test_fit_notes_what_is_not_proven(
-    flags: list[str], monkeypatch: MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fit_notes_what_is_not_proven(flags: list[str], monkeypatch: Any, capsys: Any) -> None:
     unproven = proof.Verdict("unproven", "a model of type 'own'")
     monkeypatch.setattr(proof, "verdict", lambda *_: unproven)
     assert run("fit", *flags, "--trainer.fast_dev_run=1") == 0

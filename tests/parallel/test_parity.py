@@ -1,8 +1,7 @@
 """Every strategy trains to the same numbers as one process.
 
-Each training runs once, on CPU processes, and several tests read its record. Labels are masked
-unevenly over rows, so that a loss averaged per rank or per micro-batch would be detected.
-"""
+Each training runs once, and several tests read its record. Labels are masked unevenly over rows, so
+that a loss averaged per rank or per micro-batch would be detected."""
 
 from pathlib import Path
 
@@ -57,9 +56,7 @@ LEGS = [("deepseek_v3", "one fsdp2 zero2 tp zero3"), ("deepseek_v3", "zero3 tp z
 
 
 @pytest.mark.parametrize(("model", "strategies"), tiers(LEGS, daily=LEGS[:1]))
-def test_a_training_continues_from_strategy_to_strategy(
-    train: Trainings, model: str, strategies: str
-) -> None:
+def test_a_training_changes_its_strategy(train: Trainings, model: str, strategies: str) -> None:
     """Weights, moments, schedule and samples: each leg has an uninterrupted training's losses."""
     expected, legs = train(model, "one").loss, strategies.split()
     checkpoint: list[str] = []
@@ -72,9 +69,7 @@ def test_a_training_continues_from_strategy_to_strategy(
 
 
 @pytest.mark.parametrize("strategy", tiers(PROCESSES, daily=["fsdp2_ep", "zero3"]))
-def test_a_checkpoint_is_tested_predicted_from_and_exported(
-    train: Trainings, strategy: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_serves_every_verb(train: Trainings, strategy: str, tmp_path: Path) -> None:
     trained, exported, metrics = train("deepseek_v3", strategy), tmp_path / "exported", []
     for name in ("one", strategy):
         checkpoint = f"--ckpt_path={newest(train('deepseek_v3', name).run)}"

@@ -1,6 +1,4 @@
-"""A pipeline trains to the numbers of one process, under every schedule, whatever a stage has.
-
-test_parity.py has the files pp.yaml, pp_fsdp2.yaml and pp_ep.yaml among the other strategies."""
+"""A pipeline trains to the numbers of one process, under every schedule, whatever a stage has."""
 
 from typing import Any
 

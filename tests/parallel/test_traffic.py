@@ -1,7 +1,6 @@
-"""What a strategy sends in a step: the library's formula (`Estimate.traffic`) equals the
-collectives of real trainings, and the numbers on the pages of the strategies. They are as many as
-in a loop of ten lines that trains by the strategy's own library, and two numbers besides.
-"""
+"""What a strategy sends: `Estimate.traffic` equals the collectives of real trainings and the pages.
+
+They are as many as in a loop of the strategy's own library, and two numbers besides."""
 
 import json
 from collections import Counter, defaultdict
@@ -199,9 +198,7 @@ def test_seven_billion_parameters_send_what_the_pages_of_the_strategies_say() ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "flag"), tiers(SETTINGS, daily=DAILY))
-def test_a_training_sends_what_it_must_and_what_the_model_says(
-    strategy: str, flag: str, flags: list[str], tmp_path: Path
-) -> None:
+def test_a_step_sends_what_is_planned(strategy: str, flag: str, flags: Any, tmp_path: Path) -> None:
     """In a step of two micro-batches."""
     _, processes, architecture, calls = CASES[strategy]
     shared = 2 if strategy[:2] in ("tp", "cp", "pp") or "_tp" in strategy else 1

@@ -1,5 +1,4 @@
-"""Names of the library that several tests need and that are not public: see docs/api.md for
-those."""
+"""Names of the library that several tests need and that are not public (docs/api.md has those)."""
 
 # ruff: noqa: F401
 from pathlib import Path

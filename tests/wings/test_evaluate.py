@@ -167,9 +167,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 
 
 @pytest.mark.slow
-def test_tasks_of_lm_eval_join_the_samples(
-    trained: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_lm_eval_adds_samples(trained: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     question: Any = {"question": "the quick brown", "choices": [" fox", " zzz"]}
     lines = [json.dumps(question | {"answer": n % 2}) for n in range(30)]

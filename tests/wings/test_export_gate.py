@@ -204,9 +204,7 @@ def test_an_export_has_a_card_without_private_text(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_program_in_place_of_a_saved_model_gives_the_folders_logits(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_program_for_a_saved_model_gives_its_logits(folder: Path, tmp_path: Path) -> None:
     """The code that docs/evaluate.md gives to users of TensorFlow's SavedModel."""
     from transformers.exporters import DynamoConfig, DynamoExporter
 
@@ -231,9 +229,7 @@ def logits(found: Trained) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_a_run_a_checkpoint_and_a_folder_name_the_same_model(
-    folder: Path, flags: list[str], tmp_path: Path
-) -> None:
+def test_run_checkpoint_and_folder_name_one_model(folder: Path, flags: Any, tmp_path: Path) -> None:
     output = tmp_path / "out"
     ours = [flag for flag in flags if not flag.startswith("--trainer.")]
     command.main(["export", *ours, "--checkpoint=last", f"--output={output}"], OURS)
@@ -261,9 +257,7 @@ def promoted(registry: Registry, *texts: str) -> list[str]:
     return names
 
 
-def test_a_roll_back_withdraws_a_version_and_its_number_is_not_used_again(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_a_version_that_is_rolled_back_keeps_its_number(tmp_path: Path, capsys: Any) -> None:
     registry = Registry(tmp_path / "registry")
     assert registry.latest is None
     with pytest.raises(InputError, match="has no version: promote a run first"):

@@ -132,9 +132,7 @@ SSH: Any = target("ssh")
 
 
 @pytest.mark.slow
-def test_a_node_that_is_not_ready_is_named(
-    flags: Any, tmp_path: Path, monkeypatch: Any, capfd: Any
-) -> None:
+def test_an_unready_node_is_named(flags: Any, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.setattr(nodes, "ANSWER_S", 5.0)
     run("prepare", *flags)
     with socket.create_server(("", 0)) as other:
@@ -184,9 +182,7 @@ OWN = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("launcher", OWN)
-def test_the_guides_commands_train_as_fit_does(
-    launcher: str, flags: Flags, losses: Any, tmp_path: Path
-) -> None:
+def test_launchers_of_others_train(launcher: str, flags: Any, losses: Any, tmp_path: Path) -> None:
     """Nobody names the run here: the ranks take their launcher's start for its folder."""
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     program, *words = OWN[launcher].format(folder=tmp_path).split()
@@ -216,9 +212,7 @@ def test_a_signal_reaches_the_started_process_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_hosts_train_as_one_and_a_second_launch_is_refused(
-    flags: Any, tmp_path: Path, capsys: Any
-) -> None:
+def test_two_hosts_train_as_one_and_refuse_another(flags: Any, tmp_path: Path, capsys: Any) -> None:
     run("prepare", *flags)
     first = Launched(tmp_path, "torchrun", *flags, of.hosts(tmp_path), *of.LONG)
     try:
@@ -245,9 +239,7 @@ def test_two_hosts_train_as_one_and_a_second_launch_is_refused(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("on", ["ssh", "torchrun"])
-def test_launchers_have_equal_losses_and_codes(
-    on: str, flags: Any, losses: Any, tmp_path: Path
-) -> None:
+def test_launchers_have_equal_results(on: str, flags: Any, losses: Any, tmp_path: Path) -> None:
     def start(name: str, flags: Flags, environment: dict[str, str]) -> Launched:
         where = of.hosts(tmp_path, environment=environment)
         return Launched(tmp_path, on, *flags, where, name=name)
@@ -261,9 +253,7 @@ case $0 in *bsub) echo 17;; *bjobs) echo "17 RUN";; *bkill) echo signalled;; esa
 """
 
 
-def test_a_target_of_another_package(
-    flags: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_target_of_a_package(flags: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """The documented class as an installed package, with the commands of its scheduler."""
     monkeypatch.syspath_prepend(tmp_path)
     (text,) = re.findall(r"```python\n(.*?class Lsf.*?)```", DOCS, re.DOTALL)

@@ -98,9 +98,7 @@ STAGES = [(2, "1F1B"), (4, "1F1B"), (2, "Interleaved1F1B")]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stages", "schedule"), tiers(STAGES, daily=[]))
-def test_predicted_activations_of_stages(
-    flags: Any, tmp_path: Path, stages: int, schedule: str
-) -> None:
+def test_predicted_bytes_of_stages(flags: Any, tmp_path: Path, stages: int, schedule: str) -> None:
     """What a step of 8 micro-batches allocates, gradients among it, within 15 %."""
     batch, architecture = 8 * ROWS, LLAMA | {"num_hidden_layers": 8}
     own = [*flags, *flags_of("pp"), f"{ARGS}.pp_size={stages}", f"{ARGS}.pp_schedule={schedule}"]

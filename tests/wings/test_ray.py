@@ -31,9 +31,7 @@ def kill(started: int, is_victim: Callable[[psutil.Process], bool]) -> None:
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_a_killed_worker_changes_no_loss(
-    victim: str, flags: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_kill_changes_no_loss(victim: str, flags: Any, tmp_path: Path, monkeypatch: Any) -> None:
     more = "--trainer.max_steps=300 --last_checkpoint.every_n_steps=50"
     flags = [*flags, *more.split(), "--trainer.val_check_interval=300"]
     losses = one_machine(flags, tmp_path)
