@@ -48,9 +48,12 @@ FLAGS = [f"--model.architecture={json.dumps(LLAMA | {'vocab_size': 257})}"]
 FLAGS += ["--trainer.precision=bf16-mixed", "--trainer.accelerator=gpu"]
 
 
-def planner(
-    shape: Any, batch: int, seq_len: int, precision: str = "", on: str = "cuda", ahead: Any = None
-) -> Planner:
+def of_modules(shape: Any) -> list[str]:
+    return ["--model.mtp.weight=0.3"] * ("num_mtp_layers" in shape)
+
+
+def planner(shape: Any, batch: int, seq_len: int, precision: str = "", on: str = "cuda") -> Planner:
+    ahead = mtp.MtpConfig() if of_modules(shape) else None
     module = LanguageModule(architecture={"vocab_size": 257} | shape, mtp=ahead)
     sizes = {"seq_len": seq_len, "global_batch_size": batch}
     data = SimpleNamespace(**sizes, cross_document_attention=False)
@@ -82,15 +85,13 @@ def most(folder: Path, what: str) -> float:
 def test_predicted_bytes_are_those_of_a_training(flags: Any, tmp_path: Path, case: str) -> None:
     """State within 5 %; within 15 % what the last of two micro-batches allocates."""
     strategy, precision, mode, *kind = case.split()
-    architecture, ahead = KINDS[kind[0]] if kind else LLAMA, None
+    architecture = KINDS[kind[0]] if kind else LLAMA
     batch = 2 * ROWS if strategy == "tp" else 4 * ROWS
     own = [f"--model.blocks.checkpointing={mode}", f"--trainer.precision={precision}"]
-    if "num_mtp_layers" in architecture:
-        ahead = mtp.MtpConfig()
-        own += ["--model.mtp.weight=0.3"]
+    own += of_modules(architecture)
     with_ = [State(tmp_path), Allocated(tmp_path)]
     train(tmp_path, 2, architecture, batch, [*flags, *flags_of(strategy), *own], with_)
-    made = planner(architecture, batch, SEQ_LEN, precision, "cpu", ahead)
+    made = planner(architecture, batch, SEQ_LEN, precision, "cpu")
     planned = estimate(made, strategy, 2, ROWS, mode)
     parts, memory = planned.parts(), planned.sharding.memory(planned.facts)
     moving = parts["activations"] + max(parts["logits"], parts["backward"])
@@ -105,16 +106,19 @@ def test_predicted_bytes_are_those_of_a_training(flags: Any, tmp_path: Path, cas
     assert moving == pytest.approx(allocated, rel=0.15)
 
 
-STAGES = [(2, "1F1B"), (4, "1F1B"), (2, "Interleaved1F1B")]
+STAGES = [(2, "1F1B", LLAMA), (4, "1F1B", LLAMA), (2, "Interleaved1F1B", LLAMA),
+          (2, "1F1B", PREDICTING), (4, "1F1B", PREDICTING)]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "schedule"), tiers(STAGES, daily=[]))
-def test_predicted_bytes_of_stages(flags: Any, tmp_path: Path, stages: int, schedule: str) -> None:
+@pytest.mark.parametrize(("stages", "schedule", "shape"), tiers(STAGES, daily=[]))
+def test_predicted_bytes_of_stages(
+    flags: Any, tmp_path: Path, stages: int, schedule: str, shape: Any
+) -> None:
     """What a step of 8 micro-batches allocates, gradients among it, within 15 %."""
-    batch, architecture = 8 * ROWS, LLAMA | {"num_hidden_layers": 8}
+    batch, architecture = 8 * ROWS, shape | {"num_hidden_layers": 8}
     own = [*flags, *flags_of("pp"), f"{ARGS}.pp_size={stages}", f"{ARGS}.pp_schedule={schedule}"]
-    own.append("--trainer.precision=32-true")
+    own += ["--trainer.precision=32-true", *of_modules(shape)]
     train(tmp_path, stages, architecture, batch, own, [Live(tmp_path)])
     measured = most(tmp_path, "live")
     sizes = {"pp_size": stages, "pp_schedule": schedule}
