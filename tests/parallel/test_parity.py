@@ -22,7 +22,7 @@ COMBINED = {"zero2_offload", "zero3_offload", "fsdp2_tp_ep"}  # of strategies th
 DAILY = [("mtp", "pp"), *(("deepseek_v3", name) for name in PROCESSES if name not in COMBINED)]
 CASES = [("deepseek_v3", strategy) for strategy in PROCESSES]
 CASES += [("llama", strategy) for strategy in PROCESSES if strategy not in FOR_EXPERTS]
-CASES += [("mtp", name) for name in PROCESSES if name != "cp"]  # it accepts in a rank's part alone
+CASES += [("mtp", strategy) for strategy in PROCESSES]
 
 
 @pytest.mark.parametrize(("model", "strategy"), tiers(CASES, DAILY))

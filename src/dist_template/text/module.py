@@ -25,7 +25,7 @@ from ..parallel.place import in_full
 from .batches.rows import PAIRS
 from .distillation import DistillationConfig, blended, build_teacher, distilled_sums
 from .model.adapters import AdapterConfig, add_adapters, proof_axes
-from .model.causal_lm import checked_fields
+from .model.causal_lm import checked_fields, read_modules
 from .model.head import ChunkedLoss, without_head
 from .model.mtp import ACCEPTED, COMPARED, MtpConfig, add_modules, sums_with_predictions
 from .model.mtp import NAME as MTP
@@ -74,6 +74,7 @@ class TextModule(TrainingModule):
         self.distillation = distillation
         self.mtp = mtp
         self.reference: nn.Module | None = None
+        self.accepted: Tensor | None = None  # (2, D, B, T) of the newest batch of an evaluation: see model/mtp.py
         self.sample_tokens = sample_tokens
         self.sample_temperature = sample_temperature
 
@@ -97,6 +98,8 @@ class TextModule(TrainingModule):
         model = self.build_base(data)
         if self.mtp is not None:
             add_modules(model)
+            if pretrained := getattr(self, "pretrained", None):
+                read_modules(model, pretrained)
         if self.adapter is not None:
             model = add_adapters(model, self.adapter)
             self.frozen_base = {"name": getattr(self, "pretrained", None) or type(model).__name__}

@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,8 @@ from torch import nn
 from ...compat.recording import is_recording
 from ...errors import InputError, is_out_of_memory, reason
 from .kernels import Attention, set_attention
+from .mtp import NAME as MTP
+from .mtp import add_modules
 from .published import PublishedWeights
 from .reward import has_reward_head
 
@@ -108,6 +111,19 @@ def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int)
     return model
 
 
+def read_modules(model: Any, pretrained: str) -> None:
+    """Lets the modules of multi-token prediction in `model` have the weights in the files of `pretrained`, read as the
+    model's own. Raises InputError if they cannot be loaded."""
+    if torch.get_default_device().type == "meta" and not is_recording():
+        return
+    if getattr(model.config, "quantization_config", None):
+        raise InputError(f"model.mtp: {pretrained} has quantized weights: set null, or give weights in 16 bits")
+    published = _published(pretrained, auto_class(model.config, with_modules=True), model.config)
+    if missing := published.write_into(model, f"{MTP}.layers."):
+        what = f"note: {pretrained} has no weights of {missing[0]} ({len(missing)} such tensors)"
+        print(f"{what}, which predict later tokens: they start from random values")
+
+
 def _published(name: str, kind: Any, config: PreTrainedConfig) -> PublishedWeights:
     if getattr(config, "quantization_config", None):  # transformers' quantizers convert modules too
         raise NotImplementedError(f"{name} has quantized weights")
@@ -117,11 +133,15 @@ def _published(name: str, kind: Any, config: PreTrainedConfig) -> PublishedWeigh
         raise _cannot_load(name, error) from error
 
 
-def auto_class(config: PreTrainedConfig) -> Any:
-    """Returns transformers' class for the weights of `config`: a language model, or a reward model."""
+def auto_class(config: PreTrainedConfig, with_modules: bool = False) -> Any:
+    """Returns transformers' class for the weights of `config`: a language model, or a reward model. `with_modules`, its
+    `from_config` adds those of multi-token prediction."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    return AutoModelForSequenceClassification if has_reward_head(config) else AutoModelForCausalLM
+    kind: Any = AutoModelForSequenceClassification if has_reward_head(config) else AutoModelForCausalLM
+    if with_modules:
+        return SimpleNamespace(from_config=lambda *given, **options: add_modules(kind.from_config(*given, **options)))
+    return kind
 
 
 def _ids(tokens: int | list[int] | None) -> list[int]:

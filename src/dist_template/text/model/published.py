@@ -17,6 +17,7 @@ from torch import Tensor
 from ...compat import published as compat
 from ...compat.recording import write_later
 from ...errors import InputError
+from .mtp import name_in_model, names_to_save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -41,14 +42,17 @@ class PublishedWeights:
                 opened = safe_open(file, framework="pt")
             except SafetensorError as error:
                 raise SafetensorError(f"{Path(file).name}: {error}") from error
-            self._slices |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118  (no dict)
+            for key in opened.keys():  # noqa: SIM118  (no dict)
+                if name_ := name_in_model(key, config):
+                    self._slices[name_] = opened.get_slice(key)
         self._skeleton: PreTrainedModel | None = None
         self._sources: dict[str, list[str]] = {}
 
-    def write_into(self, model: PreTrainedModel) -> list[str]:
-        """Lets the recorded `model` have these weights; returns the names of those that it has and the files do not."""
+    def write_into(self, model: PreTrainedModel, prefix: str = "") -> list[str]:
+        """Lets the recorded `model` have these weights, of the names with `prefix`; returns the names of those that it
+        has and the files do not."""
         self._sources = compat.sources_of_weights(model, list(self._slices))
-        tensors = model.state_dict(keep_vars=True)
+        tensors = {name: each for name, each in model.state_dict(keep_vars=True).items() if name.startswith(prefix)}
         found: dict[int, str] = {}  # of a shared tensor, the first name in the files
         for name in filter(self._sources.get, tensors):
             tensor = tensors[name]
@@ -65,7 +69,7 @@ class PublishedWeights:
         model = self._skeleton = self._on_meta()
         self._sources = compat.sources_of_weights(model, list(self._slices))
         dtypes = compat.loaded_dtypes(model, dtype)
-        for name in compat.names_to_save(model):
+        for name in names_to_save(model):
             if not self._sources.get(name) or not self.read(name).equal(expected[name][...].to(dtypes[name]).float()):
                 yield name
 
