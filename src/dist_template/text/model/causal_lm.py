@@ -118,6 +118,20 @@ def _fill_hash_tables(model: nn.Module) -> None:
             table.copy_(torch.rand(len(table), len(router.weight), device=table.device).topk(table.shape[1]).indices)
 
 
+def freeze_untrained(model: nn.Module) -> list[str]:
+    """Freezes modules whose `forward` is decorated with torch.no_grad, and returns their names: no gradient reaches
+    them, for which DDP stops and ZeRO decays their weights. transformers (5.23) has no loss of DeepSeek-V3.2's indexer.
+    """
+    found: list[str] = []
+    for name, module in model.named_modules():
+        cells = getattr(type(module).forward, "__closure__", None) or ()
+        is_without = any(isinstance(getattr(cell.cell_contents, "__self__", None), torch.no_grad) for cell in cells)
+        if is_without and any(True for _ in module.parameters()):
+            module.requires_grad_(False)
+            found.append(name)
+    return found
+
+
 def _published(name: str, kind: Any, config: PreTrainedConfig) -> PublishedWeights:
     if getattr(config, "quantization_config", None):  # transformers' quantizers convert modules too
         raise NotImplementedError(f"{name} has quantized weights")
