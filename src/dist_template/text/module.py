@@ -99,7 +99,8 @@ class TextModule(TrainingModule):
         if self.mtp is not None:
             add_modules(model)
         if names := freeze_untrained(model):
-            _print_once(f"note: {names[0]} and {len(names) - 1} others get no gradient: they keep the weights they start with")
+            others = f" and {len(names) - 1} others" if names[1:] else ""
+            _print_once(f"note: {names[0]}{others} get no gradient, and keep the weights they start with")
         if self.adapter is not None:
             model = add_adapters(model, self.adapter)
             self.frozen_base = {"name": getattr(self, "pretrained", None) or type(model).__name__}
