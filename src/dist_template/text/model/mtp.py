@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ...compat import replaced
 from ...compat import published as compat
 from ...compat.transformers import initialize
-from ...errors import InputError
+from ...errors import InputError, reason
 from ...model.metrics import NOT_COUNTED
 from ...parallel.blocks import find_blocks
 from ...parallel.sequence import WHOLE
@@ -58,7 +58,11 @@ class Predictor(nn.Module):
         if type(embedding) is not nn.Embedding:
             raise InputError(f"model.mtp: the embedding of {type(model).__name__} is of a class of its own: set null")
         self.depth = number
-        self.layers = MtpModel(model, number).layers
+        try:
+            self.layers = MtpModel(model, number).layers
+        except (AttributeError, StopIteration, TypeError, ValueError) as error:
+            what = f"transformers builds no modules for {type(model).__name__} ({reason(error)})"
+            raise InputError(f"model.mtp: {what}: set model.mtp null") from error
         for layer in self.layers.modules():  # MtpModel does not know the model's experts
             initialize(model, layer)
         self.embed_tokens = nn.Embedding(*embedding.weight.shape, _weight=embedding.weight)
@@ -79,16 +83,20 @@ class Predictor(nn.Module):
 
         def keep_options(block: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             self.options = dict(options)
-            self.options.pop("hidden_states", None)
+            hidden = self.options.pop("hidden_states", *args[:1])
+            if hidden.dim() != 3:
+                shape = f"hidden states of shape {[*hidden.shape]}, not (B, T, W)"
+                raise InputError(f"model.mtp: {type(block).__name__} has {shape}: set model.mtp null")
 
         self.given, (block, head) = given, self._ends
-        before_block = block.register_forward_pre_hook(keep_options, with_kwargs=True)
-        before_head = head.register_forward_pre_hook(lambda _, inputs: (self(inputs[0]),), prepend=True)
+        hooks = [block.register_forward_pre_hook(keep_options, with_kwargs=True)]
+        hooks += [head.register_forward_pre_hook(lambda _, inputs: (self(inputs[0]),), prepend=True)]
+        hooks += [layer.mtp_block.register_forward_hook(_hidden_alone) for layer in self.layers]
         try:
             yield
         finally:
-            before_block.remove()
-            before_head.remove()
+            for hook in hooks:
+                hook.remove()
             self.given, self.options = [], {}
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -99,12 +107,20 @@ class Predictor(nn.Module):
         return torch.cat(found)
 
 
+def _hidden_alone(block: nn.Module, inputs: Any, output: Any) -> Any:
+    """Returns a block's hidden states, without what it returns beside them (GLM-5: the indices of attended tokens)."""
+    return output[0] if isinstance(output, tuple) else output
+
+
 def add_modules(model: Any) -> nn.Module:
     """Adds the modules to a model of transformers, and to its plans. Raises InputError if its architecture has none."""
     config = getattr(model, "config", None)
     number = getattr(config, "num_mtp_layers", None) or 0
     if not number:
         raise InputError("model.mtp needs model.architecture.num_mtp_layers of 1 or more, and a model type that has it")
+    for name in ("layer_types", "mlp_layer_types"):  # unless the architecture names others, a module has the last block
+        if (kinds := getattr(config, name, None)) and not getattr(config, f"mtp_{name}", None):
+            setattr(config, f"mtp_{name}", kinds[-1:] * number)
     model.add_module(NAME, Predictor(model, number))
     names = {each: name for name, each in model.named_modules()}
     blocks, embedding = names[find_blocks(model)[0]].removesuffix("0"), names[model.get_input_embeddings()]
