@@ -159,7 +159,7 @@ def _published(name: str, kind: Any, config: PreTrainedConfig) -> PublishedWeigh
 
 def auto_class(config: PreTrainedConfig, with_modules: bool = False) -> Any:
     """Returns transformers' class for the weights of `config`: a language model, or a reward model. `with_modules`, its
-    `from_config` adds those of multi-token prediction."""
+    `from_config` adds the modules of multi-token prediction."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     kind: Any = AutoModelForSequenceClassification if has_reward_head(config) else AutoModelForCausalLM

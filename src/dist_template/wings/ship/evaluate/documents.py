@@ -83,7 +83,7 @@ class DocumentScores(Callback):
             self.start = None
             return
         counted = batch["labels"].flatten().cpu().numpy() != NOT_COUNTED
-        nats = torch.cat(self.nats)[: len(counted)].double().cpu().numpy()  # (B x T,), before those of modules
+        nats = torch.cat(self.nats)[: len(counted)].double().cpu().numpy()  # (B x T,), before the modules'
         self.nats.clear()
         inputs, labels, _ = map(torch.from_numpy, self.rows.read(self.data.eval_rows))
         shard = getattr(trainer.strategy, "shard_batch", dict)
