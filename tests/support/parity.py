@@ -39,8 +39,19 @@ MODELS["deepseek_v4"] = (
     " index_topk: 5, index_head_dim: 24, index_n_heads: 3}"
 )
 MODELS["mtp"] = MODELS["deepseek_v3"].replace("num_mtp_layers: 0", "num_mtp_layers: 2")
-FLAGS = {"mtp": ["--model.mtp.weight=0.3", "--model.loss_chunk=16"]}
-FLAGS |= dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), FLAGS["mtp"])
+# Global batches of 8, 8, 8, 12, 16 and 16 rows of 32 tokens; before a step 0, 256, 512, 768, 1152 and 1664 tokens.
+PHASES = {
+    "data.global_batch_size": "[{value: 8, until: 256},"
+    " {value: 16, until: 1000, shape: linear, multiple: 4}, {value: 16}]",
+    "model.optim.learning_rate": "[{value: 0.01, until: 600},"
+    " {value: 1.0e-3, until: 1500, shape: cosine}, {value: 5.0e-4}]",
+    "model.balance.bias_update_speed": "[{value: 0.01, until: 700}, {value: 0}]",
+    "model.mtp.weight": "[{value: 0.3, until: 1000}, {value: 0.1}]",
+}
+FLAGS = {"mtp": ["--model.loss_chunk=16", *(f"--{key}={each}" for key, each in PHASES.items())]}
+FLAGS |= dict.fromkeys(
+    ("deepseek_v32", "glm_moe_dsa"), ["--model.mtp.weight=0.3", "--model.loss_chunk=16"]
+)
 FLAGS["deepseek_v4"] = ["--data.cross_document_attention=true"]
 OF_FOUR_RANKS = {"hsdp", "fsdp2_tp", "fsdp2_tp_ep", "pp_fsdp2", "pp_ep"}
 PROCESSES = {name: 4 if name in OF_FOUR_RANKS else 2 for name in NAMES}

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+from ..by_tokens import BatchSizes, ByTokens, check_phases, value_at, values_of
 from ..errors import InputError, reason
 from ..layout import by_layout, full_shape
 
@@ -28,16 +29,18 @@ class OptimConfig:
     """AdamW and its learning-rate schedule; `--optimizer` and `--lr_scheduler` name other classes.
 
     Args:
-        learning_rate: Peak learning rate, reached at the end of the warm-up.
+        learning_rate: Peak learning rate, reached at the end of the warm-up; or phases by consumed tokens, which
+            replace `schedule`, and which the warm-up multiplies.
         weight_decay: AdamW's decoupled decay, on matrices alone: biases, norms and other vectors have none. 0 is off.
         betas: AdamW's decay rates of the first and the second moment.
         eps: AdamW's term that keeps the denominator from zero.
-        schedule: Shape of the learning rate over optimizer steps after the warm-up.
+        schedule: Shape of the learning rate over optimizer steps after the warm-up; over the samples of as many steps
+            where data.global_batch_size has phases.
         warmup: Steps of linear warm-up when 1 or more, a share of all steps when below 1. 0 is off.
         min_learning_rate_share: Where cosine and warmup_stable_decay end, as a share of the peak. 0 decays to zero.
         decay_share: Share of all steps in which warmup_stable_decay falls."""
 
-    learning_rate: float = 3e-4
+    learning_rate: ByTokens = 3e-4
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -47,6 +50,16 @@ class OptimConfig:
     decay_share: float = 0.2
     optimizer: Class | None = field(default=None, init=False)  # cli/fit.py sets these two
     lr_scheduler: Class | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        check_phases("model.optim.learning_rate", self.learning_rate)
+        if min(values_of(self.learning_rate)) < 0 or self.peak <= 0:
+            raise InputError(f"model.optim.learning_rate is {values_of(self.learning_rate)}; give more than 0")
+
+    @property
+    def peak(self) -> float:
+        """The highest learning rate."""
+        return max(values_of(self.learning_rate))
 
 
 def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False) -> Optimizer:
@@ -68,7 +81,7 @@ def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False
         raise InputError("no parameter of the module requires a gradient, so there is nothing to train; see module.py")
     kind: type[Optimizer] = torch.optim.AdamW
     arguments: dict[str, Any] = {
-        "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": config.betas,
+        "lr": config.peak, "weight_decay": config.weight_decay, "betas": config.betas,
         "eps": config.eps, "fused": fused,
     }  # fmt: skip
     if chosen := config.optimizer:
@@ -110,13 +123,23 @@ def mixed(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def build_schedule(
-    optimizer: Optimizer, config: OptimConfig, num_steps: float, batches_per_validation: int | None = None
+    optimizer: Optimizer,
+    config: OptimConfig,
+    num_steps: float,
+    batches_per_validation: int | None = None,
+    data: Any = None,
 ) -> dict[str, Any]:
     """Returns Lightning's scheduler entry for `config` over `num_steps` optimizer steps (inf: no end is set).
-    ReduceLROnPlateau checks its metric every `batches_per_validation` of a rank; None: at the end of each epoch.
+    ReduceLROnPlateau checks its metric every `batches_per_validation` of a rank; None: at the end of each epoch. `data`
+    counts samples, for phases of the learning rate or the batch.
 
-    Raises InputError if the schedule needs an end and training has none, the warm-up is longer than training, or the
-    class of `--lr_scheduler` refuses its arguments."""
+    Raises InputError if it counts none, the schedule needs an end and training has none, the warm-up is longer than
+    training, or the class of `--lr_scheduler` refuses its arguments."""
+    phases, sizes = isinstance(config.learning_rate, list), getattr(data, "batch_sizes", None)
+    grows = sizes is not None and sizes.grows
+    if phases and (config.lr_scheduler or data is not None and sizes is None):
+        why = "--lr_scheduler" if config.lr_scheduler else f"{type(data).__name__}, which does not count tokens"
+        raise InputError(f"model.optim.learning_rate has phases, which do not work with {why}: give a number")
     if chosen := config.lr_scheduler:
         kind = resolve_name(chosen["class_path"])
         try:
@@ -125,10 +148,12 @@ def build_schedule(
             raise _refused("--lr_scheduler", kind, error) from error
         entry: dict[str, Any] = {"scheduler": scheduler, "interval": "step"}
         if isinstance(scheduler, ReduceLROnPlateau):
+            if grows:
+                raise InputError("--lr_scheduler ReduceLROnPlateau does not work with phases of data.global_batch_size")
             entry |= {"monitor": getattr(scheduler, "monitor", "eval/loss"), "reduce_on_plateau": True}
             entry |= {"frequency": batches_per_validation} if batches_per_validation else {"interval": "epoch"}
         return entry
-    needs_end = config.schedule in ("cosine", "linear", "warmup_stable_decay")
+    needs_end = not phases and config.schedule in ("cosine", "linear", "warmup_stable_decay")
     if num_steps == math.inf and (config.warmup < 1 or needs_end):
         raise InputError(
             f"schedule {config.schedule!r} with warmup {config.warmup} needs to know how long"
@@ -142,10 +167,34 @@ def build_schedule(
         )
     # A partial, as in transformers: LambdaLR's state is compatible with older checkpoints.
     share = partial(_share_of_peak, config=config, warmup=warmup_steps, num_steps=num_steps)
+    if phases or grows:
+        share = partial(_share_by_tokens, data=data, sizes=sizes, **share.keywords)
+    if phases:
+        return {"scheduler": PhasesLR(optimizer, share), "interval": "step"}
     return {"scheduler": LambdaLR(optimizer, share), "interval": "step"}
 
 
-def _share_of_peak(step: int, config: OptimConfig, warmup: int, num_steps: float) -> float:
+class PhasesLR(LambdaLR):
+    """Resumes with the phases of the present configuration, of which base_lrs is the peak."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict | {"base_lrs": self.base_lrs})
+
+
+def _share_by_tokens(
+    _: int, config: OptimConfig, data: Any, sizes: BatchSizes | None, warmup: int, num_steps: float
+) -> float:
+    """Returns the learning rate of the step that follows the consumed samples, as a share of the peak."""
+    if sizes is None:  # arguments are checked, nothing is trained
+        return 1.0
+    consumed, warmup_samples = data.consumed_samples, sizes.samples(warmup)
+    if isinstance(config.learning_rate, list):
+        warmed = min(1.0, consumed / warmup_samples) if warmup else 1.0
+        return value_at(config.learning_rate, consumed * sizes.seq_len) / config.peak * warmed
+    return _share_of_peak(consumed, config, warmup_samples, sizes.samples(num_steps))
+
+
+def _share_of_peak(step: float, config: OptimConfig, warmup: float, num_steps: float) -> float:
     """Returns the learning rate of `step` as a share of the peak, equal to the bit to `transformers.get_scheduler`,
     whose module takes longer to import than all else before the first step; beyond the end cosine keeps its floor."""
     shape, floor = config.schedule, config.min_learning_rate_share

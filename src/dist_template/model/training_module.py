@@ -72,6 +72,8 @@ class TrainingModule(L.LightningModule):
         classes = {key: getattr(self.optim, key) for key in ("optimizer", "lr_scheduler")}
         classes["optimizer"] = classes["optimizer"] or {"class_path": "AdamW"}
         optim = {key: value for key, value in vars(self.optim).items() if key not in classes}
+        if isinstance(rate := optim["learning_rate"], list):
+            optim["learning_rate"] = {"phases": rate}
         found |= flatten({"model": {"optim": optim}, **classes})
         start = "model.pretrained" if getattr(self, "pretrained", None) else "model.architecture"
         if config := self.build_config(data):
@@ -125,7 +127,7 @@ class TrainingModule(L.LightningModule):
         trainer, every = self.trainer, self.trainer.val_check_interval
         optimizer = build_optimizer(self, self.optim, scaled=trainer.scaler is not None)
         batches = every if isinstance(every, int) else None
-        schedule = build_schedule(optimizer, self.optim, trainer.estimated_stepping_batches, batches)
+        schedule = build_schedule(optimizer, self.optim, trainer.estimated_stepping_batches, batches, self.data)
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def configure_gradient_clipping(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..checkpoint.frozen import exclude_frozen
 from ..cli.limits.options import without_effect
 from ..errors import InputError
+from ..model.any_module import value_now
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
 from ..parallel import run_strategy
@@ -29,6 +30,7 @@ from .model.adapters import AdapterConfig, add_adapters, proof_axes
 from .model.causal_lm import checked_fields, freeze_untrained, read_modules
 from .model.head import ChunkedLoss, without_head
 from .model.mtp import ACCEPTED, COMPARED, MtpConfig, add_modules, sums_with_predictions
+from .model.mtp import KEY as MTP_WEIGHT
 from .model.mtp import NAME as MTP
 from .model.quantize import quantize
 from .model.reward import is_reward_model, refuse_reward_model, reward_model
@@ -176,7 +178,7 @@ class TextModule(TrainingModule):
         if has_pairs(data):
             found["model.preference.beta"] = self.preference.beta
         if self.mtp:
-            found["model.mtp.weight"] = self.mtp.weight
+            found[MTP_WEIGHT] = self.mtp.weight
         if self.distillation:
             found["model.distillation"] = [self.distillation.weight, self.distillation.temperature]
         return found
@@ -218,6 +220,8 @@ class TextModule(TrainingModule):
     def derive(self, metrics: dict[str, float]) -> None:
         if "train/loss" in metrics and "train/rewards/margin" not in metrics:
             metrics["train/perplexity"] = _perplexity(metrics["train/loss"])
+        if self.mtp and isinstance(self.mtp.weight, list):
+            metrics["train/mtp_weight"] = value_now(self, MTP_WEIGHT, self.mtp.weight)
 
     def on_validation_epoch_start(self) -> None:
         self.split_means, self.source_means = SplitMeans(), defaultdict(SplitMeans)

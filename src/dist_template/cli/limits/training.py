@@ -40,7 +40,7 @@ def optimization(setup: Setup) -> Iterator[str]:
     try:
         optimizer = build_optimizer(nn.Linear(1, 1), optim)
         if steps is not None:
-            build_schedule(optimizer, optim, steps)
+            build_schedule(optimizer, optim, steps, data=setup.data)
     except InputError as error:
         yield str(error)
     except ValueError as error:

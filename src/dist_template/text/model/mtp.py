@@ -20,15 +20,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...by_tokens import ByTokens, check_phases
 from ...compat import published as compat
 from ...compat import replaced
 from ...compat.transformers import initialize
 from ...errors import InputError, reason
+from ...model.any_module import value_now
 from ...model.metrics import NOT_COUNTED
 from ...parallel.blocks import find_blocks
 from ...parallel.sequence import WHOLE
 from .head import ChunkedLoss, head_of, without_head
 
+KEY = "model.mtp.weight"
 NAME = "mtp"  # of the modules in the model
 ACCEPTED, COMPARED = "mtp_accepted", "mtp_compared"  # numbers of tokens
 PLANS = ("tp_plan", "ep_plan", "fsdp_plan")
@@ -41,10 +44,13 @@ class MtpConfig:
 
     Args:
         weight: Weight of the modules' mean loss beside the model's own; 0.3 for DeepSeek-V3's first 10 T tokens, then
-            0.1 (arXiv:2412.19437, section 4.2).
+            0.1 (arXiv:2412.19437, section 4.2). Or phases by consumed tokens.
     """
 
-    weight: float = 0.3
+    weight: ByTokens = 0.3
+
+    def __post_init__(self) -> None:
+        check_phases(KEY, self.weight)
 
 
 class Predictor(nn.Module):
@@ -222,7 +228,7 @@ def sums_with_predictions(module: Any, batch: dict[str, Tensor]) -> dict[str, Te
         group = module.trainer.strategy.sequence_group if WHOLE in batch else None
         module.accepted = accepted(tokens, labels, group)
         found[ACCEPTED], found[COMPARED] = module.accepted.sum((1, 2, 3))
-    return {"objective": minimized + module.mtp.weight * predicted, **found}
+    return {"objective": minimized + value_now(module, KEY, module.mtp.weight) * predicted, **found}
 
 
 def accepted(tokens: list[Tensor], labels: list[Tensor], group: dist.ProcessGroup | None) -> Tensor:
