@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim import _muon
 from torch.optim import optimizer as _optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -86,6 +87,24 @@ def step_of(optimizer: Any) -> Callable[..., Any]:
         return step
     optimizer._opt_called = True
     return partial(of_class.__wrapped__, optimizer)
+
+
+def orthogonalized(
+    matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
+    """Returns the nearest semi-orthogonal matrices, about, by torch.optim.Muon's iteration: (R, C) or (E, R, C) in
+    bfloat16, of the same shape. Overwrites `matrices`. The public class accepts one parameter of two dimensions."""
+    iterate = partial(_muon._zeropower_via_newtonschulz, ns_coefficients=coefficients, ns_steps=steps, eps=eps)
+    if matrices.ndim == 2 or not matrices.numel():
+        return iterate(matrices) if matrices.numel() else matrices
+    if matrices.is_cpu:  # whose products of a batch are rounded otherwise for another number of matrices
+        return torch.stack([*map(iterate, matrices)])
+    return torch.vmap(iterate)(matrices)
+
+
+def update_scale(shape: torch.Size, name: str) -> float:
+    """Returns the factor of the learning rate for matrices (..., R, C), as torch.optim.Muon's `adjust_lr_fn` names it."""
+    return _muon._adjust_lr(1.0, name, shape[-2:])
 
 
 def compile_checkpointed_hooks() -> None:
