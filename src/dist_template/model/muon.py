@@ -104,7 +104,8 @@ class Muon(torch.optim.AdamW):
                 gradient = torch.where(skipped > 0, momentum, gradient)
             momentum.lerp_(gradient, 1 - group["momentum"])
             chosen = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-            return chosen.to(torch.bfloat16, copy=True)  # as torch orthogonalizes it, in place
+            dtype = torch.float32 if chosen.is_cpu else torch.bfloat16  # in which it is sent and orthogonalized
+            return chosen.to(dtype, copy=True)
 
         def orthogonalize(full: Tensor) -> Tensor:
             return orthogonalized(full, group["ns_coefficients"], group["ns_steps"], group["eps"])

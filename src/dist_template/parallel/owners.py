@@ -1,8 +1,7 @@
 """Computes a function of full matrices whose shards are on several ranks: each matrix on one rank, its owner.
 
 An owner gathers the shards of a matrix, computes, and sends each rank its shard of the result. Ranks that have equal
-matrices (DDP, replicas of HSDP) share the work too. Messages are in bfloat16, in rounds of about `ROUND` bytes for each
-owner: while it computes one round, the next one's shards arrive and the last one's results leave."""
+matrices (DDP, replicas of HSDP) share the work too. Messages are in rounds of about `ROUND` elements for each owner: while it computes one round, the next one's shards arrive and the last one's results leave."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from ..compat.torch import coordinate_of
 from ..compat.transformers import shard_for
 from ..layout import local_shard
 
-ROUND = 1 << 26  # bytes; a larger matrix is a round of its own
+ROUND = 1 << 25  # elements; a larger matrix is a round of its own
 Function = Callable[[Any], Tensor]
 Arrival = Callable[[], dict[int, list[Tensor]]]  # waits, and returns flat tensors by the rank that sent them
 
@@ -53,7 +52,7 @@ class Owners:
     def run(self, parameters: list[Any], shard_of: Function, function: Function) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields each parameter with this rank's shard of the result. Collective over the group.
 
-        `shard_of` returns this rank's shard of a parameter's input, in new memory in bfloat16; `function` computes of
+        `shard_of` returns this rank's shard of a parameter's input, in new memory; `function` computes of
         full inputs (..., R, C) results of that shape."""
         if self._planned != (planned := [*map(id, parameters)]):
             self._rounds, self._planned = self._plan(parameters), planned
@@ -87,10 +86,10 @@ class Owners:
                 matrix.sources = _sources(parameter, peers, owner)
             if owner == self._here and len(peers) > 1:
                 matrix.indices = {rank: _index(parameter, rank) for rank in peers}
-            size += 2 * parameter.numel() / len(peers)
+            size += parameter.numel() / len(peers)
             if size > ROUND:
                 rounds.append([])
-                size = 2 * parameter.numel() / len(peers)
+                size = parameter.numel() / len(peers)
             rounds[-1].append(matrix)
         return rounds
 
