@@ -72,6 +72,9 @@ class Muon(torch.optim.AdamW):
         super().__init__([{"params": of_muon, **checked}, *others], **adamw)
         self._owners = Owners(group)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's reads a count of steps for each matrix
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Runs `closure`, then one step of both. Collective over the group: one owner orthogonalizes each matrix."""
