@@ -150,7 +150,7 @@ def _copy_partition(parameter: Any, stored: Any) -> None:
                 parameter.copy_(stored[...])
         return
     values = partition_of(parameter, stored)
-    shard.view(-1)[: len(values)].copy_(values)
+    shard.view(-1).copy_(nn.functional.pad(values, (0, shard.numel() - len(values))))
     if parameter.ds_status.name == "AVAILABLE":  # a small parameter, which is not sharded
         parameter.copy_(stored[...])
 
