@@ -24,8 +24,7 @@ def safetensors_of(name: str) -> list[str]:
 
 
 def sources_of_weights(model: Any, keys: list[str]) -> dict[str, tuple[list[str], str | None]]:
-    """Returns, for each tensor of `model` that is in files with these keys, its keys, and the pattern of a converter's
-    sources that the first key matches; None: it is not converted."""
+    """Returns, for each tensor of `model` that files with `keys` have, its keys and a converter's pattern, if any."""
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 

@@ -50,12 +50,11 @@ class StartByOwners:
 
     def __init__(self, model: nn.Module, recording: Recording, seed: int, frozen: FrozenHash | None) -> None:
         self.model, self._recording, self._seed, self._frozen = model, recording, seed, frozen
+        self._refused: InputError | None = None
         self._stored: dict[str, Any] = {}  # tensors of files
         self._tensors: dict[str, Tensor] = {}  # as recorded: the types of the model's may change
         self._names: dict[str, list[str]] = defaultdict(list)  # of a shared tensor, by the first
-        self.unexplained = ""
-        if _has_other_tensors(model):
-            self.unexplained = "a tensor of it is neither a parameter nor a buffer"
+        self.unexplained = "a tensor of it is neither a parameter nor a buffer" if _has_other_tensors(model) else ""
         first, unwritten = dict[int, str](), list[str]()
         for name, tensor in _every_tensor(model).items():
             if nn.parameter.is_lazy(tensor):
@@ -82,14 +81,15 @@ class StartByOwners:
         with torch.random.fork_rng(devices=[]):
             for name in names:
                 tensor = self._tensors[name]
-                if tensor.is_meta:
-                    tensor = self._recording.compute(tensor, self._seed)
+                try:
+                    tensor = self._recording.compute(tensor, self._seed) if tensor.is_meta else tensor
+                except InputError as error:  # the other ranks wait for the tensor
+                    self._refused, tensor = error, torch.zeros(tensor.shape)
                 found[name] = tensor.detach()
                 if self._frozen and name in self._frozen_names:
                     self._frozen.add(name, found[name])
         return found
 
-    @torch.no_grad()
     def fill(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         here, targets, hashed = _every_tensor(module), {}, list[str]()
         for name, names in self._names.items():
@@ -102,6 +102,9 @@ class StartByOwners:
             self.make([name])
         units = [[name for name in unit if name in targets] for unit in self.units]
         scatter.distribute([unit for unit in units if unit], targets, self.make, group)
+        with agreed_on_errors():
+            if self._refused:
+                raise self._refused
 
 
 class StartOnRankZero:
@@ -170,8 +173,7 @@ def _units(tensors: dict[str, Tensor]) -> list[list[str]]:
     largest come first, so that the ranks' units in a round take equally long."""
     large = [[name] for name, tensor in tensors.items() if tensor.nbytes > UNIT]
     large.sort(key=lambda unit: -tensors[unit[0]].nbytes)
-    small: list[list[str]] = []
-    room = 0
+    small, room = list[list[str]](), 0
     for name, tensor in tensors.items():
         if tensor.nbytes > UNIT:
             continue
