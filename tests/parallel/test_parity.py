@@ -82,8 +82,11 @@ def test_a_checkpoint_serves_every_verb(train: Trainings, strategy: str, tmp_pat
     given = [checkpoint.replace("ckpt_path", "checkpoint"), f"--output={exported}"]
     train.run("export", "deepseek_v3", strategy, *given)
     weights = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).state_dict()
+    given = ["--model.architecture={}", f"--model.pretrained={exported}"]
+    started = train.run("fit", "deepseek_v3", strategy, *given, callbacks=[PauseAfter(1)]).start
     for name, tensor in trained.end.items():
         assert torch.equal(weights[name.removeprefix("model.")], tensor), name
+        assert torch.equal(started[name], tensor), f"{name} is read from files in every division"
 
 
 BLOCKS = "--model.blocks."
