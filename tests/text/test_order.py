@@ -1,5 +1,4 @@
-"""The order of samples does not depend on who reads them, a run resumes exactly, and the counted
-labels of a global batch are known on all ranks before a step."""
+"""The order of samples does not depend on who reads; a step's counted labels are known early."""
 
 import copy
 from collections.abc import Iterator
@@ -105,9 +104,7 @@ def test_a_run_of_any_attempts_reads_the_stream_without_a_gap(
 
 @PROPERTY
 @given(st.integers(2, 60), st.integers(0, 5), st.integers(0, 5), st.booleans())
-def test_each_pass_has_every_row_in_another_order(
-    num_rows: int, seed: int, epoch: int, many: bool
-) -> None:
+def test_each_pass_has_another_order(num_rows: int, seed: int, epoch: int, many: bool) -> None:
     def order(seed: int, epoch: int) -> list[int]:
         if not many:
             return global_order.permutation(num_rows, seed, epoch).tolist()
