@@ -1,8 +1,6 @@
-"""Tests of the library, of the template and of the un-rendered project, which is linked into
-build/dev to run in place.
+"""Tests of the library, of the template and of the un-rendered project, linked into build/dev.
 
-Every process that a test starts finds the library, these tests and the linked project.
-"""
+Every process that a test starts finds the library, these tests and the linked project."""
 
 import contextlib
 import importlib

@@ -1,5 +1,4 @@
-"""Fixtures of the library's tests: a small corpus, a small model's flags, and no process group left
-behind."""
+"""Fixtures of the library's tests: a corpus, a small model's flags, no process group left."""
 
 import os
 import sys
@@ -24,16 +23,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # in started processes too, where
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first: a worker takes a whole file, and at the end short ones keep all
-    of them busy."""
+    """Files with slow tests first: a worker takes a whole file, and short ones fill the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(autouse=True)
 def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a training in this process leaves is gone after the test: the next would take it for a
-    launcher's."""
+    """Removes what a training in this process leaves: the next would take it for a launcher's."""
     for name in OF_ANOTHER_RUN:
         monkeypatch.setenv(name, "")  # so that it is put back as it was
         monkeypatch.delenv(name)
@@ -47,8 +44,7 @@ def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of 60 short texts of a few repeated words, so that a small model learns something in
-    few steps."""
+    """A folder of 60 short texts of a few repeated words, which a small model learns soon."""
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(60):
         words = "the quick brown fox jumps over the lazy dog. " * (4 + number % 5)

@@ -1,8 +1,6 @@
-"""Each promise of docs/promises.md has a guard in the source, and a test that fails when the guard
-is removed.
+"""Each promise of docs/promises.md has a guard, and a test that fails when the guard is removed.
 
-A guard is removed in a copy of the repository: one text of one file is replaced by another.
-"""
+A guard is removed in a copy of the repository: one text of one file is replaced by another."""
 
 import os
 import re

@@ -1,7 +1,5 @@
 """The rules that hold the repository together, and for each rule a small tree that breaks it."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from pytest import CaptureFixture, MonkeyPatch
 from torch import Tensor
 from trainer_dev.module import LanguageModule
 
@@ -29,7 +28,7 @@ def saved_weights(root: Path, name: str = "default") -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("last", [4, 8])
 def test_stopping_returns_its_exit_code_and_keeps_the_checkpoint_from_before(
-    flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture, last: int
+    flags: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any, last: int
 ) -> None:
     """Also at the last step, after which there is no step in which the host could check it."""
     spoil_loss([last], replace=monkeypatch.setattr)
@@ -41,7 +40,7 @@ def test_stopping_returns_its_exit_code_and_keeps_the_checkpoint_from_before(
     assert is_finite(saved_weights(tmp_path))
 
 
-def test_skip_has_patience(flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+def test_skip_has_patience(flags: list[str], tmp_path: Path, monkeypatch: Any) -> None:
     spoil_loss(range(3, 9), replace=monkeypatch.setattr)
     skip = ["--numerics.on_non_finite=skip", "--numerics.patience=3"]
     assert run("fit", *flags, *QUICK, *skip) == Exit.NON_FINITE
@@ -50,9 +49,7 @@ def test_skip_has_patience(flags: list[str], tmp_path: Path, monkeypatch: Monkey
 
 
 @pytest.mark.slow
-def test_no_checkpoint_is_saved_of_weights_that_something_else_made_non_finite(
-    flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_no_checkpoint_has_non_finite_weights(flags: Any, tmp_path: Path, monkeypatch: Any) -> None:
     step = LanguageModule.optimizer_step
 
     def then_plant(self: Any, *args: Any, **options: Any) -> None:
@@ -70,7 +67,7 @@ def test_no_checkpoint_is_saved_of_weights_that_something_else_made_non_finite(
 
 
 def test_an_optimizer_that_is_not_fused_skips_the_step_too(
-    flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch
+    flags: list[str], tmp_path: Path, monkeypatch: Any
 ) -> None:
     spoil_loss([4], replace=monkeypatch.setattr)
     sgd = lambda self: torch.optim.SGD(self.parameters(), lr=0.1)  # noqa: E731
@@ -80,9 +77,7 @@ def test_an_optimizer_that_is_not_fused_skips_the_step_too(
 
 
 @pytest.mark.parametrize(("own", "everywhere"), [(1.0, math.nan), (math.nan, math.nan), (1.0, 1.0)])
-def test_the_loss_scale_falls_where_the_own_gradient_is_finite(
-    own: float, everywhere: float
-) -> None:
+def test_the_loss_scale_falls_where_the_gradient_is_finite(own: float, everywhere: float) -> None:
     """Else the ranks' scales differ, and the next steps' sums of gradients are wrong."""
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer, scaler = torch.optim.AdamW([weight]), torch.amp.GradScaler("cpu", init_scale=256.0)

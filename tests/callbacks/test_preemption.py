@@ -24,9 +24,7 @@ FLAGS = """--data.micro_batch_size=2 --model.optim.learning_rate=0.01
 
 
 class Signal(Callback):
-    """Sends `number` to its own process, on `rank`, in the hook of that name at `step`; or to its
-    process group, as a shell's job control does.
-    """
+    """Sends `number` to its process, or its process group, on `rank`, in a hook at `step`."""
 
     def __init__(self, rank: int, step: int, number: int, hook: str, send: Callable) -> None:
         self.rank, self.step, self.number, self.send = rank, step, number, send
@@ -60,9 +58,7 @@ def stopped(record: RunRecord, by: str) -> int:
     return steps.pop() or 0 if len(steps) == 1 else 0
 
 
-def test_a_signal_to_one_ranks_group_stops_all_at_one_step_and_none_is_lost(
-    train: Trainings, whole: RunRecord
-) -> None:
+def test_a_signal_to_a_rank_stops_all_and_loses_no_step(train: Trainings, whole: RunRecord) -> None:
     """Its data workers are not killed: they are in a process group of their own."""
     signal_at = Signal(1, 7, signal.SIGTERM, "on_train_batch_start", os.killpg)
     options: Any = {"callbacks": [signal_at], "prelude": os.setpgrp}
@@ -76,9 +72,7 @@ def test_a_signal_to_one_ranks_group_stops_all_at_one_step_and_none_is_lost(
     assert first_difference(second.end, whole.end) == ""
 
 
-def test_a_validation_is_interrupted_and_repeated_after_the_resume(
-    train: Trainings, whole: RunRecord
-) -> None:
+def test_an_interrupted_validation_is_repeated(train: Trainings, whole: RunRecord) -> None:
     """Its step may be saved already; the learning rate depends on its result."""
     signal_at = Signal(0, 10, signal.SIGUSR1, "on_validation_batch_start", os.kill)
     first = train("validated", "ddp", callbacks=[signal_at])

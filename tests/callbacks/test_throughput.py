@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from pytest import CaptureFixture, MonkeyPatch
 from trainer_dev.data import DataModule
 
 from dist_template.callbacks import goodput
@@ -25,9 +24,7 @@ SAVE_S = 1000.0  # by a clock of the test's own: longer than steps take on any m
 
 
 @pytest.mark.slow
-def test_a_slow_checkpoint_counts_as_neither_training_nor_waiting(
-    flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_slow_checkpoint_is_no_training(flags: Any, tmp_path: Path, monkeypatch: Any) -> None:
     save, slept = commit.save, [0.0]
 
     def slowly(*args: Any, **options: Any) -> Any:
@@ -105,9 +102,7 @@ def test_repeated_steps_are_lost_time_and_the_gap_is_restart(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_the_kinds_add_up_to_the_wall_time_across_a_restart(
-    flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture
-) -> None:
+def test_kinds_add_to_wall_time(flags: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(goodput, "LINE_S", 0.0)
     transfer = DataModule.on_before_batch_transfer
 

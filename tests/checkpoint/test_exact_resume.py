@@ -1,11 +1,8 @@
-"""A run that is killed and resumed equals, bit for bit, the uninterrupted run; on other numbers of
-ranks, nearly.
+"""A killed and resumed run equals the uninterrupted run: bit for bit on as many ranks, else nearly.
 
-An epoch has 8 steps and a few rows more. A checkpoint is written every second step; later steps are
-repeated. After step 6 there is a validation, after the checkpoint. Each run of CELLS is killed
-three times: inside a save, at an epoch's end, and in epoch 1, where its newest checkpoint is
-damaged too. Other tests of kills: test_kill_points.py, test_saves.py.
-"""
+An epoch has 8 steps and a few rows more, with a checkpoint at every second step, and a validation
+after step 6. Each run of CELLS is killed three times: inside a save, at an epoch's end, and in
+epoch 1, where its newest checkpoint is damaged too."""
 
 import random
 from functools import cache, partial
@@ -151,9 +148,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "sign"), tiers(FAULTS, daily=FAULTS[:1]))
-def test_without_its_guard_a_resumed_run_is_another(
-    train: Trainings, fault: Any, sign: str
-) -> None:
+def test_without_its_guard_a_resumed_run_differs(train: Trainings, fault: Any, sign: str) -> None:
     resumed = train(fault.__name__, "zero3", train.kept("zero3", 6), prelude=fault).check()
     assert sign in difference(train.whole("zero3"), resumed, 7)
 

@@ -1,7 +1,4 @@
-"""A checkpoint of weights or of adapters is exported with the logits that were trained.
-
-parallel/test_parity.py exports checkpoints of every strategy.
-"""
+"""A checkpoint of weights or of adapters is exported with the logits that were trained."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +7,6 @@ import pytest
 import torch
 import transformers
 import yaml
-from pytest import CaptureFixture
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -42,7 +38,7 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("architecture", [DEEPSEEK, TIED_LLAMA], ids=["moe", "tied"])
 def test_the_exported_folder_gives_the_trained_modules_logits(
-    quick: list[str], tmp_path: Path, capsys: CaptureFixture, architecture: str
+    quick: list[str], tmp_path: Path, capsys: Any, architecture: str
 ) -> None:
     """As anyone would load it, and from the checkpoint's own tensors by no code of ours."""
     quick = [*quick, f"--model.architecture={architecture}"]
@@ -91,9 +87,7 @@ ADAPTED = {  # the base, and flags
 
 
 @pytest.mark.parametrize("kind", ADAPTED)
-def test_an_adapter_folder_and_merged_weights_give_the_trained_logits(
-    quick: list[str], tmp_path: Path, kind: str
-) -> None:
+def test_adapter_and_merged_weights_are_equal(quick: list[str], tmp_path: Path, kind: str) -> None:
     from peft import PeftModel
 
     architecture, flag = ADAPTED[kind]

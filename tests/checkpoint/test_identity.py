@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pytest import CaptureFixture
 
 from dist_template.checkpoint.identity import KEY
 from tests.support.library import manifest, read_full
@@ -29,9 +28,7 @@ def flags(flags: list[str]) -> list[str]:
     return [*flags, *more, "--model.sample_tokens=1", "--trainer.val_check_interval=2"]
 
 
-def test_a_changed_setting_is_refused_and_can_be_accepted(
-    flags: list[str], tmp_path: Path, capfd: CaptureFixture
-) -> None:
+def test_a_changed_setting_is_refused_or_accepted(flags: Any, tmp_path: Path, capfd: Any) -> None:
     flags = [*flags, "--model.adapter.alpha=8", "--model.adapter.targets=[q_proj]"]
     assert run("fit", *flags) == 0
     before = sorted(path.name for path in only_run(tmp_path).iterdir())
@@ -49,7 +46,7 @@ def test_a_changed_setting_is_refused_and_can_be_accepted(
     assert manifest.read(newest(only_run(tmp_path)))[KEY]["data.seq_len"] == 16
 
 
-def test_another_model_is_refused(flags: list[str], tmp_path: Path, capfd: CaptureFixture) -> None:
+def test_another_model_is_refused(flags: list[str], tmp_path: Path, capfd: Any) -> None:
     """The weights of llama, mistral and granite have the same names and shapes."""
     assert run("fit", *flags) == 0
     for kind in ("mistral", "granite"):
@@ -82,9 +79,7 @@ PRINTED = {
 }
 
 
-def test_what_changes_the_updates_is_printed(
-    flags: list[str], tmp_path: Path, capfd: CaptureFixture
-) -> None:
+def test_what_changes_the_updates_is_printed(flags: list[str], tmp_path: Path, capfd: Any) -> None:
     def resumed(*change: str) -> list[str]:
         capfd.readouterr()
         assert run("fit", *flags, "--ckpt_path=last", *change) == 0

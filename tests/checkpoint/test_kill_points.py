@@ -1,8 +1,6 @@
 """A rank is killed at every point of a save: a valid checkpoint is left, the old or the new one.
 
-Two forked processes save a fake training, whose "step" adds 1 to the weights, by the library's
-writers: in milliseconds.
-"""
+Two forked processes save a fake training, whose "step" adds 1 to the weights."""
 
 import multiprocessing
 import os
@@ -76,8 +74,7 @@ def weight_in(path: Path) -> Tensor:
 def launch(kind: str, folder: Path, last: int, arm: Callable[[], object] | None = None) -> Any:
     """Resumes from `folder` on two processes, calls `arm` and saves after each step up to `last`.
 
-    Returns the exit codes by rank: 0 done, 1 an error, as of gloo when the other rank is gone.
-    """
+    Returns the exit codes by rank: 0 done, 1 an error, as of gloo when the other rank is gone."""
     store, fork = f"{folder}-{time.monotonic_ns()}", multiprocessing.get_context("fork")
     processes = []
     for rank in range(RANKS):
@@ -122,9 +119,7 @@ CASES = [EVERYWHERE[0], ("fsdp2", "save"), ("zero", "save")]
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.parametrize(("kind", "operation"), tiers([*CASES, *EVERYWHERE[1:]], daily=CASES))
-def test_a_kill_at_any_point_leaves_a_valid_checkpoint_that_the_next_launch_resumes(
-    kind: str, operation: str, rank: int, tmp_path: Path
-) -> None:
+def test_a_kill_leaves_a_checkpoint(kind: str, operation: str, rank: int, tmp_path: Path) -> None:
     """Each launch replaces a torn checkpoint, and is killed one operation later than the last."""
     folder, step, committed = tmp_path / "checkpoints", 1, []
     assert launch(kind, folder, last=step) == [0, 0]

@@ -8,7 +8,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch import Callback
-from pytest import CaptureFixture, MonkeyPatch
 from torch import nn
 from trainer_dev.module import LanguageModule
 
@@ -56,7 +55,7 @@ def test_another_number_of_ranks_starts_new_streams_with_a_warning() -> None:
 
 
 @pytest.fixture
-def with_pooler(monkeypatch: MonkeyPatch) -> None:
+def with_pooler(monkeypatch: Any) -> None:
     """The model has a pooler that nothing calls, with parameters in both optimizer groups."""
     build = LanguageModule.build_model
 
@@ -70,9 +69,7 @@ def with_pooler(monkeypatch: MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("with_pooler")
-def test_a_checkpoint_without_its_moments_is_resumed(
-    flags: list[str], tmp_path: Path, capsys: CaptureFixture
-) -> None:
+def test_a_checkpoint_without_moments_is_resumed(flags: Any, tmp_path: Path, capsys: Any) -> None:
     """By the strategy that wrote it and by others, a step each."""
     legs = ["auto", "fsdp2", "fsdp2", "auto", "fsdp2", "zero3"]
     flags = [*flags, "--trainer.limit_val_batches=0", "--model.optim.schedule=constant"]
@@ -109,8 +106,7 @@ class Forgets(Callback):
 def test_a_run_that_stopped_regularly_resumes_with_trainings_weights(
     flags: list[str], tmp_path: Path, own: list[str], asynchronous: str
 ) -> None:
-    """Its results are nearly the same: the average of rotary frequencies, which no checkpoint has,
-    is rounded in each update."""
+    """Nearly: the average of rotary frequencies, which no checkpoint has, is rounded each time."""
     flags = [*flags, *own, f"--last_checkpoint.asynchronous={asynchronous}"]
     flags += ["--model.optim.learning_rate=0.01", "--trainer.max_steps=10"]
     flags += ["--trainer.val_check_interval=5"]

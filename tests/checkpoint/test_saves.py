@@ -1,7 +1,4 @@
-"""Saves in the background equal those that training waits for; a disk's refusal ends no training.
-
-test_kill_points.py kills ranks at every point of a save.
-"""
+"""Saves in the background equal those that training waits for; a disk's refusal ends none."""
 
 import re
 import resource
@@ -17,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from pytest import MonkeyPatch
 from torch.distributed.checkpoint.staging import DefaultStager
 
 from dist_template.callbacks import LastCheckpoint
@@ -80,9 +76,7 @@ CASES += [("fsdp2", stage_nothing)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "fault"), tiers(CASES, daily=CASES[:2]))
-def test_a_kill_during_a_write_leaves_the_one_before_which_is_of_one_step(
-    train: Trainings, strategy: str, fault: Any
-) -> None:
+def test_a_kill_leaves_the_checkpoint_before(train: Trainings, strategy: str, fault: Any) -> None:
     """Training resumes from it with the losses and norms that it had before the kill."""
     name = f"{strategy}-{fault.__name__}"
     killed = train(name, strategy, prelude=fault, callbacks=[KillAt(STEPS + 2)])
@@ -171,9 +165,7 @@ class SaveThenFail(Callback):
 
 
 @pytest.mark.slow
-def test_a_running_write_is_waited_for(
-    flags: list[str], tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_running_write_is_waited_for(flags: list[str], tmp_path: Path, monkeypatch: Any) -> None:
     """By a save that must be there on return, by the next one, and when training fails."""
     monkeypatch.setattr(commit, "begin", commit.begin)  # is restored
     write_late(0.3, range(9))
@@ -188,7 +180,7 @@ def test_a_running_write_is_waited_for(
         assert not any(entry.CRC for entry in zipfile.ZipFile(path / formats.FILE).infolist())
 
 
-def test_the_thread_uses_its_ranks_own_gpu(monkeypatch: MonkeyPatch) -> None:
+def test_the_thread_uses_its_ranks_own_gpu(monkeypatch: Any) -> None:
     """Not GPU 0, where the thread of each rank would make a context."""
     chosen: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -77,9 +77,7 @@ EARLIER = {"fsdp2": ("ZeroStrategy", ZERO), "zero2": ("MeshStrategy", MESH)}
 
 
 @pytest.mark.parametrize("name", EARLIER)
-def test_a_strategy_file_leaves_nothing_of_an_earlier_strategy(
-    name: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_strategy_file_replaces_an_earlier_one(name: str, tmp_path: Path, capsys: Any) -> None:
     own = tmp_path / "own.yaml"
     kind, arguments = EARLIER[name]
     strategy = {"class_path": kind, "init_args": arguments}

@@ -1,6 +1,7 @@
 """Configurations by their names: the project's, then the library's; the verb `config`."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -68,9 +69,7 @@ def test_a_name_that_is_nowhere_is_refused(project: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_other_verbs_read_names(
-    project: Path, flags: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_other_verbs_read_names(project: Path, flags: list[str], capfd: Any) -> None:
     (project / "launch").symlink_to(PROJECT / "launch")
     launched = [*flags, "-c", "preset/debug", "--config=strategy/ddp", "--on=torchrun"]
     assert run("launch", *launched, "--dry-run") == 0

@@ -21,9 +21,7 @@ NEED = {
 
 
 @pytest.mark.parametrize("package", NEED)
-def test_what_needs_one_says_how_to_install_it(
-    package: str, flags: list[str], monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_a_lack_is_explained(package: str, flags: list[str], monkeypatch: Any, capfd: Any) -> None:
     words, command = NEED[package]
     verb, *given = words.split()
     monkeypatch.setitem(sys.modules, package, None)
@@ -62,9 +60,7 @@ run_module("{PACKAGE}", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.slow
-def test_a_training_needs_no_extra_and_nothing_that_only_linux_has(
-    flags: list[str], tmp_path: Path
-) -> None:
+def test_a_training_needs_no_extra_and_nothing_only_linux_has(flags: Any, tmp_path: Path) -> None:
     """With DDP, the default loggers and the report."""
     path = os.pathsep.join([without_extras(tmp_path), os.environ["PYTHONPATH"]])
     short = ["--trainer.max_steps=2", "--trainer.strategy=ddp", "--run.report=true"]

@@ -122,9 +122,7 @@ TOO_MANY = {("tp", 8), ("tp", 64)}  # tp_size is all processes, and Llama's keys
 
 @pytest.mark.parametrize("world_size", [1, 2, 8, 64])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_shipped_strategy_fits_every_machine_that_its_sizes_divide(
-    name: str, world_size: int
-) -> None:
+def test_a_shipped_strategy_fits_each_machine_its_sizes_divide(name: str, world_size: int) -> None:
     machine = Machine("cuda", min(world_size, 8), max(1, world_size // 8), "bf16-mixed")
     too_small = world_size < ({"pp_ep": 4} | dict.fromkeys(AT_LEAST_2, 2)).get(name, 1)
     deepseek = violations_of(from_file(name), machine, config=DEEPSEEK)

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 from lightning.pytorch import Callback
 
 from dist_template.cluster import redaction
@@ -51,9 +50,7 @@ class Uploader(Callback):
         assert api_key == "s3cr3t"
 
 
-def test_a_run_writes_down_no_secret(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_a_run_writes_no_secret(flags: Any, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     for name in NOT_RECORDED:
         monkeypatch.setenv(name, "s3cr3t")
     secret = [f"--trainer.callbacks+={__name__}.Uploader", "--trainer.callbacks.api_key=s3cr3t"]

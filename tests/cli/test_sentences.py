@@ -235,9 +235,7 @@ class Mistaken(Source):
         yield "second", {"body": "a text"}["text"]
 
 
-def test_an_error_in_a_source_is_reported_with_its_line(
-    flags: list[str], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_an_error_in_a_source(flags: Any, tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
     flags = ["fit", *(flag for flag in flags if not flag.startswith("--data.source."))]
     flags += [f"--data.source={__name__}.Mistaken", f"--data.cache_dir={tmp_path}/cache"]
     assert command(flags) == Exit.FAILED

@@ -51,8 +51,7 @@ def test_rank_0_alone_prints_warnings(printed: str) -> None:
 
 
 def test_where_nobody_has_set_the_threads_each_process_has_its_share(printed: str) -> None:
-    """Lightning would do so in the first alone, and the others would have all cores each. The
-    errors of both ranks are printed."""
+    """Lightning would do so in the first alone. The errors of both ranks are printed."""
     share = _suggested_max_num_threads(2)
     for rank in range(2):
         assert f"rank {rank} has {share} threads, {share} for a child\n" in printed

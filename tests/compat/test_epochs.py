@@ -1,9 +1,4 @@
-"""Interrupted anywhere in an epoch, once or twice, in every way: a training stays the same.
-
-All combinations, in this process, with one weight: 3 epochs of 3 steps of 2 micro-batches.
-"""
-
-from __future__ import annotations
+"""Interrupted anywhere in an epoch, once or twice, in every way: a training stays the same."""
 
 import itertools
 import shutil
@@ -44,7 +39,7 @@ Done = tuple["Recorder", dict[str, Any]]
 class Recorder(L.LightningModule):
     """One weight; records what it trains on and which hooks are called, after what is `before`."""
 
-    def __init__(self, before: Recorder | None = None) -> None:
+    def __init__(self, before: "Recorder | None" = None) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.window: list[int] = []

@@ -1,4 +1,4 @@
-"""What a user sees of the training loop is Lightning's own: closures, counts, pickles, hooks."""
+"""What a user sees of the loop is Lightning's own: closures, counts, hooks; dropout turned off."""
 
 import pickle
 from pathlib import Path
@@ -13,6 +13,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from dist_template.compat import randomness
 from dist_template.compat.loop import EpochLoop, MixedPrecision
 from dist_template.compat.torch import step_of
 from tests.support.library import lighten
@@ -82,3 +83,19 @@ def test_hooks_are_called() -> None:
     step_of(optimizer)()
     handle.remove()
     assert len(calls) == 3
+
+
+def test_dropout_is_the_identity_and_noted_where_it_would_act(monkeypatch: Any) -> None:
+    for name in (*randomness.DROPOUTS, "scaled_dot_product_attention"):
+        monkeypatch.setattr(nn.functional, name, getattr(nn.functional, name))  # restored
+    noted: list[str] = []
+    randomness.turn_dropout_off(lambda: noted.append("dropout"))
+    ones = torch.ones(2, 3, 4, 4)
+    for kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout):
+        assert torch.equal(kind(0.5)(ones), ones)
+    assert len(noted) == 4
+    attended = nn.functional.scaled_dot_product_attention(ones, ones, ones, dropout_p=0.9)
+    assert torch.allclose(attended, ones) and len(noted) == 5
+    nn.Dropout(0.5).eval()(ones)
+    nn.functional.dropout(ones, 0.0)
+    assert len(noted) == 5

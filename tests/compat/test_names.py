@@ -1,11 +1,11 @@
-"""The private names in compat/ exist, with the parameters that the library uses.
+"""Private names in compat/ exist, with the parameters that the library uses, and phases of hangs.
 
-Names that the library reaches by an import statement need no entry: importing their file fails.
-"""
+Names that an import statement reaches need no entry: importing their file fails."""
 
 import inspect
 import re
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import dist_template
+from dist_template.compat import stacks
 from tests.support import house
 
 COMPAT = Path(dist_template.__file__).parent / "compat"
@@ -167,3 +168,26 @@ def test_every_private_name_of_the_file_is_checked_here(file: str) -> None:
     names = [one.split(": ")[1] for one in house.private_names(COMPAT / f"{file}.py")]
     used = {part for name in names for part in name.split(".") if house.is_private(part)}
     assert [name for name in used - listed if not hasattr(torch.ops.aten, name)] == []
+
+
+LIBRARIES = [find_spec(name) for name in ("torch", "lightning.pytorch", "deepspeed")]
+FOLDERS = [Path(str(spec.origin)).parent for spec in LIBRARIES if spec]
+FOLDERS += [COMPAT]
+KNOWN = [(part, function) for part, function, _ in stacks.PHASES if part[:1] != "<"]
+
+
+def sources(part: str) -> list[Path]:
+    name = f"/{part.strip('/')}"
+    return [path for each in FOLDERS for path in each.rglob("*.py") if name in f"{path}"]
+
+
+@pytest.mark.parametrize(("part", "function"), KNOWN)
+def test_a_phases_function_is_there(part: str, function: str) -> None:
+    """Functions without a file are hooks of Lightning."""
+    defined = re.compile(rf"^ *def {function or '[a-z_]+'}\(", re.MULTILINE)
+    files = sources(part or "lightning/pytorch/")
+    assert any(defined.search(file.read_text(encoding="utf-8")) for file in files)
+
+
+def test_the_places_where_a_rank_waits_are_there() -> None:
+    assert [part for part in stacks.WAITING if not sources(part)] == []

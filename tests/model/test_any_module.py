@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from dist_template import Project
-from tests.support.classifier import CLASSIFIER, PLAIN
+from tests.support.classifier import BUILT, CLASSIFIER, MANUAL, PLAIN
 from tests.support.library import manifest
-from tests.support.manual import BUILT, MANUAL
 from tests.support.runs import Workers, logged
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers

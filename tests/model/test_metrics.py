@@ -1,9 +1,7 @@
-"""What is logged equals what plain PyTorch computes from the same weights and the same text; what
-the buffer of logged values costs, and what it must not keep.
+"""What is logged equals what plain PyTorch computes from the same weights and the same text.
 
-In the computation nothing of the package takes part: documents of a packed row go through the
-model one by one, so there is no mask; AdamW and clipping are torch's, the schedule is spelled out.
-"""
+Documents of a packed row go through the model one by one, so there is no mask; AdamW and clipping
+are torch's, the schedule is spelled out. And what the buffer of logged values costs."""
 
 import math
 import re
@@ -151,10 +149,7 @@ def rebuilt(run: RunRecord) -> Any:
 
 
 def rows_by_hash(cache: Path, wanted: set[str]) -> dict[str, tuple[Tensor, int]]:
-    """Hash of a row's input -> its T + 1 tokens, and how many of its labels count.
-
-    Of the cache that has all `wanted`: other tests' caches have some of them.
-    """
+    """Hash of a row's input -> its T + 1 tokens and how many labels count, of the run's cache."""
     for path in cache.glob("*/train.bin"):
         tokens = torch.from_numpy(np.fromfile(path, dtype=np.uint16).astype(np.int64))
         rows = tokens.unfold(0, SEQ_LEN + 1, SEQ_LEN)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pytest import MonkeyPatch
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from dist_template import AdapterConfig
@@ -29,7 +28,7 @@ TABLE: dict[str, Any] = {"versions": proof.versions(), "models": LLAMAS}
 
 
 @pytest.fixture(autouse=True)
-def table(monkeypatch: MonkeyPatch) -> None:
+def table(monkeypatch: Any) -> None:
     monkeypatch.setattr(proof, "_table", lambda: TABLE)
 
 
@@ -37,40 +36,35 @@ def llama(**fields: Any) -> Any:
     return AutoConfig.for_model("llama", **fields)
 
 
-@pytest.mark.parametrize(
-    ("fields", "axes", "kind", "why"),
-    [
-        ({}, "", "proven", ""),
-        ({}, "fsdp+tp", "proven", ""),
-        ({"hidden_size": 96}, "tp", "proven", ""),  # no size is a switch
-        ({}, "pp", "refused", "it is odd"),
-        ({}, "fsdp+pp", "refused", "it is odd"),  # a product of what is refused
-        ({"attention_bias": True}, "fsdp+tp", "proven", ""),  # right under tp; the product without
-        ({"attention_bias": True}, "fsdp+cp", "refused", "a bias"),
-        ({}, "fsdp+cp", "unproven", "under fsdp+cp"),
-        ({"mlp_bias": True}, "tp", "unproven", "mlp_bias true"),
-        ({"attention_bias": True}, "ddp", "proven", ""),  # no layer is divided
-        ({}, "ddp", "proven", ""),  # what is refused with adapters holds for them only
-        ({}, "lora+ddp", "refused", "A differs"),
-        ({}, "lora+pp", "refused", "it is odd"),  # adapters do not mend it
-        ({}, "lora+tp", "proven", ""),
-        ({}, "lora+fsdp", "unproven", "of type 'llama' under lora+fsdp"),
-        ({}, "lora with quantize nf4+tp", "unproven", "under lora with quantize nf4+tp"),
-    ],
-)
+VERDICTS: Any = [
+    ({}, "", "proven", ""), ({}, "fsdp+tp", "proven", ""), ({}, "pp", "refused", "it is odd"),
+    ({"hidden_size": 96}, "tp", "proven", ""),  # no size is a switch
+    ({}, "fsdp+pp", "refused", "it is odd"),  # a product of what is refused
+    ({"attention_bias": True}, "fsdp+tp", "proven", ""),  # right under tp; the product without
+    ({"attention_bias": True}, "fsdp+cp", "refused", "a bias"),
+    ({}, "fsdp+cp", "unproven", "fsdp+cp"), ({"mlp_bias": True}, "tp", "unproven", "bias true"),
+    ({"attention_bias": True}, "ddp", "proven", ""),  # no layer is divided
+    ({}, "ddp", "proven", ""),  # what is refused with adapters holds for them only
+    ({}, "lora+ddp", "refused", "A differs"), ({}, "lora+pp", "refused", "it is odd"),
+    ({}, "lora+tp", "proven", ""), ({}, "lora+fsdp", "unproven", "of type 'llama' under lora+fsdp"),
+    ({}, "lora with quantize nf4+tp", "unproven", "under lora with quantize nf4+tp"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "axes", "kind", "why"), VERDICTS)
 def test_a_verdict(fields: dict[str, Any], axes: str, kind: str, why: str) -> None:
     """Of the type, its switches, the strategy and adapters, which have verdicts of their own."""
     found = proof.verdict(llama(**fields), axes)
     assert found.kind == kind and why in found.why
 
 
-def test_another_version_is_unproven(monkeypatch: MonkeyPatch) -> None:
+def test_another_version_is_unproven(monkeypatch: Any) -> None:
     monkeypatch.setattr(proof, "versions", lambda: {"transformers": "9.0", "torch": "2.13.0"})
     assert "transformers 9.0" in proof.verdict(llama(), "tp").why
     assert proof.verdict(llama(), "pp").kind == "refused", "a newer version is not taken to mend it"
 
 
-def test_a_project_remembers_what_it_has_proven(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+def test_a_project_remembers_what_it_has_proven(tmp_path: Path, monkeypatch: Any) -> None:
     config = llama(mlp_bias=True)
     proof.remember(config, MeshStrategy(fsdp_size=1, tp_size=2), 2, None, tmp_path)
     assert proof.verdict(config, "tp", tmp_path).kind == "proven"
@@ -95,9 +89,7 @@ def test_a_proof_with_adapters_is_none_without_them(tmp_path: Path) -> None:
     assert {proof.verdict(config, other, tmp_path).kind for other in others} == {"unproven"}
 
 
-def test_fit_notes_what_is_not_proven(
-    flags: list[str], monkeypatch: MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fit_notes_what_is_not_proven(flags: list[str], monkeypatch: Any, capsys: Any) -> None:
     unproven = proof.Verdict("unproven", "a model of type 'own'")
     monkeypatch.setattr(proof, "verdict", lambda *_: unproven)
     assert run("fit", *flags, "--trainer.fast_dev_run=1") == 0

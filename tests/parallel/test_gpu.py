@@ -1,6 +1,4 @@
-"""On a real GPU: trainings equal the CPU's, a plain step does not wait for the device, a NaN is
-skipped, ZeRO-3 ends well.
-"""
+"""On a real GPU: the CPU's losses, plain steps that do not wait, a NaN is skipped, ZeRO-3 ends."""
 
 import math
 import os

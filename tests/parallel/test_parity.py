@@ -1,8 +1,7 @@
 """Every strategy trains to the same numbers as one process.
 
-Each training runs once, on CPU processes, and several tests read its record. Labels are masked
-unevenly over rows, so that a loss averaged per rank or per micro-batch would be detected.
-"""
+Each training runs once, and several tests read its record. Labels are masked unevenly over rows, so
+that a loss averaged per rank or per micro-batch would be detected."""
 
 from pathlib import Path
 
@@ -23,7 +22,10 @@ COMBINED = {"zero2_offload", "zero3_offload", "fsdp2_tp_ep"}  # of strategies th
 DAILY = [("mtp", "pp"), *(("deepseek_v3", name) for name in PROCESSES if name not in COMBINED)]
 CASES = [("deepseek_v3", strategy) for strategy in PROCESSES]
 CASES += [("llama", strategy) for strategy in PROCESSES if strategy not in FOR_EXPERTS]
-CASES += [("mtp", name) for name in PROCESSES if name != "cp"]  # it accepts in a rank's part alone
+CASES += [("deepseek_v4", name) for name in ("fsdp2_ep", "pp_ep", "tp", "zero3")]
+CASES += [("deepseek_v32", name) for name in PROCESSES if name != "cp"]  # with MTP, as GLM-5
+CASES += [("glm_moe_dsa", name) for name in PROCESSES if name != "cp" and name[:2] != "pp"]
+CASES += [("mtp", name) for name in PROCESSES]
 
 
 @pytest.mark.parametrize(("model", "strategy"), tiers(CASES, DAILY))
@@ -57,9 +59,7 @@ LEGS = [("deepseek_v3", "one fsdp2 zero2 tp zero3"), ("deepseek_v3", "zero3 tp z
 
 
 @pytest.mark.parametrize(("model", "strategies"), tiers(LEGS, daily=LEGS[:1]))
-def test_a_training_continues_from_strategy_to_strategy(
-    train: Trainings, model: str, strategies: str
-) -> None:
+def test_a_training_changes_its_strategy(train: Trainings, model: str, strategies: str) -> None:
     """Weights, moments, schedule and samples: each leg has an uninterrupted training's losses."""
     expected, legs = train(model, "one").loss, strategies.split()
     checkpoint: list[str] = []
@@ -72,9 +72,7 @@ def test_a_training_continues_from_strategy_to_strategy(
 
 
 @pytest.mark.parametrize("strategy", tiers(PROCESSES, daily=["fsdp2_ep", "zero3"]))
-def test_a_checkpoint_is_tested_predicted_from_and_exported(
-    train: Trainings, strategy: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_serves_every_verb(train: Trainings, strategy: str, tmp_path: Path) -> None:
     trained, exported, metrics = train("deepseek_v3", strategy), tmp_path / "exported", []
     for name in ("one", strategy):
         checkpoint = f"--ckpt_path={newest(train('deepseek_v3', name).run)}"
@@ -84,8 +82,11 @@ def test_a_checkpoint_is_tested_predicted_from_and_exported(
     given = [checkpoint.replace("ckpt_path", "checkpoint"), f"--output={exported}"]
     train.run("export", "deepseek_v3", strategy, *given)
     weights = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).state_dict()
+    given = ["--model.architecture={}", f"--model.pretrained={exported}"]
+    started = train.run("fit", "deepseek_v3", strategy, *given, callbacks=[PauseAfter(1)]).start
     for name, tensor in trained.end.items():
         assert torch.equal(weights[name.removeprefix("model.")], tensor), name
+        assert torch.equal(started[name], tensor), f"{name} is read from files in every division"
 
 
 BLOCKS = "--model.blocks."

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from pytest import CaptureFixture, MonkeyPatch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.init import orthogonal_, trunc_normal_
@@ -113,9 +112,7 @@ def test_zero_gives_an_lstm_memory() -> None:
     assert lstm(torch.ones(1, 3))[0].shape == (1, 3)
 
 
-def test_a_model_above_host_memory_is_refused_before_it_is_allocated(
-    monkeypatch: MonkeyPatch,
-) -> None:
+def test_a_model_above_host_memory_is_refused_before_it_is_allocated(monkeypatch: Any) -> None:
     class Sparse(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -184,7 +181,7 @@ def test_published_weights_are_those_of_from_pretrained(kind: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_new_tokens_start_from_the_mean(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
+def test_new_tokens_start_from_the_mean(tmp_path: Path, capsys: Any) -> None:
     rows = published("llama", tmp_path).get_input_embeddings().weight
     found = loaded(tmp_path, 300).get_input_embeddings().weight
     assert len(found) == 300 and torch.equal(found[:257], rows)
@@ -194,9 +191,7 @@ def test_new_tokens_start_from_the_mean(tmp_path: Path, capsys: CaptureFixture[s
 
 
 @pytest.mark.slow
-def test_weights_that_files_lack_are_named_and_damaged_files_refused(
-    tmp_path: Path, capsys: CaptureFixture[str]
-) -> None:
+def test_missing_weights_are_named_and_damaged_files_refused(tmp_path: Path, capsys: Any) -> None:
     published("gpt2", tmp_path / "a").save_pretrained(tmp_path / "b")
     file, name = tmp_path / "b" / "model.safetensors", "transformer.h.0.attn.c_attn.weight"
     weights = load_file(file)

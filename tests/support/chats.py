@@ -68,8 +68,7 @@ def published(family: str) -> str:
 def tokenizer(
     folder: Path, family: str = "qwen3", template: str | None = None, merges: Any = ()
 ) -> Path:
-    """Saves a tokenizer of bytes with a family's special tokens and chat template, or another's;
-    `merges` are pairs of bytes that are one token."""
+    """Saves a tokenizer of bytes with a family's tokens; `merges`: pairs of bytes as one token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""An image classifier on made-up images: modules and data that know nothing of text."""
+"""An image classifier on made-up images, also with manual optimization: it knows no text."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dist_template import Project, TrainingModule
+from dist_template import OptimConfig, Project, TrainingModule
 
 CLASSES, SIZE, WIDTH = 4, 8, 16
 
@@ -129,5 +129,42 @@ class PlainClassifier(Network, L.LightningModule):
         return torch.optim.Adam(self.parameters(), self.learning_rate)
 
 
+def train_manually(module: Any, batch: list[Tensor], batch_idx: int) -> None:
+    loss = F.cross_entropy(module(batch[0]), batch[1])
+    given = module.optimizers()
+    optimizers = given if isinstance(given, list) else [given]
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    module.manual_backward(loss)
+    for optimizer in optimizers:
+        optimizer.step()
+    module.log("my/loss", loss.detach(), sync_dist=True)
+
+
+class Manual(PlainClassifier):
+    """One optimizer has the blocks, the other one the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    training_step: Any = train_manually
+
+    def configure_optimizers(self) -> Any:
+        rest = [*self.stem.parameters(), *self.head.parameters()]
+        return [torch.optim.Adam(self.blocks.parameters(), 3e-3), torch.optim.SGD(rest, 1e-2)]
+
+
+class Built(Classifier):
+    def __init__(self, optim: OptimConfig = OptimConfig()) -> None:  # noqa: B008
+        super().__init__(optim)
+        self.automatic_optimization = False
+
+    training_step: Any = train_manually
+    validation_step: Any = PlainClassifier.validation_step
+
+
 CLASSIFIER = Project("tests.support", ".classifier:Classifier", ".classifier:Images")
 PLAIN = Project("tests.support", ".classifier:PlainClassifier", ".classifier:Images")
+MANUAL = Project("tests.support", ".classifier:Manual", ".classifier:Images")
+BUILT = Project("tests.support", ".classifier:Built", ".classifier:Images")

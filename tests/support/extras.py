@@ -1,5 +1,4 @@
-"""A Python in which the packages of the extras cannot be imported: the core's dependencies
-alone."""
+"""A Python with the core's dependencies alone: the extras' packages cannot be imported."""
 
 from pathlib import Path
 

@@ -1,9 +1,7 @@
 """Small trainings on the CPU, each with one planted fault, and healthy ones.
 
 The fault is in the configuration where a user's error would be there, else a function below plants
-it in every worker. recorded.py keeps the history of each; test_diagnosis_faults.py expects the
-right rule and cause first.
-"""
+it in every worker. recorded.py keeps the history of each."""
 
 import itertools
 import json

@@ -1,8 +1,6 @@
-"""Faults that `rehearse` must name: in the module, the data, the strategy, processes, checkpoints;
-and edits on which it must raise no alarm.
+"""Faults that `rehearse` must name, and edits on which it must raise no alarm.
 
-Each function changes this process's package; a rehearsal's workers call it before they train.
-"""
+Each function changes this process's package; a rehearsal's workers call it before they train."""
 
 import os
 import random
@@ -134,9 +132,7 @@ def double_gradient(self: Any, parameter: Tensor) -> None:
 def gradients_reduced_twice(self: Any) -> None:
     """A norm's gradient under tensor parallelism is summed once more at each micro-batch.
 
-    So it is in transformers 5.23, for the norms of queries and keys. Neither the loss nor the
-    gradients' joint norm shows it within their tolerances in every model.
-    """
+    So it is in transformers 5.23, for norms of queries and keys. Losses and joint norms hide it."""
     double_gradient(self, self.model.model.layers[1].input_layernorm.weight)
 
 

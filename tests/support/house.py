@@ -1,9 +1,4 @@
-"""Reads the library's files without importing them: imports, private names, lengths, sentences.
-
-Every import counts as an arrow, also one inside a function or under TYPE_CHECKING.
-"""
-
-from __future__ import annotations
+"""Reads files without importing them: imports (also late ones), private names, sentences."""
 
 import ast
 import inspect
@@ -25,8 +20,7 @@ NOT_CORE = ("wings", "text", "compat", *PUBLIC)  # a wing may take what belongs 
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """Returns each module of the folder `package` by its name, as "room.file", "file" or "" (the
-    package)."""
+    """Returns each module of the folder by its name: "room.file", "file" or "" (the package)."""
     found = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
@@ -35,8 +29,7 @@ def modules(package: Path) -> dict[str, Path]:
 
 
 def room_of(name: str, path: Path) -> str:
-    """Returns the folder below the package; "public" or "ground" for a file beside the folders, ""
-    for the package."""
+    """Returns the folder below the package, for a file beside them "public" or "ground"."""
     first, _, rest = name.partition(".")
     return first if rest or path.name == "__init__.py" else _beside(first)
 
@@ -138,8 +131,7 @@ def private_names(path: Path) -> list[str]:
 
 
 def inherited_private_names(module: ModuleType) -> dict[str, list[str]]:
-    """Returns, for each class of `module`, private names of other libraries that its bases define
-    and it uses."""
+    """Returns, by class of `module`, private names of other libraries' bases that it uses."""
     found = {}
     classes = [
         c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__
@@ -185,10 +177,7 @@ def closure(package: Path, roots: set[str]) -> set[str]:
 
 
 def wing_names(package: Path) -> set[str]:
-    """Returns what wings/ and testing.py import from the core, as "module.name".
-
-    Of a module that is imported, each attribute that the file uses counts.
-    """
+    """Returns what wings/ and testing.py import from the core or use of it, as "module.name"."""
     files, found = modules(package), set[str]()
     for name, path in files.items():
         if room_of(name, path) != "wings" and name != "testing":

@@ -1,14 +1,6 @@
 """Hurts a training under launch/torchrun.sh, which a user starts too, and follows how it continues.
 
-    with Training(folder, argv, NPROC="2") as training:
-        training.reach(10)
-        kill(training.ranks()[1])
-        assert training.end() == Exit.DONE
-
-A callback of the training, `Watch`, writes each step down.
-"""
-
-from __future__ import annotations
+A callback of the training, `Watch`, writes each step down."""
 
 import contextlib
 import os
@@ -19,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import psutil
 from lightning.pytorch import Callback
@@ -82,7 +74,7 @@ class TwoHosts:
     links = ("veth-a", "veth-b")
     addresses = ("10.77.0.1", "10.77.0.2")
 
-    def __enter__(self) -> TwoHosts:
+    def __enter__(self) -> Self:
         self.__exit__()
         for name in self.names:
             _ip(f"netns add {name}")
@@ -100,7 +92,7 @@ class TwoHosts:
                 self.kill(host)
                 _ip(f"netns delete {name}")
 
-    def training(self, host: int, folder: Path, argv: list[str], **environment: str) -> Training:
+    def training(self, host: int, folder: Path, argv: list[str], **environment: str) -> "Training":
         """One node's launcher, not yet started; host 0 is the rendezvous's."""
         environment |= {"NPROC": "1", "RDZV_ENDPOINT": f"{self.addresses[0]}:29400"}
         environment |= {"RDZV_CONF": f"is_host={'false' if host else 'true'}"}
@@ -139,7 +131,7 @@ class Training:
         watched = f"--trainer.callbacks+={__name__}.Watch"
         self.command = [*prefix, "bash", f"{PROJECT}/launch/torchrun.sh", *argv, watched]
 
-    def __enter__(self) -> Training:
+    def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
@@ -148,7 +140,7 @@ class Training:
                 kill(pid)
         self.launcher.wait()
 
-    def start(self) -> Training:
+    def start(self) -> Self:
         """Starts the command, also again, as a scheduler does."""
         with self.log.open("a") as log:
             options: Any = {"env": self.environment, "stdout": log, "stderr": log}

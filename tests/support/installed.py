@@ -5,8 +5,7 @@ from pathlib import Path
 
 
 def write_metadata(folder: Path, package: str, groups: Mapping[str, Mapping[str, str]]) -> None:
-    """Writes the metadata of `package` into `folder`, on sys.path; `groups`: group -> name -> entry
-    point."""
+    """Writes a package's metadata into `folder`, on sys.path; group -> name -> entry point."""
     metadata = folder / f"{package.replace('-', '_')}-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")

@@ -13,8 +13,7 @@ LLAMA = AutoConfig.for_model("llama", num_attention_heads=32, num_key_value_head
 
 
 def violations_of(strategy: Any = "ddp", machine: Machine = EIGHT_GPUS, **given: Any) -> list[str]:
-    """The violations of an otherwise possible training; `given` are the Trainer's arguments, but
-    for three."""
+    """The violations of an otherwise possible training; `given`: more arguments of the Trainer."""
     module = given.pop("module", LanguageModule())
     data = given.pop("data", DataModule(global_batch_size=1024, micro_batch_size=1))
     config = given.pop("config", LLAMA)

@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -21,7 +21,7 @@ class RankZero:
         here |= {"all_gather_object": lambda values, value, group=None: self.gather(value, values)}
         self.patch = patch.multiple(dist, broadcast_object_list=self.broadcast, **here)
 
-    def __enter__(self) -> "RankZero":
+    def __enter__(self) -> Self:
         self.patch.start()
         return self
 
@@ -39,8 +39,7 @@ class RankZero:
 
 
 def state_of(parameters: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, Any]:
-    """Returns the flat state of a training on replicas and shards: weights, and of AdamW moments,
-    counts of steps and settings."""
+    """Returns the flat state of replicas and shards: weights, AdamW's moments, steps, settings."""
     state: dict[str, Any] = {}
     for name, parameter in parameters.items():
         rows = -(-len(parameter) // mesh.size(1))

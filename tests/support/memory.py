@@ -1,5 +1,4 @@
-"""What a training really needs: bytes of its state, and the most that torch allocates in a
-micro-batch."""
+"""What a training really needs: bytes of its state, and what torch allocates in a micro-batch."""
 
 import gc
 import json
@@ -68,8 +67,7 @@ def is_measured(trainer: Any, batch_idx: int) -> bool:
 class Live(Callback):
     """Records the most bytes of new tensors that live at once in the third step's last batch.
 
-    In a pipeline it is the whole step, at whose end torch's profiler (2.13) has crashed.
-    """
+    In a pipeline it is the whole step, at whose end torch's profiler (2.13) has crashed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -98,10 +96,7 @@ class Live(Callback):
 
 
 class Allocated(Live):
-    """Records the most bytes that a micro-batch, forward and backward, allocates in addition.
-
-    torch's profiler counts every allocation on the host.
-    """
+    """Records the most bytes that a micro-batch allocates, by torch's profiler on the host."""
 
     def measure(self) -> Any:
         return profile(activities=[ProfilerActivity.CPU], profile_memory=True)

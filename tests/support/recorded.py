@@ -2,9 +2,8 @@
 
     python -m tests.support.recorded [NAME …]     # trains them again, in ten minutes
 
-A recording in recorded/ has what rules can read: the metrics that diagnosis/ names, sections of the
-configuration and facts. Times begin with the job; folders and hosts have made-up names.
-"""
+A recording has what rules can read: metrics, sections of the configuration, facts. Times begin with
+the job; folders and hosts have made-up names."""
 
 import json
 import platform

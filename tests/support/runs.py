@@ -1,5 +1,4 @@
-"""Trainings for tests: the command line as a user has it, in this process, in another, or on
-several ranks."""
+"""Trainings for tests: the command line in this process, in another, or on several ranks."""
 
 import os
 import shutil
@@ -90,8 +89,7 @@ class Workers:
 def run_in_subprocess(
     verb: str, *flags: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m <package> VERB …` as a user types it; needed where Lightning starts further
-    processes."""
+    """`python -m <package> VERB …` as typed; needed where Lightning starts further processes."""
     env = clean_environment(**environment, OMP_NUM_THREADS="1")
     argv = [sys.executable, "-m", PACKAGE, verb, *flags]
     options: Any = {"capture_output": True, "text": True, "timeout": 300, "check": False}
@@ -117,8 +115,7 @@ def logged(run_folder: Path, metric: str) -> dict[int, float]:
 
 @contextmanager
 def disk(folder: Path, size: str) -> Generator[Path]:
-    """A file system of its own of that size, where this machine lets us mount one; the test is
-    skipped elsewhere."""
+    """A file system of its own of that size; the test is skipped where none can be mounted."""
     folder.mkdir()
     mount = shutil.which("mount")
     argv = [str(mount), "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]

@@ -24,11 +24,10 @@ FILE_ARGUMENT = {"save": 1, "write_text": 0}
 
 
 def crash(rank: int, number: int, step: int, operation: str = "") -> None:
-    """In each worker: kills `rank` with SIGKILL before its `number`th operation of a save.
+    """In each worker: kills `rank` with SIGKILL before its `number`th operation of saving `step`.
 
-    A file that is written counts twice: before the writing, and when half of it is written. `step`
-    is the checkpoint's; `operation` is the only one of OPERATIONS that counts.
-    """
+    A file that is written counts twice: before the writing, and when half of it is written.
+    `operation` is the only one of OPERATIONS that counts."""
     code: Any = commit
     begin, operations = code.begin, count(1)
 

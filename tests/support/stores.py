@@ -1,7 +1,5 @@
 """Stores for tests: an S3 server on loopback, a run that saves, nodes that share no disk."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -9,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 from urllib.request import urlopen
 
 import pytest
@@ -87,7 +85,7 @@ class Nodes:
             prefix = ("unshare", "-m", "sh", "-c", mount, "node")
             self.trainings.append(Training(folder / f"node{number}", argv, prefix, **options))
 
-    def __enter__(self) -> Nodes:
+    def __enter__(self) -> Self:
         for training in self.trainings:
             training.start()
         return self

@@ -1,5 +1,4 @@
-"""Strategies by name: a file of the library's configs/strategy, and the flags that make variants of
-it."""
+"""Strategies by name: files of the library's configs/strategy, and variants of them by flags."""
 
 from typing import Any
 

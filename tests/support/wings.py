@@ -1,5 +1,4 @@
-"""Names of wings that several tests need and that are not public. No package of an extra is
-imported."""
+"""Names of wings that several tests need and that are not public; without packages of extras."""
 
 # ruff: noqa: F401
 from dist_template.wings.diagnose import engine

@@ -1,5 +1,4 @@
-"""A run's folder as training would have left it, for tests of what reads it: quicker than to
-train."""
+"""A run's folder as training would have left it, for tests of what reads it."""
 
 import json
 import math

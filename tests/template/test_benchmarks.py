@@ -1,5 +1,4 @@
-"""Every part of `make bench` and every demonstration runs; figures of so little work are not
-inspected."""
+"""Every part of `make bench` and every demonstration runs; their figures are not inspected."""
 
 import json
 import re
@@ -34,9 +33,7 @@ CASES = [(1.2, True, True), (1.2, False, False), (1.06, True, False)]
 
 
 @pytest.mark.parametrize(("new", "is_more", "is_worse"), CASES)
-def test_a_figure_is_worse_beyond_what_differs_by_chance(
-    new: float, is_more: bool, is_worse: bool
-) -> None:
+def test_a_figure_is_worse_beyond_chance(new: float, is_more: bool, is_worse: bool) -> None:
     from benchmarks.against import verdict
 
     runs = {"new": [new, 2 * new, new], "old": [1.0, 2.0, 1.08], "old again": [1.0, 2.1, 1.0]}

@@ -56,13 +56,8 @@ def test_the_page_trains_by_the_command_line(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", tiers(["fsdp2", "zero3"], daily=["fsdp2"]))
-def test_the_pages_own_trainer_trains_and_resumes_exactly(
-    folder: Path, strategy: str, tmp_path: Path
-) -> None:
-    """Two processes by Lightning's own launcher: 20 steps at once, and 10 and then 20.
-
-    fsdp2 has the core's dependencies alone.
-    """
+def test_the_pages_own_trainer_resumes_exactly(folder: Path, strategy: str, tmp_path: Path) -> None:
+    """Two processes by Lightning's own launcher; fsdp2 has the core's dependencies alone."""
     path = without_extras(tmp_path) if strategy == "fsdp2" else str(folder)
     text = (folder / "own.py").read_text("utf-8")
     for old, new in (

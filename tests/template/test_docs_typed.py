@@ -1,10 +1,7 @@
-"""The pages' commands, typed as they are with the shipped defaults, on 200 made conversations and
-pairs.
+"""The pages' commands, typed as they are with the shipped defaults.
 
 The reader's part is made: FOLDER (the small model that also has the hub's name), chats, pairs,
-texts. Not typed: what needs an index, a cluster, GPUs or a container. configs/pretrain.yaml trains
-a small model.
-"""
+texts. Not typed: what needs an index, a cluster, GPUs or a container."""
 
 import os
 import random
@@ -38,8 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 def lines(page: str) -> Iterator[str]:
-    """The commands of a page's bash blocks, with the project's name, and its CPUs in place of
-    GPUs."""
+    """The commands of a page's bash blocks, with the project's name, and CPUs in place of GPUs."""
     for code in BASH.findall((ROOT / "docs" / f"{page}.md").read_text("utf-8")):
         for line in code.replace("\\\n", " ").splitlines():
             line = re.sub(r"\s+", " ", re.sub(r"\s#\s.*", "", line)).strip()

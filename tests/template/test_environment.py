@@ -1,8 +1,6 @@
 """environment.py, which builds a project's .venv: what it installs, and how it refuses.
 
-A stand-in for the environment's Python writes down what it should install; only the last test
-downloads.
-"""
+A stand-in for the environment's Python writes down its calls; only the last test downloads."""
 
 import ast
 import re

@@ -5,6 +5,7 @@ import resource
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,7 @@ from tests.support.tiers import NIGHTLY
 from .conftest import ROOT, bake_into, output
 
 
-def test_the_readme_gives_the_commands_and_questions_in_other_words(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_readme_gives_the_commands_and_questions_in_other_words(capsys: Any) -> None:
     page = (ROOT / "README.md").read_text("utf-8")
     commands = " ".join(page.replace("\\\n", " ").split())
     for command in (finetune.FIT, *finetune.AFTER, "serve my-model"):
@@ -33,9 +32,7 @@ def test_the_readme_gives_the_commands_and_questions_in_other_words(
         assert after in told
 
 
-def test_a_port_or_an_index_that_cannot_be_used_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unusable_port_or_index_is_one_sentence(tmp_path: Path, monkeypatch: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         for port in ("web", "0", "70000", str(other.getsockname()[1])):
             with pytest.raises(SystemExit, match=f"PORT={port} is no free port .*: give another"):

@@ -40,9 +40,7 @@ def test_what_is_imported_with_the_library_is_required_by_it() -> None:
         assert "/wings/" in found[name] or found[name].endswith("transformers_serving.py"), name
 
 
-def test_a_project_from_a_folder_uses_the_library_in_that_folder(
-    default: BakedProject, tmp_path: Path
-) -> None:
+def test_a_project_from_a_folder_uses_its_library(default: BakedProject, tmp_path: Path) -> None:
     assert pin_of(default.path) == f"dist-template @ {ROOT.as_uri()}/"
     command = ["cookiecutter", ".", "--no-input", "--default-config", "-o", str(tmp_path)]
     output(sys.executable, "-m", *command, cwd=ROOT)
@@ -50,9 +48,7 @@ def test_a_project_from_a_folder_uses_the_library_in_that_folder(
 
 
 @pytest.mark.slow
-def test_a_project_from_git_pins_the_commit_which_pip_installs(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_a_project_from_git_pins_the_commit_for_pip(repository: Path, tmp_path: Path) -> None:
     project = bake_from(f"git+file://{repository}", tmp_path)
     head = git(repository, "rev-parse", "HEAD")
     assert pin_of(project) == f"dist-template @ git+file://localhost{repository}@{head}"

@@ -1,5 +1,4 @@
-"""A release: one version, refusals in one sentence, equal bytes; workflows call what exists;
-supported versions."""
+"""A release: one version, refusals, equal bytes; workflows; supported versions."""
 
 import json
 import os
@@ -61,9 +60,7 @@ REFUSED = [  # version, a command before, the sentence
 
 
 @pytest.mark.parametrize(("version", "spoil", "sentence"), REFUSED)
-def test_what_cannot_be_released_is_refused_in_one_sentence(
-    checkout: Path, version: str, spoil: str, sentence: str
-) -> None:
+def test_a_bad_release_is_refused(checkout: Path, version: str, spoil: str, sentence: str) -> None:
     output("bash", "-c", spoil, cwd=checkout)
     before = git(checkout, "status", "--porcelain")
     done = release(checkout, "commit", version)
@@ -88,9 +85,7 @@ def test_a_release_sets_the_version_in_every_place_and_commits(checkout: Path) -
 
 
 @pytest.mark.slow
-def test_two_builds_have_the_same_bytes_and_a_wheel_the_library_and_its_pages(
-    checkout: Path, tmp_path: Path
-) -> None:
+def test_builds_are_equal_and_a_wheel_has_library_and_pages(checkout: Path, tmp_path: Path) -> None:
     first = release(checkout, "build", f"v{VERSION}")
     assert first.returncode == 0 and f"git tag -a v{VERSION}" in first.stdout, first.stderr
     shutil.move(checkout / "build" / "release", tmp_path / "first")
@@ -120,9 +115,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_a_machine_without_a_checkout_installs_generates_and_trains(
-    checkout: Path, tmp_path: Path
-) -> None:
+def test_a_machine_without_a_checkout_generates_and_trains(checkout: Path, tmp_path: Path) -> None:
     assert release(checkout, "build").returncode == 0
     built, fresh = checkout / "build" / "release", tmp_path / "fresh"
     wheel, archive = (next(built.rglob(name)) for name in ("*.whl", "*.zip"))

@@ -1,5 +1,4 @@
-"""The template's own files: valid before they are rendered, current, and kept to the rules of the
-house."""
+"""The template's own files are valid before they are rendered, current, and keep the rules."""
 
 import re
 import tomllib

@@ -1,5 +1,4 @@
-"""How one starts beside cookiecutter, and how one contributes: files for GitHub and editors name
-what is there."""
+"""Files for GitHub and editors name what is there: owners, the drawn house, the notebook."""
 
 import json
 import os

@@ -86,8 +86,7 @@ TOUCHES = {  # a change of these files: the arms whose rows are all tried again
 
 
 def due(today: datetime.date, changed: str) -> list[tuple[str, str, str]]:
-    """(type, variant, arm) of the rows for `today`, and of the rows that the files `changed` may
-    change."""
+    """(type, variant, arm) of the rows for `today`, and of those that `changed` may change."""
     table = json.loads((Path(proof.__file__).parents[1] / "proof.json").read_text("utf-8"))
     rows = [
         (kind, variant, arm)

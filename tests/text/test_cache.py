@@ -1,5 +1,4 @@
-"""Sources, tokenizers and the cache: what goes in comes out, and what cannot be used is refused in
-one sentence."""
+"""Sources, tokenizers and the cache: what goes in comes out, or is refused in one sentence."""
 
 import fcntl
 import json
@@ -60,9 +59,7 @@ def test_links_in_a_circle_give_each_file_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_files_in_a_store_are_copied_and_again_once_they_change(
-    s3: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_changed_files_in_a_store_are_copied(s3: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     names = ("a/one.txt", "b/one.txt")  # equal names in two folders
     for name in names:

@@ -128,9 +128,7 @@ def test_pairs_and_rated_answers_are_not_mixed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("padding", [None, "<|endoftext|>"])
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
-def test_a_reward_is_read_where_transformers_reads_it(
-    kind: str, padding: str | None, tmp_path: Path
-) -> None:
+def test_a_reward_is_that_of_transformers(kind: str, padding: str | None, tmp_path: Path) -> None:
     """Of texts: at the last token, EOS, or before it if EOS is the padding."""
     data = prepared(tmp_path, pairs.LENGTHS[:9], seq_len=61)
     if padding:

@@ -1,8 +1,6 @@
-"""SmolLM2-135M-Instruct, published weights, is fine-tuned on dialogues by several processes, killed
-and resumed, evaluated and exported.
+"""SmolLM2-135M-Instruct is fine-tuned by several processes, killed, resumed, evaluated, exported.
 
-A figure outside its band in BANDS means that numbers have changed.
-"""
+A figure outside its band in BANDS means that numbers have changed."""
 
 import json
 from pathlib import Path

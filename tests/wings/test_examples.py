@@ -1,5 +1,4 @@
-"""The library's examples by model and machine: planned with the published sizes, against the table
-of docs/plan.md, and trained small."""
+"""The library's examples: planned with the published sizes as docs/plan.md says, trained small."""
 
 import json
 import re
@@ -68,9 +67,7 @@ def test_every_example_has_a_row_and_names_its_tokenizer_and_machine() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_fits_its_machine_as_the_page_says(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_example_is_as_planned(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """The verb `plan`, for the file's own strategy, micro-batch and checkpointing alone."""
     given, found = content(name), list[tuple[Planner, Planned]]()
 

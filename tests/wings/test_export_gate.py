@@ -17,6 +17,7 @@ from dist_template import InputError, Project
 from tests import ROOT
 from tests.support.chats import TAGGED, UNTAGGED
 from tests.support.library import safetensors_files
+from tests.support.parity import FLAGS, MODELS
 from tests.support.runs import OURS, newest, only_run, run, small
 from tests.support.wings import Registry, Trained, load_trained
 from tests.support.wings import export as command
@@ -141,6 +142,25 @@ def test_a_model_larger_than_memory_is_exported_alike(
     assert model.dtype == torch.bfloat16 and model.state_dict().keys() == whole.keys()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [None, 0])
+def test_modules_for_later_tokens_are_exported_or_not(
+    flags: list[str], tmp_path: Path, monkeypatch: Any, memory: int | None
+) -> None:
+    """vLLM and SGLang read `num_nextn_predict_layers`, and expect as many layers after the 2."""
+    own = [f"--run.root={tmp_path}/runs", f"--model.architecture={MODELS['mtp']}"]
+    assert run("fit", *flags, *own, *FLAGS["mtp"]) == 0
+    if memory is not None:
+        monkeypatch.setattr(safetensors_files, "memory_limit", lambda: memory)
+    for name, number in (("true", 2), ("false", 0)):
+        exported(only_run(tmp_path), tmp_path / name, f"--mtp={name}")
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["num_nextn_predict_layers"] == number
+        keys = load_file(tmp_path / name / "model.safetensors").keys()
+        layers = {int(key.split(".")[2]) for key in keys if key.startswith("model.layers.")}
+        assert layers == {*range(2 + number)} and not any("mtp" in key for key in keys)
+
+
 OF_PARTS: dict[Fault, str] = {
     transposed: r"its model\.layers\.1\.self_attn\.q_proj\.weight has other values",
     another_tokenizer: FAULTS[another_tokenizer],
@@ -184,9 +204,7 @@ def test_an_export_has_a_card_without_private_text(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_program_in_place_of_a_saved_model_gives_the_folders_logits(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_program_for_a_saved_model_gives_its_logits(folder: Path, tmp_path: Path) -> None:
     """The code that docs/evaluate.md gives to users of TensorFlow's SavedModel."""
     from transformers.exporters import DynamoConfig, DynamoExporter
 
@@ -211,9 +229,7 @@ def logits(found: Trained) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_a_run_a_checkpoint_and_a_folder_name_the_same_model(
-    folder: Path, flags: list[str], tmp_path: Path
-) -> None:
+def test_run_checkpoint_and_folder_name_one_model(folder: Path, flags: Any, tmp_path: Path) -> None:
     output = tmp_path / "out"
     ours = [flag for flag in flags if not flag.startswith("--trainer.")]
     command.main(["export", *ours, "--checkpoint=last", f"--output={output}"], OURS)
@@ -241,9 +257,7 @@ def promoted(registry: Registry, *texts: str) -> list[str]:
     return names
 
 
-def test_a_roll_back_withdraws_a_version_and_its_number_is_not_used_again(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_a_version_that_is_rolled_back_keeps_its_number(tmp_path: Path, capsys: Any) -> None:
     registry = Registry(tmp_path / "registry")
     assert registry.latest is None
     with pytest.raises(InputError, match="has no version: promote a run first"):

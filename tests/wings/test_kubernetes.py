@@ -1,14 +1,12 @@
 """launch --on kubernetes: what is rendered is valid, fits together, and maps the exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jsonschema
 import kubernetes_validate
@@ -180,7 +178,7 @@ class Pods(TwoHosts):
         prefix = self.name if main["kind"] == "Job" else f"{self.name}-node-0"
         self.hosts = [f"{prefix}-{i}" for i in range(2)]
 
-    def __enter__(self) -> Pods:
+    def __enter__(self) -> Self:
         super().__enter__()
         pairs = zip(self.addresses, self.hosts, strict=True)
         known = [f"{address} {host}.{self.name} {host}\n" for address, host in pairs]
@@ -212,9 +210,7 @@ class Pods(TwoHosts):
 @pytest.mark.netns
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", tiers(["Job", "JobSet"], daily=[]))
-def test_two_pods_train_as_one_machine(
-    kind: str, flags: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_pods_train_as_one_machine(kind: str, flags: Any, tmp_path: Path, monkeypatch: Any) -> None:
     if why := lacking():
         pytest.skip(f"needs network namespaces: {why}")
     given = ("--model.architecture", "--trainer.devices")  # of the quickstart

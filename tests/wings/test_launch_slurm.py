@@ -1,7 +1,5 @@
 """`launch --on slurm` under a real slurmctld on this machine; three slurmd are nodes n1 to n3."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -13,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import pytest
@@ -70,7 +68,7 @@ class Slurm:
         self.slurmd: dict[str, subprocess.Popen[bytes]] = {}
         folder.chmod(0o755)
 
-    def __enter__(self) -> Slurm:
+    def __enter__(self) -> Self:
         with socket.create_server(("127.0.0.1", 0)) as one:
             port = one.getsockname()[1]
         ports = {"port": port, "first": port + 1, "last": port + 3}
@@ -185,10 +183,8 @@ class Submitted(Launched):
         self.slurm.wait(lambda: self.shown("%T") == state, timeout_s)
 
     def restart_soon(self) -> None:
-        """Slurm waits two minutes before it starts a requeued job again.
-
-        slurmd refuses credentials of the second in which it ended the job.
-        """
+        """Slurm waits two minutes before it starts a requeued job again, and slurmd refuses
+        credentials of the second in which it ended the job."""
         self.until("PENDING")
         self.slurm.run("scontrol", "update", f"jobid={self.job}", "StartTime=now+2")
 

@@ -30,9 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {  # what rank 3 differs in, a se
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_slow_machine_is_named_or_refused(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_slow_machine_is_named(case: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     change, sentence = CASES[case]
     ranks = [{"rank": rank, "host": f"node{rank // 2}", **EQUAL} for rank in range(4)]
     for each in ranks if "world" in change else ranks[3:]:

@@ -1,8 +1,6 @@
-"""SmolLM2-135M-Instruct, published weights, is taught sums and a fact by two processes, and
-evaluated, promoted and served; it learns source code; weights of trl's GRPO are trained further.
+"""SmolLM2-135M-Instruct is taught sums, a fact and source code, evaluated, promoted and served.
 
-A figure outside its band in BANDS means that numbers have changed.
-"""
+Weights of trl's GRPO are trained further. A figure outside its band means that numbers changed."""
 
 import json
 import math
@@ -70,9 +68,7 @@ def taught(train: Trainings) -> Path:
     return train.run("taught", 20)
 
 
-def test_training_raises_the_share_of_right_sums(
-    taught: Path, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_become_right(taught: Path, smollm2: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """As the whole answer, and as the first number in it: lm-eval's filters."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     (tmp_path / "sums.yaml").write_text(TASK.format(path=smollm2 / "asked.jsonl"))
@@ -116,9 +112,7 @@ def test_what_training_taught_is_promoted_served_and_rolled_back(
     assert run(*argv, "--roll_back") == 0 and latest.resolve().name == "v1"
 
 
-def test_continued_pretraining_learns_source_code_and_forgets_no_talk(
-    smollm2: Path, tmp_path: Path
-) -> None:
+def test_pretraining_learns_code_and_forgets_no_talk(smollm2: Path, tmp_path: Path) -> None:
     """600 characters of each module of the standard library; dialogues are only evaluated."""
     modules = sorted(Path(json.__file__).parents[1].glob("*.py"))
     texts = {"code": [path.read_text("utf-8", "replace")[1000:1600] for path in modules]}

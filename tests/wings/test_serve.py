@@ -282,9 +282,7 @@ def test_a_request_given_up_frees_the_model_and_sigterm_ends_a_stream(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_run_is_served_and_a_planted_fault_is_refused(
-    flags: Any, tmp_path: Path, capfd: Any
-) -> None:
+def test_a_run_is_served_and_a_fault_is_refused(flags: Any, tmp_path: Path, capfd: Any) -> None:
     assert run("fit", *flags, "--trainer.max_steps=2", "--trainer.limit_val_batches=0") == 0
     trained = only_run(tmp_path)
     server = Server(trained, tmp_path / "log", "--name=mine")

@@ -90,9 +90,7 @@ def test_trials_are_fits(here: Any, flags: Any, space: str, tmp_path: Path, caps
 
 
 @pytest.mark.slow
-def test_a_trial_that_always_dies_fails(
-    flags: Any, space: str, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_trial_that_dies_fails(flags: Any, space: str, tmp_path: Path, monkeypatch: Any) -> None:
     def killed(argv: Flags, folder: Path) -> int:
         (folder / "output.txt").write_text("Killed")
         return -9
@@ -144,9 +142,7 @@ def test_all_ranks_end_at_the_pruned_step(
 
 
 @pytest.mark.slow
-def test_a_signal_stops_a_trial_which_resumes(
-    here: Any, flags: Any, space: str, tmp_path: Path
-) -> None:
+def test_a_stopped_trial_resumes(here: Any, flags: Any, space: str, tmp_path: Path) -> None:
     """It is stopped in processes as a user starts them, and resumes in this one."""
     more = "--trials=1 --trainer.max_steps=150 --trainer.val_check_interval=50"
     more += " --trainer.logger=false --last_checkpoint.every_n_steps=10"
@@ -181,9 +177,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_a_bad_space_is_refused(
-    text: str, here: Any, flags: Any, tmp_path: Path, capfd: Any
-) -> None:
+def test_a_bad_space_is_named(text: str, here: Any, flags: Any, tmp_path: Path, capfd: Any) -> None:
     (tmp_path / "lr.yaml").write_text(text)
     given = [*flags, *text.split("# ")[1:], f"--space={tmp_path / 'lr.yaml'}"]
     assert BAD[text] in refused("sweep", given, capfd)

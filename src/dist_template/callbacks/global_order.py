@@ -13,11 +13,12 @@ function of the consumed samples too. Its stream has no epochs: it ends with `tr
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, count, islice
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ class GlobalOrder(Sampler[list[int]]):
     after the loader is made. Without a `seed` rows are not shuffled.
 
     `stream` returns the row at a position of the stream. It replaces the order by epochs. `size_at` returns the global
-    batch of a step before which so many samples were consumed. Then there is no end, and no length."""
+    batch of a step before which so many samples were consumed. Then there is no end."""
 
     num_rows: int
     global_batch_size: int
@@ -60,7 +61,7 @@ class GlobalOrder(Sampler[list[int]]):
 
     def __len__(self) -> int:
         if self.size_at:
-            raise TypeError("an order of growing batches has no length")
+            return sys.maxsize  # without a length, Lightning reads a batch before it loads a checkpoint
         return self.num_rows // self.global_batch_size * self.accumulation
 
     def accumulations(self) -> Iterator[int]:
@@ -73,7 +74,7 @@ class GlobalOrder(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         start = self.consumed()
-        for batch in islice(count(), None if self.size_at else len(self)):
+        for batch in range(len(self)):
             position = start + batch * self.samples_per_batch
             if self.repeat_first_batch:
                 position %= self.global_batch_size

@@ -80,6 +80,7 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
             "class": type(model).__name__.removeprefix("FSDP"),  # torch's fully_shard changes the class
             "model_type": getattr(config, "model_type", None),
             "layers": size.layers,
+            "predicted": size.predicted,
             "width": size.width,
             "experts": size.experts,
             "experts_per_token": size.experts_per_token,

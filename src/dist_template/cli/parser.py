@@ -31,8 +31,8 @@ OPTIMIZATION = {  # key: base classes, the argument that optim.py passes, help
         (Optimizer,),
         "params",
         "A class instead of AdamW, by name or path, as in --optimizer SGD --optimizer.momentum 0.9."
-        " Not Muon, which updates matrices alone. Vectors are not decayed. lr and weight_decay are"
-        " model.optim's unless given here. null: AdamW with model.optim's keys.",
+        " Muon updates matrices, and AdamW the rest. Vectors are not decayed. lr and weight_decay are"
+        " model.optim's unless given here. null: model.optim.optimizer.",
     ),
     "lr_scheduler": (
         LRSchedulerTypeTuple,

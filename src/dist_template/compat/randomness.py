@@ -2,7 +2,7 @@
 2.13.
 
 torch has no switch or hook for them. The names are public: where one is gone, `turn_dropout_off`
-raises AttributeError, as tests/compat/test_randomness.py shows."""
+raises AttributeError, as tests/compat/test_loop.py shows."""
 
 from collections.abc import Callable
 from types import ModuleType

@@ -1,5 +1,5 @@
 """Names in other libraries' stacks, by which a thread's phase is known. Verified on torch 2.13,
-lightning 2.6 and deepspeed 0.19; tests/compat/test_stacks.py.
+lightning 2.6 and deepspeed 0.19; tests/compat/test_names.py.
 
 No public interface says what a thread of a training does. Where a file or function is gone, the
 phase is an outer frame's or "elsewhere"; where one of WAITING is gone, a rank that waits for others

@@ -7,11 +7,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from ..checkpoint.frozen import exclude_frozen
@@ -26,7 +27,7 @@ from ..parallel.place import in_full
 from .batches.rows import PAIRS
 from .distillation import DistillationConfig, blended, build_teacher, distilled_sums
 from .model.adapters import AdapterConfig, add_adapters, proof_axes
-from .model.causal_lm import checked_fields
+from .model.causal_lm import checked_fields, freeze_untrained, read_modules
 from .model.head import ChunkedLoss, without_head
 from .model.mtp import ACCEPTED, COMPARED, MtpConfig, add_modules, sums_with_predictions
 from .model.mtp import KEY as MTP_WEIGHT
@@ -76,6 +77,7 @@ class TextModule(TrainingModule):
         self.distillation = distillation
         self.mtp = mtp
         self.reference: nn.Module | None = None
+        self.accepted: Tensor | None = None  # (2, D, B, T) of the newest batch of an evaluation: see model/mtp.py
         self.sample_tokens = sample_tokens
         self.sample_temperature = sample_temperature
 
@@ -99,6 +101,11 @@ class TextModule(TrainingModule):
         model = self.build_base(data)
         if self.mtp is not None:
             add_modules(model)
+            if pretrained := getattr(self, "pretrained", None):
+                read_modules(model, pretrained)
+        if names := freeze_untrained(model):
+            others = f" and {len(names) - 1} others" if names[1:] else ""
+            _print_once(f"note: {names[0]}{others} get no gradient, and keep the weights they start with")
         if self.adapter is not None:
             model = add_adapters(model, self.adapter)
             self.frozen_base = {"name": getattr(self, "pretrained", None) or type(model).__name__}
@@ -280,6 +287,11 @@ class TextModule(TrainingModule):
         tokens = self.generate(batch["input_ids"])[0, batch["input_ids"].shape[1] :]
         text = self.data.text_tokenizer.decode(tokens.tolist())
         return {"prompt": batch["prompt"], "continuation": text}
+
+
+@cache
+def _print_once(line: str) -> None:
+    rank_zero_only(print)(line, flush=True)
 
 
 def _perplexity(loss: float) -> float:

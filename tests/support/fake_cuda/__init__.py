@@ -1,9 +1,7 @@
-"""A CUDA device that computes on the host: the shipped `fit` runs on it, and its waits for the
-device are counted.
+"""A CUDA device that computes on the host: `fit` runs on it, and its waits are counted.
 
-Tensors really are on `cuda:0`, copies to the host arrive only when something waits, memory starts
-as NaN, and a fake NCCL refuses host and non-contiguous tensors. What it cannot show: speed, memory,
-order between streams."""
+Tensors are on `cuda:0`, copies to the host arrive only when something waits, memory starts as NaN,
+a fake NCCL refuses host and non-contiguous tensors. Not shown: speed, memory, order of streams."""
 
 import collections
 import hashlib
@@ -29,8 +27,7 @@ COMPILER = shutil.which("g++")
 
 
 def build() -> Path:
-    """Compiles the three libraries once per version of torch and of their sources, and returns
-    their folder."""
+    """Compiles the libraries once per version of torch and of their sources; returns the folder."""
     sources = sorted(FOLDER.glob("*.[ch]pp"))
     text = torch.__version__ + sys.version
     text += "".join(path.read_text(encoding="utf-8") for path in sources)

@@ -1,5 +1,4 @@
-"""Counts what the fake device reports, by phase of training and by the line of ours that caused
-it."""
+"""Counts what the fake device reports, by phase of training and by our line that caused it."""
 
 import collections
 import json

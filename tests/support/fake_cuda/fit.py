@@ -1,8 +1,7 @@
 """A verb of the linked project on the fake device: `python -m tests.support.fake_cuda.fit VERB …`.
 
-FAKE_GPUS: number of devices. FAKE_REPORT: where the counts are written, of rank N with `.N` at the
-end. FAKE_PRELUDE: module:function to call first, with a fault to plant. FAKE_NCCL: 1 for several
-ranks."""
+FAKE_GPUS: number of devices. FAKE_REPORT: file of the counts, of rank N with `.N` at the end.
+FAKE_PRELUDE: module:function to call first. FAKE_NCCL: 1 for several ranks."""
 
 import gc
 import importlib

@@ -1,10 +1,8 @@
 """Streams and events of the fake device: everything has been computed, and a wait is counted."""
 
-from __future__ import annotations
-
 import threading
 import time
-from typing import Any
+from typing import Any, Self
 
 import fake_device  # ty: ignore[import-not-found]
 import torch
@@ -51,7 +49,7 @@ class Event:
     def wait(self, stream: Any = None) -> None:
         pass
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: Any) -> float:
         return (end._at_s - self._at_s) * 1e3
 
 
@@ -85,7 +83,7 @@ class Stream:
     def is_capturing(self) -> bool:
         return False
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -1,5 +1,4 @@
-"""Gives torch's CPU build a `torch.cuda` over the fake device. Imported before anything else uses
-torch.cuda.
+"""Gives torch's CPU build a `torch.cuda` over the fake device; to be imported first.
 
 The process needs LD_PRELOAD=fake_hooks.so, and the folder of fake_device.so in its path."""
 

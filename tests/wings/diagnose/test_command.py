@@ -63,9 +63,7 @@ LOW = """--model.optim.learning_rate=1e-7 --trainer.limit_val_batches=0 --diagno
 
 
 @pytest.mark.slow
-def test_a_finding_is_printed_once(
-    flags: Any, tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_a_finding_is_shown_once(flags: Any, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     refresh, calls = diagnosis.History.refresh, list[Any]()
 
     def stutter(history: Any) -> None:

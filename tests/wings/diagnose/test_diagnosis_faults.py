@@ -1,8 +1,6 @@
 """A planted fault is diagnosed with the right cause first, and no healthy training is called wrong.
 
-The histories are recorded (recorded.py). Marked slow: trainings with the change that was advised;
-nightly: all trainings, diagnosed as they are.
-"""
+The histories are recorded (recorded.py). Slow: trainings with the advised change; nightly: all."""
 
 import math
 import shlex

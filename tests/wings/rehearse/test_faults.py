@@ -1,8 +1,6 @@
-"""`rehearse` fails on planted faults and names them, and accuses no sound module.
+"""`rehearse` fails on planted faults, names them in its first failure, accuses no sound module.
 
-The first failing check, which a user reads first, must name the planted fault. Trainings that a
-fault does not affect run once, in the unmodified project.
-"""
+Trainings that a fault does not affect run once, in the unmodified project."""
 
 import copy
 import shutil

@@ -162,9 +162,7 @@ ARCHITECTURES: list[Any] = [
 
 
 @pytest.mark.parametrize(("model_type", "given", "kept"), ARCHITECTURES)
-def test_a_small_model_has_the_structure_of_the_large(
-    model_type: str, given: Any, kept: dict[str, Any]
-) -> None:
+def test_a_small_model_has_the_structure(model_type: str, given: Any, kept: dict[str, Any]) -> None:
     small = shrink_model.shrink_architecture(AutoConfig.for_model(model_type, **given), seq_len=32)
     assert {name: small[name] for name in kept} == kept
     if not given:

@@ -47,6 +47,7 @@ class MeshEstimate(Mesh, Estimate):
         for own in stages:
             sizes.append(sum(map(facts.pipeline["parameters"].__getitem__, own)))
             blocks.append(sum(map(facts.pipeline["blocks"].__getitem__, own)))
+        blocks[-1] += facts.predicted  # after the last stage's
         return Stages(
             largest=max(sizes) / facts.parameters,
             mean=sum(sizes) / facts.parameters / p,

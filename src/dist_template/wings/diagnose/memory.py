@@ -8,6 +8,7 @@ from ...parallel.estimates import Estimate, estimate_of
 from ...parallel.estimates.facts import Facts
 from ..history import History
 from ..values import GIB
+from .expected import highest
 
 
 def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple[Estimate, Facts]:
@@ -31,14 +32,15 @@ def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple
         trainable=fact("parameters.trainable") or total,
         in_4_bits=fact("parameters.in_4_bits"),
         embedding=fact("parameters.embedding"),
-        layers=max(fact("model.layers"), 1),
+        layers=max(fact("model.layers") + fact("model.predicted"), 1),
+        predicted=fact("model.predicted"),
         width=fact("model.width"),
         vocab_size=fact("model.vocab_size"),
         precision=str(key("trainer.precision") or "32-true"),
         checkpointing=key("model.blocks.checkpointing", "none"),
         micro_batch_size=key("data.micro_batch_size", 1),
         seq_len=key("data.seq_len", 0),
-        global_batch_size=key("data.global_batch_size", 0),
+        global_batch_size=int(highest(key("data.global_batch_size", 0))),
         loss_chunk=key("model.loss_chunk"),
         on_host=history.fact("machine.device", "cpu") == "cpu",
         pipeline=history.fact("pipeline") or None,
