@@ -130,11 +130,14 @@ def add_modules(model: Any) -> nn.Module:
     model.add_module(NAME, Predictor(model, number))
     names = {each: name for name, each in model.named_modules()}
     blocks, embedding = names[find_blocks(model)[0]].removesuffix("0"), names[model.get_input_embeddings()]
+    parts = {name for pairs in (model.named_modules(), model.named_parameters()) for name, _ in pairs}
+    parts = {re.sub(r"\.\d+", ".*", name) for name in parts}  # transformers warns of a rule for none
     for plan in PLANS:
         rules = dict(getattr(model, plan, None) or {})
         for name, style in [*rules.items()]:
-            if name.startswith(f"{blocks}*"):
-                rules[name.replace(f"{blocks}*", f"{NAME}.layers.*.mtp_block")] = style
+            own = name.replace(f"{blocks}*", f"{NAME}.layers.*.mtp_block")
+            if name.startswith(f"{blocks}*") and own in parts:
+                rules[own] = style
             elif name == embedding:
                 rules[f"{NAME}.embed_tokens"] = style
         setattr(model, plan, rules)
