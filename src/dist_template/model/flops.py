@@ -107,17 +107,11 @@ class Size:
             if key in used:
                 multiplied += size * (6 if parameter.requires_grad else 4)
         return cls(
-            total=total,
-            trainable=trainable,
-            in_4_bits=in_4_bits,
-            active=round(active) if is_known else None,
-            embedding=embedding,
-            layers=getattr(config, "num_hidden_layers", None),
-            width=getattr(config, "hidden_size", None),
-            experts=num,
-            experts_per_token=chosen if num else None,
+            total=total, trainable=trainable, in_4_bits=in_4_bits, active=round(active) if is_known else None,
+            embedding=embedding, layers=getattr(config, "num_hidden_layers", None),
+            width=getattr(config, "hidden_size", None), experts=num, experts_per_token=chosen if num else None,
             _multiplied=multiplied if is_known else None,
-        )
+        )  # fmt: skip
 
 
 def text_config(model: nn.Module) -> Any:

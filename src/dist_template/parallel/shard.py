@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
-)
+)  # fmt: skip
 
 from .. import weights
 from ..compat import transformers as compat
@@ -48,9 +48,8 @@ if TYPE_CHECKING:
 
 
 def shard_module(module: L.LightningModule, strategy: MeshRanks) -> None:
-    """Shards the layers that a plain LightningModule has made, with rank 0's weights.
-
-    The module itself is the outermost FSDP unit, which its steps gather."""
+    """Shards the layers that a plain LightningModule has made, with rank 0's weights. The module itself is the
+    outermost FSDP unit, which its steps gather."""
     if isinstance(module, FSDPModule) or not strategy.shards:
         return
     refuse_scalars(module, "FSDP2")
@@ -128,15 +127,10 @@ def shard_by_plan(model: Any, strategy: MeshRanks) -> None:
     register_replicated()
     sizes = strategy.mesh_sizes
     config = DistributedConfig(
-        tp_size=sizes.tp,
-        fsdp_size=sizes.fsdp,
-        dp_replicate_size=sizes.dp_replicate,
-        ep_size=sizes.ep,
-        tp_plan=strategy.tp_plan,
-        ep_plan=strategy.ep_plan,
-        fsdp_cpu_offload=strategy.cpu_offload,
+        tp_size=sizes.tp, fsdp_size=sizes.fsdp, dp_replicate_size=sizes.dp_replicate, ep_size=sizes.ep,
+        tp_plan=strategy.tp_plan, ep_plan=strategy.ep_plan, fsdp_cpu_offload=strategy.cpu_offload,
         fsdp_mixed_precision=_is_mixed(strategy),
-    )
+    )  # fmt: skip
     ties = weights.find_ties(model)
     owners = {owner for tie in ties for owner, _ in tie}
     tied = {name for name, module in model.named_modules() if module in owners}
