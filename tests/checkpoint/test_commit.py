@@ -1,21 +1,26 @@
-"""A damaged checkpoint is detected, and the last valid one is never deleted."""
+"""A damaged checkpoint is detected, the last valid one is never deleted, a save is planned once."""
 
 import errno
 import math
 import random
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dist_template import InputError
 from dist_template.callbacks import BestCheckpoint
 from dist_template.callbacks.checkpoint import outdated
 from tests.support.injury import corrupt, flip_a_bit
 from tests.support.library import commit, formats, manifest
+from tests.support.many_ranks import RankZero, state_of
 from tests.support.runs import main, newest, only_run, refused
 
 
@@ -80,18 +85,14 @@ def test_a_disks_refusal_is_returned_and_other_errors_are_raised() -> None:
         found(RuntimeError("Connection closed by peer"))
 
 
-@pytest.mark.parametrize(
-    ("steps", "torn", "keep", "deleted"),
-    [
-        ([0, 1, 2, 3], [], 2, [0, 1]),
-        ([1, 2, 3], [2], 2, [2]),  # a torn one does not count as kept
-        ([1, 9, 5], [], 2, [9]),  # after a rollback
-        ([1, 2], [1, 2], 1, [1]),  # the one just written stays
-    ],
-)
-def test_which_are_deleted(
-    tmp_path: Path, steps: list[int], torn: list[int], keep: int, deleted: list[int]
-) -> None:
+OUTDATED: Any = [  # a torn one does not count as kept; after a rollback; the one just written stays
+    ([0, 1, 2, 3], [], 2, [0, 1]), ([1, 2, 3], [2], 2, [2]), ([1, 9, 5], [], 2, [9]),
+    ([1, 2], [1, 2], 1, [1]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("steps", "torn", "keep", "deleted"), OUTDATED)
+def test_which_are_deleted(tmp_path: Path, steps: Any, torn: Any, keep: int, deleted: Any) -> None:
     paths = {number: committed(tmp_path, number) for number in steps}
     for number in torn:
         (paths[number] / formats.FILE).unlink()
@@ -131,3 +132,60 @@ def test_damage_is_never_resumed(flags: Any, tmp_path: Path, monkeypatch: Any, c
     flip_a_bit(path / formats.FILE)
     error = refused("fit", [*flags, f"--ckpt_path={path}"], capfd)
     assert "is damaged: its checkpoint.pt is not what was written" in error
+
+
+REPLICAS, SHARDS = 3, 4
+
+
+def test_one_replica_plans_each_shard_and_a_next_save_sends_no_plan() -> None:
+    from dist_template.checkpoint import planning
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=REPLICAS * SHARDS)
+    try:
+        mesh = dist.init_device_mesh("cpu", (REPLICAS, SHARDS))
+        weights = {f"layers.{n}.weight": torch.empty(8, 2, device="meta") for n in range(30)}
+        state, strategy = state_of(weights, mesh), torch.nn.Module()
+        plans, writers = [], Counter[int]()
+        for rank in range(REPLICAS * SHARDS):
+            mesh._coordinate_on_dim = [rank // SHARDS, rank % SHARDS]  # ty: ignore
+            planner = planning.planner(strategy)  # ty: ignore[invalid-argument-type]
+            planner.set_up_planner(state)
+            plans.append(planner.create_local_plan())
+            own = [item.type.name for item in plans[-1].items]
+            writers[rank // SHARDS] += own.count("SHARD")
+            assert rank == 0 or len(own) == own.count("SHARD")  # settings: in one file
+        items = [item.index for plan in plans for item in plan.items]
+        found = Counter((index.fqn, index.offset) for index in items)
+        shards = 3 * len(weights) * SHARDS
+        assert set(found.values()) == {1} and len(found) == shards + len(state) - 3 * len(weights)
+        assert min(writers.values()) > sum(writers.values()) / REPLICAS * 0.8
+        final, _ = planner.create_global_plan(plans)
+        planner.finish_plan(final[-1])
+        planner = planning.planner(strategy)  # ty: ignore[invalid-argument-type]
+        planner.set_up_planner(state)
+        assert not planner.create_local_plan().usable
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_rank_0_gets_one_hash_of_each_rank(late: bool, tmp_path: Path) -> None:
+    """`late`: a file system lists a file to the rank that wrote it, and not yet to rank 0."""
+    received = []
+    for num in (64, 128):
+        path = tmp_path / manifest.name(num)
+        folder = commit.begin(path)
+        files = [f"__{rank}_0.distcp" for rank in range(num)]
+        for file in files[: num - late]:
+            (folder / file).write_bytes(b"0")
+
+        def of(value: Any, rank: int, files: list[str] = files) -> Any:
+            if isinstance(value[1], dict):
+                return None, {files[rank]: [1, 0]}
+            return None, {files[rank]} if late and rank == len(files) - 1 else value[1]
+
+        with RankZero(num, of) as world:
+            commit.finish(path, {}, None)
+        assert sorted(manifest.read(path)["files"]) == sorted(files)
+        received.append(world.bytes)
+    assert received[1] < 2.2 * received[0] < 30_000

@@ -123,12 +123,8 @@ def write_zero(path: Path, trained: Trained, stage: int) -> None:
         torch.save(model, path / f"checkpoint/{file}_model_states.pt")
 
 
-WRITERS = {
-    "file": write_file,
-    "distributed": write_distributed,
-    "zero2": partial(write_zero, stage=2),
-    "zero3": partial(write_zero, stage=3),
-}
+WRITERS: Any = {"file": write_file, "distributed": write_distributed}
+WRITERS |= {f"zero{stage}": partial(write_zero, stage=stage) for stage in (2, 3)}
 
 
 @pytest.fixture(params=WRITERS)

@@ -1,4 +1,4 @@
-"""Exit codes: the launcher's, of workers in shell, and what launch/slurm.sh does by them."""
+"""Exit codes of launchers, what launch/slurm.sh does by them, and child processes of a rank."""
 
 import os
 import re
@@ -21,18 +21,12 @@ from tests.support.runs import PACKAGE, PROJECT, clean_environment, run
 from tests.support.tiers import tiers
 
 CODES = [
-    ([0, 0], Exit.DONE),
-    ([75, 75], Exit.REQUEUE),
+    ([0, 0], Exit.DONE), ([75, 75], Exit.REQUEUE), ([1, 65], Exit.NON_FINITE),
     ([75, -6], Exit.REQUEUE),  # the peer was aborted because this one had exited
-    ([1, 65], Exit.NON_FINITE),
-    ([75, 2], Exit.BAD_INPUT),
+    ([75, 2], Exit.BAD_INPUT), ([1, -6], Exit.FAILED), ([-15], Exit.REQUEUE), ([3], Exit.FAILED),
     ([1, 69, -6], Exit.OUT_OF_MEMORY),  # the peers' errors are about the one without memory
-    ([-9, 1], Exit.REQUEUE),  # the peer's error is about the killed one
-    ([1, 71], Exit.REQUEUE),
-    ([1, -6], Exit.FAILED),
-    ([-15], Exit.REQUEUE),
-    ([3], Exit.FAILED),
-]
+    ([-9, 1], Exit.REQUEUE), ([1, 71], Exit.REQUEUE),  # or about the killed or stalled one
+]  # fmt: skip
 
 
 def test_one_code_is_made_of_all_processes() -> None:
@@ -161,14 +155,9 @@ def script(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-JOBS = [
-    (0, 0, False),
-    (75, 99, True),  # as often as the cluster likes
-    (71, 0, True),  # a rank hung
-    (137, 0, True),  # killed
-    (137, 10, False),  # again and again: a person should look
-    (1, 0, False),
-]
+JOBS = [  # code, earlier restarts, requeued: stopped, hung or killed, but not again and again
+    (0, 0, False), (75, 99, True), (71, 0, True), (137, 0, True), (137, 10, False), (1, 0, False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("code", "earlier", "requeued"), JOBS)
@@ -188,3 +177,66 @@ def test_a_job_is_requeued(tmp_path: Path, code: int, earlier: int, requeued: bo
     assert called[-6:] == [PACKAGE, "fit", "--config", "x.yaml", *flags]
     asked = tmp_path / "scontrol.called"
     assert (asked.read_text().split() == ["requeue", "7"]) if requeued else not asked.exists()
+
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the end of a parent")
+
+WORKERS_THAT_LOOP = """
+import os, sys, time
+from torch.utils.data import DataLoader, Dataset
+from dist_template.cluster import signals
+
+class Looping(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        os.write(1, f"{os.getpid()}\\n".encode())
+        while True:
+            pass
+
+def load():
+    workers = int(sys.argv[1])
+    return iter(DataLoader(Looping(), num_workers=workers, worker_init_fn=signals.isolate_worker))
+"""
+
+# The rank exits before its two workers ask for a signal; each holds the other's pipe to the rank.
+LATE = """
+class Late:
+    def prctl(self, *arguments):
+        rank = os.getppid()
+        os.write(1, f"{os.getpid()}\\n".encode())
+        while os.getppid() == rank:
+            time.sleep(0.01)
+        return prctl(*arguments)
+
+prctl, signals.LIBC = signals.LIBC.prctl, Late()
+"""
+EXITS = "batches = load(); time.sleep(2); os._exit(71)  # as the watchdog does"
+LOOPS = {"1": WORKERS_THAT_LOOP + EXITS, "2": WORKERS_THAT_LOOP + LATE + EXITS}
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@LINUX
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", LOOPS, ids=["a worker", "workers that are late"])
+def test_what_a_rank_has_started_ends_with_it(workers: str) -> None:
+    command = [sys.executable, "-c", LOOPS[workers], workers]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())  # no more: what was started may hold the pipe open
+    try:
+        assert process.wait(60) == Exit.HUNG
+        deadline = time.monotonic() + 20
+        while lives(pid):
+            assert time.monotonic() < deadline, "it runs on"
+            time.sleep(0.05)
+    finally:
+        if lives(pid):
+            os.kill(pid, 9)

@@ -20,12 +20,9 @@ from tests.support.library import Rendezvous, SameEnvironment
 from tests.support.runs import Workers, run
 
 OWN: dict[str, Any] = {
-    "python": "3.11.7",
-    "git_diff": None,
-    "packages": {"numpy": "2.0", "torch": "2.13.0"},
-    "variables": {"NCCL_DEBUG": "INFO"},
-    "config": {"data.seq_len": "32"},
-}
+    "python": "3.11.7", "git_diff": None, "packages": {"numpy": "2.0", "torch": "2.13.0"},
+    "variables": {"NCCL_DEBUG": "INFO"}, "config": {"data.seq_len": "32"},
+}  # fmt: skip
 
 
 def compare(*of_ranks: dict[str, Any], ignore: list[str] | None = None) -> list[Ended | None]:

@@ -4,6 +4,8 @@ import functools
 import itertools
 import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,13 @@ import lightning as L
 import pytest
 from lightning.pytorch import Callback
 
+from dist_template.cluster.hang import find_stalled
 from dist_template.errors import Exit
 from tests.support.runs import Workers, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
 from tests.support.wings import RunRecord
 
-pytestmark = pytest.mark.slow
 LIMIT_S = 3.0
 BUSY_S = 20.0  # for a slow machine; a collective's own limit would be 60 s more than LIMIT_S
 
@@ -86,6 +88,7 @@ PLACES = {  # the call that hangs, and how the sentence names the place
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "num", "rank", "where"),
     tiers(CASES, daily=[("fsdp2", 2, 1, "step"), ("ddp", 2, 1, "loader")]),
@@ -112,6 +115,7 @@ def test_a_rank_that_hangs_is_named_and_all_end(
     assert others <= {*re.findall(r"\d+", waiting)} and "wait" in waiting
 
 
+@pytest.mark.slow
 def test_without_the_watchdog_a_hang_stays(flags: list[str], tmp_path: Path) -> None:
     off = ["--watchdog.timeout_s=0", "--watchdog.start_timeout_s=0"]
     options: Any = {"callbacks": [HangAt(1, 6, tmp_path)], "timeout_s": LIMIT_S + 8}
@@ -127,7 +131,51 @@ class SlowValidation(Callback):
         time.sleep(0.6)
 
 
+@pytest.mark.slow
 def test_a_long_validation_that_lives_is_let_live(flags: list[str], tmp_path: Path) -> None:
     more = [f"--watchdog.start_timeout_s={LIMIT_S}", "--trainer.max_steps=2"]
     more += ["--trainer.limit_val_batches=8", "--trainer.val_check_interval=2"]
     train(flags, tmp_path, *more, num=1, callbacks=[SlowValidation()]).check()
+
+
+@pytest.mark.slow
+def test_a_start_that_hangs_in_an_import_is_ended() -> None:
+    hangs = """
+import sys, time
+import dist_template.cli.main as command
+from tests.support.line import OURS
+
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "dist_template.cli.fit":
+            time.sleep(60)
+
+sys.meta_path.insert(0, Slow())
+command.START_TIMEOUT_S = 1.0
+command.run(["fit"], OURS)
+"""
+    command = [sys.executable, "-c", hangs]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == Exit.HUNG, ended.stderr
+    assert "most recent call first" in ended.stderr
+    said = r"^no progress for 1 s: rank 0 is stalled: start-up, importing, .*:9$"
+    assert re.search(said, ended.stderr, re.MULTILINE), ended.stderr
+
+
+A, B, A_WAITS = (7, "a", False), (5, "b", True), (7, "a", True)
+STALLED = [
+    ({0: A, 1: B, 2: A_WAITS}, "rank 1 is stalled: b, f:1; ranks 0, 2 are waiting for it in a"),
+    ({0: A, 1: A_WAITS}, "rank 0 is stalled: a, f:1; rank 1 is waiting for it in a"),
+    ({0: A_WAITS, 2: A_WAITS}, "rank 1 is unresponsive: the process is stopped or its node is lost;"
+     " ranks 0, 2 are waiting for it in a"),
+    ({0: A_WAITS, 1: (7, "b", True)}, "no rank is behind the others; rank 0 is stalled: a, f:1;"
+     " rank 1 is stalled: b, f:1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "sentence"), STALLED)
+def test_the_stalled_rank_is_named(words: dict[int, tuple[int, str, bool]], sentence: str) -> None:
+    """Rank: (progress, place, whether it waits); a rank that is missing does not answer."""
+    names = ("beats", "place", "waits")
+    statuses = {r: dict(zip(names, of, strict=True)) | {"line": "f:1"} for r, of in words.items()}
+    assert find_stalled(statuses, [r for r in range(max(words)) if r not in words]) == sentence

@@ -36,27 +36,22 @@ def llama(**fields: Any) -> Any:
     return AutoConfig.for_model("llama", **fields)
 
 
-@pytest.mark.parametrize(
-    ("fields", "axes", "kind", "why"),
-    [
-        ({}, "", "proven", ""),
-        ({}, "fsdp+tp", "proven", ""),
-        ({"hidden_size": 96}, "tp", "proven", ""),  # no size is a switch
-        ({}, "pp", "refused", "it is odd"),
-        ({}, "fsdp+pp", "refused", "it is odd"),  # a product of what is refused
-        ({"attention_bias": True}, "fsdp+tp", "proven", ""),  # right under tp; the product without
-        ({"attention_bias": True}, "fsdp+cp", "refused", "a bias"),
-        ({}, "fsdp+cp", "unproven", "under fsdp+cp"),
-        ({"mlp_bias": True}, "tp", "unproven", "mlp_bias true"),
-        ({"attention_bias": True}, "ddp", "proven", ""),  # no layer is divided
-        ({}, "ddp", "proven", ""),  # what is refused with adapters holds for them only
-        ({}, "lora+ddp", "refused", "A differs"),
-        ({}, "lora+pp", "refused", "it is odd"),  # adapters do not mend it
-        ({}, "lora+tp", "proven", ""),
-        ({}, "lora+fsdp", "unproven", "of type 'llama' under lora+fsdp"),
-        ({}, "lora with quantize nf4+tp", "unproven", "under lora with quantize nf4+tp"),
-    ],
-)
+VERDICTS: Any = [
+    ({}, "", "proven", ""), ({}, "fsdp+tp", "proven", ""), ({}, "pp", "refused", "it is odd"),
+    ({"hidden_size": 96}, "tp", "proven", ""),  # no size is a switch
+    ({}, "fsdp+pp", "refused", "it is odd"),  # a product of what is refused
+    ({"attention_bias": True}, "fsdp+tp", "proven", ""),  # right under tp; the product without
+    ({"attention_bias": True}, "fsdp+cp", "refused", "a bias"),
+    ({}, "fsdp+cp", "unproven", "fsdp+cp"), ({"mlp_bias": True}, "tp", "unproven", "bias true"),
+    ({"attention_bias": True}, "ddp", "proven", ""),  # no layer is divided
+    ({}, "ddp", "proven", ""),  # what is refused with adapters holds for them only
+    ({}, "lora+ddp", "refused", "A differs"), ({}, "lora+pp", "refused", "it is odd"),
+    ({}, "lora+tp", "proven", ""), ({}, "lora+fsdp", "unproven", "of type 'llama' under lora+fsdp"),
+    ({}, "lora with quantize nf4+tp", "unproven", "under lora with quantize nf4+tp"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "axes", "kind", "why"), VERDICTS)
 def test_a_verdict(fields: dict[str, Any], axes: str, kind: str, why: str) -> None:
     """Of the type, its switches, the strategy and adapters, which have verdicts of their own."""
     found = proof.verdict(llama(**fields), axes)

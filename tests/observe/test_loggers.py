@@ -4,7 +4,9 @@ import contextlib
 import gzip
 import json
 import os
+import re
 import signal
+import struct
 import threading
 import time
 from collections.abc import Generator
@@ -19,7 +21,6 @@ from lightning.pytorch import Callback
 
 from dist_template.cluster.environment import git
 from dist_template.observe.loggers.wandb import WandB
-from tests.support import read_back
 from tests.support.runs import CONFIGS, SHIPPED, run_in_subprocess, small
 
 
@@ -143,7 +144,7 @@ def test_a_service_that_goes_away_does_not_delay(tmp_path: Path, service: Servic
     assert time.monotonic() - begun < 20, "training waited"
     end(logger)
     assert time.monotonic() - begun < 60, "finish_timeout_s is 3"
-    assert set(read_back.wandb_points(tmp_path / "one")["train/loss"]) == set(range(1, 7))
+    assert set(wandb_points(tmp_path / "one")["train/loss"]) == set(range(1, 7))
 
 
 @pytest.mark.slow
@@ -152,7 +153,7 @@ def test_without_service_it_is_offline(tmp_path: Path, service: Service, monkeyp
     with pytest.warns(UserWarning, match="logging offline"):
         log(logger := started(tmp_path / "one", init_timeout_s=3), range(1, 7))
     end(logger)
-    assert set(read_back.wandb_points(tmp_path / "one")["train/loss"]) == set(range(1, 7))
+    assert set(wandb_points(tmp_path / "one")["train/loss"]) == set(range(1, 7))
 
 
 def test_an_error_of_wandb_is_one_warning(tmp_path: Path, monkeypatch: Any) -> None:
@@ -198,7 +199,7 @@ def restarted(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.slow
 def test_tensorboard_has_every_metric_once_per_step_after_a_resume(restarted: Path) -> None:
-    points, expected = read_back.tensorboard_points(restarted), read_back.metrics(restarted)
+    points, expected = tensorboard_points(restarted), metrics_of(restarted)
     assert set(points["train/loss"]) == set(range(1, 11)) and set(points["eval/loss"]) == {0, 5, 10}
     for step, metrics in expected.items():
         shown = {name: points[name][step][-1] for name in metrics}
@@ -208,15 +209,79 @@ def test_tensorboard_has_every_metric_once_per_step_after_a_resume(restarted: Pa
 
 @pytest.mark.slow
 def test_wandb_continues_the_run_with_every_metric_and_setting(restarted: Path) -> None:
-    files = read_back.wandb_files(restarted)
+    files = wandb_files(restarted)
     assert len(files) == 2 and all(file.name == "run-one.wandb" for file in files)
-    points, expected = read_back.wandb_points(restarted), read_back.metrics(restarted)
+    points, expected = wandb_points(restarted), metrics_of(restarted)
     for step in range(6, 11):  # wandb writes in blocks; a killed process loses the last one
         shown = {name: points[name][step][-1] for name in expected[step]}
         assert shown == pytest.approx(expected[step], rel=1e-6, nan_ok=True), step
-    updates = [each for one in read_back.wandb_records(files[1]) for each in one.config.update]
+    updates = [each for one in wandb_records(files[1]) for each in one.config.update]
     config = {each.key: json.loads(each.value_json) for each in updates}
     assert config["data"]["seq_len"] == 32 and config["last_checkpoint"]["every_n_steps"] == 5
     assert config["environment"]["git_commit"] == git("rev-parse", "HEAD")
     written = [path for path in restarted.rglob("*") if path.is_file()]
     assert not [path for path in written if b"s3cr3t" in path.read_bytes()]
+
+
+Points = dict[str, dict[int, list[float]]]  # name -> step -> what was logged there, oldest first
+
+
+def metrics_of(run: Path) -> dict[int, dict[str, float]]:
+    """Step -> metrics.jsonl; what was done again counts as the newer attempt did it."""
+    steps: dict[int, dict[str, float]] = {}
+    for line in map(json.loads, (run / "metrics.jsonl").read_text("utf-8").splitlines()):
+        step, _ = line.pop("step"), line.pop("time")
+        steps = {at: values for at, values in steps.items() if at <= step}  # it went on from here
+        steps.setdefault(step, {}).update(line)
+    return steps
+
+
+def wandb_records(path: Path) -> list[Any]:
+    """An offline run: LevelDB log framing around protocol buffers (wandb 0.31 has no reader)."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, block, header = path.read_bytes(), 32 * 1024, 7
+    position, parts, records = header, b"", []  # the file's own header comes first
+    while position + header <= len(content):
+        if block - position % block < header:  # a block's tail too short for a header is padding
+            position += block - position % block
+            continue
+        _, length, kind = struct.unpack("<IHB", content[position : position + header])
+        parts += content[position + header : position + header + length]
+        position += header + length
+        if kind in (1, 4):  # FULL, LAST; 2 and 3 are FIRST and MIDDLE
+            record = wandb_internal_pb2.Record()  # ty: ignore[missing-attribute]
+            record.ParseFromString(parts)
+            parts = b""
+            records.append(record)
+    return records
+
+
+def wandb_files(run: Path) -> list[Path]:
+    """A run's attempts, oldest first."""
+    return sorted(run.glob("wandb/*run-*/run-*.wandb"))
+
+
+def wandb_points(run: Path) -> Points:
+    """Of all attempts, by the x axis of the charts."""
+    points: Points = {}
+    for record in (each for path in wandb_files(run) for each in wandb_records(path)):
+        values = {i.key or "/".join(i.nested_key): i.value_json for i in record.history.item}
+        step = int(values.get("trainer/global_step", -1))
+        for name, text in values.items():
+            is_metric = not name.startswith(("_", "trainer/", "eval/sample"))
+            if is_metric and re.fullmatch(r'[-+.\de]+|"(NaN|-?Infinity)"', text):
+                value = float(text.strip('"'))
+                points.setdefault(name, {}).setdefault(step, []).append(value)
+    return points
+
+
+def tensorboard_points(run: Path) -> Points:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run), {"scalars": 0, "tensors": 0}).Reload()  # 0: all of them
+    points: Points = {}
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            points.setdefault(name, {}).setdefault(event.step, []).append(event.value)
+    return points

@@ -24,17 +24,10 @@ BOTH_READ_ALL = ("tp", "cp", "pp")  # ranks share their batches
 # in the last micro-batches of 3 log steps, and in 2 validations. A log step reads its metrics.
 # DeepSpeed reads the gradients' norm in each step, FSDP2 waits for each offloaded gradient.
 WAITS = {
-    "one": (0, 3, 16),
-    "ddp": (0, 3, 22),
-    "fsdp2": (0, 3, 22),
-    "tp": (0, 3, 22),
-    "cp": (0, 3, 22),
-    "pp": (0, 27, 28),
-    "zero1": (48, 27, 22),
-    "zero2": (57, 27, 22),
-    "zero3": (45, 21, 54),
+    "one": (0, 3, 16), "ddp": (0, 3, 22), "fsdp2": (0, 3, 22), "tp": (0, 3, 22), "cp": (0, 3, 22),
+    "pp": (0, 27, 28), "zero1": (48, 27, 22), "zero2": (57, 27, 22), "zero3": (45, 21, 54),
     "fsdp2_offload": (126, 66, 16),
-}
+}  # fmt: skip
 FAULTS = "tests.support.faults"
 
 

@@ -22,7 +22,10 @@ COMBINED = {"zero2_offload", "zero3_offload", "fsdp2_tp_ep"}  # of strategies th
 DAILY = [("mtp", "pp"), *(("deepseek_v3", name) for name in PROCESSES if name not in COMBINED)]
 CASES = [("deepseek_v3", strategy) for strategy in PROCESSES]
 CASES += [("llama", strategy) for strategy in PROCESSES if strategy not in FOR_EXPERTS]
-CASES += [("mtp", name) for name in PROCESSES if name != "cp"]  # it accepts in a rank's part alone
+CASES += [("deepseek_v4", name) for name in ("fsdp2_ep", "pp_ep", "tp", "zero3")]
+CASES += [("deepseek_v32", name) for name in PROCESSES if name != "cp"]  # with MTP, as GLM-5
+CASES += [("glm_moe_dsa", name) for name in PROCESSES if name != "cp" and name[:2] != "pp"]
+CASES += [("mtp", name) for name in PROCESSES]
 
 
 @pytest.mark.parametrize(("model", "strategy"), tiers(CASES, DAILY))
@@ -79,8 +82,11 @@ def test_a_checkpoint_serves_every_verb(train: Trainings, strategy: str, tmp_pat
     given = [checkpoint.replace("ckpt_path", "checkpoint"), f"--output={exported}"]
     train.run("export", "deepseek_v3", strategy, *given)
     weights = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).state_dict()
+    given = ["--model.architecture={}", f"--model.pretrained={exported}"]
+    started = train.run("fit", "deepseek_v3", strategy, *given, callbacks=[PauseAfter(1)]).start
     for name, tensor in trained.end.items():
         assert torch.equal(weights[name.removeprefix("model.")], tensor), name
+        assert torch.equal(started[name], tensor), f"{name} is read from files in every division"
 
 
 BLOCKS = "--model.blocks."

@@ -75,15 +75,8 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     return Trainings(folder, flags)
 
 
-KINDS = {
-    "copy": [],
-    "adapters": adapters.flags(adapters.TARGETS["llama"]),
-    "ipo": ["--model.preference.loss=ipo"],
-    "simpo": ["--model.preference.loss=simpo"],  # compares with no reference
-    "orpo": ["--model.preference.loss=orpo"],
-    "kto": ["--model.preference.loss=kto"],
-    "reward": ["--model.preference.loss=reward"],
-}
+KINDS = {kind: [f"--model.preference.loss={kind}"] for kind in pairs.KINDS}
+KINDS |= {"copy": [], "adapters": adapters.flags(adapters.TARGETS["llama"])}
 KINDS["reward-adapters"] = KINDS["reward"] + KINDS["adapters"]
 
 

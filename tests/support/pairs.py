@@ -53,6 +53,7 @@ RATED = [{"prompt": f"q{i} ", "completion": f"good {i * i}", "label": i % 3 > 0}
 IN_TURNS = [
     {key: chats.messages((ROLES[key], text)) for key, text in record.items()} for record in RECORDS
 ]  # a template ends with another token than EOS: it is read by a reward model
+KINDS = ("ipo", "simpo", "orpo", "kto", "reward")  # simpo compares with no reference
 OF_TRL = {"dpo": RECORDS, "kto": RATED, "orpo": ODDS, "reward": IN_TURNS}
 
 

@@ -80,24 +80,17 @@ class Family(NamedTuple):
     only_served: str = ""  # at the end of the published prompt, and in no training
 
 
-FINAL = "<|channel|>final<|message|>{}"
+CHATML, FINAL = Family("{}<|im_end|>"), "<|channel|>final<|message|>{}"
 FAMILIES = {  # by their templates
-    "llama3_1": Family("{}<|eot_id|>", seq_len=640),
-    "qwen2_5": Family("{}<|im_end|>"),
-    "qwen3": Family("{}<|im_end|>"),
-    "qwen3_instruct_2507": Family("{}<|im_end|>"),
-    "qwen3_5_think": Family("{}<|im_end|>"),
-    "mistral": Family("{}</s>", system=False),
-    "gemma": Family("{}<end_of_turn>", system=False),
-    "gemma3": Family("{}<end_of_turn>"),
-    "gemma4_v5": Family("{}<turn|>"),
+    **dict.fromkeys("qwen2_5 qwen3 qwen3_instruct_2507 qwen3_5_think chatml".split(), CHATML),
+    "llama3_1": Family("{}<|eot_id|>", seq_len=640), "mistral": Family("{}</s>", system=False),
+    "gemma": Family("{}<end_of_turn>", system=False), "gemma3": Family("{}<end_of_turn>"),
+    "gemma4_v5": Family("{}<turn|>"), "glm4moe": Family("\n<think></think>\n{}<|user|>"),
     "phi3": Family("{}<|end|>\n", last="{}<|end|>\n<|endoftext|>"),
     "deepseekv3": Family("{}<｜end▁of▁sentence｜>", only_served="<think>\n"),
     "gptoss": Family(FINAL + "<|end|>", last=FINAL + "<|return|>", seq_len=640),
-    "glm4moe": Family("\n<think></think>\n{}<|user|>"),
     "cohere2": Family("{}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", seq_len=2560),
-    "chatml": Family("{}<|im_end|>"),
-}
+}  # fmt: skip
 # trl has copies of the published templates, with marks or without. Not of Mistral's, written here
 # in the published format, nor of OLMo 2's, for which ChatML stands in.
 WRITTEN = {

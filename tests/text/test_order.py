@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, repeat
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -141,7 +141,7 @@ CPU = torch.device("cpu")
 def read(accumulation: int) -> list[dict[str, Any]]:
     labels = (torch.from_numpy(np.where(np.arange(8) < counted, 7, -100)) for counted in LABELS)
     rows = [{"labels": each} for each in labels]
-    return list(loader.StepLoader(rows, accumulation, batch_size=None))
+    return list(loader.StepLoader(rows, lambda: repeat(accumulation), batch_size=None))
 
 
 def steps(accumulation: int) -> list[loader.Counted]:
@@ -151,9 +151,10 @@ def steps(accumulation: int) -> list[loader.Counted]:
 def test_the_first_batch_of_a_step_has_the_counts_of_the_step_and_the_next() -> None:
     assert [loader.COUNTED in batch for batch in read(2)] == [True, False, True, False, True]
     assert steps(2) == [
-        loader.Counted(11, 3, True), loader.Counted(3, 5, False), loader.Counted(5, None, False),
+        loader.Counted((11, 2), (3, 2), True), loader.Counted((3, 2), (5, 2), False),
+        loader.Counted((5, 2), None, False),
     ]  # fmt: skip
-    assert [counted.step for counted in steps(1)] == LABELS
+    assert [counted.step for counted in steps(1)] == [(labels, 1) for labels in LABELS]
 
 
 def test_the_sum_starts_a_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +170,7 @@ def test_the_sum_starts_a_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "dist", SimpleNamespace(all_reduce=all_reduce, **ranks))
     tokens, means = loader.TokensPerMicroBatch(), []
     for counted in steps(2):
-        means.append(tokens.of(counted, 2, CPU).item())
+        means.append(tokens.of(counted, CPU).item())
         calls.append("step")
     assert means == [(11 + 21) / 2 / 2, (3 + 13) / 2 / 2, (5 + 15) / 2 / 2]
     assert calls[:4] == ["start 11", "wait", "start 3", "step"]
@@ -183,7 +184,7 @@ def test_memory_is_pinned_for_the_gpu_that_trains(data: DataModule, monkeypatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("cpu", "cuda"):
         data.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(name)))
-        assert data._loader(data.rows_of("train"), [[0]], 0).pin_memory == (name == "cuda")
+        assert data._loader(data.rows_of("train"), [[0]], None).pin_memory == (name == "cuda")
 
 
 @pytest.mark.parametrize(("median", "sigma", "seq_len"), [(250, 0.9, 2048), (60, 1.2, 1024)])

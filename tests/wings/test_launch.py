@@ -1,5 +1,6 @@
-"""`launch`: what it renders and refuses, and that launchers train on two hosts."""
+"""`launch`: what it renders and refuses; launchers train on two hosts, and on a local Ray."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,10 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -23,7 +26,7 @@ from tests.support import launched as of
 from tests.support import runs
 from tests.support.injury import OF_A_LAUNCHER
 from tests.support.installed import write_metadata
-from tests.support.launched import STEPS, Launched, site
+from tests.support.launched import STEPS, Launched, one_machine, site
 from tests.support.line import main
 from tests.support.runs import PACKAGE, PROJECT, logged, only_run, refused, run
 from tests.support.wings import launch_target as target
@@ -279,3 +282,39 @@ def test_a_target_of_a_package(flags: Any, tmp_path: Path, monkeypatch: Any, cap
         assert main(["launch", verb, str(folder.parent)]) == Exit.DONE
         assert answer in capsys.readouterr().out
     assert called.read_text().splitlines() == [submitted, "bjobs 17", "bkill -s USR1 17"]
+
+
+LACKS_RAY = pytest.mark.skipif(not find_spec("ray"), reason="needs ray, which `all` does not have")
+VICTIMS: dict[str, Callable[[psutil.Process], bool]] = {
+    "a rank": lambda process: process.environ().get("RANK") == "1" and PACKAGE in process.cmdline(),
+    "a worker of Ray": lambda process: process.name().startswith("ray::RayTrain"),
+}
+
+
+def kill(started: int, is_victim: Callable[[psutil.Process], bool]) -> None:
+    for process in psutil.Process(started).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if is_victim(process):
+                process.kill()
+                return
+    raise AssertionError("there is no such process")
+
+
+@LACKS_RAY
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_kill_changes_no_loss(victim: str, flags: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    more = "--trainer.max_steps=300 --last_checkpoint.every_n_steps=50"
+    flags = [*flags, *more.split(), "--trainer.val_check_interval=300"]
+    losses = one_machine(flags, tmp_path)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    sizes = ["--trainer.devices=2", site(tmp_path, nodes=1)]
+    launched = Launched(tmp_path, "ray", *flags, *sizes)
+    try:
+        launched.reach(60)
+        kill(launched.process.pid, VICTIMS[victim])
+        assert launched.end() == Exit.DONE, launched.out.read_text()[-5000:]
+    finally:
+        launched.process.terminate()
+    found = logged(launched.run, "train/loss")
+    assert len(found) == 300 and found == pytest.approx(losses, abs=1e-6)

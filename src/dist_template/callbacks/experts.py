@@ -7,11 +7,12 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from ..compat.lightning import accumulates
-from ..model.any_module import metrics_of, typed_attribute
+from ..model.any_module import metrics_of, typed_attribute, value_now
 from ..model.balance import BalanceConfig, Balancer
 from .numerics import Numerics
 from .training_log import logs
 
+SPEED = "model.balance.bias_update_speed"
 LOADS = "moe/loads"  # tokens of each expert, in the metric buffer
 
 
@@ -39,6 +40,7 @@ class Experts(Callback):
             return
         self._balancer, self._is_first, self._is_on = balancer, True, True
         self._handles = balancer.attach(pl_module.device)
+        self._set_speed(pl_module)
         callbacks: list[Any] = getattr(trainer, "callbacks", [])
         self._numerics = next((each for each in callbacks if isinstance(each, Numerics)), None)
 
@@ -57,6 +59,7 @@ class Experts(Callback):
         if self._is_on:
             self._balancer.counts_now = False  # a checkpointed block runs again in backward
             if self._balancer.needs_loads and not accumulates(trainer):
+                self._set_speed(pl_module)
                 self._balancer.begin_reduction()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
@@ -66,6 +69,11 @@ class Experts(Callback):
             if self._balancer.needs_loads:
                 self._balancer.finish_step(self._numerics and self._numerics.skipped)
             self._balancer.loads.zero_()
+
+    def _set_speed(self, module: L.LightningModule) -> None:
+        """Sets the speed of this optimizer step, in which the biases move."""
+        given = self._balancer.config.bias_update_speed
+        self._balancer.bias_update_speed = value_now(module, SPEED, given)
 
     def on_log_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]) -> None:
         if not self._is_on:
@@ -78,6 +86,8 @@ class Experts(Callback):
             unused += loads.count(0.0)
         metrics["moe/expert_load_max_over_mean"] = worst
         metrics["moe/unused_experts"] = unused
+        if isinstance(self._balancer.config.bias_update_speed, list):
+            metrics["moe/bias_update_speed"] = self._balancer.bias_update_speed
 
     def state_dict(self) -> dict[str, Any]:
         if self._is_on and self._balancer.needs_shares:

@@ -14,6 +14,7 @@ import yaml
 from lightning.pytorch import Callback
 
 from .. import weights
+from ..by_tokens import phases_in, sizes_of
 from ..cluster.environment import environment
 from ..model.any_module import data_of, network_of, size_of, typed_attribute
 from ..model.balance import Balancer
@@ -79,6 +80,7 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
             "class": type(model).__name__.removeprefix("FSDP"),  # torch's fully_shard changes the class
             "model_type": getattr(config, "model_type", None),
             "layers": size.layers,
+            "predicted": size.predicted,
             "width": size.width,
             "experts": size.experts,
             "experts_per_token": size.experts_per_token,
@@ -86,6 +88,7 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
         },
         "balance": balance,
         "data": _data(data),
+        "by_tokens": _by_tokens(data, module),
         "machine": _machine(trainer, hosts),
         "pipeline": run_strategy(trainer.strategy).layers.facts or {},
         "training": {
@@ -102,10 +105,17 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
 
 def _data(data: Any) -> Facts:
     facts = {name: getattr(data, name, None) for name in ("seq_len", "accumulation")}
-    size, corpus = getattr(data, "global_batch_size", None), getattr(data, "corpus", None)
-    facts["tokens_per_step"] = size * facts["seq_len"] if size and facts["seq_len"] else None
+    corpus, is_known = getattr(data, "corpus", None), getattr(data, "global_batch_size", None) and facts["seq_len"]
+    facts["tokens_per_step"] = max(sizes_of(data).all) * facts["seq_len"] if is_known else None
     facts["train_tokens"] = corpus and corpus.num_tokens("train")
     return facts
+
+
+def _by_tokens(data: Any, module: L.LightningModule) -> Facts:
+    if not hasattr(data, "batch_sizes"):
+        return {}
+    of_model = {f"model.{key}": getattr(module, key, None) for key in ("optim", "balance", "mtp")}
+    return phases_in({"data": data, **of_model}, data.batch_sizes)
 
 
 def _machine(trainer: L.Trainer, hosts: list[str]) -> Facts:

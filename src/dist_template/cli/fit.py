@@ -174,7 +174,7 @@ class CLI(OpenCLI):
             if not any_module.typed_attribute(self.model, "optim", OptimConfig):
                 name = type(self.model).__name__
                 raise InputError(f"--{key}: {name} has no `optim`; edit its configure_optimizers")
-            setattr(self.model.optim, key, chosen.as_dict())
+            setattr(self.model.optim, f"{key}_class", chosen.as_dict())
 
     def _check_limits(self, *model_config: Any) -> None:
         """Refuses what cannot work; called again when the model's configuration is known."""

@@ -62,11 +62,12 @@ class Size:
     experts: int | None  # of a layer, without shared ones
     experts_per_token: int | None
     _multiplied: float | None  # 6 N
+    predicted: int = 0  # modules of multi-token prediction: each is a layer more, and the output layer once more
 
     def flops_per_token(self, seq_len: int) -> float | None:
         if self._multiplied is None or not self.layers or not self.width:
             return None
-        return self._multiplied + 12 * self.layers * self.width * seq_len
+        return self._multiplied + 12 * (self.layers + self.predicted) * self.width * seq_len
 
     @classmethod
     def of(cls, model: nn.Module) -> Size:
@@ -106,11 +107,14 @@ class Size:
             active += size
             if key in used:
                 multiplied += size * (6 if parameter.requires_grad else 4)
+        predicted = getattr(getattr(model, "mtp", None), "depth", 0)  # text/model/mtp.py
+        if predicted:
+            multiplied += 6 * predicted * full_shape(model.get_output_embeddings().weight).numel()  # ty: ignore
         return cls(
             total=total, trainable=trainable, in_4_bits=in_4_bits, active=round(active) if is_known else None,
             embedding=embedding, layers=getattr(config, "num_hidden_layers", None),
             width=getattr(config, "hidden_size", None), experts=num, experts_per_token=chosen if num else None,
-            _multiplied=multiplied if is_known else None,
+            _multiplied=multiplied if is_known else None, predicted=predicted,
         )  # fmt: skip
 
 

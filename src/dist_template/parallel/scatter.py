@@ -49,9 +49,7 @@ def distribute(
     here = ranks.index(weights.rank())
     for start in range(0, len(units), len(ranks)):
         of_round = units[start : start + len(ranks)]
-        full: dict[str, Tensor] = {}
-        if here < len(of_round):
-            full = make(of_round[here])
+        full = make(of_round[here]) if here < len(of_round) else {}
         outgoing: list[list[Tensor]] = [[] for _ in ranks]
         incoming: list[list[Tensor]] = [[] for _ in ranks]
         for name in full:
@@ -79,9 +77,7 @@ def distribute(
 
 def from_rank_zero(targets: dict[str, Tensor], full: dict[str, Tensor]) -> None:
     """Fills `targets`, equal names on all ranks, from rank 0's `full` tensors. Collective."""
-    units: list[list[str]] = []
-    for name in targets:
-        units += [[name]] + [[]] * (weights.world_size() - 1)
+    units = [unit for name in targets for unit in ([name], *[[]] * (weights.world_size() - 1))]
     distribute(units, targets, lambda names: {name: full[name] for name in names}, None)
 
 
@@ -128,8 +124,7 @@ def _exchange(outgoing: list[list[Tensor]], incoming: list[list[Tensor]], group:
 
 def pieces(parts: list[Tensor], size: int) -> list[list[Tensor]]:
     """Divides the concatenation of `parts` into pieces of `size` bytes, each a list of views."""
-    pieces: list[list[Tensor]] = []
-    room = 0
+    pieces, room = list[list[Tensor]](), 0
     for part in parts:
         while len(part):
             if not room:

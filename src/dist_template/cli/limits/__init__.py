@@ -48,7 +48,7 @@ def refusal_of_strategy(
     machine: Machine, trainer: Mapping[str, Any], module: L.LightningModule, data: Any, model_config: Any | None
 ) -> str:
     """Returns why `fit` refuses the strategy and the precision whatever the batches are; "" if it does not. The
-    arguments are those of `violations`."""
+    arguments are as in `violations`."""
     setup = Setup(machine, trainer, module, data, model_config, trains=False)
     for_training = replace(setup, trains=True)
     found = chain(training.precision(setup), training.strategy(setup), proven.refused(for_training))

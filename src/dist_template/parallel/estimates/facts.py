@@ -33,7 +33,8 @@ class Facts:
     tp_replicates: int = 0  # parameters that the tensor-parallel plan leaves on every rank
     block: int = 0  # parameters of the largest block; 0: not known
     block_experts: int = 0  # of the experts in it
-    layers: int = 1
+    layers: int = 1  # with those of `predicted`
+    predicted: int = 0  # modules of multi-token prediction
     width: int = 0
     vocab_size: int = 0
     moe_layers: int = 0

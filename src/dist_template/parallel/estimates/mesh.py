@@ -46,6 +46,7 @@ class MeshEstimate(Mesh, Estimate):
         for own in stages:
             sizes.append(sum(map(facts.pipeline["parameters"].__getitem__, own)))
             blocks.append(sum(map(facts.pipeline["blocks"].__getitem__, own)))
+        blocks[-1] += facts.predicted  # after the last stage's
         return Stages(
             largest=max(sizes) / facts.parameters, mean=sum(sizes) / facts.parameters / p, blocks=max(blocks),
             kept=min(p + (p - 1) * (v > 1) / v, m), kept_at_end=min(((v - 1) * p + 1) / v, m), crossings=v * p - 1,

@@ -114,10 +114,10 @@ class Estimate(Plain):
 
     def logits(self, facts: Facts) -> float:
         """Returns the logits of a chunk; the gradient of a trained output layer is summed in fp32 over chunks."""
-        tokens, chunk = self.tokens(facts), facts.loss_chunk
+        tokens, chunk, passes = self.tokens(facts), facts.loss_chunk, 1 + facts.predicted
         if not chunk or chunk >= tokens:
-            return LOGIT_BYTES * tokens * facts.vocab_size
-        sums = 4 * facts.width if facts.trainable == facts.parameters else 0
+            return LOGIT_BYTES * tokens * passes * facts.vocab_size
+        sums = 4 * facts.width * passes if facts.trainable == facts.parameters else 0
         return (LOGIT_BYTES * chunk + sums) * facts.vocab_size
 
     def savings(self, facts: Facts) -> Iterator[Saving]:

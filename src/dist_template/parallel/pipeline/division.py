@@ -91,7 +91,11 @@ class BlockProxy:
                     "a pipeline needs blocks that are given the block before's output, unchanged:"
                     " move what is between them (a residual sum, a dropout) into the block"
                 )
-            return self._block(*args, **kwargs)
+            output = self._block(*args, **kwargs)
+            if isinstance(output, tuple):
+                of = type(self._block).__name__
+                raise InputError(f"a pipeline needs blocks that return hidden states alone, not as {of}: set pp_size 1")
+            return output
         if number == stage.start - 1:
             return stage.received
         if number == stage.stop:
@@ -179,8 +183,8 @@ class Division:
                     f"a pipeline needs modules in the order of their use: {name} is defined on one"
                     " side of the blocks, and called on the other; edit build_model"
                 )
-            if is_before and stage.start > 0:
-                return stage.received
+            if is_before and stage.start > 0:  # some models make several streams of it (DeepSeek-V4), which none reads
+                return stage.received if stage.received.dim() == 3 else stage.received.flatten(2, -2)[:, :, 0]
             if not is_before and not stage.is_last:
                 return (*args, *kwargs.values())[0]
             return run(*args, **kwargs)

@@ -148,6 +148,8 @@ class Pipeline(Layers):
         # A forward pass sends each stage's output with its shape, which torch needs.
         with torch.no_grad(), torch.random.fork_rng([self.device] * (self.device.type == "cuda")):
             self._run_stages(step, queue[0], runs_last=False)
+        for old in [each for each in self._schedules if each[0] != len(queue)]:  # a growing batch
+            del self._schedules[old]
         stages = [Stage(self, number, first) for number in self.here]
         options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
         made = SCHEDULES[self.schedule](stages[0] if self.schedule == "1F1B" else stages, len(queue), **options)

@@ -58,6 +58,7 @@ def facts_of(model: PreTrainedModel, packed: nn.Module) -> tuple[Size, Facts]:
         block=block,
         block_experts=block_experts,
         layers=len(blocks),
+        predicted=size.predicted,
         width=config.hidden_size,
         vocab_size=head.weight.shape[0],
         moe_layers=len(moe),

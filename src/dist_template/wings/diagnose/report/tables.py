@@ -37,6 +37,7 @@ def tables(histories: list[History], names: list[str]) -> list[Table]:
         Table("Results", ["", *names], _rows([_results(history) for history in histories])),
         _at_equal_tokens(histories, names),
         Table("Where the time went", ["", *names], _rows([_goodput(history) for history in histories])),
+        Table("Values by consumed tokens", ["", *names], _rows([each.fact("by_tokens") or {} for each in histories])),
         _settings(histories, names),
         _events(histories, names),
         Table("Environment", ["", *names], _differing(environments, OF_AN_ATTEMPT, ENVIRONMENT)),
