@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     StochasticWeightAveraging,
     WeightAveraging,
-)  # fmt: skip
+)
 
 from ...model.any_module import owns_order
 from .machine import Setup
