@@ -111,18 +111,11 @@ class Size:
         if predicted:
             multiplied += 6 * predicted * full_shape(model.get_output_embeddings().weight).numel()  # ty: ignore
         return cls(
-            total=total,
-            trainable=trainable,
-            in_4_bits=in_4_bits,
-            active=round(active) if is_known else None,
-            embedding=embedding,
-            layers=getattr(config, "num_hidden_layers", None),
-            width=getattr(config, "hidden_size", None),
-            experts=num,
-            experts_per_token=chosen if num else None,
-            _multiplied=multiplied if is_known else None,
-            predicted=predicted,
-        )
+            total=total, trainable=trainable, in_4_bits=in_4_bits, active=round(active) if is_known else None,
+            embedding=embedding, layers=getattr(config, "num_hidden_layers", None),
+            width=getattr(config, "hidden_size", None), experts=num, experts_per_token=chosen if num else None,
+            _multiplied=multiplied if is_known else None, predicted=predicted,
+        )  # fmt: skip
 
 
 def text_config(model: nn.Module) -> Any:

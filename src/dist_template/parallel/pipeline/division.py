@@ -128,10 +128,8 @@ class Blocks(nn.ModuleList):
 
 
 class Division:
-    """A model on the meta device, divided in place.
-
-    `bounds` has the first block of each stage and one more than its last, `here` the numbers of this rank's stages.
-    Raises InputError if the model cannot be divided."""
+    """A model on the meta device, divided in place. `bounds` has the first block of each stage and one more than its
+    last, `here` the numbers of this rank's stages. Raises InputError if the model cannot be divided."""
 
     def __init__(self, model: nn.Module, bounds: list[tuple[int, int]], here: list[int]) -> None:
         parts, last = ModelParts.of(model), len(bounds) - 1
@@ -167,10 +165,8 @@ class Division:
         self.modules = {stage: [*blocks[slice(*bounds[stage])], *ends.get(stage, ())] for stage in here}
 
     def gate(self, model: nn.Module) -> None:
-        """Passes over modules of other stages in a forward pass; call it when `model` is sharded.
-
-        Tensor parallelism wraps `forward`, FSDP2 registers hooks: these have to run inside, those
-        before."""
+        """Passes over modules of other stages in a forward pass; call it when `model` is sharded. Tensor parallelism
+        wraps `forward`, FSDP2 registers hooks: these have to run inside, those before."""
         for module, is_before in self._gated:
             wrap_method(module, "forward", self._gate(module, is_before))
         model.register_forward_hook(self.stage.end)

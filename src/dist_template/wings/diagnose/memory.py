@@ -11,11 +11,8 @@ from ..values import GIB
 
 
 def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple[Estimate, Facts]:
-    """Returns the strategy of a run and the figures that its memory is computed from.
-
-    Args:
-        history: Of the run. The fact parameters.total is required.
-        changes: Keys whose values differ from the run's configuration."""
+    """Returns the strategy of a run, which needs the fact parameters.total, and the figures that its memory is computed
+    from. `changes` are keys whose values differ from the run's configuration."""
     changed = changes or {}
 
     def key(path: str, default: object = None) -> Any:
