@@ -97,7 +97,9 @@ def test_a_run_is_better_than_its_half_and_not_than_itself(trained: Path, capsys
     assert (trained / "metrics.jsonl").read_bytes() == before, "no part of the training's curves"
 
 
-SCORED = [(model, name) for model in ("llama", "mtp") for name in ("fsdp2", "tp", "zero3", "pp", "cp")]
+SCORED = [
+    (model, name) for model in ("llama", "mtp") for name in ("fsdp2", "tp", "zero3", "pp", "cp")
+]
 
 
 @pytest.mark.slow
@@ -122,7 +124,9 @@ def test_two_processes_give_the_scores_of_one(trained: Path, strategy: str, tmp_
     np.testing.assert_allclose(many["nats"], one["nats"], rtol=1e-5)
     if ACCEPTANCE[0] in one:
         accepted, compared = one[[*ACCEPTANCE]].sum()
-        assert 0 < accepted < compared and (one[[*ACCEPTANCE]] == many[[*ACCEPTANCE]]).all(axis=None)
+        assert 0 < accepted < compared and (one[[*ACCEPTANCE]] == many[[*ACCEPTANCE]]).all(
+            axis=None
+        )
         assert accepted / compared == pytest.approx(logged[0]["test/mtp_acceptance"])
         assert logged[1] == pytest.approx(logged[0], rel=1e-5)
     values = (many["nats"].to_numpy(), one["nats"].to_numpy(), one["tokens"].to_numpy())
