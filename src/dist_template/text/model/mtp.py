@@ -20,8 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...compat import replaced
 from ...compat import published as compat
+from ...compat import replaced
 from ...compat.transformers import initialize
 from ...errors import InputError
 from ...model.metrics import NOT_COUNTED
