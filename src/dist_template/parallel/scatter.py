@@ -49,7 +49,9 @@ def distribute(
     here = ranks.index(weights.rank())
     for start in range(0, len(units), len(ranks)):
         of_round = units[start : start + len(ranks)]
-        full = make(of_round[here]) if here < len(of_round) else {}
+        full: dict[str, Tensor] = {}
+        if here < len(of_round):
+            full = make(of_round[here])
         outgoing: list[list[Tensor]] = [[] for _ in ranks]
         incoming: list[list[Tensor]] = [[] for _ in ranks]
         for name in full:
@@ -77,7 +79,9 @@ def distribute(
 
 def from_rank_zero(targets: dict[str, Tensor], full: dict[str, Tensor]) -> None:
     """Fills `targets`, equal names on all ranks, from rank 0's `full` tensors. Collective."""
-    units = [unit for name in targets for unit in ([name], *[[]] * (weights.world_size() - 1))]
+    units: list[list[str]] = []
+    for name in targets:
+        units += [[name]] + [[]] * (weights.world_size() - 1)
     distribute(units, targets, lambda names: {name: full[name] for name in names}, None)
 
 

@@ -82,10 +82,9 @@ class StartByOwners:
             for name in names:
                 tensor = self._tensors[name]
                 try:
-                    tensor = self._recording.compute(tensor, self._seed) if tensor.is_meta else tensor
+                    found[name] = self._recording.compute(tensor, self._seed) if tensor.is_meta else tensor.detach()
                 except InputError as error:  # the other ranks wait for the tensor
-                    self._refused, tensor = error, torch.zeros(tensor.shape)
-                found[name] = tensor.detach()
+                    self._refused, found[name] = error, torch.zeros(tensor.shape)
                 if self._frozen and name in self._frozen_names:
                     self._frozen.add(name, found[name])
         return found

@@ -1,6 +1,7 @@
 """Metrics and reference values of a run, and the changes of learning rate that rules propose."""
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -84,10 +85,15 @@ def usual_rate(history: History) -> float:
     return rate
 
 
+def highest(given: Any) -> float:
+    """Returns a key's value, or the highest of its phases by consumed tokens."""
+    return max((phase["value"] for phase in given), default=0.0) if isinstance(given, list) else given or 0.0
+
+
 def peak_rate(history: History) -> float:
     """Returns the configured peak learning rate, or else the highest one recorded; 0 if neither is known."""
     recorded = metric(history, "train/learning_rate").values
-    return float(history.key("model.optim.learning_rate") or recorded.max(initial=0.0))
+    return highest(history.key("model.optim.learning_rate")) or float(recorded.max(initial=0.0))
 
 
 def rate_is_high(history: History) -> bool:

@@ -8,6 +8,7 @@ from ...parallel.estimates import Estimate, estimate_of
 from ...parallel.estimates.facts import Facts
 from ..history import History
 from ..values import GIB
+from .expected import highest
 
 
 def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple[Estimate, Facts]:
@@ -36,7 +37,7 @@ def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple
         checkpointing=key("model.blocks.checkpointing", "none"),
         micro_batch_size=key("data.micro_batch_size", 1),
         seq_len=key("data.seq_len", 0),
-        global_batch_size=key("data.global_batch_size", 0),
+        global_batch_size=int(highest(key("data.global_batch_size", 0))),
         loss_chunk=key("model.loss_chunk"),
         on_host=history.fact("machine.device", "cpu") == "cpu",
         pipeline=history.fact("pipeline") or None,

@@ -21,7 +21,7 @@ def _balancing(history: History) -> list[Cause]:
     steps = expected.max_steps(history)
     if history.fact("balance.has_bias"):
         key = "model.balance.bias_update_speed"
-        now = history.key(key) or 0.0
+        now = expected.highest(history.key(key))
         # Scores are between 0 and 1: a bias must be able to move by 1 during the run.
         least = robust.rounded(min(max(USUAL_SPEED, 1 / steps), 1 / MIN_STEPS))
         weak, missing = "Its biases move too slowly", "Its biases are not updated"
