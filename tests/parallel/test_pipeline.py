@@ -10,7 +10,7 @@ from torch import nn
 
 from dist_template import InputError
 from dist_template.parallel.pipeline import partition
-from dist_template.parallel.pipeline.division import Division
+from dist_template.parallel.pipeline.division import BlockProxy, Division, StagePass
 from tests.support.library import manifest
 from tests.support.parity import MODELS, PauseAfter, Trainings, assert_close, assert_trains_alike
 from tests.support.runs import newest
@@ -135,3 +135,16 @@ def test_each_stage_of_a_users_own_model_computes_its_part() -> None:
         here = sum(parameter.numel() for parameter in part.parameters())
         assert here < sum(parameter.numel() for parameter in whole.parameters()) / 2
     assert hidden is None and torch.equal(output, expected)
+
+
+def test_a_block_that_returns_more_than_hidden_states_is_refused() -> None:
+    class Pair(nn.Linear):
+        def forward(self, hidden: Any) -> Any:
+            return super().forward(hidden), None
+
+    stage = StagePass(2)
+    with (
+        stage.running((0, 1), None, True),
+        pytest.raises(InputError, match="not as Pair: set pp_size 1"),
+    ):
+        BlockProxy(Pair(2, 2), 0, stage)(torch.zeros(1, 2))
