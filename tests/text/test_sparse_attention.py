@@ -21,15 +21,14 @@ def build(kind: str) -> Any:
     return LanguageModule(yaml.safe_load(MODELS[kind])).build_network(DATA)
 
 
-def test_only_what_no_gradient_reaches_is_frozen(capsys: pytest.CaptureFixture[str]) -> None:
-    model = build("deepseek_v32")
+@pytest.mark.parametrize("kind", ["deepseek_v32", "deepseek_v4", "glm_moe_dsa", "llama"])
+def test_only_what_no_gradient_reaches_is_frozen(kind: str) -> None:
+    model = build(kind)
     tokens = torch.randint(2, 211, (2, 24))
     model(input_ids=tokens, use_cache=False).logits.square().sum().backward()
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     assert frozen == {name for name, p in model.named_parameters() if p.grad is None}
     assert frozen == {name for name, _ in model.named_parameters() if ".indexer." in name}
-    assert "layers.0.self_attn.indexer and 1 others get no gradient" in capsys.readouterr().out
-    assert all(p.requires_grad for p in build("llama").parameters())
 
 
 def test_hash_routers_spread_tokens_over_all_experts() -> None:
@@ -51,7 +50,7 @@ def test_ddp_names_what_gets_no_gradient(
     corpus: Path, cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     flags = [*small(corpus, cache, tmp_path), "--trainer.strategy=ddp", "--trainer.logger=false"]
-    flags += [f"--model.architecture={MODELS['deepseek_v4']}", "--trainer.num_sanity_val_steps=0"]
-    sentence = refused("fit", flags, capfd)
-    assert "DDP needs a gradient of each parameter, and model.model.layers.1" in sentence
+    flags += ["--model.architecture={model_type: bart, is_decoder: true, d_model: 32}"]
+    sentence = refused("fit", [*flags, "--trainer.num_sanity_val_steps=0"], capfd)
+    assert "DDP needs a gradient of each parameter, and model." in sentence
     assert "ddp_find_unused_parameters_true" in sentence
