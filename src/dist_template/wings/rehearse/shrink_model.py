@@ -50,9 +50,11 @@ def shrink_architecture(config: PretrainedConfig, seq_len: int, min_layers: int 
     if (groups := _size(config, "n_group")) > 1:
         small |= {"n_group": 2, "topk_group": 1 if config.topk_group < groups else 2}
     window = max(1, seq_len // 4)
-    small |= {name: min(size, window) for name in WINDOWS if (size := _size(config, name))}
-    if rates := getattr(config, "compress_rates", None):  # DeepSeek-V4's tokens of a compressed entry
-        small["compress_rates"] = {name: min(rate, window) for name, rate in rates.items()}
+    for name in WINDOWS:
+        if size := _size(config, name):
+            small[name] = min(size, window)
+    for name, rate in (getattr(config, "compress_rates", None) or {}).items():  # DeepSeek-V4's tokens of an entry
+        small.setdefault("compress_rates", {})[name] = min(rate, window)
     if _size(config, "max_position_embeddings"):
         small["max_position_embeddings"] = seq_len
     fields: Fields = {"model_type": config.model_type}
