@@ -22,7 +22,7 @@ COMBINED = {"zero2_offload", "zero3_offload", "fsdp2_tp_ep"}  # of strategies th
 DAILY = [("mtp", "pp"), *(("deepseek_v3", name) for name in PROCESSES if name not in COMBINED)]
 CASES = [("deepseek_v3", strategy) for strategy in PROCESSES]
 CASES += [("llama", strategy) for strategy in PROCESSES if strategy not in FOR_EXPERTS]
-CASES += [("deepseek_v4", name) for name in ("fsdp2_ep", "pp_ep", "tp", "zero3")]
+CASES += [("deepseek_v4", name) for name in ("ddp", "fsdp2_ep", "pp_ep", "tp", "zero3")]
 CASES += [("deepseek_v32", name) for name in PROCESSES if name != "cp"]  # with MTP, as GLM-5
 CASES += [("glm_moe_dsa", name) for name in PROCESSES if name != "cp" and name[:2] != "pp"]
 CASES += [("mtp", name) for name in PROCESSES]
