@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from trainer_dev.module import LanguageModule
 
+from dist_template import OptimConfig
 from dist_template.cli.limits.machine import Machine as Described
 from dist_template.parallel.estimates import estimate_of
 from dist_template.parallel.estimates.candidates import Candidate
@@ -33,7 +34,8 @@ SEQ_LEN, ROWS, GB = 256, 4, 1e9
 TRAINED = """ddp 32-true none, ddp bf16-mixed none, fsdp2 bf16-mixed none, fsdp2 32-true full,
     fsdp2 bf16-mixed none experts, fsdp2_ep bf16-mixed none experts, tp 32-true none,
     zero1 bf16-mixed none, zero2 32-true none, zero3 bf16-mixed none, ddp 32-true selective,
-    fsdp2_offload bf16-true full, ddp 32-true full experts"""
+    fsdp2_offload bf16-true full, ddp 32-true full experts, ddp 32-true none muon,
+    fsdp2_ep bf16-mixed none experts muon"""
 CASES = [" ".join(case.split()) for case in TRAINED.split(",")]
 DAILY = [CASES[5], CASES[9]]
 H100S = Machine(1, 2, 80 * GB, 6e14, 3e11, 4e10)
@@ -41,8 +43,11 @@ FLAGS = [f"--model.architecture={json.dumps(LLAMA | {'vocab_size': 257})}"]
 FLAGS += ["--trainer.precision=bf16-mixed", "--trainer.accelerator=gpu"]
 
 
-def planner(shape: Any, batch: int, seq_len: int, precision: str = "", on: str = "cuda") -> Planner:
-    module = LanguageModule(architecture={"vocab_size": 257} | shape)
+def planner(
+    shape: Any, batch: int, seq_len: int, precision: str = "", on: str = "cuda", by: Any = "adamw"
+) -> Planner:
+    optim = OptimConfig(optimizer=by)
+    module = LanguageModule(architecture={"vocab_size": 257} | shape, optim=optim)
     sizes = {"seq_len": seq_len, "global_batch_size": batch}
     data = SimpleNamespace(**sizes, cross_document_attention=False)
     return Planner(module, data, {}, Described(on, 1, 1, precision or "bf16-mixed"))
@@ -72,13 +77,14 @@ def most(folder: Path, what: str) -> float:
 @pytest.mark.parametrize("case", tiers(CASES, DAILY))
 def test_predicted_bytes_are_those_of_a_training(flags: Any, tmp_path: Path, case: str) -> None:
     """State within 5 %; within 15 % what the last of two micro-batches allocates."""
-    strategy, precision, mode, *experts = case.split()
-    architecture = EXPERTS if experts else LLAMA
+    strategy, precision, mode, *more = case.split()
+    architecture, by = EXPERTS if "experts" in more else LLAMA, "muon" if "muon" in more else "adamw"
     batch = 2 * ROWS if strategy == "tp" else 4 * ROWS
     own = [f"--model.blocks.checkpointing={mode}", f"--trainer.precision={precision}"]
+    own.append(f"--model.optim.optimizer={by}")
     with_ = [State(tmp_path), Allocated(tmp_path)]
     train(tmp_path, 2, architecture, batch, [*flags, *flags_of(strategy), *own], with_)
-    made = planner(architecture, batch, SEQ_LEN, precision, "cpu")
+    made = planner(architecture, batch, SEQ_LEN, precision, "cpu", by)
     planned = estimate(made, strategy, 2, ROWS, mode)
     parts, memory = planned.parts(), planned.sharding.memory(planned.facts)
     moving = parts["activations"] + max(parts["logits"], parts["backward"])
