@@ -52,6 +52,7 @@ def facts_of(model: PreTrainedModel, packed: nn.Module) -> tuple[Size, Facts]:
         parameters=size.total,
         trainable=size.trainable,
         in_4_bits=size.in_4_bits,
+        matrices=size.matrices,
         embedding=size.embedding,
         experts=sum(experts.values()),
         tp_replicates=replicated,

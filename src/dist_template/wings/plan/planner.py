@@ -82,6 +82,7 @@ class Planner:
         facts = replace(
             self.traced.facts,
             world_size=world,
+            matrices=self.traced.facts.matrices * self._module.optim.uses_muon,
             precision=self._described.precision,
             checkpointing=mode,
             micro_batch_size=rows,
