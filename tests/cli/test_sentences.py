@@ -176,16 +176,14 @@ def test_of_a_disk_that_fills_up(flags: list[str], tmp_path: Path, capfd: Any) -
 
 
 OF_VERBS = {
-    "fitt": "allowed are fit",
-    "fit --help modle": "there is no section modle: see",
+    "fitt": "allowed are fit", "fit --help modle": "there is no section modle: see",
     "plan --bandwidth=300": "argument --bandwidth: expected 2 arguments",
     "launch --on=torch": "argument --on: invalid choice: 'torch'",
     "launch --config=x.yaml": "arguments are required: --on.* launch --help` explains every flag",
     "rehearse --nodes=two": "argument --nodes: 'two' is not allowed, give a whole number from 1",
-    "config": "action",
-    "config show": "config show needs a name",
+    "config": "action", "config show": "config show needs a name",
     "config copy strategy/fsdp3": "did you mean strategy/fsdp2",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("words", OF_VERBS)
@@ -202,10 +200,9 @@ class AsksToRun:
 CHECKPOINTS = {
     "step00000009.ckpt": "its manifest says step 1, and its name another",
     "asks_to_run.ckpt": "cannot be read: it names the class print; only tensors",
-    "list.ckpt": "has no `state_dict`",
-    ".metadata": "its .metadata is damaged",
+    "list.ckpt": "has no `state_dict`", ".metadata": "its .metadata is damaged",
     "__0_0.distcp": "cannot be read",
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
