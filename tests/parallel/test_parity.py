@@ -44,13 +44,6 @@ def test_a_strategy_trains_to_the_numbers_of_one_process(
     assert samples == expected, "every global batch has the same samples"
 
 
-def test_accumulation_equals_one_big_batch(train: Trainings) -> None:
-    big, small = train("deepseek_v3", "one", accumulation=1), train("deepseek_v3", "one")
-    assert small.loss == pytest.approx(big.loss, rel=1e-5)
-    assert small.grad_norm == pytest.approx(big.grad_norm, rel=1e-4)
-    parity.assert_close(small.end, big.end, 1e-5)
-
-
 LEGS = [("deepseek_v3", "one fsdp2 zero2 tp zero3"), ("deepseek_v3", "zero3 tp zero2 fsdp2 one"),
         ("mtp", "pp fsdp2 zero3 cp one")]  # fmt: skip
 
