@@ -47,13 +47,6 @@ def test_a_strategy_trains_to_the_numbers_of_one_process(
     assert samples == expected, "every global batch has the same samples"
 
 
-def test_accumulation_equals_one_big_batch(train: Trainings) -> None:
-    big, small = train("deepseek_v3", "one", accumulation=1), train("deepseek_v3", "one")
-    assert small.loss == pytest.approx(big.loss, rel=1e-5)
-    assert small.grad_norm == pytest.approx(big.grad_norm, rel=1e-4)
-    parity.assert_close(small.end, big.end, 1e-5)
-
-
 @pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2", "tp", "cp", "pp", "zero3"], daily=[]))
 def test_modules_learn_the_answers_of_conversations(train: Trainings, strategy: str) -> None:
     """Several in a row; the labels of questions do not count."""
