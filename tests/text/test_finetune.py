@@ -73,15 +73,12 @@ def test_a_model_learns_a_format_of_answers(strategy: str, tmp_path: Path, capfd
 
 
 SPANS = {  # a flag of the source: what is shown of the first conversation, and of the sixth
-    "train_on=assistant": (
-        ["[[Uno.<|im_end|>]]", "14 trained on", "[[Due, ok.<|im_end|>]]"],
+    "train_on=assistant": (["[[Uno.<|im_end|>]]", "14 trained on", "[[Due, ok.<|im_end|>]]"],
         ["((Uno.<|im_end|>))", "5 not by train or weight", "9 trained on"]),
-    "train_on=last": (
-        ["((Uno.<|im_end|>))", "5 not by train_on", "[[Due, ok.<|im_end|>]]", "9 trained on"],
-        ["((Uno.<|im_end|>))", "5 not by train or weight"]),
-    "roles=[user]": (
-        ["[[One?<|im_end|>]]", "10 trained on", "((Due, ok.<|im_end|>))", "14 not by roles"],
-        ["5 not by train or weight", "9 not by roles"]),
+    "train_on=last": (["((Uno.<|im_end|>))", "5 not by train_on", "[[Due, ok.<|im_end|>]]",
+        "9 trained on"], ["((Uno.<|im_end|>))", "5 not by train or weight"]),
+    "roles=[user]": (["[[One?<|im_end|>]]", "10 trained on", "((Due, ok.<|im_end|>))",
+        "14 not by roles"], ["5 not by train or weight", "9 not by roles"]),
 }  # fmt: skip
 
 

@@ -24,8 +24,8 @@ from dist_template.wings.launch import command, nodes
 from tests import ROOT
 from tests.support import launched as of
 from tests.support import runs
+from tests.support.extras import write_metadata
 from tests.support.injury import OF_A_LAUNCHER
-from tests.support.installed import write_metadata
 from tests.support.launched import STEPS, Launched, one_machine, site
 from tests.support.line import main
 from tests.support.runs import PACKAGE, PROJECT, logged, only_run, refused, run

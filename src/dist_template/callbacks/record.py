@@ -72,7 +72,7 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
     if balancer:
         balance = {"has_bias": balancer.has_bias, "aux_loss_coef": balancer.aux_loss_coef}
     steps = trainer.estimated_stepping_batches
-    counts = ("total", "trainable", "in_4_bits", "active", "embedding")
+    counts = ("total", "trainable", "in_4_bits", "matrices", "active", "embedding")
     facts = {
         "parameters": {name: getattr(size, name) for name in counts},
         "model": {

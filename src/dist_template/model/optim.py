@@ -19,10 +19,11 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from ..by_tokens import BatchSizes, ByTokens, check_phases, value_at, values_of
 from ..errors import InputError, reason
 from ..layout import by_layout, full_shape
+from .flops import matrices_of
 
 # class_path and init_args, as LightningCLI reads --optimizer and --lr_scheduler
 Class = dict[str, Any]
-MUON = "dist_template.model.muon"  # imported where it is chosen
+MUON = "dist_template.model.muon:MuonWithAdamW"  # imported where it is chosen
 Schedule = Literal["cosine", "linear", "constant", "warmup_stable_decay", "inverse_sqrt"]
 
 
@@ -64,6 +65,11 @@ class OptimConfig:
             return {"class_path": "torch.optim.Muon", "init_args": arguments}
         return self.optimizer_class
 
+    @property
+    def uses_muon(self) -> bool:
+        chosen = self.chosen
+        return chosen is not None and resolve_name(chosen["class_path"]) is torch.optim.Muon
+
     def __post_init__(self) -> None:
         check_phases("model.optim.learning_rate", self.learning_rate)
         if min(values_of(self.learning_rate)) < 0 or self.peak <= 0:
@@ -88,8 +94,7 @@ def build_optimizer(
     Raises InputError if nothing is trainable, or the class of `--optimizer` refuses its arguments."""
     decayed, not_decayed, of_muon, fused = [], [], [], not scaled
     chosen = config.chosen
-    is_muon = chosen is not None and resolve_name(chosen["class_path"]) is torch.optim.Muon
-    matrices = resolve_name(f"{MUON}:matrices")(module) if is_muon else ()
+    matrices = matrices_of(module) if config.uses_muon else ()
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             fused = fused and parameter.device.type in ("cpu", "cuda", "xpu", "mps")
@@ -104,17 +109,17 @@ def build_optimizer(
         "lr": config.peak, "weight_decay": config.weight_decay, "betas": config.betas,
         "eps": config.eps, "fused": fused,
     }  # fmt: skip
-    if is_muon and not of_muon:
+    if config.uses_muon and not of_muon:
         raise InputError("Muon updates matrices, and no trained parameter is one: set model.optim.optimizer to adamw")
-    if chosen and is_muon:
+    if chosen and of_muon:
         options = {"of_muon": of_muon, "options": chosen["init_args"], "group": group}
-        kind = partial(resolve_name(f"{MUON}:Muon"), **options)
+        kind = partial(resolve_name(MUON), **options)
     elif chosen:
         kind, arguments = resolve_name(chosen["class_path"]), chosen["init_args"]
     groups: list[dict[str, object]] = [{"params": group} for group in (decayed, not_decayed) if group]
     if "weight_decay" in arguments and not_decayed:
         groups[-1]["weight_decay"] = 0.0
-    if not is_muon and len(by_layout(decayed + not_decayed)) > 1:
+    if not of_muon and len(by_layout(decayed + not_decayed)) > 1:
         kind = mixed(kind)
     try:
         return kind(groups, **arguments)

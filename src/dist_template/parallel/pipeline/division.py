@@ -93,7 +93,7 @@ class BlockProxy:
                 )
             output = self._block(*args, **kwargs)
             if isinstance(output, tuple):
-                of = type(self._block).__name__
+                of = type(self._block).__name__.removeprefix("FSDP")
                 raise InputError(f"a pipeline needs blocks that return hidden states alone, not as {of}: set pp_size 1")
             return output
         if number == stage.start - 1:

@@ -135,13 +135,15 @@ def _fill_hash_tables(model: nn.Module) -> None:
 
 
 def freeze_untrained(model: nn.Module) -> list[str]:
-    """Freezes modules whose `forward` is decorated with torch.no_grad, and returns their names: no gradient reaches
-    them, for which DDP stops and ZeRO decays their weights. transformers (5.23) has no loss of DeepSeek-V3.2's indexer.
-    """
+    """Freezes modules whose `forward` runs under torch.no_grad or returns whole numbers, and returns their names: no
+    gradient reaches them, for which DDP stops and ZeRO decays their weights. transformers (5.23) has no loss of the
+    indexers of DeepSeek-V3.2, V4 and GLM-5, which choose the attended tokens."""
     found: list[str] = []
     for name, module in model.named_modules():
-        cells = getattr(type(module).forward, "__closure__", None) or ()
+        forward: Any = type(module).forward
+        cells = getattr(forward, "__closure__", None) or ()
         is_without = any(isinstance(getattr(cell.cell_contents, "__self__", None), torch.no_grad) for cell in cells)
+        is_without |= getattr(forward, "__annotations__", {}).get("return") is torch.LongTensor
         if is_without and any(True for _ in module.parameters()):
             module.requires_grad_(False)
             found.append(name)
