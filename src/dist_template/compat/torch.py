@@ -96,9 +96,7 @@ class _InFloat32(TorchFunctionMode):
         return (torch.Tensor.float if func is torch.Tensor.bfloat16 else func)(*args, **(kwargs or {}))
 
 
-def orthogonalized(
-    matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> Tensor:
+def orthogonalized(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """Returns the nearest semi-orthogonal matrices, about, by torch.optim.Muon's iteration: (R, C) or (E, R, C), of the
     same shape. Overwrites `matrices`. The public class accepts parameters of two dimensions alone.
 
