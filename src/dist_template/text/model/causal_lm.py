@@ -129,9 +129,10 @@ def read_modules(model: Any, pretrained: str) -> None:
 def _fill_hash_tables(model: nn.Module) -> None:
     """Draws the experts of each token in DeepSeek-V4's hash routers, each token's all different (Roller et al.,
     arXiv:2106.04426). transformers (5.23) leaves the table 0: all tokens would go to the first expert."""
-    for router in model.modules():
-        if isinstance(table := getattr(router, "tid2eid", None), torch.Tensor):
-            table.copy_(torch.rand(len(table), len(router.weight), device=table.device).topk(table.shape[1]).indices)
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):
+            num = len(model.get_parameter(name.replace("tid2eid", "weight")))
+            table.copy_(torch.rand(len(table), num, device=table.device).topk(table.shape[1]).indices)
 
 
 def freeze_untrained(model: nn.Module) -> list[str]:
