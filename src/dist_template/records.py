@@ -27,6 +27,14 @@ def write_atomically(path: Path, text: str, keep_earlier: bool = False) -> None:
     os.replace(temporary, path)
 
 
+def text_of(path: Path) -> str:
+    """Returns the content of a file of the system; "" if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def read_mapping(path: Path, cure: str, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
     """Returns the object in a JSON file, or in another that `parse` reads; {} if it is null. Raises InputError, which
     ends with `cure`, if there is no such file or it is damaged."""

@@ -96,10 +96,8 @@ class GlobalOrder(Sampler[list[int]]):
 
 
 def scattered(places: np.ndarray, num_rows: int, *seeds: int) -> np.ndarray:
-    """Returns the rows at `places` (n,) of an order like `shuffled`'s, without the other rows.
-
-    It is a Feistel network on the smallest square of a power of two that holds all rows; a number that is no row is put
-    through it again."""
+    """Returns the rows at `places` (n,) of an order like `shuffled`'s, without the other rows. It is a Feistel network
+    on the smallest square of a power of two that holds all rows; a number that is no row is put through it again."""
     last, half = np.uint64(num_rows - 1), np.uint64(((num_rows - 2).bit_length() + 1) // 2)
     keys = np.random.default_rng(seeds).integers(2**64, size=8, dtype=np.uint64)
     rows = places.astype(np.uint64)
@@ -129,10 +127,9 @@ def shuffled(num_rows: int, *seeds: int) -> np.ndarray:
 
 
 def eval_batches(sizes: dict[str, int], micro_batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[int]]:
-    """Returns a rank's batches for evaluation, of one source each, the sources interleaved.
-
-    Together the ranks read every row exactly once. Padding gives all ranks the same number of full batches. `sizes` are
-    the numbers of rows of each source; row -1 - n is padding of source n."""
+    """Returns a rank's batches for evaluation, of one source each, the sources interleaved. Together the ranks read
+    every row exactly once. Padding gives all ranks the same number of full batches. `sizes` are the numbers of rows of
+    each source; row -1 - n is padding of source n."""
     timed, first = [], 0
     for number, size in enumerate(sizes.values()):
         num_batches = -(-size // (micro_batch_size * world_size))

@@ -61,9 +61,8 @@ class Record(Callback):
 
 
 def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> Facts:
-    """Writes `facts.json` on rank 0, when the model is on its device, and returns its content. Collective.
-
-    Unknown values are null: a custom model or datamodule may lack what is read here."""
+    """Writes `facts.json` on rank 0, when the model is on its device, and returns its content. Collective. Unknown
+    values are null: a custom model or datamodule may lack what is read here."""
     hosts = weights.to_rank_zero(platform.node())
     if not trainer.is_global_zero:
         return {}

@@ -161,8 +161,8 @@ class CLI(OpenCLI):
         except (MisconfigurationException, ModuleNotFoundError, ValueError) as error:
             raise InputError(f"trainer: {reason(error)}; edit its keys") from error
         self.summary = complete(
-            trainer, self.model, self.datamodule, self.run, given=self._trainer_arguments,
-            config=self.resolved_config(), defaults=self._defaults,
+            trainer, self.datamodule, self.run, given=self._trainer_arguments, config=self.resolved_config(),
+            defaults=self._defaults,
         )  # fmt: skip
         return trainer
 

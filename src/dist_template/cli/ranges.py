@@ -91,9 +91,8 @@ def check(settings: Namespace, **classes: object) -> None:
 
 
 def _leaves(value: object, key: str = "") -> Iterator[tuple[str, int | float | str]]:
-    """Yields each number and text, and its key, without init_args and positions in lists.
-
-    Of a user's class it yields only the arguments under `data` that have a range: the library's."""
+    """Yields each number and text, and its key, without init_args and positions in lists. Of a user's class it yields
+    only the arguments under `data` that have a range: the library's."""
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         yield key, value
     elif isinstance(value, list | tuple):

@@ -25,9 +25,8 @@ from ..parallel.half import HalfParameters
 
 
 def complete(
-    trainer: Any, module: Any, data: Any, run: Path, *, given: dict[str, Any], config: dict[str, Any],
-    defaults: Callable[[], str],
-) -> Summary:  # fmt: skip
+    trainer: Any, data: Any, run: Path, *, given: dict[str, Any], config: dict[str, Any], defaults: Callable[[], str]
+) -> Summary:
     """Adds loggers, callbacks, checkpoint formats and the training loop; returns the summary. `given` are the Trainer's
     keyword arguments in the configuration, `config` is the content of config.yaml, and `defaults` returns its content
     with all keys at their defaults."""

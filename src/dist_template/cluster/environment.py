@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..plugins import normalized
+from ..records import text_of
 from .redaction import recorded_variables, redacted_command
 from .signals import job_started
 
@@ -68,7 +69,7 @@ def packages() -> dict[str, str]:
 
 def driver() -> str | None:
     """Returns the version of the NVIDIA driver, or None without one."""
-    if not (text := read_text(DRIVER)):
+    if not (text := text_of(DRIVER)):
         return None
     found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
     return found.group() if found else "unknown"
@@ -90,15 +91,7 @@ def git(*arguments: str) -> str | None:
 
 def machine() -> str:
     """Identifies where a process id is valid: this boot of this machine, and the container."""
-    known = [platform.node(), read_text(Path("/proc/sys/kernel/random/boot_id")).strip()]
+    known = [platform.node(), text_of(Path("/proc/sys/kernel/random/boot_id")).strip()]
     with suppress(OSError):  # Linux alone has it, as the boot's id
         known.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(filter(None, known))
-
-
-def read_text(path: Path) -> str:
-    """Returns the content of a file of the system; "" if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from .environment import read_text
+from ..records import text_of
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -13,9 +13,9 @@ def memory_limit() -> int:
     import psutil
 
     limits = [psutil.virtual_memory().total]
-    found = re.search(r"^0::/?(.*)$", read_text(Path("/proc/self/cgroup")), re.MULTILINE)
+    found = re.search(r"^0::/?(.*)$", text_of(Path("/proc/self/cgroup")), re.MULTILINE)
     group = CGROUPS / found.group(1) if found else CGROUPS
     for folder in (group, *group.parents):  # a parent's limit applies to its children
-        if folder.is_relative_to(CGROUPS) and (text := read_text(folder / "memory.max").strip()).isdigit():
+        if folder.is_relative_to(CGROUPS) and (text := text_of(folder / "memory.max").strip()).isdigit():
             limits.append(int(text))
     return min(limits)

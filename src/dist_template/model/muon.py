@@ -32,13 +32,9 @@ class MuonWithAdamW(torch.optim.AdamW):
     Raises ValueError or TypeError where torch's classes do."""
 
     def __init__(
-        self,
-        others: Iterable[dict[str, Any]],
-        of_muon: list[nn.Parameter],
-        options: dict[str, Any],
-        group: dist.ProcessGroup | None = None,
-        **adamw: Any,
-    ) -> None:
+        self, others: Iterable[dict[str, Any]], of_muon: list[nn.Parameter], options: dict[str, Any],
+        group: dist.ProcessGroup | None = None, **adamw: Any,
+    ) -> None:  # fmt: skip
         checked = torch.optim.Muon([torch.zeros(1, 1)], **options).defaults
         checked["adjust_lr_fn"] = checked["adjust_lr_fn"] or SCALE
         super().__init__([{"params": of_muon, **checked}, *others], **adamw)

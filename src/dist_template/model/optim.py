@@ -151,12 +151,9 @@ def mixed(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def build_schedule(
-    optimizer: Optimizer,
-    config: OptimConfig,
-    num_steps: float,
-    batches_per_validation: int | None = None,
+    optimizer: Optimizer, config: OptimConfig, num_steps: float, batches_per_validation: int | None = None,
     data: Any = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Returns Lightning's scheduler entry for `config` over `num_steps` optimizer steps (inf: no end is set).
     ReduceLROnPlateau checks its metric every `batches_per_validation` of a rank; None: at the end of each epoch. `data`
     counts samples, for phases of the learning rate.

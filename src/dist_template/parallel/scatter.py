@@ -41,10 +41,9 @@ def distribute(
     units: list[list[str]], targets: dict[str, Tensor], make: Callable[[list[str]], dict[str, Tensor]],
     group: dist.ProcessGroup | None,
 ) -> None:  # fmt: skip
-    """Fills `targets`, this rank's shards by name. Collective over `group`; None: all ranks.
-
-    In each round every rank calls `make` for the names of one unit, which returns full tensors in host memory, and all
-    ranks exchange shards, in pieces of `PIECE` bytes: a rank has one unit, and its shards of the others."""
+    """Fills `targets`, this rank's shards by name. Collective over `group`; None: all ranks. In each round every rank
+    calls `make` for the names of one unit, which returns full tensors in host memory, and all ranks exchange shards, in
+    pieces of `PIECE` bytes: a rank has one unit, and its shards of the others."""
     ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
     here = ranks.index(weights.rank())
     for start in range(0, len(units), len(ranks)):

@@ -40,9 +40,8 @@ class Start(Protocol):
     model: nn.Module
 
     def fill(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        """Gives this rank's tensors of `module`, the model after sharding, their values. Collective.
-
-        `group`: the ranks that have the same layers. None: all."""
+        """Gives this rank's tensors of `module`, the model after sharding, their values. Collective. `group`: the ranks
+        that have the same layers. None: all."""
 
 
 class StartByOwners:
@@ -125,10 +124,9 @@ class StartOnRankZero:
 
 
 def start_of(build: Build, prepare: Prepare, seed: int, frozen: FrozenHash | None = None) -> Start:
-    """Returns the model that `build` makes, without memory, and its starting values. Collective.
-
-    `prepare` changes the types of its tensors; `frozen` gets the frozen parameters that this rank makes. Raises
-    InputError if the model has to be built in full, and host memory cannot hold it."""
+    """Returns the model that `build` makes, without memory, and its starting values. Collective. `prepare` changes the
+    types of its tensors; `frozen` gets the frozen parameters that this rank makes. Raises InputError if the model has
+    to be built in full, and host memory cannot hold it."""
     model: nn.Module | None = None
     try:
         with agreed_on_errors(), torch.random.fork_rng(devices=[]):

@@ -89,9 +89,8 @@ class TokensPerMicroBatch:
         self._coming: tuple[Tensor, dist.Work | None] | None = None  # the next step's sum
 
     def of(self, counted: Counted, device: torch.device) -> Tensor:
-        """Returns () float32, at least 1, and starts the sum of the next step.
-
-        Collective over all ranks. On a GPU the stream waits for the sum and the host does not."""
+        """Returns () float32, at least 1, and starts the sum of the next step. Collective over all ranks. On a GPU the
+        stream waits for the sum and the host does not."""
         if counted.is_first or self._coming is None:
             self._coming = _sum_over_ranks(device, *counted.step)
         total, work = self._coming

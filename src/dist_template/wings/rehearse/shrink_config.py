@@ -58,16 +58,12 @@ class Small:
 
 
 def shrink(
-    given: Config,
-    model_config: PretrainedConfig | None,
-    folder: Path,
-    processes: int | None = None,
+    given: Config, model_config: PretrainedConfig | None, folder: Path, processes: int | None = None,
     keep_data: bool = False,
-) -> Small:
-    """Returns the small configuration of `given`, the production one with every key resolved.
-
-    `folder` is the destination of text and runs. `keep_data` keeps the configured source and tokenizer. Raises
-    InputError if the strategy does not work on `processes`; None: the fewest that it needs."""
+) -> Small:  # fmt: skip
+    """Returns the small configuration of `given`, the production one with every key resolved. `folder` is the
+    destination of text and runs. `keep_data` keeps the configured source and tokenizer. Raises InputError if the
+    strategy does not work on `processes`; None: the fewest that it needs."""
     config = copy.deepcopy(given)
     spec = config["trainer"]["strategy"]
     shrunk = shrunk_strategy(spec, processes)
@@ -147,9 +143,8 @@ def _shrink_phases(small: Small, given: Any, most: float | None = None) -> Any:
 
 
 def write_texts(folder: Path, size: int) -> None:
-    """Writes a deterministic text of `size` bytes whose lines are documents.
-
-    Most documents are shorter than a row, so that leakage between documents has an effect."""
+    """Writes a deterministic text of `size` bytes whose lines are documents. Most documents are shorter than a row, so
+    that leakage between documents has an effect."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
     lines: list[str] = []
