@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support import parity
+from tests.support import chats, parity
 from tests.support.library import read_full
 from tests.support.parity import CLIP, PROCESSES, STEPS, PauseAfter, Trainings
 from tests.support.runs import newest
@@ -22,7 +22,10 @@ COMBINED = {"zero2_offload", "zero3_offload", "fsdp2_tp_ep"}  # of strategies th
 DAILY = [("mtp", "pp"), *(("deepseek_v3", name) for name in PROCESSES if name not in COMBINED)]
 CASES = [("deepseek_v3", strategy) for strategy in PROCESSES]
 CASES += [("llama", strategy) for strategy in PROCESSES if strategy not in FOR_EXPERTS]
-CASES += [("mtp", name) for name in PROCESSES if name != "cp"]  # it accepts in a rank's part alone
+CASES += [("deepseek_v4", name) for name in ("ddp", "fsdp2_ep", "pp_ep", "tp", "zero3")]
+CASES += [("deepseek_v32", name) for name in PROCESSES if name != "cp"]  # with MTP, as GLM-5
+CASES += [("glm_moe_dsa", name) for name in PROCESSES if name != "cp" and name[:2] != "pp"]
+CASES += [("mtp", name) for name in PROCESSES]
 
 
 @pytest.mark.parametrize(("model", "strategy"), tiers(CASES, DAILY))
@@ -42,6 +45,39 @@ def test_a_strategy_trains_to_the_numbers_of_one_process(
         {step: {*rows} for step, rows in run.rows().items()} for run in (one, many)
     )
     assert samples == expected, "every global batch has the same samples"
+
+
+@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2", "tp", "cp", "pp", "zero3"], daily=[]))
+def test_modules_learn_the_answers_of_conversations(train: Trainings, strategy: str) -> None:
+    """Several in a row; the labels of questions do not count."""
+    folder = train.folder / "chats"
+    if not folder.exists():
+        chats.taught(chats.tokenizer(folder) / "chats.jsonl")
+    given = [f"--data.source.paths=[{folder}/chats.jsonl]", f"--data.tokenizer.path={folder}"]
+    given = ["--data.source=Chat", "--data.tokenizer=Pretrained", *given, "--data.seq_len=128"]
+    one, many = (
+        train("mtp", name, *given, prelude=parity.keep_labels) for name in ("one", strategy)
+    )
+    parity.assert_trains_alike(many, one)
+
+
+@pytest.mark.parametrize("strategy", tiers(["one", "fsdp2", "pp", "zero3"], daily=[]))
+def test_exported_modules_are_trained_further(
+    train: Trainings, strategy: str, tmp_path: Path
+) -> None:
+    trained = train("mtp", "one")
+    given = [f"--checkpoint={newest(trained.run)}", f"--output={tmp_path / 'out'}"]
+    train.run("export", "mtp", "one", *given)
+    given = [
+        f"--model.pretrained={tmp_path / 'out'}",
+        "--trainer.max_steps=1",
+        "--model.optim.warmup=0",
+    ]
+    one, many = (train.run("fit", "mtp", name, *given) for name in ("one", strategy))
+    assert all(torch.equal(many.start[name], tensor) for name, tensor in trained.end.items())
+    losses = [run.metric("train/mtp_loss") for run in (one, many)]
+    assert losses[0][1] < train("mtp", "one").metric("train/mtp_loss")[1] - 0.1
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 LEGS = [("deepseek_v3", "one fsdp2 zero2 tp zero3"), ("deepseek_v3", "zero3 tp zero2 fsdp2 one"),
@@ -72,8 +108,11 @@ def test_a_checkpoint_serves_every_verb(train: Trainings, strategy: str, tmp_pat
     given = [checkpoint.replace("ckpt_path", "checkpoint"), f"--output={exported}"]
     train.run("export", "deepseek_v3", strategy, *given)
     weights = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).state_dict()
+    given = ["--model.architecture={}", f"--model.pretrained={exported}"]
+    started = train.run("fit", "deepseek_v3", strategy, *given, callbacks=[PauseAfter(1)]).start
     for name, tensor in trained.end.items():
         assert torch.equal(weights[name.removeprefix("model.")], tensor), name
+        assert torch.equal(started[name], tensor), f"{name} is read from files in every division"
 
 
 BLOCKS = "--model.blocks."

@@ -24,6 +24,7 @@ from dist_template.model import optim, proof, training_module
 from dist_template.model.balance import Balancer
 from dist_template.model.metrics import MetricBuffer
 from dist_template.observe.history.run import RunFile, read_lines
+from dist_template.parallel.owners import Owners
 from dist_template.parallel.pipeline.schedule import SCHEDULES
 from dist_template.parallel.sequence import shard_batch
 from dist_template.text.batches.rows import NOT_COUNTED, PackedRows, Rows

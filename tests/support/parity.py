@@ -23,8 +23,36 @@ MODELS = {
     "llama": "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,"
     " num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: true}",
 }
+MODELS["glm_moe_dsa"] = (
+    MODELS["deepseek_v3"]
+    .replace("deepseek_v3", "glm_moe_dsa")
+    .replace("mtp_layers: 0", "mtp_layers: 1, index_topk: 6, index_head_dim: 12, index_n_heads: 3")
+)
+MODELS["deepseek_v32"] = MODELS["glm_moe_dsa"].replace("glm_moe_dsa", "deepseek_v32")
+MODELS["deepseek_v4"] = (
+    "{model_type: deepseek_v4, hidden_size: 32, moe_intermediate_size: 16, num_hidden_layers: 3,"
+    " num_attention_heads: 2, num_key_value_heads: 1, head_dim: 24, q_lora_rank: 20, o_groups: 2,"
+    " o_lora_rank: 12, partial_rotary_factor: 0.3333333333333333, n_routed_experts: 4, hc_mult: 3,"
+    " num_experts_per_tok: 2, mlp_layer_types: [hash_moe, moe, moe], sliding_window: 7,"
+    " layer_types: [sliding_attention, compressed_sparse_attention, heavily_compressed_attention],"
+    " compress_rates: {compressed_sparse_attention: 3, heavily_compressed_attention: 10},"
+    " index_topk: 5, index_head_dim: 24, index_n_heads: 3}"
+)
 MODELS["mtp"] = MODELS["deepseek_v3"].replace("num_mtp_layers: 0", "num_mtp_layers: 2")
-FLAGS = {"mtp": ["--model.mtp.weight=0.3", "--model.loss_chunk=16"]}
+# Global batches of 8, 8, 8, 12, 16 and 16 rows of 32 tokens; before a step 0, 256, 512, 768, 1152 and 1664 tokens.
+PHASES = {
+    "data.global_batch_size": "[{value: 8, until: 256},"
+    " {value: 16, until: 1000, shape: linear, multiple: 4}, {value: 16}]",
+    "model.optim.learning_rate": "[{value: 0.01, until: 600},"
+    " {value: 1.0e-3, until: 1500, shape: cosine}, {value: 5.0e-4}]",
+    "model.balance.bias_update_speed": "[{value: 0.01, until: 700}, {value: 0}]",
+    "model.mtp.weight": "[{value: 0.3, until: 1000}, {value: 0.1}]",
+}
+FLAGS = {"mtp": ["--model.loss_chunk=16", *(f"--{key}={each}" for key, each in PHASES.items())]}
+FLAGS |= dict.fromkeys(
+    ("deepseek_v32", "glm_moe_dsa"), ["--model.mtp.weight=0.3", "--model.loss_chunk=16"]
+)
+FLAGS["deepseek_v4"] = ["--data.cross_document_attention=true"]
 OF_FOUR_RANKS = {"hsdp", "fsdp2_tp", "fsdp2_tp_ep", "pp_fsdp2", "pp_ep"}
 PROCESSES = {name: 4 if name in OF_FOUR_RANKS else 2 for name in NAMES}
 del PROCESSES["zero3_nvme"]  # needs an NVMe device and the libaio library
@@ -45,6 +73,10 @@ def mask_labels() -> None:
         return batch
 
     Rows.__getitems__ = masked
+
+
+def keep_labels() -> None:
+    """In each worker: the labels that the data count."""
 
 
 class PauseAfter(Callback):
@@ -126,10 +158,12 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance:
 
 
 def assert_trains_alike(many: RunRecord, one: RunRecord) -> None:
-    """Losses, gradient norms and validations of each step, and the weights at the end."""
+    """Losses, gradient norms and validations of each step, and the weights at the end, where Adam
+    amplifies rounding in DeepSeek-V4's hyper-connections, whose streams are alike at first."""
+    is_of_streams = any(name.endswith("hc.fn") for name in one.end)
     assert many.loss == pytest.approx(one.loss, rel=1e-6)
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
     assert many.eval().keys() == one.eval().keys()
     for step, metrics in one.eval().items():
         assert many.eval()[step] == pytest.approx(metrics, rel=1e-5), "every sample once"
-    assert_close(many.end, one.end, 1e-5)
+    assert_close(many.end, one.end, 2e-4 if is_of_streams else 1e-5)

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, islice, repeat
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from trainer_dev.data import DataModule
 
+from dist_template.by_tokens import Phase
 from dist_template.text.batches import loader
 from dist_template.text.batches.rows import best_fit
 from tests.support.library import global_order
@@ -102,6 +103,29 @@ def test_a_run_of_any_attempts_reads_the_stream_without_a_gap(
     assert len(run.rows) == sum(job.steps * job.global_batch for job in jobs)
 
 
+GROWS = [Phase(12, 0), Phase(48, 3000, "linear"), Phase(24, 4000, "cosine"), Phase(36)]
+
+
+def steps_that_grow(micro: int, ranks: int, start: int, num: int) -> list[list[int]]:
+    orders = []
+    for rank in range(ranks):
+        place = {"rank": rank, "world_size": ranks, "consumed": lambda: start, "seq_len": 10}
+        orders.append(global_order.GlobalOrder(50, GROWS, micro, **place))
+    batches, sizes = zip(*orders, strict=False), orders[0].accumulations()
+    return [sorted(sum(sum(islice(batches, next(sizes)), ()), [])) for _ in range(num)]
+
+
+@pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (2, 3), (3, 4), (6, 2)])
+def test_batches_that_grow_have_the_same_samples_on_any_number_of_ranks(
+    micro: int, ranks: int
+) -> None:
+    steps = steps_that_grow(12, 1, 0, 20)
+    assert [len(each) for each in steps] == [*[12] * 9, *[24] * 4, *[36] * 5, 24, 36]
+    assert steps_that_grow(micro, ranks, 0, 20) == steps
+    resumed = steps_that_grow(micro, ranks, sum(map(len, steps[:9])), 11)
+    assert resumed == steps[9:], "in the middle of a change"
+
+
 @PROPERTY
 @given(st.integers(2, 60), st.integers(0, 5), st.integers(0, 5), st.booleans())
 def test_each_pass_has_another_order(num_rows: int, seed: int, epoch: int, many: bool) -> None:
@@ -141,7 +165,7 @@ CPU = torch.device("cpu")
 def read(accumulation: int) -> list[dict[str, Any]]:
     labels = (torch.from_numpy(np.where(np.arange(8) < counted, 7, -100)) for counted in LABELS)
     rows = [{"labels": each} for each in labels]
-    return list(loader.StepLoader(rows, accumulation, batch_size=None))
+    return list(loader.StepLoader(rows, lambda: repeat(accumulation), batch_size=None))
 
 
 def steps(accumulation: int) -> list[loader.Counted]:
@@ -151,9 +175,10 @@ def steps(accumulation: int) -> list[loader.Counted]:
 def test_the_first_batch_of_a_step_has_the_counts_of_the_step_and_the_next() -> None:
     assert [loader.COUNTED in batch for batch in read(2)] == [True, False, True, False, True]
     assert steps(2) == [
-        loader.Counted(11, 3, True), loader.Counted(3, 5, False), loader.Counted(5, None, False),
+        loader.Counted((11, 2), (3, 2), True), loader.Counted((3, 2), (5, 2), False),
+        loader.Counted((5, 2), None, False),
     ]  # fmt: skip
-    assert [counted.step for counted in steps(1)] == LABELS
+    assert [counted.step for counted in steps(1)] == [(labels, 1) for labels in LABELS]
 
 
 def test_the_sum_starts_a_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +194,7 @@ def test_the_sum_starts_a_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "dist", SimpleNamespace(all_reduce=all_reduce, **ranks))
     tokens, means = loader.TokensPerMicroBatch(), []
     for counted in steps(2):
-        means.append(tokens.of(counted, 2, CPU).item())
+        means.append(tokens.of(counted, CPU).item())
         calls.append("step")
     assert means == [(11 + 21) / 2 / 2, (3 + 13) / 2 / 2, (5 + 15) / 2 / 2]
     assert calls[:4] == ["start 11", "wait", "start 3", "step"]
@@ -183,7 +208,7 @@ def test_memory_is_pinned_for_the_gpu_that_trains(data: DataModule, monkeypatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("cpu", "cuda"):
         data.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(name)))
-        assert data._loader(data.rows_of("train"), [[0]], 0).pin_memory == (name == "cuda")
+        assert data._loader(data.rows_of("train"), [[0]], None).pin_memory == (name == "cuda")
 
 
 @pytest.mark.parametrize(("median", "sigma", "seq_len"), [(250, 0.9, 2048), (60, 1.2, 1024)])

@@ -39,7 +39,8 @@ def one(findings: doctor.Findings, verdict: str, found: str = "") -> str:
 
 
 def test_packages_are_locked_and_none_is_blocked(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(doctor, "packages", lambda: {"a-b": "1.0", "torch": "2.13.0+cu130"})
+    installed = {"packages": {"a-b": "1.0", "torch": "2.13.0+cu130"}}
+    monkeypatch.setattr(doctor, "comparable", lambda: installed)
     one(doctor.check_packages(tmp_path), WARNING, "there is no")
     lock, chosen = tmp_path / doctor.LOCK, tmp_path / doctor.CHOSEN
     torch = "torch==2.13.0+cpu ; sys_platform != 'darwin' \\\n    --hash=sha256:ab\n"

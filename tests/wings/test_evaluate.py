@@ -15,8 +15,9 @@ import yaml
 from dist_template import InputError, Project
 from dist_template.text import ByteBPE
 from dist_template.wings.ship.evaluate import evaluation, paired
-from dist_template.wings.ship.evaluate.documents import DocumentScores
+from dist_template.wings.ship.evaluate.documents import ACCEPTANCE, DocumentScores
 from tests.support import runs
+from tests.support.parity import FLAGS, MODELS
 from tests.support.runs import OURS, Workers, newest, only_run, refused, run
 from tests.support.strategies import flags_of, settings_of
 from tests.support.tiers import tiers
@@ -27,10 +28,12 @@ IN_PROCESSES = evaluation.run_verb
 
 
 @pytest.fixture(scope="module")
-def fitted(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with two checkpoints and more than 20 test documents."""
+def fitted(request: Any, corpus: Path, cache: Path, tmp_path_factory: Any) -> Path:
+    """A run with two checkpoints and more than 20 test documents; a parameter is a model."""
     folder = tmp_path_factory.mktemp("fitted")
     more = ["--data.test_share=0.5", "--last_checkpoint.every_n_steps=10"]
+    if model := getattr(request, "param", None):
+        more += [f"--model.architecture={MODELS[model]}", *FLAGS.get(model, [])]
     own = [*runs.small(corpus, cache, folder), *more, "--model.optim.learning_rate=0.01"]
     assert run("fit", *own) == 0
     return folder
@@ -94,22 +97,38 @@ def test_a_run_is_better_than_its_half_and_not_than_itself(trained: Path, capsys
     assert (trained / "metrics.jsonl").read_bytes() == before, "no part of the training's curves"
 
 
+SCORED = [
+    (model, name) for model in ("llama", "mtp") for name in ("fsdp2", "tp", "zero3", "pp", "cp")
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(["fsdp2", "tp", "zero3"], daily=["fsdp2"]))
+@pytest.mark.parametrize(
+    ("fitted", "strategy"), tiers(SCORED, [("llama", "fsdp2"), ("mtp", "cp")]), indirect=["fitted"]
+)
 def test_two_processes_give_the_scores_of_one(trained: Path, strategy: str, tmp_path: Path) -> None:
     """Another strategy and micro-batch; the same model is not better."""
-    scores = []
+    scores, logged = list[Any](), list[dict[str, float]]()
     for name, num in (("one", 1), (strategy, 2)):
         init = {"path": str(tmp_path / f"{name}.parquet")}
         callback = json.dumps({"class_path": CALLBACK, "init_args": init})
         argv = ["test", f"--config={trained / 'config.yaml'}", f"--trainer.callbacks+={callback}"]
         argv += [*flags_of(strategy), "--data.micro_batch_size=1"] if num > 1 else []
         argv += [f"--trainer.devices={num}", "--trainer.logger=false"]
-        Workers(num).run([*argv, f"--ckpt_path={newest(trained)}"], tmp_path / name).check()
+        argv.append(f"--ckpt_path={newest(trained)}")
+        record = Workers(num).run(argv, tmp_path / name).check()
+        logged += record.eval("test").values()
         scores.append(pd.read_parquet(tmp_path / f"{name}.parquet"))
     one, many = scores
     assert (one.index == many.index).all() and (one["tokens"] == many["tokens"]).all()
     np.testing.assert_allclose(many["nats"], one["nats"], rtol=1e-5)
+    if ACCEPTANCE[0] in one:
+        accepted, compared = one[[*ACCEPTANCE]].sum()
+        assert 0 < accepted < compared and (one[[*ACCEPTANCE]] == many[[*ACCEPTANCE]]).all(
+            axis=None
+        )
+        assert accepted / compared == pytest.approx(logged[0]["test/mtp_acceptance"])
+        assert logged[1] == pytest.approx(logged[0], rel=1e-5)
     values = (many["nats"].to_numpy(), one["nats"].to_numpy(), one["tokens"].to_numpy())
     assert paired.compare("loss", *values).verdict == "cannot tell"
 

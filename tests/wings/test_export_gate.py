@@ -17,6 +17,7 @@ from dist_template import InputError, Project
 from tests import ROOT
 from tests.support.chats import TAGGED, UNTAGGED
 from tests.support.library import safetensors_files
+from tests.support.parity import FLAGS, MODELS
 from tests.support.runs import OURS, newest, only_run, run, small
 from tests.support.wings import Registry, Trained, load_trained
 from tests.support.wings import export as command
@@ -137,6 +138,25 @@ def test_a_model_larger_than_memory_is_exported_alike(
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "parts", dtype="auto")
     assert model.dtype == torch.bfloat16 and model.state_dict().keys() == whole.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [None, 0])
+def test_modules_for_later_tokens_are_exported_or_not(
+    flags: list[str], tmp_path: Path, monkeypatch: Any, memory: int | None
+) -> None:
+    """vLLM and SGLang read `num_nextn_predict_layers`, and expect as many layers after the 2."""
+    own = [f"--run.root={tmp_path}/runs", f"--model.architecture={MODELS['mtp']}"]
+    assert run("fit", *flags, *own, *FLAGS["mtp"]) == 0
+    if memory is not None:
+        monkeypatch.setattr(safetensors_files, "memory_limit", lambda: memory)
+    for name, number in (("true", 2), ("false", 0)):
+        exported(only_run(tmp_path), tmp_path / name, f"--mtp={name}")
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["num_nextn_predict_layers"] == number
+        keys = load_file(tmp_path / name / "model.safetensors").keys()
+        layers = {int(key.split(".")[2]) for key in keys if key.startswith("model.layers.")}
+        assert layers == {*range(2 + number)} and not any("mtp" in key for key in keys)
 
 
 OF_PARTS: dict[Fault, str] = {

@@ -7,15 +7,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from trainer_dev.module import LanguageModule
 
+from dist_template import OptimConfig
 from dist_template.cli.limits.machine import Machine as Described
 from dist_template.parallel.estimates import estimate_of
 from dist_template.parallel.estimates.candidates import Candidate
 from dist_template.parallel.estimates.facts import STATE
 from dist_template.wings.plan.estimate import Machine, Planned
 from dist_template.wings.plan.planner import Planner
+from tests.support.library import mtp
 from tests.support.memory import Allocated, Live, State
+from tests.support.parity import MODELS
 from tests.support.runs import Workers, refused, run
 from tests.support.strategies import ARGS, flags_of, settings_of
 from tests.support.tiers import tiers
@@ -27,13 +31,18 @@ LLAMA: dict[str, Any] = WIDE | HEADS
 ROUTED = {"moe_intermediate_size": 128, "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2}
 EXPERTS: dict[str, Any] = HEADS | ROUTED | {"model_type": "qwen3_moe", "hidden_size": 256}
 EXPERTS |= {"num_hidden_layers": 4, "norm_topk_prob": True}
+PREDICTING = yaml.safe_load(MODELS["mtp"])  # a block of its own width more for each of two tokens
+PREDICTING |= {"hidden_size": 256, "intermediate_size": 768, "moe_intermediate_size": 128}
+KINDS = {"experts": EXPERTS, "predicting": PREDICTING}
 LLAMA_8B = {"model_type": "llama", "intermediate_size": 14336, "num_key_value_heads": 8}
 LLAMA_8B |= {"vocab_size": 128256}
 SEQ_LEN, ROWS, GB = 256, 4, 1e9
 TRAINED = """ddp 32-true none, ddp bf16-mixed none, fsdp2 bf16-mixed none, fsdp2 32-true full,
     fsdp2 bf16-mixed none experts, fsdp2_ep bf16-mixed none experts, tp 32-true none,
     zero1 bf16-mixed none, zero2 32-true none, zero3 bf16-mixed none, ddp 32-true selective,
-    fsdp2_offload bf16-true full, ddp 32-true full experts"""
+    fsdp2_offload bf16-true full, ddp 32-true full experts, ddp 32-true none predicting,
+    fsdp2 bf16-mixed full predicting, zero3 bf16-mixed none predicting, ddp 32-true none muon,
+    fsdp2_ep bf16-mixed none experts muon"""
 CASES = [" ".join(case.split()) for case in TRAINED.split(",")]
 DAILY = [CASES[5], CASES[9]]
 H100S = Machine(1, 2, 80 * GB, 6e14, 3e11, 4e10)
@@ -41,8 +50,17 @@ FLAGS = [f"--model.architecture={json.dumps(LLAMA | {'vocab_size': 257})}"]
 FLAGS += ["--trainer.precision=bf16-mixed", "--trainer.accelerator=gpu"]
 
 
-def planner(shape: Any, batch: int, seq_len: int, precision: str = "", on: str = "cuda") -> Planner:
-    module = LanguageModule(architecture={"vocab_size": 257} | shape)
+def of_modules(shape: Any) -> list[str]:
+    return ["--model.mtp.weight=0.3"] * ("num_mtp_layers" in shape)
+
+
+def planner(
+    shape: Any, batch: int, seq_len: int, precision: str = "", on: str = "cuda", by: Any = "adamw"
+) -> Planner:
+    ahead = mtp.MtpConfig() if of_modules(shape) else None
+    optim = OptimConfig(optimizer=by)
+    full = {"vocab_size": 257} | shape
+    module = LanguageModule(architecture=full, mtp=ahead, optim=optim)
     sizes = {"seq_len": seq_len, "global_batch_size": batch}
     data = SimpleNamespace(**sizes, cross_document_attention=False)
     return Planner(module, data, {}, Described(on, 1, 1, precision or "bf16-mixed"))
@@ -72,13 +90,15 @@ def most(folder: Path, what: str) -> float:
 @pytest.mark.parametrize("case", tiers(CASES, DAILY))
 def test_predicted_bytes_are_those_of_a_training(flags: Any, tmp_path: Path, case: str) -> None:
     """State within 5 %; within 15 % what the last of two micro-batches allocates."""
-    strategy, precision, mode, *experts = case.split()
-    architecture = EXPERTS if experts else LLAMA
+    strategy, precision, mode, *more = case.split()
+    architecture = next((KINDS[each] for each in more if each in KINDS), LLAMA)
+    by = "muon" if "muon" in more else "adamw"
     batch = 2 * ROWS if strategy == "tp" else 4 * ROWS
     own = [f"--model.blocks.checkpointing={mode}", f"--trainer.precision={precision}"]
+    own += [f"--model.optim.optimizer={by}", *of_modules(architecture)]
     with_ = [State(tmp_path), Allocated(tmp_path)]
     train(tmp_path, 2, architecture, batch, [*flags, *flags_of(strategy), *own], with_)
-    made = planner(architecture, batch, SEQ_LEN, precision, "cpu")
+    made = planner(architecture, batch, SEQ_LEN, precision, "cpu", by)
     planned = estimate(made, strategy, 2, ROWS, mode)
     parts, memory = planned.parts(), planned.sharding.memory(planned.facts)
     moving = parts["activations"] + max(parts["logits"], parts["backward"])
@@ -93,16 +113,19 @@ def test_predicted_bytes_are_those_of_a_training(flags: Any, tmp_path: Path, cas
     assert moving == pytest.approx(allocated, rel=0.15)
 
 
-STAGES = [(2, "1F1B"), (4, "1F1B"), (2, "Interleaved1F1B")]
+STAGES = [(2, "1F1B", LLAMA), (4, "1F1B", LLAMA), (2, "Interleaved1F1B", LLAMA),
+          (2, "1F1B", PREDICTING), (4, "1F1B", PREDICTING)]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "schedule"), tiers(STAGES, daily=[]))
-def test_predicted_bytes_of_stages(flags: Any, tmp_path: Path, stages: int, schedule: str) -> None:
+@pytest.mark.parametrize(("stages", "schedule", "shape"), tiers(STAGES, daily=[]))
+def test_predicted_bytes_of_stages(
+    flags: Any, tmp_path: Path, stages: int, schedule: str, shape: Any
+) -> None:
     """What a step of 8 micro-batches allocates, gradients among it, within 15 %."""
-    batch, architecture = 8 * ROWS, LLAMA | {"num_hidden_layers": 8}
+    batch, architecture = 8 * ROWS, shape | {"num_hidden_layers": 8}
     own = [*flags, *flags_of("pp"), f"{ARGS}.pp_size={stages}", f"{ARGS}.pp_schedule={schedule}"]
-    own.append("--trainer.precision=32-true")
+    own += ["--trainer.precision=32-true", *of_modules(shape)]
     train(tmp_path, stages, architecture, batch, own, [Live(tmp_path)])
     measured = most(tmp_path, "live")
     sizes = {"pp_size": stages, "pp_schedule": schedule}

@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
@@ -255,3 +256,29 @@ def test_a_training_loses_ranks_nodes_and_disks(s3: Any, flags: list[str], tmp_p
     assert logged(back, "train/loss") == logged(whole, "train/loss")
     one, other = (read_full(newest(path))["state_dict"] for path in (back, whole))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def on_own_disk(folder: Path) -> None:
+    disk = folder / os.environ["RANK"]
+    disk.mkdir(exist_ok=True)
+    os.chdir(disk)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, part", [("fsdp2", "__{}_0.distcp"), ("zero2", "rank_{}_mp")])
+def test_a_node_fetches_the_parts_that_its_ranks_read(
+    name: str, part: str, flags: list[str], tmp_path: Path
+) -> None:
+    run("prepare", *flags)
+    argv = ["fit", *flags, *flags_of(name), "--trainer.devices=2", "--run.root=runs"]
+    argv += ["--last_checkpoint.every_n_steps=5", f"--run.store=file://{tmp_path}/store"]
+    options: Any = {"prelude": partial(on_own_disk, tmp_path), "run_id": "nodes"}
+    Workers(2).run([*argv, "--trainer.max_steps=5"], tmp_path / "begun", **options).check()
+    for disk in (tmp_path / "0", tmp_path / "1"):
+        shutil.rmtree(disk)
+    argv += ["--trainer.max_steps=6", "--ckpt_path=last"]
+    Workers(2).run(argv, tmp_path / "resumed", **options).check()
+    files = [str([*(tmp_path / disk).rglob(f"{manifest.name(5)}/**/*")]) for disk in "01"]
+    others = part.format(0) in files[1] and name == "zero2"  # settings and step are in rank 0's
+    assert not others and all(part.format(disk) in files[disk] for disk in (0, 1)), files
+    assert part.format(1) not in files[0]

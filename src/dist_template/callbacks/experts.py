@@ -7,11 +7,12 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from ..compat.lightning import accumulates
-from ..model.any_module import metrics_of, typed_attribute
+from ..model.any_module import metrics_of, typed_attribute, value_now
 from ..model.balance import BalanceConfig, Balancer
 from .numerics import Numerics
 from .training_log import logs
 
+SPEED = "model.balance.bias_update_speed"
 LOADS = "moe/loads"  # tokens of each expert, in the metric buffer
 
 
@@ -57,6 +58,8 @@ class Experts(Callback):
         if self._is_on:
             self._balancer.counts_now = False  # a checkpointed block runs again in backward
             if self._balancer.needs_loads and not accumulates(trainer):
+                given = self._balancer.config.bias_update_speed
+                self._balancer.bias_update_speed = value_now(pl_module, SPEED, given)
                 self._balancer.begin_reduction()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
@@ -78,6 +81,8 @@ class Experts(Callback):
             unused += loads.count(0.0)
         metrics["moe/expert_load_max_over_mean"] = worst
         metrics["moe/unused_experts"] = unused
+        if isinstance(self._balancer.config.bias_update_speed, list):
+            metrics["moe/bias_update_speed"] = self._balancer.bias_update_speed
 
     def state_dict(self) -> dict[str, Any]:
         if self._is_on and self._balancer.needs_shares:

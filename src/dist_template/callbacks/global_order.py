@@ -8,10 +8,12 @@ is its next `global_batch_size` entries, however they are distributed over ranks
     rank     | 0  0  1 1 | 0  0  1 1 |                  2 ranks, micro_batch_size = 2
     rank     | 0  0  0 0 | 0  0  0 0 |                  1 rank, micro_batch_size = 2, accumulating 2
 
-So a run resumes on another number of ranks with exactly the next samples."""
+So a run resumes on another number of ranks with exactly the next samples. A global batch that grows (by_tokens.py) is a
+function of the consumed samples too. Its stream has no epochs: it ends with `trainer.max_steps`."""
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import Sampler
 
+from ..by_tokens import Phase, batch_at
+from ..compat.epochs import begin_step
 from ..compat.lightning import batch_progress
 from ..model.any_module import callbacks_of, metrics_of
 
@@ -38,10 +42,11 @@ class GlobalOrder(Sampler[list[int]]):
     the next epoch. `consumed` is called when iteration starts, because the checkpoint is loaded
     after the loader is made. Without a `seed` rows are not shuffled.
 
-    `stream` returns the row at a position of the stream. It replaces the order by epochs."""
+    `stream` returns the row at a position of the stream. It replaces the order by epochs. Where the global batch has
+    phases by consumed tokens, `seq_len` a sample, there is no end."""
 
     num_rows: int
-    global_batch_size: int
+    global_batch_size: int | list[Phase]
     micro_batch_size: int
     rank: int = 0
     world_size: int = 1
@@ -49,20 +54,30 @@ class GlobalOrder(Sampler[list[int]]):
     consumed: Callable[[], int] = lambda: 0
     repeat_first_batch: bool = False
     stream: Callable[[int], int] | None = None
+    seq_len: int = 1
 
     def __post_init__(self) -> None:
-        self.accumulation = self.global_batch_size // (self.micro_batch_size * self.world_size)
+        self.samples_per_batch = self.micro_batch_size * self.world_size
 
     def __len__(self) -> int:
-        return self.num_rows // self.global_batch_size * self.accumulation
+        if isinstance(self.global_batch_size, list):
+            return sys.maxsize  # without a length, Lightning reads a batch before it loads a checkpoint
+        return self.num_rows // self.global_batch_size * next(self.accumulations())
+
+    def accumulations(self) -> Iterator[int]:
+        """Yields the micro-batches of each optimizer step, from the consumed samples on."""
+        position = self.consumed()
+        while True:
+            size = batch_at(self.global_batch_size, position * self.seq_len)
+            yield size // self.samples_per_batch
+            position += size
 
     def __iter__(self) -> Iterator[list[int]]:
-        samples_per_batch = self.micro_batch_size * self.world_size
         start = self.consumed()
         for batch in range(len(self)):
-            position = start + batch * samples_per_batch
+            position = start + batch * self.samples_per_batch
             if self.repeat_first_batch:
-                position %= self.global_batch_size
+                position %= batch_at(self.global_batch_size, 0)
             yield self._entries(position + self.rank * self.micro_batch_size, self.micro_batch_size)
 
     def _entries(self, position: int, count: int) -> list[int]:
@@ -147,6 +162,7 @@ class ConsumedSamples(Callback):
         self._base = processed_batches * samples_per_batch
         self._base_batches = processed_batches
         self._loaded: dict[str, Any] = {}
+        self.grows = False  # whether steps differ in their batches
         self.figures: Callable[[int], dict[str, float]] = lambda position: {}  # further metrics
 
     @classmethod
@@ -158,12 +174,15 @@ class ConsumedSamples(Callback):
         return counter
 
     def value(self, trainer: Trainer) -> int:
+        """Returns the samples of all processed batches."""
         batches = batch_progress(trainer).total.processed - self._base_batches
         return self._base + batches * self._samples_per_batch
 
     def before_log_step(self, trainer: Trainer, module: Any) -> None:
         for name, value in self.figures(self.value(trainer)).items():
             metrics_of(module).put(name, value)
+        if self.grows:
+            metrics_of(module).put("train/global_batch_size", trainer.accumulate_grad_batches * self._samples_per_batch)
 
     def as_state(self, trainer: Trainer) -> dict[str, Any]:
         return {
@@ -186,6 +205,8 @@ class ConsumedSamples(Callback):
         self._base = self._loaded["consumed_samples"] + skipped
         self._base_batches = batch_progress(trainer).total.processed
         self._loaded = {}
+        if self.grows:  # a checkpoint is written after a full step
+            begin_step(trainer, 0)
 
 
 def _rescale(progress: Any, old: int, global_batch_size: int, new: int) -> None:

@@ -14,6 +14,7 @@ import yaml
 from lightning.pytorch import Callback
 
 from .. import weights
+from ..by_tokens import values_of
 from ..cluster.environment import environment
 from ..model.any_module import data_of, network_of, size_of, typed_attribute
 from ..model.balance import Balancer
@@ -72,13 +73,14 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
     if balancer:
         balance = {"has_bias": balancer.has_bias, "aux_loss_coef": balancer.aux_loss_coef}
     steps = trainer.estimated_stepping_batches
-    counts = ("total", "trainable", "in_4_bits", "active", "embedding")
+    counts = ("total", "trainable", "in_4_bits", "matrices", "active", "embedding")
     facts = {
         "parameters": {name: getattr(size, name) for name in counts},
         "model": {
             "class": type(model).__name__.removeprefix("FSDP"),  # torch's fully_shard changes the class
             "model_type": getattr(config, "model_type", None),
             "layers": size.layers,
+            "predicted": size.predicted,
             "width": size.width,
             "experts": size.experts,
             "experts_per_token": size.experts_per_token,
@@ -102,8 +104,8 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
 
 def _data(data: Any) -> Facts:
     facts = {name: getattr(data, name, None) for name in ("seq_len", "accumulation")}
-    size, corpus = getattr(data, "global_batch_size", None), getattr(data, "corpus", None)
-    facts["tokens_per_step"] = size * facts["seq_len"] if size and facts["seq_len"] else None
+    size, corpus = max(values_of(getattr(data, "global_batch_size", None) or 0)), getattr(data, "corpus", None)
+    facts["tokens_per_step"] = int(size) * facts["seq_len"] if size and facts["seq_len"] else None
     facts["train_tokens"] = corpus and corpus.num_tokens("train")
     return facts
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from itertools import chain
+from typing import Any
 
 import lightning as L
 import torch
@@ -20,12 +21,13 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .. import weights
 from ..cluster.hang import rank_ranges
 from ..compat.lightning import accumulates
 from ..compat.torch import is_persistent
-from ..errors import Ended, Exit
+from ..errors import Ended, Exit, InputError
 from ..layout import local_shard, shard_of
 from ..parallel import run_strategy
 
@@ -54,6 +56,18 @@ class Replicas(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._shared = None
         self._early_step = trainer.global_step + EARLY
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        """Names parameters without gradients, for which DDP (torch 2.13) ends the next step with a list of numbers."""
+        model: Any = trainer.strategy.model
+        is_strict = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters
+        if not is_strict or model.static_graph or trainer.global_step + EARLY != self._early_step:
+            return
+        if missing := [name for name, p in pl_module.named_parameters() if p.requires_grad and p.grad is None]:
+            raise InputError(
+                f"DDP needs a gradient of each parameter, and {missing[0]} ({len(missing)} such) gets none:"
+                " freeze them in build_model, or set trainer.strategy ddp_find_unused_parameters_true"
+            )
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
         if trainer.global_step == self._early_step and not accumulates(trainer):
@@ -85,9 +99,8 @@ class Replicas(Callback):
             self._report(trainer, held, [shared[place] for place in differ])
 
     def _replicas(self, module: nn.Module) -> dict[int, tuple[str, Tensor]]:
-        """Returns names and tensors by digest; equal digests on two ranks stand for replicas.
-
-        The first and the last stage of a pipeline have a tied parameter under the same name."""
+        """Returns names and tensors by digest; equal digests on two ranks stand for replicas. The first and the last
+        stage of a pipeline have a tied parameter under the same name."""
         found = {}
         for name, tensor in _compared(module):
             shard, place = shard_of(tensor)
@@ -156,10 +169,9 @@ def _compared(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Returns () int64 of the bits of this rank's shard; no copy of it, and no rounding.
-
-    It is a weighted sum of 8-byte words: vectors of ones that a first step has moved up in as many places as down would
-    have the same sum without weights."""
+    """Returns () int64 of the bits of this rank's shard; no copy of it, and no rounding. It is a weighted sum of 8-byte
+    words: vectors of ones that a first step has moved up in as many places as down would have the same sum without
+    weights."""
     bits = local_shard(tensor).detach().reshape(-1).view(torch.uint8)
     if bits.storage_offset() % 8:
         bits = bits.clone()

@@ -33,7 +33,7 @@ class Throughput(Callback):
 
     def __init__(self) -> None:
         self._window_s = self._wait_s = self._own_s = 0.0
-        self._window_step = 0
+        self._window_step = self._window_samples = 0
         self._last_end: float | None = None  # of the batch before; None after a validation or save
         self._flops: float | None = None  # per token
         self._seq_len: int | None = None  # None: samples are not sequences
@@ -43,6 +43,8 @@ class Throughput(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         device = pl_module.device
         self._window_step = trainer.global_step
+        if samples := samples_of(trainer):
+            self._window_samples = samples.consumed_samples
         self._last_end = time.perf_counter()
         self._seq_len = getattr(data_of(trainer), "seq_len", None)
         if self._seq_len:
@@ -75,8 +77,9 @@ class Throughput(Callback):
         metrics.put("perf/step_s", self._window_s / steps)
         metrics.put("perf/data_wait_share", self._wait_s / self._window_s)
         if samples := samples_of(trainer):
-            per_s = steps * samples.global_batch_size / self._window_s
-            total = trainer.global_step * samples.global_batch_size
+            total = samples.consumed_samples
+            per_s = (total - self._window_samples) / self._window_s
+            self._window_samples = total
             metrics.put("perf/samples_per_s", per_s)
             if self._seq_len:
                 metrics.put("train/tokens", total * self._seq_len)

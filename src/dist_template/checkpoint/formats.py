@@ -32,7 +32,7 @@ from ..errors import InputError
 from ..layout import full_shape
 from ..plugins import loaded
 from .frozen import KEY, REFERENCE, exclude_frozen
-from .manifest import agreed
+from .manifest import Needed, agreed
 from .optimizer import ANEW, by_name, is_by_name, report_missing_moments
 from .protocol import GROUP, Checkpoint, CheckpointFormat, Copy, Group, Opened, S, Shapes, State, registered_format
 from .stored import Mapped, Stored, copy_shard, copy_weights
@@ -62,7 +62,13 @@ def format_for(strategy: Strategy) -> CheckpointFormat:
 # ---- opening -------------------------------------------------------------------------------------
 
 
-def verified(path: Path, module: L.LightningModule, is_strict: bool = True, weights_only: bool | None = None) -> Opened:
+def verified(
+    path: Path,
+    module: L.LightningModule,
+    is_strict: bool = True,
+    weights_only: bool | None = None,
+    needed: Needed | None = None,
+) -> Opened:
     """Opens the checkpoint that all ranks load. Collective; rank 0 reads and compares.
 
     Args:
@@ -71,11 +77,12 @@ def verified(path: Path, module: L.LightningModule, is_strict: bool = True, weig
         module: The module to load it into, with its model.
         is_strict: Whether names and shapes of all weights must be the module's.
         weights_only: false lets a user's own classes be unpickled.
+        needed: Which of its parts this rank reads; None: all.
 
     Raises:
         InputError: on all ranks, if it is damaged, incomplete or unreadable, was trained on another
             frozen base, or is another model's."""
-    path = agreed(path)
+    path = agreed(path, needed)
     shapes: Shapes = {}
     for of_rank in weights.distinct(_shapes(module.state_dict(keep_vars=True))).values():
         shapes |= of_rank  # in a pipeline, each rank has its stages'
@@ -85,9 +92,13 @@ def verified(path: Path, module: L.LightningModule, is_strict: bool = True, weig
         if weights.is_rank_zero():
             opened = _opened(path, module, expected, weights_only)
     opened = cast(Opened, weights.broadcast(opened))
-    is_fit = module.trainer.state.fn == TrainerFn.FITTING
-    opened.with_optimizer = is_fit and not getattr(module, ANEW, False)
+    opened.with_optimizer = reads_optimizer(module)
     return opened
+
+
+def reads_optimizer(module: L.LightningModule) -> bool:
+    """Returns whether training continues with a checkpoint's optimizer state."""
+    return module.trainer.state.fn == TrainerFn.FITTING and not getattr(module, ANEW, False)
 
 
 def read_full(path: str | Path, module: nn.Module | None = None, optimizer: bool = True) -> Checkpoint:
@@ -200,7 +211,7 @@ class StrategyFormat(CheckpointFormat[S]):
 
         Raises InputError: see `verified`."""
         module = cast(L.LightningModule, self.strategy.lightning_module)
-        opened = verified(path, module, weights_only=weights_only)
+        opened = verified(path, module, weights_only=weights_only, needed=self.needed)
         if self.reads(opened):
             return self.load_own(opened)
         stored: Checkpoint = {}
@@ -214,6 +225,10 @@ class StrategyFormat(CheckpointFormat[S]):
             with agreed_on_errors(), _reading(opened):
                 self.set_optimizer_state(stored["state_dict"], states)
         return opened.metadata
+
+    @abstractmethod
+    def needed(self, path: Path, parts: set[str]) -> set[str]:
+        """Returns the `parts` (manifest.PARTS) of a checkpoint that this rank reads; its other files are here."""
 
     @abstractmethod
     def reads(self, opened: Opened) -> bool:

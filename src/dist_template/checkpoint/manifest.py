@@ -5,12 +5,13 @@ CRC-32 detects every change within 32 consecutive bits, and all but one in 4e9 o
 detects accidents, not attacks; but no code in a checkpoint is run (untrusted.py).
 
 With a store (`run.store`), the entry "checkpoint_store" is the address of the folder of checkpoints. A file that is
-missing on this disk is then another node's, or was lost: `agreed` fetches it."""
+missing on this disk is then another node's, or was lost: `agreed` fetches it where it is read."""
 
 import json
 import os
 import re
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,11 @@ FORMAT = 1
 NAME = re.compile(r"(best-)?step(\d{8,})\.ckpt")
 CHUNK = 1 << 22  # bytes read at once: large enough for a disk, small enough for a CPU's cache
 
+PARTS = (".distcp", "_optim_states.pt")  # how the names of files end that one rank writes, and not every rank reads
+
 Files = dict[str, list[int]]  # relative path: [bytes, CRC-32]
+# Of a checkpoint whose other files are here, and the names of its parts: those that this rank reads. Collective.
+Needed = Callable[[Path, set[str]], set[str]]
 
 
 def name(step: int, best: bool = False) -> str:
@@ -167,9 +172,10 @@ def newest(folder: Path) -> Path | None:
     return valid
 
 
-def agreed(path: Path) -> Path:
+def agreed(path: Path, needed: Needed | None = None) -> Path:
     """Returns the checkpoint that all ranks load, verified by all ranks together: `path`, or the newest valid one of a
-    folder. Another library's has no manifest and is not verified. Collective.
+    folder. Another library's has no manifest and is not verified. Of a checkpoint in a store each node gets what its
+    ranks need; None: all. Collective.
 
     Raises:
         InputError: on all ranks, if `path` is damaged, or all checkpoints in the folder are."""
@@ -187,7 +193,7 @@ def agreed(path: Path) -> Path:
             why = why or f"its {MANIFEST} differs between nodes"
         why = weights.broadcast(why)
         if stored and why is None:
-            why = _fetched(candidate)
+            why = _fetched(candidate, needed)
         if why is None:
             _warn_of(skipped, candidate)
             return candidate
@@ -210,30 +216,50 @@ def _stored(path: Path) -> int | None:
         return None
 
 
-def _fetched(path: Path) -> str | None:
-    """Fetches what is missing or damaged on this rank's disk, whose ranks share the work: from the store, else from the
-    disk of another node. Collective. Returns why the checkpoint is not valid, or None."""
-    from .. import plugins, weights
+def _fetched(path: Path, needed: Needed | None) -> str | None:
+    """Fetches what is missing or damaged on this rank's disk. Collective. Returns why the checkpoint is not valid, or
+    None."""
+    from .. import weights
 
-    entries, ranks = read(path), weights.peers(path.parent)
-    files: Files = entries["files"]
+    files: Files = read(path)["files"]
+    ranks = weights.peers(path.parent)
     if weights.rank() == ranks[0]:
         for file in path.rglob("[!.]*"):
             if file.is_file() and file.relative_to(path).as_posix() not in (MANIFEST, *files):
                 file.unlink()
-    lacking, why = [*files][ranks.index(weights.rank()) :: len(ranks)], None
-    if lacking := [file for file in lacking if not _is_intact(path / file, *files[file])]:
+    parts = {file for file in files if file.endswith(PARTS)}
+    why = _complete(path, [file for file in files if file not in parts], ranks)
+    if why or not parts:
+        return why
+    of_ranks = weights.from_all_ranks(needed(path, parts) if needed else parts)
+    return _complete(path, sorted(set().union(*(of_ranks[rank] for rank in ranks))), ranks)
+
+
+def _complete(path: Path, wanted: list[str], ranks: list[int]) -> str | None:
+    """Gets the `wanted` files of this rank's disk, among whose `ranks` they are divided: from the store, else from the
+    disk of another node. Collective. Returns why one cannot be had, or None."""
+    from .. import plugins, weights
+
+    entries, why = read(path), None
+    files: Files = entries["files"]
+    lacking = _not_intact(path, files, wanted[ranks.index(weights.rank()) :: len(ranks)])
+    if lacking:
         why = plugins.ask("fetch", f"{entries[STORE]}/{path.name}", lacking, path)
-        lacking = [file for file in lacking if not _is_intact(path / file, *files[file])]
+        lacking = _not_intact(path, files, lacking)
     answers = weights.from_all_ranks((lacking, why))
-    of_disks = weights.from_all_ranks([file for rank in ranks for file in answers[rank][0]])
-    for file in sorted(set().union(*of_disks)):
+    lost = sorted({file for lacks, _ in answers for file in lacks})
+    of_disks = weights.from_all_ranks(_not_intact(path, files, lost))
+    for file in lost:
         source = next((rank for rank, lacks in enumerate(of_disks) if file not in lacks), None)
         if source is None:
             whys = [why for lacks, why in answers if why and file in lacks]
             return [*whys, f"its {file} in the store is not what was written, by its CRC-32"][0]
         weights.pass_file(path / file, files[file][0], source, file in lacking)
     return None
+
+
+def _not_intact(path: Path, files: Files, names: list[str]) -> list[str]:
+    return [name for name in names if not _is_intact(path / name, *files[name])]
 
 
 def _is_intact(file: Path, size: int, expected: int) -> bool:

@@ -48,8 +48,9 @@ class OnceEach(DefaultSavePlanner):
 
 def _is_own(name: str, value: object, largest: DeviceMesh | None) -> bool:
     """Returns whether this rank writes a value. What remains double, as a pipeline's tied weights, rank 0 drops."""
-    mesh, copied, number = largest, repeat(True), _number(name)  # 12 settings of each parameter, its count of steps
+    mesh, copied, number = largest, repeat(True), 0  # settings and counts of steps: in one file, which all ranks read
     if isinstance(value, DTensor):
+        number = _number(name)
         mesh, copied = value.device_mesh, [placement.is_replicate() for placement in value.placements]
     elif name.startswith("state_dict."):
         return True  # few; torch's planner sends them

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, LoadPlan
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict, set_optimizer_state_dict
@@ -30,6 +31,7 @@ from .protocol import FLAT, Checkpoint, Copy, Group, Opened, Shapes
 from .stored import Box, Stored, copy_shard, is_scalar
 from .untrusted import DataReader, agreed_on_errors, reading
 
+Place = Callable[[DTensor, Sequence[Placement]], DTensor]
 META = "meta.pt"  # Lightning's name for the part of a distributed checkpoint that is not tensors
 
 
@@ -84,6 +86,25 @@ class ShardedFormat(StrategyFormat[ModelParallelStrategy]):
         tensors, rest = _split(checkpoint)
         copied = copy({"tensors": tensors, "rest": rest})
         return lambda folder: write(copied["tensors"], copied["rest"], folder, group, planner(self.strategy))
+
+    def needed(self, path: Path, parts: set[str]) -> set[str]:
+        """Returns the files with chunks of this rank's shards: a parameter's moments have its layout."""
+        if not self.is_at(path):
+            return parts
+        tensors = _contiguous(get_model_state_dict(cast(nn.Module, self.strategy.model)), _without_values)
+        with reading(path, self.written_by):
+            metadata = DataReader(path).read_metadata()
+        wanted = {}
+        for entry, stored in metadata.state_dict_metadata.items():
+            part, _, name = entry.partition(".")
+            if part != "state_dict":  # state.PARAMETER.MOMENT, param_groups.PARAMETER.SETTING
+                name = name.partition(".")[2].rpartition(".")[0]
+            if name in tensors:
+                shape = getattr(stored, "size", ())
+                is_sharded = shape == getattr(tensors[name], "shape", None)
+                wanted[entry] = tensors[name] if is_sharded else torch.empty(shape, device="meta")
+        plan = create_default_local_load_plan(wanted, metadata)
+        return {metadata.storage_data[item.storage_index].relative_path for item in plan.items}
 
     def reads(self, opened: Opened) -> bool:
         return opened.format is ShardedFormat
@@ -201,7 +222,7 @@ def _drop_missing_moments(
             state.pop(f"state.{name}.{field}", None)
 
 
-def _contiguous(state: Checkpoint) -> Checkpoint:
+def _contiguous(state: Checkpoint, place: Place | None = None) -> Checkpoint:
     """Returns `state` without strided shards, which torch 2.13 would write as if contiguous."""
 
     def contiguous(value: object) -> object:
@@ -211,9 +232,14 @@ def _contiguous(state: Checkpoint) -> Checkpoint:
         for index, placement in enumerate(placements):
             if isinstance(dim := getattr(placement, "dim", None), int):
                 placements[index] = Shard(dim)
-        return _place(value, placements)
+        return (place or _place)(value, placements)
 
     return tree_map(contiguous, state)
+
+
+def _without_values(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    empty = torch.empty(0, device="meta")
+    return DTensor.from_local(empty, tensor.device_mesh, placements, shape=tensor.shape, stride=tensor.stride())
 
 
 def _placed_like(value: object, reference: object) -> object:

@@ -120,7 +120,6 @@ def flat_range(stored: Any, start: int, end: int) -> Tensor:
     return stored.reshape(-1)[start:end] if isinstance(stored, Tensor) else stored.flat(start, end)
 
 
-@torch.no_grad()
 def copy_weights(module: nn.Module, stored: Mapping[str, Any]) -> None:
     """Copies stored tensors by name into `module`, on each rank the slices that it needs.
 
@@ -132,6 +131,7 @@ def copy_weights(module: nn.Module, stored: Mapping[str, Any]) -> None:
             copy_shard(tensors[name], value)
 
 
+@torch.no_grad()
 def copy_shard(target: Tensor, stored: Any) -> None:
     """Copies into `target` its slice of a stored tensor: all of it, a DTensor's shard, or a ZeRO-3 partition."""
     if weights.is_partitioned_by_zero(target):
@@ -150,7 +150,7 @@ def _copy_partition(parameter: Any, stored: Any) -> None:
                 parameter.copy_(stored[...])
         return
     values = partition_of(parameter, stored)
-    shard.view(-1)[: len(values)].copy_(values)
+    shard.view(-1).copy_(nn.functional.pad(values, (0, shard.numel() - len(values))))
     if parameter.ds_status.name == "AVAILABLE":  # a small parameter, which is not sharded
         parameter.copy_(stored[...])
 

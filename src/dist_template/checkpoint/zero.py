@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+import lightning as L
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from .. import weights
 from ..compat import deepspeed as compat
 from ..layout import full_shape
-from .formats import StrategyFormat
+from .formats import StrategyFormat, reads_optimizer
+from .manifest import MANIFEST, read
 from .optimizer import State, merge, without_moments
 from .protocol import Checkpoint, Copy, Group, Opened, Shapes
 from .stored import Partitioned, flat_range, is_scalar, partition_of
@@ -100,15 +102,25 @@ class ZeroFormat(StrategyFormat[DeepSpeedStrategy]):
             engine.save_checkpoint(path, TAG, rest, save_latest=False, exclude_frozen_parameters=frozen)
         return write_all
 
+    def needed(self, path: Path, parts: set[str]) -> set[str]:
+        own = {part for part in parts if f"zero_pp_rank_{self.strategy.global_rank}_mp" in part}
+        module = cast(L.LightningModule, self.strategy.lightning_module)
+        return own if self.is_at(path) and reads_optimizer(module) and self._continues(path, len(parts)) else parts
+
     def reads(self, opened: Opened) -> bool:
         """DeepSpeed reads its files for training, on as many ranks, with ZeRO-3 as before."""
         if opened.format is not ZeroFormat or not opened.with_optimizer:
             return False
-        names = [file.name for file in Path(_folder(opened.path)).iterdir()]
-        ranks = [name for name in names if name.endswith("_optim_states.pt")]
-        is_stage_3 = "mp_rank_00_model_states.pt" not in names
-        has_same_ranks = len(ranks) == self.strategy.world_size
-        return has_same_ranks and is_stage_3 == self.strategy.zero_stage_3
+        if (opened.path / MANIFEST).exists():  # with a store, not every part is on this disk
+            names = read(opened.path)["files"]
+        else:
+            names = [file.name for file in Path(_folder(opened.path)).iterdir()]
+        return self._continues(opened.path, sum(name.endswith("_optim_states.pt") for name in names))
+
+    def _continues(self, path: Path, number: int) -> bool:
+        """Returns whether as many ranks, with ZeRO-3 as before, wrote the checkpoint; `number` have a part of it."""
+        is_stage_3 = not Path(_folder(path), "mp_rank_00_model_states.pt").exists()
+        return number == self.strategy.world_size and is_stage_3 == self.strategy.zero_stage_3
 
     def load_own(self, opened: Opened) -> Checkpoint:
         with _reading(opened.path):

@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..by_tokens import values_of
 from ..compat.lightning_cli import formatter_of, keys_of, takes_null
 from ..errors import InputError, is_first_on_node, reason, shortened
 from ..project import Choice, program
@@ -30,8 +31,8 @@ OPTIMIZATION = {  # key: base classes, the argument that optim.py passes, help
         (Optimizer,),
         "params",
         "A class instead of AdamW, by name or path, as in --optimizer SGD --optimizer.momentum 0.9."
-        " Not Muon, which updates matrices alone. Vectors are not decayed. lr and weight_decay are"
-        " model.optim's unless given here. null: AdamW with model.optim's keys.",
+        " Muon updates matrices, and AdamW the rest. Vectors are not decayed. lr and weight_decay are"
+        " model.optim's unless given here. null: model.optim.optimizer.",
     ),
     "lr_scheduler": (
         LRSchedulerTypeTuple,
@@ -218,6 +219,6 @@ def inherit_rates(settings: Namespace, given: Namespace) -> None:
         return
     arguments, explicit = settings.optimizer.init_args, given.optimizer.get("init_args") or {}
     if "lr" in arguments and "lr" not in explicit:
-        arguments["lr"] = optim.learning_rate
+        arguments["lr"] = max(values_of(optim.learning_rate))
     if "weight_decay" in arguments and "weight_decay" not in explicit:
         arguments["weight_decay"] = optim.weight_decay

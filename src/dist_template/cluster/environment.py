@@ -55,10 +55,9 @@ def comparable() -> dict[str, object]:
 
 
 def packages() -> dict[str, str]:
-    """Returns the versions of the installed packages.
-
-    They are read from the names of their folders, `<name>-<version>.dist-info` by the packaging
-    specification, in 2 ms; importlib.metadata reads a file of each package, in 76 ms."""
+    """Returns the versions of the installed packages. They are read from the names of their folders,
+    `<name>-<version>.dist-info` by the packaging specification, in 2 ms; importlib.metadata reads a file of each
+    package, in 76 ms."""
     found: dict[str, str] = {}
     for folder in sys.path:
         for path in sorted(Path(folder).glob("*.dist-info")):  # none in a zip file
@@ -69,7 +68,7 @@ def packages() -> dict[str, str]:
 
 def driver() -> str | None:
     """Returns the version of the NVIDIA driver, or None without one."""
-    if not (text := _read(DRIVER)):
+    if not (text := read_text(DRIVER)):
         return None
     found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
     return found.group() if found else "unknown"
@@ -91,13 +90,14 @@ def git(*arguments: str) -> str | None:
 
 def machine() -> str:
     """Identifies where a process id is valid: this boot of this machine, and the container."""
-    known = [platform.node(), _read(Path("/proc/sys/kernel/random/boot_id")).strip()]
+    known = [platform.node(), read_text(Path("/proc/sys/kernel/random/boot_id")).strip()]
     with suppress(OSError):  # Linux alone has it, as the boot's id
         known.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(filter(None, known))
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Returns the content of a file of the system; "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

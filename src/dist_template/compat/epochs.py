@@ -11,10 +11,13 @@ lightning 2.6.6, fit_loop.py and training_epoch_loop.py):
 Here, an epoch that was stopped early is saved as unfinished, the checkpoint records which part of the loop has run
 (`Point`), and a resume continues with the next part: a due validation, the end of the epoch, or the next batch."""
 
+import sys
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
 KEY = "resume_point"  # in the epoch loop's state
@@ -59,6 +62,11 @@ class ResumableEpochLoop(_TrainingEpochLoop):
     """Resumes right after the checkpoint's batch."""
 
     _resume_point = Point.AFTER_BATCH  # of the checkpoint that was loaded
+    first_batch = 0  # of the present optimizer step in its epoch, or one that precedes it by full steps
+
+    def __init__(self, trainer: Any, *steps: Any) -> None:
+        super().__init__(trainer, *steps)
+        self.automatic_optimization = Optimization(trainer)
 
     def on_save_checkpoint(self) -> dict:
         batches: Any = self.batch_progress.current
@@ -96,10 +104,33 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         self.val_loop.restarting = False  # it starts with its first batch
         self._skip_next_val = self._resume_point is Point.AFTER_VALIDATION
 
+    def _accumulated_batches_reached(self) -> bool:
+        ready: int = self.batch_progress.current.ready
+        return (ready - self.first_batch) % self.trainer.accumulate_grad_batches == 0
+
     def _num_ready_batches_reached(self) -> bool:
         """Also where the epoch has fewer batches than when the checkpoint was written."""
         batches = self.batch_progress
         return batches.is_last_batch or batches.current.ready >= self.trainer.num_training_batches
+
+
+class Optimization(_AutomaticOptimization):
+    """Clears gradients at the first batch of a step, where steps differ in their batches too."""
+
+    def _make_zero_grad_fn(self, batch_idx: int, optimizer: Any) -> Callable[[], None] | None:
+        loop: Any = self.trainer.fit_loop.epoch_loop
+        return super()._make_zero_grad_fn(batch_idx - loop.first_batch, optimizer)
+
+
+def begin_step(trainer: Any, num_batches: int) -> None:
+    """Lets the optimizer step that the next batch begins accumulate the gradients of so many batches; 0: of as yet
+    unknown ones. Validation is due at every `trainer.val_check_interval`-th step, where that is an integer."""
+    loop = trainer.fit_loop.epoch_loop
+    loop.first_batch, batches = loop.batch_progress.current.ready, loop.batch_progress.total.ready
+    trainer.accumulate_grad_batches = num_batches or 1
+    if isinstance(every := trainer.val_check_interval, int):
+        is_due = (trainer.global_step + bool(num_batches)) % every == 0
+        trainer.val_check_batch = batches + num_batches if is_due else sys.maxsize
 
 
 def make_resumable(trainer: Any, epoch_loop: type[ResumableEpochLoop] = ResumableEpochLoop) -> None:

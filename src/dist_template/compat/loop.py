@@ -17,7 +17,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _profile_nothing
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.plugins import precision
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .epochs import Optimization as OfSteps
 from .epochs import ResumableEpochLoop, make_resumable
 from .torch import step_of
 
@@ -227,7 +228,7 @@ class EpochLoop(ResumableEpochLoop):
         return super()._should_check_val_epoch() if self._validates is None else self._validates
 
 
-class Optimization(_AutomaticOptimization):
+class Optimization(OfSteps):
     """Automatic optimization with fewer calls per micro-batch and optimizer step."""
 
     def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
@@ -239,7 +240,7 @@ class Optimization(_AutomaticOptimization):
         epoch_loop: Any = trainer.fit_loop.epoch_loop
 
         def step() -> dict[str, Any]:
-            is_first = batch_idx % trainer.accumulate_grad_batches == 0
+            is_first = (batch_idx - epoch_loop.first_batch) % trainer.accumulate_grad_batches == 0
             if is_first and epoch_loop.drops_gradients:
                 _drop_gradients(optimizer)  # and the forward pass has their memory
             output = call(module, "training_step", strategy.training_step, *kwargs.values())

@@ -23,15 +23,15 @@ def safetensors_of(name: str) -> list[str]:
     return get_checkpoint_shard_files(name, index)[0]
 
 
-def sources_of_weights(model: Any, keys: list[str]) -> dict[str, list[str]]:
-    """Returns, for each tensor of `model` that is in files with these keys, the keys from which it is converted."""
+def sources_of_weights(model: Any, keys: list[str]) -> dict[str, tuple[list[str], str | None]]:
+    """Returns, for each tensor of `model` that files with `keys` have, its keys and a converter's pattern, if any."""
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     mapping, state = get_model_conversion_mapping(model), model.state_dict()
     renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
-    sources: dict[str, list[str]] = {}
+    sources: dict[str, tuple[list[str], str | None]] = {}
     for key in keys:
         for rules in ((renamings, converters), ([], [])):
             name, pattern = loading.rename_source_key(key, *rules, model.base_model_prefix, state)
@@ -43,7 +43,7 @@ def sources_of_weights(model: Any, keys: list[str]) -> dict[str, list[str]]:
                 first, *others = converter.target_patterns
                 names += [name.replace(first, other) for other in others]
         for each in names:
-            sources.setdefault(each, []).append(key)
+            sources.setdefault(each, ([], pattern))[0].append(key)
     return sources
 
 

@@ -127,7 +127,7 @@ class Recording(TorchDispatchMode):
 
     def operations_for(self, tensor: Tensor) -> list[Operation] | None:
         """Returns the operations on which the values of `tensor` depend, in order; None if one was not recorded."""
-        found, open_ends = set[int](), [self._newest.get(_place(tensor).storage)]
+        found, open_ends = set[int](), [self._newest.get(place_of(tensor).storage)]
         while open_ends:
             number = open_ends.pop()
             if number is None:
@@ -166,7 +166,7 @@ class Recording(TorchDispatchMode):
                     if place.storage not in storages and result.stride() != place.stride:  # as LAPACK's results
                         result = torch.empty_strided(place.shape, place.stride, dtype=place.dtype).copy_(result)
                     storages.setdefault(place.storage, result.untyped_storage())
-        return real(_place(tensor))  # ty: ignore[invalid-explicit-return]
+        return real(place_of(tensor))  # ty: ignore[invalid-explicit-return]
 
 
 class _OnMeta(TorchFunctionMode):
@@ -239,7 +239,7 @@ def _truncated_later(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # th
     return tensor if is_later else _truncated_normal(tensor, *args, **kwargs)
 
 
-def _place(tensor: Tensor) -> Place:
+def place_of(tensor: Tensor) -> Place:
     if tensor.is_conj() or tensor.is_neg():
         raise NotImplementedError("it makes a conjugate or negative view")
     is_full = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
@@ -248,7 +248,7 @@ def _place(tensor: Tensor) -> Place:
 
 
 def _places(values: object) -> list[Place]:
-    return [_place(each) for each in tree_leaves(values) if isinstance(each, Tensor) and each.is_meta]
+    return [place_of(each) for each in tree_leaves(values) if isinstance(each, Tensor) and each.is_meta]
 
 
 def _storages(places: Iterable[Place]) -> set[StorageWeakRef]:
@@ -259,4 +259,4 @@ def _recorded(value: object) -> object:
     """Returns a meta tensor's place; a copy of another tensor, which may change."""
     if not isinstance(value, Tensor):
         return value
-    return _place(value) if value.is_meta else value.detach().clone()
+    return place_of(value) if value.is_meta else value.detach().clone()

@@ -2,6 +2,7 @@
 checks them. Where a name is gone: AttributeError or ImportError."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -14,7 +15,9 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim import _muon
 from torch.optim import optimizer as _optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["tree_leaves", "tree_map"]  # torch has no public pytree module (2.13)
@@ -86,6 +89,28 @@ def step_of(optimizer: Any) -> Callable[..., Any]:
         return step
     optimizer._opt_called = True
     return partial(of_class.__wrapped__, optimizer)
+
+
+class _InFloat32(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (torch.Tensor.float if func is torch.Tensor.bfloat16 else func)(*args, **(kwargs or {}))
+
+
+def orthogonalized(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Returns the nearest semi-orthogonal matrices, about, by torch.optim.Muon's iteration: (R, C) or (E, R, C), of the
+    same shape. Overwrites `matrices`. The public class accepts parameters of two dimensions alone.
+
+    torch iterates in bfloat16. Here float32 stays float32: on a CPU it is faster, and all strategies round alike."""
+    iterate = partial(_muon._zeropower_via_newtonschulz, ns_coefficients=coefficients, ns_steps=steps, eps=eps)
+    with _InFloat32() if matrices.dtype == torch.float32 else nullcontext():
+        if matrices.ndim == 2 or not matrices.numel():
+            return iterate(matrices) if matrices.numel() else matrices
+        return torch.vmap(iterate)(matrices)
+
+
+def update_scale(shape: torch.Size, name: str) -> float:
+    """Returns the factor of the learning rate for matrices (..., R, C), as torch.optim.Muon's `adjust_lr_fn` names it."""
+    return _muon._adjust_lr(1.0, name, shape[-2:])
 
 
 def compile_checkpointed_hooks() -> None:

@@ -11,6 +11,8 @@ import lightning as L
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from ..by_tokens import ByTokens, value_at
+from ..errors import InputError
 from .flops import Size
 from .metrics import MetricBuffer
 
@@ -33,6 +35,15 @@ def samples_of(trainer: L.Trainer) -> Any:
 def owns_order(data: object) -> bool:
     """Returns whether `data` shards and orders the samples; if so, it derives accumulation too."""
     return hasattr(data, "consumed_samples")
+
+
+def value_now(module: L.LightningModule, key: str, given: ByTokens) -> float:
+    """Returns the value of `key` in the present optimizer step. Raises InputError if it has phases and the data module
+    does not count tokens."""
+    data = data_of(module.trainer)
+    if isinstance(given, list) and not hasattr(data, "step_samples"):
+        raise InputError(f"{key} has phases, and {type(data).__name__} does not count tokens: give a number")
+    return value_at(given, data.step_samples * data.seq_len) if isinstance(given, list) else given
 
 
 def typed_attribute(module: object, name: str, kind: type[T]) -> T | None:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..by_tokens import ByTokens, check_phases, values_of
 from ..compat.transformers import wrappers_of_parameters
 from ..errors import InputError, check_least
 from ..layout import full_shape
@@ -41,7 +42,8 @@ class BalanceConfig:
 
     Args:
         bias_update_speed: How far a router's `e_score_correction_bias` moves after each optimizer step, DeepSeek-V3's
-            gamma: 0.001 for its first 14.3 T tokens, then 0 (arXiv:2412.19437, section 4.2). 0 is off.
+            gamma: 0.001 for its first 14.3 T tokens, then 0 (arXiv:2412.19437, section 4.2). 0 is off. Or phases by
+            consumed tokens.
         aux_loss_coef: Weight of the load-balancing loss, summed over layers. null: the model configuration's
             `router_aux_loss_coef` for routers without that bias, 0 for routers with it. 0 is off.
         sequence_loss_coef: Weight of DeepSeek-V3's sequence-wise balance loss, summed over layers;
@@ -49,10 +51,13 @@ class BalanceConfig:
         z_loss_coef: Weight of the router z-loss, summed over layers, which keeps router logits
             small; 0.001 in ST-MoE. 0 is off."""
 
-    bias_update_speed: float = 0.001
+    bias_update_speed: ByTokens = 0.001
     aux_loss_coef: float | None = None
     sequence_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_phases("model.balance.bias_update_speed", self.bias_update_speed)
 
 
 @dataclass(eq=False)
@@ -109,8 +114,9 @@ class Balancer:
     def __init__(self, model: nn.Module, config: BalanceConfig, group: dist.ProcessGroup | None = None) -> None:
         for key, value in vars(config).items():
             if value is not None:
-                check_least("model.balance", **{key: (value, 0.0)})
+                check_least("model.balance", **{key: (min(values_of(value)), 0.0)})
         self.config = config
+        self.bias_update_speed = max(values_of(config.bias_update_speed))  # of the present step: callbacks/experts.py
         self.layers = find_layers(model)
         if group is not None:  # the layers of all stages, in the order of their numbers
             no_modules = {"experts": None, "router": None, "bias_owner": None}
@@ -131,7 +137,7 @@ class Balancer:
         self.aux_loss_coef = (coef or configured) if self._aux else 0.0
         self.has_bias = any(layer.has_bias for layer in self.layers)
         self.needs_shares = bool(self._aux)
-        self.needs_loads = self.needs_shares or (self.has_bias and config.bias_update_speed > 0)  # of every step
+        self.needs_loads = self.needs_shares or (self.has_bias and self.bias_update_speed > 0)  # of every step
         if self.layers and all(layer.has_router for layer in self.layers):
             return
         for key in ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef"):
@@ -233,7 +239,7 @@ class Balancer:
         if work is not None:
             work.wait()  # on a GPU the stream waits, not the host
         total = loads.sum(1, keepdim=True)
-        moves = self.config.bias_update_speed * torch.sign(total / self._num - loads)
+        moves = self.bias_update_speed * torch.sign(total / self._num - loads)
         shares = loads / total.clamp(min=1)
         if skipped is not None:
             moves = torch.where(skipped > 0, 0.0, moves)

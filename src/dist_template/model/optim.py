@@ -11,15 +11,19 @@ from pkgutil import resolve_name
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+from ..by_tokens import ByTokens, check_phases, value_at, values_of
 from ..errors import InputError, reason
 from ..layout import by_layout, full_shape
+from .flops import matrices_of
 
 # class_path and init_args, as LightningCLI reads --optimizer and --lr_scheduler
 Class = dict[str, Any]
+MUON = "dist_template.model.muon:MuonWithAdamW"  # imported where it is chosen
 Schedule = Literal["cosine", "linear", "constant", "warmup_stable_decay", "inverse_sqrt"]
 
 
@@ -28,7 +32,10 @@ class OptimConfig:
     """AdamW and its learning-rate schedule; `--optimizer` and `--lr_scheduler` name other classes.
 
     Args:
-        learning_rate: Peak learning rate, reached at the end of the warm-up.
+        optimizer: muon: matrices by torch.optim.Muon with the update scale of Moonlight (arXiv:2502.16982), so that
+            learning_rate and weight_decay are AdamW's; embeddings, the output layer, vectors and biases by AdamW.
+        learning_rate: Peak learning rate, reached at the end of the warm-up; or phases by consumed tokens, which
+            replace `schedule`, and which the warm-up multiplies.
         weight_decay: AdamW's decoupled decay, on matrices alone: biases, norms and other vectors have none. 0 is off.
         betas: AdamW's decay rates of the first and the second moment.
         eps: AdamW's term that keeps the denominator from zero.
@@ -37,7 +44,8 @@ class OptimConfig:
         min_learning_rate_share: Where cosine and warmup_stable_decay end, as a share of the peak. 0 decays to zero.
         decay_share: Share of all steps in which warmup_stable_decay falls."""
 
-    learning_rate: float = 3e-4
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    learning_rate: ByTokens = 3e-4
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -45,49 +53,82 @@ class OptimConfig:
     warmup: float = 0.03
     min_learning_rate_share: float = 0.1
     decay_share: float = 0.2
-    optimizer: Class | None = field(default=None, init=False)  # cli/fit.py sets these two
-    lr_scheduler: Class | None = field(default=None, init=False)
+    optimizer_class: Class | None = field(default=None, init=False)  # cli/fit.py sets these two
+    lr_scheduler_class: Class | None = field(default=None, init=False)
+
+    @property
+    def chosen(self) -> Class | None:
+        """What replaces AdamW; None if nothing does."""
+        if self.optimizer_class is None and self.optimizer == "muon":
+            arguments = {"lr": self.peak, "weight_decay": self.weight_decay}
+            return {"class_path": "torch.optim.Muon", "init_args": arguments}
+        return self.optimizer_class
+
+    @property
+    def uses_muon(self) -> bool:
+        chosen = self.chosen
+        return chosen is not None and resolve_name(chosen["class_path"]) is torch.optim.Muon
+
+    def __post_init__(self) -> None:
+        check_phases("model.optim.learning_rate", self.learning_rate)
+
+    @property
+    def peak(self) -> float:
+        """The highest learning rate."""
+        return max(values_of(self.learning_rate))
 
 
-def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False) -> Optimizer:
+def build_optimizer(
+    module: nn.Module, config: OptimConfig, scaled: bool = False, group: dist.ProcessGroup | None = None
+) -> Optimizer:
     """Returns the optimizer of `module`'s trainable parameters; AdamW is fused where torch has such
     a kernel for their device.
 
     `scaled`: gradients are scaled (fp16 loss scaling). Disables fused AdamW, which would unscale
-    them only after clipping; otherwise the precision plugin does it before.
+    them only after clipping; otherwise the precision plugin does it before. `group`: the ranks with the same
+    parameters, which share the work of Muon. None: all.
 
     Raises InputError if nothing is trainable, or the class of `--optimizer` refuses its arguments."""
-    decayed, not_decayed, fused = [], [], not scaled
+    decayed, not_decayed, of_muon, fused = [], [], [], not scaled
+    chosen = config.chosen
+    matrices = matrices_of(module) if config.uses_muon else ()
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             fused = fused and parameter.device.type in ("cpu", "cuda", "xpu", "mps")
             # Stacked expert biases are matrices by shape, so the name is checked too.
             is_matrix = len(full_shape(parameter)) >= 2 and not name.endswith("bias")
-            (decayed if is_matrix else not_decayed).append(parameter)
-    if not decayed and not not_decayed:
+            others = decayed if is_matrix else not_decayed
+            (of_muon if parameter in matrices else others).append(parameter)
+    if not decayed and not not_decayed and not of_muon:
         raise InputError("no parameter of the module requires a gradient, so there is nothing to train; see module.py")
     kind: type[Optimizer] = torch.optim.AdamW
     arguments: dict[str, Any] = {
-        "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": config.betas,
+        "lr": config.peak, "weight_decay": config.weight_decay, "betas": config.betas,
         "eps": config.eps, "fused": fused,
     }  # fmt: skip
-    if chosen := config.optimizer:
+    if config.uses_muon and not of_muon:
+        raise InputError("Muon updates matrices, and no trained parameter is one: set model.optim.optimizer to adamw")
+    if chosen and of_muon:
+        options = {"of_muon": of_muon, "options": chosen["init_args"], "group": group}
+        kind = partial(resolve_name(MUON), **options)
+    elif chosen:
         kind, arguments = resolve_name(chosen["class_path"]), chosen["init_args"]
     groups: list[dict[str, object]] = [{"params": group} for group in (decayed, not_decayed) if group]
     if "weight_decay" in arguments and not_decayed:
         groups[-1]["weight_decay"] = 0.0
-    if len(by_layout(decayed + not_decayed)) > 1:
+    if not of_muon and len(by_layout(decayed + not_decayed)) > 1:
         kind = mixed(kind)
     try:
         return kind(groups, **arguments)
     except (TypeError, ValueError, NotImplementedError) as error:
         if chosen is None:
             raise InputError(f"model.optim: {reason(error)}") from error
-        raise _refused("--optimizer", kind, error) from error
+        raise _refused("--optimizer", chosen["class_path"], error) from error
 
 
-def _refused(flag: str, kind: type, error: Exception) -> InputError:
-    return InputError(f"{flag} {kind.__name__}: {reason(error)}; give other arguments or another class")
+def _refused(flag: str, path: str, error: Exception) -> InputError:
+    name = path.rpartition(".")[2]
+    return InputError(f"{flag} {name}: {reason(error)}; give other arguments or another class")
 
 
 @cache
@@ -110,25 +151,36 @@ def mixed(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def build_schedule(
-    optimizer: Optimizer, config: OptimConfig, num_steps: float, batches_per_validation: int | None = None
+    optimizer: Optimizer,
+    config: OptimConfig,
+    num_steps: float,
+    batches_per_validation: int | None = None,
+    data: Any = None,
 ) -> dict[str, Any]:
     """Returns Lightning's scheduler entry for `config` over `num_steps` optimizer steps (inf: no end is set).
-    ReduceLROnPlateau checks its metric every `batches_per_validation` of a rank; None: at the end of each epoch.
+    ReduceLROnPlateau checks its metric every `batches_per_validation` of a rank; None: at the end of each epoch. `data`
+    counts samples, for phases of the learning rate.
 
-    Raises InputError if the schedule needs an end and training has none, the warm-up is longer than training, or the
-    class of `--lr_scheduler` refuses its arguments."""
-    if chosen := config.lr_scheduler:
+    Raises InputError if it counts none, the schedule needs an end and training has none, the warm-up is longer than
+    training, or the class of `--lr_scheduler` refuses its arguments."""
+    phases, counts = isinstance(config.learning_rate, list), data is None or hasattr(data, "step_samples")
+    if phases and (config.lr_scheduler_class or not counts):
+        why = "--lr_scheduler" if counts else f"{type(data).__name__}, which does not count tokens"
+        raise InputError(f"model.optim.learning_rate has phases, which do not work with {why}: give a number")
+    if chosen := config.lr_scheduler_class:
         kind = resolve_name(chosen["class_path"])
         try:
             scheduler = kind(optimizer, **chosen["init_args"])
         except (TypeError, ValueError, NotImplementedError) as error:
-            raise _refused("--lr_scheduler", kind, error) from error
+            raise _refused("--lr_scheduler", chosen["class_path"], error) from error
         entry: dict[str, Any] = {"scheduler": scheduler, "interval": "step"}
         if isinstance(scheduler, ReduceLROnPlateau):
+            if isinstance(getattr(data, "global_batch_size", None), list):
+                raise InputError("--lr_scheduler ReduceLROnPlateau does not work with phases of data.global_batch_size")
             entry |= {"monitor": getattr(scheduler, "monitor", "eval/loss"), "reduce_on_plateau": True}
             entry |= {"frequency": batches_per_validation} if batches_per_validation else {"interval": "epoch"}
         return entry
-    needs_end = config.schedule in ("cosine", "linear", "warmup_stable_decay")
+    needs_end = not phases and config.schedule in ("cosine", "linear", "warmup_stable_decay")
     if num_steps == math.inf and (config.warmup < 1 or needs_end):
         raise InputError(
             f"schedule {config.schedule!r} with warmup {config.warmup} needs to know how long"
@@ -141,13 +193,23 @@ def build_schedule(
             " steps; lower model.optim.warmup or raise trainer.max_steps"
         )
     # A partial, as in transformers: LambdaLR's state is compatible with older checkpoints.
-    share = partial(_share_of_peak, config=config, warmup=warmup_steps, num_steps=num_steps)
-    return {"scheduler": LambdaLR(optimizer, share), "interval": "step"}
+    share = partial(_share_of_peak, config=config, warmup=warmup_steps, num_steps=num_steps, data=data)
+    return {"scheduler": (PhasesLR if phases else LambdaLR)(optimizer, share), "interval": "step"}
 
 
-def _share_of_peak(step: int, config: OptimConfig, warmup: int, num_steps: float) -> float:
+class PhasesLR(LambdaLR):
+    """Resumes with the phases of the present configuration, of which base_lrs is the peak."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict | {"base_lrs": self.base_lrs})
+
+
+def _share_of_peak(step: int, config: OptimConfig, warmup: int, num_steps: float, data: Any = None) -> float:
     """Returns the learning rate of `step` as a share of the peak, equal to the bit to `transformers.get_scheduler`,
     whose module takes longer to import than all else before the first step; beyond the end cosine keeps its floor."""
+    if isinstance(config.learning_rate, list):
+        consumed = data.consumed_samples * data.seq_len if data else 0
+        return value_at(config.learning_rate, consumed) / config.peak * (min(1.0, step / warmup) if warmup else 1.0)
     shape, floor = config.schedule, config.min_learning_rate_share
     stable = shape == "warmup_stable_decay"
     if step < warmup:

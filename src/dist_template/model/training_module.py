@@ -69,9 +69,12 @@ class TrainingModule(L.LightningModule):
         """Returns the settings that change the model's function or its loss but no weight's shape:
         a resume compares them. Add your own keys."""
         found = {f"model.balance.{key}": value for key, value in vars(self.balance).items()}
-        classes = {key: getattr(self.optim, key) for key in ("optimizer", "lr_scheduler")}
-        classes["optimizer"] = classes["optimizer"] or {"class_path": "AdamW"}
-        optim = {key: value for key, value in vars(self.optim).items() if key not in classes}
+        classes = {"optimizer": self.optim.chosen or {"class_path": "AdamW"}}
+        classes["lr_scheduler"] = self.optim.lr_scheduler_class
+        named = {*classes, "optimizer_class", "lr_scheduler_class"}
+        optim = {key: value for key, value in vars(self.optim).items() if key not in named}
+        if isinstance(rate := optim["learning_rate"], list):
+            optim["learning_rate"] = {"phases": rate}
         found |= flatten({"model": {"optim": optim}, **classes})
         start = "model.pretrained" if getattr(self, "pretrained", None) else "model.architecture"
         if config := self.build_config(data):
@@ -123,9 +126,10 @@ class TrainingModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         trainer, every = self.trainer, self.trainer.val_check_interval
-        optimizer = build_optimizer(self, self.optim, scaled=trainer.scaler is not None)
+        group = run_strategy(trainer.strategy).layers.batch_group
+        optimizer = build_optimizer(self, self.optim, trainer.scaler is not None, group)
         batches = every if isinstance(every, int) else None
-        schedule = build_schedule(optimizer, self.optim, trainer.estimated_stepping_batches, batches)
+        schedule = build_schedule(optimizer, self.optim, trainer.estimated_stepping_batches, batches, self.data)
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def configure_gradient_clipping(

@@ -48,8 +48,8 @@ class Configured:
 
     @property
     def optimizer(self) -> Mapping[str, str]:
-        """--optimizer: class_path and init_args; {} for the default."""
-        given = self.setting("optim.optimizer")
+        """What replaces AdamW: class_path and init_args; {} if nothing does."""
+        given = self.setting("optim.chosen")
         return given if isinstance(given, Mapping) else {}
 
     @property

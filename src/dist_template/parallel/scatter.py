@@ -128,8 +128,7 @@ def _exchange(outgoing: list[list[Tensor]], incoming: list[list[Tensor]], group:
 
 def pieces(parts: list[Tensor], size: int) -> list[list[Tensor]]:
     """Divides the concatenation of `parts` into pieces of `size` bytes, each a list of views."""
-    pieces: list[list[Tensor]] = []
-    room = 0
+    pieces, room = list[list[Tensor]](), 0
     for part in parts:
         while len(part):
             if not room:

@@ -2,7 +2,7 @@
 
     every rank    builds the model on torch's meta device, which is recorded (compat/recording.py)
     owners        compute tensors of the model in turns: N ranks compute N units at a time
-    every rank    receives its shards of these units, in pieces (scatter.py)
+    every rank    reads its shards of published weights that are not converted, and receives the others (scatter.py)
 
 A rank has one unit, a large tensor or some small ones, besides its shards. The values depend on the run's seed alone:
 they are equal under every strategy, number of ranks and division into stages. A model whose constructor reads values of
@@ -11,7 +11,7 @@ tensors is built in full on each rank, with a warning, and gets rank 0's tensors
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,13 @@ from torch import Tensor, nn
 
 from .. import weights
 from ..checkpoint.frozen import FrozenHash
+from ..checkpoint.stored import copy_shard
+from ..checkpoint.untrusted import agreed_on_errors
 from ..cluster.memory import memory_limit
-from ..compat.recording import Recording, record
+from ..compat.recording import Recording, place_of, record
 from ..compat.torch import tree_leaves
 from ..errors import InputError, reason
+from ..layout import shard_of
 from ..records import GIB
 from . import scatter
 
@@ -47,11 +50,11 @@ class StartByOwners:
 
     def __init__(self, model: nn.Module, recording: Recording, seed: int, frozen: FrozenHash | None) -> None:
         self.model, self._recording, self._seed, self._frozen = model, recording, seed, frozen
+        self._refused: InputError | None = None
+        self._stored: dict[str, Any] = {}  # tensors of files
         self._tensors: dict[str, Tensor] = {}  # as recorded: the types of the model's may change
         self._names: dict[str, list[str]] = defaultdict(list)  # of a shared tensor, by the first
-        self.unexplained = ""
-        if _has_other_tensors(model):
-            self.unexplained = "a tensor of it is neither a parameter nor a buffer"
+        self.unexplained = "a tensor of it is neither a parameter nor a buffer" if _has_other_tensors(model) else ""
         first, unwritten = dict[int, str](), list[str]()
         for name, tensor in _every_tensor(model).items():
             if nn.parameter.is_lazy(tensor):
@@ -64,10 +67,12 @@ class StartByOwners:
                 unwritten.append(name)
             if first[id(tensor)] == name:
                 self._tensors[name] = tensor.detach()
+                if operations and operations[-1].call is copy_shard and operations[-1].args[0] == place_of(tensor):
+                    self._stored[name] = operations[-1].args[1]
         if unwritten and weights.is_rank_zero():
             number = f" ({len(unwritten)} such parameters)" if len(unwritten) > 1 else ""
             warnings.warn(f"{unwritten[0]} has no starting values{number}: write them in build_model", stacklevel=4)
-        self._frozen_names = {name for name, each in model.named_parameters() if not each.requires_grad}
+        self._frozen_names = {name for name, each in model.named_parameters() if frozen and not each.requires_grad}
         self.units = _units(self._tensors)
 
     def make(self, names: list[str]) -> dict[str, Tensor]:
@@ -76,20 +81,29 @@ class StartByOwners:
         with torch.random.fork_rng(devices=[]):
             for name in names:
                 tensor = self._tensors[name]
-                if tensor.is_meta:
-                    tensor = self._recording.compute(tensor, self._seed)
-                found[name] = tensor.detach()
+                try:
+                    found[name] = self._recording.compute(tensor, self._seed) if tensor.is_meta else tensor.detach()
+                except InputError as error:  # the other ranks wait for the tensor
+                    self._refused, found[name] = error, torch.zeros(tensor.shape)
                 if self._frozen and name in self._frozen_names:
                     self._frozen.add(name, found[name])
         return found
 
     def fill(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        here, targets = _every_tensor(module), {}
+        here, targets, hashed = _every_tensor(module), {}, list[str]()
         for name, names in self._names.items():
             if found := [each for each in names if each in here]:
                 targets[name] = here[found[0]]
+                if names == [name] and name in self._stored and shard_of(targets[name]).place != "":
+                    copy_shard(targets.pop(name), self._stored[name][...])
+                    hashed += self._frozen_names & {name}
+        for name in hashed[weights.rank(group) :: weights.world_size(group)]:
+            self.make([name])
         units = [[name for name in unit if name in targets] for unit in self.units]
         scatter.distribute([unit for unit in units if unit], targets, self.make, group)
+        with agreed_on_errors():
+            if self._refused:
+                raise self._refused
 
 
 class StartOnRankZero:
@@ -117,7 +131,7 @@ def start_of(build: Build, prepare: Prepare, seed: int, frozen: FrozenHash | Non
     InputError if the model has to be built in full, and host memory cannot hold it."""
     model: nn.Module | None = None
     try:
-        with torch.random.fork_rng(devices=[]):
+        with agreed_on_errors(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model, recording = record(build)
         found = StartByOwners(model, recording, seed, frozen)
@@ -158,8 +172,7 @@ def _units(tensors: dict[str, Tensor]) -> list[list[str]]:
     largest come first, so that the ranks' units in a round take equally long."""
     large = [[name] for name, tensor in tensors.items() if tensor.nbytes > UNIT]
     large.sort(key=lambda unit: -tensors[unit[0]].nbytes)
-    small: list[list[str]] = []
-    room = 0
+    small, room = list[list[str]](), 0
     for name, tensor in tensors.items():
         if tensor.nbytes > UNIT:
             continue

@@ -62,6 +62,10 @@ class ZeroPrecision(EnginePrecision):
         kwargs["scale_wrt_gas"] = False  # Lightning has divided the loss already
         engine = _engine(model)
         is_last = not accumulates(model.trainer)
+        num_batches = model.trainer.accumulate_grad_batches
+        if num_batches != engine.gradient_accumulation_steps():  # a growing batch
+            engine.set_train_batch_size(num_batches * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
+            engine.optimizer.gradient_accumulation_steps = num_batches
         engine.set_gradient_accumulation_boundary(is_last)
         super().backward(tensor, model, *args, **kwargs)
         if not is_last:

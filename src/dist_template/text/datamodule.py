@@ -29,10 +29,12 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
+from ..by_tokens import Phase, batch_at, divisor_of, values_of
 from ..callbacks.global_order import ConsumedSamples, GlobalOrder, eval_batches, source_of
 from ..cluster.signals import isolate_worker
+from ..compat.epochs import begin_step, make_resumable
 from ..parallel import run_strategy
-from .batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
+from .batches.loader import COUNTED, Accumulations, Counted, StepLoader, TokensPerMicroBatch
 from .batches.rows import ROWS, PackedRows, PairRows, Rows, WholeRows, last_answers, packing_of
 from .cache.token_cache import SPLITS, CacheError, Corpus, Documents, Recipe, build_cache, open_cache, read_documents
 from .limits import check_numbers, check_rows
@@ -61,7 +63,8 @@ class PackedText(L.LightningDataModule):
         source: Where documents come from: StandardLibrary, TextFiles, Jsonl, Parquet, HubDataset, Chat, Mixture, yours.
         tokenizer: How text becomes tokens: Bytes, ByteBPE (learned from the train split), Pretrained, yours.
         seq_len: Tokens per sequence.
-        global_batch_size: Sequences per optimizer step, over all ranks.
+        global_batch_size: Sequences per optimizer step, over all ranks; or phases by consumed tokens, in which the
+            accumulation grows. With phases there are no epochs: set trainer.max_steps.
         micro_batch_size: Sequences per rank per forward; gradients accumulate to the global batch.
         validation_share: Share of the documents, below 1, held out for validation. 0 turns it off.
         test_share: Share of the documents, below 1, held out for `test`. 0 turns it off.
@@ -76,7 +79,7 @@ class PackedText(L.LightningDataModule):
     source: Source = StandardLibrary()
     tokenizer: TokenizerSpec = ByteBPE(vocab_size=2048)
     seq_len: int = 256
-    global_batch_size: int = 16
+    global_batch_size: int | list[Phase] = 16
     micro_batch_size: int = 8
     validation_share: float = 0.02
     test_share: float = 0.02
@@ -92,6 +95,7 @@ class PackedText(L.LightningDataModule):
         super().__init__()
         self.rank, self.world_size = 0, 1  # of data parallelism, set in `setup`
         self.changed_settings: list[str] = []  # since the checkpoint, by last_checkpoint
+        self.step_samples = 0  # consumed before the present optimizer step
         self.fetched_s = 0.0  # time.perf_counter when the loader returned the newest batch
         self.step_rows: list[list[int]] = []  # this rank's in the optimizer step, per micro-batch
         self.eval_rows: list[int] = []  # this rank's, of the newest evaluated batch
@@ -196,9 +200,15 @@ class PackedText(L.LightningDataModule):
     # ---- before training -------------------------------------------------------------------------
 
     @property
+    def batch_sizes(self) -> tuple[int, int]:
+        """The number that divides every global batch, and the largest one."""
+        return divisor_of(self.global_batch_size), int(max(values_of(self.global_batch_size)))
+
+    @property
     def accumulation(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.global_batch_size // (self.micro_batch_size * self.world_size)
+        """Micro-batches per optimizer step, of growing batches in the present one."""
+        size = batch_at(self.global_batch_size, self.step_samples * self.seq_len)
+        return size // (self.micro_batch_size * self.world_size)
 
     def check(self, world_size: int) -> None:
         """Refuses sizes and shares that cannot work on `world_size` data-parallel ranks."""
@@ -224,11 +234,15 @@ class PackedText(L.LightningDataModule):
         self.check(self.world_size)
         check_rows(self, self.corpus)  # `prepare` does not know the module
         self.trainer.accumulate_grad_batches = self.accumulation
-        if isinstance(self.trainer.val_check_interval, int):  # YAML counts optimizer steps
+        per_batch = self.micro_batch_size * self.world_size
+        grows = isinstance(self.global_batch_size, list)
+        if grows:
+            make_resumable(self.trainer)
+        elif isinstance(self.trainer.val_check_interval, int):  # YAML counts optimizer steps
             self.trainer.val_check_interval *= self.accumulation
-        self._consumed = ConsumedSamples.attach(
-            self.trainer, self.global_batch_size, self.micro_batch_size * self.world_size
-        )
+        size = per_batch if grows else per_batch * self.accumulation
+        self._consumed = ConsumedSamples.attach(self.trainer, size, per_batch)
+        self._consumed.grows = grows
         if isinstance(self.source, Mixture):
             self._mixing = MixtureOrder(self.rows_of("train").sizes, [(0, self.source.weights)], self.seed)
             self._consumed.figures = self._mixing.epochs
@@ -240,9 +254,9 @@ class PackedText(L.LightningDataModule):
         order = GlobalOrder(
             len(rows), self.global_batch_size, self.micro_batch_size,
             self.rank, self.world_size, self.seed, consumed=lambda: self.consumed_samples,
-            repeat_first_batch=self.repeat_first_batch, stream=self._mixing,
+            repeat_first_batch=self.repeat_first_batch, stream=self._mixing, seq_len=self.seq_len,
         )  # fmt: skip
-        return self._loader(rows, order, self.accumulation)
+        return self._loader(rows, order, order.accumulations)
 
     def transform(self, batch: Batch) -> Batch:
         """Returns a changed batch on the host: mask labels with -100, add tensors for `forward`."""
@@ -253,6 +267,10 @@ class PackedText(L.LightningDataModule):
         self.fetched_s = time.perf_counter()
         rows = batch.pop(ROWS, [])
         self._counted = batch.pop(COUNTED, None)  # the batch is only tensors: copied in one loop
+        if self._counted is not None:
+            self.step_samples = self.consumed_samples
+            if isinstance(self.global_batch_size, list):
+                begin_step(self.trainer, self._counted.step[1])
         if self.trainer is not None and self.trainer.training:
             self.step_rows = [*self.step_rows, rows] if self._counted is None else [rows]
         elif rows:
@@ -264,7 +282,7 @@ class PackedText(L.LightningDataModule):
         """Adds `tokens_per_micro_batch`, by which a training step divides its sum of losses."""
         if self._counted is not None:
             device = batch["labels"].device
-            self._tokens_per_micro_batch = self._tokens.of(self._counted, self.accumulation, device)
+            self._tokens_per_micro_batch = self._tokens.of(self._counted, device)
         module = getattr(self.trainer, "lightning_module", None)
         if "labels" in batch and (ahead := getattr(module, "predicted_ahead", 0)):
             batch = look_ahead(batch, ahead)
@@ -295,14 +313,14 @@ class PackedText(L.LightningDataModule):
             return []
         self._sizes = rows.sizes
         batches = eval_batches(rows.sizes, self.micro_batch_size, self.rank, self.world_size)
-        return self._loader(rows, batches, 0)
+        return self._loader(rows, batches, None)
 
-    def _loader(self, rows: Rows, order: Iterable[list[int]], accumulation: int) -> DataLoader:
+    def _loader(self, rows: Rows, order: Iterable[list[int]], accumulations: Accumulations | None) -> DataLoader:
         is_on_gpu = bool(self.trainer) and self.trainer.strategy.root_device.type == "cuda"
         # from unpinned memory, non-blocking copies wait; starting workers for each evaluation takes
         # longer than evaluating
         return StepLoader(
-            rows, accumulation, self.transform, batch_sampler=order, num_workers=self.num_workers,
+            rows, accumulations, self.transform, batch_sampler=order, num_workers=self.num_workers,
             pin_memory=is_on_gpu, persistent_workers=self.num_workers > 0, worker_init_fn=isolate_worker,
         )  # fmt: skip
 

@@ -7,16 +7,18 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from ..checkpoint.frozen import exclude_frozen
 from ..cli.limits.options import without_effect
 from ..errors import InputError
+from ..model.any_module import value_now
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
 from ..parallel import run_strategy
@@ -25,9 +27,10 @@ from ..parallel.place import in_full
 from .batches.rows import PAIRS
 from .distillation import DistillationConfig, blended, build_teacher, distilled_sums
 from .model.adapters import AdapterConfig, add_adapters, proof_axes
-from .model.causal_lm import checked_fields
+from .model.causal_lm import checked_fields, freeze_untrained, read_modules
 from .model.head import ChunkedLoss, without_head
 from .model.mtp import ACCEPTED, COMPARED, MtpConfig, add_modules, sums_with_predictions
+from .model.mtp import KEY as MTP_WEIGHT
 from .model.mtp import NAME as MTP
 from .model.quantize import quantize
 from .model.reward import is_reward_model, refuse_reward_model, reward_model
@@ -74,6 +77,7 @@ class TextModule(TrainingModule):
         self.distillation = distillation
         self.mtp = mtp
         self.reference: nn.Module | None = None
+        self.accepted: Tensor | None = None  # (2, D, B, T) of the newest batch of an evaluation: see model/mtp.py
         self.sample_tokens = sample_tokens
         self.sample_temperature = sample_temperature
 
@@ -97,6 +101,11 @@ class TextModule(TrainingModule):
         model = self.build_base(data)
         if self.mtp is not None:
             add_modules(model)
+            if pretrained := getattr(self, "pretrained", None):
+                read_modules(model, pretrained)
+        if names := freeze_untrained(model):
+            others = f" and {len(names) - 1} others" if names[1:] else ""
+            _print_once(f"note: {names[0]}{others} get no gradient, and keep the weights they start with")
         if self.adapter is not None:
             model = add_adapters(model, self.adapter)
             self.frozen_base = {"name": getattr(self, "pretrained", None) or type(model).__name__}
@@ -169,7 +178,7 @@ class TextModule(TrainingModule):
         if has_pairs(data):
             found["model.preference.beta"] = self.preference.beta
         if self.mtp:
-            found["model.mtp.weight"] = self.mtp.weight
+            found[MTP_WEIGHT] = self.mtp.weight
         if self.distillation:
             found["model.distillation"] = [self.distillation.weight, self.distillation.temperature]
         return found
@@ -211,6 +220,8 @@ class TextModule(TrainingModule):
     def derive(self, metrics: dict[str, float]) -> None:
         if "train/loss" in metrics and "train/rewards/margin" not in metrics:
             metrics["train/perplexity"] = _perplexity(metrics["train/loss"])
+        if self.mtp and isinstance(self.mtp.weight, list):
+            metrics["train/mtp_weight"] = value_now(self, MTP_WEIGHT, self.mtp.weight)
 
     def on_validation_epoch_start(self) -> None:
         self.split_means, self.source_means = SplitMeans(), defaultdict(SplitMeans)
@@ -276,6 +287,11 @@ class TextModule(TrainingModule):
         tokens = self.generate(batch["input_ids"])[0, batch["input_ids"].shape[1] :]
         text = self.data.text_tokenizer.decode(tokens.tolist())
         return {"prompt": batch["prompt"], "continuation": text}
+
+
+@cache
+def _print_once(line: str) -> None:
+    rank_zero_only(print)(line, flush=True)
 
 
 def _perplexity(loss: float) -> float:

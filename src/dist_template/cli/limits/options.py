@@ -64,11 +64,12 @@ def manual_optimization(setup: Setup) -> Iterator[str]:
 
 
 def ignored(setup: Setup) -> Iterator[str]:
-    """Keys of AdamW that another optimizer does not read."""
-    if setup.trains and setup.optim is not None and setup.optim.optimizer:
-        name = setup.optim.optimizer["class_path"].rpartition(".")[2]
+    """Keys of AdamW that another optimizer does not read. Muon has AdamW beside it."""
+    chosen = setup.optim.optimizer_class if setup.trains and setup.optim is not None else None
+    name = chosen["class_path"].rpartition(".")[2] if chosen else "Muon"
+    if name != "Muon":
         why = f"--optimizer {name} has its own: give --optimizer.KEY, if it has that key"
-        yield from without_effect("model.optim", setup.optim, {"betas", "eps"}, why)
+        yield from without_effect("model.optim", setup.optim, {"betas", "eps", "optimizer"}, why)
 
 
 def without_effect(section: str, given: Any, unread: set[str], why: str) -> Iterator[str]:

@@ -33,14 +33,14 @@ def batches(setup: Setup) -> Iterator[str]:
 
 
 def optimization(setup: Setup) -> Iterator[str]:
-    """Builds the optimizer and the schedule for one weight: optim.py and torch check arguments."""
+    """Builds the optimizer and the schedule for two layers: optim.py and torch check arguments."""
     optim, steps = setup.optim, setup.num_steps
     if not setup.trains or optim is None:
         return
     try:
-        optimizer = build_optimizer(nn.Linear(1, 1), optim)
+        optimizer = build_optimizer(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), optim)
         if steps is not None:
-            build_schedule(optimizer, optim, steps)
+            build_schedule(optimizer, optim, steps, data=setup.data)
     except InputError as error:
         yield str(error)
     except ValueError as error:

@@ -104,7 +104,10 @@ class Zero(Plain):
         # DeepSpeed passes flat shards to the optimizer, which must be element-wise.
         module, _, name = setup.optimizer.get("class_path", "").rpartition(".")
         allowed = self.given.get("zero_allow_untested_optimizer") or not name
-        if not allowed and not (module.startswith("torch.optim") and name in ELEMENTWISE):
+        if name == "Muon" and module.startswith("torch.optim"):
+            why = "flattens parameters, and DeepSpeed's own Muon clips updates in place of gradients"
+            yield f"Muon does not work under ZeRO, which {why}: use --config strategy/fsdp2, or set adamw"
+        elif not allowed and not (module.startswith("torch.optim") and name in ELEMENTWISE):
             yield (
                 f"--optimizer {name}: ZeRO flattens parameters, which only element-wise optimizers allow: set one of"
                 f" {', '.join(ELEMENTWISE)}, another strategy as --config strategy/fsdp2, or"

@@ -20,14 +20,15 @@ from .rows import NOT_COUNTED, PAIRS
 
 Batch = dict[str, Any]
 Transform = Callable[[Batch], Batch]
+Accumulations = Callable[[], Iterator[int]]
 COUNTED = "counted"  # key in the first batch of an optimizer step: its Counted
 
 
 class Counted(NamedTuple):
     """Numbers of labels on this rank that contribute to the loss."""
 
-    step: int  # in the optimizer step
-    following: int | None  # in the step after it; None: this is the last step
+    step: tuple[int, int]  # in the optimizer step, and its micro-batches
+    following: tuple[int, int] | None  # in the step after it; None: this is the last step
     is_first: bool  # whether an iteration over the data starts with this step
 
 
@@ -36,14 +37,16 @@ class StepLoader(DataLoader):
 
     Args:
         dataset: Returns batches by `__getitems__`.
-        accumulation: Micro-batches per optimizer step. They are read together, one step ahead, and
-            the first of them gets the key `COUNTED`. 0: an evaluation, which has no steps.
+        accumulations: Yields the micro-batches of each optimizer step. They are read together, one step ahead, and
+            the first of them gets the key `COUNTED`. None: an evaluation, which has no steps.
         transform: Applied to each batch in this process, also where workers read.
         options: Of DataLoader; a batch of the data set is not collated."""
 
-    def __init__(self, dataset: Any, accumulation: int, transform: Transform = dict, **options: Any) -> None:
+    def __init__(
+        self, dataset: Any, accumulations: Accumulations | None, transform: Transform = dict, **options: Any
+    ) -> None:
         super().__init__(dataset, collate_fn=dict, **options)
-        self.accumulation = accumulation
+        self.accumulations = accumulations
         self.transform = transform
 
     def __iter__(self) -> Iterator[Batch]:  # ty: ignore[incompatible-method-override]
@@ -51,23 +54,25 @@ class StepLoader(DataLoader):
         if not self.num_workers:
             batches = without_profiler_range(batches)
         batches = map(self.transform, batches)
-        if not self.accumulation:
+        if not self.accumulations:
             yield from batches
             return
-        step, is_first = list(islice(batches, self.accumulation)), True
-        counted = _counted(step)
-        while step:
-            following = list(islice(batches, self.accumulation))
-            coming = _counted(following)
-            yield step[0] | {COUNTED: Counted(counted or 0, coming, is_first)}
-            yield from step[1:]
-            step, counted, is_first = following, coming, False
+        step: list[Batch] = []
+        counted, is_first = None, True
+        for num_batches in self.accumulations():
+            following = list(islice(batches, num_batches))
+            coming = (_labels_of(following), num_batches) if following else None
+            if counted:
+                yield step[0] | {COUNTED: Counted(counted, coming, is_first)}
+                yield from step[1:]
+                is_first = False
+            if not coming:
+                return
+            step, counted = following, coming
 
 
-def _counted(step: list[Batch]) -> int | None:
-    """Returns the number of labels that count, or of pairs; None: there is no batch."""
-    if not step:
-        return None
+def _labels_of(step: list[Batch]) -> int:
+    """Returns the number of labels that count, or of pairs."""
     total = 0
     for batch in step:
         if PAIRS in batch:
@@ -83,21 +88,21 @@ class TokensPerMicroBatch:
     def __init__(self) -> None:
         self._coming: tuple[Tensor, dist.Work | None] | None = None  # the next step's sum
 
-    def of(self, counted: Counted, accumulation: int, device: torch.device) -> Tensor:
+    def of(self, counted: Counted, device: torch.device) -> Tensor:
         """Returns () float32, at least 1, and starts the sum of the next step.
 
         Collective over all ranks. On a GPU the stream waits for the sum and the host does not."""
         if counted.is_first or self._coming is None:
-            self._coming = _sum_over_ranks(accumulation, device, counted.step)
+            self._coming = _sum_over_ranks(device, *counted.step)
         total, work = self._coming
         if work is not None:
             work.wait()
             total /= dist.get_world_size()
         self._coming = None
         if counted.following is not None:
-            self._coming = _sum_over_ranks(accumulation, device, counted.following)
-        if accumulation > 1:
-            total = total / accumulation
+            self._coming = _sum_over_ranks(device, *counted.following)
+        if (num_batches := counted.step[1]) > 1:
+            total = total / num_batches
         return total if work is None else total.clamp(min=1)
 
     def close(self) -> None:
@@ -107,7 +112,7 @@ class TokensPerMicroBatch:
             coming[1].wait()
 
 
-def _sum_over_ranks(least: int, device: torch.device, counted: int) -> tuple[Tensor, dist.Work | None]:
+def _sum_over_ranks(device: torch.device, counted: int, least: int) -> tuple[Tensor, dist.Work | None]:
     """Starts the sum, alone at least `least`; Lightning's `reduce` waits at a barrier (2.6.6)."""
     several = dist.is_initialized()
     total = torch.full((), float(counted if several else max(counted, least)), device=device)

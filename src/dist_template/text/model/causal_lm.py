@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,8 @@ from torch import nn
 from ...compat.recording import is_recording
 from ...errors import InputError, is_out_of_memory, reason
 from .kernels import Attention, set_attention
+from .mtp import NAME as MTP
+from .mtp import add_modules
 from .published import PublishedWeights
 from .reward import has_reward_head
 
@@ -98,6 +101,7 @@ def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int)
                 raise
             what = f"model.architecture with model_type {config.model_type!r} cannot be built"
             raise InputError(f"{what}: {type(error).__name__}: {reason(error)}") from error
+        _fill_hash_tables(model)
     if published and (missing := published.write_into(model)):
         print(f"note: {pretrained} has no {missing[0]} ({len(missing)} such tensors): they start from random values")
     if pretrained and model.can_generate():  # not with the weights, which are read later
@@ -106,6 +110,45 @@ def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int)
         stops = [*_ids(model.generation_config.eos_token_id), *_ids(config.eos_token_id)]
         model.generation_config.eos_token_id = list(dict.fromkeys(stops))
     return model
+
+
+def read_modules(model: Any, pretrained: str) -> None:
+    """Lets the modules of multi-token prediction in `model` have the weights in the files of `pretrained`, read as the
+    model's own. Raises InputError if they cannot be loaded."""
+    if torch.get_default_device().type == "meta" and not is_recording():
+        return
+    if getattr(model.config, "quantization_config", None):
+        raise InputError(f"model.mtp: {pretrained} has quantized weights: set null, or give weights in 16 bits")
+    published = _published(pretrained, auto_class(model.config, with_modules=True), model.config)
+    if missing := published.write_into(model, f"{MTP}.layers."):
+        what = f"note: {pretrained} has no weights of {missing[0]} ({len(missing)} such tensors)"
+        print(f"{what}, which predict later tokens: they start from random values")
+
+
+@torch.no_grad()
+def _fill_hash_tables(model: nn.Module) -> None:
+    """Draws the experts of each token in DeepSeek-V4's hash routers, each token's all different (Roller et al.,
+    arXiv:2106.04426). transformers (5.23) leaves the table 0: all tokens would go to the first expert."""
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):
+            num = len(model.get_parameter(name.replace("tid2eid", "weight")))
+            table.copy_(torch.rand(len(table), num, device=table.device).topk(table.shape[1]).indices)
+
+
+def freeze_untrained(model: nn.Module) -> list[str]:
+    """Freezes modules whose `forward` runs under torch.no_grad or returns whole numbers, and returns their names: no
+    gradient reaches them, for which DDP stops and ZeRO decays their weights. transformers (5.23) has no loss of the
+    indexers of DeepSeek-V3.2, V4 and GLM-5, which choose the attended tokens."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        forward: Any = type(module).forward
+        cells = getattr(forward, "__closure__", None) or ()
+        is_without = any(isinstance(getattr(cell.cell_contents, "__self__", None), torch.no_grad) for cell in cells)
+        is_without |= getattr(forward, "__annotations__", {}).get("return") is torch.LongTensor
+        if is_without and any(True for _ in module.parameters()):
+            module.requires_grad_(False)
+            found.append(name)
+    return found
 
 
 def _published(name: str, kind: Any, config: PreTrainedConfig) -> PublishedWeights:
@@ -117,11 +160,15 @@ def _published(name: str, kind: Any, config: PreTrainedConfig) -> PublishedWeigh
         raise _cannot_load(name, error) from error
 
 
-def auto_class(config: PreTrainedConfig) -> Any:
-    """Returns transformers' class for the weights of `config`: a language model, or a reward model."""
+def auto_class(config: PreTrainedConfig, with_modules: bool = False) -> Any:
+    """Returns transformers' class for the weights of `config`: a language model, or a reward model. `with_modules`, its
+    `from_config` adds the modules of multi-token prediction."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    return AutoModelForSequenceClassification if has_reward_head(config) else AutoModelForCausalLM
+    kind: Any = AutoModelForSequenceClassification if has_reward_head(config) else AutoModelForCausalLM
+    if with_modules:
+        return SimpleNamespace(from_config=lambda *given, **options: add_modules(kind.from_config(*given, **options)))
+    return kind
 
 
 def _ids(tokens: int | list[int] | None) -> list[int]:
@@ -168,4 +215,4 @@ def _names_in_code(config_class: type[PreTrainedConfig]) -> set[str]:
     model = find_spec(config_class.__module__.replace(".configuration_", ".modeling_"))
     if model and model.origin:
         code.append(Path(model.origin).read_text(encoding="utf-8"))
-    return known | set(re.findall(r'(?:\bconfig(?:\.|, ")|kwargs\.(?:pop|get)\(")(\w+)', "".join(code)))
+    return known | set(re.findall(r'(?:\b(?:text_)?config(?:\.|, ")|kwargs\.(?:pop|get)\(")(\w+)', "".join(code)))

@@ -16,20 +16,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...by_tokens import ByTokens, check_phases
+from ...compat import published as compat
 from ...compat import replaced
-from ...compat.published import to_published
 from ...compat.transformers import initialize
-from ...errors import InputError
+from ...errors import InputError, reason
+from ...model.any_module import value_now
 from ...model.metrics import NOT_COUNTED
 from ...parallel.blocks import find_blocks
+from ...parallel.sequence import WHOLE
 from .head import ChunkedLoss, head_of, without_head
 
+KEY = "model.mtp.weight"
 NAME = "mtp"  # of the modules in the model
 ACCEPTED, COMPARED = "mtp_accepted", "mtp_compared"  # numbers of tokens
 PLANS = ("tp_plan", "ep_plan", "fsdp_plan")
+OWN = ("enorm.", "hnorm.", "eh_proj.", "post_norm.")  # of a module, besides its block
 
 
 @dataclass
@@ -38,10 +44,13 @@ class MtpConfig:
 
     Args:
         weight: Weight of the modules' mean loss beside the model's own; 0.3 for DeepSeek-V3's first 10 T tokens, then
-            0.1 (arXiv:2412.19437, section 4.2).
+            0.1 (arXiv:2412.19437, section 4.2). Or phases by consumed tokens.
     """
 
-    weight: float = 0.3
+    weight: ByTokens = 0.3
+
+    def __post_init__(self) -> None:
+        check_phases(KEY, self.weight)
 
 
 class Predictor(nn.Module):
@@ -55,14 +64,24 @@ class Predictor(nn.Module):
         if type(embedding) is not nn.Embedding:
             raise InputError(f"model.mtp: the embedding of {type(model).__name__} is of a class of its own: set null")
         self.depth = number
-        self.layers = MtpModel(model, number).layers
+        try:
+            self.layers = MtpModel(model, number).layers
+        except (AttributeError, StopIteration, TypeError, ValueError) as error:
+            what = f"transformers builds no modules for {type(model).__name__} ({reason(error)})"
+            raise InputError(f"model.mtp: {what}: set model.mtp null") from error
         for layer in self.layers.modules():  # MtpModel does not know the model's experts
             initialize(model, layer)
         self.embed_tokens = nn.Embedding(*embedding.weight.shape, _weight=embedding.weight)
         self.embed_tokens.weight = embedding.weight
         self.given: list[Tensor] = []  # (B, T) of each module, while it predicts
         self.options: dict[str, Any] = {}  # of the model's last block
-        self._ends: Any = find_blocks(model)[-1], head_of(model)  # no submodules of this one
+        self.attach(model)
+
+    def attach(self, model: nn.Module) -> None:
+        """Lets the modules run after the last block of `model`, and before its output layer."""
+        own = {*self.modules()}
+        blocks = [block for block in find_blocks(model) if block not in own]
+        self._ends: Any = blocks[-1], head_of(model)  # no submodules of this one
 
     @contextmanager
     def predicting(self, given: list[Tensor]) -> Generator[None]:
@@ -70,16 +89,20 @@ class Predictor(nn.Module):
 
         def keep_options(block: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             self.options = dict(options)
-            self.options.pop("hidden_states", None)
+            hidden = self.options.pop("hidden_states", *args[:1])
+            if hidden.dim() != 3:
+                shape = f"hidden states of shape {[*hidden.shape]}, not (B, T, W)"
+                raise InputError(f"model.mtp: {type(block).__name__} has {shape}: set model.mtp null")
 
         self.given, (block, head) = given, self._ends
-        before_block = block.register_forward_pre_hook(keep_options, with_kwargs=True)
-        before_head = head.register_forward_pre_hook(lambda _, inputs: (self(inputs[0]),), prepend=True)
+        hooks = [block.register_forward_pre_hook(keep_options, with_kwargs=True)]
+        hooks += [head.register_forward_pre_hook(lambda _, inputs: (self(inputs[0]),), prepend=True)]
+        hooks += [each.get_submodule("mtp_block").register_forward_hook(_hidden_alone) for each in self.layers]
         try:
             yield
         finally:
-            before_block.remove()
-            before_head.remove()
+            for hook in hooks:
+                hook.remove()
             self.given, self.options = [], {}
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -90,12 +113,20 @@ class Predictor(nn.Module):
         return torch.cat(found)
 
 
+def _hidden_alone(block: nn.Module, inputs: Any, output: Any) -> Any:
+    """Returns a block's hidden states, without what it returns beside them (GLM-5: the indices of attended tokens)."""
+    return output[0] if isinstance(output, tuple) else output
+
+
 def add_modules(model: Any) -> nn.Module:
     """Adds the modules to a model of transformers, and to its plans. Raises InputError if its architecture has none."""
     config = getattr(model, "config", None)
     number = getattr(config, "num_mtp_layers", None) or 0
     if not number:
         raise InputError("model.mtp needs model.architecture.num_mtp_layers of 1 or more, and a model type that has it")
+    for name in ("layer_types", "mlp_layer_types"):  # unless the architecture names others, a module has the last block
+        if (kinds := getattr(config, name, None)) and not getattr(config, f"mtp_{name}", None):
+            setattr(config, f"mtp_{name}", kinds[-1:] * number)
     model.add_module(NAME, Predictor(model, number))
     names = {each: name for name, each in model.named_modules()}
     blocks, embedding = names[find_blocks(model)[0]].removesuffix("0"), names[model.get_input_embeddings()]
@@ -113,7 +144,7 @@ def add_modules(model: Any) -> nn.Module:
 def published(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns tensors with names and layouts of files. There the modules are the layers after the model's, each with a
     copy of the embedding and of the output layer, as transformers, vLLM and SGLang read them."""
-    found, modules = to_published(model, tensors), getattr(model, NAME, None)
+    found, modules = compat.to_published(model, tensors), getattr(model, NAME, None)
     if modules is None:
         return found
     names = {id(each): f"{name}.weight" for name, each in model.named_modules()}
@@ -130,6 +161,30 @@ def published(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 if shared == name:
                     result[block.format(first + k, f"{copied}.weight")] = tensor
     return result
+
+
+def names_to_save(model: Any) -> list[str]:
+    """Returns the names in a state dict that files have: of shared weights one."""
+    modules = getattr(model, NAME, None)
+    if modules is None:
+        return compat.names_to_save(model)
+    shared, modules.embed_tokens = modules.embed_tokens, None  # transformers refuses what it has not tied itself
+    try:
+        return compat.names_to_save(model)
+    finally:
+        modules.embed_tokens = shared
+
+
+def name_in_model(key: str, config: Any) -> str | None:
+    """Returns the model's name for a key of a file: the inverse of `published`. None: a copy of what the model has."""
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", key)
+    number = int(found[1]) - config.get_text_config().num_hidden_layers if found else -1
+    if not found or number < 0:
+        return key
+    name = found[2].replace("shared_head.norm.", "post_norm.")
+    if name.startswith(("embed_tokens.", "shared_head.")):
+        return None
+    return f"{NAME}.layers.{number}.{'' if name.startswith(OWN) else 'mtp_block.'}{name}"
 
 
 def look_ahead(batch: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
@@ -169,12 +224,31 @@ def sums_with_predictions(module: Any, batch: dict[str, Tensor]) -> dict[str, Te
     found = {name: value.detach() for name, value in own.items() if name != "objective"}
     found["mtp_loss"] = predicted.detach()
     if not torch.is_grad_enabled():
-        own_tokens, *tokens = (_greedy(loss, part) if sums_of is loss else part.argmax(-1) for part in parts)
-        for k, drafted in enumerate(tokens, start=1):
-            counted = labels[k][:, :-k] != NOT_COUNTED
-            found[COMPARED] = found.get(COMPARED, 0) + counted.sum()
-            found[ACCEPTED] = found.get(ACCEPTED, 0) + (counted & (drafted[:, :-k] == own_tokens[:, k:])).sum()
-    return {"objective": minimized + module.mtp.weight * predicted, **found}
+        tokens = [_greedy(loss, part) if sums_of is loss else part.argmax(-1) for part in parts]
+        group = module.trainer.strategy.sequence_group if WHOLE in batch else None
+        module.accepted = accepted(tokens, labels, group)
+        found[ACCEPTED], found[COMPARED] = module.accepted.sum((1, 2, 3))
+    return {"objective": minimized + value_now(module, KEY, module.mtp.weight) * predicted, **found}
+
+
+def accepted(tokens: list[Tensor], labels: list[Tensor], group: dist.ProcessGroup | None) -> Tensor:
+    """Returns (2, D, B, T): which of the modules' most probable tokens the model predicts too, and which count.
+
+    Args:
+        tokens: (B, T) each, of the model and of each module.
+        labels: Likewise.
+        group: The ranks that have T tokens each of longer sequences. None: sequences are on one rank."""
+    own, (num, start) = tokens[0].contiguous(), (tokens[0].shape[1], 0)
+    if group is not None:
+        of_ranks = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(of_ranks, own, group=group)
+        own, start = torch.cat(of_ranks, dim=1), group.rank() * num
+    found = []
+    for k in range(1, len(tokens)):
+        later = F.pad(own, (0, k))[:, start + k : start + k + num]
+        counted = labels[k] != NOT_COUNTED
+        found.append(torch.stack([counted & (tokens[k] == later), counted]))
+    return torch.stack(found, dim=1)
 
 
 def _greedy(loss: ChunkedLoss, hidden: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Published weights, read one tensor at a time: safetensors files are memory-mapped, and only the bytes of the tensors
-that a rank makes are read.
+"""Published weights, read one tensor at a time: safetensors files are memory-mapped. A rank reads its slices of sharded
+tensors that are not converted, and all of those that it makes.
 
 transformers renames, stacks and splits the tensors of the files; its `from_pretrained` reads all in one process. Only
 what is in safetensors files is read: other formats can run code."""
@@ -14,15 +14,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...checkpoint.stored import copy_shard
 from ...compat import published as compat
 from ...compat.recording import write_later
 from ...errors import InputError
+from .mtp import name_in_model, names_to_save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from transformers import PreTrainedConfig, PreTrainedModel
 
+EXACT = [(dtype, torch.float32) for dtype in (torch.float32, torch.float16, torch.bfloat16)]  # casts
 NOISE = 1e-9**0.5  # of new rows, in standard deviations of the others: as transformers, which takes their covariance
 
 
@@ -41,21 +44,28 @@ class PublishedWeights:
                 opened = safe_open(file, framework="pt")
             except SafetensorError as error:
                 raise SafetensorError(f"{Path(file).name}: {error}") from error
-            self._slices |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118  (no dict)
+            for key in opened.keys():  # noqa: SIM118  (no dict)
+                if name_ := name_in_model(key, config):
+                    self._slices[name_] = opened.get_slice(key)
         self._skeleton: PreTrainedModel | None = None
-        self._sources: dict[str, list[str]] = {}
+        self._sources: dict[str, tuple[list[str], str | None]] = {}
 
-    def write_into(self, model: PreTrainedModel) -> list[str]:
-        """Lets the recorded `model` have these weights; returns the names of those that it has and the files do not."""
+    def write_into(self, model: PreTrainedModel, prefix: str = "") -> list[str]:
+        """Lets the recorded `model` have these weights, of the names with `prefix`; returns the names of those that it
+        has and the files do not."""
         self._sources = compat.sources_of_weights(model, list(self._slices))
-        tensors = model.state_dict(keep_vars=True)
+        tensors = {name: each for name, each in model.state_dict(keep_vars=True).items() if name.startswith(prefix)}
         found: dict[int, str] = {}  # of a shared tensor, the first name in the files
         for name in filter(self._sources.get, tensors):
             tensor = tensors[name]
             first = found.setdefault(id(tensor), name)
             if first == name:
-                if not write_later(self._read_into, [tensor], name, is_random=True):
-                    self._read_into(tensor.data, name)  # a constructor has put it on the host
+                (key, *others), pattern = self._sources[name]
+                values, how, what = self._slices[key][...], self._read_into, name
+                if not (others or pattern) and values.shape == tensor.shape and (values.dtype, tensor.dtype) in EXACT:
+                    how, what = copy_shard, self._slices[key]
+                if not write_later(how, [tensor], what, is_random=True):
+                    how(tensor.data, what)  # a constructor has put it on the host
             elif not torch.equal(self.read(first), self.read(name)):
                 raise NotImplementedError(f"{first} and {name} share a parameter, and differ in {self.name}")
         return [name for name, tensor in tensors.items() if id(tensor) not in found]
@@ -65,7 +75,7 @@ class PublishedWeights:
         model = self._skeleton = self._on_meta()
         self._sources = compat.sources_of_weights(model, list(self._slices))
         dtypes = compat.loaded_dtypes(model, dtype)
-        for name in compat.names_to_save(model):
+        for name in names_to_save(model):
             if not self._sources.get(name) or not self.read(name).equal(expected[name][...].to(dtypes[name]).float()):
                 yield name
 
@@ -89,7 +99,7 @@ class PublishedWeights:
         """Returns a tensor of the model, in fp32. Raises InputError if it cannot be converted."""
         if self._skeleton is None:
             self._skeleton = self._on_meta()
-        sources = {key: self._slices[key] for key in self._sources[name]}
+        sources = {key: self._slices[key] for key in self._sources[name][0]}
         found, why = compat.converted(self._skeleton, sources, name)
         if found is None:
             raise InputError(f"model.pretrained {self.name!r} cannot be loaded: {why}")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...cluster.memory import memory_limit
 from ...compat import published as compat
 from .mtp import NAME as MTP
-from .mtp import published
+from .mtp import names_to_save, published
 
 INDEX = "model.safetensors.index.json"
 ROOM = 1.3  # of a model's memory: for activations and the largest tensors
@@ -51,7 +51,10 @@ def write_weights(model: Any, tensors: dict[str, Any], dtype: torch.dtype, size:
     logging.disable_progress_bar()
     model.to("meta")
     dtypes = compat.loaded_dtypes(model, dtype)
-    names = [name for name in compat.names_to_save(model) if name != f"{MTP}.embed_tokens.weight"]  # shared
+    names = names_to_save(model)
+    if not any(name.startswith(f"{MTP}.") for name in names):  # else vLLM, SGLang and transformers expect them
+        for key in {"num_mtp_layers", "num_nextn_predict_layers"} & {*dir(model.config)}:
+            setattr(model.config, key, 0)
     model.to(dtype).save_pretrained(folder, state_dict={})  # the configurations
     meta = dict[str, Tensor]()
     for name in names:

@@ -7,6 +7,7 @@ their gradients, and the 16-bit copies of weights that autocast keeps."""
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -46,6 +47,9 @@ class Traced:
         self._module, self._on_gpu, self._seq_len = module, on_gpu, data.seq_len
         self._masks = getattr(data, "cross_document_attention", None) is False  # documents apart
         self.model: PreTrainedModel = model
+        self._modules: Any = getattr(model, "mtp", None)  # each of its modules runs a block, the last ones found
+        if self._modules is not None:
+            del self._blocks[-self._modules.depth :]
         self._kinds: dict[tuple[object, ...], list[int]] = {}  # blocks with parameters of the same shapes
         for number, block in enumerate(self._blocks):
             shapes = tuple((name, p.shape) for name, p in block.named_parameters())
@@ -94,7 +98,11 @@ class Traced:
             model.get_input_embeddings().register_forward_hook(detach)
             counter = LiveBytes([*model.parameters(), *model.buffers(), tokens, bounds])
             autocast = torch.autocast("cpu", torch.bfloat16, enabled=casts)
-            with counter, autocast, without_head(model):
+            predicting = nullcontext()
+            if self._modules is not None:
+                modules = model.get_submodule("mtp")
+                predicting = modules.predicting([tokens] * modules.depth)
+            with counter, autocast, predicting, without_head(model):
                 batch = {"input_ids": tokens, "position_ids": tokens, BOUNDS: bounds}
                 hidden = self._module(batch)
                 kept = counter.peak = counter.live
@@ -111,6 +119,8 @@ class Traced:
         setattr(parent, name, nn.ModuleList(self._blocks[number] for number in numbers))
         made = copy.deepcopy(self.model)
         setattr(parent, name, every)
+        if self._modules is not None:
+            made.get_submodule("mtp").attach(made)  # ty: ignore[not-callable]
         for key, parameter in made.get_submodule(path).named_parameters() if tp > 1 else ():
             style = style_of(self.model, f"{path}.{key}")
             rowwise = style == "rowwise" and parameter.ndim > 1  # its bias is of full length

@@ -49,7 +49,7 @@ class Small:
         per_step = 1 if is_big else batches
         trainer |= {"devices": 1, "strategy": "auto", "limit_val_batches": per_step}  # the same rows
         if self.is_text:
-            data["micro_batch_size"] = data["global_batch_size"] if is_big else MICRO_BATCH_SIZE
+            data["micro_batch_size"] = MICRO_BATCH_SIZE * (batches if is_big else 1)
         else:
             trainer["accumulate_grad_batches"] = per_step
             if is_big:
@@ -110,22 +110,40 @@ def shrink(
 def _shrink_data(small: Small, folder: Path, keep_data: bool) -> None:
     data = small.config["data"]
     global_batch_size = MICRO_BATCH_SIZE * small.data_parallel * small.accumulation
+    sizes: Any = global_batch_size
+    if isinstance(phases := data["global_batch_size"], list):
+        least = min(phase["value"] for phase in phases)  # the others become twice the least
+        phases = [phase | {"value": 1 + (phase["value"] > least), "multiple": None} for phase in phases]
+        sizes = _shrink_phases(small, phases, 2 * global_batch_size)
     values: Config = {
         "seq_len": min(data["seq_len"], SEQ_LEN),
-        "global_batch_size": global_batch_size,
+        "global_batch_size": sizes,
         "micro_batch_size": MICRO_BATCH_SIZE,
         "num_workers": min(data.get("num_workers", 0), 1),
         "prompts": data.get("prompts", [])[:1],
     }
     if not keep_data:
         texts = folder.absolute() / "texts"
-        write_texts(texts, size=3 * STEPS * global_batch_size * SEQ_LEN)
+        write_texts(texts, size=6 * STEPS * global_batch_size * SEQ_LEN)
         source = {"paths": [f"{texts}/*.txt"], "separator": "\n"}
         values["source"] = {"class_path": "TextFiles", "init_args": source}
         values |= {"tokenizer": {"class_path": "Bytes"}, "cache_dir": str(folder / "cache")}
         values |= {"validation_share": 0.1, "test_share": 0.1}
         small.config["model"].pop("preference", None)  # the text has no pairs
     data |= {key: values[key] for key in values.keys() & data.keys()}  # a data module may lack some
+
+
+def _shrink_phases(small: Small, given: Any, most: float | None = None) -> Any:
+    """Returns a value (by_tokens.py) whose phases end in the first half of the steps, and whose highest is `most`."""
+    if not isinstance(given, list):
+        return given if most is None else most
+    tokens = MICRO_BATCH_SIZE * small.data_parallel * small.accumulation * min(small.config["data"]["seq_len"], SEQ_LEN)
+    scale, highest = tokens * STEPS / 2 / max(phase["until"] or 1 for phase in given), 1.0
+    if most is not None:
+        highest = most / max(phase["value"] for phase in given)
+    for phase in given:
+        phase |= {"value": phase["value"] * highest, "until": phase["until"] and phase["until"] * scale}
+    return given
 
 
 def write_texts(folder: Path, size: int) -> None:
@@ -157,7 +175,11 @@ def _shrink_model(small: Small, model_config: PretrainedConfig | None, given: Co
         model["architecture"] = shrink_architecture(model_config, seq_len, small.accumulation) | extra
     if isinstance(model.get("optim"), dict):
         warmup = model["optim"].get("warmup", 0)
-        model["optim"] |= {"learning_rate": 3e-3, "warmup": 2 if warmup >= 1 else warmup}
+        rate = _shrink_phases(small, model["optim"].get("learning_rate"), 3e-3)
+        model["optim"] |= {"learning_rate": rate, "warmup": 2 if warmup >= 1 else warmup}
+    for section, key in (("balance", "bias_update_speed"), ("mtp", "weight")):
+        if isinstance(model.get(section), dict):
+            model[section][key] = _shrink_phases(small, model[section][key])
     if model.get("blocks", {}).get("compile"):
         model["blocks"]["compile"] = False
         notes.append("model.blocks.compile is off: it takes minutes on a CPU")

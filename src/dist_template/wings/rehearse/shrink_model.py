@@ -30,6 +30,8 @@ SIZES = {  # field: maximum; fields that a configuration lacks are skipped
     "swa_head_dim": 16, "swa_num_key_value_heads": 2, "o_lora_rank": 16, "num_layers_per_stack": 2, "num_layers": 2,
     "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
 }  # fmt: skip
+# Numbers of tokens that a layer looks back on, or selects: where they exceed the sequence, nothing is left out.
+WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size", "keep_window_size", "index_topk")
 OF_INDICES = ("layers", "idxs")  # names of lists that have the numbers of some layers
 NOT_KEPT = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
 
@@ -47,8 +49,12 @@ def shrink_architecture(config: PretrainedConfig, seq_len: int, min_layers: int 
             small[name] = min(size, NUM_EXPERTS)
     if (groups := _size(config, "n_group")) > 1:
         small |= {"n_group": 2, "topk_group": 1 if config.topk_group < groups else 2}
-    if window := _size(config, "sliding_window"):
-        small["sliding_window"] = min(window, max(1, seq_len // 4))
+    window = max(1, seq_len // 4)
+    for name in WINDOWS:
+        if size := _size(config, name):
+            small[name] = min(size, window)
+    if rates := getattr(config, "compress_rates", None):  # DeepSeek-V4's tokens of a compressed entry
+        small["compress_rates"] = {name: min(rate, window) for name, rate in rates.items()}
     if _size(config, "max_position_embeddings"):
         small["max_position_embeddings"] = seq_len
     fields: Fields = {"model_type": config.model_type}

@@ -21,7 +21,7 @@ def _balancing(history: History) -> list[Cause]:
     steps = expected.max_steps(history)
     if history.fact("balance.has_bias"):
         key = "model.balance.bias_update_speed"
-        now = history.key(key) or 0.0
+        now = expected.highest(history.key(key))
         # Scores are between 0 and 1: a bias must be able to move by 1 during the run.
         least = robust.rounded(min(max(USUAL_SPEED, 1 / steps), 1 / MIN_STEPS))
         weak, missing = "Its biases move too slowly", "Its biases are not updated"
@@ -54,9 +54,8 @@ def experts_unused(history: History) -> Iterator[Finding]:
 
 
 def experts_overloaded(history: History) -> Iterator[Finding]:
-    """Reports a load above the geometric mean of an even load (1) and the highest one.
-
-    A load that still falls is reported at the end of training alone: balancing takes time."""
+    """Reports a load above the geometric mean of an even load (1) and the highest one. A load that still falls is
+    reported at the end of training alone: balancing takes time."""
     load = expected.settled(history, "moe/expert_load_max_over_mean")
     experts, chosen = history.fact("model.experts"), history.fact("model.experts_per_token")
     if len(load) < MIN_POINTS or not experts or not chosen:

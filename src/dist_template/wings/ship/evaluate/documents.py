@@ -17,11 +17,13 @@ from ....text.batches.rows import NOT_COUNTED
 from ....weights import from_all_ranks
 
 PAIR_FIGURES = {"reward_accuracy": "rewards/accuracy", "reward_margin": "rewards/margin"}  # names of the metrics
+ACCEPTANCE = ("mtp_accepted", "mtp_compared")  # tokens that modules of multi-token prediction predict
 
 
 class DocumentScores(Callback):
     """Writes a table of the documents: name, source, bytes, tokens, and nats of the model. Of pairs, nats are the loss,
-    tokens the pairs themselves, and `reward_accuracy` and `reward_margin` are columns too.
+    tokens the pairs themselves, and `reward_accuracy` and `reward_margin` are columns too; of multi-token prediction
+    ACCEPTANCE.
 
     Args:
         path: The .parquet file to write; its index is the hash of the text."""
@@ -37,6 +39,8 @@ class DocumentScores(Callback):
         self.figures = ["nats", "tokens", *(PAIR_FIGURES if self.data.source.pairs else ())]
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if getattr(self.module, "mtp", None):
+            self.figures += ACCEPTANCE
         is_validation, sums = trainer.state.fn == "validate", self.module.sums
         loader: Any = trainer.val_dataloaders if is_validation else trainer.test_dataloaders
         self.documents = self.data.documents("validation" if is_validation else "test")
@@ -45,6 +49,7 @@ class DocumentScores(Callback):
         self.rows = copy.copy(loader.dataset)
         self.rows.tokens = np.arange(len(self.rows.tokens))
         self.nats: list[Tensor] = []
+        self.start: int | None = 0  # of this rank's tokens in a row; None: it has no logits
         if self.data.source.pairs:
             self.pairs: dict[str, Tensor] = {}
             pair_values = self.module.pair_values
@@ -74,18 +79,29 @@ class DocumentScores(Callback):
             values += [self.pairs[name] for name in PAIR_FIGURES.values()]
             self.totals[:, np.concatenate(rows)] = torch.stack(values).double().cpu().numpy()
             return
-        nats = torch.cat(self.nats).double().cpu().numpy()  # (B x T,)
-        self.nats.clear()
+        if not self.nats:  # a stage of a pipeline before the output layer
+            self.start = None
+            return
         counted = batch["labels"].flatten().cpu().numpy() != NOT_COUNTED
-        _, positions, _ = self.rows.read(self.data.eval_rows)
+        nats = torch.cat(self.nats)[: len(counted)].double().cpu().numpy()  # (B x T,), before the modules'
+        self.nats.clear()
+        inputs, labels, _ = map(torch.from_numpy, self.rows.read(self.data.eval_rows))
+        shard = getattr(trainer.strategy, "shard_batch", dict)
+        part = shard({"input_ids": inputs, "position_ids": inputs, "labels": labels})
+        self.start = int(part["input_ids"][0, 0] - inputs[0, 0])
         ends = self.documents.ends
-        numbers = np.searchsorted(ends, positions.flatten()[counted], side="right")
+        numbers = np.searchsorted(ends, part["labels"].flatten()[counted], side="right")
         self.totals[0] += np.bincount(numbers, nats[counted], len(ends))
         self.totals[1] += np.bincount(numbers, minlength=len(ends))
+        if len(self.figures) > 2:
+            numbers = np.searchsorted(ends, part["input_ids"].flatten(), side="right")
+            for row, values in zip(self.totals[2:], self.module.accepted.sum(1).flatten(1).cpu(), strict=True):
+                row += np.bincount(numbers, values, len(ends) + 1)[: len(ends)]
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # the ranks of one model-parallel group evaluate the same rows
-        by_rank = dict(from_all_ranks((self.data.rank, self.totals)))
+        # the ranks of one model-parallel group evaluate the same rows, or parts of them
+        found = from_all_ranks((self.data.rank, self.start, self.totals))
+        by_rank = {(rank, start): totals for rank, start, totals in found if start is not None}
         if not trainer.is_global_zero:
             return
         import pandas as pd

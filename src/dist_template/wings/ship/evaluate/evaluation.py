@@ -26,7 +26,7 @@ from ....text.cache.token_cache import Corpus
 from ....text.tokenizers import Pretrained
 from ..export import trained
 from . import tasks
-from .documents import PAIR_FIGURES, DocumentScores
+from .documents import ACCEPTANCE, PAIR_FIGURES, DocumentScores
 from .paired import LEAST, Comparison, compare
 
 if TYPE_CHECKING:
@@ -85,12 +85,11 @@ def find(name: str, project: Project, run: Path | None = None) -> Model:
 def score_documents(
     model: Model, split: str, project: Project, work: Path, tokenizer: PreTrainedTokenizerFast
 ) -> DataFrame:
-    """Returns the table of DocumentScores, of `test` or `validate` by the model's own strategy.
+    """Returns the table of DocumentScores, of `test` or `validate` by the model's own strategy. A folder is evaluated
+    in one process, with the run's token cache if it has its `tokenizer`. Raises Ended if it fails; the reason is on the
+    screen."""
+    from transformers import AutoConfig
 
-    A folder is evaluated in one process, with the run's token cache if it has its `tokenizer`.
-
-    Raises:
-        Ended: it failed; the reason is on the screen."""
     config = read_mapping(model.run / RunFile.CONFIG, "restore it", yaml.safe_load)
     path, scores = work / RunFile.CONFIG, work / "scores.parquet"
     trainer = config["trainer"]
@@ -99,8 +98,10 @@ def score_documents(
         if found.backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
             of_folder = {"class_path": "Pretrained", "init_args": {"path": model.folder}}
             config["data"]["tokenizer"] = of_folder
-        config["model"]["adapter"] = None
-        config["model"]["pretrained"] = model.folder
+        config["model"] |= {"adapter": None, "pretrained": model.folder}
+        has_mtp = config["model"].get("mtp") is not None
+        if has_mtp and not getattr(AutoConfig.from_pretrained(model.folder), "num_mtp_layers", 0):
+            config["model"]["mtp"] = None
         trainer |= {"devices": 1, "num_nodes": 1, "strategy": "auto"}
     kind = f"{DocumentScores.__module__}.{DocumentScores.__name__}"
     callback = {"class_path": kind, "init_args": {"path": str(scores)}}
@@ -141,19 +142,20 @@ def in_common(tables: list[DataFrame], split: str) -> list[DataFrame]:
 def write(
     path: Path, names: list[str], tables: list[DataFrame], values: list[tuple[object, ...]], corpus: Corpus, split: str
 ) -> list[Comparison]:
-    """Compares the models and writes `path` with .json and .parquet.
-
-    Of conversations (`is_whole`) only some tokens count, so they are compared by tokens alone."""
+    """Compares the models and writes `path` with .json and .parquet. Of conversations (`is_whole`) only some tokens
+    count, so they are compared by tokens alone."""
     from pandas import DataFrame, concat
 
     is_whole, measured = corpus.is_whole(split), DataFrame(values, columns=tasks.COLUMNS)
     comparisons = compared(tables, measured, is_whole) if len(tables) > 1 else []
     models, rows = [], [measured]
     for number, (name, table) in enumerate(zip(names, tables, strict=True)):
-        figures = figures_of(table, is_whole)
+        figures = {
+            key: float(one.values.sum() / one.weights.sum()) for key, one in measures_of(table, is_whole).items()
+        }
         figures |= measured[measured["model"] == number].groupby("measure")["value"].mean().to_dict()
         models.append({"model": name, "figures": figures, "is_baseline": number > 0})
-        for measure in ("nats", *PAIR_FIGURES):
+        for measure in ("nats", *PAIR_FIGURES, *ACCEPTANCE):
             if measure in table:
                 rows.append(table.assign(model=number, measure=measure, value=table[measure]).reset_index())
         print(f"{name}: " + "  ".join(f"{key} {value:.4f}" for key, value in figures.items()))
@@ -177,7 +179,7 @@ def compared(tables: list[DataFrame], measured: DataFrame, is_whole: bool) -> li
     num_tests = len(run.keys() - {"bits_per_byte"}) + measured["measure"].nunique()
     found = []
     for name, (values, weights, lower) in run.items():
-        if has_same_tokens or name != "loss":
+        if name in baseline and (has_same_tokens or name in ("bits_per_byte", *PAIR_FIGURES)):
             found.append(compare(name, values, baseline[name].values, weights, lower, num_tests))
     for measure, rows in measured.groupby("measure"):
         by_model = rows.pivot(index="sample", columns="model", values="value").dropna()
@@ -204,9 +206,6 @@ def measures_of(table: DataFrame, is_whole: bool) -> dict[str, Measure]:
     for name in PAIR_FIGURES:
         if name in table:
             found[name] = Measure(table[name].to_numpy(), np.ones(len(table)), lower_is_better=False)
+    if set(ACCEPTANCE) <= {*table}:
+        found["mtp_acceptance"] = Measure(*(table[name].to_numpy() for name in ACCEPTANCE), lower_is_better=False)
     return found
-
-
-def figures_of(table: DataFrame, is_whole: bool) -> dict[str, float]:
-    """Returns the value of each measure for a model."""
-    return {name: float(one.values.sum() / one.weights.sum()) for name, one in measures_of(table, is_whole).items()}

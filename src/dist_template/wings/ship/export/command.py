@@ -28,10 +28,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Writes the folder that `--output` names.
-
-    Raises InputError if the checkpoint cannot be read or is another model's, the folder is not empty, the disk is
-    full, or what was written is not what was trained."""
+    """Writes the folder that `--output` names. Raises InputError if the checkpoint cannot be read or is another
+    model's, the folder is not empty, the disk is full, or what was written is not what was trained."""
     verb, *flags = argv
     if flags and not flags[0].startswith("-"):  # export RUN, or a checkpoint in one
         config, checkpoint, _ = of_run(flags[0], project, verb)
@@ -45,13 +43,16 @@ def main(argv: list[str], project: Project) -> None:
     path = verified_checkpoint(settings.checkpoint, "--checkpoint", cli.unfilled)
     found = trained(cli, path, run_of(path), may_be_stored=not getattr(cli.model, "adapter", None))
     with written_at_once(output) as folder:
+        if not settings.mtp and getattr(cli.model, "mtp", None):
+            del found.model.mtp
+            found.stored = {name: each for name, each in found.stored.items() if not name.startswith("mtp.")}
         form, proof = write(found, settings.adapter == "merged", settings.dtype, folder, settings.max_shard_size)
         write_card(folder, found, form, proof, settings.license)
     print(f"{path}\n  -> {output}  {form}, {proof}")
 
 
 class Export(WithoutTrainer):
-    """Adds six keys to the keys of fit."""
+    """Adds seven keys to the keys of fit."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
@@ -60,6 +61,8 @@ class Export(WithoutTrainer):
         add("--output", required=True, help="The folder to write; it must be new or empty.")
         add("--dtype", choices=DTYPES, default=DTYPES[0], help="Type of the weights in the folder.")
         add("--adapter", choices=["peft", "merged"], default="peft", help="peft's folder, or merged into the base.")
+        predicting = "Whether the folder has the modules of model.mtp, by which servers decode speculatively."
+        add("--mtp", type=bool, default=True, help=predicting)
         add("--max_shard_size", default="50GB", help="Largest file of weights, such as 5GB; default: transformers'.")
         add("--license", default="unknown", help="Licence in the model card, as the hub names it.")
 

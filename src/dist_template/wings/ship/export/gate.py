@@ -92,7 +92,8 @@ class Gate:
         if (found := config.to_dict()) != expected.to_dict():
             names = [name for name, value in expected.to_dict().items() if found.get(name) != value]
             raise InputError(f"{OTHER}: its configuration has other {', '.join(names)}")
-        published = PublishedWeights(str(folder), auto_class(config), config)
+        kind = auto_class(config, with_modules=hasattr(trained.model, "mtp"))
+        published = PublishedWeights(str(folder), kind, config)
         for name in published.differing(trained.stored, getattr(torch, dtype)):
             raise InputError(f"{OTHER}: its {name} has other values")
         return f"each of {len(trained.stored)} weights equals the checkpoint's"

@@ -1,0 +1,93 @@
+"""Muon for matrices, AdamW for every other parameter, as one optimizer. Loaded only where it is chosen.
+
+Muon (Jordan, https://kellerjordan.github.io/posts/muon) orthogonalizes the momentum of a matrix by a Newton-Schulz
+iteration. With an update scale of 0.2 sqrt(max(rows, columns)) its updates are as large as AdamW's, so that both share
+a learning rate and a decay (Moonlight, arXiv:2502.16982, section 2.2). The arithmetic is `torch.optim.Muon`'s (2.13),
+which accepts only 2-D parameters, has AdamW in no group, and would orthogonalize each rank's shard by itself."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..compat.torch import orthogonalized, update_scale
+from ..layout import by_layout, local_shard
+from ..parallel.owners import Owners
+
+SCALE = "match_rms_adamw"  # torch's name of Moonlight's; `original` is Keller Jordan's
+
+
+class MuonWithAdamW(torch.optim.AdamW):
+    """Updates `of_muon` by Muon and the other groups by AdamW; the state of a matrix is `momentum_buffer`.
+
+    Args:
+        others: AdamW's parameter groups.
+        of_muon: Matrices and stacks of matrices, of any layout.
+        options: Arguments of `torch.optim.Muon`; without `adjust_lr_fn`, Moonlight's scale.
+        group: The ranks that have the same parameters. None: all.
+        adamw: Arguments of `torch.optim.AdamW`.
+
+    Raises ValueError or TypeError where torch's classes do."""
+
+    def __init__(
+        self,
+        others: Iterable[dict[str, Any]],
+        of_muon: list[nn.Parameter],
+        options: dict[str, Any],
+        group: dist.ProcessGroup | None = None,
+        **adamw: Any,
+    ) -> None:
+        checked = torch.optim.Muon([torch.zeros(1, 1)], **options).defaults
+        checked["adjust_lr_fn"] = checked["adjust_lr_fn"] or SCALE
+        super().__init__([{"params": of_muon, **checked}, *others], **adamw)
+        self._owners = Owners(group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's reads a count of steps for each matrix
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Runs `closure`, then one step of both. Collective over the group: one owner orthogonalizes each matrix."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        self.param_groups = []
+        for group in groups[1:]:
+            self.param_groups += [group | {"params": part} for part in by_layout(group["params"])]
+        try:
+            super().step()
+        finally:
+            self.param_groups = groups
+        self._step_matrices(groups[0])
+        return loss
+
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+        skipped: Tensor | None = getattr(self, "found_inf", None)  # () 1: change nothing, as fused kernels
+        decay = 1 - group["lr"] * group["weight_decay"]
+
+        def direction(parameter: Tensor) -> Tensor:
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+            momentum, gradient = local_shard(state["momentum_buffer"]), local_shard(parameter.grad)
+            if skipped is not None:
+                gradient = torch.where(skipped > 0, momentum, gradient)
+            momentum.lerp_(gradient, 1 - group["momentum"])
+            chosen = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+            dtype = torch.float32 if chosen.is_cpu else torch.bfloat16  # in which it is sent and orthogonalized
+            return chosen.to(dtype, copy=True)
+
+        def orthogonalize(full: Tensor) -> Tensor:
+            return orthogonalized(full, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+        for parameter, update in self._owners.run(trained, direction, orthogonalize):
+            shard, keep = local_shard(parameter), decay
+            if skipped is not None:
+                update, keep = torch.where(skipped > 0, 0.0, update), torch.where(skipped > 0, 1.0, decay)
+            shard.mul_(keep)
+            shard.add_(update, alpha=-group["lr"] * update_scale(parameter.shape, group["adjust_lr_fn"]))
