@@ -171,7 +171,7 @@ def assert_same_balance(got: RunRecord, expected: RunRecord) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["fsdp2_ep", "zero3"]))
+@pytest.mark.parametrize("strategy", tiers([*STRATEGIES, "cp"], daily=["fsdp2_ep", "zero3", "cp"]))
 def test_a_strategy_balances_as_one(train: Trainings, one: RunRecord, strategy: str) -> None:
     assert_same_balance(train("deepseek_v3", strategy, *BOTH), one)
 

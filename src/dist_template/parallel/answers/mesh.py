@@ -146,7 +146,7 @@ def _expert(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
 
 
 def _sequence(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
-    """Ranks that share sequences divide tokens and heads; some losses need full sequences."""
+    """Ranks that share sequences divide tokens and heads."""
     size, tp, key = sizes.cp, sizes.tp, f"{ARGS}.cp_size"
     if setup.model_config is None:
         yield f"cp_size {size} needs a model of transformers: set {key} to 1"
@@ -154,8 +154,6 @@ def _sequence(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
         yield f"data.seq_len {seq_len} is not a multiple of cp_size {size}: edit one of them"
     if getattr(getattr(setup.data, "source", None), "pairs", False):
         yield f"cp_size {size} would split pairs of data.source Preferences: set {key} to 1"
-    if setup.setting("balance.sequence_loss_coef"):
-        yield f"model.balance.sequence_loss_coef needs full sequences: set it to 0, or {key} to 1"
     heads, whose = getattr(setup.text_config, "num_attention_heads", 0), "the model's"
     if tp > 1 and shards_heads(plan_of(setup, "tp", mesh.tp_plan)):
         heads, whose = heads // tp, f"a rank's (tp_size {tp})"
