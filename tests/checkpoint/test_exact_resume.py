@@ -33,6 +33,7 @@ STEPS, EPOCH, EVERY = 15, 8, 2  # optimizer steps: of the run, of an epoch, betw
 GLOBAL_BATCH, SEQ_LEN = 8, 64
 DAMAGED = 12  # the checkpoint that is
 CELLS = {"inside a save": 7, "epoch's end": EPOCH + 1, "damaged": DAMAGED - 1}  # resumes at step
+DAILY = [*product(["fsdp2_ep", "zero3"], CELLS)]
 
 
 class Trainings(saves.Trainings):
@@ -110,10 +111,7 @@ def _exact(value: Any) -> Any:
     return {k: v for k, v in value.items() if k.startswith(exact)} if is_metrics else value
 
 
-@pytest.mark.parametrize(
-    ("strategy", "cell"),
-    tiers(product(STRATEGIES, CELLS), daily=[*product(["fsdp2_ep", "zero3"], CELLS)]),
-)
+@pytest.mark.parametrize(("strategy", "cell"), tiers(product(STRATEGIES, CELLS), DAILY))
 def test_a_killed_run_resumes_bit_identically(train: Trainings, strategy: str, cell: str) -> None:
     """Losses, norms, learning rates, rows, random state of every rank, weights after each step."""
     whole, resumed = train.whole(strategy), train.resumed(strategy)[cell]

@@ -29,7 +29,6 @@ class Stopped(Exception):
 
 @pytest.fixture
 def parser(monkeypatch: pytest.MonkeyPatch) -> Any:
-
     def parse(self: Any, parser: Any, args: Any) -> None:
         raise Stopped(self._subcommand_parsers["fit"])
 

@@ -20,20 +20,13 @@ LINES = b'{"text": "abc"}\n' * 10
 BAD_LINE = LINES + b'{"text": "\xff"}\n'
 LLAMA = json.dumps(yaml.safe_load(SMALL_LLAMA) | {"vocab_size": 300}).encode()
 FILES = {
-    "file": b"not a checkpoint",
-    "empty.txt": b"",
-    "section.yaml": b"wachdog: {timeout_s: 3}",
-    "deep.yaml": b"trainer:\n  max_stepz: 3\n",
-    "empty.jsonl": b"",
-    "latin.jsonl": BAD_LINE + LINES,
-    "latin.jsonl.gz": gzip.compress(BAD_LINE),
+    "file": b"not a checkpoint", "empty.txt": b"", "empty.jsonl": b"",
+    "section.yaml": b"wachdog: {timeout_s: 3}", "deep.yaml": b"trainer:\n  max_stepz: 3\n",
+    "latin.jsonl": BAD_LINE + LINES, "latin.jsonl.gz": gzip.compress(BAD_LINE),
     "half_a_line.jsonl": LINES + b'{"text": "x"\n' + LINES,
-    "half.jsonl.gz": gzip.compress(LINES)[:25],
-    "no_weights/config.json": LLAMA,
-    "half/config.json": LLAMA,
-    "half/model.safetensors": b"\x10\0\0\0\0\0\0\0{}",
-    "one_of_two/config.json": LLAMA,
-    "one_of_two/model.safetensors.index.json":
+    "half.jsonl.gz": gzip.compress(LINES)[:25], "no_weights/config.json": LLAMA,
+    "half/config.json": LLAMA, "half/model.safetensors": b"\x10\0\0\0\0\0\0\0{}",
+    "one_of_two/config.json": LLAMA, "one_of_two/model.safetensors.index.json":
         b'{"metadata": {}, "weight_map": {"a": "model-00002.safetensors"}}',
 }  # fmt: skip
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dist_template import InputError
 from dist_template.parallel.pipeline import partition
@@ -139,8 +139,8 @@ def test_each_stage_of_a_users_own_model_computes_its_part() -> None:
 
 def test_a_block_that_returns_more_than_hidden_states_is_refused() -> None:
     class Pair(nn.Linear):
-        def forward(self, hidden: Any) -> Any:
-            return super().forward(hidden), None
+        def forward(self, input: Tensor) -> Any:
+            return super().forward(input), None
 
     stage = StagePass(2)
     with (

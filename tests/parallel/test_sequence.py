@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 from trainer_dev.data import DataModule
-from trainer_dev.module import LanguageModule
 from transformers import AutoConfig
 
-from dist_template import BalanceConfig
 from dist_template.compat.transformers import reason_against_sequence_shards
 from dist_template.strategies import MeshStrategy
 from dist_template.text import Preferences
@@ -63,14 +61,12 @@ def test_a_model_that_combines_tokens_otherwise_is_refused(architecture: Any, wo
 
 LLAMA_4 = AutoConfig.for_model("llama4_text", num_attention_heads=8)
 SIX = AutoConfig.for_model("llama", num_attention_heads=6, hidden_size=36)
-OF_SEQUENCES = LanguageModule(balance=BalanceConfig(sequence_loss_coef=1e-4))
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"cp_size": 3}, "cp_size 3 must divide fsdp_size 8"),
     ({"data": DataModule(seq_len=102)}, "data.seq_len 102 is not a multiple of cp_size 4"),
     ({"cp_size": 8}, "cp_size 8 does not divide the model's 12 attention heads"),
     ({"cp_size": 2, "tp_size": 2, "config": SIX}, "not divide a rank's (tp_size 2) 3 attention"),
     ({"data": DataModule(Preferences(["nowhere"]))}, "would split pairs of data.source"),
-    ({"module": OF_SEQUENCES}, "coef needs full sequences"),
     ({"config": None}, "cp_size 4 needs a model of transformers"),
     ({"config": LLAMA_4}, "numbers a rank's tokens as if they were all"),  # proof.json
 ]

@@ -52,15 +52,10 @@ FACTS = {
 
 
 def a_run(
-    steps: int = 10_000,
-    every: int = 25,
-    *,
-    upto: float = 1.0,
-    columns: dict[str, Column] | None = None,
-    config: dict[str, Any] | None = None,
-    facts: dict[str, Any] | None = None,
-    **rest: Any,
-) -> History:
+    steps: int = 10_000, every: int = 25, *, upto: float = 1.0,
+    columns: dict[str, Column] | None = None, config: dict[str, Any] | None = None,
+    facts: dict[str, Any] | None = None, **rest: Any,
+) -> History:  # fmt: skip
     """Returns a healthy run with changes, validated ten times and before the training: a log step
     `every` so many, the share `upto` completed; `rest` are other fields of `History`."""
     goodput = {"start": 60.0, "productive": 0.5 * steps * upto, "checkpoint": 20.0}

@@ -243,9 +243,7 @@ def test_an_export_passes_its_gate(whole: RunRecord, tmp_path: Path, kind: str) 
 
 
 @pytest.mark.parametrize(("strategy", "processes"), [("tp", 3), ("ddp", 2), ("zero3", 2)])
-def test_strategies_train_alike(
-    tune: Trainings, whole: RunRecord, strategy: str, processes: int
-) -> None:
+def test_strategies_agree(tune: Trainings, whole: RunRecord, strategy: str, processes: int) -> None:
     short = tune(strategy, strategy, "--trainer.max_steps=3", processes=processes).check()
     same = {step: whole.loss[step] for step in short.loss}
     assert [*short.loss] == [1, 2, 3] and short.loss == pytest.approx(same, rel=1e-4)

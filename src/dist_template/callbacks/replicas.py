@@ -57,7 +57,7 @@ class Replicas(Callback):
         self._shared = None
         self._early_step = trainer.global_step + EARLY
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         """Names parameters without gradients, for which DDP (torch 2.13) ends the next step with a list of numbers."""
         model: Any = trainer.strategy.model
         is_strict = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters

@@ -108,14 +108,21 @@ class Balancer:
         model: Already placed on the machine.
         config: The keys under `model.balance`.
         group: The ranks of a pipeline. None: every rank has all layers.
+        sequence_group: The ranks that share each sequence. None: a rank has full sequences.
 
     Raises InputError if a coefficient is negative, or set for a model without routers."""
 
-    def __init__(self, model: nn.Module, config: BalanceConfig, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: BalanceConfig,
+        group: dist.ProcessGroup | None = None,
+        sequence_group: dist.ProcessGroup | None = None,
+    ) -> None:
         for key, value in vars(config).items():
             if value is not None:
                 check_least("model.balance", **{key: (min(values_of(value)), 0.0)})
-        self.config = config
+        self.config, self._sequence_group = config, sequence_group
         self.bias_update_speed = max(values_of(config.bias_update_speed))  # of the present step: callbacks/experts.py
         self.layers = find_layers(model)
         if group is not None:  # the layers of all stages, in the order of their numbers
@@ -215,12 +222,15 @@ class Balancer:
                 yield name, coef * len(values), torch.stack(values).mean()
 
     def _sequence_loss(self, layer: Layer, logits: Tensor, num_sequences: int) -> Tensor:
-        """() over shares per sequence, of the experts with the highest scores without the bias."""
+        """() over shares per sequence, of the experts with the highest scores without the bias. Ranks that share
+        sequences have the choices of all tokens and the scores of their own: the mean over ranks is the loss."""
         scores = probabilities(layer, logits).unflatten(0, (num_sequences, -1))  # (B, T, E)
         top_k = self._model_config.num_experts_per_tok
         chosen = scores.detach().topk(top_k, dim=-1).indices.flatten(1)  # (B, T x top_k)
         ones = scores.new_ones(()).expand(chosen.shape)
         counts = torch.zeros_like(scores[:, 0]).scatter_add_(1, chosen, ones)
+        if (group := self._sequence_group) is not None:
+            dist.all_reduce(counts.div_(group.size()), group=group)
         return (counts * scores.mean(1)).sum(-1).mean() * scores.shape[-1] / chosen.shape[1]
 
     def begin_reduction(self) -> None:

@@ -94,8 +94,8 @@ class TrainingModule(L.LightningModule):
         cast_experts()
         self.frozen = FrozenHash()
         self.model = place(build, self.trainer.strategy, self.blocks, self.frozen).train()
-        group = run_strategy(self.trainer.strategy).layers.group
-        self.balancer = Balancer(self.model, self.balance, group)
+        strategy = run_strategy(self.trainer.strategy)
+        self.balancer = Balancer(self.model, self.balance, strategy.layers.group, strategy.sequence_group)
 
     def build_network(self, data: Any, quantized: bool = True) -> nn.Module:
         """Builds the network of `build_model`; a subclass may add to it. `quantized`: whether

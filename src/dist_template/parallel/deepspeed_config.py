@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..by_tokens import sizes_of
+from ..by_tokens import batch_at
 from ..errors import InputError, reason
 from ..records import flatten
 from .configured import Configured
@@ -45,7 +45,7 @@ def resolve(config: Config, setup: Configured) -> dict[str, Any]:
     accumulation, processes = setup.trainer.get("accumulate_grad_batches") or 1, setup.machine.world_size
     micro = getattr(setup.data, "micro_batch_size", 1)
     if hasattr(setup.data, "global_batch_size"):
-        accumulation = max(1, sizes_of(setup.data).at(0) // (micro * processes))
+        accumulation = max(1, batch_at(setup.data.global_batch_size, 0) // (micro * processes))
     half = HALF_SECTION.get(setup.machine.precision)
     ours: dict[str, object] = {
         "train_batch_size": micro * processes * accumulation,

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -26,7 +25,6 @@ class MeshRanks(RunDefaults, OwnFormat, ModelParallelStrategy):
     mesh_sizes: MeshSizes
     expert_mesh: DeviceMesh
     stages: DeviceMesh  # of a pipeline, (stage, rank of the stage)
-    sequence_group: dist.ProcessGroup
 
     def setup_environment(self) -> None:
         # With offload, gradients are in host memory when they are clipped.
@@ -75,7 +73,7 @@ class MeshRanks(RunDefaults, OwnFormat, ModelParallelStrategy):
 
     def shard_batch(self, batch: T) -> T:
         """Returns the rank's part of the sequences of a batch; without cp, the batch."""
-        return batch if self.mesh_sizes.cp == 1 else shard_batch(batch, self.sequence_group)
+        return shard_batch(batch, self.sequence_group) if self.sequence_group else batch
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         return self.shard_batch(super().batch_to_device(batch, device, dataloader_idx))

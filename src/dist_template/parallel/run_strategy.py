@@ -68,6 +68,7 @@ class RunDefaults:
     """The answers of DDP, one device and other strategies of Lightning's."""
 
     layers = Layers()  # the model's layers on this rank
+    sequence_group: dist.ProcessGroup | None = None  # of the ranks that share this rank's sequences
     replica_tolerance = 0.0  # by how much of their norm replicas may differ on a GPU, by rounding alone
     has_replicas = True  # whether tensors of the same place on two ranks are comparable
 

@@ -183,8 +183,10 @@ class Division:
                     f"a pipeline needs modules in the order of their use: {name} is defined on one"
                     " side of the blocks, and called on the other; edit build_model"
                 )
-            if is_before and stage.start > 0:  # some models make several streams of it (DeepSeek-V4), which none reads
-                return stage.received if stage.received.dim() == 3 else stage.received.flatten(2, -2)[:, :, 0]
+            if is_before and stage.start > 0:
+                # DeepSeek-V4 makes its streams (B, T, S, D) of it, which the blocks before this stage's replace
+                received: Any = stage.received
+                return received[:, :, 0] if received.dim() > 3 else received
             if not is_before and not stage.is_last:
                 return (*args, *kwargs.values())[0]
             return run(*args, **kwargs)

@@ -20,6 +20,7 @@ from .rows import NOT_COUNTED, PAIRS
 
 Batch = dict[str, Any]
 Transform = Callable[[Batch], Batch]
+Accumulations = Callable[[], Iterator[int]]
 COUNTED = "counted"  # key in the first batch of an optimizer step: its Counted
 
 
@@ -42,9 +43,8 @@ class StepLoader(DataLoader):
         options: Of DataLoader; a batch of the data set is not collated."""
 
     def __init__(
-        self, dataset: Any, accumulations: Callable[[], Iterator[int]] | None, transform: Transform = dict,
-        **options: Any,
-    ) -> None:  # fmt: skip
+        self, dataset: Any, accumulations: Accumulations | None, transform: Transform = dict, **options: Any
+    ) -> None:
         super().__init__(dataset, collate_fn=dict, **options)
         self.accumulations = accumulations
         self.transform = transform

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 EXTRA = "extra"  # key of model.architecture
+ROPE, POSITIONS = "rope_parameters", "max_position_embeddings"  # what may differ from pretrained weights
 
 
 def causal_lm_config(
@@ -43,7 +44,8 @@ def causal_lm_config(
     """Returns the transformers configuration; also called before any process starts, to find errors early.
 
     Args:
-        architecture: `model_type` and fields of its configuration, unless `pretrained` is set.
+        architecture: `model_type` and fields of its configuration; with `pretrained`, `rope_parameters` of a longer
+            context alone.
         pretrained: A local folder or hub name. None: from scratch.
         attention: The attention kernel. None: the model's default.
         data: Gives `vocab_size`, `eos_token_id` and `seq_len`.
@@ -57,11 +59,13 @@ def causal_lm_config(
             config = AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise _cannot_load(pretrained, error) from error
+        if ROPE in architecture:
+            config = _with_rope(config, architecture, data.seq_len)
         stops = _ids(config.eos_token_id)
         if data.eos_token_id not in stops:  # the tokenizer ends documents or answers with it
             config.eos_token_id = [*stops, data.eos_token_id]
         return set_attention(config, attention)
-    fields = {"max_position_embeddings": data.seq_len, **checked_fields(architecture)}
+    fields = {POSITIONS: data.seq_len, **checked_fields(architecture)}
     fields |= dict.fromkeys(("bos_token_id", "eos_token_id"), data.eos_token_id)
     fields["vocab_size"] = data.vocab_size
     kind: Any = architecture.get("model_type")
@@ -70,6 +74,38 @@ def causal_lm_config(
     except Exception as error:  # each architecture refuses in its own way
         raise InputError(f"model.architecture with model_type {kind!r}: {reason(error)}") from error
     return set_attention(config, attention)
+
+
+def _with_rope(config: PreTrainedConfig, architecture: Mapping[str, Any], seq_len: int) -> PreTrainedConfig:
+    """Returns the configuration of weights with the rotary embedding of `architecture`, as YaRN extends a context
+    (arXiv:2309.00071). What is not given stays: the base, the rotated share, and the length trained before, which
+    transformers would take to be the new one.
+
+    Raises InputError if another field differs from the weights', or the model has no such embedding."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    before, rope = getattr(config, ROPE, None) or {}, architecture[ROPE]
+    kinds = sorted({"default", *ROPE_INIT_FUNCTIONS})
+    if "rope_theta" not in before or not isinstance(rope, dict) or rope.get("rope_type") not in kinds:
+        raise InputError(
+            f"model.architecture.{ROPE} is {rope}, and the weights of model.pretrained have {before}: give"
+            f" `rope_type`, one of {', '.join(kinds)}, and its keys, for weights with one such set"
+        )
+    for key in sorted(architecture.keys() - {ROPE, POSITIONS}):
+        if (own := getattr(config, key, None)) != architecture[key]:
+            raise InputError(
+                f"model.architecture.{key} is {architecture[key]!r}, and the weights of model.pretrained have {own!r}:"
+                f" only {ROPE} and {POSITIONS} may differ from theirs; remove it"
+            )
+    trained = getattr(config, POSITIONS, seq_len)
+    kept = {key: before[key] for key in ("rope_theta", "partial_rotary_factor") if key in before}
+    if rope.get("rope_type") in ("llama3", "longrope", "yarn"):
+        kept[f"original_{POSITIONS}"] = before.get(f"original_{POSITIONS}", trained)
+    fields = config.to_dict() | {POSITIONS: architecture.get(POSITIONS, max(trained, seq_len)), ROPE: kept | rope}
+    try:
+        return type(config).from_dict(fields)
+    except Exception as error:  # each architecture refuses in its own way
+        raise InputError(f"model.architecture.{ROPE} {rope}: {reason(error)}") from error
 
 
 def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int) -> nn.Module:
@@ -129,9 +165,10 @@ def read_modules(model: Any, pretrained: str) -> None:
 def _fill_hash_tables(model: nn.Module) -> None:
     """Draws the experts of each token in DeepSeek-V4's hash routers, each token's all different (Roller et al.,
     arXiv:2106.04426). transformers (5.23) leaves the table 0: all tokens would go to the first expert."""
-    for router in model.modules():
-        if isinstance(table := getattr(router, "tid2eid", None), torch.Tensor):
-            table.copy_(torch.rand(len(table), len(router.weight), device=table.device).topk(table.shape[1]).indices)
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):
+            num = len(model.get_parameter(name.replace("tid2eid", "weight")))
+            table.copy_(torch.rand(len(table), num, device=table.device).topk(table.shape[1]).indices)
 
 
 def freeze_untrained(model: nn.Module) -> list[str]:
