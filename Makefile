@@ -46,7 +46,7 @@ test-all: $(READY)  ## every test, the nightly ones too
 	$(TESTS) -m "" tests
 
 test-real: $(READY)  ## the tests with published weights (SmolLM2-135M, from the package index); on two idle cores 25 minutes
-	.venv/bin/python -m pytest -m "" tests/text/test_real_weights.py tests/wings/test_real_model.py
+	.venv/bin/python -m pytest -m "" tests/wings/test_real_model.py
 
 test-quick: $(READY) dev  ## the tests that take no more than seconds, the project's run in place
 	$(TESTS) -n 2 -m "not slow and not nightly" tests

@@ -32,60 +32,44 @@ class Guard(NamedTuple):
 GUARDS = {
     "a strategy trains to the numbers of one process": Guard(
         "return total, dist.all_reduce(total, async_op=True) if several else None",
-        "return total, None",
-        "[deepseek_v3-fsdp2]",
-    ),
+        "return total, None", "[deepseek_v3-fsdp2]"),
     "the order of samples depends on no rank": Guard(
         "yield self._entries(position + self.rank * self.micro_batch_size, self.micro_batch_size)",
-        "yield self._entries(position, self.micro_batch_size)",
-    ),
+        "yield self._entries(position, self.micro_batch_size)"),
     "a resumed run continues with the next sample": Guard(
-        'self._base = self._loaded["consumed_samples"]', "self._base = 0", "[zero3-inside a save]"
-    ),
+        'self._base = self._loaded["consumed_samples"]', "self._base = 0",
+        "[zero3-inside a save]"),
     "evaluation counts each sample once": Guard(
-        "first + row if row < size else PADDING - number for row", "first + row % size for row"
-    ),
+        "first + row if row < size else PADDING - number for row", "first + row % size for row"),
     "packed documents do not attend to each other": Guard(
-        "ends = inputs == self.eos_token_id", "ends = inputs < 0"
-    ),
+        "ends = inputs == self.eos_token_id", "ends = inputs < 0"),
     "a damaged checkpoint is never loaded": Guard(
-        "if every_byte and crc32(path / file) != expected:", "if False:"
-    ),
+        "if every_byte and crc32(path / file) != expected:", "if False:"),
     "nothing in a checkpoint runs": Guard(
-        "if is_type or name in DESCRIPTIONS.get(module, ()):", "if True:"
-    ),
+        "if is_type or name in DESCRIPTIONS.get(module, ()):", "if True:"),
     "a non-finite step changes no weight": Guard(
         "self.skipped = torch.nan_to_num(both - both, nan=1.0)",
-        "self.skipped = torch.zeros_like(both)",
-    ),
+        "self.skipped = torch.zeros_like(both)"),
     "all ranks skip a step that is anomalous on one": Guard(
-        "loss, norm = figures[::2].mean(), figures[1::2].amax()",
-        "loss = figures[::2].mean()",
-        "[ddp-nan]",
-    ),
+        "loss, norm = figures[::2].mean(), figures[1::2].amax()", "loss = figures[::2].mean()",
+        "[ddp-nan]"),
     "replicas that differ are never saved": Guard("        if differ:", "        if False:"),
     "a hang is named": Guard(
         'behind = [rank for rank in behind if not statuses[rank]["waits"]] or behind',
-        "behind = behind[:1]",
-    ),
+        "behind = behind[:1]"),
     "ranks with different environments do not train": Guard("if len(ranks) == 1:", "if True:"),
     "an exit by decision is not restarted": Guard(
-        "return any(code in DECIDED for code in self.codes)", "return False"
-    ),
+        "return any(code in DECIDED for code in self.codes)", "return False"),
     "two launches of one run are refused": Guard(
-        'if holder.get("machine") == claim["machine"]:', "if False:"
-    ),
+        'if holder.get("machine") == claim["machine"]:', "if False:"),
     "secrets are not written": Guard(
         "return HIDDEN if is_secret and value else PASSWORD_IN_URL.sub(HIDDEN, value)",
-        "return value",
-    ),
+        "return value"),
     "experts are balanced": Guard(
-        "torch.sign(total / self._num - loads)", "torch.sign(loads - total / self._num)"
-    ),
+        "torch.sign(total / self._num - loads)", "torch.sign(loads - total / self._num)"),
     "an export has the trained model's logits": Guard(
-        "copy_shard(targets[name], stored.pop(name))", "stored.pop(name)"
-    ),
-}
+        "copy_shard(targets[name], stored.pop(name))", "stored.pop(name)"),
+}  # fmt: skip
 
 
 def test_each_guard_is_one_text_of_its_file() -> None:

@@ -120,6 +120,6 @@ def _mark(variants: list[dict[str, Any]], axes: str) -> str:
 def _general(why: str) -> str:
     """Returns a reason without the names and sizes of one model."""
     why = re.sub(r"a model of type '[^']+' (does not run[^:]*: )?", "", why)
-    why = re.sub(r"\w+ cannot be a pipeline: ", "", why)
+    why = re.sub(r"\w+ cannot be (a pipeline|sharded as configured): ", "", why)
     why = re.sub(r"stage \d of \d", "a stage", why)
     return re.sub(r"; .*|: set .*|: model\..*| \(.*| with [cpt]+p_size \d", "", why).strip(" :")

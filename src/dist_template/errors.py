@@ -29,10 +29,9 @@ class Exit(IntEnum):
 
     @classmethod
     def of_all(cls, codes: Iterable[int]) -> Exit:
-        """Returns one code for a run whose processes exited with `codes`; negative codes are signals.
-
-        Deliberate exits have priority over failures, and the first failure over those that follow
-        from it: the other ranks fail with 1, or are aborted or terminated."""
+        """Returns one code for a run whose processes exited with `codes`; negative codes are signals. Deliberate exits
+        have priority over failures, and the first failure over those that follow from it: the other ranks fail with 1,
+        or are aborted or terminated."""
         found = set(codes) - {0}
         for code in DECIDED:
             if code in found:
@@ -58,12 +57,8 @@ DECIDED = (
 
 
 class Ended(Exception):
-    """Training stops before its last step; all ranks have agreed on it.
-
-    Args:
-        code: Exit code of every rank.
-        sentence: The reason; one rank of each node prints it.
-        local_rank: The local rank that prints it; 1 if rank 0 is lost."""
+    """Training stops before its last step, with the exit `code` on every rank; all ranks have agreed on it. The rank
+    `local_rank` of each node, 1 if rank 0 is lost, prints the reason, `sentence`."""
 
     def __init__(self, code: Exit, sentence: str, local_rank: int = 0) -> None:
         super().__init__(sentence)

@@ -19,24 +19,14 @@ They are called in the order of the names of the entry points; of `at_start` and
 If one of the others raises, one line reports it: the result and the exit code do not change."""
 
 import sys
-from pathlib import Path
 
 from .errors import InputError, first_line
 from .plugins import HOOKS, registered
 
 
-def on_crash(error: Exception) -> list[str]:
-    """Calls every `on_crash`, and returns the texts to print."""
-    return [text for text in _call("on_crash", error) if isinstance(text, str)]
-
-
-def at_run_end(run: Path, error: BaseException | None) -> None:
-    """Calls every `at_run_end`."""
-    _call("at_run_end", run, error)
-
-
-def _call(name: str, *arguments: object) -> list[object]:
-    results: list[object] = []
+def call(name: str, *arguments: object) -> list[str]:
+    """Calls the function `name` of every hook that has it, and returns the texts among the results."""
+    results: list[str] = []
     try:
         points = registered(HOOKS)
     except InputError as error:
@@ -44,8 +34,9 @@ def _call(name: str, *arguments: object) -> list[object]:
         return results
     for point in points.values():
         try:
-            if function := getattr(point.load(), name, None):
-                results.append(function(*arguments))
+            function = getattr(point.load(), name, None)
+            if function and isinstance(result := function(*arguments), str):
+                results.append(result)
         except (Exception, SystemExit) as error:
             kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
             text = f"{name} of {point.name} failed: {kind}{first_line(error)}"

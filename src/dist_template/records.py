@@ -17,15 +17,22 @@ GIB = 2**30  # bytes
 
 
 def write_atomically(path: Path, text: str, keep_earlier: bool = False) -> None:
-    """Writes a text file completely or not at all; its folder must exist.
-
-    `keep_earlier` renames an existing file to `<name>.<n>.<ending>`, n counted from 0."""
+    """Writes a text file completely or not at all; its folder must exist. `keep_earlier` renames an existing file to
+    `<name>.<n>.<ending>`, n counted from 0."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     if keep_earlier and path.exists():
         earlier = len(list(path.parent.glob(f"{path.stem}.*{path.suffix}")))
         path.rename(path.with_name(f"{path.stem}.{earlier}{path.suffix}"))
     os.replace(temporary, path)
+
+
+def text_of(path: Path) -> str:
+    """Returns the content of a file of the system; "" if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def read_mapping(path: Path, cure: str, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
@@ -41,10 +48,9 @@ def read_mapping(path: Path, cure: str, parse: Callable[[str], Any] = json.loads
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns {"trainer.max_steps": 100} for {"trainer": {"max_steps": 100}}.
-
-    Lists are values; empty mappings are dropped. The value of a class's key is the class's name,
-    and its arguments are below that key, without `init_args`."""
+    """Returns {"trainer.max_steps": 100} for {"trainer": {"max_steps": 100}}. Lists are values; empty mappings are
+    dropped. The value of a class's key is the class's name, and its arguments are below that key, without
+    `init_args`."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"

@@ -117,14 +117,9 @@ def _small(project: Project, flags: tuple[str, ...], folder: Path) -> Runs:
 
 
 def project_checks(
-    project: Project,
-    *,
-    base: str = "pretrain",
-    quick: str = "quickstart",
-    strategies: Sequence[str] = ("fsdp2", "zero3"),
-    small: Sequence[str] = SMALL,
-    skip: Mapping[str, str] | None = None,
-) -> pytest.MarkDecorator:
+    project: Project, *, base: str = "pretrain", quick: str = "quickstart",
+    strategies: Sequence[str] = ("fsdp2", "zero3"), small: Sequence[str] = SMALL, skip: Mapping[str, str] | None = None,
+) -> pytest.MarkDecorator:  # fmt: skip
     """Returns a decorator of pytest: its test runs once for each check, as the argument `check`, which is called with
     an empty folder and raises AssertionError with a sentence.
 

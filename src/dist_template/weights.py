@@ -82,9 +82,8 @@ def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def to_rank_zero(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Returns every rank's `value` (plain types), by rank, on rank 0 of `group`; [] on the others. Collective.
-
-    At thousands of ranks `from_all_ranks` would send all values to each of them."""
+    """Returns every rank's `value` (plain types), by rank, on rank 0 of `group`; [] on the others. Collective. At
+    thousands of ranks `from_all_ranks` would send all values to each of them."""
     if not dist.is_initialized():
         return [value]
     values = [value] * world_size(group) if rank(group) == 0 else None
@@ -93,9 +92,8 @@ def to_rank_zero(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def distinct(value: T) -> dict[int, T]:
-    """Returns on rank 0 each different `value` by the first rank that has it, {} on the others. Collective.
-
-    Ranks send a digest, and of the ranks with equal values one sends the value."""
+    """Returns on rank 0 each different `value` by the first rank that has it, {} on the others. Collective. Ranks send
+    a digest, and of the ranks with equal values one sends the value."""
     first: dict[str, int] = {}
     for number, digest in enumerate(to_rank_zero(hashlib.sha256(repr(value).encode()).hexdigest())):
         first.setdefault(digest, number)

@@ -33,9 +33,7 @@ class Breaks(Callback):
     ) -> None:
         self.error, self.message, self.step, self.rank = error, message, step, rank
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
         if trainer.global_step == self.step and self.rank in (-1, trainer.global_rank):
             pl_module.model.register_forward_pre_hook(self.breaks)
 

@@ -20,19 +20,20 @@ from tests.support import saves
 from tests.support.faults import random_state_not_saved
 from tests.support.injury import corrupt
 from tests.support.library import global_order, manifest
-from tests.support.parity import MODELS
+from tests.support.parity import FLAGS, MODELS
 from tests.support.runs import small
 from tests.support.tiers import tiers
 from tests.support.wings import KillAt, RunRecord, first_difference
 
 pytestmark = pytest.mark.slow
 STRATEGIES = ["ddp", "fsdp2", "fsdp2_ep", "zero1", "zero2", "zero3"]
+PREDICTING = {"fsdp2", "zero2"}  # with modules that predict later tokens
 VARIED = {"fsdp2_ep", "zero2"}  # with accumulation over 2, dropout and 2 loader workers
 STEPS, EPOCH, EVERY = 15, 8, 2  # optimizer steps: of the run, of an epoch, between two checkpoints
 GLOBAL_BATCH, SEQ_LEN = 8, 64
-MODEL = MODELS["deepseek_v3"].removesuffix("}") + ", attention_dropout: DROPOUT}"
 DAMAGED = 12  # the checkpoint that is
 CELLS = {"inside a save": 7, "epoch's end": EPOCH + 1, "damaged": DAMAGED - 1}  # resumes at step
+DAILY = [*product(["fsdp2_ep", "zero3"], CELLS)]
 
 
 class Trainings(saves.Trainings):
@@ -41,7 +42,9 @@ class Trainings(saves.Trainings):
         micro_batch = GLOBAL_BATCH // processes // (2 if is_varied else 1)
         flags = [f"--data.micro_batch_size={micro_batch}"]
         flags += [f"--data.num_workers={2 if is_varied else 0}"]
-        flags += [f"--model.architecture={MODEL.replace('DROPOUT', str(0.1 * is_varied))}"]
+        model, dropout = "mtp" if strategy in PREDICTING else "deepseek_v3", 0.1 * is_varied
+        architecture = MODELS[model].removesuffix("}") + f", attention_dropout: {dropout}}}"
+        flags += [f"--model.architecture={architecture}", *FLAGS.get(model, [])]
         return super().__call__(name, strategy, *flags, *extra, **options)
 
     @cache  # noqa: B019
@@ -108,10 +111,7 @@ def _exact(value: Any) -> Any:
     return {k: v for k, v in value.items() if k.startswith(exact)} if is_metrics else value
 
 
-@pytest.mark.parametrize(
-    ("strategy", "cell"),
-    tiers(product(STRATEGIES, CELLS), daily=[*product(["fsdp2_ep", "zero3"], CELLS)]),
-)
+@pytest.mark.parametrize(("strategy", "cell"), tiers(product(STRATEGIES, CELLS), DAILY))
 def test_a_killed_run_resumes_bit_identically(train: Trainings, strategy: str, cell: str) -> None:
     """Losses, norms, learning rates, rows, random state of every rank, weights after each step."""
     whole, resumed = train.whole(strategy), train.resumed(strategy)[cell]

@@ -14,7 +14,7 @@ import pytest
 
 from dist_template import InputError, Project, plugins
 from dist_template.cli import main as command_line
-from tests.support.installed import write_metadata
+from tests.support.extras import write_metadata
 from tests.support.line import command
 from tests.support.runs import PACKAGE, PROJECT, only_run, run
 from tests.support.wings import engine

@@ -88,7 +88,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"strategy": "ddp_fork"}, "'ddp_fork' is not supported, .* set ddp"),
     ({"data": ROWS_12}, "12 is not a multiple of micro_batch_size 1 x data_parallel 8"),
     (mesh(dp_replicate_size=2, tp_size=2, data=ROWS_6), "6 is not .* 1 x data_parallel 4"),
-    (module(learning_rate=-1.0), "model.optim: Invalid learning rate: -1.0"),
+    (module(eps=-1.0), "model.optim: Invalid epsilon value: -1.0"),
     (module(warmup=1000), "warm-up of 1000 steps is not shorter than training"),
     ({"max_steps": -1, "max_epochs": -1}, "'cosine' .* needs to know how long"),
     (pipeline(rows=4), "has 1 micro-batches .* 1F1B needs 2 or more, one for each stage: edit"),

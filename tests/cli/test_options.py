@@ -29,7 +29,6 @@ class Stopped(Exception):
 
 @pytest.fixture
 def parser(monkeypatch: pytest.MonkeyPatch) -> Any:
-
     def parse(self: Any, parser: Any, args: Any) -> None:
         raise Stopped(self._subcommand_parsers["fit"])
 
@@ -49,15 +48,13 @@ WORDS = """precision=bf16-mixed max_epochs=3 min_epochs=1 max_steps=9 min_steps=
 KEPT: dict[str, str] = {word.partition("=")[0]: word.partition("=")[2] for word in WORDS.split()}
 # Options that name a class: a value, and the class that the Trainer has then.
 NAMED = {
-    "accelerator": ("cpu", "CPUAccelerator"),
-    "strategy": ("ddp", "DDPStrategy"),
+    "accelerator": ("cpu", "CPUAccelerator"), "strategy": ("ddp", "DDPStrategy"),
     "logger": ("{class_path: CSVLogger, init_args: {save_dir: x}}", "CSVLogger"),
     "callbacks": ("[LearningRateMonitor]", "LearningRateMonitor"),
     "enable_progress_bar": ("true", "ProgressBar"),
-    "enable_model_summary": ("true", "ModelSummary"),
-    "profiler": ("simple", "SimpleProfiler"),
+    "enable_model_summary": ("true", "ModelSummary"), "profiler": ("simple", "SimpleProfiler"),
     "plugins": (f"[{__name__}.Plugin]", "Plugin"),
-}
+}  # fmt: skip
 # The others: a value, and how the Trainer, the module or the configuration shows that it works.
 SHOWN: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "seed_everything": ("5", lambda cli: cli.config.fit.seed_everything == 5),

@@ -1,6 +1,7 @@
-"""What a command imports before it answers: nothing heavy for help, nothing unused for training."""
+"""What a command imports and needs: nothing heavy for help, no extra and no Linux to train."""
 
 import json
+import os
 import re
 import resource
 import subprocess
@@ -13,7 +14,8 @@ import pytest
 from dist_template import InputError, Project
 from dist_template.cli import config_file
 from dist_template.cli.verbs import verbs
-from tests.support.runs import PACKAGE
+from tests.support.extras import without_extras
+from tests.support.runs import PACKAGE, refused
 
 HEAVY = {"torch", "lightning", "transformers", "jsonargparse", "numpy", "dist_template.wings"}
 
@@ -103,3 +105,64 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
         (tmp_path / "x.yaml").write_text(text, encoding="utf-8", errors="surrogatepass")
         with pytest.raises(InputError, match=sentence):
             config_file.read(f"{tmp_path}/x.yaml")
+
+
+LIBRARY = "'dist-template["
+NEED = {
+    "deepspeed": ("fit --config=strategy/zero2", f"pip install --no-build-isolation {LIBRARY}"),
+    "wandb": ("fit --config=logger/wandb", f"pip install {LIBRARY}"),
+    "tensorboard": ("fit --trainer.logger=TensorBoard", f"pip install {LIBRARY}"),
+    "datasets": ("prepare --data.source=HubDataset --data.source.name=x", f"pip install {LIBRARY}"),
+}
+
+
+@pytest.mark.parametrize("package", NEED)
+def test_a_lack_is_explained(package: str, flags: list[str], monkeypatch: Any, capfd: Any) -> None:
+    words, command = NEED[package]
+    verb, *given = words.split()
+    monkeypatch.setitem(sys.modules, package, None)
+    said = f" needs the package {package}: {command}{package}]'"
+    assert said in refused(verb, [*flags, *given], capfd)
+
+
+# The libraries are imported first: they decide by the true platform.
+AS_ON_A_MAC = f"""
+import builtins, ctypes, io, os, sys
+import lightning.pytorch, psutil, torch.distributed.fsdp, transformers
+from runpy import run_module
+
+for name in "getaffinity setaffinity".split():
+    delattr(os, "sched_" + name)
+for name in "pidfd_open posix_fadvise posix_fallocate memfd_create".split():
+    delattr(os, name)
+
+def open_without_proc(path, *args, real=io.open, **options):
+    is_psutils = "psutil" in sys._getframe(1).f_code.co_filename  # it is built for one system
+    if str(path).startswith(("/proc/", "/sys/", "/dev/shm")) and not is_psutils:
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+    return real(path, *args, **options)
+
+class LibraryWithoutPrctl(ctypes.CDLL):
+    def __getattr__(self, name):
+        if name == "prctl":
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+io.open = builtins.open = open_without_proc
+ctypes.CDLL = LibraryWithoutPrctl
+sys.platform = "darwin"
+run_module("{PACKAGE}", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_training_needs_no_extra_and_nothing_only_linux_has(flags: Any, tmp_path: Path) -> None:
+    """With DDP, the default loggers and the report."""
+    path = os.pathsep.join([without_extras(tmp_path), os.environ["PYTHONPATH"]])
+    short = ["--trainer.max_steps=2", "--trainer.strategy=ddp", "--run.report=true"]
+    command = [sys.executable, "-c", AS_ON_A_MAC, "fit", *flags, *short]
+    env = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cure = "the report needs the package plotly: pip install 'dist-template[report]'"
+    assert f"at_run_end of diagnose failed: {cure}" in done.stderr

@@ -23,7 +23,7 @@ from tests.support.library import formats, lighten, manifest
 from tests.support.tiers import tiers
 
 FILTERS = ("ignore:Checkpoint directory", "ignore:.*your dataloader is not resumable")
-pytestmark = [pytest.mark.filterwarnings(each) for each in FILTERS]
+pytestmark = [pytest.mark.slow, *map(pytest.mark.filterwarnings, FILTERS)]
 
 EPOCH, EPOCHS = 3, 3  # optimizer steps of an epoch; epochs
 STEPS = EPOCH * EPOCHS
@@ -191,12 +191,10 @@ def differences(folder: Path, limits: dict[str, Any], wanted: Callable[[list[Sto
     return {chain: what for chain, what in found.items() if what}
 
 
-@pytest.mark.slow
 def test_no_single_interruption_changes_anything(tmp_path: Path) -> None:
     assert not differences(tmp_path, BY_STEPS, lambda once: [(stop,) for stop in once])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("limits", tiers([BY_STEPS, BY_EPOCHS, IN_STEPS], daily=[BY_EPOCHS]))
 def test_no_two_interruptions_change_anything(limits: dict[str, Any], tmp_path: Path) -> None:
     def wanted(once: list[Stop]) -> list[Chain]:

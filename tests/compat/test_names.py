@@ -22,37 +22,35 @@ FILES = """lightning torch deepspeed transformers torchrun lightning_cli fake_te
 
 # The first part of a place stands for a package.
 SHORT = {"L": "lightning.pytorch", "F": "lightning.fabric", "D": "torch.distributed"}
-SHORT |= {"Z": "deepspeed", "H": "transformers"}
+SHORT |= {"Z": "deepspeed", "H": "transformers", "E": "torch.distributed.elastic"}
+SHORT |= {"C": "lightning.pytorch.trainer.connectors", "M": "transformers.core_model_loading"}
+SHORT |= {"P": "lightning.fabric.strategies.launchers.subprocess_script"}
+SHORT |= {"S": "transformers.distributed.sharding_utils", "O": "deepspeed.runtime.zero"}
 # "module:object.attribute" of a function -> its parameters
 FUNCTIONS = {
     "L.loops.fit_loop:_FitLoop._should_accumulate": "self",
     "L.loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx": "self data_fetcher",
     "L.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor": "self",
-    "L.trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers": "self",
-    "L.trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint":
-        "self weights_only",
+    "C.signal_connector:_SignalConnector.register_signal_handlers": "self",
+    "C.checkpoint_connector:_CheckpointConnector.dump_checkpoint": "self weights_only",
     "F.utilities.distributed:_set_num_threads_if_needed": "num_processes",
     "L.strategies:ModelParallelStrategy._setup_distributed": "self",
     "L.strategies:DeepSpeedStrategy._init_deepspeed_distributed": "self",
-    "L.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.log_metrics":
-        "self metrics step",
+    "C.logger_connector.logger_connector:_LoggerConnector.log_metrics": "self metrics step",
     "L:LightningModule.configure_gradient_clipping":
         "self optimizer gradient_clip_val gradient_clip_algorithm",
     "L.plugins.precision:DeepSpeedPrecision._clip_gradients":
         "self model optimizer clip_val gradient_clip_algorithm",
-    "F.strategies.launchers.subprocess_script:_ChildProcessObserver":
-        "main_pid child_processes sleep_period",
-    "F.strategies.launchers.subprocess_script:_ChildProcessObserver._terminate_all": "self",
+    "P:_ChildProcessObserver": "main_pid child_processes sleep_period",
+    "P:_ChildProcessObserver._terminate_all": "self",
     "L.cli:LightningCLI._get": "self config key default",
     "L.cli:LightningCLI._dump_config": "self",
     "L.cli:LightningCLI._parser": "self subcommand",
     "L.cli:LightningCLI._parse_ckpt_path": "self",
     "argparse:ArgumentParser._get_formatter": "self",
-    "D.elastic.agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers":
-        "self worker_group",
-    "D.elastic.agent.server.local_elastic_agent:LocalElasticAgent._shutdown":
-        "self death_sig timeout",
-    "D.elastic.multiprocessing.api:_terminate_process_handler": "signum frame",
+    "E.agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers": "self worker_group",
+    "E.agent.server.local_elastic_agent:LocalElasticAgent._shutdown": "self death_sig timeout",
+    "E.multiprocessing.api:_terminate_process_handler": "signum frame",
     "D.checkpoint.state_dict_loader:_load_state_dict":
         "state_dict storage_reader process_group coordinator_rank no_dist planner",
     "D.checkpoint:FileSystemReader._get_metadata_path": "self rank",
@@ -63,25 +61,21 @@ FUNCTIONS = {
     "torch.utils._pytree:tree_map": "func tree rests is_leaf",
     "torch.utils._pytree:tree_leaves": "tree is_leaf",
     "Z.runtime.engine:DeepSpeedEngine._copy_recovery_script": "self save_path",
-    "Z.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale": "self has_overflow",
-    "Z.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._update_scale": "self has_overflow",
-    "Z.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state":
-        "self",
+    "O.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale": "self has_overflow",
+    "O.stage3:DeepSpeedZeroOptimizer_Stage3._update_scale": "self has_overflow",
+    "O.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": "self",
     "H.masking_utils:find_packed_sequence_indices": "position_ids",
     "H.integrations.moe:_grouped_mm": "input weight offs",
-    "H.distributed.sharding_utils:DtensorShardOperation": "param",
-    "H.distributed.sharding_utils:DtensorShardOperation.shard_tensor":
-        "self source tensor_idx device dtype",
-    "H.distributed.sharding_utils:DtensorShardOperation._slice_and_cat":
-        "self source intervals device dtype",
-    "H.distributed.sharding_utils:DtensorShardOperation._get_sub_mesh": "self mesh_dim",
+    "S:DtensorShardOperation": "param",
+    "S:DtensorShardOperation.shard_tensor": "self source tensor_idx device dtype",
+    "S:DtensorShardOperation._slice_and_cat": "self source intervals device dtype",
+    "S:DtensorShardOperation._get_sub_mesh": "self mesh_dim",
     "H.modeling_utils:get_torch_context_manager_or_global_device": "",
-    "H.core_model_loading:rename_source_key":
+    "M:rename_source_key":
         "source_key weight_renamings weight_converters base_model_prefix meta_state_dict reverse",
-    "H.core_model_loading:convert_and_load_state_dict_in_model":
-        "model state_dict load_config disk_offload_index",
-    "H.core_model_loading:revert_weight_conversion": "model state_dict",
-    "H.core_model_loading:build_glob_alternation": "globs",
+    "M:convert_and_load_state_dict_in_model": "model state_dict load_config disk_offload_index",
+    "M:revert_weight_conversion": "model state_dict",
+    "M:build_glob_alternation": "globs",
     "H.modeling_utils:remove_tied_weights_from_state_dict": "state_dict model",
     "H.modeling_utils:PreTrainedModel._get_dtype_plan": "self dtype",
     "D.device_mesh:DeviceMesh._get_root_mesh": "self",
@@ -104,14 +98,14 @@ ATTRIBUTES = {
     "L.strategies:DeepSpeedStrategy": "_config_initialized _timeout",
     "L.plugins.precision:DeepSpeedPrecision": "_desired_dtype",
     "L.core.optimizer:LightningOptimizer": "_optimizer",
-    "F.strategies.launchers.subprocess_script:_ChildProcessObserver": "_child_processes",
+    "P:_ChildProcessObserver": "_child_processes",
     "L.loggers:WandbLogger": "_wandb_init _experiment",
     "argparse:ArgumentParser": "_actions",
     "jsonargparse._typehints": "_typehint",
-    "D.elastic.agent.server.local_elastic_agent:LocalElasticAgent": "_pcontext",
-    "D.elastic.agent.server.api:SimpleElasticAgent": "_remaining_restarts _shutdown_timeout",
+    "E.agent.server.local_elastic_agent:LocalElasticAgent": "_pcontext",
+    "E.agent.server.api:SimpleElasticAgent": "_remaining_restarts _shutdown_timeout",
     "D.launcher.api": "LocalElasticAgent",
-    "D.elastic.multiprocessing.subprocess_handler.subprocess_handler": "Popen",
+    "E.multiprocessing.subprocess_handler.subprocess_handler": "Popen",
     "torch.optim:Optimizer": "_optimizer_step_pre_hooks _optimizer_step_post_hooks hooked",
     "torch.optim.optimizer": "_global_optimizer_pre_hooks _global_optimizer_post_hooks",
     "torch.optim.lr_scheduler:LRScheduler": "_wrapped_by_lr_sched _opt_called",
@@ -124,11 +118,11 @@ ATTRIBUTES = {
     "D.fsdp._fully_shard._fsdp_state:FSDPState": "_state_ctx _fsdp_param_groups",
     "torch._dynamo.config": "skip_fwd_side_effects_in_bwd_under_checkpoint",
     "Z.comm.torch": "__compatible_ops__",
-    "Z.runtime.zero.partition_parameters": "linear_bk",
+    "O.partition_parameters": "linear_bk",
     "Z.runtime.torch_autocast": "TORCH_AUTOCAST_INITIALIZED",
-    "Z.runtime.zero.parameter_offload": "fwd_pre_hook get_param_coordinator",
+    "O.parameter_offload": "fwd_pre_hook get_param_coordinator",
     "Z.utils.tensor_fragment": "_hp_mapping lp_fragment_address",
-    "Z.runtime.zero.stage_1_and_2": "_hp_optimizer_states_linked",
+    "O.stage_1_and_2": "_hp_optimizer_states_linked",
     "H.configuration_utils": "_attn_implementation",
     "H.modeling_utils": "_keys_to_ignore_on_save _from_config _no_split_modules _init_weights",
     "H.modeling_utils:PreTrainedModel": "_supports_attention_backend _supports_sdpa _is_stateful",

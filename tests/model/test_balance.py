@@ -99,6 +99,7 @@ def test_the_bias_moves_against_the_load_and_not_in_a_skipped_step() -> None:
     assert [bias.tolist() for bias in biases] == expected.tolist()
 
 
+STRATEGIES = ["ddp", "fsdp2_ep", "fsdp2_tp_ep", "tp", "zero3"]
 STEPS, LOAD, UNUSED = 8, "moe/expert_load_max_over_mean", "moe/unused_experts"
 BOTH = [  # DeepSeek-V3's bias and every loss term
     "--model.balance.aux_loss_coef=0.05", "--model.balance.sequence_loss_coef=0.01",
@@ -170,10 +171,7 @@ def assert_same_balance(got: RunRecord, expected: RunRecord) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy",
-    tiers(["ddp", "fsdp2_ep", "fsdp2_tp_ep", "tp", "zero3", "cp"], ["fsdp2_ep", "zero3", "cp"]),
-)
+@pytest.mark.parametrize("strategy", tiers([*STRATEGIES, "cp"], daily=["fsdp2_ep", "zero3", "cp"]))
 def test_a_strategy_balances_as_one(train: Trainings, one: RunRecord, strategy: str) -> None:
     assert_same_balance(train("deepseek_v3", strategy, *BOTH), one)
 

@@ -151,9 +151,8 @@ def test_blocks_are_compiled_in_two_steps(flags: list[str], monkeypatch: Any, mo
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
-    options = ["--model.blocks.compile=true", "--model.loss_chunk=64", "--data.micro_batch_size=8"]
-    options += ["--trainer.max_steps=6", "--trainer.log_every_n_steps=3"]
-    options += ["--trainer.limit_val_batches=0"]
+    options = """--model.blocks.compile=true --model.loss_chunk=64 --data.micro_batch_size=8
+        --trainer.max_steps=6 --trainer.log_every_n_steps=3 --trainer.limit_val_batches=0""".split()
     assert run("fit", *flags, *options, f"--model.architecture={MODELS[model]}") == 0
     assert not counters["graph_break"]
     assert graphs[0] == 0 < graphs[1] and set(graphs[2:]) == {graphs[2]}

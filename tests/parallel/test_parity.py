@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support import parity
+from tests.support import chats, parity
 from tests.support.library import read_full
 from tests.support.parity import CLIP, PROCESSES, STEPS, PauseAfter, Trainings
 from tests.support.runs import newest
@@ -22,7 +22,7 @@ COMBINED = {"zero2_offload", "zero3_offload", "fsdp2_tp_ep"}  # of strategies th
 DAILY = [("mtp", "pp"), *(("deepseek_v3", name) for name in PROCESSES if name not in COMBINED)]
 CASES = [("deepseek_v3", strategy) for strategy in PROCESSES]
 CASES += [("llama", strategy) for strategy in PROCESSES if strategy not in FOR_EXPERTS]
-CASES += [("deepseek_v4", name) for name in ("fsdp2_ep", "pp_ep", "tp", "zero3")]
+CASES += [("deepseek_v4", name) for name in ("ddp", "fsdp2_ep", "pp_ep", "tp", "zero3")]
 CASES += [("deepseek_v32", name) for name in PROCESSES if name != "cp"]  # with MTP, as GLM-5
 CASES += [("glm_moe_dsa", name) for name in PROCESSES if name != "cp" and name[:2] != "pp"]
 CASES += [("mtp", name) for name in PROCESSES]
@@ -47,11 +47,37 @@ def test_a_strategy_trains_to_the_numbers_of_one_process(
     assert samples == expected, "every global batch has the same samples"
 
 
-def test_accumulation_equals_one_big_batch(train: Trainings) -> None:
-    big, small = train("deepseek_v3", "one", accumulation=1), train("deepseek_v3", "one")
-    assert small.loss == pytest.approx(big.loss, rel=1e-5)
-    assert small.grad_norm == pytest.approx(big.grad_norm, rel=1e-4)
-    parity.assert_close(small.end, big.end, 1e-5)
+@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2", "tp", "cp", "pp", "zero3"], daily=[]))
+def test_modules_learn_the_answers_of_conversations(train: Trainings, strategy: str) -> None:
+    """Several in a row; the labels of questions do not count."""
+    folder = train.folder / "chats"
+    if not folder.exists():
+        chats.taught(chats.tokenizer(folder) / "chats.jsonl")
+    given = [f"--data.source.paths=[{folder}/chats.jsonl]", f"--data.tokenizer.path={folder}"]
+    given = ["--data.source=Chat", "--data.tokenizer=Pretrained", *given, "--data.seq_len=128"]
+    one, many = (
+        train("mtp", name, *given, prelude=parity.keep_labels) for name in ("one", strategy)
+    )
+    parity.assert_trains_alike(many, one)
+
+
+@pytest.mark.parametrize("strategy", tiers(["one", "fsdp2", "pp", "zero3"], daily=[]))
+def test_exported_modules_are_trained_further(
+    train: Trainings, strategy: str, tmp_path: Path
+) -> None:
+    trained = train("mtp", "one")
+    given = [f"--checkpoint={newest(trained.run)}", f"--output={tmp_path / 'out'}"]
+    train.run("export", "mtp", "one", *given)
+    given = [
+        f"--model.pretrained={tmp_path / 'out'}",
+        "--trainer.max_steps=1",
+        "--model.optim.warmup=0",
+    ]
+    one, many = (train.run("fit", "mtp", name, *given) for name in ("one", strategy))
+    assert all(torch.equal(many.start[name], tensor) for name, tensor in trained.end.items())
+    losses = [run.metric("train/mtp_loss") for run in (one, many)]
+    assert losses[0][1] < train("mtp", "one").metric("train/mtp_loss")[1] - 0.1
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 LEGS = [("deepseek_v3", "one fsdp2 zero2 tp zero3"), ("deepseek_v3", "zero3 tp zero2 fsdp2 one"),

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dist_template import InputError
 from dist_template.parallel.pipeline import partition
-from dist_template.parallel.pipeline.division import Division
+from dist_template.parallel.pipeline.division import BlockProxy, Division, StagePass
 from dist_template.parallel.pipeline.stages import stage_facts, stages_per_rank
 from tests.support.library import SCHEDULES, manifest
 from tests.support.parity import MODELS, PauseAfter, Trainings, assert_close, assert_trains_alike
@@ -135,6 +135,19 @@ def test_each_stage_of_a_users_own_model_computes_its_part() -> None:
         here = sum(parameter.numel() for parameter in part.parameters())
         assert here < sum(parameter.numel() for parameter in whole.parameters()) / 2
     assert hidden is None and torch.equal(output, expected)
+
+
+def test_a_block_that_returns_more_than_hidden_states_is_refused() -> None:
+    class Pair(nn.Linear):
+        def forward(self, input: Tensor) -> Any:
+            return super().forward(input), None
+
+    stage = StagePass(2)
+    with (
+        stage.running((0, 1), None, True),
+        pytest.raises(InputError, match="not as Pair: set pp_size 1"),
+    ):
+        BlockProxy(Pair(2, 2), 0, stage)(torch.zeros(1, 2))
 
 
 UNITS = {"F": 1, "B": 2}  # of time: forward, backward

@@ -19,11 +19,8 @@ from tests.support.strategies import flags_of
 
 ZERO = "--trainer.strategy=dist_template.parallel.zero.ZeroStrategy"
 EVERY_AUTO = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "bf16": {"enabled": "auto"},
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto", "loss_scale": 0},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto",
         "weight_decay": "auto"}},

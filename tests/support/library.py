@@ -20,7 +20,7 @@ from dist_template.cluster.rendezvous import Rendezvous
 from dist_template.compat.lightning_cli import keys_of
 from dist_template.compat.loop import lighten
 from dist_template.layout import total_norm
-from dist_template.model import muon, optim, proof, training_module
+from dist_template.model import optim, proof, training_module
 from dist_template.model.balance import Balancer
 from dist_template.model.metrics import MetricBuffer
 from dist_template.observe.history.run import RunFile, read_lines

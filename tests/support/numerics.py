@@ -22,12 +22,9 @@ from tests.support.wings import RunRecord
 
 
 def spoil_loss(
-    steps: Container[int],
-    rank: int = 0,
-    micro_batch: int = 0,
-    factor: float = math.nan,
+    steps: Container[int], rank: int = 0, micro_batch: int = 0, factor: float = math.nan,
     replace: Callable[..., None] = setattr,
-) -> None:
+) -> None:  # fmt: skip
     """Multiplies one rank's loss in a micro-batch of these steps by `factor`."""
     original = LanguageModule.training_step
 

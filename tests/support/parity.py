@@ -75,6 +75,10 @@ def mask_labels() -> None:
     Rows.__getitems__ = masked
 
 
+def keep_labels() -> None:
+    """In each worker: the labels that the data count."""
+
+
 class PauseAfter(Callback):
     """Stops training after `step`, as a job's time limit does; the schedule does not change."""
 

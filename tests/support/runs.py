@@ -86,11 +86,9 @@ class Workers:
         return run_ranks(self.num, self.project, argv, record, **options)
 
 
-def run_in_subprocess(
-    verb: str, *flags: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run_in_subprocess(verb: str, *flags: str, **given: str) -> subprocess.CompletedProcess[str]:
     """`python -m <package> VERB …` as typed; needed where Lightning starts further processes."""
-    env = clean_environment(**environment, OMP_NUM_THREADS="1")
+    env = clean_environment(**given, OMP_NUM_THREADS="1")
     argv = [sys.executable, "-m", PACKAGE, verb, *flags]
     options: Any = {"capture_output": True, "text": True, "timeout": 300, "check": False}
     return subprocess.run(argv, env=env, cwd=PROJECT, **options)

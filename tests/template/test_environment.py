@@ -152,10 +152,8 @@ STOPS: dict[str, tuple[Callable[[Machine], None], str, str, str]] = {
     "no CPU build": (nothing, "", "torch==2.13.0+cpu", "its CUDA build has several GB: name"),
     "another package": (nothing, "", "yarl==1.25.1", "A package was not installed, see above"),
     "a stale lock, hashes": (stale, "HASHES=1", "none", "pyproject.toml was edited after"),
-    "no folder": (
-        lambda machine: machine.edit(ROOT.as_uri(), "file:///nowhere"), "", "none",
-        "pyproject.toml names the folder /nowhere for dist-template, which is not there",
-    ),
+    "no folder": (lambda machine: machine.edit(ROOT.as_uri(), "file:///nowhere"), "", "none",
+        "pyproject.toml names the folder /nowhere for dist-template, which is not there"),
 }  # fmt: skip
 
 

@@ -53,10 +53,9 @@ BAD = {
     "not only text, such as an image": {"messages": [{"role": "user", "content": [{"image": 1}]}]},
     "a turn without a role: give messages": {"messages": [{"content": "x"}]},
     "content is no text": {"messages": [{"role": "user", "content": 3}]},
-    "is no JSON object": [GOOD],
-    "only text: give messages": {"text": "a"},
+    "is no JSON object": [GOOD], "only text: give messages": {"text": "a"},
     "tools that are not JSON": {**GOOD, "tools": "{"},
-}
+}  # fmt: skip
 
 
 def test_a_wrong_record_is_one_sentence_with_file_and_line(tmp_path: Path) -> None:

@@ -73,15 +73,12 @@ def test_a_model_learns_a_format_of_answers(strategy: str, tmp_path: Path, capfd
 
 
 SPANS = {  # a flag of the source: what is shown of the first conversation, and of the sixth
-    "train_on=assistant": (
-        ["[[Uno.<|im_end|>]]", "14 trained on", "[[Due, ok.<|im_end|>]]"],
+    "train_on=assistant": (["[[Uno.<|im_end|>]]", "14 trained on", "[[Due, ok.<|im_end|>]]"],
         ["((Uno.<|im_end|>))", "5 not by train or weight", "9 trained on"]),
-    "train_on=last": (
-        ["((Uno.<|im_end|>))", "5 not by train_on", "[[Due, ok.<|im_end|>]]", "9 trained on"],
-        ["((Uno.<|im_end|>))", "5 not by train or weight"]),
-    "roles=[user]": (
-        ["[[One?<|im_end|>]]", "10 trained on", "((Due, ok.<|im_end|>))", "14 not by roles"],
-        ["5 not by train or weight", "9 not by roles"]),
+    "train_on=last": (["((Uno.<|im_end|>))", "5 not by train_on", "[[Due, ok.<|im_end|>]]",
+        "9 trained on"], ["((Uno.<|im_end|>))", "5 not by train or weight"]),
+    "roles=[user]": (["[[One?<|im_end|>]]", "10 trained on", "((Due, ok.<|im_end|>))",
+        "14 not by roles"], ["5 not by train or weight", "9 not by roles"]),
 }  # fmt: skip
 
 
@@ -118,9 +115,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], RunRecord
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy", tiers(["ddp", "fsdp2", "tp", "zero2", "zero3"], daily=["fsdp2", "zero3"])
-)
+@pytest.mark.parametrize("strategy", tiers("ddp fsdp2 tp zero2 zero3".split(), ["fsdp2", "zero3"]))
 def test_embeddings_get_rows_for_new_tokens(strategy: str, base: Any, tmp_path: Path) -> None:
     given, one = base
     more = ["--trainer.devices=2", *flags_of(strategy), f"--run.root={tmp_path}"]

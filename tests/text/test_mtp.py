@@ -24,12 +24,17 @@ DATA: Any = SimpleNamespace(vocab_size=211, eos_token_id=1, seq_len=24)
 LENGTHS = [[24], [10, 14], [3, 1, 20]]  # of the documents in each row
 
 
-@pytest.fixture
-def module() -> Any:
+def build(kind: str, **more: Any) -> Any:
     torch.manual_seed(0)
-    found: Any = LanguageModule(yaml.safe_load(MODELS["mtp"]), mtp=mtp.MtpConfig(weight=0.5))
+    architecture = yaml.safe_load(MODELS[kind]) | more
+    found: Any = LanguageModule(architecture, mtp=mtp.MtpConfig(weight=0.5))
     found.model = mtp.add_modules(found.build_model(DATA))
     return found
+
+
+@pytest.fixture
+def module() -> Any:
+    return build("mtp")
 
 
 @pytest.fixture
@@ -96,8 +101,9 @@ def test_losses_are_those_of_each_document_alone(
     assert module(batch).shape == (3, 24, 211), "without them the output is the model's own"
 
 
-def test_transformers_reads_the_exported_modules(module: Any, tmp_path: Path) -> None:
-    trained, tokens = module.model.eval(), torch.randint(2, 211, (1, 12))
+@pytest.mark.parametrize("kind", ["mtp", "deepseek_v32", "glm_moe_dsa"])
+def test_transformers_reads_the_exported_modules(kind: str, tmp_path: Path) -> None:
+    trained, tokens = build(kind).model.eval(), torch.randint(2, 211, (1, 12))
     expected = trained(input_ids=tokens, use_cache=False).logits
     weights = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
     safetensors_files.write_weights(trained, dict(weights), torch.float32, "5GB", tmp_path)
@@ -109,7 +115,20 @@ def test_transformers_reads_the_exported_modules(module: Any, tmp_path: Path) ->
         assert torch.equal(tensor, weights[f"mtp.layers.{name}"]), name
 
 
-def test_an_architecture_without_modules_is_refused() -> None:
-    given: Any = LanguageModule(yaml.safe_load(MODELS["llama"]))
+def test_architectures_without_modules_are_refused(batch: dict[str, Tensor]) -> None:
     with pytest.raises(InputError, match="num_mtp_layers of 1 or more"):
-        mtp.add_modules(given.build_model(DATA))
+        build("llama")
+    MODELS["gpt2"] = "{model_type: gpt2, n_embd: 32, n_head: 2, n_layer: 2}"
+    with pytest.raises(InputError, match="builds no modules for GPT2LMHeadModel"):
+        build("gpt2", num_mtp_layers=1)
+    module = build("deepseek_v4", num_mtp_layers=1)
+    module.chunked_loss = ChunkedLoss(module.model, module.sums, None)
+    with pytest.raises(InputError, match="states of shape .*3, 32.* set model.mtp null"):
+        mtp.sums_with_predictions(module, mtp.look_ahead(batch, 1))
+
+
+def test_a_block_may_return_more_than_hidden_states(batch: dict[str, Tensor]) -> None:
+    module = build("glm_moe_dsa")
+    module.chunked_loss = ChunkedLoss(module.model, module.sums, None)
+    mtp.sums_with_predictions(module, mtp.look_ahead(batch, 1))["objective"].backward()
+    assert all(p.grad is not None for p in module.model.mtp.layers[0].eh_proj.parameters())

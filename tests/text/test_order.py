@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from itertools import count, repeat
+from itertools import count, islice, repeat
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from trainer_dev.data import DataModule
 
+from dist_template.by_tokens import Phase
 from dist_template.text.batches import loader
 from dist_template.text.batches.rows import best_fit
 from tests.support.library import global_order
@@ -100,6 +101,29 @@ def test_a_run_of_any_attempts_reads_the_stream_without_a_gap(
     uninterrupted = stream(run.num_rows, seed)
     assert run.rows == [next(uninterrupted) for _ in run.rows]
     assert len(run.rows) == sum(job.steps * job.global_batch for job in jobs)
+
+
+GROWS = [Phase(12, 0), Phase(48, 3000, "linear"), Phase(24, 4000, "cosine"), Phase(36)]
+
+
+def steps_that_grow(micro: int, ranks: int, start: int, num: int) -> list[list[int]]:
+    orders = []
+    for rank in range(ranks):
+        place = {"rank": rank, "world_size": ranks, "consumed": lambda: start, "seq_len": 10}
+        orders.append(global_order.GlobalOrder(50, GROWS, micro, **place))
+    batches, sizes = zip(*orders, strict=False), orders[0].accumulations()
+    return [sorted(sum(sum(islice(batches, next(sizes)), ()), [])) for _ in range(num)]
+
+
+@pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (2, 3), (3, 4), (6, 2)])
+def test_batches_that_grow_have_the_same_samples_on_any_number_of_ranks(
+    micro: int, ranks: int
+) -> None:
+    steps = steps_that_grow(12, 1, 0, 20)
+    assert [len(each) for each in steps] == [*[12] * 9, *[24] * 4, *[36] * 5, 24, 36]
+    assert steps_that_grow(micro, ranks, 0, 20) == steps
+    resumed = steps_that_grow(micro, ranks, sum(map(len, steps[:9])), 11)
+    assert resumed == steps[9:], "in the middle of a change"
 
 
 @PROPERTY

@@ -107,9 +107,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fault], None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_named(
-    trained: Any, tmp_path: Path, planted: Callable[[Fault], None], fault: Fault
-) -> None:
+def test_a_planted_fault_is_named(trained: Any, tmp_path: Path, planted: Any, fault: Fault) -> None:
     planted(fault)
     output, sentence = tmp_path / "out", FAULTS[fault]
     with pytest.raises(InputError, match=sentence) as error, command.written_at_once(output) as out:

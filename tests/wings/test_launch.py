@@ -24,8 +24,8 @@ from dist_template.wings.launch import command, nodes
 from tests import ROOT
 from tests.support import launched as of
 from tests.support import runs
+from tests.support.extras import write_metadata
 from tests.support.injury import OF_A_LAUNCHER
-from tests.support.installed import write_metadata
 from tests.support.launched import STEPS, Launched, one_machine, site
 from tests.support.line import main
 from tests.support.runs import PACKAGE, PROJECT, logged, only_run, refused, run
@@ -176,11 +176,10 @@ HOSTFILE = "--no_ssh --node_rank 0 --master_addr 127.0.0.1 --hostfile {folder}/h
 RDZV = "--rdzv-backend c10d --rdzv-endpoint localhost:0"
 OWN = {
     "torchrun": "torchrun --nproc_per_node 2 -m",
-    "torchrun c10d": f"torchrun {RDZV} --nproc_per_node 2 -m",
-    "accelerate": ACCELERATE,
+    "torchrun c10d": f"torchrun {RDZV} --nproc_per_node 2 -m", "accelerate": ACCELERATE,
     "deepspeed": "deepspeed --num_gpus 2 --module",
     "deepspeed hostfile": f"deepspeed {HOSTFILE} --module",
-}
+}  # fmt: skip
 
 
 @pytest.mark.nightly

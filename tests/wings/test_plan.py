@@ -10,6 +10,7 @@ import pytest
 import yaml
 from trainer_dev.module import LanguageModule
 
+from dist_template import OptimConfig
 from dist_template.cli.limits.machine import Machine as Described
 from dist_template.parallel.estimates import estimate_of
 from dist_template.parallel.estimates.candidates import Candidate
@@ -40,7 +41,8 @@ TRAINED = """ddp 32-true none, ddp bf16-mixed none, fsdp2 bf16-mixed none, fsdp2
     fsdp2 bf16-mixed none experts, fsdp2_ep bf16-mixed none experts, tp 32-true none,
     zero1 bf16-mixed none, zero2 32-true none, zero3 bf16-mixed none, ddp 32-true selective,
     fsdp2_offload bf16-true full, ddp 32-true full experts, ddp 32-true none predicting,
-    fsdp2 bf16-mixed full predicting, zero3 bf16-mixed none predicting"""
+    fsdp2 bf16-mixed full predicting, zero3 bf16-mixed none predicting, ddp 32-true none muon,
+    fsdp2_ep bf16-mixed none experts muon"""
 CASES = [" ".join(case.split()) for case in TRAINED.split(",")]
 DAILY = [CASES[5], CASES[9]]
 H100S = Machine(1, 2, 80 * GB, 6e14, 3e11, 4e10)
@@ -52,9 +54,13 @@ def of_modules(shape: Any) -> list[str]:
     return ["--model.mtp.weight=0.3"] * ("num_mtp_layers" in shape)
 
 
-def planner(shape: Any, batch: int, seq_len: int, precision: str = "", on: str = "cuda") -> Planner:
+def planner(
+    shape: Any, batch: int, seq_len: int, precision: str = "", on: str = "cuda", by: Any = "adamw"
+) -> Planner:
     ahead = mtp.MtpConfig() if of_modules(shape) else None
-    module = LanguageModule(architecture={"vocab_size": 257} | shape, mtp=ahead)
+    optim = OptimConfig(optimizer=by)
+    full = {"vocab_size": 257} | shape
+    module = LanguageModule(architecture=full, mtp=ahead, optim=optim)
     sizes = {"seq_len": seq_len, "global_batch_size": batch}
     data = SimpleNamespace(**sizes, cross_document_attention=False)
     return Planner(module, data, {}, Described(on, 1, 1, precision or "bf16-mixed"))
@@ -84,14 +90,15 @@ def most(folder: Path, what: str) -> float:
 @pytest.mark.parametrize("case", tiers(CASES, DAILY))
 def test_predicted_bytes_are_those_of_a_training(flags: Any, tmp_path: Path, case: str) -> None:
     """State within 5 %; within 15 % what the last of two micro-batches allocates."""
-    strategy, precision, mode, *kind = case.split()
-    architecture = KINDS[kind[0]] if kind else LLAMA
+    strategy, precision, mode, *more = case.split()
+    architecture = next((KINDS[each] for each in more if each in KINDS), LLAMA)
+    by = "muon" if "muon" in more else "adamw"
     batch = 2 * ROWS if strategy == "tp" else 4 * ROWS
     own = [f"--model.blocks.checkpointing={mode}", f"--trainer.precision={precision}"]
-    own += of_modules(architecture)
+    own += [f"--model.optim.optimizer={by}", *of_modules(architecture)]
     with_ = [State(tmp_path), Allocated(tmp_path)]
     train(tmp_path, 2, architecture, batch, [*flags, *flags_of(strategy), *own], with_)
-    made = planner(architecture, batch, SEQ_LEN, precision, "cpu")
+    made = planner(architecture, batch, SEQ_LEN, precision, "cpu", by)
     planned = estimate(made, strategy, 2, ROWS, mode)
     parts, memory = planned.parts(), planned.sharding.memory(planned.facts)
     moving = parts["activations"] + max(parts["logits"], parts["backward"])

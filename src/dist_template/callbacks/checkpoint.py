@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from ..records import GIB
 from .training_log import call
 
 
+@dataclass(eq=False)
 class LastCheckpoint(Checkpoint):
     """Writes `step<N>.ckpt` every `every_n_steps` and at the end; a run resumes from the newest.
 
@@ -40,20 +42,15 @@ class LastCheckpoint(Checkpoint):
         accept_changes: Keys, such as [data.seq_len], that may differ from the checkpoint's although
             the samples, the model's function or its loss depend on them."""
 
-    def __init__(
-        self,
-        every_n_steps: int = 100,
-        keep: int = 2,
-        asynchronous: bool = False,
-        dirpath: str = "{run}/checkpoints",
-        accept_changes: list[str] = [],  # noqa: B006  (it is never modified)
-    ) -> None:
-        check_least("last_checkpoint", every_n_steps=(every_n_steps, 1), keep=(keep, 1))
-        self.every_n_steps = every_n_steps
-        self.keep = keep
-        self.asynchronous = asynchronous
-        self.folder = Path(dirpath)
-        self.accept_changes = accept_changes
+    every_n_steps: int = 100
+    keep: int = 2
+    asynchronous: bool = False
+    dirpath: str = "{run}/checkpoints"
+    accept_changes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_least("last_checkpoint", every_n_steps=(self.every_n_steps, 1), keep=(self.keep, 1))
+        self.folder = Path(self.dirpath)
         self.fixed_settings: dict[str, object] = {}  # for the manifest
         self.saved_step = 0  # there is nothing to save before the first step
         self._saver: commit.BackgroundSaver | None = None
@@ -198,6 +195,7 @@ def _failure(path: Path, error: commit.SaveError) -> str:
     return weights.broadcast(sentence)
 
 
+@dataclass(eq=False)
 class BestCheckpoint(Checkpoint):
     """Keeps `best-step<N>.ckpt`, the checkpoints with the best validation results.
 
@@ -207,17 +205,13 @@ class BestCheckpoint(Checkpoint):
         keep: How many to keep. 0 turns it off.
         dirpath: The folder."""
 
-    def __init__(
-        self,
-        monitor: str = "eval/loss",
-        mode: Literal["min", "max"] = "min",
-        keep: int = 1,
-        dirpath: str = "{run}/checkpoints",
-    ) -> None:
-        self.monitor = monitor
-        self.mode = mode
-        self.keep = keep
-        self.folder = Path(dirpath)
+    monitor: str = "eval/loss"
+    mode: Literal["min", "max"] = "min"
+    keep: int = 1
+    dirpath: str = "{run}/checkpoints"
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.dirpath)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.folder = in_run(self.folder, trainer)

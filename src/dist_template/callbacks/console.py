@@ -31,9 +31,8 @@ HEALTH = 36  # characters of a finding's title
 
 
 def only_shows(hook: Any) -> Any:
-    """Decorates a method whose errors must not end training: each is reported once.
-
-    Errors that concern other ranks are raised: a lost rank, and a decision of all ranks."""
+    """Decorates a method whose errors must not end training: each is reported once. Errors that concern other ranks are
+    raised: a lost rank, and a decision of all ranks."""
     reported: set[str] = set()
 
     @wraps(hook)

@@ -31,10 +31,7 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 
 
 class Crash(Callback):
-    """Records the exception. It is the first callback, so that nothing has changed since the error.
-
-    Args:
-        folder: The run's folder."""
+    """Records the exception. It is the first callback, so that nothing has changed since the error."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / RunFile.CRASHES

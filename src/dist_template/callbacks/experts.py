@@ -40,7 +40,6 @@ class Experts(Callback):
             return
         self._balancer, self._is_first, self._is_on = balancer, True, True
         self._handles = balancer.attach(pl_module.device)
-        self._set_speed(pl_module)
         callbacks: list[Any] = getattr(trainer, "callbacks", [])
         self._numerics = next((each for each in callbacks if isinstance(each, Numerics)), None)
 
@@ -59,7 +58,8 @@ class Experts(Callback):
         if self._is_on:
             self._balancer.counts_now = False  # a checkpointed block runs again in backward
             if self._balancer.needs_loads and not accumulates(trainer):
-                self._set_speed(pl_module)
+                given = self._balancer.config.bias_update_speed
+                self._balancer.bias_update_speed = value_now(pl_module, SPEED, given)
                 self._balancer.begin_reduction()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
@@ -69,11 +69,6 @@ class Experts(Callback):
             if self._balancer.needs_loads:
                 self._balancer.finish_step(self._numerics and self._numerics.skipped)
             self._balancer.loads.zero_()
-
-    def _set_speed(self, module: L.LightningModule) -> None:
-        """Sets the speed of this optimizer step, in which the biases move."""
-        given = self._balancer.config.bias_update_speed
-        self._balancer.bias_update_speed = value_now(module, SPEED, given)
 
     def on_log_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]) -> None:
         if not self._is_on:

@@ -25,6 +25,7 @@ import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import Sampler
 
+from ..by_tokens import Phase, batch_at
 from ..compat.epochs import begin_step
 from ..compat.lightning import batch_progress
 from ..model.any_module import callbacks_of, metrics_of
@@ -41,11 +42,11 @@ class GlobalOrder(Sampler[list[int]]):
     the next epoch. `consumed` is called when iteration starts, because the checkpoint is loaded
     after the loader is made. Without a `seed` rows are not shuffled.
 
-    `stream` returns the row at a position of the stream. It replaces the order by epochs. `size_at` returns the global
-    batch of a step before which so many samples were consumed. Then there is no end."""
+    `stream` returns the row at a position of the stream. It replaces the order by epochs. Where the global batch has
+    phases by consumed tokens, `seq_len` a sample, there is no end."""
 
     num_rows: int
-    global_batch_size: int
+    global_batch_size: int | list[Phase]
     micro_batch_size: int
     rank: int = 0
     world_size: int = 1
@@ -53,22 +54,21 @@ class GlobalOrder(Sampler[list[int]]):
     consumed: Callable[[], int] = lambda: 0
     repeat_first_batch: bool = False
     stream: Callable[[int], int] | None = None
-    size_at: Callable[[int], int] | None = None
+    seq_len: int = 1
 
     def __post_init__(self) -> None:
         self.samples_per_batch = self.micro_batch_size * self.world_size
-        self.accumulation = self.global_batch_size // self.samples_per_batch
 
     def __len__(self) -> int:
-        if self.size_at:
+        if isinstance(self.global_batch_size, list):
             return sys.maxsize  # without a length, Lightning reads a batch before it loads a checkpoint
-        return self.num_rows // self.global_batch_size * self.accumulation
+        return self.num_rows // self.global_batch_size * next(self.accumulations())
 
     def accumulations(self) -> Iterator[int]:
         """Yields the micro-batches of each optimizer step, from the consumed samples on."""
         position = self.consumed()
         while True:
-            size = self.size_at(position) if self.size_at else self.global_batch_size
+            size = batch_at(self.global_batch_size, position * self.seq_len)
             yield size // self.samples_per_batch
             position += size
 
@@ -77,7 +77,7 @@ class GlobalOrder(Sampler[list[int]]):
         for batch in range(len(self)):
             position = start + batch * self.samples_per_batch
             if self.repeat_first_batch:
-                position %= self.global_batch_size
+                position %= batch_at(self.global_batch_size, 0)
             yield self._entries(position + self.rank * self.micro_batch_size, self.micro_batch_size)
 
     def _entries(self, position: int, count: int) -> list[int]:
@@ -96,10 +96,8 @@ class GlobalOrder(Sampler[list[int]]):
 
 
 def scattered(places: np.ndarray, num_rows: int, *seeds: int) -> np.ndarray:
-    """Returns the rows at `places` (n,) of an order like `shuffled`'s, without the other rows.
-
-    It is a Feistel network on the smallest square of a power of two that holds all rows; a number that is no row is put
-    through it again."""
+    """Returns the rows at `places` (n,) of an order like `shuffled`'s, without the other rows. It is a Feistel network
+    on the smallest square of a power of two that holds all rows; a number that is no row is put through it again."""
     last, half = np.uint64(num_rows - 1), np.uint64(((num_rows - 2).bit_length() + 1) // 2)
     keys = np.random.default_rng(seeds).integers(2**64, size=8, dtype=np.uint64)
     rows = places.astype(np.uint64)
@@ -129,10 +127,9 @@ def shuffled(num_rows: int, *seeds: int) -> np.ndarray:
 
 
 def eval_batches(sizes: dict[str, int], micro_batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[int]]:
-    """Returns a rank's batches for evaluation, of one source each, the sources interleaved.
-
-    Together the ranks read every row exactly once. Padding gives all ranks the same number of full batches. `sizes` are
-    the numbers of rows of each source; row -1 - n is padding of source n."""
+    """Returns a rank's batches for evaluation, of one source each, the sources interleaved. Together the ranks read
+    every row exactly once. Padding gives all ranks the same number of full batches. `sizes` are the numbers of rows of
+    each source; row -1 - n is padding of source n."""
     timed, first = [], 0
     for number, size in enumerate(sizes.values()):
         num_batches = -(-size // (micro_batch_size * world_size))
@@ -206,7 +203,7 @@ class ConsumedSamples(Callback):
         self._base_batches = batch_progress(trainer).total.processed
         self._loaded = {}
         if self.grows:  # a checkpoint is written after a full step
-            begin_step(trainer, trainer.accumulate_grad_batches)
+            begin_step(trainer, 0)
 
 
 def _rescale(progress: Any, old: int, global_batch_size: int, new: int) -> None:

@@ -81,6 +81,7 @@ class StepCheck:
         return of_loss or (of_norm if len(of_norm) < len(self.norms) else [])
 
 
+@dataclass(eq=False)
 class Numerics(Callback):
     """Skips anomalous optimizer steps, records them, and stops or continues.
 
@@ -98,25 +99,18 @@ class Numerics(Callback):
             many in a row: by then the initial scale of 2**16 has been halved to 1.
         folder: The folder of `incidents.jsonl`."""
 
-    def __init__(
-        self,
-        on_non_finite: Policy = "stop",
-        on_spike: Literal["off"] | Policy = "off",
-        spike_window: int = 128,
-        spike_sigmas: float = 6.0,
-        patience: int = 20,
-        folder: str = "{run}",
-    ) -> None:
-        limits = {"spike_window": (spike_window, 4), "spike_sigmas": (spike_sigmas, 0), "patience": (patience, 1)}
-        check_least("numerics", **limits)
-        self.on_non_finite = on_non_finite
-        self.on_spike = on_spike
-        self.spike_window = spike_window
-        self.spike_sigmas = spike_sigmas
-        self.patience = patience
-        self.folder = folder
+    on_non_finite: Policy = "stop"
+    on_spike: Literal["off"] | Policy = "off"
+    spike_window: int = 128
+    spike_sigmas: float = 6.0
+    patience: int = 20
+    folder: str = "{run}"
+
+    def __post_init__(self) -> None:
+        least = {"spike_window": 4, "spike_sigmas": 0, "patience": 1}
+        check_least("numerics", **{key: (getattr(self, key), value) for key, value in least.items()})
         self.skipped: Tensor | None = None  # () 1 where the newest step was skipped, on the device
-        self._recent = torch.full((spike_window,), math.nan)  # the loss of step i is at i % window
+        self._recent = torch.full((self.spike_window,), math.nan)  # the loss of step i is at i % window
         self._no_limit, self._steps = torch.tensor(math.inf), 0
         self._loss: Tensor | None = None  # () of this rank, over this step's micro-batches so far
         self._check: StepCheck | None = None  # of the current step

@@ -14,7 +14,7 @@ import yaml
 from lightning.pytorch import Callback
 
 from .. import weights
-from ..by_tokens import phases_in, sizes_of
+from ..by_tokens import values_of
 from ..cluster.environment import environment
 from ..model.any_module import data_of, network_of, size_of, typed_attribute
 from ..model.balance import Balancer
@@ -61,9 +61,8 @@ class Record(Callback):
 
 
 def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> Facts:
-    """Writes `facts.json` on rank 0, when the model is on its device, and returns its content. Collective.
-
-    Unknown values are null: a custom model or datamodule may lack what is read here."""
+    """Writes `facts.json` on rank 0, when the model is on its device, and returns its content. Collective. Unknown
+    values are null: a custom model or datamodule may lack what is read here."""
     hosts = weights.to_rank_zero(platform.node())
     if not trainer.is_global_zero:
         return {}
@@ -73,7 +72,7 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
     if balancer:
         balance = {"has_bias": balancer.has_bias, "aux_loss_coef": balancer.aux_loss_coef}
     steps = trainer.estimated_stepping_batches
-    counts = ("total", "trainable", "in_4_bits", "active", "embedding")
+    counts = ("total", "trainable", "in_4_bits", "matrices", "active", "embedding")
     facts = {
         "parameters": {name: getattr(size, name) for name in counts},
         "model": {
@@ -88,7 +87,6 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
         },
         "balance": balance,
         "data": _data(data),
-        "by_tokens": _by_tokens(data, module),
         "machine": _machine(trainer, hosts),
         "pipeline": run_strategy(trainer.strategy).layers.facts or {},
         "training": {
@@ -105,17 +103,10 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
 
 def _data(data: Any) -> Facts:
     facts = {name: getattr(data, name, None) for name in ("seq_len", "accumulation")}
-    corpus, is_known = getattr(data, "corpus", None), getattr(data, "global_batch_size", None) and facts["seq_len"]
-    facts["tokens_per_step"] = max(sizes_of(data).all) * facts["seq_len"] if is_known else None
+    size, corpus = max(values_of(getattr(data, "global_batch_size", None) or 0)), getattr(data, "corpus", None)
+    facts["tokens_per_step"] = int(size) * facts["seq_len"] if size and facts["seq_len"] else None
     facts["train_tokens"] = corpus and corpus.num_tokens("train")
     return facts
-
-
-def _by_tokens(data: Any, module: L.LightningModule) -> Facts:
-    if not hasattr(data, "batch_sizes"):
-        return {}
-    of_model = {f"model.{key}": getattr(module, key, None) for key in ("optim", "balance", "mtp")}
-    return phases_in({"data": data, **of_model}, data.batch_sizes)
 
 
 def _machine(trainer: L.Trainer, hosts: list[str]) -> Facts:

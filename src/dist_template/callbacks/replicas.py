@@ -57,7 +57,7 @@ class Replicas(Callback):
         self._shared = None
         self._early_step = trainer.global_step + EARLY
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         """Names parameters without gradients, for which DDP (torch 2.13) ends the next step with a list of numbers."""
         model: Any = trainer.strategy.model
         is_strict = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters
@@ -99,9 +99,8 @@ class Replicas(Callback):
             self._report(trainer, held, [shared[place] for place in differ])
 
     def _replicas(self, module: nn.Module) -> dict[int, tuple[str, Tensor]]:
-        """Returns names and tensors by digest; equal digests on two ranks stand for replicas.
-
-        The first and the last stage of a pipeline have a tied parameter under the same name."""
+        """Returns names and tensors by digest; equal digests on two ranks stand for replicas. The first and the last
+        stage of a pipeline have a tied parameter under the same name."""
         found = {}
         for name, tensor in _compared(module):
             shard, place = shard_of(tensor)
@@ -170,10 +169,9 @@ def _compared(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Returns () int64 of the bits of this rank's shard; no copy of it, and no rounding.
-
-    It is a weighted sum of 8-byte words: vectors of ones that a first step has moved up in as many places as down would
-    have the same sum without weights."""
+    """Returns () int64 of the bits of this rank's shard; no copy of it, and no rounding. It is a weighted sum of 8-byte
+    words: vectors of ones that a first step has moved up in as many places as down would have the same sum without
+    weights."""
     bits = local_shard(tensor).detach().reshape(-1).view(torch.uint8)
     if bits.storage_offset() % 8:
         bits = bits.clone()

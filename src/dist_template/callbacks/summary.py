@@ -18,16 +18,13 @@ from .console import figure, only_shows
 
 
 class Summary(Callback):
-    """Prints the results of the last validation, or how to resume.
+    """Prints the results of the last validation, or how to resume."""
 
-    Args:
-        folder: The run's folder.
-        calls_hooks: Whether to call the hooks at the end, also after a failure."""
+    validated_step = -1  # the optimizer step of the newest validation
 
     def __init__(self, folder: Path, calls_hooks: bool) -> None:
-        self.folder = folder
-        self.calls_hooks = calls_hooks
-        self.validated_step = -1  # the optimizer step of the newest validation
+        self.folder = folder  # the run's
+        self.calls_hooks = calls_hooks  # at the end, also after a failure
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if not trainer.sanity_checking:
@@ -64,4 +61,4 @@ class Summary(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, RunLog):
                 logger.save()
-        hooks.at_run_end(self.folder, error)
+        hooks.call("at_run_end", self.folder, error)

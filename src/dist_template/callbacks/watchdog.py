@@ -121,9 +121,8 @@ class Watchdog(Callback):
 
 
 def limit_groups(trainer: L.Trainer, limit_s: float) -> None:
-    """Sets the timeout of all process groups; torch's own applies to the first one only.
-
-    A `timeout` of the strategy other than Lightning's default has priority."""
+    """Sets the timeout of all process groups; torch's own applies to the first one only. A `timeout` of the strategy
+    other than Lightning's default has priority."""
     if not dist.is_initialized():
         return
     limit = timeout_of(trainer.strategy)

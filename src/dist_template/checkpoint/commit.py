@@ -100,7 +100,6 @@ def training_entries(trainer: L.Trainer) -> Entries:
 
 def begin(path: Path, group: Group = None, ranks: Sequence[int] = (0,)) -> Path:
     """Returns an empty folder, into which all ranks write before `finish`. Collective in `group`; raises SaveError.
-
     `ranks` are those that see the same folder; their first creates it."""
     temporary, failure = _hidden(path, "tmp"), None
 
@@ -150,10 +149,9 @@ def finish(path: Path, entries: Entries, failure: str | None, group: Group = Non
 
 
 def disk_error(write: Callable[[], object]) -> str | None:
-    """Calls `write`. Returns which rank's disk refused it and why, or None. Raises other errors.
-
-    Meanwhile torch's writer computes no CRC-32 of each tensor, which takes over half of its CPU
-    time: torch's reader never checks it, and the manifest has one for each file."""
+    """Calls `write`. Returns which rank's disk refused it and why, or None. Raises other errors. Meanwhile torch's
+    writer computes no CRC-32 of each tensor, which takes over half of its CPU time: torch's reader never checks it, and
+    the manifest has one for each file."""
     try:
         # The setting is this thread's.
         with serialization.patch("save.compute_crc32", False):  # ty: ignore[missing-attribute]

@@ -63,12 +63,9 @@ def format_for(strategy: Strategy) -> CheckpointFormat:
 
 
 def verified(
-    path: Path,
-    module: L.LightningModule,
-    is_strict: bool = True,
-    weights_only: bool | None = None,
+    path: Path, module: L.LightningModule, is_strict: bool = True, weights_only: bool | None = None,
     needed: Needed | None = None,
-) -> Opened:
+) -> Opened:  # fmt: skip
     """Opens the checkpoint that all ranks load. Collective; rank 0 reads and compares.
 
     Args:

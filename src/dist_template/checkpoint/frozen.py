@@ -38,9 +38,8 @@ class FrozenHash:
 
 
 def exclude_frozen(module: nn.Module, start: str = "") -> None:
-    """Leaves frozen parameters out of `module`'s state dict; one without them can be loaded.
-
-    With `start`, only parameters, and also buffers, whose names start with it."""
+    """Leaves frozen parameters out of `module`'s state dict; one without them can be loaded. With `start`, only
+    parameters, and also buffers, whose names start with it."""
 
     def excluded(owner: nn.Module) -> set[str]:
         named = dict(owner.named_parameters(remove_duplicate=False))

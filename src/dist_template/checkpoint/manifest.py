@@ -60,9 +60,8 @@ def is_ours(path: Path) -> bool:
 
 
 def resolve(path: Path) -> tuple[Path, list[Path]]:
-    """Returns (the checkpoint or folder of checkpoints at `path`, the candidates, newest first).
-
-    `path` may be a file in a checkpoint. Another library's checkpoint is no candidate: it has no manifest."""
+    """Returns (the checkpoint or folder of checkpoints at `path`, the candidates, newest first). `path` may be a file
+    in a checkpoint. Another library's checkpoint is no candidate: it has no manifest."""
     if (path.parent / MANIFEST).exists():
         path = path.parent
     candidates = found(path)
@@ -125,9 +124,8 @@ def torn(path: Path) -> str | None:
 
 
 def damage(path: Path, every_byte: bool = True, rank: int = 0, ranks: int = 1) -> str | None:
-    """Returns why the checkpoint `path` is not valid, or None if it is.
-
-    With `ranks` above 1, each of them reads only a part of the files."""
+    """Returns why the checkpoint `path` is not valid, or None if it is. With `ranks` above 1, each of them reads only a
+    part of the files."""
     try:
         entries = read(path)
     except ValueError as error:

@@ -43,9 +43,8 @@ def by_name(numbered: State, names: list[str]) -> State:
 
 
 def by_name_from_flat(flat: Mapping[str, object], names: Iterable[str]) -> State:
-    """Converts torch's flattened form: `state.<name>.exp_avg`, `param_groups.<name>.lr`.
-
-    That form has no groups; parameters with equal settings become one."""
+    """Converts torch's flattened form: `state.<name>.exp_avg`, `param_groups.<name>.lr`. That form has no groups;
+    parameters with equal settings become one."""
     known = set(names)
     state: State = {}
     settings: dict[str, dict[str, object]] = {}

@@ -121,10 +121,9 @@ def flat_range(stored: Any, start: int, end: int) -> Tensor:
 
 
 def copy_weights(module: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Copies stored tensors by name into `module`, on each rank the slices that it needs.
-
-    Tensors whose names `stored` lacks are unchanged; those that `module` lacks, as in a stage of a pipeline, are not
-    read. Collective only where DeepSpeed keeps parameters on NVMe or copies of partitions."""
+    """Copies stored tensors by name into `module`, on each rank the slices that it needs. Tensors whose names `stored`
+    lacks are unchanged; those that `module` lacks, as in a stage of a pipeline, are not read. Collective only where
+    DeepSpeed keeps parameters on NVMe or copies of partitions."""
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     for name, value in stored.items():
         if name in tensors and hasattr(value, "shape"):

@@ -62,9 +62,8 @@ if find_spec("tensorboard"):
 
 
 def hide_expected() -> None:
-    """Hides what Lightning logs about itself at every start, and warnings about intended settings.
-
-    Call it after `import lightning`, which sets the level of its loggers."""
+    """Hides what Lightning logs about itself at every start, and warnings about intended settings. Call it after
+    `import lightning`, which sets the level of its loggers."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     for asked_for in ("profilers", "callbacks"):  # output that the user asks for

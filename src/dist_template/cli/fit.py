@@ -28,12 +28,13 @@ from ..compat.lightning_cli import OpenCLI, keys_of
 from ..errors import InputError, reason
 from ..model import any_module
 from ..model.optim import OptimConfig
+from ..observe.history.run import PLACEHOLDER, replaced
 from ..plugins import ask, loaded
 from ..project import Project
 from . import limits, ranges
 from .defaults import TRAINER_DEFAULTS, always_on, hide_expected
 from .parser import OPTIMIZATION, ConfigFile, Parser, add_optimization, as_launched, inherit_rates
-from .run import RunConfig, check_checkpoint, check_writable, choose_run, fill_placeholders, write_predictions
+from .run import RunConfig, check_checkpoint, check_writable, choose_run, write_predictions
 from .trainer import complete
 
 __all__ = ["CLI", "WithoutTrainer"]
@@ -125,7 +126,7 @@ class CLI(OpenCLI):
             check_checkpoint(Path(checkpoint))
             if settings.weights_only is None:
                 settings.weights_only = True  # a checkpoint must not execute code
-        filled = fill_placeholders(settings, self.run)
+        filled = replaced(settings, PLACEHOLDER, str(self.run))
         if verb == "fit":
             for key in ("last_checkpoint", "best_checkpoint"):  # not hours later at the first save
                 check_writable(f"{key}.dirpath", settings[key].dirpath, Path(filled[key].dirpath))
@@ -160,14 +161,9 @@ class CLI(OpenCLI):
         except (MisconfigurationException, ModuleNotFoundError, ValueError) as error:
             raise InputError(f"trainer: {reason(error)}; edit its keys") from error
         self.summary = complete(
-            trainer,
-            self.model,
-            self.datamodule,
-            self.run,
-            given=self._trainer_arguments,
-            config=self.resolved_config(),
+            trainer, self.datamodule, self.run, given=self._trainer_arguments, config=self.resolved_config(),
             defaults=self._defaults,
-        )
+        )  # fmt: skip
         return trainer
 
     def _pass_optimization(self) -> None:
@@ -183,14 +179,10 @@ class CLI(OpenCLI):
     def _check_limits(self, *model_config: Any) -> None:
         """Refuses what cannot work; called again when the model's configuration is known."""
         violations = limits.violations(
-            self._machine,
-            self._trainer_arguments,
-            self.model,
-            self.datamodule,
-            *model_config,
+            self._machine, self._trainer_arguments, self.model, self.datamodule, *model_config,
             trains=self.subcommand == "fit",
-            saves_asynchronously=self._setting("last_checkpoint").asynchronous,
-        )
+            saves_asynchronously=self.value(self.config_init, "last_checkpoint").asynchronous,
+        )  # fmt: skip
         if violations:
             raise InputError(violations[0])
 
@@ -201,10 +193,6 @@ class CLI(OpenCLI):
     @property
     def _trainer_arguments(self) -> dict[str, Any]:
         return {**self.value(self.config_init, "trainer", default={})}
-
-    def _setting(self, key: str) -> Any:
-        """Returns the object that the configuration describes under `key`."""
-        return self.value(self.config_init, key)
 
     def _defaults(self) -> str:
         """Returns the content of config.yaml with all keys at their defaults."""
@@ -226,12 +214,14 @@ class CLI(OpenCLI):
                 self.datamodule.prepare(report=WATCHDOG.report)
         self._check_limits(config := any_module.build_config(self.model, self.datamodule))
         if resumes:
-            self._setting("last_checkpoint").compare(Path(resumes), self.trainer, self.datamodule, self.model)
+            self.value(self.config_init, "last_checkpoint").compare(
+                Path(resumes), self.trainer, self.datamodule, self.model
+            )
         if is_fit:
             where = self.trainer.strategy, self.trainer.world_size, self._root
             for note in limits.proven.notes(config, self.model, self.datamodule, *where):
                 rank_zero_only(print)(note)
-            self._setting("same_environment").lock(self.trainer, self.run, is_launched)
+            self.value(self.config_init, "same_environment").lock(self.trainer, self.run, is_launched)
 
     before_validate = before_test = before_fit
 

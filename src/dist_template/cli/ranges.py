@@ -55,9 +55,6 @@ RULES = (  # what is allowed, least, most, keys
 RANGES: dict[str, tuple[str, float, float]] = {}  # key: what is allowed, least, most
 for _allowed, _least, _most, _keys in RULES:
     RANGES |= dict.fromkeys(_keys.split(), (_allowed, _least, _most))
-# A phase's value (by_tokens.py) has the range of its key.
-WITH_PHASES = ("data.global_batch_size", "model.balance.bias_update_speed", "model.mtp.weight")
-OF_PHASES = {f"{key}.value" for key in WITH_PHASES}
 NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, half of a pair: no file, path or log can have them
 LIBRARY = __name__.partition(".")[0]
 CHECKED = {LIBRARY, "torch", "lightning"}  # whose classes' arguments are checked
@@ -94,9 +91,8 @@ def check(settings: Namespace, **classes: object) -> None:
 
 
 def _leaves(value: object, key: str = "") -> Iterator[tuple[str, int | float | str]]:
-    """Yields each number and text, and its key, without init_args and positions in lists.
-
-    Of a user's class it yields only the arguments under `data` that have a range: the library's."""
+    """Yields each number and text, and its key, without init_args and positions in lists. Of a user's class it yields
+    only the arguments under `data` that have a range: the library's."""
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         yield key, value
     elif isinstance(value, list | tuple):
@@ -109,6 +105,6 @@ def _leaves(value: object, key: str = "") -> Iterator[tuple[str, int | float | s
             if isinstance(given, Namespace | dict):  # else it is refused elsewhere
                 items = dict(given)
         for name, each in items.items():
-            inner = key if name == "init_args" or f"{key}.{name}" in OF_PHASES else f"{key}.{name}".lstrip(".")
+            inner = key if name == "init_args" else f"{key}.{name}".lstrip(".")
             if not is_users or (inner.startswith("data.") and inner in RANGES):
                 yield from _leaves(each, inner)

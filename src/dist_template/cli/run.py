@@ -10,7 +10,6 @@ import secrets
 import shutil
 import tempfile
 import time
-from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,11 @@ from ..checkpoint import manifest
 from ..checkpoint.formats import format_of
 from ..cluster.launch import Variable
 from ..errors import InputError
-from ..observe.history.run import PlotlyJs
+from ..observe.history.run import PLACEHOLDER, PlotlyJs, replaced
 
 __all__ = ["verified_checkpoint"]
 
 CONTROL = re.compile("[\0-\x1f\x7f]")  # in a folder's name it would end a script's line
-PLACEHOLDER = "{run}"  # replaced by the run folder in any string of the configuration
 
 
 @dataclass
@@ -129,7 +127,7 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
         message = f"{verb}: the weights come from model.pretrained; run.name has no checkpoint"
     if run is None:
         run = new_run(settings)
-    folder = Path(fill_placeholders(settings.last_checkpoint.dirpath, run))
+    folder = Path(replaced(settings.last_checkpoint.dirpath, PLACEHOLDER, str(run)))
     if verb == "fit" and given != "last" and manifest.found(folder):
         if manifest.newest(folder) is None:  # starting again would hide it
             raise InputError(
@@ -147,7 +145,7 @@ def _last_writes(settings: Any) -> dict[Path, float]:
     """Returns {run: time of its newest checkpoint} of the runs of run.name that have one."""
     found: dict[Path, float] = {}
     for run in sorted(RunConfig(**vars(settings.run)).parent.glob("*")):
-        folder = Path(fill_placeholders(settings.last_checkpoint.dirpath, run))
+        folder = Path(replaced(settings.last_checkpoint.dirpath, PLACEHOLDER, str(run)))
         if path := manifest.newest(folder):
             found[run] = manifest.read(path)["time"]
     return found
@@ -166,12 +164,12 @@ def newest_checkpoint(which: str, settings: Any) -> tuple[Path, Path]:
         raise InputError(f"there is no checkpoint under {parent}/*/checkpoints; train first, {where}")
     run = max(written, key=lambda run: written[run])
     last, best = settings.last_checkpoint, settings.best_checkpoint
-    ranked = manifest.ranked(Path(fill_placeholders(best.dirpath, run)), best.mode)
+    ranked = manifest.ranked(Path(replaced(best.dirpath, PLACEHOLDER, str(run))), best.mode)
     if which == "best" and not ranked:
         raise InputError(f"{run} has no best-*.ckpt: give `last`, or train with best_checkpoint.keep 1 and validations")
     if ranked and which != "last":
         return run, ranked[0]
-    return run, Path(fill_placeholders(last.dirpath, run))
+    return run, Path(replaced(last.dirpath, PLACEHOLDER, str(run)))
 
 
 def check_checkpoint(path: Path, key: str = "--ckpt_path") -> None:
@@ -191,10 +189,9 @@ def check_checkpoint(path: Path, key: str = "--ckpt_path") -> None:
 
 
 def verified_checkpoint(given: str | Path, key: str, settings: Any = None) -> Path:
-    """Returns the checkpoint at `given`, the newest valid one of a folder, with verified files. With `settings`, it
-    may be `last` or `best` of the newest run.
-
-    Raises InputError if it does not exist, is damaged, or holds no checkpoint."""
+    """Returns the checkpoint at `given`, the newest valid one of a folder, with verified files. With `settings`, it may
+    be `last` or `best` of the newest run. Raises InputError if it does not exist, is damaged, or holds no
+    checkpoint."""
     path = Path(given)
     if settings is not None and given in ("last", "best"):
         path = newest_checkpoint(str(given), settings)[1]
@@ -204,19 +201,6 @@ def verified_checkpoint(given: str | Path, key: str, settings: Any = None) -> Pa
 
 def _damages(folder: Path) -> str:
     return ", ".join(f"{path.name} ({manifest.torn(path)})" for path in manifest.found(folder))
-
-
-def fill_placeholders(value: Any, run: Path) -> Any:
-    """Returns the configuration with every "{run}" replaced by the run folder."""
-    if isinstance(value, str):
-        return value.replace(PLACEHOLDER, str(run))
-    if isinstance(value, list):
-        return [fill_placeholders(item, run) for item in value]
-    if isinstance(value, dict):
-        return {key: fill_placeholders(item, run) for key, item in value.items()}
-    if isinstance(value, Namespace):
-        return type(value)(**fill_placeholders(vars(value), run))
-    return value
 
 
 def write_predictions(predictions: list[Any], path: Path) -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..plugins import normalized
+from ..records import text_of
 from .redaction import recorded_variables, redacted_command
 from .signals import job_started
 
@@ -55,10 +56,9 @@ def comparable() -> dict[str, object]:
 
 
 def packages() -> dict[str, str]:
-    """Returns the versions of the installed packages.
-
-    They are read from the names of their folders, `<name>-<version>.dist-info` by the packaging
-    specification, in 2 ms; importlib.metadata reads a file of each package, in 76 ms."""
+    """Returns the versions of the installed packages. They are read from the names of their folders,
+    `<name>-<version>.dist-info` by the packaging specification, in 2 ms; importlib.metadata reads a file of each
+    package, in 76 ms."""
     found: dict[str, str] = {}
     for folder in sys.path:
         for path in sorted(Path(folder).glob("*.dist-info")):  # none in a zip file
@@ -69,7 +69,7 @@ def packages() -> dict[str, str]:
 
 def driver() -> str | None:
     """Returns the version of the NVIDIA driver, or None without one."""
-    if not (text := _read(DRIVER)):
+    if not (text := text_of(DRIVER)):
         return None
     found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
     return found.group() if found else "unknown"
@@ -91,14 +91,7 @@ def git(*arguments: str) -> str | None:
 
 def machine() -> str:
     """Identifies where a process id is valid: this boot of this machine, and the container."""
-    known = [platform.node(), _read(Path("/proc/sys/kernel/random/boot_id")).strip()]
+    known = [platform.node(), text_of(Path("/proc/sys/kernel/random/boot_id")).strip()]
     with suppress(OSError):  # Linux alone has it, as the boot's id
         known.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(filter(None, known))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -30,10 +30,8 @@ class SameEnvironment(Callback):
         self.refusal: str | None = None  # why rank 0 may not start; all ranks then stop
 
     def begin(self, trainer: Trainer, run: Path, config: dict[str, Any], timeout_s: float) -> None:
-        """Schedules the comparison for when all ranks are started, before the first collective.
-
-        `run`, the run's folder, and `config` may differ between ranks that were started manually.
-        `timeout_s` 0 is the default."""
+        """Schedules the comparison for when all ranks are started, before the first collective. `run`, the run's
+        folder, and `config` may differ between ranks that were started manually. `timeout_s` 0 is the default."""
 
         def compare(rendezvous: Rendezvous) -> None:
             data = getattr(getattr(trainer, "datamodule", None), "corpus", None)
@@ -53,10 +51,8 @@ class SameEnvironment(Callback):
             self.refusal = refusal
 
     def compare(self, rendezvous: Rendezvous, facts: Mapping[str, object]) -> None:
-        """Compares the facts of all ranks. Collective.
-
-        `facts` are this rank's: group -> value, or group -> name -> value. Every rank raises InputError if rank 0 was
-        refused the run's folder, and Ended if facts differ."""
+        """Compares the facts of all ranks. Collective. `facts` are this rank's: group -> value, or group -> name ->
+        value. Every rank raises InputError if rank 0 was refused the run's folder, and Ended if facts differ."""
         own = {}
         for key, value in flatten(facts).items():
             if key not in self.ignore and key.partition(".")[0] not in self.ignore:

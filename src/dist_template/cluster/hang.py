@@ -7,13 +7,9 @@ __all__ = ["find_stalled"]
 
 
 def find_stalled(statuses: Mapping[int, Mapping[str, Any]], silent: list[int]) -> str:
-    """Returns a sentence that names the stalled rank: one that does not answer, else those with the least progress
-    which do not wait for another rank.
-
-    Args:
-        statuses: Of the ranks that answer: beats, progress that every rank makes equally; place; line, file:line of
-            the innermost frame; waits, for other ranks.
-        silent: The ranks that do not."""
+    """Returns a sentence that names the stalled rank: one of the `silent` ones, which do not answer, else those with
+    the least progress which do not wait for another rank. `statuses`, of the ranks that answer, have `beats`, progress
+    that every rank makes equally; `place`; `line`, file:line of the innermost frame; `waits`, for other ranks."""
     by_beats: dict[int, list[int]] = {}
     for rank, status in statuses.items():
         by_beats.setdefault(status["beats"], []).append(rank)

@@ -1,8 +1,9 @@
 """How much memory the processes of this job may use."""
 
 import re
-from contextlib import suppress
 from pathlib import Path
+
+from ..records import text_of
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -12,15 +13,9 @@ def memory_limit() -> int:
     import psutil
 
     limits = [psutil.virtual_memory().total]
-    found = re.search(r"^0::/?(.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
+    found = re.search(r"^0::/?(.*)$", text_of(Path("/proc/self/cgroup")), re.MULTILINE)
     group = CGROUPS / found.group(1) if found else CGROUPS
     for folder in (group, *group.parents):  # a parent's limit applies to its children
-        if folder.is_relative_to(CGROUPS) and (text := _read(folder / "memory.max").strip()).isdigit():
+        if folder.is_relative_to(CGROUPS) and (text := text_of(folder / "memory.max").strip()).isdigit():
             limits.append(int(text))
     return min(limits)
-
-
-def _read(path: Path) -> str:
-    with suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace")
-    return ""

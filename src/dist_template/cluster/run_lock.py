@@ -13,7 +13,7 @@ import platform
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import psutil
@@ -31,8 +31,8 @@ BEAT_S, LEASE_S, SETTLE_S = 5.0, 60.0, 0.3
 Holder = Mapping[str, object]
 
 
-class RunLock:
-    """The lock that this process holds, if any. `RUN_LOCK` is the only instance."""
+class RunLock(AbstractContextManager):
+    """The lock that this process holds, if any; `with` releases it at the end. `RUN_LOCK` is `fit`'s instance."""
 
     _path: Path | None = None
     _released = threading.Event()
@@ -56,9 +56,6 @@ class RunLock:
         self._path, self._released = path, threading.Event()
         threading.Thread(target=renew, args=(path, claim, self._released), daemon=True).start()
         return None
-
-    def __enter__(self) -> None:
-        """Takes no lock yet; a lock that is taken inside is released at the end."""
 
     def __exit__(self, *_: object) -> None:
         self.release()

@@ -74,9 +74,8 @@ def ignore() -> None:
 
 
 def isolate_worker(_: int) -> None:
-    """A DataLoader's worker_init_fn: workers ignore signals to their rank's process group, and exit when it exits.
-
-    They cannot ignore SIGTERM, by which the DataLoader ends them. A busy worker would outlive its rank."""
+    """A DataLoader's worker_init_fn: workers ignore signals to their rank's process group, and exit when it exits. They
+    cannot ignore SIGTERM, by which the DataLoader ends them. A busy worker would outlive its rank."""
     os.setpgid(0, 0)
     # The kernel watches the thread that forked. The main thread lives as long as its process; another may not.
     if threading.main_thread().name == "MainThread":

@@ -73,11 +73,9 @@ def gradient_of(parameter: nn.Parameter) -> Tensor | None:
 
 
 def can_veto_steps(optimizer: Any) -> bool:
-    """Whether this optimizer skips its next step if its attribute `vetoed` is True, as after an
-    overflow; the loss scale is not lowered.
-
-    The stages 1, 2 and 3 decide in `_update_scale`, after the norm and before the update. BF16_Optimizer (stage 1 that
-    accumulates in fp32) has no such method: False, and gradients become NaN instead."""
+    """Whether this optimizer skips its next step if its attribute `vetoed` is True, as after an overflow; the loss
+    scale is not lowered. The stages 1, 2 and 3 decide in `_update_scale`, after the norm and before the update.
+    BF16_Optimizer (stage 1 that accumulates in fp32) has no such method: False, and gradients become NaN instead."""
     if not hasattr(optimizer, "_update_scale"):
         return False
     if not hasattr(optimizer, "vetoed"):

@@ -11,7 +11,7 @@ lightning 2.6.6, fit_loop.py and training_epoch_loop.py):
 Here, an epoch that was stopped early is saved as unfinished, the checkpoint records which part of the loop has run
 (`Point`), and a resume continues with the next part: a due validation, the end of the epoch, or the next batch."""
 
-import math
+import sys
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
@@ -63,7 +63,6 @@ class ResumableEpochLoop(_TrainingEpochLoop):
 
     _resume_point = Point.AFTER_BATCH  # of the checkpoint that was loaded
     first_batch = 0  # of the present optimizer step in its epoch, or one that precedes it by full steps
-    steps_per_validation: int | None = None  # None: Lightning's count of batches
 
     def __init__(self, trainer: Any, *steps: Any) -> None:
         super().__init__(trainer, *steps)
@@ -109,13 +108,6 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         ready: int = self.batch_progress.current.ready
         return (ready - self.first_batch) % self.trainer.accumulate_grad_batches == 0
 
-    def _should_check_val_fx(self, data_fetcher: Any) -> bool:
-        trainer: Any = self.trainer
-        if self.steps_per_validation:  # Lightning's interval is in batches
-            is_due = not self._should_accumulate() and self.global_step % self.steps_per_validation == 0
-            trainer.val_check_batch = 1 if is_due else math.inf
-        return super()._should_check_val_fx(data_fetcher)
-
     def _num_ready_batches_reached(self) -> bool:
         """Also where the epoch has fewer batches than when the checkpoint was written."""
         batches = self.batch_progress
@@ -130,18 +122,15 @@ class Optimization(_AutomaticOptimization):
         return super()._make_zero_grad_fn(batch_idx - loop.first_batch, optimizer)
 
 
-def count_steps(trainer: Any) -> None:
-    """Prepares `trainer` for steps that differ in their batches (`begin_step`): validation counts optimizer steps."""
-    make_resumable(trainer)
-    if isinstance(trainer.val_check_interval, int):
-        trainer.fit_loop.epoch_loop.steps_per_validation = trainer.val_check_interval
-
-
 def begin_step(trainer: Any, num_batches: int) -> None:
-    """Lets the optimizer step that the next batch begins accumulate the gradients of so many batches."""
-    trainer.accumulate_grad_batches = num_batches
+    """Lets the optimizer step that the next batch begins accumulate the gradients of so many batches; 0: of as yet
+    unknown ones. Validation is due at every `trainer.val_check_interval`-th step, where that is an integer."""
     loop = trainer.fit_loop.epoch_loop
-    loop.first_batch = loop.batch_progress.current.ready
+    loop.first_batch, batches = loop.batch_progress.current.ready, loop.batch_progress.total.ready
+    trainer.accumulate_grad_batches = num_batches or 1
+    if isinstance(every := trainer.val_check_interval, int):
+        is_due = (trainer.global_step + bool(num_batches)) % every == 0
+        trainer.val_check_batch = batches + num_batches if is_due else sys.maxsize
 
 
 def make_resumable(trainer: Any, epoch_loop: type[ResumableEpochLoop] = ResumableEpochLoop) -> None:

@@ -153,9 +153,8 @@ def start_process_group(strategy: ModelParallelStrategy, gpu_backend: str | None
 
 
 def set_configure_model(module: L.LightningModule, configure: Callable[[], None] | None) -> None:
-    """Sets the hook of a module whose class has none, or removes it.
-
-    Lightning (2.6) calls it only if `is_overridden`, which follows `__wrapped__`: `wrap_method` would hide it."""
+    """Sets the hook of a module whose class has none, or removes it. Lightning (2.6) calls it only if `is_overridden`,
+    which follows `__wrapped__`: `wrap_method` would hide it."""
     vars(module).pop("configure_model", None)
     if configure is not None:
         module.configure_model = configure

@@ -91,9 +91,8 @@ class _Partial(MoeExpertsParallel):
 
 @contextmanager
 def _local(module: nn.Module, group: Any) -> Generator[None]:
-    """Inside, the parameters of `module` and its children are this rank's plain tensors.
-
-    `group`: over which gradients of replicated parameters are summed. None: there are none."""
+    """Inside, the parameters of `module` and its children are this rank's plain tensors. `group`: over which gradients
+    of replicated parameters are summed. None: there are none."""
     replaced = []
     owner: Any
     for owner in module.modules():

@@ -16,9 +16,8 @@ DROPOUTS += ("alpha_dropout", "feature_alpha_dropout")
 
 
 def turn_dropout_off(note: Callable[[], object]) -> None:
-    """Replaces torch's dropout functions by the identity, and the dropout of its attention by 0.
-
-    `note` is called wherever one of them would have dropped out."""
+    """Replaces torch's dropout functions by the identity, and the dropout of its attention by 0. `note` is called
+    wherever one of them would have dropped out."""
     functional = torch.nn.functional
 
     def identity(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -29,14 +28,9 @@ def turn_dropout_off(note: Callable[[], object]) -> None:
     attention = functional.scaled_dot_product_attention
 
     def without_dropout(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        *args: Any,
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, *args: Any,
         **options: Any,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         if dropout_p:
             note()
         return attention(query, key, value, attn_mask, 0.0, *args, **options)

@@ -96,13 +96,10 @@ class _InFloat32(TorchFunctionMode):
         return (torch.Tensor.float if func is torch.Tensor.bfloat16 else func)(*args, **(kwargs or {}))
 
 
-def orthogonalized(
-    matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> Tensor:
+def orthogonalized(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """Returns the nearest semi-orthogonal matrices, about, by torch.optim.Muon's iteration: (R, C) or (E, R, C), of the
-    same shape. Overwrites `matrices`. The public class accepts parameters of two dimensions alone.
-
-    torch iterates in bfloat16. Here float32 stays float32: on a CPU it is faster, and all strategies round alike."""
+    same shape. Overwrites `matrices`. The public class accepts parameters of two dimensions alone. torch iterates in
+    bfloat16. Here float32 stays float32: on a CPU it is faster, and all strategies round alike."""
     iterate = partial(_muon._zeropower_via_newtonschulz, ns_coefficients=coefficients, ns_steps=steps, eps=eps)
     with _InFloat32() if matrices.dtype == torch.float32 else nullcontext():
         if matrices.ndim == 2 or not matrices.numel():
@@ -111,7 +108,7 @@ def orthogonalized(
 
 
 def update_scale(shape: torch.Size, name: str) -> float:
-    """Returns the factor of the learning rate for matrices (..., R, C), as torch.optim.Muon's `adjust_lr_fn` names it."""
+    """Returns the factor of the learning rate for matrices (..., R, C), as torch.optim.Muon's `adjust_lr_fn` has it."""
     return _muon._adjust_lr(1.0, name, shape[-2:])
 
 

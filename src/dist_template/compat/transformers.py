@@ -90,9 +90,8 @@ def without_search() -> Any:
 
 
 def shard_for(target: DTensor, full: Any, rank: int | None = None) -> torch.Tensor:
-    """Returns a rank's shard of `full` with the placements of `target`, interleaved ones too. None: this rank.
-
-    The module is internal; torch's `distribute_tensor` does not know interleaved shards."""
+    """Returns a rank's shard of `full` with the placements of `target`, interleaved ones too. None: this rank. The
+    module is internal; torch's `distribute_tensor` does not know interleaved shards."""
     from transformers.distributed.sharding_utils import DtensorShardOperation
 
     mesh = target.device_mesh
@@ -116,10 +115,9 @@ def shard_for(target: DTensor, full: Any, rank: int | None = None) -> torch.Tens
 
 @cache
 def cast_experts() -> None:
-    """Applies autocast to the experts' grouped products, for the whole process.
-
-    torch's autocast does not support `grouped_mm` (pytorch#174763): under bf16-mixed experts would multiply in float32,
-    for which a GPU has no grouped kernel, and wait for the device."""
+    """Applies autocast to the experts' grouped products, for the whole process. torch's autocast does not support
+    `grouped_mm` (pytorch#174763): under bf16-mixed experts would multiply in float32, for which a GPU has no grouped
+    kernel, and wait for the device."""
     from transformers.integrations import moe
 
     experts: Any = moe
@@ -137,7 +135,6 @@ def cast_experts() -> None:
 @contextmanager
 def sharding(offload_policy: Callable[[], Any], prepare: Callable[[], None]) -> Generator[None]:
     """Inside, `maybe_distribute_model` offloads with `offload_policy()`, and calls `prepare()` before FSDP2 wraps.
-
     transformers pins offloaded memory, which fails without a GPU. It has no hook between tensor parallelism, which
     needs each of the tied parameters, and FSDP2, which needs them tied."""
     from transformers.distributed import fsdp, mixin

@@ -26,9 +26,8 @@ FAILED = 'data: {"error"'  # in a handler's stream, if its generation has raised
 
 
 class OneModel:
-    """Replaces the handlers' ModelManager; it has one model and never loads another.
-
-    An answer has at most `max_tokens` tokens, and with its prompt at most as many as the model has positions."""
+    """Replaces the handlers' ModelManager; it has one model and never loads another. An answer has at most `max_tokens`
+    tokens, and with its prompt at most as many as the model has positions."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, max_tokens: int) -> None:
         self.force_model, self._loaded = name, (model, tokenizer)

@@ -55,6 +55,7 @@ class Size:
     total: int
     trainable: int
     in_4_bits: int
+    matrices: int  # trainable ones that Muon would update
     active: int | None  # for one token, with embeddings, as in published counts ("37B active")
     embedding: int
     layers: int | None
@@ -111,18 +112,13 @@ class Size:
         if predicted:
             multiplied += 6 * predicted * full_shape(model.get_output_embeddings().weight).numel()  # ty: ignore
         return cls(
-            total=total,
-            trainable=trainable,
-            in_4_bits=in_4_bits,
-            active=round(active) if is_known else None,
+            total=total, trainable=trainable, in_4_bits=in_4_bits, active=round(active) if is_known else None,
             embedding=embedding,
-            layers=getattr(config, "num_hidden_layers", None),
-            width=getattr(config, "hidden_size", None),
-            experts=num,
-            experts_per_token=chosen if num else None,
-            _multiplied=multiplied if is_known else None,
-            predicted=predicted,
-        )
+            matrices=sum(full_shape(p).numel() for p in matrices_of(model) if p.requires_grad),
+            layers=getattr(config, "num_hidden_layers", None), width=getattr(config, "hidden_size", None),
+            experts=num, experts_per_token=chosen if num else None,
+            _multiplied=multiplied if is_known else None, predicted=predicted,
+        )  # fmt: skip
 
 
 def text_config(model: nn.Module) -> Any:
@@ -149,3 +145,29 @@ def num_experts(experts: nn.Module) -> int:
         if len(shape) == 3:
             return shape[0]
     return 0
+
+
+def matrices_of(module: nn.Module) -> set[nn.Parameter]:
+    """Returns the parameters that Muon updates: matrices (R, C) with R and C above 1, and stacked experts (E, R, C).
+
+    AdamW updates embeddings, the output layer (without `get_output_embeddings`: the last nn.Linear), biases,
+    convolutions, and adapters of stacked experts, whose matrices contain all experts. As in Moonlight, weights of
+    routers are matrices. So are other adapters."""
+    layers = [*module.modules()]
+    heads = [m.get_output_embeddings() for m in layers if hasattr(m, "get_output_embeddings")]
+    if not heads:
+        heads = [layer for layer in layers if isinstance(layer, nn.Linear)][-1:]
+    others, found = set[nn.Parameter](), set[nn.Parameter]()
+    for layer in layers:
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) or layer in heads:
+            others.update(layer.parameters(recurse=False))
+        for wrapper in wrappers_of_parameters(layer):
+            others |= {*wrapper.lora_A.parameters(), *wrapper.lora_B.parameters()}
+    experts = find_experts(module)
+    for layer in layers:
+        for name, parameter in layer.named_parameters(recurse=False):
+            shape = full_shape(parameter)
+            is_stack = len(shape) == 3 and layer in experts
+            if (len(shape) == 2 or is_stack) and min(shape[-2:]) > 1 and not name.endswith("bias"):
+                found.add(parameter)
+    return found - others

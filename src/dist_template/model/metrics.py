@@ -73,20 +73,13 @@ class MetricBuffer:
         self._counts[name] = counts
 
     def read(
-        self,
-        all_reduce: Callable[[Tensor], Tensor],
-        device: torch.device,
-        rank: int = 0,
-        num_ranks: int = 1,
+        self, all_reduce: Callable[[Tensor], Tensor], device: torch.device, rank: int = 0, num_ranks: int = 1,
         agree: Callable[[list[str]], list[str]] | None = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, float]:  # fmt: skip
         """Returns the mean over ranks and time of every metric, and clears the buffer, by one collective and one
-        device-to-host transfer. Sums are in float64 where the device supports it.
-
-        Args:
-            all_reduce: Maps (n,) of each rank on `device` to their sum.
-            agree: Returns the names that any rank has: in a pipeline, only the last stage has a
-                loss. None: all ranks have the same."""
+        device-to-host transfer. Sums are in float64 where the device supports it. `all_reduce` maps (n,) of each rank
+        on `device` to their sum; `agree` returns the names that any rank has: in a pipeline, only the last stage has a
+        loss. None: all ranks have the same."""
         host, self._host = self._host, {}
         of_rank, self._of_rank = self._of_rank, {}
         counts, self._counts = self._counts, {}

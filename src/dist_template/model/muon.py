@@ -13,41 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..compat.torch import orthogonalized, update_scale
-from ..compat.transformers import wrappers_of_parameters
-from ..layout import by_layout, full_shape, local_shard
+from ..layout import by_layout, local_shard
 from ..parallel.owners import Owners
-from .flops import find_experts
 
 SCALE = "match_rms_adamw"  # torch's name of Moonlight's; `original` is Keller Jordan's
 
 
-def matrices(module: nn.Module) -> set[nn.Parameter]:
-    """Returns the parameters that Muon updates: matrices (R, C) with R and C above 1, and stacked experts (E, R, C).
-
-    AdamW updates embeddings, the output layer (without `get_output_embeddings`: the last nn.Linear), biases,
-    convolutions, and adapters of stacked experts, whose matrices contain all experts. As in Moonlight, weights of
-    routers are matrices. So are other adapters."""
-    layers = [*module.modules()]
-    heads = [m.get_output_embeddings() for m in layers if hasattr(m, "get_output_embeddings")]
-    if not heads:
-        heads = [layer for layer in layers if isinstance(layer, nn.Linear)][-1:]
-    others, found = set[nn.Parameter](), set[nn.Parameter]()
-    for layer in layers:
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) or layer in heads:
-            others.update(layer.parameters(recurse=False))
-        for wrapper in wrappers_of_parameters(layer):
-            others |= {*wrapper.lora_A.parameters(), *wrapper.lora_B.parameters()}
-    experts = find_experts(module)
-    for layer in layers:
-        for name, parameter in layer.named_parameters(recurse=False):
-            shape = full_shape(parameter)
-            is_stack = len(shape) == 3 and layer in experts
-            if (len(shape) == 2 or is_stack) and min(shape[-2:]) > 1 and not name.endswith("bias"):
-                found.add(parameter)
-    return found - others
-
-
-class Muon(torch.optim.AdamW):
+class MuonWithAdamW(torch.optim.AdamW):
     """Updates `of_muon` by Muon and the other groups by AdamW; the state of a matrix is `momentum_buffer`.
 
     Args:
@@ -60,13 +32,9 @@ class Muon(torch.optim.AdamW):
     Raises ValueError or TypeError where torch's classes do."""
 
     def __init__(
-        self,
-        others: Iterable[dict[str, Any]],
-        of_muon: list[nn.Parameter],
-        options: dict[str, Any],
-        group: dist.ProcessGroup | None = None,
-        **adamw: Any,
-    ) -> None:
+        self, others: Iterable[dict[str, Any]], of_muon: list[nn.Parameter], options: dict[str, Any],
+        group: dist.ProcessGroup | None = None, **adamw: Any,
+    ) -> None:  # fmt: skip
         checked = torch.optim.Muon([torch.zeros(1, 1)], **options).defaults
         checked["adjust_lr_fn"] = checked["adjust_lr_fn"] or SCALE
         super().__init__([{"params": of_muon, **checked}, *others], **adamw)

@@ -16,13 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from ..by_tokens import BatchSizes, ByTokens, check_phases, value_at, values_of
+from ..by_tokens import ByTokens, check_phases, value_at, values_of
 from ..errors import InputError, reason
 from ..layout import by_layout, full_shape
+from .flops import matrices_of
 
 # class_path and init_args, as LightningCLI reads --optimizer and --lr_scheduler
 Class = dict[str, Any]
-MUON = "dist_template.model.muon"  # imported where it is chosen
+MUON = "dist_template.model.muon:MuonWithAdamW"  # imported where it is chosen
 Schedule = Literal["cosine", "linear", "constant", "warmup_stable_decay", "inverse_sqrt"]
 
 
@@ -38,8 +39,7 @@ class OptimConfig:
         weight_decay: AdamW's decoupled decay, on matrices alone: biases, norms and other vectors have none. 0 is off.
         betas: AdamW's decay rates of the first and the second moment.
         eps: AdamW's term that keeps the denominator from zero.
-        schedule: Shape of the learning rate over optimizer steps after the warm-up; over the samples of as many steps
-            where data.global_batch_size has phases.
+        schedule: Shape of the learning rate over optimizer steps after the warm-up.
         warmup: Steps of linear warm-up when 1 or more, a share of all steps when below 1. 0 is off.
         min_learning_rate_share: Where cosine and warmup_stable_decay end, as a share of the peak. 0 decays to zero.
         decay_share: Share of all steps in which warmup_stable_decay falls."""
@@ -64,10 +64,13 @@ class OptimConfig:
             return {"class_path": "torch.optim.Muon", "init_args": arguments}
         return self.optimizer_class
 
+    @property
+    def uses_muon(self) -> bool:
+        chosen = self.chosen
+        return chosen is not None and resolve_name(chosen["class_path"]) is torch.optim.Muon
+
     def __post_init__(self) -> None:
         check_phases("model.optim.learning_rate", self.learning_rate)
-        if min(values_of(self.learning_rate)) < 0 or self.peak <= 0:
-            raise InputError(f"model.optim.learning_rate is {values_of(self.learning_rate)}; give more than 0")
 
     @property
     def peak(self) -> float:
@@ -88,8 +91,7 @@ def build_optimizer(
     Raises InputError if nothing is trainable, or the class of `--optimizer` refuses its arguments."""
     decayed, not_decayed, of_muon, fused = [], [], [], not scaled
     chosen = config.chosen
-    is_muon = chosen is not None and resolve_name(chosen["class_path"]) is torch.optim.Muon
-    matrices = resolve_name(f"{MUON}:matrices")(module) if is_muon else ()
+    matrices = matrices_of(module) if config.uses_muon else ()
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             fused = fused and parameter.device.type in ("cpu", "cuda", "xpu", "mps")
@@ -104,17 +106,17 @@ def build_optimizer(
         "lr": config.peak, "weight_decay": config.weight_decay, "betas": config.betas,
         "eps": config.eps, "fused": fused,
     }  # fmt: skip
-    if is_muon and not of_muon:
+    if config.uses_muon and not of_muon:
         raise InputError("Muon updates matrices, and no trained parameter is one: set model.optim.optimizer to adamw")
-    if chosen and is_muon:
+    if chosen and of_muon:
         options = {"of_muon": of_muon, "options": chosen["init_args"], "group": group}
-        kind = partial(resolve_name(f"{MUON}:Muon"), **options)
+        kind = partial(resolve_name(MUON), **options)
     elif chosen:
         kind, arguments = resolve_name(chosen["class_path"]), chosen["init_args"]
     groups: list[dict[str, object]] = [{"params": group} for group in (decayed, not_decayed) if group]
     if "weight_decay" in arguments and not_decayed:
         groups[-1]["weight_decay"] = 0.0
-    if not is_muon and len(by_layout(decayed + not_decayed)) > 1:
+    if not of_muon and len(by_layout(decayed + not_decayed)) > 1:
         kind = mixed(kind)
     try:
         return kind(groups, **arguments)
@@ -149,22 +151,18 @@ def mixed(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def build_schedule(
-    optimizer: Optimizer,
-    config: OptimConfig,
-    num_steps: float,
-    batches_per_validation: int | None = None,
+    optimizer: Optimizer, config: OptimConfig, num_steps: float, batches_per_validation: int | None = None,
     data: Any = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Returns Lightning's scheduler entry for `config` over `num_steps` optimizer steps (inf: no end is set).
     ReduceLROnPlateau checks its metric every `batches_per_validation` of a rank; None: at the end of each epoch. `data`
-    counts samples, for phases of the learning rate or the batch.
+    counts samples, for phases of the learning rate.
 
     Raises InputError if it counts none, the schedule needs an end and training has none, the warm-up is longer than
     training, or the class of `--lr_scheduler` refuses its arguments."""
-    phases, sizes = isinstance(config.learning_rate, list), getattr(data, "batch_sizes", None)
-    grows = sizes is not None and sizes.grows
-    if phases and (config.lr_scheduler_class or data is not None and sizes is None):
-        why = "--lr_scheduler" if config.lr_scheduler_class else f"{type(data).__name__}, which does not count tokens"
+    phases, counts = isinstance(config.learning_rate, list), data is None or hasattr(data, "step_samples")
+    if phases and (config.lr_scheduler_class or not counts):
+        why = "--lr_scheduler" if counts else f"{type(data).__name__}, which does not count tokens"
         raise InputError(f"model.optim.learning_rate has phases, which do not work with {why}: give a number")
     if chosen := config.lr_scheduler_class:
         kind = resolve_name(chosen["class_path"])
@@ -174,7 +172,7 @@ def build_schedule(
             raise _refused("--lr_scheduler", chosen["class_path"], error) from error
         entry: dict[str, Any] = {"scheduler": scheduler, "interval": "step"}
         if isinstance(scheduler, ReduceLROnPlateau):
-            if grows:
+            if isinstance(getattr(data, "global_batch_size", None), list):
                 raise InputError("--lr_scheduler ReduceLROnPlateau does not work with phases of data.global_batch_size")
             entry |= {"monitor": getattr(scheduler, "monitor", "eval/loss"), "reduce_on_plateau": True}
             entry |= {"frequency": batches_per_validation} if batches_per_validation else {"interval": "epoch"}
@@ -192,12 +190,8 @@ def build_schedule(
             " steps; lower model.optim.warmup or raise trainer.max_steps"
         )
     # A partial, as in transformers: LambdaLR's state is compatible with older checkpoints.
-    share = partial(_share_of_peak, config=config, warmup=warmup_steps, num_steps=num_steps)
-    if phases or grows:
-        share = partial(_share_by_tokens, data=data, sizes=sizes, **share.keywords)
-    if phases:
-        return {"scheduler": PhasesLR(optimizer, share), "interval": "step"}
-    return {"scheduler": LambdaLR(optimizer, share), "interval": "step"}
+    share = partial(_share_of_peak, config=config, warmup=warmup_steps, num_steps=num_steps, data=data)
+    return {"scheduler": (PhasesLR if phases else LambdaLR)(optimizer, share), "interval": "step"}
 
 
 class PhasesLR(LambdaLR):
@@ -207,22 +201,12 @@ class PhasesLR(LambdaLR):
         super().load_state_dict(state_dict | {"base_lrs": self.base_lrs})
 
 
-def _share_by_tokens(
-    _: int, config: OptimConfig, data: Any, sizes: BatchSizes | None, warmup: int, num_steps: float
-) -> float:
-    """Returns the learning rate of the step that follows the consumed samples, as a share of the peak."""
-    if sizes is None:  # arguments are checked, nothing is trained
-        return 1.0
-    consumed, warmup_samples = data.consumed_samples, sizes.samples(warmup)
-    if isinstance(config.learning_rate, list):
-        warmed = min(1.0, consumed / warmup_samples) if warmup else 1.0
-        return value_at(config.learning_rate, consumed * sizes.seq_len) / config.peak * warmed
-    return _share_of_peak(consumed, config, warmup_samples, sizes.samples(num_steps))
-
-
-def _share_of_peak(step: float, config: OptimConfig, warmup: float, num_steps: float) -> float:
+def _share_of_peak(step: int, config: OptimConfig, warmup: int, num_steps: float, data: Any = None) -> float:
     """Returns the learning rate of `step` as a share of the peak, equal to the bit to `transformers.get_scheduler`,
     whose module takes longer to import than all else before the first step; beyond the end cosine keeps its floor."""
+    if isinstance(config.learning_rate, list):
+        consumed = data.consumed_samples * data.seq_len if data else 0
+        return value_at(config.learning_rate, consumed) / config.peak * (min(1.0, step / warmup) if warmup else 1.0)
     shape, floor = config.schedule, config.min_learning_rate_share
     stable = shape == "warmup_stable_decay"
     if step < warmup:

@@ -62,10 +62,9 @@ def sentence(record: dict[str, Any]) -> str:
 
 
 def print_crash(error: Exception) -> Exit:
-    """Prints each distinct error once, with the texts of the hooks, and returns the exit code.
-
-    Prints the traceback of an error before training in which the user's code has no part, or if the crash record
-    cannot be read: no error is lost."""
+    """Prints each distinct error once, with the texts of the hooks, and returns the exit code. Prints the traceback of
+    an error before training in which the user's code has no part, or if the crash record cannot be read: no error is
+    lost."""
     code, parts = Exit.FAILED, None
     if path := record_of(error):
         with suppress(Exception):  # any error of this report matters less than the crash
@@ -89,16 +88,15 @@ def print_crash(error: Exception) -> Exit:
     if parts == []:  # another rank has printed the same error
         return code
     first, *last = parts or [""]
-    text = "\n\n".join(filter(None, [first, *hooks.on_crash(error), *last]))
+    text = "\n\n".join(filter(None, [first, *hooks.call("on_crash", error), *last]))
     if text:
         print(text, file=sys.stderr, flush=True)
     return code
 
 
 def _is_first(folder: Path, record: dict[str, Any]) -> bool:
-    """Returns whether this rank is the first with this error, so that it prints.
-
-    Digits are ignored, and so is the message of an out-of-memory error."""
+    """Returns whether this rank is the first with this error, so that it prints. Digits are ignored, and so is the
+    message of an out-of-memory error."""
     what = f"{record['error']} {record['message']}"
     if record["kind"] == "out_of_memory":
         what = record["kind"]

@@ -38,9 +38,8 @@ class BlockConfig:
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the repeated layers of `model`, in order, or [].
-
-    transformers names their classes; else they are the items of the outermost nn.ModuleLists."""
+    """Returns the repeated layers of `model`, in order, or []. transformers names their classes; else they are the
+    items of the outermost nn.ModuleLists."""
     names = names_of_blocks(model)
     if blocks := [module for module in model.modules() if type(module).__name__ in names]:
         return blocks

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..by_tokens import sizes_of
+from ..by_tokens import batch_at
 from ..errors import InputError, reason
 from ..records import flatten
 from .configured import Configured
@@ -22,9 +22,8 @@ HALF_SECTION = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "
 
 
 def read(config: str | Path | Config) -> dict[str, Any]:
-    """Returns a user's configuration unchanged, but "bfloat16" is renamed "bf16".
-
-    Raises InputError if the file is missing, is no JSON object, or has no ZeRO stage."""
+    """Returns a user's configuration unchanged, but "bfloat16" is renamed "bf16". Raises InputError if the file is
+    missing, is no JSON object, or has no ZeRO stage."""
     if not isinstance(config, Mapping):
         try:
             config = json.loads(Path(config).read_text(encoding="utf-8"))
@@ -41,22 +40,19 @@ def read(config: str | Path | Config) -> dict[str, Any]:
 
 
 def resolve(config: Config, setup: Configured) -> dict[str, Any]:
-    """Returns `config` as DeepSpeed gets it: complete, without "auto", and equal to the settings of `setup`.
-
-    Raises InputError, which lists all values that conflict."""
+    """Returns `config` as DeepSpeed gets it: complete, without "auto", and equal to the settings of `setup`. Raises
+    InputError, which lists all values that conflict."""
     accumulation, processes = setup.trainer.get("accumulate_grad_batches") or 1, setup.machine.world_size
     micro = getattr(setup.data, "micro_batch_size", 1)
     if hasattr(setup.data, "global_batch_size"):
-        accumulation = max(1, sizes_of(setup.data).at(0) // (micro * processes))
-    half, ours = (
-        HALF_SECTION.get(setup.machine.precision),
-        {
-            "train_batch_size": micro * processes * accumulation,
-            "train_micro_batch_size_per_gpu": micro,
-            "gradient_accumulation_steps": accumulation,
-            "gradient_clipping": float(setup.trainer.get("gradient_clip_val") or 0.0),
-        },
-    )
+        accumulation = max(1, batch_at(setup.data.global_batch_size, 0) // (micro * processes))
+    half = HALF_SECTION.get(setup.machine.precision)
+    ours: dict[str, object] = {
+        "train_batch_size": micro * processes * accumulation,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": float(setup.trainer.get("gradient_clip_val") or 0.0),
+    }
     config = copy.deepcopy(dict(config))
     if has_autocast := config.get("torch_autocast", {}).get("enabled"):
         ours["torch_autocast.dtype"] = {"bf16": "bfloat16", "fp16": "float16"}.get(half or "", "float32")

@@ -79,24 +79,12 @@ class MeshStrategy(MeshRanks):
     }
 
     def __init__(
-        self,
-        fsdp_size: Size = "auto",
-        dp_replicate_size: Size = 1,
-        tp_size: Size = 1,
-        ep_size: Size = 1,
-        cp_size: int = 1,
-        pp_size: Size = 1,
-        pp_schedule: Schedule = "1F1B",
-        pp_stages_per_rank: int = 2,
-        pp_layers: Layers = "cost",
-        tp_plan: dict[str, str] | None = None,
-        ep_plan: dict[str, str] | None = None,
-        cpu_offload: bool = False,
-        reduce_each_micro_batch: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta = default_pg_timeout,
-        **sizes: Size,
-    ) -> None:
+        self, fsdp_size: Size = "auto", dp_replicate_size: Size = 1, tp_size: Size = 1, ep_size: Size = 1,
+        cp_size: int = 1, pp_size: Size = 1, pp_schedule: Schedule = "1F1B", pp_stages_per_rank: int = 2,
+        pp_layers: Layers = "cost", tp_plan: dict[str, str] | None = None, ep_plan: dict[str, str] | None = None,
+        cpu_offload: bool = False, reduce_each_micro_batch: bool = True, process_group_backend: str | None = None,
+        timeout: timedelta = default_pg_timeout, **sizes: Size,
+    ) -> None:  # fmt: skip
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         if unknown := sizes.keys() - {axis.key for axis in AXES}:
             raise InputError(f"MeshStrategy has no {', '.join(sorted(unknown))}: remove it")
@@ -160,10 +148,8 @@ class MeshStrategy(MeshRanks):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
-        """Lightning enters it around every micro-batch but the last of an accumulation.
-
-        HSDP's all-reduce between the replicas is always delayed to the last micro-batch: until then
-        only this rank's shard is accumulated."""
+        """Lightning enters it around every micro-batch but the last of an accumulation. HSDP's all-reduce between the
+        replicas is always delayed to the last micro-batch: until then only this rank's shard is accumulated."""
         assert self.model is not None
         units = [unit for unit in self.model.modules() if isinstance(unit, FSDPModule)]
         if self.layers.group is not None:  # a pipeline reduces by itself

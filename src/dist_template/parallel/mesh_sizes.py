@@ -114,10 +114,8 @@ def given_size(arguments: Arguments, axis: type[Axis]) -> Size:
 
 
 def sizes_of(arguments: Arguments, world_size: int) -> MeshSizes:
-    """Returns the sizes on `world_size` ranks, with "auto" resolved.
-
-    Raises InputError if their product is not the number of ranks, more than one is "auto", or cp_size does not divide
-    fsdp_size."""
+    """Returns the sizes on `world_size` ranks, with "auto" resolved. Raises InputError if their product is not the
+    number of ranks, more than one is "auto", or cp_size does not divide fsdp_size."""
     sizes, adding = MeshSizes(), [axis for axis in AXES if axis.adds_ranks]
     for axis in adding:
         if (size := given_size(arguments, axis)) != "auto":

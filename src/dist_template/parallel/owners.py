@@ -1,7 +1,8 @@
 """Computes a function of full matrices whose shards are on several ranks: each matrix on one rank, its owner.
 
 An owner gathers the shards of a matrix, computes, and sends each rank its shard of the result. Ranks that have equal
-matrices (DDP, replicas of HSDP) share the work too. Messages are in rounds of about `ROUND` elements for each owner: while it computes one round, the next one's shards arrive and the last one's results leave."""
+matrices (DDP, replicas of HSDP) share the work too. Messages are in rounds of about `ROUND` elements for each owner:
+while it computes one round, the next one's shards arrive and the last one's results leave."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -50,10 +51,9 @@ class Owners:
         self._rounds: list[list[Matrix]] = []
 
     def run(self, parameters: list[Any], shard_of: Function, function: Function) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields each parameter with this rank's shard of the result. Collective over the group.
-
-        `shard_of` returns this rank's shard of a parameter's input, in new memory; `function` computes of
-        full inputs (..., R, C) results of that shape."""
+        """Yields each parameter with this rank's shard of the result. Collective over the group. `shard_of` returns
+        this rank's shard of a parameter's input, in new memory; `function` computes of full inputs (..., R, C) results
+        of that shape."""
         if self._planned != (planned := [*map(id, parameters)]):
             self._rounds, self._planned = self._plan(parameters), planned
         arriving: Arrival | None = None

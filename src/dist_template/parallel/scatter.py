@@ -41,15 +41,16 @@ def distribute(
     units: list[list[str]], targets: dict[str, Tensor], make: Callable[[list[str]], dict[str, Tensor]],
     group: dist.ProcessGroup | None,
 ) -> None:  # fmt: skip
-    """Fills `targets`, this rank's shards by name. Collective over `group`; None: all ranks.
-
-    In each round every rank calls `make` for the names of one unit, which returns full tensors in host memory, and all
-    ranks exchange shards, in pieces of `PIECE` bytes: a rank has one unit, and its shards of the others."""
+    """Fills `targets`, this rank's shards by name. Collective over `group`; None: all ranks. In each round every rank
+    calls `make` for the names of one unit, which returns full tensors in host memory, and all ranks exchange shards, in
+    pieces of `PIECE` bytes: a rank has one unit, and its shards of the others."""
     ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
     here = ranks.index(weights.rank())
     for start in range(0, len(units), len(ranks)):
         of_round = units[start : start + len(ranks)]
-        full = make(of_round[here]) if here < len(of_round) else {}
+        full: dict[str, Tensor] = {}
+        if here < len(of_round):
+            full = make(of_round[here])
         outgoing: list[list[Tensor]] = [[] for _ in ranks]
         incoming: list[list[Tensor]] = [[] for _ in ranks]
         for name in full:
@@ -77,7 +78,9 @@ def distribute(
 
 def from_rank_zero(targets: dict[str, Tensor], full: dict[str, Tensor]) -> None:
     """Fills `targets`, equal names on all ranks, from rank 0's `full` tensors. Collective."""
-    units = [unit for name in targets for unit in ([name], *[[]] * (weights.world_size() - 1))]
+    units: list[list[str]] = []
+    for name in targets:
+        units += [[name]] + [[]] * (weights.world_size() - 1)
     distribute(units, targets, lambda names: {name: full[name] for name in names}, None)
 
 

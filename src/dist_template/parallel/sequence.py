@@ -24,10 +24,8 @@ IS_SHARD = "is_sequence_shard"  # keyword argument of a model's forward pass, fo
 
 
 def shard_batch(batch: Any, group: dist.ProcessGroup) -> Any:
-    """Returns the rank's T / n tokens of each tensor (B, T, …) of a batch that has labels. Other
-    batches, such as a prompt, are returned unchanged.
-
-    Raises InputError if n does not divide T."""
+    """Returns the rank's T / n tokens of each tensor (B, T, …) of a batch that has labels. Other batches, such as a
+    prompt, are returned unchanged. Raises InputError if n does not divide T."""
     if not isinstance(batch, dict) or not {"input_ids", "position_ids", "labels"} <= batch.keys():
         return batch
     shape, num = batch["input_ids"].shape, group.size()

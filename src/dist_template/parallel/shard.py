@@ -13,14 +13,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed import fsdp
 
 from .. import weights
 from ..compat import transformers as compat
@@ -48,10 +41,9 @@ if TYPE_CHECKING:
 
 
 def shard_module(module: L.LightningModule, strategy: MeshRanks) -> None:
-    """Shards the layers that a plain LightningModule has made, with rank 0's weights.
-
-    The module itself is the outermost FSDP unit, which its steps gather."""
-    if isinstance(module, FSDPModule) or not strategy.shards:
+    """Shards the layers that a plain LightningModule has made, with rank 0's weights. The module itself is the
+    outermost FSDP unit, which its steps gather."""
+    if isinstance(module, fsdp.FSDPModule) or not strategy.shards:
         return
     refuse_scalars(module, "FSDP2")
     strategy.precision_plugin.convert_module(module)
@@ -61,7 +53,7 @@ def shard_module(module: L.LightningModule, strategy: MeshRanks) -> None:
     shard_by_blocks(module, strategy)
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         if is_overridden(step, module):
-            register_fsdp_forward_method(module, step)
+            fsdp.register_fsdp_forward_method(module, step)
 
 
 def refuse_adapters(model: PreTrainedModel) -> None:
@@ -128,15 +120,10 @@ def shard_by_plan(model: Any, strategy: MeshRanks) -> None:
     register_replicated()
     sizes = strategy.mesh_sizes
     config = DistributedConfig(
-        tp_size=sizes.tp,
-        fsdp_size=sizes.fsdp,
-        dp_replicate_size=sizes.dp_replicate,
-        ep_size=sizes.ep,
-        tp_plan=strategy.tp_plan,
-        ep_plan=strategy.ep_plan,
-        fsdp_cpu_offload=strategy.cpu_offload,
+        tp_size=sizes.tp, fsdp_size=sizes.fsdp, dp_replicate_size=sizes.dp_replicate, ep_size=sizes.ep,
+        tp_plan=strategy.tp_plan, ep_plan=strategy.ep_plan, fsdp_cpu_offload=strategy.cpu_offload,
         fsdp_mixed_precision=_is_mixed(strategy),
-    )
+    )  # fmt: skip
     ties = weights.find_ties(model)
     owners = {owner for tie in ties for owner, _ in tie}
     tied = {name for name, module in model.named_modules() if module in owners}
@@ -168,19 +155,19 @@ def shard_by_blocks(model: nn.Module, strategy: MeshRanks) -> None:
             "offload_policy": _offload_policy(strategy),
         }
         if _is_mixed(strategy):
-            options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            options["mp_policy"] = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         for block in find_blocks(model):
-            fully_shard(block, **options)
+            fsdp.fully_shard(block, **options)
         if isinstance(model, L.LightningModule) and "mp_policy" in options:
             # The inputs of a step include targets, which must not be cast.
             options["mp_policy"] = replace(options["mp_policy"], cast_forward_inputs=False)
-        fully_shard(model, **options)
+        fsdp.fully_shard(model, **options)
 
 
-def _offload_policy(strategy: MeshRanks) -> OffloadPolicy:
+def _offload_policy(strategy: MeshRanks) -> fsdp.OffloadPolicy:
     if not strategy.cpu_offload:
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=strategy.root_device.type == "cuda")
+        return fsdp.OffloadPolicy()
+    return fsdp.CPUOffloadPolicy(pin_memory=strategy.root_device.type == "cuda")
 
 
 def _is_mixed(strategy: MeshRanks) -> bool:

@@ -40,9 +40,8 @@ class Start(Protocol):
     model: nn.Module
 
     def fill(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        """Gives this rank's tensors of `module`, the model after sharding, their values. Collective.
-
-        `group`: the ranks that have the same layers. None: all."""
+        """Gives this rank's tensors of `module`, the model after sharding, their values. Collective. `group`: the ranks
+        that have the same layers. None: all."""
 
 
 class StartByOwners:
@@ -82,10 +81,9 @@ class StartByOwners:
             for name in names:
                 tensor = self._tensors[name]
                 try:
-                    tensor = self._recording.compute(tensor, self._seed) if tensor.is_meta else tensor
+                    found[name] = self._recording.compute(tensor, self._seed) if tensor.is_meta else tensor.detach()
                 except InputError as error:  # the other ranks wait for the tensor
-                    self._refused, tensor = error, torch.zeros(tensor.shape)
-                found[name] = tensor.detach()
+                    self._refused, found[name] = error, torch.zeros(tensor.shape)
                 if self._frozen and name in self._frozen_names:
                     self._frozen.add(name, found[name])
         return found
@@ -126,10 +124,9 @@ class StartOnRankZero:
 
 
 def start_of(build: Build, prepare: Prepare, seed: int, frozen: FrozenHash | None = None) -> Start:
-    """Returns the model that `build` makes, without memory, and its starting values. Collective.
-
-    `prepare` changes the types of its tensors; `frozen` gets the frozen parameters that this rank makes. Raises
-    InputError if the model has to be built in full, and host memory cannot hold it."""
+    """Returns the model that `build` makes, without memory, and its starting values. Collective. `prepare` changes the
+    types of its tensors; `frozen` gets the frozen parameters that this rank makes. Raises InputError if the model has
+    to be built in full, and host memory cannot hold it."""
     model: nn.Module | None = None
     try:
         with agreed_on_errors(), torch.random.fork_rng(devices=[]):

@@ -56,9 +56,8 @@ class ZeroPrecision(EnginePrecision):
         return module  # DeepSpeed casts parameters, and keeps buffers in fp32
 
     def backward(self, tensor: Tensor, model: L.LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Backpropagates by the engine, and finishes a micro-batch that no optimizer step follows.
-
-        The engine must see every micro-batch; the module's hooks of a step run once per step."""
+        """Backpropagates by the engine, and finishes a micro-batch that no optimizer step follows. The engine must see
+        every micro-batch; the module's hooks of a step run once per step."""
         kwargs["scale_wrt_gas"] = False  # Lightning has divided the loss already
         engine = _engine(model)
         is_last = not accumulates(model.trainer)
@@ -80,10 +79,9 @@ class ZeroPrecision(EnginePrecision):
         return result
 
     def skip_step(self, model: L.LightningModule, anomalous: Tensor) -> None:
-        """Skips the engine's next step where `anomalous` () is true; equal on all ranks.
-
-        The step is handled like an overflow in fp16: gradients are cleared, weights and moments
-        stay. `anomalous` is read on the host; DeepSpeed reads the gradients' norm there in every step anyway."""
+        """Skips the engine's next step where `anomalous` () is true; equal on all ranks. The step is handled like an
+        overflow in fp16: gradients are cleared, weights and moments stay. `anomalous` is read on the host; DeepSpeed
+        reads the gradients' norm there in every step anyway."""
         engine = _engine(model)
         optimizer, skips = engine.optimizer, bool(anomalous)
         if not compat.can_veto_steps(optimizer) and skips:  # a norm that is NaN makes it skip the step
@@ -128,17 +126,11 @@ class ZeroStrategy(RunDefaults, OwnFormat, DeepSpeedStrategy):
     }
 
     def __init__(
-        self,
-        stage: Literal[1, 2, 3] | None = None,
-        offload_optimizer: bool | None = None,
-        offload_parameters: bool | None = None,
-        pin_memory: bool | Literal["auto"] = "auto",
-        config: str | dict[str, Any] | None = None,
-        sub_group_size: int = 1_000_000_000,
-        prefetch_bucket_size: int = 50_000_000,
-        param_persistence_threshold: int = 100_000,
-        **kwargs: Any,
-    ) -> None:
+        self, stage: Literal[1, 2, 3] | None = None, offload_optimizer: bool | None = None,
+        offload_parameters: bool | None = None, pin_memory: bool | Literal["auto"] = "auto",
+        config: str | dict[str, Any] | None = None, sub_group_size: int = 1_000_000_000,
+        prefetch_bucket_size: int = 50_000_000, param_persistence_threshold: int = 100_000, **kwargs: Any,
+    ) -> None:  # fmt: skip
         require("deepspeed", "ZeroStrategy")
         super().__init__(
             stage=stage or 2,

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -29,12 +29,12 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
-from ..by_tokens import BatchSizes, Phase, sizes_of
+from ..by_tokens import Phase, batch_at, divisor_of, values_of
 from ..callbacks.global_order import ConsumedSamples, GlobalOrder, eval_batches, source_of
 from ..cluster.signals import isolate_worker
-from ..compat.epochs import begin_step, count_steps
+from ..compat.epochs import begin_step, make_resumable
 from ..parallel import run_strategy
-from .batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
+from .batches.loader import COUNTED, Accumulations, Counted, StepLoader, TokensPerMicroBatch
 from .batches.rows import ROWS, PackedRows, PairRows, Rows, WholeRows, last_answers, packing_of
 from .cache.token_cache import SPLITS, CacheError, Corpus, Documents, Recipe, build_cache, open_cache, read_documents
 from .limits import check_numbers, check_rows
@@ -200,13 +200,15 @@ class PackedText(L.LightningDataModule):
     # ---- before training -------------------------------------------------------------------------
 
     @property
-    def batch_sizes(self) -> BatchSizes:
-        return sizes_of(self)
+    def batch_sizes(self) -> tuple[int, int]:
+        """The number that divides every global batch, and the largest one."""
+        return divisor_of(self.global_batch_size), int(max(values_of(self.global_batch_size)))
 
     @property
     def accumulation(self) -> int:
         """Micro-batches per optimizer step, of growing batches in the present one."""
-        return self.batch_sizes.at(self.step_samples) // (self.micro_batch_size * self.world_size)
+        size = batch_at(self.global_batch_size, self.step_samples * self.seq_len)
+        return size // (self.micro_batch_size * self.world_size)
 
     def check(self, world_size: int) -> None:
         """Refuses sizes and shares that cannot work on `world_size` data-parallel ranks."""
@@ -231,15 +233,16 @@ class PackedText(L.LightningDataModule):
             return
         self.check(self.world_size)
         check_rows(self, self.corpus)  # `prepare` does not know the module
-        per_batch = self.micro_batch_size * self.world_size
         self.trainer.accumulate_grad_batches = self.accumulation
-        if self.batch_sizes.grows:
-            count_steps(self.trainer)
+        per_batch = self.micro_batch_size * self.world_size
+        grows = isinstance(self.global_batch_size, list)
+        if grows:
+            make_resumable(self.trainer)
         elif isinstance(self.trainer.val_check_interval, int):  # YAML counts optimizer steps
             self.trainer.val_check_interval *= self.accumulation
-        size = per_batch if self.batch_sizes.grows else self.batch_sizes.all[0]
+        size = per_batch if grows else per_batch * self.accumulation
         self._consumed = ConsumedSamples.attach(self.trainer, size, per_batch)
-        self._consumed.grows = self.batch_sizes.grows
+        self._consumed.grows = grows
         if isinstance(self.source, Mixture):
             self._mixing = MixtureOrder(self.rows_of("train").sizes, [(0, self.source.weights)], self.seed)
             self._consumed.figures = self._mixing.epochs
@@ -248,11 +251,10 @@ class PackedText(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         rows = self.rows_of("train")
-        sizes = self.batch_sizes
         order = GlobalOrder(
-            len(rows), sizes.all[0], self.micro_batch_size,
+            len(rows), self.global_batch_size, self.micro_batch_size,
             self.rank, self.world_size, self.seed, consumed=lambda: self.consumed_samples,
-            repeat_first_batch=self.repeat_first_batch, stream=self._mixing, size_at=sizes.at if sizes.grows else None,
+            repeat_first_batch=self.repeat_first_batch, stream=self._mixing, seq_len=self.seq_len,
         )  # fmt: skip
         return self._loader(rows, order, order.accumulations)
 
@@ -267,7 +269,7 @@ class PackedText(L.LightningDataModule):
         self._counted = batch.pop(COUNTED, None)  # the batch is only tensors: copied in one loop
         if self._counted is not None:
             self.step_samples = self.consumed_samples
-            if self.batch_sizes.grows:
+            if isinstance(self.global_batch_size, list):
                 begin_step(self.trainer, self._counted.step[1])
         if self.trainer is not None and self.trainer.training:
             self.step_rows = [*self.step_rows, rows] if self._counted is None else [rows]
@@ -313,9 +315,7 @@ class PackedText(L.LightningDataModule):
         batches = eval_batches(rows.sizes, self.micro_batch_size, self.rank, self.world_size)
         return self._loader(rows, batches, None)
 
-    def _loader(
-        self, rows: Rows, order: Iterable[list[int]], accumulations: Callable[[], Iterator[int]] | None
-    ) -> DataLoader:
+    def _loader(self, rows: Rows, order: Iterable[list[int]], accumulations: Accumulations | None) -> DataLoader:
         is_on_gpu = bool(self.trainer) and self.trainer.strategy.root_device.type == "cuda"
         # from unpinned memory, non-blocking copies wait; starting workers for each evaluation takes
         # longer than evaluating

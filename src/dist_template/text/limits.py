@@ -20,17 +20,16 @@ def check_numbers(data: Any, world_size: int) -> None:
             "data.cross_document_attention lets a pair's second answer attend to its first: set it to"
             " false for data.source Preferences"
         )
-    key, sizes, together = "data.global_batch_size", data.batch_sizes, data.micro_batch_size * world_size
-    check_phases(key, data.global_batch_size)
-    if sizes.grows and any(value < 1 or value % 1 for value in values_of(data.global_batch_size)):
-        raise InputError(f"{key} has a phase of {sizes.all} sequences: give 1 or more, without a fraction")
-    if sizes.grows and data.trainer is not None and data.trainer.max_steps < 0:
+    key, given, together = "data.global_batch_size", data.global_batch_size, data.micro_batch_size * world_size
+    check_phases(key, given)
+    if any(value < 1 or value % 1 for value in values_of(given)):
+        raise InputError(f"{key} has sizes {values_of(given)}: give 1 or more, without a fraction")
+    if isinstance(given, list) and data.trainer is not None and data.trainer.max_steps < 0:
         raise InputError(f"{key} has phases, so the stream of samples has no epochs: set trainer.max_steps")
-    if sizes.divisor % together:
-        given = f"the divisor {sizes.divisor} of all sizes" if sizes.grows else sizes.divisor
+    if (divisor := data.batch_sizes[0]) % together:
         raise InputError(
-            f"global_batch_size {given} is not a multiple of micro_batch_size"
-            f" {data.micro_batch_size} x data_parallel {world_size} = {together}; edit"
+            f"global_batch_size {divisor}{' (which divides its phases)' * isinstance(given, list)} is not a multiple of"
+            f" micro_batch_size {data.micro_batch_size} x data_parallel {world_size} = {together}; edit"
             " data.global_batch_size or data.micro_batch_size"
         )
 
@@ -38,7 +37,7 @@ def check_numbers(data: Any, world_size: int) -> None:
 def check_rows(data: Any, corpus: Corpus) -> Corpus:
     """Returns the corpus; refuses one in which a requested split has too few rows."""
     wanted = {
-        "train": (max(data.batch_sizes.all), "data.global_batch_size"),
+        "train": (data.batch_sizes[1], "data.global_batch_size"),
         "validation": (int(data.validation_share > 0), "data.validation_share"),
         "test": (int(data.test_share > 0), "data.test_share"),
     }

@@ -190,9 +190,8 @@ class TextModule(TrainingModule):
         return modules.depth if modules else 0
 
     def sums(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Returns sums over all or some tokens by name: the first is minimized, the others are metrics.
-
-        `labels` (B, T) are already shifted; -100 does not count."""
+        """Returns sums over all or some tokens by name: the first is minimized, the others are metrics. `labels` (B, T)
+        are already shifted; -100 does not count."""
         values, flat = logits.float().flatten(0, 1), labels.flatten()
         return {
             "loss": F.cross_entropy(values, flat, reduction="none").sum(),

@@ -80,10 +80,9 @@ class Metrics:
 
 @dataclass
 class History:
-    """Records of a run; `read_run` reads them, wings/diagnose/callback.py adds to them.
-
-    `metrics` are by name, over optimizer steps; `environment` is the newest attempt's; `goodput` has the seconds of
-    each kind over all attempts; `incidents` and `crashes` are in the order of time."""
+    """Records of a run; `read_run` reads them, wings/diagnose/callback.py adds to them. `metrics` are by name, over
+    optimizer steps; `environment` is the newest attempt's; `goodput` has the seconds of each kind over all attempts;
+    `incidents` and `crashes` are in the order of time."""
 
     folder: Path
     config: Tree = field(default_factory=dict)
@@ -106,9 +105,8 @@ class History:
         return [name for name in (RunFile.METRICS, RunFile.FACTS) if not (self.folder / name).exists()]
 
     def key(self, path: str, default: object = None) -> Any:
-        """Returns the configuration's value at a path such as "trainer.max_steps".
-
-        `init_args` may be omitted in the path."""
+        """Returns the configuration's value at a path such as "trainer.max_steps". `init_args` may be omitted in the
+        path."""
         return _at(self.config, path, default)
 
     def fact(self, path: str, default: object = None) -> Any:
@@ -131,13 +129,8 @@ class History:
 
 
 def read_run(folder: Path, limit: int = 0) -> History:
-    """Reads everything that `folder` has; missing parts are empty.
-
-    Args:
-        folder: runs/<name>/<id>.
-        limit: Entries kept of a metric, see `Metrics`. 0 keeps all.
-
-    Raises InputError if it is not the folder of a run."""
+    """Reads everything that `folder`, runs/<name>/<id>, has; missing parts are empty. `limit`: entries kept of a
+    metric, see `Metrics`. Raises InputError if it is not the folder of a run."""
     if last_write(folder) is None:
         raise InputError(
             f"{folder} is not the folder of a run: it has neither {RunFile.CONFIG} nor {RunFile.METRICS};"
@@ -147,13 +140,10 @@ def read_run(folder: Path, limit: int = 0) -> History:
     for line in read_lines(folder / RunFile.METRICS, "step"):
         metrics.add(line)
     history = History(
-        folder=folder,
-        config=_read(folder / RunFile.CONFIG, yaml.safe_load),
-        defaults=_read(folder / RunFile.DEFAULTS, yaml.safe_load),
-        facts=_read(folder / RunFile.FACTS, json.loads),
-        metrics=metrics,
-        environment=_read(folder / RunFile.ENVIRONMENT, json.loads),
-    )
+        folder=folder, config=_read(folder / RunFile.CONFIG, yaml.safe_load),
+        defaults=_read(folder / RunFile.DEFAULTS, yaml.safe_load), facts=_read(folder / RunFile.FACTS, json.loads),
+        metrics=metrics, environment=_read(folder / RunFile.ENVIRONMENT, json.loads),
+    )  # fmt: skip
     history.refresh()
     return history
 

@@ -1,9 +1,13 @@
-"""The verb: which run it takes, what it prints, how it ends, and that it starts at once."""
+"""The verbs `diagnose`, `report` and `compare`: what they take, print and write; escaped pages."""
 
 import json
 import math
 import os
+import re
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +16,13 @@ import pytest
 from dist_template import InputError
 from dist_template.wings.diagnose import callback as diagnosis
 from dist_template.wings.diagnose import expected, read_run
+from dist_template.wings.diagnose.report import page
 from dist_template.wings.launch import command as launch
 from dist_template.wings.setup.upgrade import read_record
 from tests.support.library import read_lines, run_lock
 from tests.support.runs import logged, main, only_run, run
 from tests.support.wings import Registry, tables
-from tests.support.written import falling, write_run
+from tests.support.written import HOSTILE, falling, write_run
 
 CONFIG = {"trainer": {"precision": "32-true", "max_steps": 400}}
 FACTS = {"machine": {"device": "NVIDIA H200", "supports_bf16": True}}
@@ -154,3 +159,176 @@ def test_what_is_left_of_a_damaged_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\n")
     loss = read_run(tmp_path).metrics["train/loss"]
     assert loss.steps.tolist() == [1, 2] and math.isclose(loss.values[0], 2.5)
+
+
+LOSS = "train/loss"
+
+
+class Elements(HTMLParser):
+    """A page: its elements with their attributes, its figures, and its texts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.figures = plotted(text)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[bool, str] = {True: "", False: ""}  # in scripts, elsewhere
+        self._open = ""
+        self.feed(text)
+        scripts = [attributes for tag, attributes in self.elements if tag == "script"]
+        self.libraries = [str(each["src"]) for each in scripts if "src" in each]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._open = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open = ""
+
+    def handle_data(self, data: str) -> None:
+        self.texts[self._open == "script"] += data
+
+
+def plotted(page: str) -> list[Any]:
+    """The data of each figure, which must be strict JSON."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    decoder = json.JSONDecoder(parse_constant=refuse)
+    starts = re.finditer(r'Plotly\.newPlot\(\s*"plot-\d+",\s*', page)
+    return [decoder.raw_decode(page, start.end())[0] for start in starts]
+
+
+def report(folder: Path) -> Elements:
+    page.write([folder], folder)
+    return Elements((folder / "report.html").read_text(encoding="utf-8"))
+
+
+def test_all_runs_share_one_plotly(tmp_path: Path) -> None:
+    for place, name in (("runs/a/1", "a"), ("runs/b/c/2", "b/c"), ("copied/3", "copied")):
+        config = {"run": {"name": name, "root": "runs"}}
+        folder = write_run(tmp_path / place, falling(5), config)
+        (library,) = report(folder).libraries
+        assert (folder / library).read_text("utf-8").startswith("/**\n* plotly.js v")
+        assert (folder / "report.html").stat().st_size < 100_000
+    found = {path.relative_to(tmp_path).parent.as_posix() for path in tmp_path.rglob("*.js")}
+    assert found == {"runs", "copied/3"}, "a copied run writes nothing outside of itself"
+
+
+def test_an_inline_page_needs_no_other_file(tmp_path: Path, capfd: Any) -> None:
+    folder = write_run(tmp_path / "a" / "1", falling(5))
+    assert run("report", str(folder), "--plotly=inline") == 0
+    made = Elements((folder / "report.html").read_text(encoding="utf-8"))
+    assert not list(tmp_path.rglob("*.js"))
+    loading = {"src", "href", "srcset", "data"}
+    assert not [given for _, given in made.elements if loading & set(given)]
+    others = ("link", "iframe", "object", "base", "form")
+    assert not [tag for tag, _ in made.elements if tag in others]
+    assert run("report", str(tmp_path)) == 2
+    assert "is not the folder of a run" in capfd.readouterr().err
+
+
+def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
+    config = {"run": {"name": "a"}, "data": {"prompts": [HOSTILE]}, "model": {HOSTILE: HOSTILE}}
+    metrics = falling(5) | {f"train/{HOSTILE}": [1.0, 2.0]}
+    others: Any = {"host": HOSTILE, "packages": {HOSTILE: HOSTILE}}
+    folder = write_run(tmp_path / "a" / "<b>1", metrics, config, {"data": {}}, **others)
+    (folder / "incidents.jsonl").write_text(json.dumps({"step": 3, "kind": HOSTILE}) + "\n")
+    (folder / "crash").mkdir()
+    crash = {"time": 1.0, "step": 5, "rank": 0, "host": HOSTILE, "error": HOSTILE}
+    (folder / "crash" / "rank0.json").write_text(json.dumps(crash), encoding="utf-8")
+    made = report(folder)
+    assert HOSTILE not in made.texts[True] and "img" not in {tag for tag, _ in made.elements}
+    assert not [name for _, given in made.elements for name in given if name.startswith("on")]
+    assert made.texts[False].count(HOSTILE) >= 6, "and all of it can be read"
+    names = [trace["name"] for traces in made.figures for trace in traces]
+    assert not [name for name in names if "<" in name], "plotly takes names for HTML"
+    linked = Elements(page.page([read_run(folder)], [[]], link='"><b>'))
+    assert linked.libraries == ['"><b>']
+
+
+def test_non_finite_values_are_gaps_and_a_last_one_is_shown(tmp_path: Path) -> None:
+    metrics = falling(30)
+    metrics[LOSS][9], metrics[LOSS][20], metrics[LOSS][29] = math.nan, math.inf, math.nan
+    config, defaults = ({"data": {"seq_len": length}} for length in (32, 256))
+    folder = write_run(tmp_path / "a" / "1", metrics, config, defaults)
+    (loss,) = report(folder).figures[0]
+    assert [i for i, value in enumerate(loss["y"]) if value is None] == [9, 20, 29]
+    assert rows("Results", [folder])[LOSS] == ["nan"]
+    assert rows("Settings that differ", [folder])["data.seq_len"] == ["32", "256"]
+
+
+def rows(title: str, folders: list[Path]) -> dict[str, list[str]]:
+    names = [folder.name for folder in folders]
+    made = tables([read_run(folder) for folder in folders], names)
+    (found,) = [table for table in made if title in table.title]
+    return {cells[0]: cells[1:] for cells in found.rows}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Two that differ in their seed, one with another rate and 2.5 times the tokens a step."""
+    made = []
+    for number, (rate, seed) in enumerate([(1e-3, 0), (1e-3, 1), (3e-3, 0)]):
+        steps, batch = (20, 4096.0) if number < 2 else (10, 8192.0 * 1.25)
+        metrics = falling(steps) | {"train/tokens": [batch * (i + 1) for i in range(steps)]}
+        metrics[LOSS] = [10.0 - 0.1 * i + number for i in range(steps)]
+        config: Any = {"seed_everything": seed, "run": {"name": "x"}}
+        config["model"] = {"optim": {"learning_rate": rate}}
+        made.append(write_run(tmp_path / "x" / f"r{number}", metrics, config))
+    return made
+
+
+def test_runs_are_compared_at_their_ends_and_at_equal_tokens(runs: list[Path]) -> None:
+    """The first two end at 81,920 tokens, the third at 102,400: at step 8 of 10 it has 81,920."""
+    first = [10 - 0.1 * 19, 11 - 0.1 * 19]
+    final, equal = rows("Results", runs), rows("At 81,920 tokens", runs)
+    assert final["optimizer steps"] == ["20", "20", "10"]
+    assert final[LOSS] == [f"{value:.5g}" for value in (*first, 12 - 0.1 * 9)]
+    assert equal[LOSS] == [f"{value:.5g}" for value in (*first, 12 - 0.1 * 7)]
+
+
+def test_compare_prints_what_differs(runs: list[Path], tmp_path: Path, capfd: Any) -> None:
+    assert run("compare", *map(str, runs)) == 0
+    shown = capfd.readouterr().out
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["seed_everything", "0", "1", "0"] in lines
+    assert ["model.optim.learning_rate", "0.001", "0.001", "0.003"] in lines
+    assert "run.name" not in shown and (tmp_path / "x/report.html").exists()
+    assert run("compare", str(runs[0])) == 2
+    assert run("compare", str(runs[0]), f"{runs[0].parent}/../x/r0") == 2
+    error = capfd.readouterr().err
+    assert "got one run" in error and "given twice" in error
+
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
+HEADLESS = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run"
+OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND"
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+def test_a_moved_report_is_drawn_offline_at_a_phones_width(tmp_path: Path) -> None:
+    if BROWSER is None:
+        pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed")
+    broken = falling(300)
+    broken[LOSS][100:200] = [math.nan] * 100
+    config = {"run": {"name": "a", "root": "runs"}}
+    hostile = falling(3) | {"eval/loss": [5.0]}
+    runs = [write_run(tmp_path / "runs" / "a" / "<b>1", hostile, config, host=HOSTILE)]
+    runs += [write_run(tmp_path / "runs" / "a" / "2", falling(20_000), config)]
+    runs += [write_run(tmp_path / "runs" / "a" / "3", broken, config)]
+    page.write(runs, runs[0])
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    moved = tmp_path / "elsewhere" / "a" / "<b>1" / "report.html"
+    command = [BROWSER, *HEADLESS.split(), OFFLINE, f"--user-data-dir={tmp_path / 'profile'}"]
+    command += "--enable-logging=stderr --virtual-time-budget=4000 --window-size=500,900".split()
+    command += ["--dump-dom", moved.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    plots = re.findall(r'<div class="plot[^>]*>(.*?)</figure>', done.stdout, re.DOTALL)
+    drawn = [len(re.findall(r'class="(?:js-line|point)" [^>]*d="M', plot)) for plot in plots]
+    assert len(drawn) == 4 and min(drawn) >= 3, drawn
+    widths = re.findall(r'class="main-svg"[^>]* width="([\d.]+)"', done.stdout)
+    assert widths and max(map(float, widths)) <= 500

@@ -1,6 +1,7 @@
 """The names of the files in a run's folder, and what reads their lines."""
 
 import json
+from argparse import Namespace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,7 @@ class RunFile(StrEnum):
     GOODPUT = "goodput.jsonl"
 
 
+PLACEHOLDER = "{run}"  # stands for the run's folder in any text of a configuration
 PlotlyJs = Literal["shared", "inline", "cdn"]  # run.plotly: where a report loads plotly.js from
 
 
@@ -36,9 +38,8 @@ def _integer(digits: str) -> float:
 
 
 def read_lines(path: Path, *numbers: str) -> list[dict[str, Any]]:
-    """Returns the objects of a JSONL file, if it exists; incomplete and damaged lines are skipped.
-
-    `numbers` are keys that an object must have with a number."""
+    """Returns the objects of a JSONL file, if it exists; incomplete and damaged lines are skipped. `numbers` are keys
+    that an object must have with a number."""
     if not path.exists():
         return []
     found = []
@@ -54,11 +55,18 @@ def read_lines(path: Path, *numbers: str) -> list[dict[str, Any]]:
 
 
 def without_folder(folder: str, value: Any) -> Any:
-    """Returns a configuration with "{run}" for the run's folder, which another run can use."""
+    """Returns a configuration with PLACEHOLDER for the run's folder, which another run can use."""
+    return replaced(value, folder, PLACEHOLDER)
+
+
+def replaced(value: Any, old: str, new: str) -> Any:
+    """Returns a configuration with `new` for `old` in every text."""
     if isinstance(value, str):
-        return value.replace(folder, "{run}")
+        return value.replace(old, new)
     if isinstance(value, list):
-        return [without_folder(folder, each) for each in value]
+        return [replaced(item, old, new) for item in value]
     if isinstance(value, dict):
-        return {key: without_folder(folder, each) for key, each in value.items()}
+        return {key: replaced(item, old, new) for key, item in value.items()}
+    if isinstance(value, Namespace):
+        return type(value)(**replaced(vars(value), old, new))
     return value

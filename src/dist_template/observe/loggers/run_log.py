@@ -15,10 +15,7 @@ WRITE_S = 1.0  # lines are buffered for at most this long: the folder may be on 
 
 
 class RunLog(Logger):
-    """Lightning logger behind `metrics.jsonl`; it is always on.
-
-    Args:
-        folder: The run's folder."""
+    """Lightning logger behind `metrics.jsonl` in a run's folder; it is always on."""
 
     name = "metrics"
     version = ""

@@ -32,9 +32,8 @@ class TensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def on_resume(self, step: int) -> None:
-        """Has TensorBoard drop what earlier attempts logged after the checkpoint's `step`.
-
-        SummaryWriter's `purge_step` does the same, but must be known before the checkpoint is read."""
+        """Has TensorBoard drop what earlier attempts logged after the checkpoint's `step`. SummaryWriter's `purge_step`
+        does the same, but must be known before the checkpoint is read."""
         from tensorboard.compat.proto import event_pb2
 
         messages: Any = event_pb2

@@ -36,18 +36,10 @@ class WandB(WandbLogger):
         finish_timeout_s: Seconds to wait at the end for uploads; `wandb sync` uploads the rest."""
 
     def __init__(
-        self,
-        project: str,
-        save_dir: str = "{run}",
-        name: str | None = None,
-        group: str | None = None,
-        tags: list[str] | None = None,
-        notes: str | None = None,
-        offline: bool | None = None,
-        alerts: bool = False,
-        init_timeout_s: float = 30.0,
-        finish_timeout_s: float = 20.0,
-    ) -> None:
+        self, project: str, save_dir: str = "{run}", name: str | None = None, group: str | None = None,
+        tags: list[str] | None = None, notes: str | None = None, offline: bool | None = None, alerts: bool = False,
+        init_timeout_s: float = 30.0, finish_timeout_s: float = 20.0,
+    ) -> None:  # fmt: skip
         require("wandb", "the logger WandB")
         run_id = Path(save_dir).name
         offline = not _has_api_key() if offline is None else offline

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
-from ...by_tokens import sizes_of as batch_sizes_of
+from ...by_tokens import divisor_of, values_of
 from ...errors import InputError
 from ..configured import ARGS, NOT_READ_YET, Configured
 from ..mesh_sizes import AXES, Axis, MeshSizes, data_parallel_size, sizes_of
@@ -82,11 +82,11 @@ def _pipeline(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
         yield f"the model's {num} blocks cannot be divided into {stages} stages: {way_out}"
     rows, micro = (getattr(setup.data, f"{name}_batch_size", None) for name in ("global", "micro"))
     if setup.trains and rows and micro:
-        together, of_steps = micro * mesh.data_parallel(setup.machine.world_size), batch_sizes_of(setup.data)
-        batches, needs = min(of_steps.all) // together, ""
+        together = micro * mesh.data_parallel(setup.machine.world_size)
+        batches, needs = int(min(values_of(rows))) // together, ""
         if mesh.pp_schedule == "1F1B" and batches < stages:
             needs = f"{stages} or more, one for each stage"
-        elif mesh.pp_schedule != "1F1B" and (batches := of_steps.divisor // together) % sizes.pp:
+        elif mesh.pp_schedule != "1F1B" and (batches := divisor_of(rows) // together) % sizes.pp:
             needs = f"a multiple of {sizes.pp}"
         if needs:
             yield (

@@ -28,6 +28,7 @@ class Facts:
     parameters: int  # of the model
     trainable: int
     in_4_bits: int = 0
+    matrices: int = 0  # parameters that Muon updates, with one moment; 0 if AdamW updates all
     embedding: int = 0
     experts: int = 0  # parameters of all experts
     tp_replicates: int = 0  # parameters that the tensor-parallel plan leaves on every rank
@@ -69,10 +70,9 @@ class Facts:
 
 
 class Sent(NamedTuple):
-    """One kind of collective of a rank in an optimizer step.
-
-    In rings: of a tensor of S bytes over n ranks, each rank sends S (n-1)/n when it is gathered or
-    scattered, and twice as much when it is all-reduced; an all-to-all sends as much as a gather."""
+    """One kind of collective of a rank in an optimizer step. In rings: of a tensor of S bytes over n ranks, each rank
+    sends S (n-1)/n when it is gathered or scattered, and twice as much when it is all-reduced; an all-to-all sends as
+    much as a gather."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
     elements: float  # of the unsharded tensors of all calls

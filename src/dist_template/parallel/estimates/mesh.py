@@ -36,9 +36,8 @@ class MeshEstimate(Mesh, Estimate):
         return facts_of(model, pp, self.pp_schedule, self.pp_stages_per_rank, self.pp_layers)
 
     def stages(self, facts: Facts) -> Stages:
-        """Returns the stages that a run recorded, or `plan` made; one stage if none.
-
-        A rank keeps what runs before its first backward pass (Narayanan et al., arXiv:2104.04473, section 2.2)."""
+        """Returns the stages that a run recorded, or `plan` made; one stage if none. A rank keeps what runs before its
+        first backward pass (Narayanan et al., arXiv:2104.04473, section 2.2)."""
         if not facts.pipeline or self.sizes(facts.world_size).pp == 1:
             return Stages(blocks=facts.layers)
         stages, m = facts.pipeline["stages"], self.accumulation(facts)
@@ -49,13 +48,9 @@ class MeshEstimate(Mesh, Estimate):
             blocks.append(sum(map(facts.pipeline["blocks"].__getitem__, own)))
         blocks[-1] += facts.predicted  # after the last stage's
         return Stages(
-            largest=max(sizes) / facts.parameters,
-            mean=sum(sizes) / facts.parameters / p,
-            blocks=max(blocks),
-            kept=min(p + (p - 1) * (v > 1) / v, m),
-            kept_at_end=min(((v - 1) * p + 1) / v, m),
-            crossings=v * p - 1,
-        )
+            largest=max(sizes) / facts.parameters, mean=sum(sizes) / facts.parameters / p, blocks=max(blocks),
+            kept=min(p + (p - 1) * (v > 1) / v, m), kept_at_end=min(((v - 1) * p + 1) / v, m), crossings=v * p - 1,
+        )  # fmt: skip
 
     # ---- memory ----------------------------------------------------------------------------------
 

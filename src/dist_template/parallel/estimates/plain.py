@@ -16,6 +16,7 @@ from .facts import STATE, BlockRun, Facts, Saving, Sent
 LOGIT_BYTES = 12  # per logit in backward: log-probability, its gradient and the logit's, in fp32
 BYTES_IN_4_BITS = 1 / 2 + 1 / 64  # packed, and a scale of 64 weights in 8 bits
 ADAMW_BYTES = 8  # per parameter in fp32: two moments
+MUON_BYTES = 4  # one moment
 SELECTIVE = 0.5  # share of a block's activations that selective checkpointing keeps
 SLOWER = "the optimizer runs on the CPU, and steps take longer."
 FSDP2, ZERO_2 = "strategy/fsdp2", "strategy/zero2"
@@ -55,10 +56,11 @@ class Estimate(Plain):
     def state(self, facts: Facts) -> dict[str, float]:
         """Returns weights, gradients, optimizer state and their buffers."""
         share, width = self.share(facts), self.weight_bytes(facts)
+        moments = (facts.trainable - facts.matrices) * ADAMW_BYTES + facts.matrices * MUON_BYTES
         return {
             "weights": self.all_weights(facts) * share,
             "gradients": facts.trainable * width * share,
-            "optimizer state": facts.trainable * ADAMW_BYTES * width / 4 * share,
+            "optimizer state": moments * width / 4 * share,
         } | self.buffers(facts)
 
     def buffers(self, facts: Facts) -> dict[str, float]:

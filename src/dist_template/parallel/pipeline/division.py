@@ -93,7 +93,7 @@ class BlockProxy:
                 )
             output = self._block(*args, **kwargs)
             if isinstance(output, tuple):
-                of = type(self._block).__name__
+                of = type(self._block).__name__.removeprefix("FSDP")
                 raise InputError(f"a pipeline needs blocks that return hidden states alone, not as {of}: set pp_size 1")
             return output
         if number == stage.start - 1:
@@ -128,10 +128,8 @@ class Blocks(nn.ModuleList):
 
 
 class Division:
-    """A model on the meta device, divided in place.
-
-    `bounds` has the first block of each stage and one more than its last, `here` the numbers of this rank's stages.
-    Raises InputError if the model cannot be divided."""
+    """A model on the meta device, divided in place. `bounds` has the first block of each stage and one more than its
+    last, `here` the numbers of this rank's stages. Raises InputError if the model cannot be divided."""
 
     def __init__(self, model: nn.Module, bounds: list[tuple[int, int]], here: list[int]) -> None:
         parts, last = ModelParts.of(model), len(bounds) - 1
@@ -167,10 +165,8 @@ class Division:
         self.modules = {stage: [*blocks[slice(*bounds[stage])], *ends.get(stage, ())] for stage in here}
 
     def gate(self, model: nn.Module) -> None:
-        """Passes over modules of other stages in a forward pass; call it when `model` is sharded.
-
-        Tensor parallelism wraps `forward`, FSDP2 registers hooks: these have to run inside, those
-        before."""
+        """Passes over modules of other stages in a forward pass; call it when `model` is sharded. Tensor parallelism
+        wraps `forward`, FSDP2 registers hooks: these have to run inside, those before."""
         for module, is_before in self._gated:
             wrap_method(module, "forward", self._gate(module, is_before))
         model.register_forward_hook(self.stage.end)
@@ -187,8 +183,10 @@ class Division:
                     f"a pipeline needs modules in the order of their use: {name} is defined on one"
                     " side of the blocks, and called on the other; edit build_model"
                 )
-            if is_before and stage.start > 0:  # some models make several streams of it (DeepSeek-V4), which none reads
-                return stage.received if stage.received.dim() == 3 else stage.received.flatten(2, -2)[:, :, 0]
+            if is_before and stage.start > 0:
+                # DeepSeek-V4 makes its streams (B, T, S, D) of it, which the blocks before this stage's replace
+                received: Any = stage.received
+                return received[:, :, 0] if received.dim() > 3 else received
             if not is_before and not stage.is_last:
                 return (*args, *kwargs.values())[0]
             return run(*args, **kwargs)

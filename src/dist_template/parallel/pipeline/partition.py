@@ -48,10 +48,8 @@ class ModelParts:
 
 
 def blocks_of_stages(model: nn.Module, num_stages: int, layers: Layers) -> list[int]:
-    """Returns how many blocks each stage gets.
-
-    `layers` is a number for each; "even"; or "cost": the last stage gets fewer, by the weights
-    of the output layer and of a mean block. Raises InputError if they do not fit."""
+    """Returns how many blocks each stage gets. `layers` is a number for each; "even"; or "cost": the last stage gets
+    fewer, by the weights of the output layer and of a mean block. Raises InputError if they do not fit."""
     parts = ModelParts.of(model)
     num, last = len(parts.blocks), 0.0
     fits = num_stages <= num

@@ -181,9 +181,8 @@ class Pipeline(Layers):
     # ---- forward passes alone --------------------------------------------------------------------
 
     def evaluate(self, step: Callable[..., T], args: Args) -> T | None:
-        """Runs a validation or test step; on the last stage alone if the module's sums are there.
-
-        Otherwise every rank runs the whole step, on the output of the last stage."""
+        """Runs a validation or test step; on the last stage alone if the module's sums are there. Otherwise every rank
+        runs the whole step, on the output of the last stage."""
         if getattr(self.module, "sums_on_last_stage", False):
             return self._run_stages(step, args)
         return step(*args)
@@ -275,8 +274,7 @@ class Pipeline(Layers):
 
 
 def shapes_of(args: object) -> Shapes:
-    """Returns the shapes of the tensors of a batch that has rows; hidden states follow from them.
-
-    Vectors are left out, such as the first tokens of packed documents."""
+    """Returns the shapes of the tensors of a batch that has rows; hidden states follow from them. Vectors are left out,
+    such as the first tokens of packed documents."""
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return tuple(tuple(tensor.shape) for tensor in tensors if tensor.dim() > 1)

@@ -19,9 +19,8 @@ SCHEDULES: dict[Schedule, type[Any]] = {"1F1B": Schedule1F1B, "Interleaved1F1B":
 
 
 class Stage(PipelineStage):
-    """torch's stage, which runs a function of this rank in place of a module.
-
-    The sizes of its messages are given: torch would run the model twice to find them."""
+    """torch's stage, which runs a function of this rank in place of a module. The sizes of its messages are given:
+    torch would run the model twice to find them."""
 
     run: Callable[[Stage, int, Tensor | None], Tensor]
 
@@ -45,9 +44,8 @@ class Stage(PipelineStage):
 
 
 class AddedLoss(torch.autograd.Function):
-    """Returns hidden states, and gives a loss of their stage the gradient 1 in the backward pass.
-
-    The idea is Megatron-LM's MoEAuxLossAutoScaler."""
+    """Returns hidden states, and gives a loss of their stage the gradient 1 in the backward pass. The idea is
+    Megatron-LM's MoEAuxLossAutoScaler."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: Tensor, loss: Tensor) -> Tensor:

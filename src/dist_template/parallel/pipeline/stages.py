@@ -39,10 +39,9 @@ def divided(blocks: int, last: float, num_stages: int) -> list[int]:
 
 
 def stage_facts(schedule: str, size: int, per_rank: int, blocks: list[int], parameters: list[int]) -> StageFacts:
-    """Returns what facts.json has of a pipeline of `size` ranks, by the blocks and parameters of each stage.
-
-    A rank waits for p - 1 passes of one of its stages before it starts or after it ends, forward
-    and backward: (p - 1) / (v m) of its compute time, if all stages take the same time."""
+    """Returns what facts.json has of a pipeline of `size` ranks, by the blocks and parameters of each stage. A rank
+    waits for p - 1 passes of one of its stages before it starts or after it ends, forward and backward: (p - 1) / (v m)
+    of its compute time, if all stages take the same time."""
     return {
         "schedule": schedule,
         "stages": [list(range(rank, size * per_rank, size)) for rank in range(size)],

@@ -20,6 +20,7 @@ from .rows import NOT_COUNTED, PAIRS
 
 Batch = dict[str, Any]
 Transform = Callable[[Batch], Batch]
+Accumulations = Callable[[], Iterator[int]]
 COUNTED = "counted"  # key in the first batch of an optimizer step: its Counted
 
 
@@ -42,11 +43,7 @@ class StepLoader(DataLoader):
         options: Of DataLoader; a batch of the data set is not collated."""
 
     def __init__(
-        self,
-        dataset: Any,
-        accumulations: Callable[[], Iterator[int]] | None,
-        transform: Transform = dict,
-        **options: Any,
+        self, dataset: Any, accumulations: Accumulations | None, transform: Transform = dict, **options: Any
     ) -> None:
         super().__init__(dataset, collate_fn=dict, **options)
         self.accumulations = accumulations
@@ -92,9 +89,8 @@ class TokensPerMicroBatch:
         self._coming: tuple[Tensor, dist.Work | None] | None = None  # the next step's sum
 
     def of(self, counted: Counted, device: torch.device) -> Tensor:
-        """Returns () float32, at least 1, and starts the sum of the next step.
-
-        Collective over all ranks. On a GPU the stream waits for the sum and the host does not."""
+        """Returns () float32, at least 1, and starts the sum of the next step. Collective over all ranks. On a GPU the
+        stream waits for the sum and the host does not."""
         if counted.is_first or self._coming is None:
             self._coming = _sum_over_ranks(device, *counted.step)
         total, work = self._coming

@@ -45,10 +45,9 @@ class Rows(Dataset):
         return sum(self.sizes.values())
 
     def __getitems__(self, rows: list[int]) -> dict[str, Any]:
-        """Returns the batch of these rows, and their numbers; DataLoader calls it once a batch.
-
-        Positions (B, T) count from each document's start. Boundaries (documents + 1,) are the documents' starts among
-        the B x T tokens, and B x T. With `cross_document_attention` a row is one document, without boundaries."""
+        """Returns the batch of these rows, and their numbers; DataLoader calls it once a batch. Positions (B, T) count
+        from each document's start. Boundaries (documents + 1,) are the documents' starts among the B x T tokens, and B
+        x T. With `cross_document_attention` a row is one document, without boundaries."""
         inputs, labels, bounds = self.read(rows)
         if self.cross_document_attention:
             bounds = np.zeros(0, dtype=np.int32)
@@ -237,10 +236,9 @@ class WholeRows(Rows):
 
 
 def second_start(counted: np.ndarray) -> int:
-    """Returns where the rejected sequence starts among a pair's tokens, after the chosen one.
-
-    Each starts with tokens of the prompt, which do not count, and ends with tokens of an answer, which do. The first
-    is no label; of Ratings it says what people found."""
+    """Returns where the rejected sequence starts among a pair's tokens, after the chosen one. Each starts with tokens
+    of the prompt, which do not count, and ends with tokens of an answer, which do. The first is no label; of Ratings it
+    says what people found."""
     first = 1 + counted[1:].argmax()
     return int(first + (~counted[first:]).argmax())
 
@@ -278,9 +276,8 @@ class PairRows(WholeRows):
 
 
 def last_answers(corpus: Corpus, split: str, seq_len: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields the tokens of conversations up to the last answer, and the answer; the chosen one of a pair.
-
-    Conversations that fill a sequence are skipped. Where all tokens are trained on, no answer is known."""
+    """Yields the tokens of conversations up to the last answer, and the answer; the chosen one of a pair. Conversations
+    that fill a sequence are skipped. Where all tokens are trained on, no answer is known."""
     tokens, counted = corpus.tokens(split), corpus.counted(split)
     for start, end in pairwise(corpus.starts(split).tolist()):
         if corpus.is_pairs:

@@ -143,11 +143,8 @@ class Corpus:
 
 
 def open_cache(recipe: Recipe, cache_dir: str, check_source: bool = True) -> Corpus:
-    """Returns the prepared cache.
-
-    Raises:
-        CacheError: it is missing or damaged, or the files that it was made from have changed.
-        InputError: the source's files are missing."""
+    """Returns the prepared cache. Raises CacheError if it is missing or damaged, or the files that it was made from
+    have changed, and InputError if the source's files are missing."""
     files = recipe.files() if check_source else []
     folder = recipe.folder(cache_dir)
     if not folder.is_dir():

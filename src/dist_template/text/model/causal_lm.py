@@ -165,19 +165,22 @@ def read_modules(model: Any, pretrained: str) -> None:
 def _fill_hash_tables(model: nn.Module) -> None:
     """Draws the experts of each token in DeepSeek-V4's hash routers, each token's all different (Roller et al.,
     arXiv:2106.04426). transformers (5.23) leaves the table 0: all tokens would go to the first expert."""
-    for router in model.modules():
-        if isinstance(table := getattr(router, "tid2eid", None), torch.Tensor):
-            table.copy_(torch.rand(len(table), len(router.weight), device=table.device).topk(table.shape[1]).indices)
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):
+            num = len(model.get_parameter(name.replace("tid2eid", "weight")))
+            table.copy_(torch.rand(len(table), num, device=table.device).topk(table.shape[1]).indices)
 
 
 def freeze_untrained(model: nn.Module) -> list[str]:
-    """Freezes modules whose `forward` is decorated with torch.no_grad, and returns their names: no gradient reaches
-    them, for which DDP stops and ZeRO decays their weights. transformers (5.23) has no loss of DeepSeek-V3.2's indexer.
-    """
+    """Freezes modules whose `forward` runs under torch.no_grad or returns whole numbers, and returns their names: no
+    gradient reaches them, for which DDP stops and ZeRO decays their weights. transformers (5.23) has no loss of the
+    indexers of DeepSeek-V3.2, V4 and GLM-5, which choose the attended tokens."""
     found: list[str] = []
     for name, module in model.named_modules():
-        cells = getattr(type(module).forward, "__closure__", None) or ()
+        forward: Any = type(module).forward
+        cells = getattr(forward, "__closure__", None) or ()
         is_without = any(isinstance(getattr(cell.cell_contents, "__self__", None), torch.no_grad) for cell in cells)
+        is_without |= getattr(forward, "__annotations__", {}).get("return") is torch.LongTensor
         if is_without and any(True for _ in module.parameters()):
             module.requires_grad_(False)
             found.append(name)

@@ -146,12 +146,9 @@ class _GradientsAtOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        sums: Callable[..., list[Tensor]],
-        chunks: Iterable[tuple[Tensor, ...]],
-        hidden: Tensor,
+        ctx: Any, sums: Callable[..., list[Tensor]], chunks: Iterable[tuple[Tensor, ...]], hidden: Tensor,
         *weights: Tensor,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         results, of_hidden, of_weights = [], [], []
         with torch.enable_grad():
             for part, *others in chunks:

@@ -77,9 +77,8 @@ def refuse_reward_model(model: nn.Module, name: str | None) -> None:
 
 @contextmanager
 def every_reward(model: Any) -> Generator[None]:
-    """Inside, the logits of a forward pass of `model` are the head's output at each token, (B, T, 1).
-
-    FSDP2's and ZeRO's hooks, which run later, take them for the model's output."""
+    """Inside, the logits of a forward pass of `model` are the head's output at each token, (B, T, 1). FSDP2's and
+    ZeRO's hooks, which run later, take them for the model's output."""
     found: list[Tensor] = []
 
     def replace(model: nn.Module, inputs: object, output: Any) -> Any:

@@ -43,7 +43,6 @@ def larger_than_memory(build: Callable[[], nn.Module]) -> nn.Module | None:
 
 def write_weights(model: Any, tensors: dict[str, Any], dtype: torch.dtype, size: str, folder: Path) -> None:
     """Writes configuration and weights into `folder`, in files of at most `size` bytes (5GB) if no tensor is larger.
-
     `tensors` are the values of `model`, in memory or stored, each of which is removed once it is written; `model` is
     moved to the meta device and cast."""
     from transformers.utils import logging

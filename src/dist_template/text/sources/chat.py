@@ -237,11 +237,9 @@ class Preferences(Chat):
         return tokenizer
 
     def encode(self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents) -> list[Encoded]:
-        """Returns the tokens of both sequences of each pair, and which are an answer's.
-
-        The answers start where one of them differs from the prompt alone. That may be before the
-        prompt's end (as in trl): a tokenizer may join its last characters with an answer's first.
-        The first token of a sequence is no label."""
+        """Returns the tokens of both sequences of each pair, and which are an answer's. The answers start where one of
+        them differs from the prompt alone. That may be before the prompt's end (as in trl): a tokenizer may join its
+        last characters with an answer's first. The first token of a sequence is no label."""
         # a text source that shares the tokenizer sets it
         tokenizer.backend_tokenizer.encode_special_tokens = False
         encoded = []

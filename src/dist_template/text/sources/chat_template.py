@@ -128,9 +128,8 @@ def _spans(
     render: Render, ends: tuple[str, ...], template: Template, messages: list[Message], numbers: list[int]
 ) -> Iterator[Span]:
     """Yields where messages are in the text of a conversation; `ends` are tokens that may end a turn. With tags, a span
-    is only where their mask is read.
-
-    Raises InputError if a turn does not follow its prompt, changes when others follow, or has no end."""
+    is only where their mask is read. Raises InputError if a turn does not follow its prompt, changes when others
+    follow, or has no end."""
     text = render(messages)
     for number in numbers:
         turn = render(messages[: number + 1]).rstrip()  # no label follows the token that ends it

@@ -78,24 +78,20 @@ class Mixture(Source):
         return {"class": "Mixture", "sources": parts}
 
 
+@dataclass
 class MixtureOrder:
-    """Maps a position of the stream to the number of its row.
+    """Maps a position of the stream to the number of its row."""
 
-    Args:
-        sizes: Number of rows of each source, in the order in which rows are numbered.
-        changes: Pairs of a position and the weights from there on; the first is at 0.
-        seed: Seed of the shuffles."""
+    sizes: dict[str, int]  # number of rows of each source, in the order in which rows are numbered
+    changes: list[tuple[int, Weights]]  # pairs of a position and the weights from there on; the first is at 0
+    seed: int  # of the shuffles
 
-    def __init__(self, sizes: dict[str, int], changes: list[tuple[int, Weights]], seed: int) -> None:
-        self.sizes = sizes
-        self.changes = changes
-        self.seed = seed
-        starts = np.cumsum([0, *sizes.values()]).tolist()
-        self._starts = dict(zip(sizes, starts, strict=False))
-        self._rows = {  # a source's order depends on its name, not on the other sources
-            name: lru_cache(maxsize=2)(partial(shuffled, size, seed, crc32(name.encode())))
-            for name, size in sizes.items()
-        }
+    def __post_init__(self) -> None:
+        starts = np.cumsum([0, *self.sizes.values()]).tolist()
+        self._starts = dict(zip(self.sizes, starts, strict=False))
+        self._rows = {}
+        for name, size in self.sizes.items():  # a source's order depends on its name, not on the other sources
+            self._rows[name] = lru_cache(maxsize=2)(partial(shuffled, size, self.seed, crc32(name.encode())))
         self._block, self._first = np.zeros(0, dtype=np.int64), 0  # the newest, and its position
 
     def __call__(self, position: int) -> int:

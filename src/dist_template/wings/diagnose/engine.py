@@ -31,10 +31,9 @@ def registered_rules() -> dict[str, Rule]:
 
 
 def diagnose(history: History) -> list[Finding]:
-    """Returns the findings, sorted by level, then by confidence, then in the order of the rules.
-
-    A finding is dropped if another one of the same or a higher level explains it. A rule that
-    raises becomes a finding of level info, because it must not end a training."""
+    """Returns the findings, sorted by level, then by confidence, then in the order of the rules. A finding is dropped
+    if another one of the same or a higher level explains it. A rule that raises becomes a finding of level info,
+    because it must not end a training."""
     found: list[Finding] = []
     for name, rule in (RULES | registered_rules()).items():
         try:

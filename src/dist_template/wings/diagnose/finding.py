@@ -19,18 +19,12 @@ WIDTH = 110  # characters of a line
 
 @dataclass(frozen=True)
 class Change:
-    """A key and the value to set.
+    """A key and the value to set."""
 
-    Args:
-        key: As on the command line, without dashes; "config" adds a file.
-        now: The value in this run. None: not set, or not known.
-        to: The proposed value, computed from this run.
-        note: A remark of a few words."""
-
-    key: str
-    now: object
-    to: object
-    note: str = ""
+    key: str  # as on the command line, without dashes; "config" adds a file
+    now: object  # the value in this run; None: not set, or not known
+    to: object  # the proposed value, computed from this run
+    note: str = ""  # a remark of a few words
 
     @property
     def flag(self) -> str:
@@ -39,12 +33,8 @@ class Change:
 
     @property
     def remark(self) -> str:
-        parts = []
-        if self.now is not None:
-            parts.append(f"now {shown(self.now)}")
-        if self.note:
-            parts.append(self.note)
-        return ", ".join(parts)
+        now = "" if self.now is None else f"now {shown(self.now)}"
+        return ", ".join(filter(None, [now, self.note]))
 
 
 @dataclass(frozen=True)
@@ -57,29 +47,17 @@ class Cause:
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem of a run.
+    """One problem of a run."""
 
-    Args:
-        rule: A stable identifier.
-        level: error: the run is worthless or will fail. warning: it loses time or quality, or is at
-            risk. info: it could be better.
-        confidence: certain: counted or measured. likely: a healthy run does not do this.
-        title: What is wrong, in a few words, without figures.
-        evidence: What was observed, in one or two sentences: values, steps, ranks.
-        causes: The likeliest first.
-        steps: First and last optimizer step that show it. None: it is not about steps.
-        ranks: The ranks that show it. Empty: all, or not known.
-        explains: Rules whose findings are consequences of this one; `engine.diagnose` drops them."""
-
-    rule: str
-    level: Level
-    confidence: Confidence
-    title: str
-    evidence: str
-    causes: Sequence[Cause] = ()
-    steps: tuple[int, int] | None = None
-    ranks: Sequence[int] = ()
-    explains: Sequence[str] = field(default=(), compare=False)
+    rule: str  # a stable identifier
+    level: Level  # error: the run is worthless or will fail; warning: it loses time or quality, or is at risk
+    confidence: Confidence  # certain: counted or measured; likely: a healthy run does not do this
+    title: str  # what is wrong, in a few words, without figures
+    evidence: str  # what was observed, in one or two sentences: values, steps, ranks
+    causes: Sequence[Cause] = ()  # the likeliest first
+    steps: tuple[int, int] | None = None  # the first and the last that show it; None: it is not about steps
+    ranks: Sequence[int] = ()  # that show it; (): all, or not known
+    explains: Sequence[str] = field(default=(), compare=False)  # rules whose findings are consequences, and dropped
 
     @property
     def weight(self) -> tuple[int, int]:

@@ -52,10 +52,9 @@ class MemoryUse:
 
 
 def memory_use(history: History, memory: dict[str, Any], phase: str = "", is_first: bool = False) -> MemoryUse:
-    """Divides the measured memory of a rank into parts; if not measured, returns the estimate.
-
-    `memory` is what callbacks/crash.py recorded, `phase` in which the rank ran out of memory. `is_first`: no optimizer
-    step had been completed, which creates AdamW's state."""
+    """Divides the measured memory of a rank into parts; if not measured, returns the estimate. `memory` is what
+    callbacks/crash.py recorded, `phase` in which the rank ran out of memory. `is_first`: no optimizer step had been
+    completed, which creates AdamW's state."""
     sharding, run = figures_of(history)
     estimated, parts = parts_of(history), sharding.state(run)
     measured = {name: GIB * (memory.get(f"{name}_gib") or 0.0) for name in MEASURED}

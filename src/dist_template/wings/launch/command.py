@@ -93,5 +93,4 @@ def write(job: Job, on: str, files: dict[str, str]) -> Record:
 
 
 def _read(folder: Path) -> Record:
-    where = "give a run that `launch` has started, as runs/<name>/<id>"
-    return read_mapping(folder / RECORD, where)
+    return read_mapping(folder / RECORD, "give a run that `launch` has started, as runs/<name>/<id>")

@@ -10,8 +10,7 @@ from ...cluster.launch import Variable
 from ...cluster.site import Site
 from ...errors import InputError
 from ...project import Project
-
-PORTS = range(20_000, 30_000)  # below those that Linux assigns to clients
+from ..values import PORTS
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,8 @@ def exports(environment: dict[str, str]) -> str:
 
 
 def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> Job:
-    """Reads a configuration, and makes the checks of `fit` for the machines that it describes.
-
-    `on_hosts`: the target starts the nodes that `cluster` names; else a scheduler chooses as many."""
+    """Reads a configuration, and makes the checks of `fit` for the machines that it describes. `on_hosts`: the target
+    starts the nodes that `cluster` names; else a scheduler chooses as many."""
     from ...cli.fit import WithoutTrainer
     from ...cli.limits import Machine, violations
     from ..preflight.interval import of_job

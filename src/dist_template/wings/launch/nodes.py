@@ -138,9 +138,8 @@ def _show(job: Job, node: int, process: Process) -> None:
 
 
 def _send(hosts: list[str], ssh: str, folder: Path, number: int) -> list[str]:
-    """Sends a signal to each node's process; 0 only asks for it. Returns a line for each node.
-
-    Another process may have the number by now: the process of the run has its id in the environment."""
+    """Sends a signal to each node's process; 0 only asks for it. Returns a line for each node. Another process may have
+    the number by now: the process of the run has its id in the environment."""
     commands, lines, run = [], [], shlex.quote(f"{Variable.RUN_ID}={folder.parent.name}")
     for node in range(max(1, len(hosts))):
         read = f"read -r pid <{shlex.quote(str(folder))}/node-{node}.pid"

@@ -63,7 +63,7 @@ def show(planner: Planner, options: list[Planned]) -> None:
     size, data = planner.traced.size, planner.data
     title = (
         f"{size.total / 1e6:,.1f} M parameters, {size.trainable / 1e6:,.1f} M of them trained, a step of"
-        f" {max(data.batch_sizes.all)} sequences of {data.seq_len} tokens\n"
+        f" {options[0].facts.global_batch_size} sequences of {data.seq_len} tokens\n"
     )
     print(Table(title, HEAD, list(map(_row, options)), NOTE).as_text())
     for name, why in planner.failed.items():

@@ -52,7 +52,7 @@ class Planner:
 
     def _accepted(self, machine: Machine) -> dict[Candidate, int]:
         """Returns the strategies that `fit` accepts, and the sequences of a rank in a step."""
-        nodes, devices, batch = machine.nodes, machine.devices, self.data.batch_sizes.divisor
+        nodes, devices, batch = machine.nodes, machine.devices, self.data.batch_sizes[0]
         described = replace(self._described, devices=devices, num_nodes=nodes)
         refused, accepted = [], {}
         for candidate in Candidate.of(nodes, devices):
@@ -80,16 +80,10 @@ class Planner:
         """Returns the estimate with micro-batches of `rows` sequences."""
         world = machine.nodes * machine.devices
         facts = replace(
-            self.traced.facts,
-            world_size=world,
-            precision=self._described.precision,
-            checkpointing=mode,
-            micro_batch_size=rows,
-            seq_len=self.data.seq_len,
-            global_batch_size=max(self.data.batch_sizes.all),
-            loss_chunk=self._module.loss_chunk,
-            on_host=self._described.accelerator == "cpu",
-            pipeline=self._stages(candidate, world),
+            self.traced.facts, world_size=world, matrices=self.traced.facts.matrices * self._module.optim.uses_muon,
+            precision=self._described.precision, checkpointing=mode, micro_batch_size=rows, seq_len=self.data.seq_len,
+            global_batch_size=self.data.batch_sizes[1], loss_chunk=self._module.loss_chunk,
+            on_host=self._described.accelerator == "cpu", pipeline=self._stages(candidate, world),
             traced=lambda run: self.traced.activations(rows, *run, mode),
-        )
+        )  # fmt: skip
         return Planned(candidate, machine, facts, self.traced.flops_per_token)

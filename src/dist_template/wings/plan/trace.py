@@ -101,7 +101,7 @@ class Traced:
             predicting = nullcontext()
             if self._modules is not None:
                 modules = model.get_submodule("mtp")
-                predicting = modules.predicting([tokens] * modules.depth)  # ty: ignore[not-callable]
+                predicting = modules.predicting([tokens] * modules.depth)
             with counter, autocast, predicting, without_head(model):
                 batch = {"input_ids": tokens, "position_ids": tokens, BOUNDS: bounds}
                 hidden = self._module(batch)

@@ -27,13 +27,9 @@ REAL_SIZES = "the real sizes fit together"
 
 
 def main(argv: list[str], project: Project, prelude: Callable[[], None] | None = None) -> None:
-    """Checks the sizes of a configuration without running it, then trains it small.
-
-    `prelude` is called in each process before anything else; tests inject faults with it.
-
-    Raises:
-        InputError: the configuration cannot be read or made small.
-        SystemExit: with 1, if a check fails."""
+    """Checks the sizes of a configuration without running it, then trains it small. `prelude` is called in each process
+    before anything else; tests inject faults with it. Raises InputError if the configuration cannot be read or made
+    small, and SystemExit with 1 if a check fails."""
     options, flags = rehearse_flags().parse_known_args(argv[1:])
     from ...cli.limits import Machine, violations
     from ...model.proof import remember
@@ -97,15 +93,11 @@ def rehearse_flags() -> argparse.ArgumentParser:
 
 
 def make_small(
-    options: argparse.Namespace,
-    flags: list[str],
-    folder: Path,
-    project: Project,
+    options: argparse.Namespace, flags: list[str], folder: Path, project: Project,
     prelude: Callable[[], None] | None = None,
-) -> tuple[WithoutTrainer, PretrainedConfig | None, Runs]:
-    """Returns the configuration's objects, the full-size model's configuration, and the trainings.
-
-    Raises InputError if the configuration cannot be read or made small."""
+) -> tuple[WithoutTrainer, PretrainedConfig | None, Runs]:  # fmt: skip
+    """Returns the configuration's objects, the full-size model's configuration, and the trainings. Raises InputError if
+    the configuration cannot be read or made small."""
     import yaml
 
     from ...cli.fit import WithoutTrainer

@@ -137,9 +137,8 @@ def _lost(uninterrupted: RunRecord, resumed: RunRecord, step: int, kind: str, pr
 
 
 def relative_difference(expected: Mapping[K, float], got: Mapping[K, float]) -> tuple[float, dict[K, float]]:
-    """Returns (largest relative difference, relative difference of each step or metric of `got`).
-
-    It is infinite for one that `expected` lacks, and for NaN."""
+    """Returns (largest relative difference, relative difference of each step or metric of `got`). It is infinite for
+    one that `expected` lacks, and for NaN."""
     each: dict[K, float] = {}
     for key, value in got.items():
         want = expected.get(key, float("nan"))
@@ -215,9 +214,8 @@ def replicas(record: RunRecord) -> tuple[int, str, int, int] | None:
 
 
 def forward_pass(expected: RunRecord, got: RunRecord) -> str:
-    """Describes where forward passes of the first step first differ, on any rank; "" if nowhere.
-
-    Micro-batches are matched by their sequences."""
+    """Describes where forward passes of the first step first differ, on any rank; "" if nowhere. Micro-batches are
+    matched by their sequences."""
     wanted = expected.forward_passes()
     for rank, have in got.forward_passes():
         for _, want in wanted:
@@ -228,10 +226,9 @@ def forward_pass(expected: RunRecord, got: RunRecord) -> str:
 
 
 def _first_different_output(expected: ForwardPass, got: ForwardPass) -> str:
-    """Returns the first tensor of a forward pass that differs; "" if none does, or the rows differ.
-
-    A rank's tokens of each sequence are compared with the part of it that is nearest. Tensors that
-    are sharded otherwise, or not ordered by row, have other shapes and are skipped."""
+    """Returns the first tensor of a forward pass that differs; "" if none does, or the rows differ. A rank's tokens of
+    each sequence are compared with the part of it that is nearest. Tensors that are sharded otherwise, or not ordered
+    by row, have other shapes and are skipped."""
     rows, other_rows = len(expected["rows"]), len(got["rows"])
     common = min(rows, other_rows)
     if expected["rows"][:common] != got["rows"][:common]:

@@ -78,9 +78,7 @@ class FirstStep(Callback):
         places["hooks"] = "; ".join(hooks)
         self._save("places", places)
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: object, batch: object, batch_idx: int) -> None:
         if self._hooks:
             self._passes.append({"rows": [*map(fingerprint, samples_in(batch))], "tensors": {}})
 

@@ -27,10 +27,9 @@ TOLERANCE = 1e-4  # relative to the largest value: tokens of other experts chang
 
 
 class RaggedLabels(Callback):
-    """Masks a different share of the labels in each row, from none to most of them.
-
-    With full rows, a loss that is averaged per rank instead of over the tokens of the global batch
-    would be correct by accident. The mask depends on the row alone, not on the number of ranks."""
+    """Masks a different share of the labels in each row, from none to most of them. With full rows, a loss that is
+    averaged per rank instead of over the tokens of the global batch would be correct by accident. The mask depends on
+    the row alone, not on the number of ranks."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         data = trainer.datamodule  # ty: ignore[missing-attribute]
@@ -67,19 +66,16 @@ class KillAt(Callback):
 
 
 class LeakageTest(Callback):
-    """Writes leakage.pt: {"documents": …, "future": …}, each the first tensor that changes, or "".
-
-    It changes tokens that must not be visible, and compares the outputs of the others. Keys as
-    in `ForwardHooks.tensors`. A test that the module or its batch does not allow is missing."""
+    """Writes leakage.pt: {"documents": …, "future": …}, each the first tensor that changes, or "". It changes tokens
+    that must not be visible, and compares the outputs of the others. Keys as in `ForwardHooks.tensors`. A test that the
+    module or its batch does not allow is missing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._batch: Any = None
         self._arguments: tuple = ()  # of the first forward
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
         if self._batch is None:
             self._batch = batch
 
@@ -128,9 +124,8 @@ class LeakageTest(Callback):
 
 
 def _first_change(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], is_compared: Tensor) -> str:
-    """Returns the first tensor that changes for the tokens of (B, T) `is_compared`, or "".
-
-    A tensor inside may change for tokens that its layer masks next: the logits (key "") decide."""
+    """Returns the first tensor that changes for the tokens of (B, T) `is_compared`, or "". A tensor inside may change
+    for tokens that its layer masks next: the logits (key "") decide."""
     changes: list[str] = []
     for key, want in expected.items():
         have = got.get(key)

@@ -36,9 +36,8 @@ NO_STATE |= {"_external_params"}  # ZeRO-3 notes what else a module reads
 
 
 class Recorder(Callback):
-    """Records into `folder`, without changing the training; `run` is the run folder.
-
-    log_every_n_steps should be 1, for the metrics."""
+    """Records into `folder`, without changing the training; `run` is the run folder. log_every_n_steps should be 1, for
+    the metrics."""
 
     def __init__(self, folder: Path, rank: int, run: Path) -> None:
         self.folder = folder
@@ -54,9 +53,7 @@ class Recorder(Callback):
         self._save_weights("start", pl_module)
         self._write_step(trainer, pl_module, {})
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: object, batch: object, batch_idx: int) -> None:
         rows = [*map(fingerprint, samples_in(batch))]
         state = _digest((torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())))
         self._write("rows", step=trainer.global_step + 1, micro_batch=batch_idx, rows=rows, random=state)
@@ -103,10 +100,9 @@ def samples_in(batch: Any) -> Tensor:
 
 
 def replica_hashes(tensors: Iterable[tuple[str, Tensor | None]]) -> dict[str, tuple[str, str]]:
-    """Returns {name: (shard, hash)} of this rank's tensors.
-
-    Ranks with the same shard of a tensor must have the same hash. `shard` is "" for an unsharded tensor, and its
-    coordinate for a sharded one. ZeRO-3's partitions are skipped: no two ranks hold the same."""
+    """Returns {name: (shard, hash)} of this rank's tensors. Ranks with the same shard of a tensor must have the same
+    hash. `shard` is "" for an unsharded tensor, and its coordinate for a sharded one. ZeRO-3's partitions are skipped:
+    no two ranks hold the same."""
     found: dict[str, tuple[str, str]] = {}
     for name, tensor in tensors:
         if tensor is not None and (place := shard_of(tensor).place) is not None:

@@ -46,6 +46,7 @@ class Result:
         return ": ".join(filter(None, (self.where, self.cause)))
 
 
+@dataclass
 class Report:
     """Prints results as they come."""
 

@@ -58,16 +58,12 @@ class Small:
 
 
 def shrink(
-    given: Config,
-    model_config: PretrainedConfig | None,
-    folder: Path,
-    processes: int | None = None,
+    given: Config, model_config: PretrainedConfig | None, folder: Path, processes: int | None = None,
     keep_data: bool = False,
-) -> Small:
-    """Returns the small configuration of `given`, the production one with every key resolved.
-
-    `folder` is the destination of text and runs. `keep_data` keeps the configured source and tokenizer. Raises
-    InputError if the strategy does not work on `processes`; None: the fewest that it needs."""
+) -> Small:  # fmt: skip
+    """Returns the small configuration of `given`, the production one with every key resolved. `folder` is the
+    destination of text and runs. `keep_data` keeps the configured source and tokenizer. Raises InputError if the
+    strategy does not work on `processes`; None: the fewest that it needs."""
     config = copy.deepcopy(given)
     spec = config["trainer"]["strategy"]
     shrunk = shrunk_strategy(spec, processes)
@@ -110,12 +106,14 @@ def shrink(
 def _shrink_data(small: Small, folder: Path, keep_data: bool) -> None:
     data = small.config["data"]
     global_batch_size = MICRO_BATCH_SIZE * small.data_parallel * small.accumulation
+    sizes: Any = global_batch_size
     if isinstance(phases := data["global_batch_size"], list):
-        least = min(phase["value"] for phase in phases)
-        phases = [phase | {"value": global_batch_size * (1 + (phase["value"] > least))} for phase in phases]
+        least = min(phase["value"] for phase in phases)  # the others become twice the least
+        phases = [phase | {"value": 1 + (phase["value"] > least), "multiple": None} for phase in phases]
+        sizes = _shrink_phases(small, phases, 2 * global_batch_size)
     values: Config = {
         "seq_len": min(data["seq_len"], SEQ_LEN),
-        "global_batch_size": _shrink_phases(small, phases) if isinstance(phases, list) else global_batch_size,
+        "global_batch_size": sizes,
         "micro_batch_size": MICRO_BATCH_SIZE,
         "num_workers": min(data.get("num_workers", 0), 1),
         "prompts": data.get("prompts", [])[:1],
@@ -131,23 +129,22 @@ def _shrink_data(small: Small, folder: Path, keep_data: bool) -> None:
     data |= {key: values[key] for key in values.keys() & data.keys()}  # a data module may lack some
 
 
-def _shrink_phases(small: Small, given: Any) -> Any:
-    """Returns the phases of a value (by_tokens.py) with their ends in the first half of the steps."""
+def _shrink_phases(small: Small, given: Any, most: float | None = None) -> Any:
+    """Returns a value (by_tokens.py) whose phases end in the first half of the steps, and whose highest is `most`."""
     if not isinstance(given, list):
-        return given
+        return given if most is None else most
     tokens = MICRO_BATCH_SIZE * small.data_parallel * small.accumulation * min(small.config["data"]["seq_len"], SEQ_LEN)
-    ends, shrunk = [phase["until"] for phase in given if phase["until"]], []
+    scale, highest = tokens * STEPS / 2 / max(phase["until"] or 1 for phase in given), 1.0
+    if most is not None:
+        highest = most / max(phase["value"] for phase in given)
     for phase in given:
-        if phase["until"]:
-            phase = phase | {"until": tokens * STEPS / 2 * (ends.index(phase["until"]) + 1) / len(ends)}
-        shrunk.append(phase | {"multiple": None})
-    return shrunk
+        phase |= {"value": phase["value"] * highest, "until": phase["until"] and phase["until"] * scale}
+    return given
 
 
 def write_texts(folder: Path, size: int) -> None:
-    """Writes a deterministic text of `size` bytes whose lines are documents.
-
-    Most documents are shorter than a row, so that leakage between documents has an effect."""
+    """Writes a deterministic text of `size` bytes whose lines are documents. Most documents are shorter than a row, so
+    that leakage between documents has an effect."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
     lines: list[str] = []
@@ -173,10 +170,7 @@ def _shrink_model(small: Small, model_config: PretrainedConfig | None, given: Co
         model["architecture"] = shrink_architecture(model_config, seq_len, small.accumulation) | extra
     if isinstance(model.get("optim"), dict):
         warmup = model["optim"].get("warmup", 0)
-        rate: Any = 3e-3
-        if isinstance(phases := model["optim"].get("learning_rate"), list):
-            peak = max(phase["value"] for phase in phases)
-            rate = _shrink_phases(small, [phase | {"value": rate * phase["value"] / peak} for phase in phases])
+        rate = _shrink_phases(small, model["optim"].get("learning_rate"), 3e-3)
         model["optim"] |= {"learning_rate": rate, "warmup": 2 if warmup >= 1 else warmup}
     for section, key in (("balance", "bias_update_speed"), ("mtp", "weight")):
         if isinstance(model.get(section), dict):

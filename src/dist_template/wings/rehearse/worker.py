@@ -49,14 +49,9 @@ gc.freeze()  # a forked rank's collections do not visit, and so copy, what all r
 
 
 def serve(
-    connection: Connection,
-    argv: list[str],
-    project: Project,
-    record: Path,
-    environment: dict[str, str],
-    callbacks: Sequence[Callback],
-    prelude: Callable[[], None] | None,
-) -> None:
+    connection: Connection, argv: list[str], project: Project, record: Path, environment: dict[str, str],
+    callbacks: Sequence[Callback], prelude: Callable[[], None] | None,
+) -> None:  # fmt: skip
     """Runs a command, sends how it ended ("done", "refused: …" for bad input, or an error), and exits."""
     os.environ.update(environment)
     # The platform's default, so that loader workers are children of this rank and exit with it.

@@ -45,25 +45,15 @@ def clean_processes() -> ForkServerContext | SpawnContext:
 
 
 def run_ranks(
-    num: int,
-    project: Project,
-    argv: Sequence[str],
-    record: Path,
-    *,
-    timeout_s: float | None = 300.0,
-    callbacks: Sequence[Callback] = (),
-    prelude: Callable[[], None] | None = None,
-    run_id: str | None = None,
-) -> RunRecord:
+    num: int, project: Project, argv: Sequence[str], record: Path, *, timeout_s: float | None = 300.0,
+    callbacks: Sequence[Callback] = (), prelude: Callable[[], None] | None = None, run_id: str | None = None,
+) -> RunRecord:  # fmt: skip
     """Runs a verb and its flags on `num` ranks of one thread and waits for it; the record has a rank's error.
 
-    Args:
-        num: With 1, there is no process group. Verbs other than TRAINING_VERBS run on one process.
-        record: A new folder for the record and the ranks' logs.
-        timeout_s: Seconds after which the ranks are killed. None: never.
-        callbacks: Appended to the trainer's callbacks; they must pickle.
-        prelude: Called in each worker before the command; tests inject faults with it.
-        run_id: Name of the run folder. None: `record`'s name."""
+    With one rank, there is no process group; verbs other than TRAINING_VERBS run on one. `record` is a new folder for
+    the record and the ranks' logs, `run_id` the name of the run folder, by default `record`'s. The ranks are killed
+    after `timeout_s` seconds; None: never. `callbacks`, which must pickle, are appended to the trainer's, and `prelude`
+    is called in each worker before the command; tests inject faults with it."""
     record.mkdir(parents=True, exist_ok=True)
     context, port = clean_processes(), str(free_port())
     num = num if argv[0] in TRAINING_VERBS else 1

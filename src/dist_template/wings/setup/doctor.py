@@ -13,8 +13,8 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -65,19 +65,10 @@ def written_folders(flags: list[str], project: Project) -> dict[str, Path]:
     return {"run.root": Path(root), "data.cache_dir": Path(cache)}
 
 
-def packages() -> dict[str, str]:
-    """Returns the versions of the installed packages, by their normalized names."""
-    from packaging.utils import canonicalize_name
-
-    found: dict[str, str] = {}
-    for each in metadata.distributions():
-        found.setdefault(canonicalize_name(each.name), each.version)  # the first one on the path is imported
-    return found
-
-
 def check_versions() -> Findings:
     """Reports versions and machine: two lines that a bug report needs first."""
-    names, installed = ("dist-template", "torch", "lightning", "transformers", "deepspeed"), packages()
+    names = ("dist-template", "torch", "lightning", "transformers", "deepspeed")
+    installed: Any = comparable()["packages"]
     versions = [f"{name} {installed.get(name, 'missing')}" for name in names]
     yield OK, f"{', '.join(versions)}, Python {platform.python_version()}", ""
     memory = psutil.virtual_memory().total / GIB
@@ -89,10 +80,11 @@ def check_packages(project: Path) -> Findings:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    installed, lock, chosen = packages(), project / LOCK, project / CHOSEN
+    lock, chosen = project / LOCK, project / CHOSEN
     if not lock.exists() or not chosen.exists():
         yield WARNING, f"there is no {lock} or no {chosen}", "run it in a checkout of the project"
         return
+    installed: Any = comparable()["packages"]
     pins: dict[str, str] = {}
     for line in lock.read_text(encoding="utf-8").splitlines():
         pin = Requirement(line.rstrip(" \\")) if line[:1].isalnum() else None

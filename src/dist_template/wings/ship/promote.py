@@ -26,11 +26,8 @@ AGAINST_LATEST = "eval/loss not worse by 0.01"  # nats per token
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Promotes the run in `argv`, or rolls back.
-
-    Raises:
-        InputError: the run, the registry or a flag cannot be used.
-        Ended: a requirement does not hold, or the export differs from the trained model."""
+    """Promotes the run in `argv`, or rolls back. Raises InputError if the run, the registry or a flag cannot be used,
+    and Ended if a requirement does not hold, or the export differs from the trained model."""
     about = f"""Evaluates a run, exports its model, and registers it. Unless --baseline and --require are given, it has
         to be {AGAINST_LATEST!r} against the latest version, or {AGAINST_START!r} against the start."""
     parser = Flags("promote", description=about)

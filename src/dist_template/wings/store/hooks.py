@@ -35,7 +35,8 @@ def at_start(settings: Namespace, verb: str | None) -> None:
             runs.check()
         run_id = os.environ.get(Variable.RUN_ID) or os.environ.get("SLURM_JOB_ID")
         if given in ("last", "best") or (verb != "fit" and not given):
-            run_id = newest_run(runs)
+            written = checkpoints(runs)
+            run_id = max(written, key=written.__getitem__, default="").partition("/")[0]
         if run_id:
             folder = Path(run.root, run.name, run_id)
             folders = (settings.last_checkpoint.dirpath, settings.best_checkpoint.dirpath)
@@ -87,12 +88,6 @@ def copy_run(run: Remote, folder: Path, has_files: bool, last: Path, best: Path)
         file = folder / path
         if not path.startswith(f"{CHECKPOINTS}/") and not (file.exists() and file.stat().st_size >= size):
             (run / path).get(file)
-
-
-def newest_run(runs: Remote) -> str:
-    """Returns the run with the newest checkpoint; "" if there is none."""
-    written = checkpoints(runs)
-    return max(written, key=written.__getitem__, default="").partition("/")[0]
 
 
 def checkpoints(folder: Remote) -> dict[str, float]:

@@ -25,7 +25,6 @@ T = TypeVar("T")
 
 class Remote:
     """An object or a folder in a store. Options of the file system come from the environment only (AWS_*, FSSPEC_*).
-
     Raises InputError, without credentials, if the `address`, which was given as `key`, is not valid, and if the store
     refuses a request, which is repeated, after longer and longer waits, until the time.monotonic() `until`."""
 

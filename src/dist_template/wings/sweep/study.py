@@ -32,9 +32,8 @@ KILLS = 3  # after so many a trial has failed
 
 
 class Sweep:
-    """The sweep in `folder`: journal.log, and the run of each trial in trial-0000, trial-0001, …
-
-    `definition`: space, flags of fit, sampler, pruner, metric; None: the journal's."""
+    """The sweep in `folder`: journal.log, and the run of each trial in trial-0000, trial-0001, … `definition`: space,
+    flags of fit, sampler, pruner, metric; None: the journal's."""
 
     def __init__(self, folder: Path, definition: dict[str, Any] | None = None) -> None:
         warnings.filterwarnings("ignore", "BruteForceSampler is experimental")
@@ -83,7 +82,7 @@ class Sweep:
 
     def claim(self, most: int) -> Iterator[int]:
         """Yields unfinished trials that have no process, then new ones up to `most` in all."""
-        with (lock := RunLock()):
+        with RunLock() as lock:
             for number in range(len(self.study().trials)):
                 is_taken = lock.take(self.run(number) / "worker") is not None
                 if not is_taken and not self.study().trials[number].state.is_finished():
@@ -164,13 +163,10 @@ def start(argv: list[str], folder: Path) -> int:
 
 
 class Pruning(Callback):
-    """Ends a trial, on all ranks after the same step, if it is worse there than other trials.
-
-    Args:
-        run: The trial's folder."""
+    """Ends a trial, on all ranks after the same step, if it is worse there than other trials."""
 
     def __init__(self, run: str) -> None:
-        self.run = Path(run)
+        self.run = Path(run)  # the trial's folder
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         step, stops = trainer.global_step, False

@@ -47,9 +47,8 @@ def figures(histories: list[History], names: list[str]) -> dict[str, list[Trace]
 
 
 def _trace(history: History, metric: str, is_compared: bool, run: int, number: int) -> Trace:
-    """Returns a curve, {} without a finite value; NaN and infinities are gaps.
-
-    Colours are the metrics of one run, or several runs, with dashed metrics."""
+    """Returns a curve, {} without a finite value; NaN and infinities are gaps. Colours are the metrics of one run, or
+    several runs, with dashed metrics."""
     series = history.metrics[metric]
     if not len(series.finite()):
         return {}

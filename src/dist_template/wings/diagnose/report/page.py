@@ -33,14 +33,9 @@ LAYOUT = {
 
 
 def write(folders: list[Path], output: Path, plotly: str | None = None) -> tuple[list[History], list[list[Finding]]]:
-    """Writes a report on the runs in `folders`, and returns the histories and findings.
-
-    Args:
-        folders: Of runs.
-        output: The folder of the report; it is created if it does not exist.
-        plotly: Where the page loads plotly.js from. None: `run.plotly` of the first run.
-
-    Raises InputError if one of `folders` is not the folder of a run, or plotly is not installed."""
+    """Writes a report on the runs in `folders` into `output`, which is created if it does not exist, and returns the
+    histories and findings. `plotly`: where the page loads plotly.js from; None: `run.plotly` of the first run. Raises
+    InputError if one of `folders` is not the folder of a run, or plotly is not installed."""
     require("plotly", "the report", extra="report")
     histories = [read_run(folder.absolute()) for folder in folders]
     findings = list(map(diagnose, histories))
@@ -59,10 +54,9 @@ def names_of(histories: list[History]) -> list[str]:
 
 
 def link(where: str, history: History, output: Path) -> str:
-    """Returns the address of plotly.js (4.8 MB) for a page in `output`; "" if the page contains it.
-
-    The shared file is in `run.root`, which can be copied with the pages; it is written once. Outside of `run.root` it
-    is next to the page."""
+    """Returns the address of plotly.js (4.8 MB) for a page in `output`; "" if the page contains it. The shared file is
+    in `run.root`, which can be copied with the pages; it is written once. Outside of `run.root` it is next to the
+    page."""
     from plotly.offline import get_plotlyjs, get_plotlyjs_version
 
     name, output = f"plotly-{get_plotlyjs_version()}.min.js", output.absolute()
@@ -93,14 +87,9 @@ def page(histories: list[History], findings: list[list[Finding]], link: str = ""
     environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True)
     return environment.get_template("page.html").render(
         title=names[0] if len(runs) == 1 else f"{len(runs)} runs compared",
-        css=Markup((FOLDER / "page.css").read_text("utf-8")),
-        link=link,
-        library=Markup("" if link else get_plotlyjs()),
-        runs=runs,
-        figures=figures(histories, names),
-        drawn=_drawn,
-        tables=tables(histories, names),
-    )
+        css=Markup((FOLDER / "page.css").read_text("utf-8")), link=link, library=Markup("" if link else get_plotlyjs()),
+        runs=runs, figures=figures(histories, names), drawn=_drawn, tables=tables(histories, names),
+    )  # fmt: skip
 
 
 def _drawn(traces: list[Trace], number: int) -> str:

@@ -37,7 +37,7 @@ def tables(histories: list[History], names: list[str]) -> list[Table]:
         Table("Results", ["", *names], _rows([_results(history) for history in histories])),
         _at_equal_tokens(histories, names),
         Table("Where the time went", ["", *names], _rows([_goodput(history) for history in histories])),
-        Table("Values by consumed tokens", ["", *names], _rows([each.fact("by_tokens") or {} for each in histories])),
+        Table("Values by consumed tokens", ["", *names], _rows([_phases(history) for history in histories])),
         _settings(histories, names),
         _events(histories, names),
         Table("Environment", ["", *names], _differing(environments, OF_AN_ATTEMPT, ENVIRONMENT)),
@@ -111,6 +111,20 @@ def _settings(histories: list[History], names: list[str]) -> Table:
         trees.append(flatten(histories[0].defaults))
         head = [*names, "default"]
     return Table("Settings that differ", ["key", *head], _differing(trees, PATHS))
+
+
+def _phases(history: History) -> dict[str, object]:
+    """Returns the keys that have phases by consumed tokens (by_tokens.py), with a sentence."""
+    found: dict[str, object] = {}
+    for key, value in history.portable_config().items():
+        parts = []
+        for phase in value if isinstance(value, list) else ():
+            if isinstance(phase, dict) and phase.keys() >= {"value", "until", "shape"}:
+                end = f" until {phase['until']:.6g} tokens" if phase["until"] else ""
+                parts.append(f"{phase['shape']} {phase['value']:g}{end}")
+        if parts:
+            found[key] = ", then ".join(parts)
+    return found
 
 
 def _events(histories: list[History], names: list[str]) -> Table:

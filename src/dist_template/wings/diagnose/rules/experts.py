@@ -54,9 +54,8 @@ def experts_unused(history: History) -> Iterator[Finding]:
 
 
 def experts_overloaded(history: History) -> Iterator[Finding]:
-    """Reports a load above the geometric mean of an even load (1) and the highest one.
-
-    A load that still falls is reported at the end of training alone: balancing takes time."""
+    """Reports a load above the geometric mean of an even load (1) and the highest one. A load that still falls is
+    reported at the end of training alone: balancing takes time."""
     load = expected.settled(history, "moe/expert_load_max_over_mean")
     experts, chosen = history.fact("model.experts"), history.fact("model.experts_per_token")
     if len(load) < MIN_POINTS or not experts or not chosen:

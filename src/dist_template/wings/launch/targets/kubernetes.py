@@ -98,19 +98,11 @@ def _values(job: Job) -> dict[str, object]:
     if job.accelerator != "cpu":
         resources[kubernetes.device] = str(job.devices)
     return {
-        "name": name,
-        "queue": {"kueue.x-k8s.io/queue-name": site.partition} if kubernetes.gang else {},
-        "image": site.image,
-        "arguments": job.arguments,
-        "environment": environment,
-        "resources": resources,
-        "volumes": volumes,
-        "mounts": mounts,
-        "pod": kubernetes.pod,
-        "nodes": job.nodes,
-        "limit": {"activeDeadlineSeconds": site.time_limit_s} if site.time_limit_s else {},
-        "grace_s": site.save_s,
-    }
+        "name": name, "queue": {"kueue.x-k8s.io/queue-name": site.partition} if kubernetes.gang else {},
+        "image": site.image, "arguments": job.arguments, "environment": environment, "resources": resources,
+        "volumes": volumes, "mounts": mounts, "pod": kubernetes.pod, "nodes": job.nodes,
+        "limit": {"activeDeadlineSeconds": site.time_limit_s} if site.time_limit_s else {}, "grace_s": site.save_s,
+    }  # fmt: skip
 
 
 def _name(job: Job) -> str:

@@ -12,11 +12,8 @@ BASELINE = "run, checkpoint, folder, hub name or start"
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Evaluates the run in `argv` and writes RUN/evaluation/<name>.json and .parquet.
-
-    Raises:
-        InputError: a model, a requirement or the data cannot be used.
-        Ended: a requirement is not met."""
+    """Evaluates the run in `argv` and writes RUN/evaluation/<name>.json and .parquet. Raises InputError if a model, a
+    requirement or the data cannot be used, and Ended if a requirement is not met."""
     parser = Flags("evaluate")
     parser.add_argument("run", help="a run's folder, or a checkpoint in one")
     parser.add_argument("--name", help="of the files; default: the split and the baseline")

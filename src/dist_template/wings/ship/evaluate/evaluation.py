@@ -85,12 +85,9 @@ def find(name: str, project: Project, run: Path | None = None) -> Model:
 def score_documents(
     model: Model, split: str, project: Project, work: Path, tokenizer: PreTrainedTokenizerFast
 ) -> DataFrame:
-    """Returns the table of DocumentScores, of `test` or `validate` by the model's own strategy.
-
-    A folder is evaluated in one process, with the run's token cache if it has its `tokenizer`.
-
-    Raises:
-        Ended: it failed; the reason is on the screen."""
+    """Returns the table of DocumentScores, of `test` or `validate` by the model's own strategy. A folder is evaluated
+    in one process, with the run's token cache if it has its `tokenizer`. Raises Ended if it fails; the reason is on the
+    screen."""
     from transformers import AutoConfig
 
     config = read_mapping(model.run / RunFile.CONFIG, "restore it", yaml.safe_load)
@@ -145,9 +142,8 @@ def in_common(tables: list[DataFrame], split: str) -> list[DataFrame]:
 def write(
     path: Path, names: list[str], tables: list[DataFrame], values: list[tuple[object, ...]], corpus: Corpus, split: str
 ) -> list[Comparison]:
-    """Compares the models and writes `path` with .json and .parquet.
-
-    Of conversations (`is_whole`) only some tokens count, so they are compared by tokens alone."""
+    """Compares the models and writes `path` with .json and .parquet. Of conversations (`is_whole`) only some tokens
+    count, so they are compared by tokens alone."""
     from pandas import DataFrame, concat
 
     is_whole, measured = corpus.is_whole(split), DataFrame(values, columns=tasks.COLUMNS)

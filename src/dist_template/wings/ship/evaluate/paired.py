@@ -21,9 +21,8 @@ REQUIREMENT = re.compile(r"(\S+) (better|not worse by (\d*\.?\d+))")
 
 @dataclass
 class Comparison:
-    """The difference of a measure with its 95 % interval, `low` to `high`.
-
-    `detectable` is the smallest difference that these samples show with a power of 80 %."""
+    """The difference of a measure with its 95 % interval, `low` to `high`. `detectable` is the smallest difference that
+    these samples show with a power of 80 %."""
 
     name: str
     samples: int
@@ -74,9 +73,8 @@ def compare(
     name: str, run: np.ndarray, baseline: np.ndarray, weights: np.ndarray, lower_is_better: bool = True,
     num_tests: int = 1,
 ) -> Comparison:  # fmt: skip
-    """Compares a measure of run and baseline, (S,); a figure is a sum of values over one of weights.
-
-    The verdict is corrected for the number of tests (Bonferroni)."""
+    """Compares a measure of run and baseline, (S,); a figure is a sum of values over one of weights. The verdict is
+    corrected for the number of tests (Bonferroni)."""
     from scipy import stats
 
     num, total = len(weights), weights.sum()

@@ -11,10 +11,8 @@ FIGURES = ("eval/loss", "eval/bits_per_byte", "test/loss", "test/bits_per_byte")
 
 
 def write_card(folder: Path, trained: Trained, form: str, verified: str, license: str) -> None:
-    """Writes README.md into `folder`.
-
-    `form`: format and type. `verified`: how the folder compares with the trained model. `license`:
-    an identifier of the hub, or `unknown`."""
+    """Writes README.md into `folder`. `form`: format and type. `verified`: how the folder compares with the trained
+    model. `license`: an identifier of the hub, or `unknown`."""
     from huggingface_hub import ModelCardData
 
     run, title, results = History(Path()), folder.name, list[Path]()

@@ -28,10 +28,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Writes the folder that `--output` names.
-
-    Raises InputError if the checkpoint cannot be read or is another model's, the folder is not empty, the disk is
-    full, or what was written is not what was trained."""
+    """Writes the folder that `--output` names. Raises InputError if the checkpoint cannot be read or is another
+    model's, the folder is not empty, the disk is full, or what was written is not what was trained."""
     verb, *flags = argv
     if flags and not flags[0].startswith("-"):  # export RUN, or a checkpoint in one
         config, checkpoint, _ = of_run(flags[0], project, verb)

@@ -36,11 +36,7 @@ INVALID = (ArithmeticError, AttributeError, KeyError, RecursionError, TemplateEr
 
 
 class App:
-    """An ASGI application.
-
-    Args:
-        key: Requests have to present it; "": none is needed.
-        given: The verb's flags."""
+    """An ASGI application. Requests have to present `key`, if it is not ""; `given` are the verb's flags."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, key: str, given: argparse.Namespace
