@@ -114,7 +114,13 @@ def test_muon_updates_matrices_and_adamw_the_rest() -> None:
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = [[names[p] for p in group["params"]] for group in by_muon(model).param_groups]
     assert groups[0] == ["router.weight", "experts.up", "head.weight"], "the output layer is tied"
-    assert groups[1] == ["table.weight", "position.weight", "conv.weight", "image.weight", "gate.weight"]
+    assert groups[1] == [
+        "table.weight",
+        "position.weight",
+        "conv.weight",
+        "image.weight",
+        "gate.weight",
+    ]
     assert "experts.up_bias" in groups[2] and not any("frozen" in name for name in sum(groups, []))
     alone = nn.Sequential(nn.Embedding(3, 3), nn.Linear(3, 3))
     with pytest.raises(InputError, match="no trained parameter is one: .* adamw"):
