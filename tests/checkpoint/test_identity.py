@@ -108,3 +108,8 @@ def test_what_changes_the_updates_is_printed(
     assert "optimizer AdamW -> SGD" in resumed("--trainer.max_steps=9", *sgd)
     assert group()["momentum"] == 0.9
     assert manifest.read(newest(only_run(tmp_path)))[KEY]["optimizer"] == "SGD"
+    muon = ["--model.optim.optimizer=muon"]
+    assert "optimizer SGD, now Muon: restore" in refused("fit", [*flags, *ON, *muon], capfd)
+    muon.append(sgd[-1])
+    assert "optimizer SGD -> Muon" in resumed("--trainer.max_steps=11", *muon)
+    assert group()["ns_steps"] == 5 and group()["initial_lr"] == before["initial_lr"]

@@ -78,7 +78,10 @@ def most(folder: Path, what: str) -> float:
 def test_predicted_bytes_are_those_of_a_training(flags: Any, tmp_path: Path, case: str) -> None:
     """State within 5 %; within 15 % what the last of two micro-batches allocates."""
     strategy, precision, mode, *more = case.split()
-    architecture, by = EXPERTS if "experts" in more else LLAMA, "muon" if "muon" in more else "adamw"
+    architecture, by = (
+        EXPERTS if "experts" in more else LLAMA,
+        "muon" if "muon" in more else "adamw",
+    )
     batch = 2 * ROWS if strategy == "tp" else 4 * ROWS
     own = [f"--model.blocks.checkpointing={mode}", f"--trainer.precision={precision}"]
     own.append(f"--model.optim.optimizer={by}")

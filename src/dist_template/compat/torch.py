@@ -96,9 +96,7 @@ class _InFloat32(TorchFunctionMode):
         return (torch.Tensor.float if func is torch.Tensor.bfloat16 else func)(*args, **(kwargs or {}))
 
 
-def orthogonalized(
-    matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> Tensor:
+def orthogonalized(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """Returns the nearest semi-orthogonal matrices, about, by torch.optim.Muon's iteration: (R, C) or (E, R, C), of the
     same shape. Overwrites `matrices`. The public class accepts parameters of two dimensions alone.
 
@@ -111,8 +109,8 @@ def orthogonalized(
 
 
 def update_scale(shape: torch.Size, name: str) -> float:
-    """Returns the factor of the learning rate for matrices (..., R, C), as torch.optim.Muon's `adjust_lr_fn` names it."""
-    return _muon._adjust_lr(1.0, name, shape[-2:])
+    """Returns the factor of the learning rate for matrices (..., R, C), by a name of torch.optim.Muon's."""
+    return _muon._adjust_lr(1.0, name, torch.Size(shape[-2:]))
 
 
 def compile_checkpointed_hooks() -> None:

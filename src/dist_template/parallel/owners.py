@@ -1,7 +1,8 @@
 """Computes a function of full matrices whose shards are on several ranks: each matrix on one rank, its owner.
 
 An owner gathers the shards of a matrix, computes, and sends each rank its shard of the result. Ranks that have equal
-matrices (DDP, replicas of HSDP) share the work too. Messages are in rounds of about `ROUND` elements for each owner: while it computes one round, the next one's shards arrive and the last one's results leave."""
+matrices (DDP, replicas of HSDP) share the work too. Messages are in rounds of about `ROUND` elements for each owner:
+while it computes one round, the next one's shards arrive and the last one's results leave."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
