@@ -113,8 +113,7 @@ FLAGS = {
     "--trainer.callbacks=[LearningRateFinder]": "model.optim.learning_rate",
     "--trainer.callbacks+=BatchSizeFinder": "the verb `compare`",
     "--optimizer=torch.optim.Muon --optimizer.momentum=-1": "--optimizer Muon: momentum should be",
-    "--optimizer=torch.optim.SGD --model.optim.optimizer=muon":
-        "model.optim.optimizer is 'muon' and has no",
+    "--optimizer=torch.optim.SGD --model.optim.optimizer=muon": "optimizer is 'muon' and has no",
     f"{ZERO} --optimizer=Muon": "Muon does not work under ZeRO.*model.optim.optimizer adamw",
     f"{ZERO} --model.optim.optimizer=muon": "Muon does not work under ZeRO",
     "--optimizer=LBFGS": "--optimizer LBFGS: .*parameter groups",
