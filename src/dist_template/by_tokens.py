@@ -8,8 +8,7 @@ also of rows that are padded or have masked labels."""
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import InputError
 
@@ -60,13 +59,18 @@ def batch_at(given: int | list[Phase], tokens: float) -> int:
 
 def divisor_of(given: int | list[Phase]) -> int:
     """Returns the number that divides every batch size."""
-    multiples = [phase.multiple or 0 for phase in given] if isinstance(given, list) else []
-    return math.gcd(*map(int, values_of(given)), *multiples)
+    divisor = math.gcd(*map(int, values_of(given)))
+    if isinstance(given, list):
+        for phase in given:
+            divisor = math.gcd(divisor, phase.multiple or 0)
+    return divisor
 
 
 def values_of(given: ByTokens) -> list[float]:
     """Returns the values of all phases; those in between are between them."""
-    return [phase.value for phase in given] if isinstance(given, list) else [given]
+    if not isinstance(given, list):
+        return [given]
+    return [phase.value for phase in given]
 
 
 def check_phases(key: str, given: ByTokens) -> None:
@@ -74,11 +78,11 @@ def check_phases(key: str, given: ByTokens) -> None:
     if a first or last one changes gradually, or if a value is negative."""
     if not isinstance(given, list):
         return
-    ends = [phase.until for phase in given]
-    wrong = None
-    if not ends or ends[-1] is not None or None in ends[:-1]:
+    ends: list[Any] = [phase.until for phase in given]
+    inner, wrong = ends[:-1], None
+    if not ends or ends[-1] is not None or None in inner:
         wrong = "every phase needs `until` but the last, which must have none"
-    elif any(not 0 <= (a or 0.0) < (math.inf if b is None else b) for a, b in pairwise(ends)):
+    elif min([0, *inner]) < 0 or inner != sorted(set(inner)):
         wrong = "`until` must be 0 or more, and grow from phase to phase"
     elif not given[0].shape == given[-1].shape == "constant":
         wrong = "the first and the last phase must be constant: begin with {value: START, until: 0}"

@@ -114,7 +114,13 @@ def test_muon_updates_matrices_and_adamw_the_rest() -> None:
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = [[names[p] for p in group["params"]] for group in by_muon(model).param_groups]
     assert groups[0] == ["router.weight", "experts.up", "head.weight"], "the output layer is tied"
-    assert groups[1] == ["table.weight", "position.weight", "conv.weight", "image.weight", "gate.weight"]
+    assert groups[1] == [
+        "table.weight",
+        "position.weight",
+        "conv.weight",
+        "image.weight",
+        "gate.weight",
+    ]
     assert "experts.up_bias" in groups[2] and not any("frozen" in name for name in sum(groups, []))
     alone = nn.Sequential(nn.Embedding(3, 3), nn.Linear(3, 3))
     with pytest.raises(InputError, match="no trained parameter is one: .* adamw"):
@@ -127,14 +133,15 @@ def test_updates_are_those_of_torchs_classes(monkeypatch: Any, nesterov: bool) -
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.float().clone())
     model, theirs = Model(), Model()
     config = OptimConfig(learning_rate=0.1)
-    chosen = {"lr": 0.1, "weight_decay": 0.1, "nesterov": nesterov}
+    chosen: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "nesterov": nesterov}
     config.optimizer_class = {"class_path": "torch.optim.Muon", "init_args": chosen}
     ours, experts = optim.build_optimizer(model, config), list(theirs.experts.up.detach().clone())
+    gradients: Any = theirs.experts.up.grad
     adamw = torch.optim.AdamW([theirs.table.weight], 0.1, (0.9, 0.95), weight_decay=0.1, fused=True)
     given = [theirs.router.weight, theirs.head.weight, *experts]
     muon = torch.optim.Muon(given, **chosen, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
-        for expert, gradient in zip(experts, theirs.experts.up.grad, strict=True):
+        for expert, gradient in zip(experts, gradients, strict=True):
             expert.grad = gradient
         for each in (ours, adamw, muon):
             each.step()

@@ -39,7 +39,7 @@ MODELS["deepseek_v4"] = (
     " index_topk: 5, index_head_dim: 24, index_n_heads: 3}"
 )
 MODELS["mtp"] = MODELS["deepseek_v3"].replace("num_mtp_layers: 0", "num_mtp_layers: 2")
-# Global batches of 8, 8, 8, 12, 16 and 16 rows of 32 tokens; before a step 0, 256, 512, 768, 1152 and 1664 tokens.
+# Steps of 8, 8, 8, 12, 16 and 16 rows of 32 tokens, after 0, 256, 512, 768, 1152 and 1664 tokens.
 PHASES = {
     "data.global_batch_size": "[{value: 8, until: 256},"
     " {value: 16, until: 1000, shape: linear, multiple: 4}, {value: 16}]",

@@ -124,7 +124,8 @@ def add_modules(model: Any) -> nn.Module:
     config = getattr(model, "config", None)
     number = getattr(config, "num_mtp_layers", None) or 0
     if not number:
-        raise InputError("model.mtp needs model.architecture.num_mtp_layers of 1 or more, and a model type that has it")
+        where = "in model.architecture or the config.json of model.pretrained, and a model type that has it"
+        raise InputError(f"model.mtp needs num_mtp_layers of 1 or more, {where}")
     for name in ("layer_types", "mlp_layer_types"):  # unless the architecture names others, a module has the last block
         if (kinds := getattr(config, name, None)) and not getattr(config, f"mtp_{name}", None):
             setattr(config, f"mtp_{name}", kinds[-1:] * number)
