@@ -157,7 +157,8 @@ def test_every_key_that_a_page_names_exists(page: Path, keys: set[str]) -> None:
     prose, *_ = FENCE.sub("", text_of(page)).split("## For wings and packages")  # it lists modules
     named = re.findall(rf"`(?:--)?({key})\+?(?: [^`]*)?`", prose)
     for found in {*flags, *named}:
-        is_known = found in keys or found.startswith("model.architecture.")
+        is_key = found.removesuffix(".init_args") in keys
+        is_known = is_key or found.startswith("model.architecture.")
         of_strategy = found.removeprefix("trainer.strategy.").removeprefix("init_args.") in STRATEGY
         assert is_known or of_strategy or found in INSIDE, f"{name_of(page)} names {found}"
 

@@ -190,7 +190,10 @@ def _index(parameter: Tensor, rank: int) -> tuple[Any, ...]:
         size = parameter.shape[dimension]
         part = torch.arange(size)
         if isinstance(parameter, DTensor):
-            numbers = part.view(-1, *[1] * (-1 - dimension)).expand(parameter.shape)
+            enough = 4 * parameter.device_mesh.size()  # every rank has some of as many in the other dimensions
+            sizes = [min(each, enough) for each in parameter.shape]
+            sizes[dimension] = size
+            numbers = part.view(-1, *[1] * (-1 - dimension)).expand(sizes)
             part = shard_for(parameter, numbers, rank).movedim(dimension, 0).flatten(1)[:, :1].flatten()
         first = int(part[0]) if len(part) else 0
         is_consecutive = torch.equal(part, torch.arange(first, first + len(part)))

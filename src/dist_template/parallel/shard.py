@@ -134,8 +134,8 @@ def shard_by_plan(model: Any, strategy: MeshRanks) -> None:
     mesh = TransformersDeviceMesh(strategy.device_mesh, strategy.expert_mesh)
     offload = partial(_offload_policy, strategy)
     with compat.sharding(offload, prepare=lambda: weights.tie(ties)), _refusing(model):
-        if sizes.cp > 1:
-            share_attention(model, sizes.cp, strategy.sequence_group)
+        if (group := strategy.sequence_group) is not None:
+            share_attention(model, sizes.cp, group)
         model.maybe_distribute_model(model, config, mesh)
     weights.tie(ties)
 
@@ -147,8 +147,8 @@ def shard_by_blocks(model: nn.Module, strategy: MeshRanks) -> None:
     with _refusing(model):
         if sizes.tp > 1 or sizes.ep > 1:
             raise ValueError("it has no tensor or expert plan: set tp_size and ep_size to 1")
-        if sizes.cp > 1:
-            share_attention(model, sizes.cp, strategy.sequence_group)
+        if (group := strategy.sequence_group) is not None:
+            share_attention(model, sizes.cp, group)
         dimensions = ("dp_replicate", "fsdp") if sizes.dp_replicate > 1 else ("fsdp",)
         options: dict[str, Any] = {
             "mesh": strategy.device_mesh[dimensions],
