@@ -79,7 +79,7 @@ SHOWN: dict[str, tuple[str, Callable[[Any], bool]]] = {
 HONOURED = {f"trainer.{name}": value for name, value in KEPT.items()}
 HONOURED |= {f"trainer.{name}": value for name, (value, _) in NAMED.items()}
 HONOURED |= {key: value for key, (value, _) in SHOWN.items()}
-ELSEWHERE = {"config", "ckpt_path", "trainer.fast_dev_run"}  # test_cli.py, test_runs.py, below
+ELSEWHERE = {"config", "ckpt_path", "trainer.fast_dev_run"}  # test_cli.py, below
 REFUSED = "overfit_batches barebones accumulate_grad_batches use_distributed_sampler model_registry"
 
 
