@@ -35,6 +35,7 @@ def build(kind: str, **more: Any) -> Any:
     architecture = yaml.safe_load(MODELS[kind]) | more
     found: Any = LanguageModule(architecture, mtp=mtp.MtpConfig(weight=0.5))
     found.model = mtp.add_modules(found.build_model(DATA))
+    found.chunked_loss = ChunkedLoss(found.model, found.sums, None)
     return found
 
 
@@ -147,14 +148,12 @@ def test_architectures_without_modules_are_refused(batch: dict[str, Tensor]) -> 
     with pytest.raises(InputError, match="builds no modules for GPT2LMHeadModel"):
         build("gpt2", num_mtp_layers=1)
     module = build("deepseek_v4", num_mtp_layers=1)
-    module.chunked_loss = ChunkedLoss(module.model, module.sums, None)
     with pytest.raises(InputError, match="states of shape .*3, 32.* set model.mtp null"):
         mtp.sums_with_predictions(module, mtp.look_ahead(batch, 1))
 
 
 def test_a_block_may_return_more_than_hidden_states(batch: dict[str, Tensor]) -> None:
     module = build("glm_moe_dsa")
-    module.chunked_loss = ChunkedLoss(module.model, module.sums, None)
     mtp.sums_with_predictions(module, mtp.look_ahead(batch, 1))["objective"].backward()
     assert all(p.grad is not None for p in module.model.mtp.layers[0].eh_proj.parameters())
 
