@@ -109,7 +109,7 @@ GROWS = [Phase(12, 0), Phase(48, 3000, "linear"), Phase(24, 4000, "cosine"), Pha
 def steps_that_grow(micro: int, ranks: int, start: int, num: int) -> list[list[int]]:
     orders = []
     for rank in range(ranks):
-        place = {"rank": rank, "world_size": ranks, "consumed": lambda: start, "seq_len": 10}
+        place: Any = {"rank": rank, "world_size": ranks, "consumed": lambda: start, "seq_len": 10}
         orders.append(global_order.GlobalOrder(50, GROWS, micro, **place))
     batches, sizes = zip(*orders, strict=False), orders[0].accumulations()
     return [sorted(sum(sum(islice(batches, next(sizes)), ()), [])) for _ in range(num)]
