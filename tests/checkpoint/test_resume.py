@@ -208,10 +208,8 @@ def test_what_changes_the_updates_is_printed(steps: Any, tmp_path: Path, capfd: 
     assert resumed("--trainer.max_steps=3") == []
     assert sorted(resumed("--trainer.max_steps=4", *PRINTED)) == sorted(PRINTED.values())
     assert group()["betas"] == before["betas"] and group()["weight_decay"] == before["weight_decay"]
-    assert manifest.read(newest(only_run(tmp_path)))[identity.KEY]["model.optim.betas"] == [
-        0.9,
-        0.95,
-    ]
+    settings = manifest.read(newest(only_run(tmp_path)))[identity.KEY]
+    assert settings["model.optim.betas"] == [0.9, 0.95]
     sgd = ["--optimizer=torch.optim.SGD", "--optimizer.momentum=0.9"]
     error = refused("fit", [*steps, *ON, *sgd], capfd)
     assert "was trained with optimizer AdamW, now SGD: restore" in error
@@ -220,3 +218,8 @@ def test_what_changes_the_updates_is_printed(steps: Any, tmp_path: Path, capfd: 
     assert "optimizer AdamW -> SGD" in resumed("--trainer.max_steps=9", *sgd)
     assert group()["momentum"] == 0.9
     assert manifest.read(newest(only_run(tmp_path)))[identity.KEY]["optimizer"] == "SGD"
+    muon = ["--model.optim.optimizer=muon"]
+    assert "optimizer SGD, now Muon: restore" in refused("fit", [*steps, *ON, *muon], capfd)
+    muon.append(sgd[-1])
+    assert "optimizer SGD -> Muon" in resumed("--trainer.max_steps=11", *muon)
+    assert group()["ns_steps"] == 5 and group()["initial_lr"] == before["initial_lr"]

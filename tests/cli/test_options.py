@@ -60,7 +60,7 @@ SHOWN: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "seed_everything": ("5", lambda cli: cli.config.fit.seed_everything == 5),
     "weights_only": ("true", lambda cli: cli.config.fit.weights_only is True),
     "optimizer": ("ASGD", lambda cli: "optim.ASGD" in str(cli.model.optim.optimizer_class)),
-    "lr_scheduler": ("ConstantLR", lambda cli: "ConstantLR" in str(cli.model.optim.lr_scheduler_class)),
+    "lr_scheduler": ("ConstantLR", lambda cli: "ConstantLR" in str(vars(cli.model.optim))),
     "trainer.devices": ("1", lambda cli: cli.trainer.num_devices == 1),
     "trainer.max_time": ("00:01:00:00",
         lambda cli: cli.config_init.fit.preemption.max_time == "00:01:00:00"),

@@ -109,6 +109,8 @@ ATTRIBUTES = {
     "torch.optim:Optimizer": "_optimizer_step_pre_hooks _optimizer_step_post_hooks hooked",
     "torch.optim.optimizer": "_global_optimizer_pre_hooks _global_optimizer_post_hooks",
     "torch.optim.lr_scheduler:LRScheduler": "_wrapped_by_lr_sched _opt_called",
+    "torch.optim": "_muon",
+    "torch.optim._muon": "_zeropower_via_newtonschulz _adjust_lr",
     "torch.autograd": "_profiler_enabled",
     "torch.amp:GradScaler": "_per_optimizer_states found_inf_per_device",
     "torch.nn.init:orthogonal_": "is_meta",

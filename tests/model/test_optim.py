@@ -133,14 +133,15 @@ def test_updates_are_those_of_torchs_classes(monkeypatch: Any, nesterov: bool) -
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.float().clone())
     model, theirs = Model(), Model()
     config = OptimConfig(learning_rate=0.1)
-    chosen = {"lr": 0.1, "weight_decay": 0.1, "nesterov": nesterov}
+    chosen: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "nesterov": nesterov}
     config.optimizer_class = {"class_path": "torch.optim.Muon", "init_args": chosen}
     ours, experts = optim.build_optimizer(model, config), list(theirs.experts.up.detach().clone())
+    gradients: Any = theirs.experts.up.grad
     adamw = torch.optim.AdamW([theirs.table.weight], 0.1, (0.9, 0.95), weight_decay=0.1, fused=True)
     given = [theirs.router.weight, theirs.head.weight, *experts]
     muon = torch.optim.Muon(given, **chosen, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
-        for expert, gradient in zip(experts, theirs.experts.up.grad, strict=True):
+        for expert, gradient in zip(experts, gradients, strict=True):
             expert.grad = gradient
         for each in (ours, adamw, muon):
             each.step()

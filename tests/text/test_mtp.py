@@ -1,6 +1,8 @@
 """Multi-token prediction: the modules' losses by hand, and the exported layers."""
 
+import re
 from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainer_dev.module import LanguageModule
 from transformers import AutoModelForCausalLM
@@ -17,6 +20,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import MtpModel
 
 from dist_template import InputError
+from dist_template.parallel.place import in_full
 from tests.support.library import NOT_COUNTED, ChunkedLoss, mtp, safetensors_files
 from tests.support.parity import MODELS
 
@@ -113,6 +117,25 @@ def test_transformers_reads_the_exported_modules(kind: str, tmp_path: Path) -> N
     model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[23]\..*"]
     for name, tensor in MtpModel.from_pretrained(model).layers.state_dict().items():
         assert torch.equal(tensor, weights[f"mtp.layers.{name}"]), name
+
+
+def test_published_modules_are_read(module: Any, tmp_path: Path, capsys: Any) -> None:
+    weights = {name: tensor.clone() for name, tensor in module.model.state_dict().items()}
+    safetensors_files.write_weights(module.model, dict(weights), torch.float32, "5GB", tmp_path)
+    given: Any = LanguageModule(pretrained=str(tmp_path), mtp=mtp.MtpConfig())
+    for read in (lambda build: build(), in_full):
+        found = read(partial(given.build_network, DATA)).state_dict()
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    assert "note: " not in capsys.readouterr().out
+    file = tmp_path / "model.safetensors"
+    kept = {name: each for name, each in load_file(file).items() if "layers.3." not in name}
+    save_file(kept, file, metadata={"format": "pt"})
+    found = in_full(partial(given.build_network, DATA)).state_dict()
+    assert torch.equal(*(each["mtp.layers.0.enorm.weight"] for each in (found, weights)))
+    assert not torch.equal(*(each["mtp.layers.1.eh_proj.weight"] for each in (found, weights)))
+    (note,) = re.findall("note: .*", capsys.readouterr().out)
+    assert "later tokens (mtp.layers.1.enorm.weight, 20 in all): they start from random" in note
 
 
 def test_architectures_without_modules_are_refused(batch: dict[str, Tensor]) -> None:

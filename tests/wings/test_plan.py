@@ -61,7 +61,7 @@ def planner(
     optim = OptimConfig(optimizer=by)
     full = {"vocab_size": 257} | shape
     module = LanguageModule(architecture=full, mtp=ahead, optim=optim)
-    sizes = {"seq_len": seq_len, "global_batch_size": batch}
+    sizes = {"seq_len": seq_len, "global_batch_size": batch, "batch_sizes": (batch, batch)}
     data = SimpleNamespace(**sizes, cross_document_attention=False)
     return Planner(module, data, {}, Described(on, 1, 1, precision or "bf16-mixed"))
 

@@ -55,6 +55,10 @@ RULES = (  # what is allowed, least, most, keys
 RANGES: dict[str, tuple[str, float, float]] = {}  # key: what is allowed, least, most
 for _allowed, _least, _most, _keys in RULES:
     RANGES |= dict.fromkeys(_keys.split(), (_allowed, _least, _most))
+for _key in ("model.optim.learning_rate", "model.balance.bias_update_speed", "model.mtp.weight", "data.global_batch_size"):
+    # of phases by consumed tokens
+    RANGES |= dict.fromkeys((f"{_key}.value", f"{_key}.until"), ("0 or more", 0, FINITE))
+    RANGES[f"{_key}.multiple"] = RANGES["data.global_batch_size.value"] = ("1 or more", 1, FINITE)
 NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, half of a pair: no file, path or log can have them
 LIBRARY = __name__.partition(".")[0]
 CHECKED = {LIBRARY, "torch", "lightning"}  # whose classes' arguments are checked

@@ -108,8 +108,8 @@ def orthogonalized(matrices: Tensor, coefficients: tuple[float, float, float], s
 
 
 def update_scale(shape: torch.Size, name: str) -> float:
-    """Returns the factor of the learning rate for matrices (..., R, C), as torch.optim.Muon's `adjust_lr_fn` has it."""
-    return _muon._adjust_lr(1.0, name, shape[-2:])
+    """Returns the factor of the learning rate for matrices (..., R, C), by a name of torch.optim.Muon's."""
+    return _muon._adjust_lr(1.0, name, torch.Size(shape[-2:]))
 
 
 def compile_checkpointed_hooks() -> None:

@@ -40,10 +40,12 @@ def owns_order(data: object) -> bool:
 def value_now(module: L.LightningModule, key: str, given: ByTokens) -> float:
     """Returns the value of `key` in the present optimizer step. Raises InputError if it has phases and the data module
     does not count tokens."""
+    if not isinstance(given, list):
+        return given
     data = data_of(module.trainer)
-    if isinstance(given, list) and not hasattr(data, "step_samples"):
+    if not hasattr(data, "step_samples"):
         raise InputError(f"{key} has phases, and {type(data).__name__} does not count tokens: give a number")
-    return value_at(given, data.step_samples * data.seq_len) if isinstance(given, list) else given
+    return value_at(given, data.step_samples * data.seq_len)
 
 
 def typed_attribute(module: object, name: str, kind: type[T]) -> T | None:

@@ -94,13 +94,15 @@ class Size:
                 packed[id(getattr(layer, name))] = count
             if wrappers_of_parameters(layer):  # around stacked experts
                 of_experts |= {id(p) for p in layer.parameters() if p.requires_grad}
-        total = trainable = embedding = in_4_bits = 0
+        total = trainable = embedding = in_4_bits = matrices = 0
+        of_muon = matrices_of(model)
         active = multiplied = 0.0
         for parameter in model.parameters():
             key = id(parameter)
             size = full_shape(parameter).numel() * packed.get(key, 1)
             total += size
             trainable += size * parameter.requires_grad
+            matrices += size * (parameter.requires_grad and parameter in of_muon)
             in_4_bits += size * (key in packed)
             embedding += size * (key in tables)
             if key in of_experts:
@@ -114,7 +116,7 @@ class Size:
         return cls(
             total=total, trainable=trainable, in_4_bits=in_4_bits, active=round(active) if is_known else None,
             embedding=embedding,
-            matrices=sum(full_shape(p).numel() for p in matrices_of(model) if p.requires_grad),
+            matrices=matrices,
             layers=getattr(config, "num_hidden_layers", None), width=getattr(config, "hidden_size", None),
             experts=num, experts_per_token=chosen if num else None,
             _multiplied=multiplied if is_known else None, predicted=predicted,
@@ -153,13 +155,16 @@ def matrices_of(module: nn.Module) -> set[nn.Parameter]:
     AdamW updates embeddings, the output layer (without `get_output_embeddings`: the last nn.Linear), biases,
     convolutions, and adapters of stacked experts, whose matrices contain all experts. As in Moonlight, weights of
     routers are matrices. So are other adapters."""
-    layers = [*module.modules()]
-    heads = [m.get_output_embeddings() for m in layers if hasattr(m, "get_output_embeddings")]
-    if not heads:
-        heads = [layer for layer in layers if isinstance(layer, nn.Linear)][-1:]
+    layers: list[Any] = [*module.modules()]
+    heads, linear = list[nn.Module](), list[nn.Module]()
     others, found = set[nn.Parameter](), set[nn.Parameter]()
     for layer in layers:
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) or layer in heads:
+        if hasattr(layer, "get_output_embeddings"):
+            heads.append(layer.get_output_embeddings())
+        if isinstance(layer, nn.Linear):
+            linear.append(layer)
+    for layer in layers:
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) or layer in (heads or linear[-1:]):
             others.update(layer.parameters(recurse=False))
         for wrapper in wrappers_of_parameters(layer):
             others |= {*wrapper.lora_A.parameters(), *wrapper.lora_B.parameters()}

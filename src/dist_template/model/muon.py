@@ -66,7 +66,7 @@ class MuonWithAdamW(torch.optim.AdamW):
         skipped: Tensor | None = getattr(self, "found_inf", None)  # () 1: change nothing, as fused kernels
         decay = 1 - group["lr"] * group["weight_decay"]
 
-        def direction(parameter: Tensor) -> Tensor:
+        def direction(parameter: Any) -> Tensor:
             state = self.state[parameter]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter.grad)

@@ -109,8 +109,8 @@ def build_optimizer(
     if config.uses_muon and not of_muon:
         raise InputError("Muon updates matrices, and no trained parameter is one: set model.optim.optimizer to adamw")
     if chosen and of_muon:
-        options = {"of_muon": of_muon, "options": chosen["init_args"], "group": group}
-        kind = partial(resolve_name(MUON), **options)
+        kind = resolve_name(MUON)
+        arguments |= {"of_muon": of_muon, "options": chosen["init_args"], "group": group}
     elif chosen:
         kind, arguments = resolve_name(chosen["class_path"]), chosen["init_args"]
     groups: list[dict[str, object]] = [{"params": group} for group in (decayed, not_decayed) if group]

@@ -126,9 +126,9 @@ def shard_by_plan(model: Any, strategy: MeshRanks) -> None:
     )  # fmt: skip
     ties = weights.find_ties(model)
     owners = {owner for tie in ties for owner, _ in tie}
-    tied = {name for name, module in model.named_modules() if module in owners}
     # Tied parameters must be in one FSDP unit: the root's, if no rule names their modules.
-    model.fsdp_plan = {name: style for name, style in model.fsdp_plan.items() if name not in tied}
+    own = {pattern_of(name) for name, module in model.named_modules() if module not in owners}
+    model.fsdp_plan = {name: style for name, style in model.fsdp_plan.items() if name in own}
 
     weights.untie(ties)  # tensor parallelism needs a parameter in each module
     mesh = TransformersDeviceMesh(strategy.device_mesh, strategy.expert_mesh)

@@ -105,7 +105,7 @@ class TextModule(TrainingModule):
                 read_modules(model, pretrained)
         if names := freeze_untrained(model):
             others = f" and {len(names) - 1} others" if names[1:] else ""
-            _print_once(f"note: {names[0]}{others} get no gradient, and keep the weights they start with")
+            _print_once(f"note: no gradient reaches {names[0]}{others}: the weights stay as they start")
         if self.adapter is not None:
             model = add_adapters(model, self.adapter)
             self.frozen_base = {"name": getattr(self, "pretrained", None) or type(model).__name__}

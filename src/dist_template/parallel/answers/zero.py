@@ -106,7 +106,7 @@ class Zero(Plain):
         allowed = self.given.get("zero_allow_untested_optimizer") or not name
         if name == "Muon" and module.startswith("torch.optim"):
             why = "flattens parameters, and DeepSpeed's own Muon clips updates in place of gradients"
-            yield f"Muon does not work under ZeRO, which {why}: use --config strategy/fsdp2, or set adamw"
+            yield f"Muon does not work under ZeRO, which {why}: set model.optim.optimizer adamw, or use strategy/fsdp2"
         elif not allowed and not (module.startswith("torch.optim") and name in ELEMENTWISE):
             yield (
                 f"--optimizer {name}: ZeRO flattens parameters, which only element-wise optimizers allow: set one of"

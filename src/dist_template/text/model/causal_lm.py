@@ -25,6 +25,7 @@ from torch import nn
 
 from ...compat.recording import is_recording
 from ...errors import InputError, is_out_of_memory, reason
+from ...weights import is_rank_zero
 from .kernels import Attention, set_attention
 from .mtp import NAME as MTP
 from .mtp import add_modules
@@ -139,7 +140,7 @@ def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int)
             raise InputError(f"{what}: {type(error).__name__}: {reason(error)}") from error
         _fill_hash_tables(model)
     if published and (missing := published.write_into(model)):
-        print(f"note: {pretrained} has no {missing[0]} ({len(missing)} such tensors): they start from random values")
+        _note(f"{pretrained} has no {missing[0]} ({len(missing)} such tensors): they start from random values")
     if pretrained and model.can_generate():  # not with the weights, which are read later
         with contextlib.suppress(OSError):  # there is no generation_config.json
             model.generation_config = GenerationConfig.from_pretrained(pretrained)
@@ -157,8 +158,15 @@ def read_modules(model: Any, pretrained: str) -> None:
         raise InputError(f"model.mtp: {pretrained} has quantized weights: set null, or give weights in 16 bits")
     published = _published(pretrained, auto_class(model.config, with_modules=True), model.config)
     if missing := published.write_into(model, f"{MTP}.layers."):
-        what = f"note: {pretrained} has no weights of {missing[0]} ({len(missing)} such tensors)"
-        print(f"{what}, which predict later tokens: they start from random values")
+        what = f"{pretrained} has no weights of modules that predict later tokens ({missing[0]}, {len(missing)} in all)"
+        _note(f"{what}: they start from random values")
+
+
+@cache
+def _note(text: str) -> None:
+    """Prints a note once, on rank 0: a model that is recorded may be built twice."""
+    if is_rank_zero():
+        print(f"note: {text}")
 
 
 @torch.no_grad()

@@ -97,7 +97,8 @@ class Predictor(nn.Module):
         self.given, (block, head) = given, self._ends
         hooks = [block.register_forward_pre_hook(keep_options, with_kwargs=True)]
         hooks += [head.register_forward_pre_hook(lambda _, inputs: (self(inputs[0]),), prepend=True)]
-        hooks += [each.get_submodule("mtp_block").register_forward_hook(_hidden_alone) for each in self.layers]
+        for layer in self.layers.children():  # on the first stage of a pipeline, none
+            hooks.append(layer.get_submodule("mtp_block").register_forward_hook(_hidden_alone))
         try:
             yield
         finally:
@@ -123,18 +124,22 @@ def add_modules(model: Any) -> nn.Module:
     config = getattr(model, "config", None)
     number = getattr(config, "num_mtp_layers", None) or 0
     if not number:
-        raise InputError("model.mtp needs model.architecture.num_mtp_layers of 1 or more, and a model type that has it")
+        where = "in model.architecture or the config.json of model.pretrained, and a model type that has it"
+        raise InputError(f"model.mtp needs num_mtp_layers of 1 or more, {where}")
     for name in ("layer_types", "mlp_layer_types"):  # unless the architecture names others, a module has the last block
         if (kinds := getattr(config, name, None)) and not getattr(config, f"mtp_{name}", None):
             setattr(config, f"mtp_{name}", kinds[-1:] * number)
     model.add_module(NAME, Predictor(model, number))
     names = {each: name for name, each in model.named_modules()}
     blocks, embedding = names[find_blocks(model)[0]].removesuffix("0"), names[model.get_input_embeddings()]
+    parts = {name for pairs in (model.named_modules(), model.named_parameters()) for name, _ in pairs}
+    parts = {re.sub(r"\.\d+", ".*", name) for name in parts}  # transformers warns of a rule for none
     for plan in PLANS:
         rules = dict(getattr(model, plan, None) or {})
         for name, style in [*rules.items()]:
-            if name.startswith(f"{blocks}*"):
-                rules[name.replace(f"{blocks}*", f"{NAME}.layers.*.mtp_block")] = style
+            own = name.replace(f"{blocks}*", f"{NAME}.layers.*.mtp_block")
+            if name.startswith(f"{blocks}*") and own in parts:
+                rules[own] = style
             elif name == embedding:
                 rules[f"{NAME}.embed_tokens"] = style
         setattr(model, plan, rules)

@@ -28,7 +28,7 @@ def main(argv: list[str], project: Project) -> None:
     """Renders and submits a run, or asks about a submitted one. Raises Ended if it ends in an error."""
     if argv[1:2] and argv[1] in ("status", "logs", "stop"):
         folder = Path(" ".join(argv[2:])).absolute() / "launch"
-        record = read_mapping(folder / RECORD, "give a run that `launch` has started, as runs/<name>/<id>")
+        record = _read(folder)
         print(getattr(target(record["on"]), argv[1])(record, folder))
         return
     given, flags = parse(argv[1:])
@@ -90,3 +90,7 @@ def write(job: Job, on: str, files: dict[str, str]) -> Record:
     record = {"on": on, "id": "", "hosts": job.hosts, "ssh": job.site.ssh}
     write_atomically(job.files / RECORD, json.dumps(record, indent=2))
     return record
+
+
+def _read(folder: Path) -> Record:
+    return read_mapping(folder / RECORD, "give a run that `launch` has started, as runs/<name>/<id>")

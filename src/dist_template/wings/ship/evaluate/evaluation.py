@@ -150,9 +150,7 @@ def write(
     comparisons = compared(tables, measured, is_whole) if len(tables) > 1 else []
     models, rows = [], [measured]
     for number, (name, table) in enumerate(zip(names, tables, strict=True)):
-        figures = {
-            key: float(one.values.sum() / one.weights.sum()) for key, one in measures_of(table, is_whole).items()
-        }
+        figures = figures_of(table, is_whole)
         figures |= measured[measured["model"] == number].groupby("measure")["value"].mean().to_dict()
         models.append({"model": name, "figures": figures, "is_baseline": number > 0})
         for measure in ("nats", *PAIR_FIGURES, *ACCEPTANCE):
@@ -209,3 +207,8 @@ def measures_of(table: DataFrame, is_whole: bool) -> dict[str, Measure]:
     if set(ACCEPTANCE) <= {*table}:
         found["mtp_acceptance"] = Measure(*(table[name].to_numpy() for name in ACCEPTANCE), lower_is_better=False)
     return found
+
+
+def figures_of(table: DataFrame, is_whole: bool) -> dict[str, float]:
+    """Returns the value of each measure for a model."""
+    return {name: float(one.values.sum() / one.weights.sum()) for name, one in measures_of(table, is_whole).items()}
