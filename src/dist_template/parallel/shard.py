@@ -134,7 +134,7 @@ def shard_by_plan(model: Any, strategy: MeshRanks) -> None:
     mesh = TransformersDeviceMesh(strategy.device_mesh, strategy.expert_mesh)
     offload = partial(_offload_policy, strategy)
     with compat.sharding(offload, prepare=lambda: weights.tie(ties)), _refusing(model):
-        if sizes.cp > 1:
+        if strategy.sequence_group is not None:
             share_attention(model, sizes.cp, strategy.sequence_group)
         model.maybe_distribute_model(model, config, mesh)
     weights.tie(ties)
@@ -147,7 +147,7 @@ def shard_by_blocks(model: nn.Module, strategy: MeshRanks) -> None:
     with _refusing(model):
         if sizes.tp > 1 or sizes.ep > 1:
             raise ValueError("it has no tensor or expert plan: set tp_size and ep_size to 1")
-        if sizes.cp > 1:
+        if strategy.sequence_group is not None:
             share_attention(model, sizes.cp, strategy.sequence_group)
         dimensions = ("dp_replicate", "fsdp") if sizes.dp_replicate > 1 else ("fsdp",)
         options: dict[str, Any] = {
