@@ -97,7 +97,8 @@ class Predictor(nn.Module):
         self.given, (block, head) = given, self._ends
         hooks = [block.register_forward_pre_hook(keep_options, with_kwargs=True)]
         hooks += [head.register_forward_pre_hook(lambda _, inputs: (self(inputs[0]),), prepend=True)]
-        hooks += [each.get_submodule("mtp_block").register_forward_hook(_hidden_alone) for each in self.layers]
+        for layer in self.layers.children():  # none on another stage of a pipeline
+            hooks += [layer.get_submodule("mtp_block").register_forward_hook(_hidden_alone)]
         try:
             yield
         finally:
