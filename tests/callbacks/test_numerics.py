@@ -1,22 +1,38 @@
-"""The numerics guard on one process: its reactions to anomalous steps; no checkpoint has NaN."""
+"""Guards of numbers and replicas: reactions to what is anomalous, under every strategy."""
 
+import json
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from trainer_dev.module import LanguageModule
 
-from dist_template import Ended
+from dist_template import Ended, Project
 from dist_template.callbacks import Numerics
 from dist_template.callbacks.numerics import StepCheck
+from dist_template.callbacks.replicas import checksum
 from dist_template.errors import Exit
-from tests.support.library import numerics, read_full, read_incidents
-from tests.support.numerics import is_finite, newest_step, spoil_loss
-from tests.support.runs import newest, only_run, run
+from dist_template.layout import local_shard
+from tests.support.classifier import PlainClassifier
+from tests.support.library import manifest, numerics, read_full, read_incidents
+from tests.support.numerics import (
+    Train,
+    is_finite,
+    newest_step,
+    spoil_gradient,
+    spoil_loss,
+    spoil_reduced_gradient,
+)
+from tests.support.parity import PROCESSES, assert_close
+from tests.support.runs import Workers, newest, only_run, run
+from tests.support.strategies import flags_of
+from tests.support.tiers import tiers
+from tests.support.wings import RunRecord
 
 QUICK = ["--trainer.max_steps=8", "--trainer.limit_val_batches=0", "--trainer.logger=false"]
 QUICK += ["--model.optim.warmup=2"]
@@ -126,3 +142,217 @@ def test_the_spike_limit_is_robust_and_inactive_for_half_a_window() -> None:
     resumed = Numerics(on_spike="skip", spike_window=8, spike_sigmas=6)
     resumed.load_state_dict(guard.state_dict())
     assert resumed._limit() == guard._limit() < 4, "a resumed run has the window"
+
+
+STRATEGIES = ["ddp", "fsdp2", "fsdp2_ep", "zero1", "zero2", "zero3"]
+BAD_STEP = 7
+SKIP = "--numerics.on_non_finite=skip"
+SPIKES = ["--numerics.on_spike=skip", "--numerics.spike_window=8", "--numerics.spike_sigmas=6"]
+SPIKE = partial(spoil_loss, [BAD_STEP], rank=1, micro_batch=1, factor=50.0)
+
+
+def assert_replicas_are_equal(run: RunRecord) -> None:
+    """Ranks that hold the same part of a tensor hold the same."""
+    for name in run.end:
+        parts = [run.events("step", rank)[-1]["tensors"].get(name) for rank in range(run.size)]
+        held = {tuple(part) for part in parts if part}
+        assert len(held) == len({place for place, _ in held}), name
+
+
+def skipped(run: RunRecord, kind: str = "non_finite") -> dict[str, Any]:
+    """The one incident of a training that completed; the bad step was skipped on all ranks."""
+    (incident,) = read_incidents(run.check().run)
+    found = [incident[key] for key in ("step", "kind", "decision")]
+    assert found == [BAD_STEP, kind, "skip"]
+    assert_replicas_are_equal(run)
+    return incident
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["fsdp2_ep", "zero3"]))
+def test_a_step_with_nan_on_one_rank_is_skipped_and_recorded(guarded: Train, strategy: str) -> None:
+    run = guarded(strategy, "skip", partial(spoil_loss, [BAD_STEP], rank=1), SKIP)
+    incident = skipped(run)
+    assert incident["suspects"] == [1]
+    assert [math.isnan(rank["loss"]) for rank in incident["ranks"]] == [False, True]
+    rows = [[len(micro) for micro in rank["rows"]] for rank in incident["ranks"]]
+    assert rows == [[2, 2]] * 2
+    assert is_finite(run.end)
+    assert f"step {BAD_STEP} was skipped: loss nan" in run.log(0) and "from rank 1" in run.log(0)
+    is_zero = strategy.startswith("zero")
+    expected = guarded.by_hand("ddp" if is_zero else strategy, BAD_STEP)
+    assert_close(run.end, expected, 1e-5 if is_zero else 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["zero2"]))
+def test_an_infinite_gradient_of_a_finite_loss_stops_all(guarded: Train, strategy: str) -> None:
+    run = guarded(strategy, "stop", partial(spoil_gradient, BAD_STEP, rank=0))
+    assert len(run.answers) == PROCESSES[strategy]
+    for answer in run.answers.values():
+        assert answer.startswith(f"Ended: training stopped: step {BAD_STEP} was skipped")
+        assert "exit code 65" in answer
+    (incident,) = read_incidents(guarded.run_folder(strategy, "stop"))
+    assert math.isfinite(incident["loss"]) and not math.isfinite(incident["gradient_norm"])
+    assert incident["suspects"] == []
+    assert newest_step(guarded.run_folder(strategy, "stop")) < BAD_STEP
+
+
+DAMAGED = [("ddp", math.nan), ("tp", math.inf), ("hsdp", math.nan)]
+DAMAGED += [("fsdp2", math.inf), ("fsdp2_offload", math.nan), ("pp", math.nan), ("cp", math.inf)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "value"), tiers(DAMAGED, daily=DAMAGED[:1]))
+def test_all_ranks_skip_a_step_whose_reduced_gradient_is_damaged_on_one(
+    guarded: Train, strategy: str, value: float
+) -> None:
+    """A corrupted kernel, or a user's hook: the other ranks' loss and norm are finite."""
+    spoil = partial(spoil_reduced_gradient, BAD_STEP, rank=1, value=value)
+    run = guarded(strategy, "damaged", spoil, SKIP)
+    incident = skipped(run)
+    assert math.isfinite(incident["loss"])
+    if strategy in ("ddp", "tp"):  # elsewhere the norm is joint
+        assert incident["suspects"] == [1] and "from rank 1" in run.log(0)
+    assert_close(run.end, guarded.by_hand(strategy, BAD_STEP), 0.0)
+
+
+BF16 = "--trainer.precision=bf16-mixed"
+ADDS_IN_FP32: dict[str, Any] = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+ADDS_IN_FP32 |= {"data_types": {"grad_accum_dtype": "fp32"}}
+OTHERS = [("zero1", json.dumps(ADDS_IN_FP32), "spike"), ("zero2_offload", "", "non_finite")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "config", "fault"), tiers(OTHERS, daily=OTHERS[:1]))
+def test_deepspeeds_other_optimizers_skip_exactly_one_step(
+    guarded: Train, strategy: str, config: str, fault: str, tmp_path: Path
+) -> None:
+    (tmp_path / "deepspeed.json").write_text(config)
+    flags = [BF16, SKIP, *SPIKES]
+    flags += [f"--trainer.strategy.init_args.config={tmp_path}/deepspeed.json"] if config else []
+    plant = SPIKE if fault == "spike" else partial(spoil_gradient, BAD_STEP, 0)
+    run = guarded(strategy, f"{fault}-bf16", plant, *flags)
+    incident = skipped(run, fault)
+    if fault == "spike":
+        assert incident["suspects"] == [1] and incident["loss"] > incident["limit"] > 0
+    for name, weight in guarded.by_hand("ddp", BAD_STEP).items():
+        difference = run.end[name].float() - weight
+        assert difference.norm() < 0.03 * weight.norm(), f"{name}: bf16 makes 0.01, that step 0.08"
+
+
+NORM = "model.layers.1.post_attention_layernorm.weight"  # every strategy but FSDP2 has replicas
+SHARDED = "model.layers.0.mlp.up_proj.weight"
+
+
+def flip_a_bit(step: int, name: str, rank: int = 1) -> None:
+    """In each worker: at the end of `step`, the lowest bit of a number differs on one rank."""
+    original = LanguageModule.optimizer_step
+
+    def optimizer_step(self: Any, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        if (self.global_step + 1, self.global_rank) == (step, rank):  # it is counted later
+            shard = local_shard(dict(self.model.named_parameters())[name].detach())
+            shard.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+
+    LanguageModule.optimizer_step = optimizer_step
+
+
+def step_with_own_gradients() -> None:
+    """In each worker: one parameter's gradient is not reduced, as by a plan with a gap."""
+
+    def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
+        gradient = local_shard(self.model.get_parameter(NORM).grad)
+        gradient.view(-1)[self.global_rank :: 2] *= -1
+
+    LanguageModule.on_before_optimizer_step = on_before_optimizer_step
+
+
+PLANTS = {"gradient": step_with_own_gradients, "later": partial(flip_a_bit, 4, NORM)}
+PLANTS["bit"] = partial(flip_a_bit, 2, NORM)  # ZeRO overwrites it in the next step
+PLANTS["shard"] = partial(flip_a_bit, 2, SHARDED, rank=3)
+# DeepSpeed reduces gradients after the hook, and a step overwrites what was changed before it.
+CASES = [("tp", "gradient"), ("hsdp", "shard"), ("ddp", "bit"), ("tp", "bit"), ("zero1", "bit")]
+
+
+def assert_refused(guarded: Train, strategy: str, plant: str, step: int) -> None:
+    # with "shard", rank 1 has the other shard: rank 3 holds the same as it
+    tensor, rank, first = (SHARDED, 3, 1) if plant == "shard" else (NORM, 1, 0)
+    run = guarded(strategy, plant, PLANTS[plant], "--last_checkpoint.every_n_steps=4")
+    assert len(run.answers) == run.size
+    for answer in run.answers.values():
+        assert answer.startswith(f"Ended: training stopped: replicas differ after step {step}: ")
+        assert "exit code 65" in answer and "replicas.ignore" in answer
+        assert f"model.{tensor} of rank {rank} differs from rank {first}" in answer
+    assert manifest.newest(guarded.run_folder(strategy, plant) / "checkpoints") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "plant"), tiers(CASES, daily=CASES[:2]))
+def test_a_difference_is_found_at_once(guarded: Train, strategy: str, plant: str) -> None:
+    assert_refused(guarded, strategy, plant, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", tiers(["ddp", "tp", "zero2"], daily=["zero2"]))
+def test_what_changes_later_is_found_before_it_is_saved(guarded: Train, strategy: str) -> None:
+    assert_refused(guarded, strategy, "later", 4)
+
+
+class WithOwnState(PlainClassifier):
+    """Ranks have their own statistics, counter, random state, temporary buffer and dropout."""
+
+    drawn: Tensor
+    random: Tensor
+    longest: Tensor
+    own_loss: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+        self.norm = nn.BatchNorm2d(3)
+        self.register_buffer("drawn", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("random", torch.get_rng_state())
+        self.register_buffer("longest", torch.ones(3), persistent=False)
+        self.register_buffer("own_loss", torch.zeros(()))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.drawn += 1 + self.global_rank
+        self.random.copy_(torch.get_rng_state())
+        self.longest *= 1.5 + self.global_rank
+        loss = super().training_step([self.norm(batch[0]), batch[1]], batch_idx)
+        self.own_loss.copy_(loss.detach() + self.global_rank)
+        return loss
+
+
+OWN_STATE = Project("tests.support", f"{__name__}:WithOwnState", ".classifier:Images")
+LISTED = [("ddp", "[]"), *((each, "[own_*]") for each in ("ddp", "zero2", "zero3", "fsdp2"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "ignore"), tiers(LISTED, daily=LISTED[:2]))
+def test_a_saved_buffer_that_differs_is_listed(tmp_path: Path, strategy: str, ignore: str) -> None:
+    argv = [
+        "fit", f"--run.root={tmp_path / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
+        "--trainer.devices=2", "--trainer.max_steps=6", "--trainer.log_every_n_steps=1",
+        "--data.batch_size=4", "--best_checkpoint.monitor=val_loss",
+        "--last_checkpoint.every_n_steps=3", *flags_of(strategy), f"--replicas.ignore={ignore}",
+    ]  # fmt: skip
+    run = Workers(2, OWN_STATE).run(argv, tmp_path / "record")
+    if ignore == "[]":
+        sentence = "own_loss of rank 1 differs from rank 0"
+        assert all(sentence in answer for answer in run.answers.values()), run.answers
+    else:
+        assert manifest.newest(run.check().run / "checkpoints") is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool])
+@pytest.mark.parametrize("size", [1, 63, 64, 4099])
+def test_the_checksum_depends_on_each_bit_and_each_place(dtype: torch.dtype, size: int) -> None:
+    tensor = torch.randint(0, 2, (size,)).to(dtype)
+    expected = checksum(tensor)
+    assert checksum(tensor.clone()) == expected
+    assert checksum(torch.cat([tensor[:1], tensor])[1:]) == expected, "at an odd address"
+    for place in {0, size // 2, size - 1}:
+        other = tensor.clone()
+        other.view(torch.uint8)[place] ^= 1
+        assert checksum(other) != expected

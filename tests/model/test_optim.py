@@ -1,19 +1,22 @@
-"""Parameter groups, schedules and clipping."""
+"""Parameter groups, schedules, clipping, Muon; values by consumed tokens."""
 
 import math
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from transformers import get_scheduler
 
 from dist_template import InputError, OptimConfig
+from dist_template.by_tokens import Phase, batch_at, check_phases, divisor_of, value_at
 from dist_template.layout import clip_by_norm
+from dist_template.model.any_module import value_now
 from tests.support.library import optim, total_norm
 
 
@@ -114,17 +117,10 @@ def test_muon_updates_matrices_and_adamw_the_rest() -> None:
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = [[names[p] for p in group["params"]] for group in by_muon(model).param_groups]
     assert groups[0] == ["router.weight", "experts.up", "head.weight"], "the output layer is tied"
-    assert groups[1] == [
-        "table.weight",
-        "position.weight",
-        "conv.weight",
-        "image.weight",
-        "gate.weight",
-    ]
+    assert groups[1] == [f"{name}.weight" for name in "table position conv image gate".split()]
     assert "experts.up_bias" in groups[2] and not any("frozen" in name for name in sum(groups, []))
-    alone = nn.Sequential(nn.Embedding(3, 3), nn.Linear(3, 3))
     with pytest.raises(InputError, match="no trained parameter is one: .* adamw"):
-        by_muon(alone)
+        by_muon(nn.Sequential(nn.Embedding(3, 3), nn.Linear(3, 3)))
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -161,9 +157,95 @@ def test_muon_changes_nothing_in_a_step_that_is_skipped() -> None:
         parameter.grad = torch.full_like(parameter, torch.nan)
     optimizer.found_inf = torch.ones(())
     optimizer.step()
-    for parameter, expected in zip(model.parameters(), before, strict=True):
-        assert parameter.equal(expected)
+    assert all(map(torch.equal, model.parameters(), before))
     assert optimizer.state[model.router.weight]["momentum_buffer"].equal(momentum)
     optimizer.found_inf.zero_()
     optimizer.step()
     assert not model.router.weight.isfinite().any()
+
+
+T = 10**12
+# arXiv:2412.19437, section 4.2, with a step of 256 sequences
+BATCH = [Phase(3072, 0), Phase(15360, 0.469 * T, "linear", 256), Phase(15360)]
+RATE = [Phase(2.2e-4, 10 * T), Phase(2.2e-5, 14.3 * T, "cosine"), Phase(2.2e-5, 14.633 * T)]
+RATE += [Phase(7.3e-6)]
+
+
+def test_the_schedules_of_deepseek_v3() -> None:
+    expected = {0: 2.2e-4, 9.99: 2.2e-4, 12.15: 1.21e-4, 14.3: 2.2e-5, 14.6: 2.2e-5, 14.7: 7.3e-6}
+    for tokens, rate in expected.items():
+        assert value_at(RATE, tokens * T) == pytest.approx(rate, rel=1e-9), tokens
+    sizes = [batch_at(BATCH, share * 0.469 * T) for share in (0, 0.021, 0.5, 0.999, 1, 9)]
+    assert sizes == [3072, 3328, 9216, 15104, 15360, 15360]
+    assert (divisor_of(BATCH), divisor_of(BATCH[::2]), divisor_of(48)) == (256, 3072, 48)
+
+
+WRONG = {
+    "the last, which must have none": [Phase(1, 5)],
+    "but the last": [Phase(1), Phase(2)],
+    "grow from phase to phase": [Phase(1, 5), Phase(2, 5), Phase(3)],
+    "0 or more": [Phase(1, -1), Phase(2)],
+    "must be constant": [Phase(1, 5, "linear"), Phase(2)],
+    "`value` must be 0 or more": [Phase(4, 5), Phase(-8)],
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_wrong_phases_are_refused(sentence: str) -> None:
+    with pytest.raises(InputError, match=rf"^a\.key has phases until .*{sentence}"):
+        check_phases("a.key", WRONG[sentence])
+
+
+class Data:
+    """Two samples of 10 tokens in each step."""
+
+    seq_len, step_samples, consumed_samples = 10, 0, 0
+    global_batch_size: Any = 2
+
+    def rates(self, config: OptimConfig, num_steps: int, state: Any = None) -> list[float]:
+        optimizer = optim.build_optimizer(nn.Linear(2, 2), config)
+        scheduler = optim.build_schedule(optimizer, config, num_steps, data=self)["scheduler"]
+        self.found, self.scheduler = [], scheduler
+        if state:
+            scheduler.load_state_dict(state)
+            optimizer.param_groups[0]["lr"] = state["_last_lr"][0]
+        for _ in range(num_steps):
+            self.found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            self.consumed_samples += 2
+            scheduler.step()
+        return self.found
+
+
+LR: Any = [Phase(0.4, 100), Phase(0.2, 120), Phase(0.1)]
+
+
+def test_phases_of_the_learning_rate_are_multiplied_by_the_warm_up_and_resume() -> None:
+    data, config = Data(), OptimConfig(learning_rate=LR, warmup=3)
+    assert data.rates(config, 8) == pytest.approx([0, 0.4 / 3, 0.8 / 3, 0.4, 0.4, 0.2, 0.1, 0.1])
+    data, other = Data(), OptimConfig(learning_rate=[Phase(0.4, 160), Phase(0.8)], warmup=3)
+    first = data.rates(config, 4)
+    state = data.scheduler.state_dict()
+    assert first + data.rates(config, 4, state) == pytest.approx(Data().rates(config, 8))
+    data.consumed_samples = 8
+    changed = data.rates(other, 6, state)
+    assert changed == pytest.approx([0.4, 0.4, 0.4, 0.4, 0.8, 0.8]), "the peak is the present one"
+
+
+def test_what_does_not_work_with_phases_is_refused() -> None:
+    config, data = OptimConfig(learning_rate=LR), Data()
+    optimizer = optim.build_optimizer(nn.Linear(2, 2), config)
+    with pytest.raises(InputError, match="BoringDataModule, which does not count tokens"):
+        optim.build_schedule(optimizer, config, 10, data=BoringDataModule())
+    module: Any = SimpleNamespace(trainer=SimpleNamespace(datamodule=BoringDataModule()))
+    with pytest.raises(InputError, match=r"^a\.key has phases, and BoringDataModule does not"):
+        value_now(module, "a.key", LR)
+    constant = "torch.optim.lr_scheduler.ConstantLR"
+    config.lr_scheduler_class = {"class_path": constant, "init_args": {}}
+    with pytest.raises(InputError, match="do not work with --lr_scheduler"):
+        optim.build_schedule(optimizer, config, 10, data=data)
+    data.global_batch_size, config = [Phase(2)], OptimConfig()
+    plateau = "lightning.pytorch.cli.ReduceLROnPlateau"
+    config.lr_scheduler_class = {"class_path": plateau, "init_args": {"monitor": "eval/loss"}}
+    with pytest.raises(InputError, match="ReduceLROnPlateau does not work with phases"):
+        optim.build_schedule(optimizer, config, 10, data=data)

@@ -1,10 +1,11 @@
-"""Any LightningModule of docs/extend.md: by the command line, and with its own Trainer."""
+"""Any LightningModule of docs/extend.md, and the model of docs/models.md, train."""
 
 import math
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from tests.support.library import manifest, read_full
 from tests.support.runs import OF_ANOTHER_RUN, logged, only_run
 from tests.support.tiers import tiers
 
-pytestmark = pytest.mark.slow
+from .conftest import ROOT, copied_project, fit
+
 PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
 
 
@@ -43,6 +45,7 @@ def python(folder: Path, *argv: str, code: int = 0, path: str = "") -> str:
     return found.stdout
 
 
+@pytest.mark.slow
 def test_the_page_trains_by_the_command_line(folder: Path) -> None:
     flags = f"""--run.root={folder / "runs"} --run.report=false --trainer.accelerator=cpu
         --trainer.devices=1 --trainer.max_steps=60 --trainer.log_every_n_steps=1
@@ -55,6 +58,7 @@ def test_the_page_trains_by_the_command_line(folder: Path) -> None:
     assert held_out[60] < 0.5 * math.log(4), "it learns what holds for other images"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(["fsdp2", "zero3"], daily=["fsdp2"]))
 def test_the_pages_own_trainer_resumes_exactly(folder: Path, strategy: str, tmp_path: Path) -> None:
     """Two processes by Lightning's own launcher; fsdp2 has the core's dependencies alone."""
@@ -108,6 +112,7 @@ except Ended as ended:
 """
 
 
+@pytest.mark.slow
 def test_a_signal_ends_ones_own_trainer_with_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     python(folder, "-c", SIGNALLED, str(tmp_path), code=75)
     newest = manifest.newest(tmp_path / "checkpoints")
@@ -117,3 +122,33 @@ def test_a_signal_ends_ones_own_trainer_with_a_checkpoint(folder: Path, tmp_path
 def losses(output: str) -> dict[int, str]:
     found = re.findall(r"step (\d+)/20  loss ([\d.]+)", output)
     return {int(step): loss for step, loss in found}
+
+
+MODELS_PAGE = ROOT / "docs" / "models.md"
+
+
+def pasted(module: str, page: str) -> str:
+    """`module` with the page's classes, and its methods in a subclass of the same name."""
+    classes, methods = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    changed = f"class LanguageModule(LanguageModule):\n{textwrap.indent(methods, '    ')}"
+    return f"{module}\n{classes}\n{changed}"
+
+
+def losses_of(project: Path, strategy: str) -> list[float]:
+    sizes = r"{width:\ 32,num_layers:\ 2,num_heads:\ 2}"
+    flags = f"--model.architecture {sizes} --trainer.max_steps 4 --run.name {strategy}"
+    fit(project, f"--config strategy/{strategy} {flags}")
+    (folder,) = (project / "runs" / strategy).iterdir()
+    return [*logged(folder, "train/loss").values()]
+
+
+# a minute; test_any_module.py trains models that are not of transformers in `make test`
+@pytest.mark.nightly
+def test_the_model_of_the_docs_trains_alike_under_ddp_fsdp2_and_zero(tmp_path: Path) -> None:
+    project = copied_project(tmp_path)
+    module = project / "trainer_dev" / "module.py"
+    module.write_text(pasted(module.read_text("utf-8"), MODELS_PAGE.read_text("utf-8")), "utf-8")
+    expected = losses_of(project, "ddp")
+    assert len(expected) == 4 and expected[-1] < expected[0]
+    for strategy in ("fsdp2", "zero2", "zero3"):
+        assert losses_of(project, strategy) == pytest.approx(expected, rel=1e-5), strategy

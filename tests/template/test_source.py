@@ -1,14 +1,22 @@
-"""The template's own files are valid before they are rendered, current, and keep the rules."""
+"""The template's own files are valid before they are rendered, name what is there, keep rules."""
 
+import json
+import os
 import re
+import runpy
+import sys
 import tomllib
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from .conftest import PACKAGE, ROOT, SOURCE, BakedProject
+from tests.support import house
+
+from .conftest import PACKAGE, ROOT, SOURCE, BakedProject, output
 
 SKIPPED = {".git", ".venv", ".tools", "build", "site", "dist_template.egg-info"}
 SKIPPED |= {"__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"}
@@ -108,3 +116,48 @@ def test_every_page_and_configuration_that_is_named_exists(default: BakedProject
     links = re.findall(r"\]\(([^)#\s]+)", default.read("README.md"))
     assert len(links) > 4 and all(link.startswith(f"{ROOT.as_uri()}/docs/") for link in links)
     assert not [link for link in links if not Path(link.removeprefix("file://")).exists()]
+
+
+OWNERS = ROOT / ".github" / "CODEOWNERS"
+
+
+def test_every_room_has_its_owners_and_every_pattern_a_file(repository: Path) -> None:
+    rules = [line.split() for line in OWNERS.read_text().splitlines() if line[:1] not in ("", "#")]
+
+    def fits(file: str, pattern: str) -> bool:
+        return fnmatch(f"/{file}", pattern + "*" * pattern.endswith("/"))
+
+    files = [str(path.relative_to(repository)) for path in repository.rglob("*") if path.is_file()]
+    assert not [pattern for pattern, _ in rules if not any(fits(file, pattern) for file in files)]
+    for name, path in house.modules(ROOT / "src" / "dist_template").items():
+        room = house.room_of(name, path) if name else "ground"
+        owned = [path.relative_to(ROOT).as_posix()]
+        owned += [f"tests/{room}/test_one.py"] * (owned[0].count("/") > 2)
+        for file in owned:
+            teams = [team for pattern, team in rules if fits(file, pattern)]
+            assert teams[-1] == f"@org/{room}", file  # the last rule decides
+
+
+def test_the_drawn_house_is_the_codes() -> None:
+    drawing = runpy.run_path(str(ROOT / "docs" / "architecture.py"))
+    is_current = drawing["FIGURE"].read_text() == drawing["figure"]()
+    assert is_current, "run .venv/bin/python docs/architecture.py"
+
+
+@pytest.mark.nightly
+def test_the_notebooks_commands_run(tmp_path: Path) -> None:
+    """From this template, in this environment."""
+    cells = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text(encoding="utf-8"))["cells"]
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+    lines = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    here = f"{ROOT} --default-config --overwrite-if-exists"
+    folder = tmp_path / "my-trainer"
+    folder.mkdir()
+    (folder / ".venv").symlink_to(sys.prefix)
+    settings = {"PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+    settings["MAKEFLAGS"] = "--old-file=.venv/.ready"
+    for line in lines.replace("gh:org/dist-template", here).splitlines():
+        if line.startswith("!") and "virtualenv" not in line and "make setup" not in line:
+            where = tmp_path if "cookiecutter" in line else folder
+            output("bash", "-c", line[1:], cwd=where, **settings)
+    assert "loss" in (folder / "report.html").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Multi-token prediction: the modules' losses by hand, and the exported layers."""
+"""Multi-token prediction by hand and exported; DeepSeek-V3.2, V4 and GLM-5: indexers, routers."""
 
 import re
 from collections.abc import Iterator
@@ -15,14 +15,16 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainer_dev.module import LanguageModule
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import MtpModel
 
 from dist_template import InputError
 from dist_template.parallel.place import in_full
+from dist_template.wings.rehearse.shrink_model import shrink_architecture
 from tests.support.library import NOT_COUNTED, ChunkedLoss, mtp, safetensors_files
 from tests.support.parity import MODELS
+from tests.support.runs import refused, small
 
 DATA: Any = SimpleNamespace(vocab_size=211, eos_token_id=1, seq_len=24)
 LENGTHS = [[24], [10, 14], [3, 1, 20]]  # of the documents in each row
@@ -33,6 +35,7 @@ def build(kind: str, **more: Any) -> Any:
     architecture = yaml.safe_load(MODELS[kind]) | more
     found: Any = LanguageModule(architecture, mtp=mtp.MtpConfig(weight=0.5))
     found.model = mtp.add_modules(found.build_model(DATA))
+    found.chunked_loss = ChunkedLoss(found.model, found.sums, None)
     return found
 
 
@@ -145,13 +148,50 @@ def test_architectures_without_modules_are_refused(batch: dict[str, Tensor]) -> 
     with pytest.raises(InputError, match="builds no modules for GPT2LMHeadModel"):
         build("gpt2", num_mtp_layers=1)
     module = build("deepseek_v4", num_mtp_layers=1)
-    module.chunked_loss = ChunkedLoss(module.model, module.sums, None)
     with pytest.raises(InputError, match="states of shape .*3, 32.* set model.mtp null"):
         mtp.sums_with_predictions(module, mtp.look_ahead(batch, 1))
 
 
 def test_a_block_may_return_more_than_hidden_states(batch: dict[str, Tensor]) -> None:
     module = build("glm_moe_dsa")
-    module.chunked_loss = ChunkedLoss(module.model, module.sums, None)
     mtp.sums_with_predictions(module, mtp.look_ahead(batch, 1))["objective"].backward()
     assert all(p.grad is not None for p in module.model.mtp.layers[0].eh_proj.parameters())
+
+
+def built(kind: str) -> Any:
+    return LanguageModule(yaml.safe_load(MODELS[kind])).build_network(DATA)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "deepseek_v4", "glm_moe_dsa", "llama"])
+def test_only_what_no_gradient_reaches_is_frozen(kind: str) -> None:
+    model = built(kind)
+    tokens = torch.randint(2, 211, (2, 24))
+    model(input_ids=tokens, use_cache=False).logits.square().sum().backward()
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {name for name, p in model.named_parameters() if p.grad is None}
+    assert frozen == {name for name, _ in model.named_parameters() if ".indexer." in name}
+
+
+def test_hash_routers_spread_tokens_over_all_experts() -> None:
+    table = built("deepseek_v4").model.layers[0].mlp.gate.tid2eid
+    assert len(table) == 211
+    assert (table[:, 0] != table[:, 1]).all(), "a token's experts differ"
+    assert table.flatten().bincount(minlength=4).min() > 60, "of 105 on average"
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "deepseek_v4", "glm_moe_dsa"])
+def test_reduced_models_leave_tokens_out_as_the_full_ones_do(kind: str) -> None:
+    small = shrink_architecture(CONFIG_MAPPING[kind](), seq_len=32)
+    assert small["index_topk"] == 8
+    assert all(rate <= 8 for rate in small.get("compress_rates", {}).values())
+
+
+@pytest.mark.slow
+def test_ddp_names_what_gets_no_gradient(
+    corpus: Path, cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*small(corpus, cache, tmp_path), "--trainer.strategy=ddp", "--trainer.logger=false"]
+    flags += ["--model.architecture={model_type: bart, is_decoder: true, d_model: 32}"]
+    sentence = refused("fit", [*flags, "--trainer.num_sanity_val_steps=0"], capfd)
+    assert "DDP needs a gradient of each parameter, and model." in sentence
+    assert "ddp_find_unused_parameters_true" in sentence

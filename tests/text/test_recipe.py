@@ -67,10 +67,8 @@ def test_the_page_has_every_key_with_its_value_and_section() -> None:
         for path, section in sections("deepseek_v3").items()
     }
     assert len(listed) > 35
-    for name, tokens, batch in (
-        ("deepseek_v3_32k", 32_768, 1920),
-        ("deepseek_v3_128k", 131_072, 480),
-    ):
+    for size, tokens, batch in (("32k", 32_768, 1920), ("128k", 131_072, 480)):
+        name = f"deepseek_v3_{size}"
         assert value_of(name, "data.seq_len") == tokens
         assert value_of(name, "data.global_batch_size") == batch
         assert re.search(rf"{tokens:,} .* {batch:,} ", page)
@@ -78,13 +76,12 @@ def test_the_page_has_every_key_with_its_value_and_section() -> None:
 
 def test_the_small_form_has_the_recipes_mechanisms() -> None:
     """Sizes differ; tokens are divided by SCALE; batches and learning rates keep their ratios."""
-    full, small = (
-        value_of(name, "model.architecture") for name in ("deepseek_v3", "deepseek_v3_small")
-    )
+    both = ("deepseek_v3", "deepseek_v3_small")
+    full, small = (value_of(name, "model.architecture") for name in both)
     assert list(full) == list(small)
     assert {key for key in full if full[key] != small[key]} <= {*SIZES}
     for path in (*PHASES, RATE):
-        of_full, of_small = value_of("deepseek_v3", path), value_of("deepseek_v3_small", path)
+        of_full, of_small = (value_of(name, path) for name in both)
         assert len(of_full) == len(of_small)
         ratio = of_small[0]["value"] / of_full[0]["value"]
         for one, other in zip(of_full, of_small, strict=True):
@@ -92,8 +89,7 @@ def test_the_small_form_has_the_recipes_mechanisms() -> None:
             assert other.get("shape") == one.get("shape")
             if "until" in one:
                 assert other["until"] == pytest.approx(one["until"] / SCALE)
-    steps = value_of("deepseek_v3_small", "trainer.max_steps")
-    assert steps < 150
+    assert value_of("deepseek_v3_small", "trainer.max_steps") < 150
 
 
 def flags_of(corpus: Path, cache: Path, folder: Path, *names: str) -> list[str]:
@@ -140,9 +136,8 @@ def test_every_mechanism_acts_in_the_small_forms_run(trained: Path) -> None:
     last = {tokens: round(rate, 7) for tokens, rate in rates.items() if tokens >= 143_000}
     assert {*constant} == {2.2e-3} and rates[256] == pytest.approx(2.2e-3 / 5)
     assert falling == sorted(falling, reverse=True) and len({*falling}) > 20
-    assert {*last.values()} == {2.2e-4, 7.3e-5} and all(
-        (rate == 2.2e-4) == (tokens < 146_330) for tokens, rate in last.items()
-    )
+    assert {*last.values()} == {2.2e-4, 7.3e-5}
+    assert all((rate == 2.2e-4) == (tokens < 146_330) for tokens, rate in last.items())
     for metric in ("train/loss", "train/mtp_loss", "eval/loss", "eval/mtp_loss"):
         series = [*logged(found, metric).values()]
         assert series[-1] < 0.6 * series[0], metric
@@ -201,9 +196,7 @@ def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     torch.manual_seed(0)
     fields = yaml.safe_load(MODELS.get(request.param, MODELS["llama"])) | {"vocab_size": 64}
     fields |= {"model_type": request.param, "max_position_embeddings": 64, "pad_token_id": None}
-    config = AutoConfig.for_model(
-        **fields, rope_parameters={"rope_theta": 5e3, "rope_type": "default"}
-    )
+    config = AutoConfig.for_model(**fields, **{ROPE: {"rope_theta": 5e3, "rope_type": "default"}})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     return tmp_path
 

@@ -1,6 +1,6 @@
 """The figures of a run on which its memory depends, with its keys or with changed ones; no torch.
 
-`parallel/estimates/` has the formulas; tests/wings/diagnose/test_diagnosis_memory.py compares them with tensors."""
+`parallel/estimates/` has the formulas; tests/wings/diagnose/test_diagnosis_faults.py compares them with tensors."""
 
 from typing import Any
 

@@ -11,7 +11,7 @@ from .finding import Cause, Change
 from .memory import figures_of, parts_of
 
 SPARE = 0.05  # of the device: left free for the allocator and collectives
-UNDERCOUNTED = 1.6  # real activations over the estimate, at most (test_diagnosis_memory.py)
+UNDERCOUNTED = 1.6  # real activations over the estimate, at most (test_diagnosis_faults.py)
 WORTH = 0.01  # of the memory in use: what frees less is not proposed
 LOSS_CHUNK = 4096  # default of the LanguageModule
 MEASURED = ("used", "total", "asked", "outside", "pieces")  # by callbacks/crash.py
