@@ -14,6 +14,7 @@ from trainer_dev.data import DataModule
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dist_template import InputError
+from dist_template.records import flatten
 from dist_template.text import Pretrained, TextFiles, causal_lm, causal_lm_config
 from tests import ROOT
 from tests.support.library import NOT_COUNTED
@@ -59,9 +60,8 @@ def test_the_page_has_every_key_with_its_value_and_section() -> None:
     page = (ROOT / "docs" / "plan.md").read_text("utf-8")
     listed = dict[str, tuple[Any, str]]()
     for path, value, section in ROW.findall(page):
-        read = yaml.safe_load(value)
-        for key, each in read.items() if isinstance(read, dict) else [("", read)]:
-            listed[f"{path}.{key}".strip(".")] = (each, section)
+        for key, each in flatten({path: yaml.safe_load(value)}).items():
+            listed[key] = (each, section)
     assert listed == {
         path: (value_of("deepseek_v3", path), section)
         for path, section in sections("deepseek_v3").items()
