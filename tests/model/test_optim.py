@@ -235,6 +235,8 @@ def test_phases_of_the_learning_rate_are_multiplied_by_the_warm_up_and_resume() 
 def test_what_does_not_work_with_phases_is_refused() -> None:
     config, data = OptimConfig(learning_rate=LR), Data()
     optimizer = optim.build_optimizer(nn.Linear(2, 2), config)
+    with pytest.raises(InputError, match="is 0 in each phase"):
+        OptimConfig(learning_rate=[Phase(0)])
     with pytest.raises(InputError, match="BoringDataModule, which does not count tokens"):
         optim.build_schedule(optimizer, config, 10, data=BoringDataModule())
     module: Any = SimpleNamespace(trainer=SimpleNamespace(datamodule=BoringDataModule()))

@@ -71,6 +71,8 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         check_phases("model.optim.learning_rate", self.learning_rate)
+        if isinstance(self.learning_rate, list) and not self.peak:  # the schedule is a share of it
+            raise InputError("model.optim.learning_rate is 0 in each phase: give one of them more than 0")
 
     @property
     def peak(self) -> float:
