@@ -10,6 +10,7 @@ from torch import nn
 from dist_template import InputError, OptimConfig
 from dist_template.by_tokens import Phase, batch_at, check_phases, divisor_of, value_at
 from dist_template.model.any_module import value_now
+from dist_template.text import PackedText
 from tests.support.library import optim
 
 T = 10**12
@@ -105,3 +106,12 @@ def test_what_does_not_work_with_phases_is_refused() -> None:
     config.lr_scheduler_class = {"class_path": plateau, "init_args": {"monitor": "eval/loss"}}
     with pytest.raises(InputError, match="ReduceLROnPlateau does not work with phases"):
         optim.build_schedule(optimizer, config, 10, data=data)
+
+
+@pytest.mark.parametrize(("batch", "sentence"), [([Phase(8)], "no epochs"), (8, "multiple of 4")])
+def test_an_epoch_ends_with_a_step(batch: Any, sentence: str) -> None:
+    data = PackedText(global_batch_size=batch, micro_batch_size=2)
+    options: Any = {"max_steps": 3, "limit_train_batches": 3, "fast_dev_run": False}
+    data.trainer: Any = SimpleNamespace(**options)
+    with pytest.raises(InputError, match=sentence):
+        data.check(1)
