@@ -71,6 +71,7 @@ FLAGS = {
     "--trainer.callbacks={class_path: EarlyStopping, init_args: {monitor: x, min_delta: .nan}}":
         "trainer.callbacks.min_delta is nan; give a number",
     "--optimizer={class_path: torch.optim.SGD, init_args: {lr: .inf}}": "lr is inf; give 0",
+    "--optimizer=Muon --optimizer.ns_steps=200": "ns_steps is 200; give 1 to 99",
     "--lr_scheduler={class_path: StepLR, init_args: {step_size: 0}}": "size is 0; give 1 or more",
     "--data.tokenizer={class_path: ByteBPE, init_args: {train_mib: 0}}": "train_mib is 0; give 1",
     "--trainer.devices=0": "trainer.devices is 0; give 1 or more, or auto",
@@ -90,6 +91,7 @@ FLAGS = {
     "--model.pretrained=./nowhere": "nowhere",
     # what cannot work together: test_limits.py has the rest
     "--data.validation_share=0.5 --data.test_share=0.5": "nothing to train on",
+    "--model.optim.learning_rate=[{value: 1}] --optimizer=SGD --optimizer.lr=1": "remove one",
     "--data.global_batch_size=9": "global_batch_size 9 .* micro_batch_size 2",
     "--trainer.accelerator=tpu": "trainer.accelerator 'tpu'.* this machine has no GPU",
     "--trainer.precision=transformer-engine": "trainer: .*transformer_engine",

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from trainer_dev.data import DataModule
 
+from dist_template import InputError
 from dist_template.by_tokens import Phase
+from dist_template.text import PackedText
 from dist_template.text.batches import loader
 from dist_template.text.batches.rows import best_fit
 from tests.support.library import global_order
@@ -220,3 +222,12 @@ def test_rows_are_98_percent_full_and_complete(median: int, sigma: float, seq_le
     assert sorted(item for row in rows for item in row) == [*range(len(sizes))]
     assert max(int(sizes[row].sum()) for row in rows) <= seq_len
     assert sizes.sum() / (len(rows) * seq_len) >= 0.98
+
+
+@pytest.mark.parametrize(("batch", "sentence"), [([Phase(8)], "no epochs"), (8, "multiple of 4")])
+def test_an_epoch_ends_with_a_step(batch: Any, sentence: str) -> None:
+    data = PackedText(global_batch_size=batch, micro_batch_size=2)
+    options: Any = {"max_steps": 3, "limit_train_batches": 3, "fast_dev_run": False}
+    data.trainer: Any = SimpleNamespace(**options)
+    with pytest.raises(InputError, match=sentence):
+        data.check(1)

@@ -218,6 +218,8 @@ def inherit_rates(settings: Namespace, given: Namespace) -> None:
     if not settings.get("optimizer") or not optim:
         return
     arguments, explicit = settings.optimizer.init_args, given.optimizer.get("init_args") or {}
+    if "lr" in explicit and isinstance(optim.learning_rate, list):
+        raise InputError("model.optim.learning_rate has phases, and --optimizer.lr is given: remove one of them")
     if "lr" in arguments and "lr" not in explicit:
         arguments["lr"] = max(values_of(optim.learning_rate))
     if "weight_decay" in arguments and "weight_decay" not in explicit:

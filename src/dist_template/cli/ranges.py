@@ -42,6 +42,7 @@ RULES = (  # what is allowed, least, most, keys
         model.distillation.weight preflight.least_share"""),
     # More than these would exhaust memory, processes or a timer, or is not a port.
     ("0 to 100", 0, 100, "model.sample_temperature"),
+    ("1 to 99", 1, 99, "optimizer.ns_steps"),  # Muon's, which torch checks in the first step
     ("1 to 65,536", 1, 65_536, "model.sample_tokens model.adapter.rank"),
     ("0 to 1,024", 0, 1024, "data.num_workers"),
     ("4 to 1,000,000", 4, 1_000_000, "numerics.spike_window"),

@@ -24,13 +24,23 @@ def check_numbers(data: Any, world_size: int) -> None:
     check_phases(key, given)
     if any(value < 1 or value % 1 for value in values_of(given)):
         raise InputError(f"{key} has sizes {values_of(given)}: give 1 or more, without a fraction")
-    if isinstance(given, list) and data.trainer is not None and data.trainer.max_steps < 0:
-        raise InputError(f"{key} has phases, so the stream of samples has no epochs: set trainer.max_steps")
+    limit = getattr(data.trainer, "limit_train_batches", 1.0)
+    if isinstance(given, list) and data.trainer is not None:
+        endless = f"{key} has phases, so the stream of samples has no epochs"
+        if data.trainer.max_steps < 0:
+            raise InputError(f"{endless}: set trainer.max_steps")
+        if (limit != 1.0 or isinstance(limit, int)) and not data.trainer.fast_dev_run:
+            raise InputError(f"{endless}: remove trainer.limit_train_batches {limit}, and set trainer.max_steps")
     if (divisor := data.batch_sizes[0]) % together:
         raise InputError(
             f"global_batch_size {divisor}{' (which divides its phases)' * isinstance(given, list)} is not a multiple of"
             f" micro_batch_size {data.micro_batch_size} x data_parallel {world_size} = {together}; edit"
             " data.global_batch_size or data.micro_batch_size"
+        )
+    if isinstance(limit, int) and limit % (divisor // together) and not data.trainer.fast_dev_run:
+        raise InputError(
+            f"trainer.limit_train_batches {limit} ends an epoch within an optimizer step: give a multiple of"
+            f" {divisor // together}, the micro-batches of a step"
         )
 
 
