@@ -81,6 +81,8 @@ def test_phases_of_the_learning_rate_are_multiplied_by_the_warm_up_and_resume() 
     data.consumed_samples = 8
     changed = data.rates(other, 6, state)
     assert changed == pytest.approx([0.4, 0.4, 0.4, 0.4, 0.8, 0.8]), "the peak is the present one"
+    number = OptimConfig(learning_rate=0.3, schedule="constant", warmup=0)
+    assert data.rates(number, 3, state) == pytest.approx([0.4, 0.3, 0.3]), "and so is a number"
 
 
 def test_what_does_not_work_with_phases_is_refused() -> None:
