@@ -30,6 +30,10 @@ class Phase:
     shape: Literal["constant", "linear", "cosine"] = "constant"
     multiple: int | None = None
 
+    def __str__(self) -> str:
+        """Returns what is not the default, as a resume prints it that has other phases."""
+        return " ".join(f"{key} {value}" for key, value in vars(self).items() if value not in (None, "constant"))
+
 
 ByTokens = float | list[Phase]
 

@@ -28,6 +28,7 @@ def test_the_schedules_of_deepseek_v3() -> None:
         assert value_at(RATE, tokens * T) == pytest.approx(rate, rel=1e-9), tokens
     sizes = [batch_at(BATCH, share * 0.469 * T) for share in (0, 0.021, 0.5, 0.999, 1, 9)]
     assert sizes == [3072, 3328, 9216, 15104, 15360, 15360]
+    assert str(Phase(4, 8, "linear")) == "value 4 until 8 shape linear"
     assert (divisor_of(BATCH), divisor_of(BATCH[::2]), divisor_of(48)) == (256, 3072, 48)
 
 
