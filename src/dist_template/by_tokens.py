@@ -4,7 +4,7 @@
     weight: [{value: 0.3, until: 10.0e+12}, {value: 0.1}]    0.3 for 10 T tokens, then 0.1
 
 An optimizer step has the value at the tokens consumed before it: rows x `data.seq_len`, over all ranks and restarts,
-also of rows that are padded or have masked labels."""
+also of rows that are padded or have masked labels. A resume with another `data.seq_len` counts all rows with it."""
 
 import math
 from dataclasses import dataclass
