@@ -4,7 +4,7 @@
     weight: [{value: 0.3, until: 10.0e+12}, {value: 0.1}]    0.3 for 10 T tokens, then 0.1
 
 An optimizer step has the value at the tokens consumed before it: rows x `data.seq_len`, over all ranks and restarts,
-also of rows that are padded or have masked labels."""
+also of rows that are padded or have masked labels. A resume with another `data.seq_len` counts all rows with it."""
 
 import math
 from dataclasses import dataclass
@@ -29,6 +29,10 @@ class Phase:
     until: float | None = None
     shape: Literal["constant", "linear", "cosine"] = "constant"
     multiple: int | None = None
+
+    def __str__(self) -> str:
+        """Returns what is not the default, as a resume prints it that has other phases."""
+        return " ".join(f"{key} {value}" for key, value in vars(self).items() if value not in (None, "constant"))
 
 
 ByTokens = float | list[Phase]

@@ -177,6 +177,7 @@ def test_the_schedules_of_deepseek_v3() -> None:
         assert value_at(RATE, tokens * T) == pytest.approx(rate, rel=1e-9), tokens
     sizes = [batch_at(BATCH, share * 0.469 * T) for share in (0, 0.021, 0.5, 0.999, 1, 9)]
     assert sizes == [3072, 3328, 9216, 15104, 15360, 15360]
+    assert str(Phase(4, 8, "linear")) == "value 4 until 8 shape linear"
     assert (divisor_of(BATCH), divisor_of(BATCH[::2]), divisor_of(48)) == (256, 3072, 48)
 
 
@@ -230,6 +231,8 @@ def test_phases_of_the_learning_rate_are_multiplied_by_the_warm_up_and_resume() 
     data.consumed_samples = 8
     changed = data.rates(other, 6, state)
     assert changed == pytest.approx([0.4, 0.4, 0.4, 0.4, 0.8, 0.8]), "the peak is the present one"
+    number = OptimConfig(learning_rate=0.3, schedule="constant", warmup=0)
+    assert data.rates(number, 3, state) == pytest.approx([0.4, 0.3, 0.3]), "and so is a number"
 
 
 def test_what_does_not_work_with_phases_is_refused() -> None:

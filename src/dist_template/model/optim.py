@@ -197,7 +197,13 @@ def build_schedule(
 
 
 class PhasesLR(LambdaLR):
-    """Resumes with the phases of the present configuration, of which base_lrs is the peak."""
+    """Resumes with the phases of the present configuration, of which base_lrs is the peak; so does a schedule of a
+    number that resumes from it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        del state["base_lrs"]
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict | {"base_lrs": self.base_lrs})

@@ -236,6 +236,9 @@ class PackedText(L.LightningDataModule):
         self.trainer.accumulate_grad_batches = self.accumulation
         per_batch = self.micro_batch_size * self.world_size
         grows = isinstance(self.global_batch_size, list)
+        if isinstance(share := self.trainer.limit_train_batches, float) and share < 1:  # of the steps of an epoch
+            steps = len(self.rows_of("train")) // self.global_batch_size
+            self.trainer.limit_train_batches = max(1, int(share * steps)) * self.accumulation
         if grows:
             make_resumable(self.trainer)
         elif isinstance(self.trainer.val_check_interval, int):  # YAML counts optimizer steps
