@@ -226,8 +226,8 @@ def test_rows_are_98_percent_full_and_complete(median: int, sigma: float, seq_le
 
 @pytest.mark.parametrize(("batch", "sentence"), [([Phase(8)], "no epochs"), (8, "multiple of 4")])
 def test_an_epoch_ends_with_a_step(batch: Any, sentence: str) -> None:
-    data = PackedText(global_batch_size=batch, micro_batch_size=2)
+    data: Any = PackedText(global_batch_size=batch, micro_batch_size=2)
     options: Any = {"max_steps": 3, "limit_train_batches": 3, "fast_dev_run": False}
-    data.trainer: Any = SimpleNamespace(**options)
+    data.trainer = SimpleNamespace(**options)
     with pytest.raises(InputError, match=sentence):
         data.check(1)

@@ -237,7 +237,7 @@ class PackedText(L.LightningDataModule):
         per_batch = self.micro_batch_size * self.world_size
         grows = isinstance(self.global_batch_size, list)
         if isinstance(share := self.trainer.limit_train_batches, float) and share < 1:  # of the steps of an epoch
-            steps = len(self.rows_of("train")) // self.global_batch_size
+            steps = len(self.rows_of("train")) // self.batch_sizes[0]
             self.trainer.limit_train_batches = max(1, int(share * steps)) * self.accumulation
         if grows:
             make_resumable(self.trainer)
