@@ -91,7 +91,8 @@ FLAGS = {
     "--model.pretrained=./nowhere": "nowhere",
     # what cannot work together: test_limits.py has the rest
     "--data.validation_share=0.5 --data.test_share=0.5": "nothing to train on",
-    "--model.optim.learning_rate=[{value: 1}] --optimizer=SGD --optimizer.lr=1": "remove one",
+    "--model.optim.learning_rate=[{value: 1}] --optimizer=torch.optim.SGD --optimizer.lr=1":
+        "remove one",
     "--data.global_batch_size=9": "global_batch_size 9 .* micro_batch_size 2",
     "--trainer.accelerator=tpu": "trainer.accelerator 'tpu'.* this machine has no GPU",
     "--trainer.precision=transformer-engine": "trainer: .*transformer_engine",
