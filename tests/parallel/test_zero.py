@@ -185,7 +185,7 @@ def values(folder: Path, strategy: str, *more: str) -> dict[str, dict[int, float
         "--trainer.accumulate_grad_batches=4", "--data.batch_size=2", "--data.num_train=40",
         f"--run.name={strategy}", "--best_checkpoint.monitor=val_loss", *flags_of(strategy), *more,
     ]  # fmt: skip
-    here = ".test_optimizer_step"
+    here = ".test_zero"
     project = Project("tests.parallel", f"{here}:Student", f"{here}:OwnOrderImages")
     record = Workers(2, project).run(given, folder / strategy).check()
     names = (*HOOKS, "teacher", "train/loss", "val_loss")
