@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..compat.torch import orthogonalized, update_scale
-from ..layout import by_layout, local_shard
+from ..layout import local_shard
 from ..parallel.owners import Owners
+from .optim import mixed
 
 SCALE = "match_rms_adamw"  # torch's name of Moonlight's; `original` is Keller Jordan's
 
@@ -51,11 +52,9 @@ class MuonWithAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         groups = self.param_groups
-        self.param_groups = []
-        for group in groups[1:]:
-            self.param_groups += [group | {"params": part} for part in by_layout(group["params"])]
+        self.param_groups = groups[1:]
         try:
-            super().step()
+            mixed(torch.optim.AdamW).step(self)
         finally:
             self.param_groups = groups
         self._step_matrices(groups[0])
