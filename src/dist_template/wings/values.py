@@ -1,9 +1,11 @@
-"""Values as text: of a configuration's keys, and of the port of a training on this machine."""
+"""Values as text: of a configuration's keys, of paths; and the port of a training on this machine."""
 
 import json
+import os
 import random
 import socket
 from contextlib import suppress
+from pathlib import Path
 
 GIB = 2**30  # bytes
 PORTS = range(20_000, 32_768)  # below those that kernels give to connections
@@ -25,3 +27,9 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise OSError(f"all ports from {min(ports)} to {max(ports)} are taken")
+
+
+def short(file: str) -> str:
+    """Returns the path below the working directory, or its last three parts if it is outside."""
+    relative = os.path.relpath(file)
+    return relative if not relative.startswith("..") else "/".join(Path(file).parts[-3:])

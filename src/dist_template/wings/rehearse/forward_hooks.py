@@ -1,14 +1,14 @@
 """Records inputs and outputs of every module in a forward pass, and finds the code of modules."""
 
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
+
+from ..values import short
 
 INPUT = "the input of "
 EXPERTS = ".experts."  # inside, the order and number of tokens differ between strategies
@@ -67,12 +67,6 @@ def location(code: object) -> str:
         return f"{short(inspect.getsourcefile(code) or '')}:{inspect.getsourcelines(code)[1]}"
     except (OSError, TypeError):
         return ""
-
-
-def short(file: str) -> str:
-    """Returns the path below the working directory, or its last three parts if it is outside."""
-    relative = os.path.relpath(file)
-    return relative if not relative.startswith("..") else "/".join(Path(file).parts[-3:])
 
 
 def with_location(key: str, places: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Runs one command as one rank. Importing this module hides GPUs from the process."""
+"""Runs one command as one rank. Importing this module hides GPUs from the process, or gives it fake ones."""
 
 import contextlib
 import faulthandler
@@ -16,7 +16,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 # Before torch and DeepSpeed are imported: no GPU, one thread per rank, no compiled kernels.
-os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+if ON_DEVICES := os.environ.get("LD_PRELOAD", "").endswith("fake_hooks.so"):
+    os.environ.pop("DS_ACCELERATOR", None)
+    from .gpu import cuda, nccl  # noqa: F401
+else:
+    os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as cli/main.py does
 os.environ["TORCH_WARM_POOL"] = "0"  # no compiler processes: this process is forked
@@ -32,9 +36,12 @@ from ...cluster.watchdog import WATCHDOG  # noqa: E402
 from ...errors import InputError, first_line  # noqa: E402
 from ...plugins import registered  # noqa: E402
 from ...project import Project, is_users  # noqa: E402
-from .forward_hooks import short  # noqa: E402
+from ..values import short  # noqa: E402
 from .record import TRAINING_VERBS, RunRecord  # noqa: E402
 from .recorder import Recorder  # noqa: E402
+
+if ON_DEVICES:
+    from .gpu.observer import Observer
 
 # Modules that most trainings import lazily. Muon imports torch's compiler: two seconds.
 SLOW = """deepspeed deepspeed.runtime.zero.muon.muon_optimizer torch.distributed.fsdp torch.profiler
@@ -115,6 +122,6 @@ class _RecordedCLI(CLI):
 
     def instantiate_trainer(self, **kwargs: object) -> L.Trainer:
         trainer = super().instantiate_trainer(**kwargs)
-        recorder = Recorder(self.record, self.rank, self.run)
+        recorder = (Observer if ON_DEVICES else Recorder)(self.record, self.rank, self.run)
         trainer.callbacks += [recorder, *self.callbacks]  # ty: ignore[missing-attribute]
         return trainer

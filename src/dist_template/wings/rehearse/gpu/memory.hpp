@@ -23,7 +23,7 @@
 using namespace at;
 static py::object* on_event = nullptr;  // called with (kind, op, detail)
 static int num_gpus() {
-    const char* n = getenv("FAKE_GPUS");
+    const char* n = getenv("LOCAL_WORLD_SIZE");
     return n ? atoi(n) : 1;
 }
 static void report(const char* kind, const std::string& op, const std::string& detail) {
@@ -71,7 +71,7 @@ struct FakeAlloc final : c10::Allocator {
         void* p = nullptr;
         if (n) {
             if (posix_memalign(&p, 512, n)) throw std::bad_alloc();
-            if (getenv("FAKE_POISON")) memset(p, 0xff, n);
+            memset(p, 0xff, n);
         }
         allocated += n;
         int64_t now = allocated;

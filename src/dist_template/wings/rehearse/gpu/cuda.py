@@ -1,12 +1,15 @@
 """Gives torch's CPU build a `torch.cuda` over the fake device; to be imported first.
 
-The process needs LD_PRELOAD=fake_hooks.so, and the folder of fake_device.so in its path."""
+The process needs LD_PRELOAD=fake_hooks.so; the other libraries are beside it."""
 
 import collections
 import os
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+
+sys.path.append(os.path.dirname(os.environ["LD_PRELOAD"]))
 
 import fake_device  # ty: ignore[import-not-found]
 import torch
@@ -14,10 +17,9 @@ import torch.cuda.memory
 import torch.cuda.random
 import torch.cuda.streams
 
-from .counts import COUNTS
+from .events import EVENTS
 from .streams import Event, Stream, device, index_of, wait
 
-NUM = int(os.environ.get("FAKE_GPUS", "1"))
 GB = 2**30
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", total_memory=80 * GB, major=9, minor=0, multi_processor_count=132,
@@ -26,6 +28,10 @@ PROPERTIES = SimpleNamespace(
     shared_memory_per_block=49152, shared_memory_per_block_optin=232448,
     shared_memory_per_multiprocessor=233472, regs_per_multiprocessor=65536,
 )  # fmt: skip
+
+
+def _num() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _exchange(index: int) -> int:
@@ -52,7 +58,7 @@ class _Runtime:
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
         if size <= 0:
-            COUNTS.record("HOST_REGISTER_EMPTY", "cudaHostRegister", f"{size} bytes")
+            EVENTS.record("HOST_REGISTER_EMPTY", "cudaHostRegister", f"{size} bytes")
             return 1
         fake_device.pin(pointer, size)
         return 0
@@ -92,7 +98,7 @@ _RUNTIME = _Runtime()
 _peak = lambda _=None: fake_device.peak()  # noqa: E731
 CUDA: dict[str, Any] = {
     "_lazy_init": _nothing, "init": _nothing, "is_initialized": _yes, "is_available": _yes,
-    "_is_in_bad_fork": lambda: False, "_is_compiled": _yes, "device_count": lambda: NUM,
+    "_is_in_bad_fork": lambda: False, "_is_compiled": _yes, "device_count": _num,
     "current_device": fake_device.get_device, "set_device": _set_device, "device": device,
     "device_of": lambda tensor: device(tensor.device),
     "get_device_properties": lambda _=None: PROPERTIES,
@@ -110,22 +116,22 @@ CUDA: dict[str, Any] = {
     "Event": Event, "Stream": Stream, "ExternalStream": Stream, "current_stream": Stream,
     "default_stream": Stream, "set_stream": _nothing, "stream": nullcontext,
     "StreamContext": nullcontext,
-    "default_generators": [fake_device.default_gen(index) for index in range(NUM)],
+    "default_generators": [fake_device.default_gen(index) for index in range(16)],
     "get_rng_state": _rng_state, "set_rng_state": _set_rng_state,
     "set_rng_state_all": _set_rng_states,
-    "get_rng_state_all": lambda: [_rng_state(index) for index in range(NUM)],
+    "get_rng_state_all": lambda: [_rng_state(index) for index in range(_num())],
     "manual_seed": _seed, "manual_seed_all": _seed, "seed": _nothing, "seed_all": _nothing,
     "initial_seed": lambda: 0,
 }  # fmt: skip
 ACCELERATOR: dict[str, Any] = {
-    "is_available": _yes, "device_count": lambda: NUM, "empty_cache": _nothing,
+    "is_available": _yes, "device_count": _num, "empty_cache": _nothing,
     "set_device_index": _set_device, "current_device_index": fake_device.get_device,
     "current_accelerator": lambda check_available=False: torch.device("cuda"),
     "current_stream": Stream, "synchronize": CUDA["synchronize"],
 }  # fmt: skip
 C_NAMES: dict[str, Any] = {  # that the CPU build lacks
     "_cuda_getCurrentRawStream": lambda _: 0, "_cuda_isCurrentStreamCapturing": lambda: False,
-    "_cuda_getDeviceCount": lambda: NUM, "_cuda_getDevice": fake_device.get_device,
+    "_cuda_getDeviceCount": _num, "_cuda_getDevice": fake_device.get_device,
     "_cuda_setDevice": fake_device.set_device, "_cuda_exchangeDevice": _exchange,
     "_cuda_maybeExchangeDevice": _exchange, "_nccl_version": lambda: 22903,
     "_nccl_version_suffix": lambda: b"",
@@ -168,7 +174,12 @@ def _record(kind: str, operation: str, detail: str) -> None:
     # A host scalar as a value needs no copy that waits.
     takes_scalar = operation.startswith(("aten::fill_", "aten::_foreach_mul_.Tensor"))
     if not (kind == "MIX" and takes_scalar and "[]" in detail):
-        COUNTS.record(kind, operation, detail)
+        EVENTS.record(kind, operation, detail)
 
 
 _install()
+
+
+def events_alive() -> int:
+    """Returns how many events of the device exist."""
+    return Event.alive

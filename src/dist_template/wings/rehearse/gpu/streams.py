@@ -7,7 +7,7 @@ from typing import Any, Self
 import fake_device  # ty: ignore[import-not-found]
 import torch
 
-from .counts import COUNTS
+from .events import EVENTS
 
 
 def index_of(device: Any = None) -> int:
@@ -21,7 +21,7 @@ def index_of(device: Any = None) -> int:
 def wait(kind: str, operation: str, detail: str = "") -> None:
     """Finishes pending copies, as each wait of the host does."""
     fake_device.flush()
-    COUNTS.record(kind, operation, detail)
+    EVENTS.record(kind, operation, detail)
 
 
 class Event:

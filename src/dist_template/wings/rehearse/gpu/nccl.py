@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from .counts import COUNTS
+from .events import EVENTS
 
 
 class Options:
@@ -54,5 +54,5 @@ def _install() -> None:
         module.init_process_group = init_process_group
 
 
-fake_nccl.setup(fake_device.cpu_alias, COUNTS.record)
+fake_nccl.setup(fake_device.cpu_alias, EVENTS.record)
 _install()
