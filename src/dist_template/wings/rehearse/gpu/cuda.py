@@ -3,9 +3,11 @@
 The process needs LD_PRELOAD=fake_hooks.so; the other libraries are beside it."""
 
 import collections
+import functools
 import os
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch.cuda.memory
 import torch.cuda.random
 import torch.cuda.streams
+import torchgen
 
 from .events import EVENTS
 from .streams import Event, Stream, device, index_of, wait
@@ -70,7 +73,6 @@ class _Runtime:
 
 def _seed(seed: int) -> None:
     fake_device.default_gen(fake_device.get_device()).manual_seed(seed)
-    fake_device.twin_seed(seed % 2**63)  # the generator that computes
 
 
 def _rng_state(given: Any = "cuda") -> Any:
@@ -152,7 +154,6 @@ def _install() -> None:
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         setattr(torch.cuda.nvtx, name, _nothing)
     replaced: Any = torch
-    replaced.version.cuda = "13.0"
     replaced.backends.cuda.is_built = _yes
     replaced.Tensor.record_stream = _nothing
     replaced.Tensor.is_cuda = property(lambda self: self.device.type == "cuda")
@@ -167,14 +168,28 @@ def _install() -> None:
         return self
 
     replaced.UntypedStorage.resize_ = resize
-    fake_device.set_callback(_record)
+    for name in ("numpy", "tolist"):  # they read without an operation
+        setattr(torch.Tensor, name, _with_check(name))
+    fake_device.check_exactly(_checked_exactly())
+    fake_device.set_callback(EVENTS.record)
 
 
-def _record(kind: str, operation: str, detail: str) -> None:
-    # A host scalar as a value needs no copy that waits.
-    takes_scalar = operation.startswith(("aten::fill_", "aten::_foreach_mul_.Tensor"))
-    if not (kind == "MIX" and takes_scalar and "[]" in detail):
-        EVENTS.record(kind, operation, detail)
+def _checked_exactly() -> list[str]:
+    """Returns the operations whose CUDA wrappers want all tensors on one device, from torch's own list."""
+    text = (Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml").read_text("utf-8")
+    functions = [part for part in text.split("\n- func: ")[1:] if "NoCheck" not in part]
+    return [f"aten::{part.partition('(')[0]}" for part in functions if "CUDA" in part or "structured" in part]
+
+
+def _with_check(name: str) -> Any:
+    read = getattr(torch.Tensor, name)
+
+    @functools.wraps(read)
+    def checked(self: Any, *args: Any, **options: Any) -> Any:
+        fake_device.check_read(self, f"Tensor.{name}")
+        return read(self, *args, **options)
+
+    return checked
 
 
 _install()
