@@ -207,15 +207,15 @@ static void check_first(const c10::OperatorHandle& op, torch::jit::Stack* stack)
     op.redispatchBoxed(c10::DispatchKeySet(DispatchKey::HPU), stack);  // no kernels are here: torch's general one
 }
 
-static Tensor make_empty(IntArrayRef size, std::optional<ScalarType> type, std::optional<Layout>, std::optional<Device> on,
-                    std::optional<bool>, std::optional<MemoryFormat> format) {
+static Tensor make_empty(IntArrayRef size, std::optional<ScalarType> type, std::optional<Layout>,
+                         std::optional<Device> on, std::optional<bool>, std::optional<MemoryFormat> format) {
     c10::DeviceGuard set(on.value_or(gpu()));
     c10::DispatchKeySet key(DispatchKey::CUDA);
     return at::detail::empty_generic(size, &device_memory, key, dtype_or_default(type), format);
 }
 
 static Tensor make_strided(IntArrayRef size, IntArrayRef strides, std::optional<ScalarType> type,
-                            std::optional<Layout>, std::optional<Device> on, std::optional<bool>) {
+                           std::optional<Layout>, std::optional<Device> on, std::optional<bool>) {
     c10::DeviceGuard set(on.value_or(gpu()));
     c10::DispatchKeySet key(DispatchKey::CUDA);
     return at::detail::empty_strided_generic(size, strides, &device_memory, key, dtype_or_default(type));
@@ -394,14 +394,36 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("check_exactly", [](std::vector<std::string> names) { checked_exactly.insert(names.begin(), names.end()); });
     m.def("check_read", &check_read);
     m.def("flush", &flush, py::call_guard<py::gil_scoped_release>());
-    m.def("get_device", [] { return (int)current; });
-    m.def("set_device", [](int index) { exchange(index); });
     m.def("cpu_alias", &on_host);
-    m.def("allocated", [] { return (int64_t)allocated; });
-    m.def("peak", [] { return (int64_t)peak; });
-    m.def("reset_peak", [] { peak = (int64_t)allocated; });
-    m.def("pin", [](uintptr_t start, size_t size) { pin((void*)start, size); });
-    m.def("unpin", [](uintptr_t start) { unpin((void*)start); });
-    m.def("default_gen", [](int index) { return default_generator(index); });
-    m.def("resize_storage", [](const Tensor& t, int64_t size) { resize_storage(t.storage(), size); });
+    m.def("events_alive", [] { return (int64_t)num_events; });
+    m.def("pin", [](uintptr_t start, size_t size) { return pin((void*)start, size), 0; });
+    m.def("unpin", [](uintptr_t start) { return unpin((void*)start), 0; });
+    m.def("default_gen", &default_generator);
+    m.def("resize_storage", &resize_storage);
+
+    // What torch.cuda calls in torch._C.
+    auto nothing = [](py::args, py::kwargs) {};
+    auto no = [](py::args) { return false; };
+    auto stream = [](int index) { return std::make_tuple(0, (int)gpu(index).index(), (int)kCUDA); };
+    for (auto name : {"init", "setStream", "emptyCache", "ipc_collect", "resetAccumulatedMemoryStats"})
+        m.def((std::string("_cuda_") + name).c_str(), nothing);
+    for (auto name : {"_cuda_getCurrentStream", "_cuda_getDefaultStream"}) m.def(name, stream);
+    for (auto name : {"_cuda_exchangeDevice", "_cuda_maybeExchangeDevice", "_cuda_setDevice"})
+        m.def(name, [](int index) { return (int)exchange(index); });
+    for (auto name : {"_cuda_isInBadFork", "_cuda_isCurrentStreamCapturing"}) m.def(name, no);
+    m.def("_cuda_canDeviceAccessPeer", [](int, int) { return true; });
+    m.def("_cuda_getCurrentRawStream", [](int) { return 0; });
+    m.def("_cuda_getDeviceCount", &num_devices);
+    m.def("_cuda_getDevice", [] { return (int)current; });
+    m.def("_cuda_getArchFlags", [] { return "sm_90"; });
+    m.def("_cuda_synchronize", [] { wait("SYNC", "torch.cuda.synchronize"); });
+    m.def("_cuda_resetPeakMemoryStats", [](int) { peak = (int64_t)allocated; });
+    m.def("_cuda_memoryStats", [](int) {
+        using Numbers = std::map<std::string, int64_t>;
+        using Kinds = std::map<std::string, Numbers>;
+        Numbers used{{"current", allocated}, {"peak", peak}}, reserved{{"current", peak}, {"peak", peak}};
+        return std::map<std::string, Kinds>{{"allocated_bytes", {{"all", used}}}, {"reserved_bytes", {{"all", reserved}}}};
+    });
+    m.def("_nccl_version", [] { return 22903; });
+    m.def("_nccl_version_suffix", [] { return py::bytes(""); });
 }
