@@ -47,7 +47,7 @@ class Events:
         """Called by the device for each event, in the thread that caused it."""
         phase = "background save" if threading.current_thread().name.startswith("checkpoint") else self.phase
         owner = place = inner = ""
-        frame: FrameType | None = sys._getframe(1)
+        frame: FrameType | None = sys._getframe()
         is_found = False
         while frame is not None:
             file, name = frame.f_code.co_filename, frame.f_code.co_name
