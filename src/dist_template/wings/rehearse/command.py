@@ -80,7 +80,7 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     if "gpu" in runs.known and runs.known["gpu"].ok:
         from .gpu.checks import waiting
 
-        remember(project.folder, waits=waiting(runs))  # `fit` and `diagnose` name them
+        remember(project.folder, waits=[*waiting(runs)])  # `fit` and `diagnose` name them
     if not report.ok:
         sys.exit(Exit.FAILED)
     if machine and not options.only:  # the model is proven under the strategy: `fit` is silent

@@ -73,10 +73,12 @@ class NotANumber(Callback):
         self.step = step
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        factor = {True: float("nan"), False: 1.0}
+        def planted(gradient: Tensor) -> Tensor:
+            return gradient * float("nan") if trainer.global_step + 1 == self.step else gradient
+
         for parameter in pl_module.parameters():
             if parameter.requires_grad:
-                parameter.register_hook(lambda grad: grad * factor[trainer.global_step + 1 == self.step])
+                parameter.register_hook(planted)
 
 
 class LeakageTest(Callback):

@@ -86,22 +86,21 @@ class Runs:
 
     @property
     def gpu(self) -> RunRecord:
-        return self._run("gpu", self.small.with_plain_steps("gpu"), runner=run_on_devices)
+        return self._run("gpu", self.small.with_plain_steps("gpu"))
 
     @property
     def gpu_resumed(self) -> RunRecord:
-        config, saved = self.small.with_plain_steps("gpu"), self._saved()
-        return self._run("gpu_resumed", config, NotANumber(NAN_STEP), checkpoint=saved, runner=run_on_devices)
-
-    def predict_on_devices(self) -> list[str]:
-        """Continues the configured prompts on fake GPUs; returns [] without prompts."""
-        if not self.small.config["data"].get("prompts"):
-            return []
         config = self.small.with_plain_steps("gpu")
-        self._run("predict", config, checkpoint=self._saved(), runner=run_on_devices)
-        return ["prediction"]
+        return self._run("gpu_resumed", config, NotANumber(NAN_STEP), checkpoint=self._first_saved())
 
-    def _saved(self) -> str:
+    def predict_on_devices(self) -> str:
+        """Continues the configured prompts on fake GPUs; returns ", prediction", or "" without prompts."""
+        if not self.small.config["data"].get("prompts"):
+            return ""
+        self._run("prediction", self.small.with_plain_steps("gpu"), checkpoint=self._first_saved(), verb="predict")
+        return ", prediction"
+
+    def _first_saved(self) -> str:
         return str(min((self.gpu.run / "checkpoints").glob("step*")))
 
     def export(self) -> str:
@@ -123,17 +122,17 @@ class Runs:
 
     def _run(
         self, name: str, config: Config, *more: Callback, checkpoint: str = "", has_dropout: bool = False,
-        runner: Callable[..., RunRecord] = run_ranks,
+        verb: str = "fit",
     ) -> RunRecord:  # fmt: skip
         if name not in self.known:
             # `last` is searched among the runs of one name.
             run = config["run"] | {"name": "killed" if checkpoint == "last" else name}
-            verb = "predict" if name == "predict" else "fit"
             argv = [verb, f"--config={self._write(name, config | {'run': run})}"]
             argv += [f"--ckpt_path={checkpoint}"] if checkpoint else []
             folder, num = self.folder / name, config["trainer"]["devices"]
             callbacks = [RaggedLabels(), *more, FirstStep(folder, not has_dropout)]
-            self.known[name] = runner(
+            run_on = run_on_devices if config["trainer"]["accelerator"] == "gpu" else run_ranks
+            self.known[name] = run_on(
                 num, self.project, argv, folder, callbacks=callbacks, prelude=self.prelude, timeout_s=None
             )
         record = self.known[name]
