@@ -26,69 +26,60 @@ static void refuse(const char* kind, const std::string& operation, const std::st
     TORCH_CHECK(false, why, ": ", operation);
 }
 
-static bool is_sent(at::ScalarType type) {
-    static const std::set<at::ScalarType> others{at::kFloat8_e4m3fn, at::kFloat8_e5m2};
-    return at::isComplexType(type) || others.count(type) || type == at::kBool ||
-           (at::isIntegralType(type, false) && type != at::kShort) ||
-           (at::isFloatingType(type) && !at::isFloat8Type(type));
-}
+static const std::set<at::ScalarType> sent{
+    at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kChar, at::kByte, at::kInt, at::kLong, at::kBool,
+    at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kComplexFloat, at::kComplexDouble, at::kComplexHalf};
 
 // Gloo has neither a mean nor a product with a number: it sums, and the result is multiplied by what this returns.
 template <class Options>
 static double as_sum(Options& options, int size) {
     double factor = 1;
-    if (options.reduceOp.op_ == c10d::ReduceOp::AVG) {
-        factor = 1.0 / size;
-    } else if (options.reduceOp.op_ == c10d::ReduceOp::PREMUL_SUM) {
-        factor = static_cast<c10d::NCCLPreMulSumSupplement*>(options.reduceOp.supplement_.get())->double_factor;
-    } else {
-        return factor;
+    if constexpr (requires { options.reduceOp; }) {
+        auto& op = options.reduceOp;
+        if (op.op_ == op.AVG) factor = 1.0 / size;
+        else if (op.op_ == op.PREMUL_SUM)
+            factor = static_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get())->double_factor;
+        else return factor;
+        op = c10d::ReduceOp::SUM;
     }
-    options.reduceOp = c10d::ReduceOp::SUM;
     return factor;
 }
-
-static Handle multiplied(Handle work, Tensors results, double factor) {
-    if (factor == 1) return work;
-    work->wait();
-    for (auto& result : results) result.mul_(factor);
+static void multiply(Tensor t, double factor) { t.mul_(factor); }
+template <class T>
+static void multiply(std::vector<T> all, double factor) {
+    for (auto& one : all) multiply(one, factor);
+}
+template <class T>
+static Handle multiplied(Handle work, const T& results, double factor) {
+    if (factor != 1) work->wait(), multiply(results, factor);
     return work;
 }
 
-// Collectives of an output and an input, and of tensors that are both.
-#define COLLECTIVE(NAME, OUT, IN, OPTIONS)                                            \
-    Handle NAME(OUT& out, IN& in, const c10d::OPTIONS& options) override {            \
-        auto to = on_host(out, #NAME);                                                \
-        auto from = on_host(in, #NAME);                                               \
-        return gloo->NAME(to, from, options);                                         \
+// Collectives of an output and an input, of tensors that are both, and of several outputs and inputs.
+#define COLLECTIVE(NAME, OUT, IN, OPTIONS)                                    \
+    Handle NAME(OUT& out, IN& in, const c10d::OPTIONS& given) override {      \
+        auto options = given;                                                 \
+        double factor = as_sum(options, getSize());                           \
+        auto to = on_host(out, #NAME);                                        \
+        auto from = on_host(in, #NAME);                                       \
+        return multiplied(gloo->NAME(to, from, options), to, factor);         \
     }
-#define REDUCTION(NAME, OUT, IN, OPTIONS)                                             \
-    Handle NAME(OUT& out, IN& in, const c10d::OPTIONS& given) override {              \
-        auto options = given;                                                         \
-        double factor = as_sum(options, getSize());                                   \
-        auto to = on_host(out, #NAME);                                                \
-        auto from = on_host(in, #NAME);                                               \
-        return multiplied(gloo->NAME(to, from, options), Tensors(results(to)), factor); \
+#define IN_PLACE(NAME, OPTIONS)                                               \
+    Handle NAME(Tensors& tensors, const c10d::OPTIONS& given) override {      \
+        auto options = given;                                                 \
+        double factor = as_sum(options, getSize());                           \
+        auto both = on_host(tensors, #NAME);                                  \
+        return multiplied(gloo->NAME(both, options), both, factor);           \
     }
-#define IN_PLACE(NAME, OPTIONS)                                                       \
-    Handle NAME(Tensors& tensors, const c10d::OPTIONS& given) override {              \
-        auto options = given;                                                         \
-        double factor = as_sum(options, getSize());                                   \
-        auto both = on_host(tensors, #NAME);                                          \
-        return multiplied(gloo->NAME(both, options), both, factor);                   \
+#define EACH(NAME, OF_ONE, OPTIONS)                                           \
+    Handle NAME(Tensors& out, Tensors& in, const c10d::OPTIONS& options) override { \
+        Handle last;                                                          \
+        for (size_t i = 0; i < out.size(); i++) {                             \
+            if (last) last->wait();                                           \
+            last = OF_ONE(out[i], in[i], options);                            \
+        }                                                                     \
+        return last;                                                          \
     }
-#define EACH(NAME, OF_ONE, OPTIONS)                                                   \
-    Handle NAME(Tensors& out, Tensors& in, const c10d::OPTIONS& options) override {   \
-        Handle last;                                                                  \
-        for (size_t i = 0; i < out.size(); i++) {                                     \
-            if (last) last->wait();                                                   \
-            last = OF_ONE(out[i], in[i], options);                                    \
-        }                                                                             \
-        return last;                                                                  \
-    }
-
-static Tensors results(const Tensors& all) { return all; }
-static Tensors results(const Tensor& one) { return {one}; }
 
 struct FakeNccl : Backend {
     c10::intrusive_ptr<Backend> gloo;
@@ -113,7 +104,7 @@ struct FakeNccl : Backend {
         auto device = t.device().str(), type = std::string(t.dtype().name());
         if (!t.is_cuda()) refuse("NCCL_CPU_TENSOR", operation, "No backend type associated with device type " + device);
         if (!t.is_non_overlapping_and_dense()) refuse("NCCL_NONCONTIGUOUS", operation, "Tensors must be contiguous");
-        if (!is_sent(t.scalar_type()))
+        if (!sent.count(t.scalar_type()))
             refuse("NCCL_DTYPE", operation, "Input tensor data type is not supported for NCCL process group: " + type);
         if (!t.is_contiguous()) report("NCCL_STRIDED", operation, "dense but not contiguous");
         py::gil_scoped_acquire gil;
@@ -131,17 +122,14 @@ struct FakeNccl : Backend {
     COLLECTIVE(gather, Lists, Tensors, GatherOptions)
     COLLECTIVE(scatter, Tensors, Lists, ScatterOptions)
     COLLECTIVE(alltoall, Tensors, Tensors, AllToAllOptions)
-    REDUCTION(reduce_scatter, Tensors, Lists, ReduceScatterOptions)
-    REDUCTION(_reduce_scatter_base, Tensor, Tensor, ReduceScatterOptions)
+    COLLECTIVE(reduce_scatter, Tensors, Lists, ReduceScatterOptions)
+    COLLECTIVE(_reduce_scatter_base, Tensor, Tensor, ReduceScatterOptions)
     IN_PLACE(allreduce, AllreduceOptions)
     IN_PLACE(reduce, ReduceOptions)
+    IN_PLACE(broadcast, BroadcastOptions)
     EACH(allgather_into_tensor_coalesced, _allgather_base, AllgatherOptions)
     EACH(reduce_scatter_tensor_coalesced, _reduce_scatter_base, ReduceScatterOptions)
 
-    Handle broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-        auto both = on_host(tensors, "broadcast");
-        return gloo->broadcast(both, options);
-    }
     Handle allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& given) override {
         Handle last;
         c10d::AllreduceOptions options;
@@ -159,14 +147,16 @@ struct FakeNccl : Backend {
         auto to = on_host(out, "alltoall_base"), from = on_host(in, "alltoall_base");
         return gloo->alltoall_base(to, from, to_sizes, from_sizes, options);
     }
+    Tensors message(Tensors& tensors, const char* name, const char* arrow, int rank) {
+        report("NCCL_P2P", name, "rank " + std::to_string(getRank()) + arrow + std::to_string(rank));
+        return on_host(tensors, name);
+    }
     Handle send(Tensors& tensors, int rank, int tag) override {
-        auto sent = on_host(tensors, "send");
-        report("NCCL_P2P", "send", "rank " + std::to_string(getRank()) + "->" + std::to_string(rank));
+        auto sent = message(tensors, "send", "->", rank);
         return gloo->send(sent, rank, tag);
     }
     Handle recv(Tensors& tensors, int rank, int tag) override {
-        auto received = on_host(tensors, "recv");
-        report("NCCL_P2P", "recv", "rank " + std::to_string(getRank()) + "<-" + std::to_string(rank));
+        auto received = message(tensors, "recv", "<-", rank);
         return gloo->recv(received, rank, tag);
     }
     Handle barrier(const c10d::BarrierOptions& options) override {
