@@ -32,7 +32,7 @@ class _Runtime:
     """torch.cuda.cudart(): page-locks memory that exists."""
 
     cudaError = SimpleNamespace(success=0)
-    cudaHostUnregister = fake_device.unpin
+    cudaHostUnregister = staticmethod(lambda pointer: fake_device.pin(pointer, 0))
 
     @staticmethod
     def cudaHostRegister(pointer: int, size: int, flags: int) -> int:
@@ -77,6 +77,11 @@ def _restore(storage: Any, location: str) -> Any:
     return torch.empty(0, dtype=torch.uint8).set_(storage).to(location).untyped_storage()
 
 
+def record(kind: str, operation: str, detail: str) -> None:
+    """Records an event; its own frame is the only one in a thread of autograd."""
+    EVENTS.record(kind, operation, detail)
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     pass
 
@@ -102,11 +107,12 @@ def _install() -> None:
         setattr(cuda.nvtx, name, _nothing)
     torch.backends.cuda.is_built = lambda: True
     torch.serialization.register_package(5, _nothing, _restore)
-    setattr(torch.UntypedStorage, "resize_", _resize)
+    storages: Any = torch.UntypedStorage
+    storages.resize_ = _resize
     for name in ("numpy", "tolist"):  # they read without an operation
         setattr(torch.Tensor, name, _with_check(name))
     fake_device.check_exactly(_checked_exactly())
-    fake_device.set_callback(EVENTS.record)
+    fake_device.set_callback(record)
 
 
 _install()

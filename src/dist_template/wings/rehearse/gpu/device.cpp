@@ -49,7 +49,6 @@ static void replace_tensors(IValue& value, F replacement) {
 }
 
 static bool is_on(const Tensor& t, c10::DeviceType type) { return t.defined() && t.device().type() == type; }
-
 static bool is_mask(const Tensor& t) { return t.defined() && (t.scalar_type() == kBool || t.scalar_type() == kByte); }
 
 // ---- what a CUDA device refuses
@@ -145,6 +144,15 @@ static void report_waits(const c10::FunctionSchema& schema, Arguments values) {
 
 // ---- operations
 
+static const Tensor& set_(const Tensor& self, Storage storage, int64_t offset, IntArrayRef size, IntArrayRef strides) {
+    auto* changed = self.unsafeGetTensorImpl();
+    changed->set_storage_keep_dtype(std::move(storage));
+    changed->set_storage_offset(offset);
+    if (strides.size() == size.size()) changed->set_sizes_and_strides(size, strides);
+    else changed->set_sizes_contiguous(size);
+    return self;
+}
+
 static void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     auto& schema = op.schema();
     auto first = stack->size() - schema.arguments().size();
@@ -182,10 +190,7 @@ static void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         auto& [host, original] = aliases[i];
         if (host.sizes() == IntArrayRef(sizes[i])) continue;  // else an `out` that was resized
         auto made = alias(host, original.device());
-        auto* changed = original.unsafeGetTensorImpl();
-        changed->set_storage_keep_dtype(made.storage());
-        changed->set_storage_offset(made.storage_offset());
-        changed->set_sizes_and_strides(made.sizes(), made.strides());
+        set_(original, made.storage(), made.storage_offset(), made.sizes(), made.strides());
     }
     auto to_device = [&](const Tensor& t) -> Tensor {
         if (!is_on(t, kCPU)) return t;
@@ -207,17 +212,17 @@ static void check_first(const c10::OperatorHandle& op, torch::jit::Stack* stack)
     op.redispatchBoxed(c10::DispatchKeySet(DispatchKey::HPU), stack);  // no kernels are here: torch's general one
 }
 
-static Tensor make_empty(IntArrayRef size, std::optional<ScalarType> type, std::optional<Layout>,
-                         std::optional<Device> on, std::optional<bool>, std::optional<MemoryFormat> format) {
+using GivenType = std::optional<ScalarType>;
+using GivenDevice = std::optional<Device>;
+static const c10::DispatchKeySet key(DispatchKey::CUDA);
+static Tensor make_empty(IntArrayRef size, GivenType type, std::optional<Layout>, GivenDevice on, std::optional<bool>,
+                         std::optional<MemoryFormat> format) {
     c10::DeviceGuard set(on.value_or(gpu()));
-    c10::DispatchKeySet key(DispatchKey::CUDA);
     return at::detail::empty_generic(size, &device_memory, key, dtype_or_default(type), format);
 }
-
-static Tensor make_strided(IntArrayRef size, IntArrayRef strides, std::optional<ScalarType> type,
-                           std::optional<Layout>, std::optional<Device> on, std::optional<bool>) {
+static Tensor make_strided(IntArrayRef size, IntArrayRef strides, GivenType type, std::optional<Layout>, GivenDevice on,
+                           std::optional<bool>) {
     c10::DeviceGuard set(on.value_or(gpu()));
-    c10::DispatchKeySet key(DispatchKey::CUDA);
     return at::detail::empty_strided_generic(size, strides, &device_memory, key, dtype_or_default(type));
 }
 
@@ -230,13 +235,13 @@ static Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     if (between_devices || !self.numel()) {
         to.copy_(from);
     } else if (!non_blocking || (!is_fast && !to_device)) {
-        auto kind = to_device ? "H2D blocking copy" : non_blocking ? "D2H copy to pageable memory" : "D2H blocking copy";
-        report("SYNC", kind, what);
+        std::string kind = non_blocking ? "copy to pageable memory" : "blocking copy";
+        report("SYNC", (to_device ? "H2D " : "D2H ") + kind, what);
         flush();
         to.copy_(from);
     } else if (to_device) {
         if (is_pending(source)) flush();  // the device copies in order
-        if (!is_fast) report("H2D_PAGEABLE", "H2D copy from pageable memory", what);
+        if (!is_fast) report("H2D_PAGEABLE", "H2D from pageable memory", what);
         to.copy_(from);
         if (!is_fast) return self;
         auto values = source.clone();
@@ -267,20 +272,15 @@ static const Tensor& resize_(const Tensor& self, IntArrayRef size, std::optional
     return self;
 }
 
-static Tensor& set_(Tensor& self, Storage storage, int64_t offset, IntArrayRef size, IntArrayRef strides) {
-    auto* changed = self.unsafeGetTensorImpl();
-    changed->set_storage_keep_dtype(std::move(storage));
-    changed->set_storage_offset(offset);
-    if (strides.size() == size.size()) changed->set_sizes_and_strides(size, strides);
-    else changed->set_sizes_contiguous(size);
-    return self;
-}
 static Tensor& set_tensor(Tensor& self, const Tensor& source) {
-    return set_(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+    return set_(self, source.storage(), source.storage_offset(), source.sizes(), source.strides()), self;
 }
 static Tensor& set_storage(Tensor& self, Storage storage) {
     int64_t size = storage.nbytes() / self.itemsize();
-    return set_(self, std::move(storage), 0, {size}, {});
+    return set_(self, std::move(storage), 0, {size}, {}), self;
+}
+static Tensor& set_at(Tensor& self, Storage storage, int64_t offset, IntArrayRef size, IntArrayRef strides) {
+    return set_(self, std::move(storage), offset, size, strides), self;
 }
 static Tensor& set_nothing(Tensor& self) {
     return set_tensor(self, make_empty({0}, self.scalar_type(), {}, self.device(), {}, {}));
@@ -333,23 +333,17 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
     m.impl("empty_strided", make_strided);
     m.impl("copy_", copy_);
     m.impl("resize_", resize_);
-    m.impl("set_.source_Storage_storage_offset", set_);
+    m.impl("set_.source_Storage_storage_offset", set_at);
     m.impl("set_.source_Tensor", set_tensor);
     m.impl("set_.source_Storage", set_storage);
     m.impl("set_", set_nothing);
     m.impl("histc", make_histogram);
     for (auto name : {"_grouped_mm", "convolution", "convolution_backward"}) m.impl(name, boxed_compute());
     m.impl("record_stream", [](Tensor&, Stream) {});
-    m.impl("view", [](const Tensor& t, IntArrayRef size) { return native::view(t, size); });
-    m.impl("as_strided", [](const Tensor& t, IntArrayRef size, IntArrayRef strides, std::optional<int64_t> offset) {
-        return native::as_strided_tensorimpl(t, size, strides, offset);
-    });
-    m.impl("_reshape_alias", [](const Tensor& t, IntArrayRef size, IntArrayRef strides) {
-        return native::_reshape_alias(t, size, strides);
-    });
-    m.impl("unfold", [](const Tensor& t, int64_t dim, int64_t size, int64_t step) {
-        return native::unfold(t, dim, size, step);
-    });
+    m.impl("view", TORCH_FN(native::view));
+    m.impl("as_strided", TORCH_FN(native::as_strided_tensorimpl));
+    m.impl("_reshape_alias", TORCH_FN(native::_reshape_alias));
+    m.impl("unfold", TORCH_FN(native::unfold));
     auto& dispatcher = c10::Dispatcher::singleton();
     for (auto& name : dispatcher.getAllOpNames()) {
         auto op = dispatcher.findSchema(name);
@@ -397,7 +391,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("cpu_alias", &on_host);
     m.def("events_alive", [] { return (int64_t)num_events; });
     m.def("pin", [](uintptr_t start, size_t size) { return pin((void*)start, size), 0; });
-    m.def("unpin", [](uintptr_t start) { return unpin((void*)start), 0; });
+    m.def("elapsed", [](uintptr_t from, uintptr_t to) { return guard.elapsedTime((void*)from, (void*)to, 0); });
     m.def("default_gen", &default_generator);
     m.def("resize_storage", &resize_storage);
 
@@ -421,8 +415,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("_cuda_memoryStats", [](int) {
         using Numbers = std::map<std::string, int64_t>;
         using Kinds = std::map<std::string, Numbers>;
-        Numbers used{{"current", allocated}, {"peak", peak}}, reserved{{"current", peak}, {"peak", peak}};
-        return std::map<std::string, Kinds>{{"allocated_bytes", {{"all", used}}}, {"reserved_bytes", {{"all", reserved}}}};
+        Kinds used{{"all", {{"current", allocated}, {"peak", peak}}}};
+        Kinds reserved{{"all", {{"current", peak}, {"peak", peak}}}};
+        return std::map<std::string, Kinds>{{"allocated_bytes", used}, {"reserved_bytes", reserved}};
     });
     m.def("_nccl_version", [] { return 22903; });
     m.def("_nccl_version_suffix", [] { return py::bytes(""); });

@@ -1,33 +1,25 @@
+// Preloaded: torch's CPU build takes the fake device for its accelerator.
 #include <c10/core/DeviceType.h>
 #include <dlfcn.h>
 
-#include <cstdio>
 #include <cstdlib>
 #include <optional>
-extern "C" {
-__attribute__((visibility("default"))) const void* fake_cuda_hooks = nullptr;
-}
+
+#define EXPORTED __attribute__((visibility("default")))
+extern "C" EXPORTED const void* fake_cuda_hooks = nullptr;  // device.cpp sets it
+
 namespace at {
 struct CUDAHooksInterface;
 namespace accelerator {
-__attribute__((visibility("default"))) std::optional<c10::DeviceType> getAccelerator(bool checked) {
-    return c10::DeviceType::CUDA;
-}
+EXPORTED std::optional<c10::DeviceType> getAccelerator(bool) { return c10::DeviceType::CUDA; }
 }  // namespace accelerator
 namespace detail {
-__attribute__((visibility("default"))) const CUDAHooksInterface& getCUDAHooks() {
+EXPORTED const CUDAHooksInterface& getCUDAHooks() {
     if (fake_cuda_hooks) return *(const CUDAHooksInterface*)fake_cuda_hooks;
-    typedef const CUDAHooksInterface& (*Fn)();
-    static Fn real = [] {
-        void* h = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
-        void* f = h ? dlsym(h, "_ZN2at6detail12getCUDAHooksEv") : nullptr;
-        if (!f) {
-            fprintf(stderr, "no real hooks\n");
-            abort();
-        }
-        return (Fn)f;
-    }();
-    return real();
+    void* library = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
+    void* original = library ? dlsym(library, "_ZN2at6detail12getCUDAHooksEv") : nullptr;
+    if (!original) abort();
+    return ((const CUDAHooksInterface& (*)())original)();
 }
 }  // namespace detail
 }  // namespace at

@@ -20,9 +20,7 @@ static int num_devices() {
     const char* number = getenv("LOCAL_WORLD_SIZE");
     return number ? atoi(number) : 1;
 }
-
 static Device gpu(DeviceIndex index = -1) { return {kCUDA, index < 0 ? current : index}; }
-
 static DeviceIndex exchange(DeviceIndex index) {
     auto before = current;
     TORCH_CHECK(index < num_devices(), "CUDA error: invalid device ordinal ", int(index), " of ", num_devices());
@@ -42,11 +40,7 @@ static void report(const char* kind, const std::string& operation, const std::st
 }
 
 static std::string describe(const Tensor& t) {
-    std::ostringstream text;
-    text << "(";
-    for (int64_t i = 0; i < t.dim(); i++) text << (i ? ", " : "") << t.size(i);
-    text << ") " << t.dtype().name();
-    return text.str();
+    return "(" + c10::Join(", ", t.sizes()) + ") " + std::string(t.dtype().name());
 }
 
 // ---- copies that arrive late: when the host waits for the device
@@ -102,14 +96,9 @@ static std::map<const char*, size_t> pinned;
 
 static void pin(const void* start, size_t size) {
     std::lock_guard<std::mutex> lock(mu);
-    pinned[(const char*)start] = size;
+    if (size) pinned[(const char*)start] = size;
+    else pinned.erase((const char*)start);
 }
-
-static void unpin(const void* start) {
-    std::lock_guard<std::mutex> lock(mu);
-    pinned.erase((const char*)start);
-}
-
 static bool is_pinned(const void* at) {
     std::lock_guard<std::mutex> lock(mu);
     auto after = pinned.upper_bound((const char*)at);
@@ -126,14 +115,14 @@ struct Memory final : Allocator {
         void* start = nullptr;
         if (size && posix_memalign(&start, 512, size)) throw std::bad_alloc();
         if (size) memset(start, on_device ? 0xff : 0x7f, size);
-        if (!on_device && size) pin(start, size);
+        if (!on_device) pin(start, size);
         if (on_device && (allocated += size) > peak) peak = (int64_t)allocated;
         return {start, new Block{start, size}, &release, on_device ? gpu() : Device(kCPU)};
     }
     static void release(void* context) {
         auto* block = (Block*)context;
         if (on_device) allocated -= block->size;
-        if (!on_device) unpin(block->start);
+        if (!on_device) pin(block->start, 0);
         free(block->start);
         delete block;
     }
@@ -199,7 +188,6 @@ namespace at {
 struct Hooks : CUDAHooksInterface {
     Hooks(CUDAHooksArgs) {}
     void init() const override {}
-    bool isBuilt() const override { return true; }
     bool isAvailable() const override { return true; }
     bool hasCUDA() const override { return true; }
     bool hasPrimaryContext(DeviceIndex) const override { return true; }

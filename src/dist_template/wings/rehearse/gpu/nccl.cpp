@@ -26,67 +26,58 @@ static void refuse(const char* kind, const std::string& operation, const std::st
     TORCH_CHECK(false, why, ": ", operation);
 }
 
-static bool is_sent(at::ScalarType type) {
-    static const std::set<at::ScalarType> others{at::kFloat8_e4m3fn, at::kFloat8_e5m2};
-    return at::isComplexType(type) || others.count(type) || type == at::kBool ||
-           (at::isIntegralType(type, false) && type != at::kShort) ||
-           (at::isFloatingType(type) && !at::isFloat8Type(type));
-}
+static const std::set<at::ScalarType> sent{
+    at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kChar, at::kByte, at::kInt, at::kLong, at::kBool,
+    at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kComplexFloat, at::kComplexDouble, at::kComplexHalf};
 
-static void scale(Tensor& tensor, double factor) { tensor = tensor.mul(factor); }  // not the caller's
-static void scale(Tensors& tensors, double factor) {
-    for (auto& tensor : tensors) scale(tensor, factor);
-}
-static void scale(Lists& lists, double factor) {
-    for (auto& tensors : lists) scale(tensors, factor);
-}
-
-// Gloo has neither a mean nor a product with a number: it sums what `scale` has multiplied by what this returns. Results
-// cannot be multiplied: gloo writes them again at each wait.
+// Gloo has neither a mean nor a product with a number: it sums what was scaled by what this returns. Results
+// cannot be scaled: gloo writes them again at each wait.
 template <class Options>
 static double as_sum(Options& options, int size) {
-    double factor = 1.0 / size;
-    if (options.reduceOp.op_ == c10d::ReduceOp::PREMUL_SUM)
-        factor = static_cast<c10d::NCCLPreMulSumSupplement*>(options.reduceOp.supplement_.get())->double_factor;
-    else if (options.reduceOp.op_ != c10d::ReduceOp::AVG)
-        return 1;
-    options.reduceOp = c10d::ReduceOp::SUM;
+    double factor = 1;
+    if constexpr (requires { options.reduceOp; }) {
+        auto& op = options.reduceOp;
+        if (op.op_ == op.AVG) factor = 1.0 / size;
+        else if (op.op_ == op.PREMUL_SUM)
+            factor = static_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get())->double_factor;
+        else return factor;
+        op = c10d::ReduceOp::SUM;
+    }
     return factor;
 }
+static void scale(Tensor& tensor, double factor) { tensor = tensor.mul(factor); }
+template <class T>
+static void scale(std::vector<T>& all, double factor) {
+    for (auto& one : all) scale(one, factor);
+}
 
-// Collectives of an output and an input, and of tensors that are both.
-#define COLLECTIVE(NAME, OUT, IN, OPTIONS)                                            \
-    Handle NAME(OUT& out, IN& in, const c10d::OPTIONS& options) override {            \
-        auto to = on_host(out, #NAME);                                                \
-        auto from = on_host(in, #NAME);                                               \
-        return gloo->NAME(to, from, options);                                         \
+// Collectives of an output and an input, of tensors that are both, and of several outputs and inputs.
+#define COLLECTIVE(NAME, OUT, IN, OPTIONS)                                    \
+    Handle NAME(OUT& out, IN& in, const c10d::OPTIONS& given) override {      \
+        auto options = given;                                                 \
+        double factor = as_sum(options, getSize());                           \
+        auto to = on_host(out, #NAME);                                        \
+        auto from = on_host(in, #NAME);                                       \
+        if (factor != 1) scale(from, factor);                                 \
+        return gloo->NAME(to, from, options);                                 \
     }
-#define REDUCTION(NAME, OUT, IN, OPTIONS)                                             \
-    Handle NAME(OUT& out, IN& in, const c10d::OPTIONS& given) override {              \
-        auto options = given;                                                         \
-        double factor = as_sum(options, getSize());                                   \
-        auto to = on_host(out, #NAME);                                                \
-        auto from = on_host(in, #NAME);                                               \
-        if (factor != 1) scale(from, factor);                                         \
-        return gloo->NAME(to, from, options);                                         \
+#define IN_PLACE(NAME, OPTIONS)                                               \
+    Handle NAME(Tensors& tensors, const c10d::OPTIONS& given) override {      \
+        auto options = given;                                                 \
+        double factor = as_sum(options, getSize());                           \
+        auto both = on_host(tensors, #NAME);                                  \
+        for (auto& tensor : both)                                             \
+            if (factor != 1) tensor.mul_(factor);                             \
+        return gloo->NAME(both, options);                                     \
     }
-#define IN_PLACE(NAME, OPTIONS)                                                       \
-    Handle NAME(Tensors& tensors, const c10d::OPTIONS& given) override {              \
-        auto options = given;                                                         \
-        double factor = as_sum(options, getSize());                                   \
-        auto both = on_host(tensors, #NAME);                                          \
-        for (auto& tensor : both)                                                     \
-            if (factor != 1) tensor.mul_(factor);                                     \
-        return gloo->NAME(both, options);                                             \
-    }
-#define EACH(NAME, OF_ONE, OPTIONS)                                                   \
-    Handle NAME(Tensors& out, Tensors& in, const c10d::OPTIONS& options) override {   \
-        Handle last;                                                                  \
-        for (size_t i = 0; i < out.size(); i++) {                                     \
-            if (last) last->wait();                                                   \
-            last = OF_ONE(out[i], in[i], options);                                    \
-        }                                                                             \
-        return last;                                                                  \
+#define EACH(NAME, OF_ONE, OPTIONS)                                           \
+    Handle NAME(Tensors& out, Tensors& in, const c10d::OPTIONS& options) override { \
+        Handle last;                                                          \
+        for (size_t i = 0; i < out.size(); i++) {                             \
+            if (last) last->wait();                                           \
+            last = OF_ONE(out[i], in[i], options);                            \
+        }                                                                     \
+        return last;                                                          \
     }
 
 struct FakeNccl : Backend {
@@ -112,7 +103,7 @@ struct FakeNccl : Backend {
         auto device = t.device().str(), type = std::string(t.dtype().name());
         if (!t.is_cuda()) refuse("NCCL_CPU_TENSOR", operation, "No backend type associated with device type " + device);
         if (!t.is_non_overlapping_and_dense()) refuse("NCCL_NONCONTIGUOUS", operation, "Tensors must be contiguous");
-        if (!is_sent(t.scalar_type()))
+        if (!sent.count(t.scalar_type()))
             refuse("NCCL_DTYPE", operation, "Input tensor data type is not supported for NCCL process group: " + type);
         if (!t.is_contiguous()) report("NCCL_STRIDED", operation, "dense but not contiguous");
         py::gil_scoped_acquire gil;
@@ -130,17 +121,14 @@ struct FakeNccl : Backend {
     COLLECTIVE(gather, Lists, Tensors, GatherOptions)
     COLLECTIVE(scatter, Tensors, Lists, ScatterOptions)
     COLLECTIVE(alltoall, Tensors, Tensors, AllToAllOptions)
-    REDUCTION(reduce_scatter, Tensors, Lists, ReduceScatterOptions)
-    REDUCTION(_reduce_scatter_base, Tensor, Tensor, ReduceScatterOptions)
+    COLLECTIVE(reduce_scatter, Tensors, Lists, ReduceScatterOptions)
+    COLLECTIVE(_reduce_scatter_base, Tensor, Tensor, ReduceScatterOptions)
     IN_PLACE(allreduce, AllreduceOptions)
     IN_PLACE(reduce, ReduceOptions)
+    IN_PLACE(broadcast, BroadcastOptions)
     EACH(allgather_into_tensor_coalesced, _allgather_base, AllgatherOptions)
     EACH(reduce_scatter_tensor_coalesced, _reduce_scatter_base, ReduceScatterOptions)
 
-    Handle broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-        auto both = on_host(tensors, "broadcast");
-        return gloo->broadcast(both, options);
-    }
     Handle allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& given) override {
         Handle last;
         c10d::AllreduceOptions options;
@@ -158,14 +146,16 @@ struct FakeNccl : Backend {
         auto to = on_host(out, "alltoall_base"), from = on_host(in, "alltoall_base");
         return gloo->alltoall_base(to, from, to_sizes, from_sizes, options);
     }
+    Tensors message(Tensors& tensors, const char* name, const char* arrow, int rank) {
+        report("NCCL_P2P", name, "rank " + std::to_string(getRank()) + arrow + std::to_string(rank));
+        return on_host(tensors, name);
+    }
     Handle send(Tensors& tensors, int rank, int tag) override {
-        auto sent = on_host(tensors, "send");
-        report("NCCL_P2P", "send", "rank " + std::to_string(getRank()) + "->" + std::to_string(rank));
+        auto sent = message(tensors, "send", "->", rank);
         return gloo->send(sent, rank, tag);
     }
     Handle recv(Tensors& tensors, int rank, int tag) override {
-        auto received = on_host(tensors, "recv");
-        report("NCCL_P2P", "recv", "rank " + std::to_string(getRank()) + "<-" + std::to_string(rank));
+        auto received = message(tensors, "recv", "<-", rank);
         return gloo->recv(received, rank, tag);
     }
     Handle barrier(const c10d::BarrierOptions& options) override {

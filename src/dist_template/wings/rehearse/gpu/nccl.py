@@ -7,7 +7,7 @@ import fake_nccl  # ty: ignore[import-not-found]
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from .events import EVENTS
+from .cuda import record
 
 
 class Options:
@@ -25,7 +25,7 @@ def _init_process_group(*args: Any, device_id: Any = None, **options: Any) -> No
 
 _INIT = c10d.init_process_group
 fake_nccl.ProcessGroupNCCL.Options = Options
-fake_nccl.setup(fake_device.cpu_alias, EVENTS.record)
+fake_nccl.setup(fake_device.cpu_alias, record)
 for _module in (c10d, dist):
     _replaced: Any = _module
     _replaced.ProcessGroupNCCL, _replaced.init_process_group = fake_nccl.ProcessGroupNCCL, _init_process_group

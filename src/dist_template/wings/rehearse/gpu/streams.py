@@ -2,6 +2,7 @@
 
 from typing import Any, Self
 
+import fake_device  # ty: ignore[import-not-found]
 import torch
 
 
@@ -10,6 +11,10 @@ class Event(torch.Event):
 
     def __new__(cls, enable_timing: bool = False, *_: Any, **__: Any) -> Self:
         return super().__new__(cls, "cuda", enable_timing=enable_timing)
+
+    def elapsed_time(self, end: torch.Event) -> float:
+        """Returns the milliseconds until `end`."""
+        return fake_device.elapsed(self.event_id, end.event_id)
 
 
 class Stream(torch.Stream):
