@@ -105,7 +105,8 @@ def _install() -> None:
         module.Event, module.Stream, module.ExternalStream = Event, Stream, Stream
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         setattr(cuda.nvtx, name, _nothing)
-    torch.backends.cuda.is_built = lambda: True
+    backends: Any = torch.backends.cuda
+    backends.is_built = lambda: True
     torch.serialization.register_package(5, _nothing, _restore)
     storages: Any = torch.UntypedStorage
     storages.resize_ = _resize

@@ -12,9 +12,9 @@ class Event(torch.Event):
     def __new__(cls, enable_timing: bool = False, *_: Any, **__: Any) -> Self:
         return super().__new__(cls, "cuda", enable_timing=enable_timing)
 
-    def elapsed_time(self, end: torch.Event) -> float:
-        """Returns the milliseconds until `end`."""
-        return fake_device.elapsed(self.event_id, end.event_id)
+    def elapsed_time(self, other: torch.Event) -> float:
+        """Returns the milliseconds until `other`."""
+        return fake_device.elapsed(self.event_id, other.event_id)
 
 
 class Stream(torch.Stream):
@@ -33,7 +33,7 @@ class Stream(torch.Stream):
         """The number of the stream, in place of a pointer."""
         return self.stream_id
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: torch.Event | None = None) -> torch.Event:
         """Records an event, a new one without `event`, and returns it."""
         event = event or Event()
         event.record(self)
