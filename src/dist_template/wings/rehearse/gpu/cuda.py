@@ -1,6 +1,5 @@
-"""Gives torch's CPU build a `torch.cuda` over the fake device; to be imported first.
-
-The process needs LD_PRELOAD=fake_hooks.so; the other libraries are beside it. What torch.cuda calls in torch._C is in
+"""Gives torch's CPU build a `torch.cuda` over the fake device, and torch.distributed an "nccl" over gloo; to be imported
+first. The process needs LD_PRELOAD=fake_hooks.so; other libraries are beside it. What torch.cuda calls in torch._C is in
 device.cpp."""
 
 import os
@@ -13,10 +12,10 @@ sys.path.append(os.path.dirname(os.environ["LD_PRELOAD"]))
 
 import fake_device  # ty: ignore[import-not-found]
 import torch
+import torch.distributed.distributed_c10d as c10d
 import torchgen
 
 from .events import EVENTS
-from .streams import Event, Stream
 
 GB = 2**30
 PROPERTIES = SimpleNamespace(
@@ -28,22 +27,20 @@ PROPERTIES = SimpleNamespace(
 events_alive = fake_device.events_alive  # how many events of the device exist
 
 
+class Stream(torch.Stream):
+    """torch.cuda.Stream: torch's own for any device, which asks the fake device's guard."""
+
+    cuda_stream = property(lambda self: self.stream_id)
+    is_capturing = staticmethod(lambda: False)
+
+
 class _Runtime:
     """torch.cuda.cudart(): page-locks memory that exists."""
 
     cudaError = SimpleNamespace(success=0)
-    cudaHostUnregister = staticmethod(lambda pointer: fake_device.pin(pointer, 0))
-
-    @staticmethod
-    def cudaHostRegister(pointer: int, size: int, flags: int) -> int:
-        if size <= 0:
-            EVENTS.record("HOST_REGISTER_EMPTY", "cudaHostRegister", f"{size} bytes")
-            return 1
-        return fake_device.pin(pointer, size)
-
-    @staticmethod
-    def cudaMemGetInfo(_: int) -> tuple[int, int]:
-        return 70 * GB, 80 * GB
+    cudaHostUnregister = staticmethod(lambda start: fake_device.pin(start, 0))
+    cudaHostRegister = staticmethod(lambda start, size, _: fake_device.pin(start, size) if size else 1)
+    cudaMemGetInfo = staticmethod(lambda _: (70 * GB, 80 * GB))
 
 
 def _checked_exactly() -> list[str]:
@@ -72,26 +69,26 @@ def _resize(storage: Any, size: int) -> Any:
 
 def _restore(storage: Any, location: str) -> Any:
     """Returns a storage of a file on the device."""
-    if not location.startswith("cuda"):
-        return None
-    return torch.empty(0, dtype=torch.uint8).set_(storage).to(location).untyped_storage()
-
-
-def record(kind: str, operation: str, detail: str) -> None:
-    """Records an event; its own frame is the only one in a thread of autograd."""
-    EVENTS.record(kind, operation, detail)
+    if location.startswith("cuda"):
+        return torch.empty(0, dtype=torch.uint8).set_(storage).to(location).untyped_storage()
 
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-_RESIZE = torch.UntypedStorage.resize_
+def _init_process_group(*args: Any, device_id: Any = None, **options: Any) -> None:
+    _INIT(*args, **options)  # gloo cannot be bound to a device
+
+
+_RESIZE, _INIT = torch.UntypedStorage.resize_, c10d.init_process_group
 
 
 def _install() -> None:
+    import fake_nccl  # ty: ignore[import-not-found]  (whose base is a class of torch.distributed)
+
     for name in dir(fake_device):
-        if name.startswith("_cuda_") or name.startswith("_nccl_"):
+        if name.startswith(("_cuda_", "_nccl_")):
             setattr(torch._C, name, getattr(fake_device, name))
     cuda: Any = torch.cuda
     cuda._initialized, cuda._cudart = True, _Runtime
@@ -102,18 +99,23 @@ def _install() -> None:
     cuda.memory_summary = cuda.memory.memory_summary = lambda *_, **__: ""
     cuda.default_generators = tuple(fake_device.default_gen(index) for index in range(16))
     for module in (cuda, cuda.streams):
-        module.Event, module.Stream, module.ExternalStream = Event, Stream, Stream
+        module.Event, module.Stream, module.ExternalStream = torch.Event, Stream, Stream
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         setattr(cuda.nvtx, name, _nothing)
-    backends: Any = torch.backends.cuda
-    backends.is_built = lambda: True
+    setattr(torch.backends.cuda, "is_built", lambda: True)
     torch.serialization.register_package(5, _nothing, _restore)
-    storages: Any = torch.UntypedStorage
-    storages.resize_ = _resize
+    setattr(torch.UntypedStorage, "resize_", _resize)
     for name in ("numpy", "tolist"):  # they read without an operation
         setattr(torch.Tensor, name, _with_check(name))
     fake_device.check_exactly(_checked_exactly())
-    fake_device.set_callback(record)
+    fake_device.set_callback(EVENTS.record)
+    nccl, distributed = fake_nccl.ProcessGroupNCCL, (c10d, torch.distributed)
+    nccl.Options = lambda *_, **__: SimpleNamespace(is_high_priority_stream=False, _timeout=None)
+    fake_nccl.setup(fake_device.cpu_alias, EVENTS.record)
+    for place in distributed:
+        place.ProcessGroupNCCL, place.init_process_group = nccl, _init_process_group
+        place.is_nccl_available, place._NCCL_AVAILABLE = lambda: True, True
+        place._set_pg_timeout = _nothing
 
 
 _install()

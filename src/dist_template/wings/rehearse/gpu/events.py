@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ....project import is_users
 from ...values import short
 
-# Kinds: SYNC and EVENT_WAIT, the host waits; H2D_PAGEABLE and D2H_ASYNC, copies; RACE_H2D, pinned memory was written
+# Kinds: SYNC and EVENT_WAIT, the host waits; H2D_PAGEABLE, it copies slowly; RACE_H2D, pinned memory was written
 # while a copy read it; EARLY_READ, it was read before a copy arrived; FP32, waits without bf16; NCCL_*, what it refuses.
 HERE, LIBRARY = str(Path(__file__).parent), str(Path(__file__).parents[3])
 PHASES = (  # of the innermost such frame on the stack: its function, its file's end, the phase

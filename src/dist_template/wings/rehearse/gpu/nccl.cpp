@@ -105,7 +105,6 @@ struct FakeNccl : Backend {
         if (!t.is_non_overlapping_and_dense()) refuse("NCCL_NONCONTIGUOUS", operation, "Tensors must be contiguous");
         if (!sent.count(t.scalar_type()))
             refuse("NCCL_DTYPE", operation, "Input tensor data type is not supported for NCCL process group: " + type);
-        if (!t.is_contiguous()) report("NCCL_STRIDED", operation, "dense but not contiguous");
         py::gil_scoped_acquire gil;
         return py::cast<Tensor>(alias(t));
     }
@@ -146,16 +145,12 @@ struct FakeNccl : Backend {
         auto to = on_host(out, "alltoall_base"), from = on_host(in, "alltoall_base");
         return gloo->alltoall_base(to, from, to_sizes, from_sizes, options);
     }
-    Tensors message(Tensors& tensors, const char* name, const char* arrow, int rank) {
-        report("NCCL_P2P", name, "rank " + std::to_string(getRank()) + arrow + std::to_string(rank));
-        return on_host(tensors, name);
-    }
     Handle send(Tensors& tensors, int rank, int tag) override {
-        auto sent = message(tensors, "send", "->", rank);
+        auto sent = on_host(tensors, "send");
         return gloo->send(sent, rank, tag);
     }
     Handle recv(Tensors& tensors, int rank, int tag) override {
-        auto received = message(tensors, "recv", "<-", rank);
+        auto received = on_host(tensors, "recv");
         return gloo->recv(received, rank, tag);
     }
     Handle barrier(const c10d::BarrierOptions& options) override {
