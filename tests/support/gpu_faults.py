@@ -60,9 +60,8 @@ def of_loss(use: Callable[[Any, Tensor, Batch], Any]) -> Callable[[], None]:
     return wraps(use)(replaces("training_step")(training_step))
 
 
-def ends_log_step(trainer: Any) -> bool:
-    is_step = not trainer.fit_loop._should_accumulate()
-    return is_step and trainer.global_step % trainer.log_every_n_steps == 0
+def ends_log_step(trainer: Any, step: int) -> bool:
+    return not trainer.fit_loop._should_accumulate() and step % trainer.log_every_n_steps == 0
 
 
 # ---- what a GPU refuses --------------------------------------------------------------------------
@@ -74,16 +73,17 @@ def host_tensor_in_forward(forward: Any, self: Any, batch: Batch) -> Tensor:
     return logits + torch.zeros(logits.shape[-1])  # fault
 
 
-@after_configure_model
-def buffer_not_registered(self: Any) -> None:
+def buffer_not_registered() -> None:
     """An attribute stays on the host when the module moves."""
-    head = self.model.get_output_embeddings()
-    head.scale = torch.ones(head.out_features)
 
-    def scale(head: Any, args: Any, logits: Tensor) -> Tensor:
-        return logits * head.scale  # fault
+    def setup(_: Any, self: Any, stage: str) -> None:
+        self.scale = torch.ones(1)
 
-    head.register_forward_hook(scale)
+    def forward(forward: Any, self: Any, batch: Batch) -> Tensor:
+        return forward(self, batch) * self.scale  # fault
+
+    replaces("setup")(setup)()
+    replaces("forward")(forward)()
 
 
 @of_loss
@@ -104,17 +104,8 @@ def gathered_host_tensors(self: Any, loss: Tensor, batch: Batch) -> None:
     dist.all_gather(counts, torch.ones(1))  # fault
 
 
-class Averages(Callback):
-    """Has a metric of torchmetrics, which nothing moves to the device."""
-
-    def __init__(self) -> None:
-        self.mean = MeanMetric()
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
-        self.mean.update(outputs["loss"])
-
-
 def metric_on_the_host() -> None:
+    """A metric of torchmetrics in a callback, which nothing moves."""
     mean = MeanMetric(nan_strategy="disable")
 
     def update(self: Any, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
@@ -289,10 +280,11 @@ def read_before_it_has_arrived(self: Any, loss: Tensor, batch: Batch) -> None:
 
 @of_loss
 def overwritten_while_it_is_copied(self: Any, loss: Tensor, batch: Batch) -> Tensor:
-    if not hasattr(self, "pinned"):
-        self.pinned = torch.zeros(4, pin_memory=torch.cuda.is_available())
-    self.pinned.fill_(self.global_step)  # fault
-    return loss + 0 * self.pinned.to(self.device, non_blocking=True).sum()
+    """One pinned tensor for two copies, of which the first one may still read."""
+    pinned = torch.zeros(4, pin_memory=torch.cuda.is_available())
+    first = pinned.to(self.device, non_blocking=True)  # fault
+    pinned.fill_(1.0)
+    return loss + 1e-3 * (first + pinned.to(self.device, non_blocking=True)).sum()
 
 
 # ---- no faults -----------------------------------------------------------------------------------
@@ -314,7 +306,7 @@ def loss_read_at_log_steps(
     self: Any, trainer: Any, pl_module: Any, outputs: Any, batch: Batch, batch_idx: int
 ) -> None:
     self.total = getattr(self, "total", 0) + outputs["loss"]
-    if ends_log_step(trainer):
+    if ends_log_step(trainer, trainer.global_step):
         print(f"{self.total.item():.3f}")
 
 
@@ -374,7 +366,7 @@ def metric_of_the_module(self: Any) -> None:
 @of_loss
 def logged_tensors(self: Any, loss: Tensor, batch: Batch) -> None:
     self.log("mine", loss, on_step=True, on_epoch=True)
-    self.log_dict({"counted": (batch["labels"] != -100).float().mean()}, prog_bar=True)
+    self.log_dict({"counted": (batch["labels"] != -100).float().mean()})
 
 
 @of_loss
@@ -384,11 +376,12 @@ def copied_in_the_background(self: Any, loss: Tensor, batch: Batch) -> None:
         return
     if not hasattr(self, "host"):
         self.host, self.arrived = torch.zeros((), pin_memory=True), torch.cuda.Event()
-    self.host.copy_(loss.detach(), non_blocking=True)
-    self.arrived.record()
-    if ends_log_step(self.trainer):
+        self.arrived.record()
+    if ends_log_step(self.trainer, self.global_step + 1):
         self.arrived.synchronize()
         print(f"{float(self.host):.3f}")
+    self.host.copy_(loss.detach(), non_blocking=True)
+    self.arrived.record()
 
 
 class Reversed(torch.autograd.Function):
