@@ -27,8 +27,8 @@ from torch import Tensor
 from .cli.fit import WithoutTrainer
 from .cli.limits import Machine, violations
 from .project import Project
-from .wings.rehearse.checks import CHECKS, run_checks
-from .wings.rehearse.command import make_small, rehearse_flags
+from .wings.rehearse.checks import run_checks
+from .wings.rehearse.command import all_checks, make_small, rehearse_flags
 from .wings.rehearse.runs import Runs
 
 if TYPE_CHECKING:
@@ -100,9 +100,10 @@ def first_steps(project: Project, *flags: str, folder: Path) -> dict[int, float]
 
 def rehearse(project: Project, *flags: str, folder: Path, only: str = "") -> dict[str, str]:
     """Runs the checks of the verb `rehearse` with `only` in their name; returns those that failed,
-    with the cause. Raises InputError if the configuration cannot be read or made small."""
+    with the cause. With the flag --gpu also on fake GPUs. Raises InputError if the configuration cannot be read or
+    made small."""
     runs, failed = _small(project, flags, folder), {}
-    for result in run_checks(runs, [check for check in CHECKS if only in check.name]):
+    for result in run_checks(runs, [check for check in all_checks("--gpu" in flags) if only in check.name]):
         if result.verdict == "FAIL":
             failed[result.check] = f"{result.got}: {result.sentence}"
     return failed

@@ -54,6 +54,8 @@ class StepLoader(DataLoader):
         if not self.num_workers:
             batches = without_profiler_range(batches)
         batches = map(self.transform, batches)
+        if self.pin_memory:
+            batches = map(_pinned, batches)
         if not self.accumulations:
             yield from batches
             return
@@ -69,6 +71,12 @@ class StepLoader(DataLoader):
             if not coming:
                 return
             step, counted = following, coming
+
+
+def _pinned(batch: Batch) -> Batch:
+    """Pins what `transform` has made: a copy from other memory waits for the device."""
+    made = {name: value for name, value in batch.items() if isinstance(value, Tensor) and not value.is_pinned()}
+    return batch | {name: value.pin_memory() for name, value in made.items()}
 
 
 def _labels_of(step: list[Batch]) -> int:

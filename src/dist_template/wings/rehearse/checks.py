@@ -106,7 +106,7 @@ def _same_curve(expected: RunRecord, got: RunRecord, series: str, tolerance: flo
         raise NotEqual("nothing is logged", f"the module tracks no train/{series}")
     difference, each = compare.relative_difference(want, have)
     if difference > tolerance:
-        _refuse_draws(expected)
+        refuse_draws(expected)
         step = _first_above(each, tolerance)
         instead = want.get(step, float("nan"))
         where = f"from step {step} on ({have[step]:.6g} instead of {instead:.6g})"
@@ -127,7 +127,7 @@ def _first_above(differences: dict[compare.K, float], tolerance: float) -> compa
     return next(key for key, value in differences.items() if value > tolerance)
 
 
-def _refuse_draws(record: RunRecord) -> None:
+def refuse_draws(record: RunRecord) -> None:
     """Raises NotOffered if a step draws random numbers other than dropout's, which is off."""
     if record.draws:
         why = "draws random numbers other than torch's dropout, which differ between ranks"
@@ -138,7 +138,7 @@ def each_gradient(runs: Runs) -> str:
     differing = compare.gradients(runs.one, runs.strategy)
     total = len(runs.one.tensors("gradients"))
     if differing:
-        _refuse_draws(runs.one)
+        refuse_draws(runs.one)
         got = f"{len(differing)} of {total} parameters differ"
         raise NotEqual(got, compare.trace(runs.one, runs.strategy), "in step 1")
     return f"{total} parameters"

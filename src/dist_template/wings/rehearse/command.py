@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from ...cli.fit import WithoutTrainer
+    from .checks import Check
     from .runs import Runs
 
 REAL_SIZES = "the real sizes fit together"
@@ -33,13 +34,14 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     options, flags = rehearse_flags().parse_known_args(argv[1:])
     from ...cli.limits import Machine, violations
     from ...model.proof import remember
-    from .checks import CHECKS, run_checks
+    from .checks import run_checks
     from .report import Report, Result
     from .runs import RunFailed
 
-    checks = [check for check in CHECKS if options.only in check.name]
+    every = all_checks(options.gpu)
+    checks = [check for check in every if options.only in check.name]
     if not checks and options.only not in REAL_SIZES:
-        names = ", ".join(check.name for check in CHECKS)
+        names = ", ".join(check.name for check in every)
         raise InputError(f"--only {options.only!r} matches no check of: {REAL_SIZES}, {names}")
     folder = Path(options.output or f"runs/rehearsals/{time.strftime('%Y%m%d-%H%M%S')}")
     if any(folder.glob("*")):
@@ -79,6 +81,19 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
             print(f"{file} has it")
 
 
+def all_checks(on_gpu: bool) -> tuple[Check, ...]:
+    """Returns the checks; raises InputError where fake GPUs do not work."""
+    from .checks import CHECKS
+
+    if not on_gpu:
+        return CHECKS
+    from .gpu.build import build
+    from .gpu.checks import CHECKS as OF_GPU
+
+    build()
+    return CHECKS + OF_GPU
+
+
 def rehearse_flags() -> argparse.ArgumentParser:
     """Returns the parser of the flags that are not keys of `fit`."""
     exit_codes = " Exit code: 0 all checks hold, 1 a check failed, 2 bad input."
@@ -86,6 +101,8 @@ def rehearse_flags() -> argparse.ArgumentParser:
     processes = "CPU processes (default: the minimum for the strategy)"
     parser.add_argument("--processes", type=in_range(int, 1, 1024), help=processes)
     parser.add_argument("--output", help="folder for the report and all runs (default: runs/rehearsals/<time>)")
+    gpu = "also check it on fake GPUs, which compute on this machine; needs g++, once"
+    parser.add_argument("--gpu", action="store_true", help=gpu)
     keep = "read data.source with data.tokenizer instead of generated text"
     parser.add_argument("--keep_data", action="store_true", help=keep)
     parser.add_argument("--only", default="", help="run only the checks with this in their name (default: all)")

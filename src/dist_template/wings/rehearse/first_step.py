@@ -27,8 +27,8 @@ class FirstStep(Callback):
     """Records forward passes and gradients of the first step.
 
     forward<rank>.pt   a `ForwardPass` for each micro-batch
-    places.pt          {module: class and file:line}; also of METHODS, transform, optimizer and
-                       order; "hooks" are the user's GRADIENT_HOOKS
+    places.pt          {module: class and file:line}; also of METHODS, transform,
+                       train_dataloader, optimizer and order; "hooks" are the user's GRADIENT_HOOKS
     gradients.pt       {parameter: unsharded gradient} after the first backward, before clipping
     dropout.pt         {"dropout": True} if dropout was turned off in a forward pass
     missing.pt         {parameter that never gets a gradient: whether its module's forward ran}
@@ -65,7 +65,8 @@ class FirstStep(Callback):
                 places[name] = f"{type(module).__name__}, {location(module.forward)}"
         for name in METHODS:
             places[name] = location(getattr(pl_module, name))
-        places["transform"] = location(getattr(trainer.datamodule, "transform", None))  # ty: ignore[missing-attribute]
+        for name in ("transform", "train_dataloader"):
+            places[name] = location(getattr(trainer.datamodule, name, None))  # ty: ignore[missing-attribute]
         order = getattr(trainer.train_dataloader, "batch_sampler", None)
         for name, part in (("optimizer", trainer.optimizers[0]), ("order", order)):
             places[name] = f"{type(part).__name__}, {location(type(part))}"

@@ -2,6 +2,7 @@
 
 RaggedLabels   masks a different share of the labels in each row
 KillAt         kills every rank
+NotANumber     makes a step's gradients NaN
 LeakageTest    tests whether a token's output depends on another document or on a later token"""
 
 import functools
@@ -63,6 +64,19 @@ class KillAt(Callback):
         if trainer.global_step >= self.step:
             trainer.strategy.barrier()  # until all checkpoints are written
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class NotANumber(Callback):
+    """Makes the gradients of optimizer step `step` NaN, as an overflow does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        factor = {True: float("nan"), False: 1.0}
+        for parameter in pl_module.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda grad: grad * factor[trainer.global_step + 1 == self.step])
 
 
 class LeakageTest(Callback):

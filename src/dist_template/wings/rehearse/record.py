@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...errors import Exit, another_rank_is_gone
 from ...project import is_users
+from .gpu.events import Event as DeviceEvent
 
 TRAINING_VERBS = ("fit", "validate", "test", "predict")  # others run on one process
 Event = dict[str, Any]  # a line of JSON, see recorder.py
@@ -165,6 +166,17 @@ class RunRecord:
     def after(self, step: int, kind: str, rank: int) -> Any:
         """Returns what the rank recorded as `kind` after `step` (see recorder.py), or {}."""
         return next((e[kind] for e in self.events("step", rank) if e["step"] == step), {})
+
+    @cached_property
+    def device(self) -> dict[str, Any]:
+        """What fake devices reported, see gpu/observer.py; of each event the rank where it came most often."""
+        found, plain = dict[tuple, int](), 1
+        for rank in range(self.size):
+            content = json.loads((self.folder / f"events{rank}.json").read_text(encoding="utf-8"))
+            plain = max(plain, content["plain"])
+            for *key, count in content["events"]:
+                found[*key,] = max(found.get((*key,), 0), count)
+        return {"plain": plain, "events": [DeviceEvent(*key, count) for key, count in found.items()]}
 
     # ---- tensors -----------------------------------------------------------------------------
 

@@ -6,6 +6,9 @@
     uninterrupted  the chosen strategy, with the model's dropout; `strategy` if it has none
     killed         the same, killed
     resumed        the same, resumed from the last checkpoint of killed
+    cpu            the chosen strategy, with steps that log nothing
+    gpu            the same on fake GPUs
+    gpu_resumed    the same, resumed from the first checkpoint of gpu, with a step that is not a number
 
 Dropout is off except in uninterrupted, killed and resumed, because random masks differ between
 ranks. Each training has a folder with its `config.yaml`, with which `fit` repeats it."""
@@ -19,9 +22,10 @@ from lightning.pytorch import Callback
 
 from ...project import Project
 from .first_step import FirstStep
-from .interventions import KillAt, LeakageTest, RaggedLabels
+from .gpu.devices import run_on_devices
+from .interventions import KillAt, LeakageTest, NotANumber, RaggedLabels
 from .record import RunRecord
-from .shrink_config import SAVED_STEP, Config, Small
+from .shrink_config import NAN_STEP, SAVED_STEP, Config, Small
 from .workers import run_ranks
 
 
@@ -76,6 +80,30 @@ class Runs:
         assert self.killed.was_killed
         return self._run("resumed", self.small.config, checkpoint="last", has_dropout=True)
 
+    @property
+    def cpu(self) -> RunRecord:
+        return self._run("cpu", self.small.with_plain_steps("cpu"))
+
+    @property
+    def gpu(self) -> RunRecord:
+        return self._run("gpu", self.small.with_plain_steps("gpu"), runner=run_on_devices)
+
+    @property
+    def gpu_resumed(self) -> RunRecord:
+        config, saved = self.small.with_plain_steps("gpu"), self._saved()
+        return self._run("gpu_resumed", config, NotANumber(NAN_STEP), checkpoint=saved, runner=run_on_devices)
+
+    def predict_on_devices(self) -> list[str]:
+        """Continues the configured prompts on fake GPUs; returns [] without prompts."""
+        if not self.small.config["data"].get("prompts"):
+            return []
+        config = self.small.with_plain_steps("gpu")
+        self._run("predict", config, checkpoint=self._saved(), runner=run_on_devices)
+        return ["prediction"]
+
+    def _saved(self) -> str:
+        return str(min((self.gpu.run / "checkpoints").glob("step*")))
+
     def export(self) -> str:
         """Exports the trained model; returns how it differs from the trained one; raises RunFailed."""
         trained = self.strategy
@@ -94,16 +122,18 @@ class Runs:
         return record
 
     def _run(
-        self, name: str, config: Config, *more: Callback, checkpoint: str = "", has_dropout: bool = False
-    ) -> RunRecord:
+        self, name: str, config: Config, *more: Callback, checkpoint: str = "", has_dropout: bool = False,
+        runner: Callable[..., RunRecord] = run_ranks,
+    ) -> RunRecord:  # fmt: skip
         if name not in self.known:
             # `last` is searched among the runs of one name.
             run = config["run"] | {"name": "killed" if checkpoint == "last" else name}
-            argv = ["fit", f"--config={self._write(name, config | {'run': run})}"]
+            verb = "predict" if name == "predict" else "fit"
+            argv = [verb, f"--config={self._write(name, config | {'run': run})}"]
             argv += [f"--ckpt_path={checkpoint}"] if checkpoint else []
             folder, num = self.folder / name, config["trainer"]["devices"]
             callbacks = [RaggedLabels(), *more, FirstStep(folder, not has_dropout)]
-            self.known[name] = run_ranks(
+            self.known[name] = runner(
                 num, self.project, argv, folder, callbacks=callbacks, prelude=self.prelude, timeout_s=None
             )
         record = self.known[name]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SEQ_LEN, MICRO_BATCH_SIZE = 32, 2
 STEPS, SAVED_STEP = 6, 2  # optimizer steps of a training, and of its first checkpoint
+NAN_STEP = 5  # of which the gradients are made NaN
 HANG_S = 60.0  # without progress
 WORDS = "rank step batch shard expert token gradient loss mesh layer weight seed node norm".split()
 Config = dict[str, Any]  # keys and values as in YAML
@@ -35,6 +36,7 @@ class Small:
     data_parallel: int  # data-parallel ranks among them
     accumulation: int  # micro-batches of a step, and blocks of the model: one for each stage of a pipeline
     notes: list[str]  # differences from production, a sentence each
+    micro_batches: int = 1  # of a step in production
 
     @property
     def is_text(self) -> bool:
@@ -54,6 +56,14 @@ class Small:
             trainer["accumulate_grad_batches"] = per_step
             if is_big:
                 data["batch_size"] *= batches
+        return config
+
+    def with_plain_steps(self, accelerator: str) -> Config:
+        """Returns the same training with steps that log nothing; a step that is not a number is skipped."""
+        config = copy.deepcopy(self.config)
+        config["trainer"] |= {"accelerator": accelerator, "log_every_n_steps": STEPS // 2}
+        if "numerics" in config:
+            config["numerics"]["on_non_finite"] = "skip"
         return config
 
 

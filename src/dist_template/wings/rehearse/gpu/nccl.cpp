@@ -67,57 +67,36 @@ struct FakeNccl : CB {
         for (auto& t : v) r.push_back(on_host(t, op));
         return r;
     }
+    // Gloo has no averages: it sums what is scaled before. Returns `o` for the sum.
     template <class O>
-    bool avg(O& o, double& f) {
-        f = 0;
-        if (o.reduceOp.op_ == c10d::ReduceOp::AVG) {
-            o.reduceOp = c10d::ReduceOp::SUM;
-            f = 1.0 / getSize();
-            return true;
-        }
-        if (o.reduceOp.op_ == c10d::ReduceOp::PREMUL_SUM) {
-            auto* s = static_cast<c10d::NCCLPreMulSumSupplement*>(o.reduceOp.supplement_.get());
-            f = s->double_factor;
-            o.reduceOp = c10d::ReduceOp::SUM;
-            return true;
-        }
-        return false;
+    O sum_of(const O& given, std::vector<Tensor>& inputs, bool may_overwrite = false) {
+        O o = given;
+        double factor = 1.0 / getSize();
+        if (o.reduceOp.op_ == c10d::ReduceOp::PREMUL_SUM)
+            factor = static_cast<c10d::NCCLPreMulSumSupplement*>(o.reduceOp.supplement_.get())->double_factor;
+        else if (o.reduceOp.op_ != c10d::ReduceOp::AVG)
+            return o;
+        o.reduceOp = c10d::ReduceOp::SUM;
+        for (auto& t : inputs) t = may_overwrite ? t.mul_(factor) : t.mul(factor);
+        return o;
     }
     intrusive_ptr<Work> broadcast(std::vector<Tensor>& t, const c10d::BroadcastOptions& o) override {
         auto x = on_host(t, "broadcast");
         return g->broadcast(x, o);
     }
-    intrusive_ptr<Work> allreduce(std::vector<Tensor>& t, const c10d::AllreduceOptions& o_) override {
-        auto o = o_;
-        double f;
-        bool s = avg(o, f);
+    intrusive_ptr<Work> allreduce(std::vector<Tensor>& t, const c10d::AllreduceOptions& o) override {
         auto x = on_host(t, "allreduce");
-        if (s) {
-            auto w = g->allreduce(x, o);
-            w->wait();
-            for (auto& y : x) y.mul_(f);
-            return g->allreduce(x, [&] {
-                auto q = o;
-                q.reduceOp = c10d::ReduceOp::MAX;
-                return q;
-            }());
-        }
-        return g->allreduce(x, o);
+        auto sum = sum_of(o, x, true);
+        return g->allreduce(x, sum);
     }
     intrusive_ptr<Work> allreduce_coalesced(std::vector<Tensor>& t, const c10d::AllreduceCoalescedOptions& o) override {
-        auto x = on_host(t, "allreduce_coalesced");
         intrusive_ptr<Work> w;
-        for (auto& y : x) {
-            std::vector<Tensor> one{y};
-            c10d::AllreduceOptions p;
-            p.reduceOp = o.reduceOp;
-            double f;
-            bool s = avg(p, f);
-            w = g->allreduce(one, p);
-            if (s) {
-                w->wait();
-                y.mul_(f);
-            }
+        c10d::AllreduceOptions each;
+        each.reduceOp = o.reduceOp;
+        for (auto& tensor : t) {
+            std::vector<Tensor> one{tensor};
+            w = allreduce(one, each);
+            w->wait();
         }
         return w;
     }
@@ -155,30 +134,18 @@ struct FakeNccl : CB {
         return g->scatter(x, y, o);
     }
     intrusive_ptr<Work> reduce_scatter(std::vector<Tensor>& out, std::vector<std::vector<Tensor>>& in,
-                                       const c10d::ReduceScatterOptions& o_) override {
-        auto o = o_;
-        double f;
-        bool s = avg(o, f);
+                                       const c10d::ReduceScatterOptions& o) override {
         auto x = on_host(out, "reduce_scatter");
         auto y = on_host(in, "reduce_scatter");
-        auto w = g->reduce_scatter(x, y, o);
-        if (s) {
-            w->wait();
-            for (auto& t : x) t.mul_(f);
-        }
-        return w;
+        auto sum = o;
+        for (auto& each : y) sum = sum_of(o, each);
+        return g->reduce_scatter(x, y, sum);
     }
-    intrusive_ptr<Work> _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& o_) override {
-        auto o = o_;
-        double f;
-        bool s = avg(o, f);
-        auto x = on_host(out, "_reduce_scatter_base"), y = on_host(in, "_reduce_scatter_base");
-        auto w = g->_reduce_scatter_base(x, y, o);
-        if (s) {
-            w->wait();
-            x.mul_(f);
-        }
-        return w;
+    intrusive_ptr<Work> _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& o) override {
+        auto x = on_host(out, "_reduce_scatter_base");
+        std::vector<Tensor> y{on_host(in, "_reduce_scatter_base")};
+        auto sum = sum_of(o, y);
+        return g->_reduce_scatter_base(x, y[0], sum);
     }
     intrusive_ptr<Work> reduce_scatter_tensor_coalesced(std::vector<Tensor>& out, std::vector<Tensor>& in,
                                                         const c10d::ReduceScatterOptions& o) override {

@@ -14,7 +14,10 @@ WARM_UP = 1  # steps in which buffers are made
 
 
 class Observer(Recorder):
-    """Records the metrics of log steps, of validations, and into `events<rank>.json` what the device has reported."""
+    """Records the metrics of log steps, of validations, and into `events<rank>.json` what the device has reported:
+    plain (number of micro-batches that log nothing), alive (events of the device that exist), events (see events.py)"""
+
+    plain = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         EVENTS.phase = "warm-up"
@@ -30,6 +33,7 @@ class Observer(Recorder):
             self._write("step", step=step, metrics=metrics_of(pl_module).latest)
         ends = (number + 2) % trainer.accumulate_grad_batches == 0 and (step + 1) % every == 0
         EVENTS.phase = "warm-up" if step < WARM_UP else "log" if ends else "plain"
+        self.plain += EVENTS.phase == "plain"
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         EVENTS.phase = "end"
@@ -37,4 +41,5 @@ class Observer(Recorder):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         gc.collect()  # events that nothing refers to
         path = self.folder / f"events{trainer.global_rank}.json"
-        path.write_text(json.dumps({"alive": events_alive(), "events": EVENTS.rows()}), encoding="utf-8")
+        found = {"plain": self.plain, "alive": events_alive(), "events": EVENTS.rows()}
+        path.write_text(json.dumps(found), encoding="utf-8")
