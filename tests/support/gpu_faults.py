@@ -18,13 +18,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from trainer_dev.data import DataModule
 from trainer_dev.module import LanguageModule
 
-from dist_template.project import Project
-from tests.support.classifier import PLAIN, Images, PlainClassifier
+from tests.support.classifier import Images
 from tests.support.faults import Batch, after_configure_model, replaces
-from tests.support.line import OURS
-from tests.support.parity import MODELS
-
-QWEN3_MOE = "{model_type: qwen3_moe, num_hidden_layers: 2, num_experts: 4, num_experts_per_tok: 2}"
 
 
 def place(fault: Callable) -> str:
@@ -163,7 +158,9 @@ def metric_read_in_every_batch(
 @replaces("on_before_optimizer_step")
 def norm_of_gradients_read(_: Any, self: Any, optimizer: Any) -> None:
     norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
-    self.norm = torch.stack([getattr(each, "_local_tensor", each) for each in norms]).norm().item()  # fault
+    self.norm = (
+        torch.stack([getattr(each, "_local_tensor", each) for each in norms]).norm().item()
+    )  # fault
 
 
 @of_loss
