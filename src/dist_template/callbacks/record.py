@@ -2,6 +2,7 @@
 
 `facts.json` has what is constant in a training: model, data, machine. Diagnosis and report use it."""
 
+import inspect
 import json
 import platform
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from ..cluster.environment import environment
 from ..model.any_module import data_of, network_of, size_of, typed_attribute
 from ..model.balance import Balancer
 from ..model.flops import peak, text_config
+from ..model.proof import waits_of
 from ..observe.history.run import RunFile, without_folder
 from ..parallel import run_strategy
 from ..records import write_atomically
@@ -94,6 +96,7 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
             "precision": str(trainer.precision),
             "max_steps": int(steps) if steps != float("inf") else None,
             "flops_per_token": size.flops_per_token(data.seq_len) if hasattr(data, "seq_len") else None,
+            "waits": waits_of(Path(inspect.getfile(type(module))).parent),
         },
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,7 @@ class CLI(OpenCLI):
 
     def __init__(self, project: Project, args: list[str], run: bool, verb: str | None = None) -> None:
         exit_with_codes()
-        self._root = project.folder.parent
+        self._package = project.folder
         self._verb = args[0] if run else None
         self._name = self._verb or verb
         after = [word for flag, word in pairwise(args) if flag in ("-h", "--help")]
@@ -218,7 +218,7 @@ class CLI(OpenCLI):
                 Path(resumes), self.trainer, self.datamodule, self.model
             )
         if is_fit:
-            where = self.trainer.strategy, self.trainer.world_size, self._root
+            where = self.trainer.strategy, self.trainer.world_size, self._package
             for note in limits.proven.notes(config, self.model, self.datamodule, *where):
                 rank_zero_only(print)(note)
             self.value(self.config_init, "same_environment").lock(self.trainer, self.run, is_launched)

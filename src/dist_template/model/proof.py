@@ -12,6 +12,7 @@ adapters has them before these: "lora+fsdp+tp" (`axes_of`)."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from functools import cache
 from importlib import metadata
@@ -84,16 +85,33 @@ def leaks(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def remember(
-    config: PreTrainedConfig | None, strategy: Any, world_size: int, module: object, project: Path
-) -> Path | None:
-    """Adds a model, `trainer.strategy` and the adapters of `module` to what the project has proven. Returns the file;
-    None for one process and for a model without a transformers configuration."""
-    axes = axes_of(strategy, world_size, module)
-    if config is None or not axes:
+    package: Path, config: PreTrainedConfig | None = None, strategy: Any = "auto", world_size: int = 1,
+    module: object = None, waits: list[str] | None = None,
+) -> Path | None:  # fmt: skip
+    """Adds a model, `trainer.strategy` and the adapters of `module` to what the project of `package` has proven; with
+    `waits`, that its code as it is ran on fake GPUs, and its lines that wait for them. Returns the file; None for one
+    process and for a model without a transformers configuration."""
+    content, axes = _content(package.parent), axes_of(strategy, world_size, module)
+    if config is not None and axes:
+        content["proven"] = [*content.get("proven", []), _entry(config, axes)]
+    elif waits is None:
         return None
-    entries = [*_proven(project), _entry(config, axes)]
-    write_atomically(project / FILE, json.dumps({"proven": entries}, indent=1) + "\n")
-    return project / FILE
+    if waits is not None:
+        content["gpu"] = {"code": _code(package), "waits": waits}
+    write_atomically(package.parent / FILE, json.dumps(content, indent=1) + "\n")
+    return package.parent / FILE
+
+
+def waits_of(package: Path) -> list[str] | None:
+    """Returns the lines of a project's package that wait for a GPU in each step, as `rehearse --gpu` found them in the
+    code as it is; None: it was not run, or the code has changed."""
+    found = _content(package.parent).get("gpu", {})
+    return found["waits"] if found and found["code"] == _code(package) else None
+
+
+def _code(package: Path) -> str:
+    texts = [path.read_bytes() for path in sorted(package.rglob("*.py"))]
+    return hashlib.blake2b(b"\0".join(texts), digest_size=8).hexdigest()
 
 
 def versions() -> dict[str, str]:
@@ -124,9 +142,13 @@ def _table() -> dict[str, Any]:
     return read_mapping(Path(__file__).parents[1] / "proof.json", "install the library again")
 
 
-def _proven(project: Path) -> list[dict[str, object]]:
+def _content(project: Path) -> dict[str, Any]:
     path = project / FILE
-    return read_mapping(path, "delete it").get("proven", []) if path.exists() else []
+    return read_mapping(path, "delete it") if path.exists() else {}
+
+
+def _proven(project: Path) -> list[dict[str, object]]:
+    return _content(project).get("proven", [])
 
 
 def _entry(config: PreTrainedConfig, axes: str) -> dict[str, object]:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...errors import InputError
 from ...model import proof
 from ...parallel.configured import ARGS, NOT_READ_YET
@@ -28,9 +30,11 @@ def refused(setup: Setup) -> Iterator[str]:
         )
 
 
-def notes(config: Any, module: Any, data: Any, strategy: Any, world_size: int, project: Path) -> Iterator[str]:
-    """Yields lines about what nobody has compared with one process, and about what leaks."""
-    found = proof.verdict(config, proof.axes_of(strategy, world_size, module), project)
+def notes(config: Any, module: Any, data: Any, strategy: Any, world_size: int, package: Path) -> Iterator[str]:
+    """Yields lines about what nobody has compared with one process, what never ran on a fake GPU, and what leaks."""
+    found = proof.verdict(config, proof.axes_of(strategy, world_size, module), package.parent)
+    if getattr(strategy, "root_device", torch.device("cpu")).type == "cuda" and proof.waits_of(package) is None:
+        yield f"note: this code has not been rehearsed for a GPU: `{program('rehearse')} --gpu` names lines that wait"
     if found.kind == "unproven":
         cure = "with these flags compares it with one process in a minute, and remembers it"
         yield f"note: not proven here: {found.why}. `{program('rehearse')}` {cure}"

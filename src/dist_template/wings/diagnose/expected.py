@@ -136,5 +136,11 @@ def instability_causes(history: History, stable_until: float = math.inf) -> list
     return [*causes, Cause(damaged, [skip])]
 
 
+def known_waits(history: History) -> list[Cause]:
+    """Returns the cause that `rehearse --gpu` has found in the code of the run, if any."""
+    lines = history.fact("training.waits") or []
+    return [Cause(f"The host waits for the device in each step: {'; '.join(lines)}.")] if lines else []
+
+
 def bf16(history: History) -> Change:
     return Change("trainer.precision", history.key("trainer.precision"), "bf16-mixed")

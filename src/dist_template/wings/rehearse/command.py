@@ -34,6 +34,7 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     options, flags = rehearse_flags().parse_known_args(argv[1:])
     from ...cli.limits import Machine, violations
     from ...model.proof import remember
+    from ...parallel.estimates import estimate_of
     from .checks import run_checks
     from .report import Report, Result
     from .runs import RunFailed
@@ -60,6 +61,9 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
         where = f"{error}; or give --devices, and --nodes, of the machine that has it"
         report.add(Result(REAL_SIZES, "no violation", "not checked", "limit", where))
     else:
+        ranks = estimate_of(trainer["strategy"]).data_parallel(machine.world_size)
+        rows = getattr(cli.datamodule, "micro_batch_size", None)
+        small.micro_batches = max(1, cli.datamodule.batch_sizes[0] // rows // ranks) if rows else 1
         saves = settings.last_checkpoint.asynchronous
         setup = (machine, trainer, cli.model, cli.datamodule, model_config)
         cause = "; ".join(violations(*setup, saves_asynchronously=saves))
@@ -73,11 +77,14 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     for result in run_checks(runs, checks):
         report.add(result)
     report.end(folder)
+    if "gpu" in runs.known and runs.known["gpu"].ok:
+        from .gpu.checks import waiting
+
+        remember(project.folder, waits=waiting(runs))  # `fit` and `diagnose` name them
     if not report.ok:
         sys.exit(Exit.FAILED)
     if machine and not options.only:  # the model is proven under the strategy: `fit` is silent
-        where = project.folder.parent
-        if file := remember(model_config, trainer["strategy"], machine.world_size, cli.model, where):
+        if file := remember(project.folder, model_config, trainer["strategy"], machine.world_size, cli.model):
             print(f"{file} has it")
 
 

@@ -54,6 +54,7 @@ def waits_for_data(history: History) -> Iterator[Finding]:
     causes = [
         Cause("Reading a batch takes longer than a step: use worker processes.", change),
         Cause(f"data.cache_dir ({cache}) is on a slow disk: copy it to a local disk.", [move]),
+        *expected.known_waits(history),
     ]
     evidence = f"{share:.0%} of each step is spent waiting for the next batch (median of perf/data_wait_share)."
     confidence, title = "certain" if share >= WAITS_LONG else "likely", "training waits for data"
@@ -79,6 +80,7 @@ def slow_rank(history: History) -> Iterator[Finding]:
         Cause(f"The machine{host} runs another job, or has a failing disk or too few cores."),
         Cause("Its GPU is throttled: cooling or power; `nvidia-smi -q -d PERFORMANCE` there names the reason."),
         Cause("Its shard of the data takes longer: longer rows, or a slower disk."),
+        *expected.known_waits(history),
     ]
     evidence = f"Rank {rank}{host} takes {times:.2f} times the median rank's own time, and was the slowest at"
     evidence += f" {counts.max()} of {len(which)} log steps."

@@ -1,11 +1,11 @@
 """What `rehearse --gpu` checks, on the events of gpu/events.py and the curves of CPU processes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from .. import compare
 from ..checks import EVALUATION, GRAD_NORM, LOSS, Check, refuse_draws
 from ..record import RunRecord
-from ..report import NotEqual, NotOffered
+from ..report import NotEqual
 from ..runs import Runs
 from ..shrink_config import NAN_STEP, STEPS
 from .events import Event
@@ -54,14 +54,19 @@ def curves(runs: Runs) -> str:
 
 
 def waits(runs: Runs) -> str:
-    found = [event for event in _of(runs.gpu, ("SYNC", "EVENT_WAIT"), "plain") if event.owner == "user"]
-    plain = runs.gpu.device["plain"]
-    if found:
-        number = sum(event.count for event in found) / plain * runs.small.micro_batches
-        cost = f"about {WAIT_MS} ms each, {number * WAIT_MS:.2g} ms a step of {runs.small.micro_batches} micro-batches"
+    plain, micro_batches = runs.gpu.device["plain"], runs.small.micro_batches
+    if found := _of(runs.gpu, ("SYNC", "EVENT_WAIT"), "plain", "user"):
+        number = sum(event.count for event in found) / plain * micro_batches
+        cost = f"about {WAIT_MS} ms each, {number * WAIT_MS:.2g} ms a step of {micro_batches} micro-batches"
         raise NotEqual(f"{len({event.place for event in found})} lines wait", f"{_named(found, plain)}; {cost}")
-    library = sum(event.count for event in _of(runs.gpu, ("SYNC", "EVENT_WAIT"), "plain") if event.owner == "library")
+    library = sum(event.count for event in _of(runs.gpu, ("SYNC",), "plain", "library"))
     return f"none of yours in {plain} micro-batches, {library} of the strategy"
+
+
+def waiting(runs: Runs) -> list[str]:
+    """Returns the user's lines that wait in plain steps."""
+    found = _of(runs.gpu, ("SYNC", "EVENT_WAIT"), "plain", "user")
+    return [f"{line} {what}" for line, what in _lines(found).items()]
 
 
 def batches(runs: Runs) -> str:
@@ -69,7 +74,7 @@ def batches(runs: Runs) -> str:
     if found := _of(runs.gpu, UNSAFE):
         raise NotEqual("memory is used while it is copied", "; ".join(f"{e.place} {UNSAFE[e.kind]}" for e in found))
     slow = _of(runs.gpu, ("SYNC", "H2D_PAGEABLE"), "batch")
-    slow += [event for event in _of(runs.gpu, ("H2D_PAGEABLE",), "plain") if event.owner == "user"]
+    slow += _of(runs.gpu, ("H2D_PAGEABLE",), "plain", "user")
     if slow:
         loader = f"pin_memory=True of the DataLoader ({runs.strategy.places.get('train_dataloader', '?')})"
         raise NotEqual("not from pinned memory", f"{_named(slow, runs.gpu.device['plain'])}: set {loader}, and pin what"
@@ -98,17 +103,22 @@ def around(runs: Runs) -> str:
     return ", ".join([*done, *runs.predict_on_devices(), "end"])
 
 
-def _of(record: RunRecord, kinds: Iterable[str], phase: str = "") -> list[Event]:
-    return [event for event in record.device["events"] if event.kind in kinds and phase in ("", event.phase)]
+def _of(record: RunRecord, kinds: Iterable[str], phase: str = "", owner: str = "") -> list[Event]:
+    found = [event for event in record.device["events"] if event.kind in kinds]
+    return [event for event in found if phase in ("", event.phase) and owner in ("", event.owner)]
+
+
+def _lines(events: list[Event]) -> dict[str, str]:
+    """Returns {line: what it does}."""
+    return {e.place or e.inner or "autograd": WAITS.get(e.operation) or UNSAFE.get(e.kind) or e.operation for e in events}
 
 
 def _named(events: list[Event], plain: int = 0) -> str:
     """Returns the lines, and how often they come in a micro-batch."""
-    texts: dict[str, None] = {}
-    for event in events:
-        what = WAITS.get(event.operation) or UNSAFE.get(event.kind) or event.operation
-        often = f", {event.count / plain:.2g} times a micro-batch" if plain else ""
-        texts[f"{event.place or event.inner or 'autograd'} {what}{often}"] = None
+    texts: list[str] = []
+    for line, what in _lines(events).items():
+        often = sum(event.count for event in events if line in (event.place, event.inner))
+        texts.append(f"{line} {what}" + (f", {often / plain:.2g} times a micro-batch" if plain else ""))
     return "; ".join(texts)
 
 

@@ -1,311 +1,429 @@
 // A CUDA device made of host memory: real values, device type "cuda". Operations run the CPU's kernels on aliases.
+#define NDEBUG  // as torch was built: its structures have other members without it
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_native.h>
+#include <ATen/record_function.h>
+#include <dlfcn.h>
+#include <torch/library.h>
+
+#include <set>
+
 #include "memory.hpp"
 
-static const std::set<std::string> syncs = {"aten::_local_scalar_dense",
-                                            "aten::nonzero",
-                                            "aten::masked_select",
-                                            "aten::equal",
-                                            "aten::is_nonzero",
-                                            "aten::_unique2",
-                                            "aten::unique_dim",
-                                            "aten::unique_consecutive",
-                                            "aten::_unique",
-                                            "aten::nonzero_static",
-                                            "aten::bincount",
-                                            "aten::repeat_interleave",
-                                            "aten::_histogramdd_bin_edges",
-                                            "aten::item",
-                                            "aten::linalg_eigh",
-                                            "aten::multinomial"};
-static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+using c10::DispatchKey;
+using c10::IValue;
+using Arguments = ArrayRef<IValue>;
+using Names = std::set<std::string>;
+
+static Names& checked_exactly = *new Names();  // operations whose tensors CUDA's wrappers want on one device
+static const Names not_checked{"aten::copy_", "aten::fill_", "aten::_foreach_copy_", "aten::record_stream",
+                               "aten::set_", "aten::_ctc_loss", "aten::_ctc_loss_backward"};
+static const Names reads_result{"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal",
+                                "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
+                                "aten::bincount", "aten::repeat_interleave", "aten::_linalg_eigh"};
+
+template <class F>
+static void each_tensor(const IValue& value, F visit) {
+    if (value.isTensor()) visit(value.toTensor());
+    if (value.isTensorList())
+        for (const Tensor& t : value.toTensorVector()) visit(t);
+    if (value.isOptionalTensorList())
+        for (const std::optional<Tensor>& t : value.toOptionalTensorVector()) visit(t.value_or(Tensor()));
+}
+
+template <class F>
+static void replace_tensors(IValue& value, F replacement) {
+    if (value.isTensor()) {
+        value = replacement(value.toTensor());
+    } else if (value.isTensorList()) {
+        std::vector<Tensor> all;
+        for (const Tensor& t : value.toTensorVector()) all.push_back(replacement(t));
+        value = all;
+    } else if (value.isOptionalTensorList()) {
+        c10::List<std::optional<Tensor>> all;
+        for (auto& t : value.toOptionalTensorVector()) all.push_back(t ? std::optional(replacement(*t)) : t);
+        value = all;
+    }
+}
+
+static bool is_on(const Tensor& t, c10::DeviceType type) { return t.defined() && t.device().type() == type; }
+
+static bool is_mask(const Tensor& t) { return t.defined() && (t.scalar_type() == kBool || t.scalar_type() == kByte); }
+
+// ---- what a CUDA device refuses
+
+static void refuse(const char* kind, const std::string& operation, const std::string& detail, const std::string& why) {
+    report(kind, operation, detail);
+    TORCH_CHECK(false, why, ": ", operation);
+}
+
+static void check_device(const c10::Argument& argument, const Tensor& t, Device device, bool is_exact,
+                         const std::string& operation) {
+    bool is_written = argument.alias_info() && argument.alias_info()->isWrite();
+    bool is_scalar = t.dim() == 0 && t.is_cpu() && !is_written;  // which a kernel takes as its argument
+    if (t.device() == device || t.is_meta() || t.unsafeGetTensorImpl()->is_wrapped_number()) return;
+    if (is_scalar && !is_exact) return;
+    std::string what = argument.name() + " " + describe(t);
+    refuse("MIX", operation, what,
+           "Expected all tensors to be on the same device, but " + what + " is on " + t.device().str() +
+               " and the others are on " + device.str());
+}
+
+// An operation on lists takes tensors of several devices, if those at one place share theirs.
+static void check_lists(const c10::FunctionSchema& schema, Arguments values, const std::string& operation) {
+    std::vector<Device> devices;
+    for (size_t i = 0; i < values.size(); i++) {
+        if (!values[i].isTensorList()) continue;
+        auto list = values[i].toTensorVector();
+        for (size_t k = 0; k < list.size(); k++) {
+            if (k >= devices.size()) devices.push_back(list[k].device());
+            check_device(schema.arguments()[i], list[k], devices[k], false, operation);
+        }
+    }
+}
+
+static void check(const c10::OperatorHandle& op, Arguments values) {
     auto& schema = op.schema();
-    auto n = schema.arguments().size();
-    auto begin = stack->size() - n;
-    std::string name = schema.name();
-    std::vector<std::pair<Tensor, Tensor>> map;  // (cpu alias, original)
-    std::vector<std::pair<Tensor, IntArrayRef>> outs;
-    bool has_cuda = false;
-    std::string cpu_args;
-    std::string self_dev;
-    auto conv = [&](const Tensor& t, const std::string& arg) -> Tensor {
-        if (!t.defined()) return t;
-        if (t.device().is_cuda()) {
-            has_cuda = true;
-            for (auto& p : map)
-                if (rawp(p.second) == rawp(t)) return p.first;
-            auto c = to_cpu_alias(t);
-            map.emplace_back(c, t);
-            return c;
-        }
-        if (!rawp(t)->is_wrapped_number() && t.device().is_cpu()) {
-            std::ostringstream s;
-            s << arg << t.sizes() << ":" << t.dtype().name() << " ";
-            cpu_args += s.str();
-        }
-        return t;
+    auto& name = schema.name();
+    auto operation = toString(schema.operator_name());
+    if (not_checked.count(name)) return;
+    if (name.rfind("aten::_foreach_", 0) == 0) return check_lists(schema, values, operation);
+    std::optional<Device> device;
+    for (auto& value : values) {
+        each_tensor(value, [&](const Tensor& t) { device = device || !is_on(t, kCUDA) ? device : t.device(); });
+        if (value.isDevice() && value.toDevice().is_cuda() && !device) device = gpu(value.toDevice().index());
+    }
+    if (!device) return;
+    bool is_exact = checked_exactly.count(operation);
+    for (size_t i = 0; i < values.size(); i++) {
+        bool is_index = values[i].isOptionalTensorList() && is_on(values[0].toTensor(), kCUDA);
+        each_tensor(values[i], [&](const Tensor& t) {
+            if (t.defined() && !(is_index && t.is_cpu()))
+                check_device(schema.arguments()[i], t, *device, is_exact, operation);
+        });
+        if (values[i].isGenerator() && values[i].toGenerator().device().is_cpu())
+            refuse("BAD_GENERATOR", operation, "a generator of the host",
+                   "Expected a 'cuda' device type for generator but found 'cpu'");
+    }
+}
+
+// ---- what a CUDA device makes the host wait for
+
+static void report_index_put(Arguments values, const std::string& name) {
+    bool has_mask = false, has_host_index = false;
+    each_tensor(values[1], [&](const Tensor& t) {
+        has_mask |= is_mask(t) && is_on(t, kCUDA);
+        has_host_index |= is_on(t, kCPU);
+    });
+    auto value = values[2].toTensor();
+    if (has_mask && !(value.numel() == 1 && value.is_cpu())) report("SYNC", name + " (mask)");  // else masked_fill_
+    if (has_host_index) report("SYNC", name + " (index on the host)");
+}
+
+static void report_grouped_mm(Arguments values, const std::string& name) {
+    for (auto& value : values.slice(0, 2)) {
+        auto t = value.toTensor();
+        if (t.scalar_type() != kBFloat16) return report("FP32", name, describe(t));  // torch reads its offsets
+        auto last = t.dim() - 1;
+        auto row = t.stride(last - 1), column = t.stride(last);
+        bool is_aligned = (row == 1 && column >= std::max<int64_t>(1, t.size(last - 1)) && column % 8 == 0) ||
+                          (column == 1 && row >= std::max<int64_t>(1, t.size(last)) && row % 8 == 0);
+        if (!is_aligned) report("GROUPED_MM_STRIDES", name, describe(t));
+    }
+}
+
+static void report_waits(const c10::FunctionSchema& schema, Arguments values) {
+    auto& name = schema.name();
+    if (name == "aten::_index_put_impl_") report_index_put(values, name);
+    if (name == "aten::_grouped_mm") report_grouped_mm(values, name);
+    if (!reads_result.count(name)) return;
+    bool has_size = name == "aten::repeat_interleave" && !values.back().isNone();
+    if (!has_size) wait("SYNC", name.c_str());
+}
+
+// ---- operations
+
+static void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    auto& schema = op.schema();
+    auto first = stack->size() - schema.arguments().size();
+    Arguments values(stack->data() + first, schema.arguments().size());
+    check(op, values);
+    report_waits(schema, values);
+    std::vector<std::pair<Tensor, Tensor>> aliases;  // on the host, of the device
+    std::vector<std::pair<Generator, Generator>> generators;
+    Device device = kCPU;  // of the results
+    auto to_host = [&](const Tensor& t) -> Tensor {
+        if (!is_on(t, kCUDA)) return t;
+        if (device.is_cpu()) device = t.device();
+        for (auto& [host, original] : aliases)
+            if (original.is_same(t)) return host;
+        return aliases.emplace_back(on_host(t), t).first;
     };
-    bool bool_index = false, cpu_index = false;
-    for (size_t i = 0; i < n; i++) {
-        auto& v = (*stack)[begin + i];
-        auto arg = schema.arguments()[i].name();
-        if (v.isTensor())
-            v = conv(v.toTensor(), arg);
-        else if (v.isTensorList()) {
-            std::vector<Tensor> r;
-            for (const Tensor& t : v.toTensorVector()) r.push_back(conv(t, arg));
-            v = c10::IValue(r);
-        } else if (v.isOptionalTensorList()) {
-            c10::List<std::optional<Tensor>> r;
-            for (std::optional<Tensor> t : v.toOptionalTensorList()) {
-                if (t && t->defined() && (t->scalar_type() == kBool || t->scalar_type() == kByte)) bool_index = true;
-                if (t && t->defined() && t->device().is_cpu()) cpu_index = true;
-                r.push_back(t ? std::optional<Tensor>(conv(*t, arg)) : t);
-            }
-            v = c10::IValue(r);
-        } else if (v.isDevice()) {
-            if (v.toDevice().is_cuda()) {
-                has_cuda = true;
-                v = c10::IValue(Device(kCPU));
-            }
-        } else if (v.isGenerator()) {
-            if (v.toGenerator().device().is_cuda())
-                v = c10::IValue(cpu_twin());
-            else
-                report("BAD_GENERATOR", name, "cpu generator with cuda tensor");
+    for (size_t i = first; i < stack->size(); i++) {
+        auto& value = (*stack)[i];
+        replace_tensors(value, to_host);
+        if (value.isDevice() && value.toDevice().is_cuda()) {
+            device = gpu(value.toDevice().index());
+            value = Device(kCPU);
+        } else if (value.isGenerator() && value.toGenerator().device().is_cuda()) {
+            auto twin = at::detail::createCPUGenerator();
+            twin.set_state(value.toGenerator().get_state());
+            generators.emplace_back(twin, value.toGenerator());
+            value = twin;
         }
     }
-    if (has_cuda && !cpu_args.empty())
-        report(cpu_index ? "CPU_INDEX" : "MIX", name + "." + schema.overload_name(), cpu_args);
-    if (syncs.count(name)) {
-        if (name == "aten::repeat_interleave") {
-            bool given = false;
-            for (size_t i = 0; i < n; i++)
-                if (schema.arguments()[i].name() == "output_size" && !(*stack)[begin + i].isNone()) given = true;
-            if (!given) report("SYNC", name, "");
-        } else if (name != "aten::nonzero_static" && name != "aten::multinomial")
-            report("SYNC", name, "");
-        flush();
+    std::vector<std::vector<int64_t>> sizes;
+    for (auto& [host, _] : aliases) sizes.push_back(host.sizes().vec());
+    op.redispatchBoxed(c10::DispatchKeySet(DispatchKey::CPU), stack);
+    for (auto& [twin, original] : generators) original.set_state(twin.get_state());
+    for (size_t i = 0; i < aliases.size(); i++) {
+        auto& [host, original] = aliases[i];
+        if (host.sizes() == IntArrayRef(sizes[i])) continue;  // else an `out` that was resized
+        auto made = alias(host, original.device());
+        auto* changed = original.unsafeGetTensorImpl();
+        changed->set_storage_keep_dtype(made.storage());
+        changed->set_storage_offset(made.storage_offset());
+        changed->set_sizes_and_strides(made.sizes(), made.strides());
     }
-    if (name == "aten::_grouped_mm") {
-        for (auto& p : map) {
-            auto& t = p.second;
-            if (t.dim() < 2) continue;
-            if (t.scalar_type() != kBFloat16) {
-                report("SYNC", "grouped_mm not bf16: fallback reads offs", std::string(t.dtype().name()));
-                break;
-            }
-            auto st = t.strides();
-            auto sz = t.sizes();
-            int e = t.dim() - 1;
-            int al = 8;
-            bool okk = (st[e - 1] == 1 && st[e] >= std::max<int64_t>(1, sz[e - 1])) ? st[e] % al == 0
-                       : (st[e] == 1 && st[e - 1] >= std::max<int64_t>(1, sz[e]))   ? st[e - 1] % al == 0
-                                                                                    : false;
-            std::ostringstream d;
-            d << sz << st;
-            if (!okk) report("GROUPED_MM_STRIDES", name, d.str());
-        }
-        flush();
-    }
-    if (bool_index && name != "aten::_index_put_impl_") {
-        report("SYNC", name + "(bool mask)", "");
-        flush();
-    }
-    std::vector<std::vector<int64_t>> before;
-    for (auto& p : map) before.push_back(p.first.sizes().vec());
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-    for (size_t k = 0; k < map.size(); k++) {  // out= that was resized
-        if (map[k].first.sizes() != IntArrayRef(before[k])) {
-            auto w = to_cuda_wrap(map[k].first);
-            map[k].second.unsafeGetTensorImpl()->set_storage_keep_dtype(w.storage());
-            rawp(map[k].second)->set_storage_offset(w.storage_offset());
-            rawp(map[k].second)->set_sizes_and_strides(w.sizes(), w.strides());
-        }
-    }
-    auto back = [&](const Tensor& t) -> Tensor {
-        if (!t.defined() || !t.device().is_cpu()) return t;
-        for (auto& p : map)
-            if (rawp(p.first) == rawp(t)) return p.second;
-        if (!has_cuda) return t;
-        for (auto& p : map)
-            if (p.first.has_storage() && t.storage().is_alias_of(p.first.storage())) {
-                auto out = at::detail::make_tensor<c10::TensorImpl>(
-                    c10::Storage(p.second.storage()), c10::DispatchKeySet(c10::DispatchKey::CUDA), t.dtype());
-                rawp(out)->set_storage_offset(t.storage_offset());
-                rawp(out)->set_sizes_and_strides(t.sizes(), t.strides());
-                return out;
-            }
-        return to_cuda_wrap(t);
+    auto to_device = [&](const Tensor& t) -> Tensor {
+        if (!is_on(t, kCPU)) return t;
+        for (auto& [host, original] : aliases)
+            if (host.is_same(t)) return original;
+        for (auto& [host, original] : aliases)
+            if (host.has_storage() && t.storage().is_alias_of(host.storage()))
+                return tensor_over(original.storage(), DispatchKey::CUDA, t);
+        return device.is_cuda() ? alias(t, device) : t;
     };
-    auto nr = schema.returns().size();
-    auto rb = stack->size() - nr;
-    for (size_t i = 0; i < nr; i++) {
-        auto& v = (*stack)[rb + i];
-        if (v.isTensor())
-            v = back(v.toTensor());
-        else if (v.isTensorList()) {
-            std::vector<Tensor> r;
-            for (const Tensor& t : v.toTensorVector()) r.push_back(back(t));
-            v = c10::IValue(r);
-        }
+    for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++)
+        replace_tensors((*stack)[i], to_device);
+}
+
+// Torch computes an operation's result by its `out` variant, after it has made `out`; before that, what is refused.
+static void check_first(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    auto num = op.schema().arguments().size();
+    check(op, Arguments(stack->data() + stack->size() - num, num));
+    op.redispatchBoxed(c10::DispatchKeySet(DispatchKey::HPU), stack);  // no kernels are here: torch's general one
+}
+
+static Tensor make_empty(IntArrayRef size, std::optional<ScalarType> type, std::optional<Layout>,
+                         std::optional<Device> on, std::optional<bool>, std::optional<MemoryFormat> format) {
+    c10::DeviceGuard set(on.value_or(gpu()));
+    c10::DispatchKeySet key(DispatchKey::CUDA);
+    return at::detail::empty_generic(size, &device_memory, key, dtype_or_default(type), format);
+}
+
+static Tensor make_strided(IntArrayRef size, IntArrayRef strides, std::optional<ScalarType> type,
+                           std::optional<Layout>, std::optional<Device> on, std::optional<bool>) {
+    c10::DeviceGuard set(on.value_or(gpu()));
+    c10::DispatchKeySet key(DispatchKey::CUDA);
+    return at::detail::empty_strided_generic(size, strides, &device_memory, key, dtype_or_default(type));
+}
+
+static Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
+    auto to = is_on(self, kCUDA) ? on_host(self) : self, from = is_on(source, kCUDA) ? on_host(source) : source;
+    c10::impl::ExcludeDispatchKeyGuard no_gradients(c10::autograd_dispatch_keyset);
+    auto what = describe(source);
+    bool between_devices = self.is_cuda() == source.is_cuda(), to_device = self.is_cuda();
+    bool is_fast = is_pinned((to_device ? source : self).storage().data());
+    if (between_devices || !self.numel()) {
+        to.copy_(from);
+    } else if (!non_blocking || (!is_fast && !to_device)) {
+        auto kind = to_device ? "H2D blocking copy" : non_blocking ? "D2H copy to pageable memory" : "D2H blocking copy";
+        report("SYNC", kind, what);
+        flush();
+        to.copy_(from);
+    } else if (to_device) {
+        if (is_pending(source)) flush();  // the device copies in order
+        if (!is_fast) report("H2D_PAGEABLE", "H2D copy from pageable memory", what);
+        to.copy_(from);
+        if (!is_fast) return self;
+        auto values = source.clone();
+        std::lock_guard<std::mutex> lock(mu);
+        sources.push_back({source, values, what});
+    } else {
+        report("D2H_ASYNC", "copy_", what);
+        auto values = from.clone();
+        watch_reads(true);
+        std::lock_guard<std::mutex> lock(mu);
+        pending.push_back({self, values, what});
     }
-}
-static Tensor f_empty(IntArrayRef size, std::optional<ScalarType> dt, std::optional<Layout>, std::optional<Device> d,
-                      std::optional<bool>, std::optional<MemoryFormat> mf) {
-    auto o = cur;
-    if (d && d->has_index()) cur = d->index();
-    auto t =
-        at::detail::empty_generic(size, &alloc, c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype_or_default(dt), mf);
-    cur = o;
-    return t;
-}
-static Tensor f_empty_strided(IntArrayRef size, IntArrayRef st, std::optional<ScalarType> dt, std::optional<Layout>,
-                              std::optional<Device> d, std::optional<bool>) {
-    auto o = cur;
-    if (d && d->has_index()) cur = d->index();
-    auto t = at::detail::empty_strided_generic(size, st, &alloc, c10::DispatchKeySet(c10::DispatchKey::CUDA),
-                                               dtype_or_default(dt));
-    cur = o;
-    return t;
-}
-static Tensor& f_copy_(Tensor& self, const Tensor& src, bool nb) {
-    auto a = self.device().is_cuda() ? to_cpu_alias(self) : self;
-    auto b = src.device().is_cuda() ? to_cpu_alias(src) : src;
-    c10::impl::ExcludeDispatchKeyGuard g(c10::autograd_dispatch_keyset);
-    std::ostringstream s;
-    s << src.sizes() << ":" << src.dtype().name() << (nb ? " non_blocking" : "");
-    if (self.device().is_cuda() && src.device().is_cpu()) {
-        if (!nb) {
-            report("SYNC", "H2D blocking copy", s.str());
-            flush();
-            a.copy_(b);
-        } else if (is_pinned(src.storage().data())) {
-            a.copy_(b);
-            std::lock_guard<std::recursive_mutex> l(mu);
-            sources.push_back({src, src.clone(), s.str()});
-        } else {
-            report("H2D_PAGEABLE", "H2D from pageable memory", s.str());
-            a.copy_(b);
-        }
-    } else if (self.device().is_cpu() && src.device().is_cuda()) {
-        if (nb && is_pinned(self.storage().data())) {
-            std::lock_guard<std::recursive_mutex> l(mu);
-            pending.push_back({self, b.clone()});
-            report("D2H_ASYNC", "copy_", s.str());
-        } else if (nb) {
-            report("SYNC", "D2H non_blocking to PAGEABLE memory", s.str());
-            std::lock_guard<std::recursive_mutex> l(mu);
-            pending.push_back({self, b.clone()});
-        } else {
-            report("SYNC", "D2H blocking copy", s.str());
-            flush();
-            a.copy_(b);
-        }
-    } else
-        a.copy_(b);
     return self;
 }
-static const Tensor& f_resize_(const Tensor& self, IntArrayRef size, std::optional<MemoryFormat>) {
-    int64_t need = 1;
-    for (auto s : size) need *= s;
-    need = (need + self.storage_offset()) * self.dtype().itemsize();
-    if ((int64_t)self.storage().nbytes() < need) {
-        auto fresh = alloc.allocate(need);
-        if (self.storage().nbytes()) memcpy(fresh.get(), self.storage().data(), self.storage().nbytes());
-        self.storage().set_data_ptr_noswap(std::move(fresh));
-        self.storage().set_nbytes(need);
-    }
-    rawp(self)->set_sizes_contiguous(size);
+
+static void resize_storage(const Storage& storage, int64_t size) {
+    c10::DeviceGuard set(storage.device());
+    auto fresh = device_memory.allocate(size);
+    if (auto kept = std::min<int64_t>(size, storage.nbytes())) memcpy(fresh.get(), storage.data(), kept);
+    storage.set_data_ptr_noswap(std::move(fresh));
+    storage.set_nbytes(size);
+}
+
+static const Tensor& resize_(const Tensor& self, IntArrayRef size, std::optional<MemoryFormat>) {
+    int64_t needed = (c10::multiply_integers(size) + self.storage_offset()) * self.itemsize();
+    if ((int64_t)self.storage().nbytes() < needed) resize_storage(self.storage(), needed);
+    self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
     return self;
 }
-static void resize_storage(const Tensor& t, int64_t n) {
-    auto s = t.storage();
-    auto fresh = alloc.allocate(n);
-    auto k = std::min<int64_t>(n, s.nbytes());
-    if (k) memcpy(fresh.get(), s.data(), k);
-    s.set_data_ptr_noswap(std::move(fresh));
-    s.set_nbytes(n);
-}
-static Tensor& f_set_(Tensor& self, Storage s, int64_t off, IntArrayRef size, IntArrayRef st) {
-    rawp(self)->set_storage_keep_dtype(std::move(s));
-    rawp(self)->set_storage_offset(off);
-    std::vector<int64_t> str = st.vec();
-    if (st.size() != size.size()) {
-        str.assign(size.size(), 1);
-        for (int i = (int)size.size() - 2; i >= 0; i--) str[i] = str[i + 1] * std::max<int64_t>(size[i + 1], 1);
-    }
-    rawp(self)->set_sizes_and_strides(size, str);
+
+static Tensor& set_(Tensor& self, Storage storage, int64_t offset, IntArrayRef size, IntArrayRef strides) {
+    auto* changed = self.unsafeGetTensorImpl();
+    changed->set_storage_keep_dtype(std::move(storage));
+    changed->set_storage_offset(offset);
+    if (strides.size() == size.size()) changed->set_sizes_and_strides(size, strides);
+    else changed->set_sizes_contiguous(size);
     return self;
 }
-static Tensor& f_set_t(Tensor& self, const Tensor& src) {
-    return f_set_(self, src.storage(), src.storage_offset(), src.sizes(), src.strides());
+static Tensor& set_tensor(Tensor& self, const Tensor& source) {
+    return set_(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
-static Tensor& f_set_s(Tensor& self, Storage s) {
-    int64_t n = s.nbytes() / self.dtype().itemsize();
-    return f_set_(self, std::move(s), 0, {n}, {});
+static Tensor& set_storage(Tensor& self, Storage storage) {
+    int64_t size = storage.nbytes() / self.itemsize();
+    return set_(self, std::move(storage), 0, {size}, {});
 }
-static Tensor& f_set_0(Tensor& self) {
-    auto t = f_empty({0}, self.scalar_type(), {}, self.device(), {}, {});
-    return f_set_t(self, t);
+static Tensor& set_nothing(Tensor& self) {
+    return set_tensor(self, make_empty({0}, self.scalar_type(), {}, self.device(), {}, {}));
 }
-static void f_record_stream(Tensor&, Stream) {}
-static Tensor f_view(const Tensor& t, IntArrayRef s) { return at::native::view(t, s); }
-static Tensor f_as_strided(const Tensor& t, IntArrayRef s, IntArrayRef st, std::optional<int64_t> o) {
-    return at::native::as_strided_tensorimpl(t, s, st, o);
+
+// The CPU has none for integers.
+static Tensor make_histogram(const Tensor& t, int64_t bins, const Scalar& low, const Scalar& high) {
+    auto host = on_host(t);
+    return alias(at::histc(host.to(kFloat), bins, low, high).to(host.scalar_type()), t.device());
 }
-static Tensor f_ra(const Tensor& t, IntArrayRef s, IntArrayRef st) { return at::native::_reshape_alias(t, s, st); }
-static Tensor f_unfold(const Tensor& t, int64_t d, int64_t s, int64_t st) { return at::native::unfold(t, d, s, st); }
-static Tensor f_histc(const Tensor& t, int64_t bins, const Scalar& lo, const Scalar& hi) {
-    auto c = to_cpu_alias(t);
-    auto r = at::histc(c.to(kFloat), bins, lo, hi).to(c.scalar_type());
-    return to_cuda_wrap(r);
+
+// An LSTM's and a GRU's cell, which torch has on CUDA only; autograd differentiates what they call.
+using Bias = std::optional<Tensor>;
+static std::vector<Tensor> gates(const Tensor& t, const Bias& bias, int64_t num) {
+    return (bias ? t + *bias : t).chunk(num, 1);
 }
-TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+static std::tuple<Tensor, Tensor, Tensor> lstm_step(const Tensor& input, const Tensor& hidden, const Tensor& cell,
+                                                    const Bias& input_bias, const Bias& hidden_bias) {
+    auto of_input = gates(input, input_bias, 4), of_hidden = gates(hidden, hidden_bias, 4);
+    auto gate = [&](int i) { return of_input[i] + of_hidden[i]; };
+    auto next = gate(1).sigmoid() * cell + gate(0).sigmoid() * gate(2).tanh();
+    return {gate(3).sigmoid() * next.tanh(), next, hidden.new_empty({0})};
+}
+static std::tuple<Tensor, Tensor> gru_step(const Tensor& input, const Tensor& hidden, const Tensor& state,
+                                           const Bias& input_bias, const Bias& hidden_bias) {
+    auto of_input = gates(input, input_bias, 3), of_hidden = gates(hidden, hidden_bias, 3);
+    auto reset = (of_input[0] + of_hidden[0]).sigmoid(), update = (of_input[1] + of_hidden[1]).sigmoid();
+    auto fresh = (of_input[2] + reset * of_hidden[2]).tanh();
+    return {fresh + update * (state - fresh), hidden.new_empty({0})};
+}
+static bool is_no_ctc_loss(const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, int64_t) { return false; }
+static bool is_no_ctc_loss_of_tensors(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t) {
+    return false;
+}
+
+static const auto boxed_compute = torch::CppFunction::makeFromBoxedFunction<&compute>;
+TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(boxed_compute()); }
+TORCH_LIBRARY_IMPL(aten, AutogradCUDA, m) {
+    m.impl("_thnn_fused_lstm_cell", lstm_step);
+    m.impl("_thnn_fused_gru_cell", gru_step);
+}
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
-    m.impl("empty.memory_format", f_empty);
-    m.impl("empty_strided", f_empty_strided);
-    m.impl("copy_", f_copy_);
-    m.impl("resize_", f_resize_);
-    m.impl("set_.source_Storage_storage_offset", f_set_);
-    m.impl("set_.source_Tensor", f_set_t);
-    m.impl("set_.source_Storage", f_set_s);
-    m.impl("set_", f_set_0);
-    m.impl("histc", f_histc);
-    m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
-    m.impl("record_stream", f_record_stream);
-    m.impl("view", f_view);
-    m.impl("as_strided", f_as_strided);
-    m.impl("_reshape_alias", f_ra);
-    m.impl("unfold", f_unfold);
-}
-#include <dlfcn.h>
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-    {
-        auto p = (const void**)dlsym(RTLD_DEFAULT, "fake_cuda_hooks");
-        if (!p) throw std::runtime_error("LD_PRELOAD preload.so");
-        static at::FakeHooks hooks{at::CUDAHooksArgs{}};
-        *p = (const void*)static_cast<const at::CUDAHooksInterface*>(&hooks);
+    m.impl("_thnn_fused_lstm_cell", lstm_step);
+    m.impl("_thnn_fused_gru_cell", gru_step);
+    for (std::string name : {"_use_cudnn_ctc_loss", "_use_miopen_ctc_loss"}) {
+        m.impl(name.c_str(), is_no_ctc_loss);
+        m.impl((name + ".Tensor").c_str(), is_no_ctc_loss_of_tensors);
     }
-    m.def("set_callback", [](py::object f) { on_event = new py::object(f); });
-    m.def("flush", [] {
-        py::gil_scoped_release r;
-        flush();
+    m.impl("empty.memory_format", make_empty);
+    m.impl("empty_strided", make_strided);
+    m.impl("copy_", copy_);
+    m.impl("resize_", resize_);
+    m.impl("set_.source_Storage_storage_offset", set_);
+    m.impl("set_.source_Tensor", set_tensor);
+    m.impl("set_.source_Storage", set_storage);
+    m.impl("set_", set_nothing);
+    m.impl("histc", make_histogram);
+    for (auto name : {"_grouped_mm", "convolution", "convolution_backward"}) m.impl(name, boxed_compute());
+    m.impl("record_stream", [](Tensor&, Stream) {});
+    m.impl("view", [](const Tensor& t, IntArrayRef size) { return native::view(t, size); });
+    m.impl("as_strided", [](const Tensor& t, IntArrayRef size, IntArrayRef strides, std::optional<int64_t> offset) {
+        return native::as_strided_tensorimpl(t, size, strides, offset);
     });
-    m.def("get_device", [] { return (int)cur; });
-    m.def("set_device", [](int d) { cur = d; });
-    m.def("cpu_alias", [](const Tensor& t) { return to_cpu_alias(t); });
-    m.def("allocated", [] { return (int64_t)allocated; });
-    m.def("peak", [] { return (int64_t)peak; });
-    m.def("reset_peak", [] { peak = (int64_t)allocated; });
-    m.def("pin", [](uintptr_t p, size_t n) {
-        std::lock_guard<std::recursive_mutex> l(mu);
-        pinned[(char*)p] = n;
+    m.impl("_reshape_alias", [](const Tensor& t, IntArrayRef size, IntArrayRef strides) {
+        return native::_reshape_alias(t, size, strides);
     });
-    m.def("unpin", [](uintptr_t p) {
-        std::lock_guard<std::recursive_mutex> l(mu);
-        pinned.erase((char*)p);
+    m.impl("unfold", [](const Tensor& t, int64_t dim, int64_t size, int64_t step) {
+        return native::unfold(t, dim, size, step);
     });
-    m.def("default_gen", [](int i) { return default_gen(i); });
-    m.def("twin_seed", [](uint64_t s) { cpu_twin().set_current_seed(s); });
-    m.def("resize_storage", [](const Tensor& t, int64_t n) { resize_storage(t, n); });
+    auto& dispatcher = c10::Dispatcher::singleton();
+    for (auto& name : dispatcher.getAllOpNames()) {
+        auto op = dispatcher.findSchema(name);
+        if (!op || name.name.rfind("aten::", 0) || op->hasKernelForDispatchKey(DispatchKey::CUDA)) continue;
+        if (op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutogradNonFunctional))
+            if (op->hasKernelForDispatchKey(DispatchKey::CPU))
+                m.impl(toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&check_first>());
+    }
+}
+
+// ---- reads of host memory
+
+static void check_read(const Tensor& t, const std::string& operation) {
+    if (is_pending(t)) report("EARLY_READ", operation, describe(t));
+}
+
+static std::unique_ptr<ObserverContext> on_operation(const RecordFunction& call) {
+    auto name = call.operator_name();
+    auto op = name ? c10::Dispatcher::singleton().findSchema(*name) : std::nullopt;
+    if (!op || name->name == "aten::set_") return nullptr;
+    if (name->name != "aten::copy_" && !op->hasKernelForDispatchKey(DispatchKey::CPU)) return nullptr;
+    bool on_device = false;  // whose copies come after the pending ones
+    for (auto& value : call.inputs()) each_tensor(value, [&](const Tensor& t) { on_device |= is_on(t, kCUDA); });
+    for (size_t i = 0; i < call.inputs().size() && !on_device; i++)
+        if (!op->schema().arguments()[i].alias_info())  // neither a view nor written
+            each_tensor(call.inputs()[i], [&](const Tensor& t) { check_read(t, name->name); });
+    return nullptr;
+}
+
+void watch_reads(bool on) {
+    static auto watch = RecordFunctionCallback(&on_operation).needsInputs(true).scopes({RecordScope::FUNCTION});
+    static auto handle = addGlobalCallback(watch);
+    on ? reenableCallback(handle) : disableCallback(handle);
+}
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    auto slot = (const void**)dlsym(RTLD_DEFAULT, "fake_cuda_hooks");
+    if (!slot) throw std::runtime_error("LD_PRELOAD must name fake_hooks.so");
+    static at::Hooks hooks{at::CUDAHooksArgs{}};
+    *slot = static_cast<const at::CUDAHooksInterface*>(&hooks);
+    m.def("set_callback", [](py::object callback) { on_event = new py::object(callback); });
+    m.def("check_exactly", [](std::vector<std::string> names) { checked_exactly.insert(names.begin(), names.end()); });
+    m.def("check_read", &check_read);
+    m.def("flush", &flush, py::call_guard<py::gil_scoped_release>());
+    m.def("cpu_alias", &on_host);
+    m.def("events_alive", [] { return (int64_t)num_events; });
+    m.def("pin", [](uintptr_t start, size_t size) { return pin((void*)start, size), 0; });
+    m.def("unpin", [](uintptr_t start) { return unpin((void*)start), 0; });
+    m.def("default_gen", &default_generator);
+    m.def("resize_storage", &resize_storage);
+
+    // What torch.cuda calls in torch._C.
+    auto nothing = [](py::args, py::kwargs) {};
+    auto no = [](py::args) { return false; };
+    auto stream = [](int index) { return std::make_tuple(0, (int)gpu(index).index(), (int)kCUDA); };
+    for (auto name : {"init", "setStream", "emptyCache", "ipc_collect", "resetAccumulatedMemoryStats"})
+        m.def((std::string("_cuda_") + name).c_str(), nothing);
+    for (auto name : {"_cuda_getCurrentStream", "_cuda_getDefaultStream"}) m.def(name, stream);
+    for (auto name : {"_cuda_exchangeDevice", "_cuda_maybeExchangeDevice", "_cuda_setDevice"})
+        m.def(name, [](int index) { return (int)exchange(index); });
+    for (auto name : {"_cuda_isInBadFork", "_cuda_isCurrentStreamCapturing"}) m.def(name, no);
+    m.def("_cuda_canDeviceAccessPeer", [](int, int) { return true; });
+    m.def("_cuda_getCurrentRawStream", [](int) { return 0; });
+    m.def("_cuda_getDeviceCount", &num_devices);
+    m.def("_cuda_getDevice", [] { return (int)current; });
+    m.def("_cuda_getArchFlags", [] { return "sm_90"; });
+    m.def("_cuda_synchronize", [] { wait("SYNC", "torch.cuda.synchronize"); });
+    m.def("_cuda_resetPeakMemoryStats", [](int) { peak = (int64_t)allocated; });
+    m.def("_cuda_memoryStats", [](int) {
+        using Numbers = std::map<std::string, int64_t>;
+        using Kinds = std::map<std::string, Numbers>;
+        Numbers used{{"current", allocated}, {"peak", peak}}, reserved{{"current", peak}, {"peak", peak}};
+        return std::map<std::string, Kinds>{{"allocated_bytes", {{"all", used}}}, {"reserved_bytes", {{"all", reserved}}}};
+    });
+    m.def("_nccl_version", [] { return 22903; });
+    m.def("_nccl_version_suffix", [] { return py::bytes(""); });
 }

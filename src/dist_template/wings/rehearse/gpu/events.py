@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 from ....project import is_users
 from ...values import short
 
-# Kinds: SYNC and EVENT_WAIT, the host waits for the device; H2D_PAGEABLE and D2H_ASYNC, copies; RACE_H2D, pinned
-# memory was written while a copy still read it; EARLY_READ, it was read before a copy arrived; NCCL_*, what NCCL refuses.
+# Kinds: SYNC and EVENT_WAIT, the host waits; H2D_PAGEABLE and D2H_ASYNC, copies; RACE_H2D, pinned memory was written
+# while a copy read it; EARLY_READ, it was read before a copy arrived; NCCL_*, what NCCL refuses.
 LIBRARY, FAKE, RECORDER = f"{os.sep}dist_template{os.sep}", os.path.dirname(__file__), "rehearse/recorder.py"
 PHASES = (  # of a frame on the stack, the innermost first: its function, its file's end, the phase
     ("on_validation_end", "callbacks/samples.py", "sample"),
     ("save", "checkpoint/commit.py", "checkpoint"),
+    ("on_train_batch_end", "callbacks/checkpoint.py", "checkpoint"),
     ("batch_to_device", "strategies/strategy.py", "batch"),
     ("run", "loops/evaluation_loop.py", "validation"),
 )

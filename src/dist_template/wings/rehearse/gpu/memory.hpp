@@ -1,265 +1,247 @@
-// The memory, streams, random numbers and device guard of a CUDA device that is made of host memory.
+// Memory, streams, random numbers and the guard of a CUDA device that is made of host memory.
 #pragma once
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
-#include <ATen/native/Resize.h>
-#include <ATen/native/TensorFactories.h>
-#include <ATen/ops/_reshape_alias_native.h>
-#include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/set_native.h>
-#include <ATen/ops/unfold_native.h>
-#include <ATen/ops/view_as_real_native.h>
-#include <ATen/ops/view_native.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/extension.h>
-#include <torch/library.h>
 
 #include <map>
 #include <mutex>
-#include <set>
 
 using namespace at;
-static py::object* on_event = nullptr;  // called with (kind, op, detail)
-static int num_gpus() {
-    const char* n = getenv("LOCAL_WORLD_SIZE");
-    return n ? atoi(n) : 1;
+
+static std::mutex mu;
+static thread_local DeviceIndex current = 0;
+static py::object* on_event = nullptr;  // called with (kind, operation, detail)
+
+static int num_devices() {
+    const char* number = getenv("LOCAL_WORLD_SIZE");
+    return number ? atoi(number) : 1;
 }
-static void report(const char* kind, const std::string& op, const std::string& detail) {
-    if (!on_event) return;
-    if (!Py_IsInitialized()) return;
+
+static Device gpu(DeviceIndex index = -1) { return {kCUDA, index < 0 ? current : index}; }
+
+static DeviceIndex exchange(DeviceIndex index) {
+    auto before = current;
+    TORCH_CHECK(index < num_devices(), "CUDA error: invalid device ordinal ", int(index), " of ", num_devices());
+    if (index >= 0) current = index;
+    return before;
+}
+
+static void report(const char* kind, const std::string& operation, const std::string& detail = "") {
+    if (!on_event || !Py_IsInitialized()) return;
     py::gil_scoped_acquire gil;
     try {
-        (*on_event)(kind, op, detail);
-    } catch (py::error_already_set& e) {
-        e.restore();
+        (*on_event)(kind, operation, detail);
+    } catch (py::error_already_set& error) {
+        error.restore();
         PyErr_Print();
     }
 }
-// ---- pending device-to-host copies: done only when something waits
-struct Pending {
-    Tensor dst;
-    Tensor snapshot;
+
+static std::string describe(const Tensor& t) {
+    std::ostringstream text;
+    text << "(";
+    for (int64_t i = 0; i < t.dim(); i++) text << (i ? ", " : "") << t.size(i);
+    text << ") " << t.dtype().name();
+    return text.str();
+}
+
+// ---- copies that arrive late: when the host waits for the device
+
+struct Copy {
+    Tensor host, values;
+    std::string what;
 };
-static std::recursive_mutex mu;
-static std::vector<Pending> pending;
-struct Source {
-    Tensor src;
-    Tensor copy;
-    std::string where;
-};
-static std::vector<Source> sources;  // pinned host memory that a device copy still reads
+static std::vector<Copy> pending;  // the host memory gets the values
+static std::vector<Copy> sources;  // pinned memory that a copy to the device still reads: it must keep the values
+void watch_reads(bool on);         // of host memory, while copies are pending
+
 static void flush() {
-    std::vector<Pending> todo;
-    std::vector<Source> check;
+    std::vector<Copy> arrived, read;
     {
-        std::lock_guard<std::recursive_mutex> l(mu);
-        todo.swap(pending);
-        check.swap(sources);
+        std::lock_guard<std::mutex> lock(mu);
+        arrived.swap(pending);
+        read.swap(sources);
     }
-    c10::impl::ExcludeDispatchKeyGuard g(c10::autograd_dispatch_keyset);
-    for (auto& p : todo) p.dst.copy_(p.snapshot);
-    for (auto& s : check)
-        if (!at::equal(s.src.nan_to_num(), s.copy.nan_to_num())) report("RACE_H2D", "copy_", s.where);
+    if (arrived.size()) watch_reads(false);
+    c10::impl::ExcludeDispatchKeyGuard no_gradients(c10::autograd_dispatch_keyset);
+    for (auto& copy : arrived) copy.host.copy_(copy.values);
+    for (auto& copy : read)
+        if (!at::equal(copy.host.nan_to_num(), copy.values.nan_to_num())) report("RACE_H2D", "copy_", copy.what);
 }
-// ---- allocator
+
+static void wait(const char* kind, const char* operation) {
+    flush();
+    report(kind, operation);
+}
+
+static bool is_pending(const Tensor& t) {
+    if (!t.defined() || !t.device().is_cpu() || !t.has_storage() || !t.numel()) return false;
+    auto bounds = [](const Tensor& of) {
+        int64_t last = 1;
+        for (int64_t i = 0; i < of.dim(); i++) last += (of.size(i) - 1) * of.stride(i);
+        auto start = (const char*)of.const_data_ptr();
+        return std::make_pair(start, start + last * of.itemsize());
+    };
+    auto [start, end] = bounds(t);
+    std::lock_guard<std::mutex> lock(mu);
+    for (auto& copy : pending) {
+        auto [first, last] = bounds(copy.host);
+        if (start < last && first < end) return true;
+    }
+    return false;
+}
+
+// ---- memory: the device's, counted and filled with NaN; and page-locked memory of the host
+
 static std::atomic<int64_t> allocated{0}, peak{0};
-struct FakeAlloc final : c10::Allocator {
-    c10::DataPtr allocate(size_t n) override {
-        static thread_local int dummy;
-        void* p = nullptr;
-        if (n) {
-            if (posix_memalign(&p, 512, n)) throw std::bad_alloc();
-            memset(p, 0xff, n);
-        }
-        allocated += n;
-        int64_t now = allocated;
-        if (now > peak) peak = now;
-        struct H {
-            void* p;
-            size_t n;
-        };
-        auto* h = new H{p, n};
-        extern c10::DeviceIndex fake_current();
-        return {p, h,
-                +[](void* c) {
-                    auto* h = (H*)c;
-                    allocated -= h->n;
-                    free(h->p);
-                    delete h;
-                },
-                c10::Device(c10::DeviceType::CUDA, fake_current())};
-    }
-    c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
-    void copy_data(void* d, const void* s, std::size_t n) const override { memcpy(d, s, n); }
-};
-static FakeAlloc alloc;
-static thread_local c10::DeviceIndex cur = 0;
-c10::DeviceIndex fake_current() { return cur; }
-// pinned
-static std::map<char*, size_t> pinned;
-struct PinAlloc final : c10::Allocator {
-    c10::DataPtr allocate(size_t n) override {
-        void* p = nullptr;
-        if (posix_memalign(&p, 512, n ? n : 1)) throw std::bad_alloc();
-        memset(p, 0x7f, n);
-        {
-            std::lock_guard<std::recursive_mutex> l(mu);
-            pinned[(char*)p] = n ? n : 1;
-        }
-        return {p, p,
-                +[](void* c) {
-                    {
-                        std::lock_guard<std::recursive_mutex> l(mu);
-                        pinned.erase((char*)c);
-                    }
-                    free(c);
-                },
-                c10::Device(c10::DeviceType::CPU)};
-    }
-    c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
-    void copy_data(void* d, const void* s, std::size_t n) const override { memcpy(d, s, n); }
-};
-static PinAlloc pinalloc;
-static bool is_pinned(const void* d) {
-    std::lock_guard<std::recursive_mutex> l(mu);
-    auto it = pinned.upper_bound((char*)d);
-    if (it == pinned.begin()) return false;
-    --it;
-    return (char*)d < it->first + it->second;
+static std::map<const char*, size_t> pinned;
+
+static void pin(const void* start, size_t size) {
+    std::lock_guard<std::mutex> lock(mu);
+    pinned[(const char*)start] = size;
 }
-// ---- guard
+
+static void unpin(const void* start) {
+    std::lock_guard<std::mutex> lock(mu);
+    pinned.erase((const char*)start);
+}
+
+static bool is_pinned(const void* at) {
+    std::lock_guard<std::mutex> lock(mu);
+    auto after = pinned.upper_bound((const char*)at);
+    return after != pinned.begin() && (--after, (const char*)at < after->first + after->second);
+}
+
+template <bool on_device>
+struct Memory final : Allocator {
+    struct Block {
+        void* start;
+        size_t size;
+    };
+    DataPtr allocate(size_t size) override {
+        void* start = nullptr;
+        if (size && posix_memalign(&start, 512, size)) throw std::bad_alloc();
+        if (size) memset(start, on_device ? 0xff : 0x7f, size);
+        if (!on_device && size) pin(start, size);
+        if (on_device && (allocated += size) > peak) peak = (int64_t)allocated;
+        return {start, new Block{start, size}, &release, on_device ? gpu() : Device(kCPU)};
+    }
+    static void release(void* context) {
+        auto* block = (Block*)context;
+        if (on_device) allocated -= block->size;
+        if (!on_device) unpin(block->start);
+        free(block->start);
+        delete block;
+    }
+    void copy_data(void* to, const void* from, size_t size) const override { memcpy(to, from, size); }
+};
+static Memory<true> device_memory;
+static Memory<false> pinned_memory;
+
+// ---- streams, events, the current device: everything has been computed, a wait is reported
+
+static std::atomic<int64_t> num_events{0};
+using Moment = std::chrono::steady_clock::time_point;
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-    c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
-    Device exchangeDevice(Device d) const override {
-        auto o = cur;
-        cur = d.index();
-        return {c10::DeviceType::CUDA, o};
-    }
-    Device getDevice() const override { return {c10::DeviceType::CUDA, cur}; }
-    void setDevice(Device d) const override { cur = d.index(); }
-    void uncheckedSetDevice(Device d) const noexcept override { cur = d.index(); }
-    Stream getStream(Device d) const override {
-        return Stream(Stream::DEFAULT, Device(c10::DeviceType::CUDA, d.index() < 0 ? cur : d.index()));
-    }
+    c10::DeviceType type() const override { return kCUDA; }
+    Device exchangeDevice(Device d) const override { return gpu(exchange(d.index())); }
+    Device getDevice() const override { return gpu(); }
+    void setDevice(Device d) const override { exchange(d.index()); }
+    void uncheckedSetDevice(Device d) const noexcept override { exchange(d.index()); }
+    DeviceIndex deviceCount() const noexcept override { return num_devices(); }
+    Stream getStream(Device d) const override { return Stream(Stream::DEFAULT, gpu(d.index())); }
+    Stream getNewStream(Device d, int) const override { return Stream(Stream::UNSAFE, gpu(d.index()), 7); }
+    Stream getStreamFromGlobalPool(Device d, bool) const override { return getNewStream(d, 0); }
     Stream getDefaultStream(Device d) const override { return getStream(d); }
-    Stream getStreamFromGlobalPool(Device d, bool) const override {
-        return Stream(Stream::UNSAFE, Device(c10::DeviceType::CUDA, d.index() < 0 ? cur : d.index()), 7);
-    }
-    Stream getNewStream(Device d, int) const override { return getStreamFromGlobalPool(d, false); }
     Stream exchangeStream(Stream s) const override { return getStream(s.device()); }
-    DeviceIndex deviceCount() const noexcept override { return num_gpus(); }
-    void record(void** e, const Stream&, const DeviceIndex, const EventFlag) const override {
-        if (!*e) *e = new int(1);
+    void record(void** event, const Stream&, DeviceIndex, EventFlag) const override {
+        if (!*event) *event = new Moment, num_events++;
+        *(Moment*)*event = std::chrono::steady_clock::now();
+    }
+    void destroyEvent(void* event, DeviceIndex) const noexcept override {
+        if (event) delete (Moment*)event, num_events--;
     }
     void block(void*, const Stream&) const override {}
-    bool queryEvent(void*) const override {
-        flush();
-        return true;
+    bool queryEvent(void*) const override { return flush(), true; }
+    bool queryStream(const Stream&) const override { return flush(), true; }
+    void synchronizeEvent(void*) const override { wait("EVENT_WAIT", "Event.synchronize"); }
+    void synchronizeStream(const Stream&) const override { wait("SYNC", "Stream.synchronize"); }
+    void synchronizeDevice(DeviceIndex) const override { wait("SYNC", "torch.cuda.synchronize"); }
+    void recordDataPtrOnStream(const DataPtr&, const Stream&) const override {}
+    double elapsedTime(void* from, void* to, DeviceIndex) const override {
+        return std::chrono::duration<double, std::milli>(*(Moment*)to - *(Moment*)from).count();
     }
-    void destroyEvent(void* e, const DeviceIndex) const noexcept override { delete (int*)e; }
-    bool queryStream(const Stream&) const override {
-        flush();
-        return true;
-    }
-    void synchronizeStream(const Stream&) const override {
-        flush();
-        report("SYNC", "stream.synchronize", "");
-    }
-    void synchronizeEvent(void*) const override {
-        flush();
-        report("EVENT_WAIT", "event.synchronize", "");
-    }
-    void synchronizeDevice(const DeviceIndex) const override {
-        flush();
-        report("SYNC", "device.synchronize", "");
-    }
-    void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
-    double elapsedTime(void*, void*, const DeviceIndex) const override { return 1.0; }
 };
-static Guard guard_impl;
-static c10::impl::DeviceGuardImplRegistrar reg_guard(c10::DeviceType::CUDA, &guard_impl);
-// ---- generator
-struct Gen final : CPUGeneratorImpl {
-    Gen(int i) : CPUGeneratorImpl(67280421310721) { device_ = Device(c10::DeviceType::CUDA, i); }
+static Guard guard;
+static c10::impl::DeviceGuardImplRegistrar register_guard(kCUDA, &guard);
+
+// ---- random numbers
+
+struct DeviceGenerator final : CPUGeneratorImpl {
+    DeviceGenerator(DeviceIndex index) : CPUGeneratorImpl(67280421310721) { device_ = gpu(index); }
 };
-static Generator& cpu_twin() {
-    static Generator g = at::detail::createCPUGenerator(1234);
-    return g;
-}
-static const Generator& default_gen(int i) {
+
+static const Generator& default_generator(DeviceIndex index) {
     static std::vector<Generator> all = [] {
-        std::vector<Generator> v;
-        for (int k = 0; k < 16; k++) v.push_back(make_generator<Gen>(k));
-        return v;
+        std::vector<Generator> made;
+        for (int i = 0; i < 16; i++) made.push_back(make_generator<DeviceGenerator>(i));
+        return made;
     }();
-    return all[i < 0 ? 0 : i];
+    return all[gpu(index).index()];
 }
+
 namespace at {
-struct FakeHooks : CUDAHooksInterface {
-    FakeHooks(CUDAHooksArgs) {}
+struct Hooks : CUDAHooksInterface {
+    Hooks(CUDAHooksArgs) {}
     void init() const override {}
     bool isBuilt() const override { return true; }
     bool isAvailable() const override { return true; }
     bool hasCUDA() const override { return true; }
     bool hasPrimaryContext(DeviceIndex) const override { return true; }
-    DeviceIndex deviceCount() const override { return num_gpus(); }
-    void setCurrentDevice(DeviceIndex d) const override { cur = d; }
-    DeviceIndex getCurrentDevice() const override { return cur; }
-    DeviceIndex exchangeDevice(DeviceIndex d) const override {
-        auto o = cur;
-        cur = d;
-        return o;
-    }
-    DeviceIndex maybeExchangeDevice(DeviceIndex d) const override {
-        auto o = cur;
-        cur = d;
-        return o;
-    }
-    DeviceIndex current_device() const override { return cur; }
-    int getNumGPUs() const override { return num_gpus(); }
-    bool isPinnedPtr(const void* d) const override { return is_pinned(d); }
-    Allocator* getPinnedMemoryAllocator() const override { return &pinalloc; }
-    Allocator* getCUDADeviceAllocator() const override { return &alloc; }
-    Device getDeviceFromPtr(void*) const override { return Device(kCUDA, cur); }
-    const Generator& getDefaultGenerator(DeviceIndex i) const override { return default_gen(i); }
-    Generator getNewGenerator(DeviceIndex i) const override { return make_generator<Gen>(i < 0 ? 0 : i); }
-    void deviceSynchronize(DeviceIndex) const override {
-        flush();
-        report("SYNC", "deviceSynchronize", "");
-    }
-    std::string showConfig() const override { return "fake"; }
+    int getNumGPUs() const override { return num_devices(); }
+    DeviceIndex deviceCount() const override { return num_devices(); }
+    DeviceIndex current_device() const override { return current; }
+    DeviceIndex getCurrentDevice() const override { return current; }
+    void setCurrentDevice(DeviceIndex index) const override { exchange(index); }
+    DeviceIndex exchangeDevice(DeviceIndex index) const override { return exchange(index); }
+    DeviceIndex maybeExchangeDevice(DeviceIndex index) const override { return exchange(index); }
+    Device getDeviceFromPtr(void*) const override { return gpu(); }
+    bool isPinnedPtr(const void* at) const override { return is_pinned(at); }
+    Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
+    Allocator* getCUDADeviceAllocator() const override { return &device_memory; }
+    const Generator& getDefaultGenerator(DeviceIndex index) const override { return default_generator(index); }
+    Generator getNewGenerator(DeviceIndex index) const override { return make_generator<DeviceGenerator>(index); }
+    void deviceSynchronize(DeviceIndex) const override { wait("SYNC", "torch.cuda.synchronize"); }
 };
 }  // namespace at
-// ---- aliases
-static c10::TensorImpl* rawp(const Tensor& t) { return t.unsafeGetTensorImpl(); }
-static Tensor to_cpu_alias(const Tensor& t) {
-    auto keep = t.storage();
-    auto st = c10::Storage(c10::Storage::use_byte_size_t(), keep.nbytes(),
-                           c10::DataPtr(
-                               const_cast<void*>(keep.data()), new c10::Storage(keep),
-                               +[](void* c) { delete (c10::Storage*)c; }, c10::Device(c10::DeviceType::CPU)),
-                           c10::GetCPUAllocator(), true);
-    auto out =
-        at::detail::make_tensor<c10::TensorImpl>(std::move(st), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
-    rawp(out)->set_storage_offset(t.storage_offset());
-    rawp(out)->set_sizes_and_strides(t.sizes(), t.strides());
-    if (t.is_conj()) out._set_conj(true);
-    if (t.is_neg()) out._set_neg(true);
-    if (rawp(t)->is_wrapped_number()) rawp(out)->set_wrapped_number(true);
-    return out;
+
+// ---- one memory as a tensor of the host and of the device
+
+static Tensor tensor_over(Storage storage, c10::DispatchKey key, const Tensor& like) {
+    auto made = at::detail::make_tensor<TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
+    made.unsafeGetTensorImpl()->set_storage_offset(like.storage_offset());
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
+    return made;
 }
-static Tensor to_cuda_wrap(const Tensor& t) {
-    auto keep = t.storage();
-    auto st = c10::Storage(c10::Storage::use_byte_size_t(), keep.nbytes(),
-                           c10::DataPtr(
-                               const_cast<void*>(keep.data()), new c10::Storage(keep),
-                               +[](void* c) { delete (c10::Storage*)c; }, c10::Device(c10::DeviceType::CUDA, cur)),
-                           &alloc, true);
-    auto out =
-        at::detail::make_tensor<c10::TensorImpl>(std::move(st), c10::DispatchKeySet(c10::DispatchKey::CUDA), t.dtype());
-    rawp(out)->set_storage_offset(t.storage_offset());
-    rawp(out)->set_sizes_and_strides(t.sizes(), t.strides());
-    return out;
+
+static Tensor alias(const Tensor& t, Device device) {
+    bool on_device = device.is_cuda();
+    Allocator* allocator = on_device ? &device_memory : c10::GetCPUAllocator();
+    auto* kept = new Storage(t.storage());
+    DataPtr data(kept->mutable_data(), kept, +[](void* context) { delete (Storage*)context; }, device);
+    Storage storage(Storage::use_byte_size_t(), kept->nbytes(), std::move(data), allocator, true);
+    return tensor_over(storage, on_device ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU, t);
+}
+
+static Tensor on_host(const Tensor& t) {
+    auto made = alias(t, kCPU);
+    made._set_conj(t.is_conj());
+    made._set_neg(t.is_neg());
+    if (t.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return made;
 }

@@ -1,189 +1,179 @@
 // A process group over gloo that has the name of NCCL, and refuses what NCCL refuses.
+#define NDEBUG  // as torch was built
 #include <torch/extension.h>
 
+#include <set>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/PyProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
-using namespace at;
-using c10::intrusive_ptr;
-using c10d::Work;
-typedef c10d::Backend CB;
-typedef Tensor (*Alias)(const Tensor&);
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
+
+using at::Tensor;
+using c10d::Backend;
+using Tensors = std::vector<Tensor>;
+using Lists = std::vector<Tensors>;
+using Handle = c10::intrusive_ptr<c10d::Work>;
+
 // Never freed: they would be after Python's end.
-static py::object &alias_fn = *new py::object(), &event_fn = *new py::object();
-static std::set<ScalarType> ok = {kFloat,
-                                  kDouble,
-                                  kHalf,
-                                  kBFloat16,
-                                  kChar,
-                                  kByte,
-                                  kInt,
-                                  kLong,
-                                  kBool,
-                                  ScalarType::Float8_e4m3fn,
-                                  ScalarType::Float8_e5m2};
-static void note(const std::string& k, const std::string& o, const std::string& d) {
-    py::gil_scoped_acquire g;
-    event_fn(k, o, d);
+static py::object &alias = *new py::object(), &on_event = *new py::object();
+
+static void report(const char* kind, const std::string& operation, const std::string& detail = "") {
+    py::gil_scoped_acquire gil;
+    on_event(kind, operation, detail);
 }
-struct FakeNccl : CB {
-    intrusive_ptr<CB> g;
-    FakeNccl(intrusive_ptr<CB> b, int r, int s) : CB(r, s), g(b) {}
+
+static void refuse(const char* kind, const std::string& operation, const std::string& why) {
+    report(kind, operation, why);
+    TORCH_CHECK(false, why, ": ", operation);
+}
+
+static bool is_sent(at::ScalarType type) {
+    static const std::set<at::ScalarType> others{at::kFloat8_e4m3fn, at::kFloat8_e5m2};
+    return at::isComplexType(type) || others.count(type) || type == at::kBool ||
+           (at::isIntegralType(type, false) && type != at::kShort) ||
+           (at::isFloatingType(type) && !at::isFloat8Type(type));
+}
+
+static void scale(Tensor& tensor, double factor) { tensor = tensor.mul(factor); }  // not the caller's
+static void scale(Tensors& tensors, double factor) {
+    for (auto& tensor : tensors) scale(tensor, factor);
+}
+static void scale(Lists& lists, double factor) {
+    for (auto& tensors : lists) scale(tensors, factor);
+}
+
+// Gloo has neither a mean nor a product with a number: it sums what `scale` has multiplied by what this returns. Results
+// cannot be multiplied: gloo writes them again at each wait.
+template <class Options>
+static double as_sum(Options& options, int size) {
+    double factor = 1.0 / size;
+    if (options.reduceOp.op_ == c10d::ReduceOp::PREMUL_SUM)
+        factor = static_cast<c10d::NCCLPreMulSumSupplement*>(options.reduceOp.supplement_.get())->double_factor;
+    else if (options.reduceOp.op_ != c10d::ReduceOp::AVG)
+        return 1;
+    options.reduceOp = c10d::ReduceOp::SUM;
+    return factor;
+}
+
+// Collectives of an output and an input, and of tensors that are both.
+#define COLLECTIVE(NAME, OUT, IN, OPTIONS)                                            \
+    Handle NAME(OUT& out, IN& in, const c10d::OPTIONS& options) override {            \
+        auto to = on_host(out, #NAME);                                                \
+        auto from = on_host(in, #NAME);                                               \
+        return gloo->NAME(to, from, options);                                         \
+    }
+#define REDUCTION(NAME, OUT, IN, OPTIONS)                                             \
+    Handle NAME(OUT& out, IN& in, const c10d::OPTIONS& given) override {              \
+        auto options = given;                                                         \
+        double factor = as_sum(options, getSize());                                   \
+        auto to = on_host(out, #NAME);                                                \
+        auto from = on_host(in, #NAME);                                               \
+        if (factor != 1) scale(from, factor);                                         \
+        return gloo->NAME(to, from, options);                                         \
+    }
+#define IN_PLACE(NAME, OPTIONS)                                                       \
+    Handle NAME(Tensors& tensors, const c10d::OPTIONS& given) override {              \
+        auto options = given;                                                         \
+        double factor = as_sum(options, getSize());                                   \
+        auto both = on_host(tensors, #NAME);                                          \
+        for (auto& tensor : both)                                                     \
+            if (factor != 1) tensor.mul_(factor);                                     \
+        return gloo->NAME(both, options);                                             \
+    }
+#define EACH(NAME, OF_ONE, OPTIONS)                                                   \
+    Handle NAME(Tensors& out, Tensors& in, const c10d::OPTIONS& options) override {   \
+        Handle last;                                                                  \
+        for (size_t i = 0; i < out.size(); i++) {                                     \
+            if (last) last->wait();                                                   \
+            last = OF_ONE(out[i], in[i], options);                                    \
+        }                                                                             \
+        return last;                                                                  \
+    }
+
+struct FakeNccl : Backend {
+    c10::intrusive_ptr<Backend> gloo;
+    bool had_messages = false, had_collectives = false;
+
+    FakeNccl(c10::intrusive_ptr<Backend> gloo, int rank, int size) : Backend(rank, size), gloo(gloo) {}
     const std::string getBackendName() const override { return "nccl"; }
     bool supportsCoalescing() const override { return false; }
-    void setTimeout(std::chrono::milliseconds t) override { g->setTimeout(t); }
-    bool had_messages = false, had_collectives = false;
+    void setTimeout(std::chrono::milliseconds timeout) override { gloo->setTimeout(timeout); }
+    void setSequenceNumberForGroup() override { gloo->setSequenceNumberForGroup(); }
+    uint64_t getSequenceNumberForGroup() override { return gloo->getSequenceNumberForGroup(); }
+
     // Outside of a batch, NCCL orders messages and collectives of one eager group behind each other.
-    void used(const std::string& op) {
-        bool mixed = had_messages && had_collectives;
-        (op == "send" || op == "recv" ? had_messages : had_collectives) = true;
-        if (!mixed && had_messages && had_collectives) note("NCCL_MIXED_GROUP", op, "messages and collectives");
+    void note_use(const std::string& operation) {
+        bool was_mixed = had_messages && had_collectives;
+        (operation == "send" || operation == "recv" ? had_messages : had_collectives) = true;
+        if (!was_mixed && had_messages && had_collectives)
+            report("NCCL_MIXED_GROUP", operation, "messages and collectives");
     }
-    Tensor on_host(const Tensor& t, const char* op) {
-        used(op);
-        if (!t.device().is_cuda()) {
-            note("NCCL_CPU_TENSOR", op, "cpu tensor");
-            throw std::runtime_error(std::string("No backend type associated with device type cpu: ") + op);
-        }
-        if (!t.is_non_overlapping_and_dense()) {
-            note("NCCL_NONCONTIGUOUS", op, "");
-            throw std::runtime_error(std::string("Tensors must be contiguous: ") + op);
-        }
-        if (!t.is_contiguous()) note("NCCL_STRIDED", op, "dense but not contiguous");
-        if (!ok.count(t.scalar_type()) && !isComplexType(t.scalar_type())) {
-            note("NCCL_DTYPE", op, std::string(t.dtype().name()));
-            throw std::runtime_error("nccl dtype");
-        }
+    Tensor on_host(const Tensor& t, const char* operation) {
+        note_use(operation);
+        auto device = t.device().str(), type = std::string(t.dtype().name());
+        if (!t.is_cuda()) refuse("NCCL_CPU_TENSOR", operation, "No backend type associated with device type " + device);
+        if (!t.is_non_overlapping_and_dense()) refuse("NCCL_NONCONTIGUOUS", operation, "Tensors must be contiguous");
+        if (!is_sent(t.scalar_type()))
+            refuse("NCCL_DTYPE", operation, "Input tensor data type is not supported for NCCL process group: " + type);
+        if (!t.is_contiguous()) report("NCCL_STRIDED", operation, "dense but not contiguous");
         py::gil_scoped_acquire gil;
-        return py::cast<Tensor>(alias_fn(t));
+        return py::cast<Tensor>(alias(t));
     }
-    std::vector<Tensor> on_host(const std::vector<Tensor>& v, const char* op) {
-        std::vector<Tensor> r;
-        for (auto& t : v) r.push_back(on_host(t, op));
-        return r;
+    template <class T>
+    std::vector<T> on_host(const std::vector<T>& all, const char* operation) {
+        std::vector<T> aliases;
+        for (auto& one : all) aliases.push_back(on_host(one, operation));
+        return aliases;
     }
-    std::vector<std::vector<Tensor>> on_host(const std::vector<std::vector<Tensor>>& v, const char* op) {
-        std::vector<std::vector<Tensor>> r;
-        for (auto& t : v) r.push_back(on_host(t, op));
-        return r;
+
+    COLLECTIVE(allgather, Lists, Tensors, AllgatherOptions)
+    COLLECTIVE(_allgather_base, Tensor, Tensor, AllgatherOptions)
+    COLLECTIVE(gather, Lists, Tensors, GatherOptions)
+    COLLECTIVE(scatter, Tensors, Lists, ScatterOptions)
+    COLLECTIVE(alltoall, Tensors, Tensors, AllToAllOptions)
+    REDUCTION(reduce_scatter, Tensors, Lists, ReduceScatterOptions)
+    REDUCTION(_reduce_scatter_base, Tensor, Tensor, ReduceScatterOptions)
+    IN_PLACE(allreduce, AllreduceOptions)
+    IN_PLACE(reduce, ReduceOptions)
+    EACH(allgather_into_tensor_coalesced, _allgather_base, AllgatherOptions)
+    EACH(reduce_scatter_tensor_coalesced, _reduce_scatter_base, ReduceScatterOptions)
+
+    Handle broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+        auto both = on_host(tensors, "broadcast");
+        return gloo->broadcast(both, options);
     }
-    // Gloo has no averages: it sums what is scaled before. Returns `o` for the sum.
-    template <class O>
-    O sum_of(const O& given, std::vector<Tensor>& inputs, bool may_overwrite = false) {
-        O o = given;
-        double factor = 1.0 / getSize();
-        if (o.reduceOp.op_ == c10d::ReduceOp::PREMUL_SUM)
-            factor = static_cast<c10d::NCCLPreMulSumSupplement*>(o.reduceOp.supplement_.get())->double_factor;
-        else if (o.reduceOp.op_ != c10d::ReduceOp::AVG)
-            return o;
-        o.reduceOp = c10d::ReduceOp::SUM;
-        for (auto& t : inputs) t = may_overwrite ? t.mul_(factor) : t.mul(factor);
-        return o;
-    }
-    intrusive_ptr<Work> broadcast(std::vector<Tensor>& t, const c10d::BroadcastOptions& o) override {
-        auto x = on_host(t, "broadcast");
-        return g->broadcast(x, o);
-    }
-    intrusive_ptr<Work> allreduce(std::vector<Tensor>& t, const c10d::AllreduceOptions& o) override {
-        auto x = on_host(t, "allreduce");
-        auto sum = sum_of(o, x, true);
-        return g->allreduce(x, sum);
-    }
-    intrusive_ptr<Work> allreduce_coalesced(std::vector<Tensor>& t, const c10d::AllreduceCoalescedOptions& o) override {
-        intrusive_ptr<Work> w;
-        c10d::AllreduceOptions each;
-        each.reduceOp = o.reduceOp;
-        for (auto& tensor : t) {
-            std::vector<Tensor> one{tensor};
-            w = allreduce(one, each);
-            w->wait();
+    Handle allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& given) override {
+        Handle last;
+        c10d::AllreduceOptions options;
+        options.reduceOp = given.reduceOp;
+        for (auto& tensor : tensors) {
+            if (last) last->wait();
+            Tensors one{tensor};
+            last = allreduce(one, options);
         }
-        return w;
+        return last;
     }
-    intrusive_ptr<Work> reduce(std::vector<Tensor>& t, const c10d::ReduceOptions& o) override {
-        auto x = on_host(t, "reduce");
-        return g->reduce(x, o);
+    using Sizes = std::vector<int64_t>;
+    Handle alltoall_base(Tensor& out, Tensor& in, Sizes& to_sizes, Sizes& from_sizes,
+                         const c10d::AllToAllOptions& options) override {
+        auto to = on_host(out, "alltoall_base"), from = on_host(in, "alltoall_base");
+        return gloo->alltoall_base(to, from, to_sizes, from_sizes, options);
     }
-    intrusive_ptr<Work> allgather(std::vector<std::vector<Tensor>>& out, std::vector<Tensor>& in,
-                                  const c10d::AllgatherOptions& o) override {
-        auto x = on_host(out, "allgather");
-        auto y = on_host(in, "allgather");
-        return g->allgather(x, y, o);
+    Handle send(Tensors& tensors, int rank, int tag) override {
+        auto sent = on_host(tensors, "send");
+        report("NCCL_P2P", "send", "rank " + std::to_string(getRank()) + "->" + std::to_string(rank));
+        return gloo->send(sent, rank, tag);
     }
-    intrusive_ptr<Work> _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& o) override {
-        auto x = on_host(out, "_allgather_base"), y = on_host(in, "_allgather_base");
-        return g->_allgather_base(x, y, o);
+    Handle recv(Tensors& tensors, int rank, int tag) override {
+        auto received = on_host(tensors, "recv");
+        report("NCCL_P2P", "recv", "rank " + std::to_string(getRank()) + "<-" + std::to_string(rank));
+        return gloo->recv(received, rank, tag);
     }
-    intrusive_ptr<Work> allgather_into_tensor_coalesced(std::vector<Tensor>& out, std::vector<Tensor>& in,
-                                                        const c10d::AllgatherOptions& o) override {
-        auto x = on_host(out, "ag_coalesced"), y = on_host(in, "ag_coalesced");
-        intrusive_ptr<Work> w;
-        for (size_t i = 0; i < x.size(); i++) w = g->_allgather_base(x[i], y[i], o);
-        return w;
+    Handle barrier(const c10d::BarrierOptions& options) override {
+        report("SYNC", "nccl barrier");
+        return gloo->barrier(options);
     }
-    intrusive_ptr<Work> gather(std::vector<std::vector<Tensor>>& out, std::vector<Tensor>& in,
-                               const c10d::GatherOptions& o) override {
-        auto x = on_host(out, "gather");
-        auto y = on_host(in, "gather");
-        return g->gather(x, y, o);
-    }
-    intrusive_ptr<Work> scatter(std::vector<Tensor>& out, std::vector<std::vector<Tensor>>& in,
-                                const c10d::ScatterOptions& o) override {
-        auto x = on_host(out, "scatter");
-        auto y = on_host(in, "scatter");
-        return g->scatter(x, y, o);
-    }
-    intrusive_ptr<Work> reduce_scatter(std::vector<Tensor>& out, std::vector<std::vector<Tensor>>& in,
-                                       const c10d::ReduceScatterOptions& o) override {
-        auto x = on_host(out, "reduce_scatter");
-        auto y = on_host(in, "reduce_scatter");
-        auto sum = o;
-        for (auto& each : y) sum = sum_of(o, each);
-        return g->reduce_scatter(x, y, sum);
-    }
-    intrusive_ptr<Work> _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& o) override {
-        auto x = on_host(out, "_reduce_scatter_base");
-        std::vector<Tensor> y{on_host(in, "_reduce_scatter_base")};
-        auto sum = sum_of(o, y);
-        return g->_reduce_scatter_base(x, y[0], sum);
-    }
-    intrusive_ptr<Work> reduce_scatter_tensor_coalesced(std::vector<Tensor>& out, std::vector<Tensor>& in,
-                                                        const c10d::ReduceScatterOptions& o) override {
-        intrusive_ptr<Work> w;
-        for (size_t i = 0; i < out.size(); i++) w = _reduce_scatter_base(out[i], in[i], o);
-        return w;
-    }
-    intrusive_ptr<Work> alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& os, std::vector<int64_t>& is,
-                                      const c10d::AllToAllOptions& o) override {
-        auto x = on_host(out, "alltoall_base"), y = on_host(in, "alltoall_base");
-        return g->alltoall_base(x, y, os, is, o);
-    }
-    intrusive_ptr<Work> alltoall(std::vector<Tensor>& out, std::vector<Tensor>& in,
-                                 const c10d::AllToAllOptions& o) override {
-        auto x = on_host(out, "alltoall"), y = on_host(in, "alltoall");
-        return g->alltoall(x, y, o);
-    }
-    intrusive_ptr<Work> send(std::vector<Tensor>& t, int d, int tag) override {
-        auto x = on_host(t, "send");
-        note("NCCL_P2P", "send", "rank " + std::to_string(getRank()) + "->" + std::to_string(d));
-        return g->send(x, d, tag);
-    }
-    intrusive_ptr<Work> recv(std::vector<Tensor>& t, int s, int tag) override {
-        auto x = on_host(t, "recv");
-        note("NCCL_P2P", "recv", "rank " + std::to_string(getRank()) + "<-" + std::to_string(s));
-        return g->recv(x, s, tag);
-    }
-    intrusive_ptr<Work> recvAnysource(std::vector<Tensor>& t, int tag) override {
-        throw std::runtime_error("ProcessGroupNCCL does not support recvAnysource");
-    }
-    intrusive_ptr<Work> barrier(const c10d::BarrierOptions& o) override {
-        note("SYNC", "nccl barrier", "");
-        return g->barrier(o);
-    }
-    void setSequenceNumberForGroup() override { g->setSequenceNumberForGroup(); }
-    uint64_t getSequenceNumberForGroup() override { return g->getSequenceNumberForGroup(); }
 };
-#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
+
 namespace c10d {
 struct FakeTimer : Timer {
     explicit FakeTimer(c10::Device) {}
@@ -191,12 +181,18 @@ struct FakeTimer : Timer {
 };
 C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, FakeTimer)
 }  // namespace c10d
+
+static c10::intrusive_ptr<FakeNccl> make(py::object store, int rank, int size, py::object given) {
+    auto kind = py::module_::import("torch._C._distributed_c10d").attr("ProcessGroupGloo");
+    auto options = kind.attr("_Options")();
+    options.attr("_timeout") = given.attr("_timeout");
+    options.attr("_devices") = std::vector<py::object>{kind.attr("create_default_device")()};
+    auto gloo = py::cast<c10::intrusive_ptr<Backend>>(kind(store, rank, size, options));
+    return c10::make_intrusive<FakeNccl>(gloo, rank, size);
+}
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-    m.def("make", [](intrusive_ptr<CB> b, int r, int s) -> intrusive_ptr<CB> {
-        return c10::make_intrusive<FakeNccl>(b, r, s);
-    });
-    m.def("setup", [](py::object al, py::object ev) {
-        alias_fn = al;
-        event_fn = ev;
-    });
+    py::class_<FakeNccl, c10::intrusive_ptr<FakeNccl>, Backend>(m, "ProcessGroupNCCL", py::dynamic_attr())
+        .def(py::init(&make));
+    m.def("setup", [](py::object alias_of, py::object record) { alias = alias_of, on_event = record; });
 }

@@ -10,7 +10,7 @@ from ..recorder import Recorder
 from .cuda import events_alive
 from .events import EVENTS
 
-WARM_UP = 1  # steps in which buffers are made
+WARM_UP = 2  # steps in which buckets, traces and buffers are made
 
 
 class Observer(Recorder):
