@@ -36,7 +36,7 @@ def in_callback(hook: str) -> Callable[[Callable], Callable[[], None]]:
         @wraps(new)
         def plant() -> None:
             owner = type("UsersCallback", (Callback,), {hook: new})
-            LanguageModule.configure_callbacks = lambda self: [owner()]  # ty: ignore[invalid-assignment]
+            LanguageModule.configure_callbacks = lambda self: [owner()]
 
         return plant
 
@@ -157,10 +157,10 @@ def metric_read_in_every_batch(
 
 @replaces("on_before_optimizer_step")
 def norm_of_gradients_read(_: Any, self: Any, optimizer: Any) -> None:
-    norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
-    self.norm = (
-        torch.stack([getattr(each, "_local_tensor", each) for each in norms]).norm().item()
-    )  # fault
+    gradients = [p.grad for p in self.parameters() if p.grad is not None]
+    norms = [each.norm() for each in gradients]
+    local = [getattr(each, "_local_tensor", each) for each in norms]
+    self.norm = torch.stack(local).norm().item()  # fault
 
 
 @of_loss
@@ -385,14 +385,14 @@ class Reversed(torch.autograd.Function):
     """The identity; its gradient is multiplied by a number that a tensor holds."""
 
     @staticmethod
-    def forward(context: Any, given: Tensor, factor: Tensor) -> Tensor:
-        context.save_for_backward(factor)
+    def forward(ctx: Any, given: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
         return given.view_as(given)
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> Any:
-        (factor,) = context.saved_tensors
-        return gradients[0] * factor, None
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        (factor,) = ctx.saved_tensors
+        return grad_outputs[0] * factor, None
 
 
 @of_loss

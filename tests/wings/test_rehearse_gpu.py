@@ -76,7 +76,7 @@ class Rehearsals:
         self, plant: Callable[[], None], *checks: str, strategy: str = "ddp", model: str = LLAMA
     ) -> list[Result]:
         """Returns the checks that fail; all on GPUs if none is named."""
-        name: str = plant.__name__  # ty: ignore[unresolved-attribute]
+        name: str = plant.__name__  # ty: ignore[missing-attribute]
         project = PLAIN if name in OF_IMAGES else OURS
         small = copy.deepcopy(self._small(project, strategy, model))
         folder = self.folder / f"{name}-{strategy}-{len(model)}"
