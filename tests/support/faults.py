@@ -35,7 +35,8 @@ def replaces(name: str, owner: Any = LanguageModule) -> Callable[[Callable], Cal
         @wraps(new)
         def plant() -> None:
             old = getattr(owner, name, None)
-            setattr(owner, name, lambda *args, **options: new(old, *args, **options))
+            planted = wraps(new)(lambda *args, **options: new(old, *args, **options))
+            setattr(owner, name, planted)
 
         return plant
 

@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from trainer_dev.data import DataModule
 from trainer_dev.module import LanguageModule
 
-from tests.support.classifier import Images
+from tests.support.classifier import Images, PlainClassifier
 from tests.support.faults import Batch, after_configure_model, replaces
 
 
@@ -257,15 +257,15 @@ def metric_that_checks_its_input(self: Any) -> None:
 # ---- copies --------------------------------------------------------------------------------------
 
 
-@replaces("on_before_batch_transfer", DataModule)
-def batch_not_pinned(before: Any, self: Any, batch: Batch, dataloader_idx: int) -> Batch:  # fault
+@replaces("on_before_batch_transfer", DataModule)  # fault
+def batch_not_pinned(before: Any, self: Any, batch: Batch, dataloader_idx: int) -> Batch:
     """New tensors, after the loader has pinned what it had read."""
     return {name: tensor.clone() for name, tensor in before(self, batch, dataloader_idx).items()}
 
 
-@replaces("train_dataloader", Images)
+@replaces("train_dataloader", Images)  # fault
 def loader_without_pinned_memory(_: Any, self: Any) -> DataLoader:
-    return DataLoader(self.train, self.batch_size, shuffle=True)  # fault
+    return DataLoader(self.train, self.batch_size, shuffle=True)
 
 
 @of_loss
@@ -415,7 +415,16 @@ def host_scalar_as_a_factor(self: Any, loss: Tensor, batch: Batch) -> Tensor:
     return loss * torch.tensor(0.5)
 
 
-@replaces("train_dataloader", Images)
-def loader_with_pinned_memory(_: Any, self: Any) -> DataLoader:
-    is_on_gpu = torch.cuda.is_available()
-    return DataLoader(self.train, self.batch_size, shuffle=True, pin_memory=is_on_gpu)
+def loader_with_pinned_memory() -> None:
+    """Of batches that training and validation read; a mean over ranks in each step would wait."""
+
+    def loader(rows: Any, self: Any) -> DataLoader:
+        is_on_gpu = torch.cuda.is_available()
+        return DataLoader(rows(self).dataset, self.batch_size, pin_memory=is_on_gpu)
+
+    def log(log: Any, self: Any, name: str, value: Tensor, **options: Any) -> None:
+        log(self, name, value, sync_dist=name.startswith("val"))
+
+    for name in ("train_dataloader", "val_dataloader"):
+        replaces(name, Images)(loader)()
+    replaces("log", PlainClassifier)(log)()

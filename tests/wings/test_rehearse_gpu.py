@@ -104,8 +104,7 @@ def tiered(names: Any) -> list[Any]:
 def test_a_fault_is_named_by_its_line(name: str, rehearsals: Rehearsals) -> None:
     strategy = "fsdp2" if name in UNDER_FSDP2 else "ddp"
     failed = rehearsals.failures(FAULTS[name], *OF_A_STEP, strategy=strategy)
-    assert failed, "every check passes"
-    assert g.place(FAULTS[name]) in failed[0]
+    assert any(g.place(FAULTS[name]) in sentence for sentence in failed), failed
 
 
 @NEEDS_COMPILER

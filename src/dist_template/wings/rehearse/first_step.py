@@ -1,6 +1,7 @@
 """Callback: records the first optimizer step, to find what makes losses differ."""
 
 import inspect
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from .record import ForwardPass
 from .recorder import fingerprint, samples_in
 
 METHODS = ("training_step", "forward", "validation_step", "configure_optimizers")
+LOADERS = ("train_dataloader", "val_dataloader")
+BATCH_HOOKS = (*LOADERS, "transform", "on_before_batch_transfer", "transfer_batch_to_device")
 GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 
 
@@ -27,8 +30,8 @@ class FirstStep(Callback):
     """Records forward passes and gradients of the first step.
 
     forward<rank>.pt   a `ForwardPass` for each micro-batch
-    places.pt          {module: class and file:line}; also of METHODS, transform,
-                       train_dataloader, optimizer and order; "hooks" are the user's GRADIENT_HOOKS
+    places.pt          {module: class and file:line}; also of METHODS, transform, optimizer and
+                       order; "hooks" and "batches" are the user's GRADIENT_HOOKS and BATCH_HOOKS
     gradients.pt       {parameter: unsharded gradient} after the first backward, before clipping
     dropout.pt         {"dropout": True} if dropout was turned off in a forward pass
     missing.pt         {parameter that never gets a gradient: whether its module's forward ran}
@@ -65,18 +68,13 @@ class FirstStep(Callback):
                 places[name] = f"{type(module).__name__}, {location(module.forward)}"
         for name in METHODS:
             places[name] = location(getattr(pl_module, name))
-        for name in ("transform", "train_dataloader"):
-            places[name] = location(getattr(trainer.datamodule, name, None))  # ty: ignore[missing-attribute]
+        callbacks, data = trainer.callbacks, trainer.datamodule  # ty: ignore[missing-attribute]
+        places["transform"] = location(getattr(data, "transform", None))
         order = getattr(trainer.train_dataloader, "batch_sampler", None)
         for name, part in (("optimizer", trainer.optimizers[0]), ("order", order)):
             places[name] = f"{type(part).__name__}, {location(type(part))}"
-        hooks: list[str] = []
-        for owner in [*trainer.callbacks, pl_module]:  # ty: ignore[missing-attribute]
-            for name in GRADIENT_HOOKS:
-                hook = getattr(type(owner), name, None)  # `numerics` replaces the instance's
-                if inspect.isfunction(hook) and is_users(inspect.getfile(hook)):
-                    hooks.append(f"{type(owner).__name__}.{name}, {location(hook)}")
-        places["hooks"] = "; ".join(hooks)
+        places["hooks"] = _of_user([*callbacks, pl_module], GRADIENT_HOOKS)
+        places["batches"] = _of_user([data, pl_module], BATCH_HOOKS)
         self._save("places", places)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: object, batch: object, batch_idx: int) -> None:
@@ -113,3 +111,13 @@ class FirstStep(Callback):
                 value = value | stage
         if self._trainer.is_global_zero:
             torch.save(value, self.folder / f"{name}.pt")
+
+
+def _of_user(owners: list[Any], names: tuple[str, ...]) -> str:
+    """Returns the methods of these names that are the user's, with their locations."""
+    found: list[str] = []
+    for owner, name in product(owners, names):
+        hook = getattr(type(owner), name, None)  # `numerics` replaces the instance's
+        if inspect.isfunction(hook) and is_users(inspect.getfile(hook)):
+            found.append(f"{type(owner).__name__}.{name}, {location(hook)}")
+    return "; ".join(found)

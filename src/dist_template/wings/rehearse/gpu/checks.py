@@ -59,8 +59,9 @@ def copies(runs: Runs) -> str:
     if found := _lines(runs, ("EARLY_READ", "RACE_H2D")):
         raise NotEqual("memory is used while it is copied", _text(found))
     if found := _lines(runs, ("SYNC", "H2D_PAGEABLE"), "batch") | _lines(runs, ("H2D_PAGEABLE",), "plain", "user"):
-        loader = f"set pin_memory=True of the DataLoader ({runs.strategy.places.get('train_dataloader', '?')})"
-        raise NotEqual("not from pinned memory", f"{_text(found)}: {loader}, and pin what a hook makes on the host")
+        where = runs.gpu.places.get("batches") or "the library's"
+        raise NotEqual("not from pinned memory", f"{_text(found)}: pin_memory=True of the DataLoader, and pin what a hook"
+                       f" makes on the host ({where})")  # fmt: skip
     if found := _lines(runs, ("NCCL_MIXED_GROUP",)):
         raise NotEqual("not what NCCL expects", _text(found))
     return "nothing waits"

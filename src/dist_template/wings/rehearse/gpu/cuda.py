@@ -67,6 +67,10 @@ def _resize(storage: Any, size: int) -> Any:
     return storage
 
 
+def _clone(storage: Any) -> Any:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone().untyped_storage()
+
+
 def _restore(storage: Any, location: str) -> Any:
     """Returns a storage of a file on the device."""
     if location.startswith("cuda"):
@@ -104,7 +108,8 @@ def _install() -> None:
         setattr(cuda.nvtx, name, _nothing)
     setattr(torch.backends.cuda, "is_built", lambda: True)
     torch.serialization.register_package(5, _nothing, _restore)
-    setattr(torch.UntypedStorage, "resize_", _resize)
+    for name, method in (("resize_", _resize), ("clone", _clone)):
+        setattr(torch.UntypedStorage, name, method)
     for name in ("numpy", "tolist"):  # they read without an operation
         setattr(torch.Tensor, name, _with_check(name))
     fake_device.check_exactly(_checked_exactly())

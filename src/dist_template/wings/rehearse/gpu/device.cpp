@@ -234,8 +234,9 @@ static Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
         to.copy_(from);
         if (!is_fast) return self;
         auto values = source.clone();
+        auto where = report("H2D_PINNED", "copy_");
         std::lock_guard<std::mutex> lock(mu);
-        sources.push_back({source, values, what});
+        sources.push_back({source, values, where});
     } else {
         auto values = from.clone();
         watch_reads(true);

@@ -19,7 +19,7 @@ PHASES = (  # of the innermost such frame on the stack: its function, its file's
     ("on_validation_end", "callbacks/samples.py", "sample"),
     ("save", "checkpoint/commit.py", "checkpoint"),
     ("on_train_batch_end", "callbacks/checkpoint.py", "checkpoint"),
-    ("batch_to_device", "strategies/strategy.py", "batch"),
+    ("batch_to_device", ".py", "batch"),
     ("run", "loops/evaluation_loop.py", "validation"),
 )
 
@@ -43,14 +43,15 @@ class Events:
         self.phase = "start"  # the stack tells others
         self._found = Counter[tuple[str, ...]]()
 
-    def record(self, kind: str, operation: str, detail: str) -> None:
-        """Called by the device for each event, in the thread that caused it."""
+    def record(self, kind: str, operation: str, detail: str) -> str:
+        """Called by the device for each event, in the thread that caused it; returns its place. `detail` of RACE_H2D is
+        the place of the copy."""
         owner = place = inner = phase = ""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             file, name, line = frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno
             if file.endswith("rehearse/recorder.py"):
-                return
+                return ""
             if not file.startswith(HERE):
                 if not inner and "/torch/" not in file:
                     inner = f"{short(file)}:{line} {name}"
@@ -60,7 +61,10 @@ class Events:
             frame = frame.f_back
         if threading.current_thread().name.startswith("checkpoint"):
             phase = "background save"
+        if kind == "RACE_H2D":
+            owner, place = "user", detail or place
         self._found[phase or self.phase, kind, operation, owner, place, inner] += 1
+        return place
 
     def rows(self) -> list[list[Any]]:
         """Returns the fields of each Event."""

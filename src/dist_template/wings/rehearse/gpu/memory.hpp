@@ -28,14 +28,16 @@ static DeviceIndex exchange(DeviceIndex index) {
     return before;
 }
 
-static void report(const char* kind, const std::string& operation, const std::string& detail = "") {
-    if (!on_event || !Py_IsInitialized()) return;
+// Returns the line of Python that caused the event.
+static std::string report(const char* kind, const std::string& operation, const std::string& detail = "") {
+    if (!on_event || !Py_IsInitialized()) return "";
     py::gil_scoped_acquire gil;
     try {
-        (*on_event)(kind, operation, detail);
+        return py::cast<std::string>((*on_event)(kind, operation, detail));
     } catch (py::error_already_set& error) {
         error.restore();
         PyErr_Print();
+        return "";
     }
 }
 

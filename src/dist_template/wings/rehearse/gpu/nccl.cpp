@@ -66,9 +66,14 @@ static void scale(std::vector<T>& all, double factor) {
         auto options = given;                                                 \
         double factor = as_sum(options, getSize());                           \
         auto both = on_host(tensors, #NAME);                                  \
+        bool is_exact = at::isIntegralType(both[0].scalar_type(), true);      \
         for (auto& tensor : both)                                             \
-            if (factor != 1) tensor.mul_(factor);                             \
-        return gloo->NAME(both, options);                                     \
+            if (factor != 1 && !is_exact) tensor.mul_(factor);                \
+        auto work = gloo->NAME(both, options);                                \
+        if (factor == 1 || !is_exact) return work;                            \
+        work->wait();                                                         \
+        for (auto& tensor : both) tensor.floor_divide_(getSize());            \
+        return work;                                                          \
     }
 #define EACH(NAME, OF_ONE, OPTIONS)                                           \
     Handle NAME(Tensors& out, Tensors& in, const c10d::OPTIONS& options) override { \

@@ -22,22 +22,22 @@ class Observer(Recorder):
     def on_train_start(self, *_: object) -> None:
         EVENTS.phase = "warm-up"
 
-    def on_train_batch_start(self, *_: object) -> None:
-        """Reads no batch."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: object, **__: object) -> None:  # ty: ignore
-        step, every, (module, _, _, number) = trainer.global_step, trainer.log_every_n_steps, args
-        if step % every == 0 and step > self._recorded_step:
-            self._recorded_step = step
-            self._write("step", step=step, metrics=metrics_of(module).latest)
-        is_log = (number + 2) % trainer.accumulate_grad_batches == 0 and (step + 1) % every == 0
-        EVENTS.phase = "warm-up" if step < WARM_UP else "log" if is_log else "plain"
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: object, batch: object, batch_idx: int) -> None:
+        is_last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        is_log = is_last and (trainer.global_step + 1) % trainer.log_every_n_steps == 0
+        EVENTS.phase = "warm-up" if trainer.global_step < WARM_UP else "log" if is_log else "plain"
         self.plain += EVENTS.phase == "plain"
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
+        step = trainer.global_step
+        if step % trainer.log_every_n_steps == 0 and step > self._recorded_step:
+            self._recorded_step = step
+            self._write("step", step=step, metrics=metrics_of(pl_module).latest)
 
     def on_train_end(self, *_: object) -> None:
         EVENTS.phase = "end"
 
-    def teardown(self, trainer: L.Trainer, *_: object) -> None:
+    def teardown(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         gc.collect()  # events that nothing refers to
         found = {"plain": self.plain, "alive": events_alive(), "events": EVENTS.rows()}
         (self.folder / f"events{trainer.global_rank}.json").write_text(json.dumps(found), encoding="utf-8")
