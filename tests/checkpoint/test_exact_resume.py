@@ -53,6 +53,7 @@ class Trainings(saves.Trainings):
         model, dropout = "mtp" if strategy in PREDICTING else "deepseek_v3", 0.1 * is_varied
         architecture = MODELS[model].removesuffix("}") + f", attention_dropout: {dropout}}}"
         flags += [f"--model.architecture={architecture}", *FLAGS.get(model, [])]
+        flags += [f"--data.global_batch_size={GLOBAL_BATCH}"]  # without phases: EPOCH counts steps
         return super().__call__(name, strategy, *flags, *extra, **options)
 
     @cache  # noqa: B019

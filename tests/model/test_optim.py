@@ -235,6 +235,15 @@ def test_phases_of_the_learning_rate_are_multiplied_by_the_warm_up_and_resume() 
     assert data.rates(number, 3, state) == pytest.approx([0.4, 0.3, 0.3]), "and so is a number"
 
 
+def test_evaluation_has_the_value_at_the_consumed_tokens_also_before_the_first_batch() -> None:
+    """A resumed run that starts with a due validation has begun no step yet."""
+    data = Data()
+    data.step_samples, data.consumed_samples = 0, 11
+    for training, value in ((True, 0.4), (False, 0.2)):
+        module: Any = SimpleNamespace(trainer=SimpleNamespace(datamodule=data, training=training))
+        assert value_now(module, "a.key", LR) == value
+
+
 def test_what_does_not_work_with_phases_is_refused() -> None:
     config, data = OptimConfig(learning_rate=LR), Data()
     optimizer = optim.build_optimizer(nn.Linear(2, 2), config)

@@ -48,8 +48,8 @@ TRAINING = {"fit", "validate", "test", "predict", "prepare"}
 MARKED = re.compile(r"^<!-- run -->\n```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What a marked training gets besides its own flags, so that it takes seconds.
 SHORT = """trainer: {max_steps: 2, val_check_interval: 2, limit_val_batches: 1}
-data: {source: {class_path: TextFiles, init_args: {paths: [configs/**/*.yaml]}},
-  tokenizer: Bytes, seq_len: 32}
+data: {source: {class_path: TextFiles, init_args: {paths: [CORPUS/*.txt]}},
+  tokenizer: Bytes, seq_len: 32, validation_share: 0.2, test_share: 0.2}
 last_checkpoint: {every_n_steps: 1}
 """
 
@@ -228,9 +228,10 @@ def test_the_marked_commands_of_a_page_run(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("page", pages_that(train=True))
-def test_the_marked_trainings_of_a_page_run(page: Path, tmp_path: Path) -> None:
+def test_the_marked_trainings_of_a_page_run(page: Path, corpus: Path, tmp_path: Path) -> None:
     found = [each for each in marked(page, tmp_path) if each[0] in TRAINING]
-    (tmp_path / "short.yaml").write_text(SHORT, encoding="utf-8")
+    short_yaml = SHORT.replace("CORPUS", str(corpus))
+    (tmp_path / "short.yaml").write_text(short_yaml, encoding="utf-8")
     for argv in found:
         short = [] if {"--help", "--print_config"} & set(argv) else ["--config", "short.yaml"]
         command = [sys.executable, "-m", PACKAGE, *argv, *short]

@@ -38,14 +38,15 @@ def owns_order(data: object) -> bool:
 
 
 def value_now(module: L.LightningModule, key: str, given: ByTokens) -> float:
-    """Returns the value of `key` in the present optimizer step. Raises InputError if it has phases and the data module
-    does not count tokens."""
+    """Returns the value of `key` in the present optimizer step, in evaluation at the tokens consumed so far, which a
+    resumed run knows too. Raises InputError if it has phases and the data module does not count tokens."""
     if not isinstance(given, list):
         return given
     data = data_of(module.trainer)
     if not hasattr(data, "step_samples"):
         raise InputError(f"{key} has phases, and {type(data).__name__} does not count tokens: give a number")
-    return value_at(given, data.step_samples * data.seq_len)
+    samples = data.step_samples if module.trainer.training else data.consumed_samples
+    return value_at(given, samples * data.seq_len)
 
 
 def typed_attribute(module: object, name: str, kind: type[T]) -> T | None:
