@@ -1,7 +1,6 @@
 """Starts, runs and watches distributed training of a LightningModule: the library behind the project template.
 
-Names are imported when they are first used: `python -m <package> --help` needs neither torch nor
-Lightning."""
+Names are imported when they are first used: `python -m <package> --help` needs no torch."""
 
 from .lazy import attribute_of
 

@@ -98,8 +98,7 @@ def check_least(slot: str, **given: tuple[float, float]) -> None:
 
 
 def first_line(error: BaseException | str) -> str:
-    """Returns the first line of another library's message, with the next one if it ends in a colon; the error's type if
-    it has none."""
+    """Returns the first line of another library's message, with the next after a colon; else the error's type."""
     lines = list(filter(None, map(str.strip, str(error).splitlines())))
     if not lines:
         return "" if isinstance(error, str) else type(error).__name__

@@ -49,8 +49,7 @@ def read_mapping(path: Path, cure: str, parse: Callable[[str], Any] = json.loads
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns {"trainer.max_steps": 100} for {"trainer": {"max_steps": 100}}. Lists are values; empty mappings are
-    dropped. The value of a class's key is the class's name, and its arguments are below that key, without
-    `init_args`."""
+    dropped. The value of a class's key is its name, and arguments are below that key."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"

@@ -1,8 +1,6 @@
 """Functions for a project's tests: all checks of a project as one test, and what they are made of. Public interface.
 
-PROJECT = this_project(__file__)
-@project_checks(PROJECT)
-def test_project(check, tmp_path): check(tmp_path)
+PROJECT = this_project(__file__) @project_checks(PROJECT) def test_project(check, tmp_path): check(tmp_path)
 
 module, data = build(PROJECT, "--config=configs/quickstart.yaml", "--data.seq_len=64")
 loss = module.training_step(batches(data, 1)[0], 0)"""
@@ -100,8 +98,7 @@ def first_steps(project: Project, *flags: str, folder: Path) -> dict[int, float]
 
 def rehearse(project: Project, *flags: str, folder: Path, only: str = "") -> dict[str, str]:
     """Runs the checks of the verb `rehearse` with `only` in their name; returns those that failed,
-    with the cause. With the flag --gpu also on fake GPUs. Raises InputError if the configuration cannot be read or
-    made small."""
+    with the cause; with --gpu on fake GPUs too. Raises InputError if the configuration cannot be read or made small."""
     runs, failed = _small(project, flags, folder), {}
     for result in run_checks(runs, [check for check in all_checks("--gpu" in flags) if only in check.name]):
         if result.verdict == "FAIL":

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from dist_template import AdapterConfig
+from dist_template.cli.limits import proven
 from dist_template.strategies import MeshStrategy
 from dist_template.text.model.adapters import proof_axes
 from tests.support.library import proof
@@ -66,13 +68,31 @@ def test_another_version_is_unproven(monkeypatch: Any) -> None:
 
 def test_a_project_remembers_what_it_has_proven(tmp_path: Path, monkeypatch: Any) -> None:
     config = llama(mlp_bias=True)
-    proof.remember(config, MeshStrategy(fsdp_size=1, tp_size=2), 2, None, tmp_path)
+    proof.remember(tmp_path / "package", config, MeshStrategy(fsdp_size=1, tp_size=2), 2)
     assert proof.verdict(config, "tp", tmp_path).kind == "proven"
     assert proof.verdict(config, "fsdp+cp", tmp_path).kind == "unproven"
     both = llama(mlp_bias=True, attention_bias=True)
     assert proof.verdict(both, "tp", tmp_path).kind == "unproven"
     monkeypatch.setattr(proof, "versions", lambda: {"transformers": "9.0", "torch": "2.13.0"})
     assert proof.verdict(config, "tp", tmp_path).kind == "unproven"
+
+
+def test_lines_that_wait_are_of_the_code_as_it_is(tmp_path: Path, monkeypatch: Any) -> None:
+    package, config = tmp_path / "package", llama(mlp_bias=True)
+    package.mkdir()
+    (package / "module.py").write_text("a = 1\n")
+    assert proof.waits_of(package) is None
+    proof.remember(package, waits=["module.py:1 reads a value"])
+    proof.remember(package, config, MeshStrategy(fsdp_size=1, tp_size=2), 2)
+    assert proof.waits_of(package) == ["module.py:1 reads a value"]
+    assert proof.verdict(config, "tp", tmp_path).kind == "proven"
+    on_gpu = SimpleNamespace(root_device=torch.device("cuda"))
+    monkeypatch.setattr(proof, "axes_of", lambda *_: "")
+    assert not [*proven.notes(config, None, None, on_gpu, 1, package)]
+    (package / "module.py").write_text("a = 2\n")
+    assert proof.waits_of(package) is None
+    (note,) = proven.notes(config, None, None, on_gpu, 1, package)
+    assert "rehearse --gpu`" in note
 
 
 def test_a_proof_with_adapters_is_none_without_them(tmp_path: Path) -> None:
@@ -83,7 +103,7 @@ def test_a_proof_with_adapters_is_none_without_them(tmp_path: Path) -> None:
         return proof.axes_of("ddp", 2, module(**keys))
 
     config = AutoConfig.for_model("gpt2")
-    proof.remember(config, "ddp", 2, module(rank=2), tmp_path)
+    proof.remember(tmp_path / "package", config, "ddp", 2, module(rank=2))
     assert proof.verdict(config, axes(rank=64, alpha=1.0), tmp_path).kind == "proven"
     others = ["ddp", axes(targets=["c_attn"]), axes(quantize="nf4"), axes(trainable=["wte"])]
     assert {proof.verdict(config, other, tmp_path).kind for other in others} == {"unproven"}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_template.wings.rehearse.gpu import build
+from dist_template.wings.rehearse.gpu import devices
 from dist_template.wings.rehearse.gpu.devices import run_on_devices
 from dist_template.wings.rehearse.record import RunRecord
 from tests import ROOT
@@ -15,7 +15,7 @@ from tests.support.parity import MODELS
 from tests.support.runs import logged, only_run, run, small
 from tests.support.strategies import flags_of
 
-LACKS = pytest.mark.skipif(bool(build.refusal()), reason=build.refusal())
+LACKS = pytest.mark.skipif(bool(devices.refusal()), reason=devices.refusal())
 pytestmark = [pytest.mark.slow, LACKS]
 STEPS = [
     f"--model.architecture={MODELS['llama']}", "--trainer.max_steps=12",
@@ -51,7 +51,10 @@ class Fits:
             num = 1 if strategy == "one" else 2
             flags += ["--trainer.accelerator=gpu", f"--trainer.devices={num}"]
             folder = self.folder / str(len(self._done))
-            flags += [f"--data.micro_batch_size={ROWS_OF.get(strategy, 4)}", f"--run.root={folder}/runs"]
+            flags += [
+                f"--data.micro_batch_size={ROWS_OF.get(strategy, 4)}",
+                f"--run.root={folder}/runs",
+            ]
             argv, planted = ["fit", *self.flags, *flags, *extra], getattr(faults, prelude, None)
             self._done[key] = run_on_devices(num, OURS, argv, folder, prelude=planted)
         return self._done[key]
@@ -78,7 +81,6 @@ def test_a_fit_equals_the_cpus_and_waits_as_the_table_says(fits: Fits, row: tupl
     assert not [event for event in record.device["events"] if event.kind in ERRORS]
     found = [waits(record, phase) / number for phase, number in NUMBERS.items()]
     assert [str(round(each)) for each in found] == expected, record.device["events"]
-    assert record.device["alive"] < 10
 
 
 def test_the_table_has_all_strategies() -> None:

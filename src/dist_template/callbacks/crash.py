@@ -100,8 +100,7 @@ def _innermost_module(frames: list[Any], root: nn.Module) -> str:
 
 
 def _memory(device: torch.device, before: Any, message: str) -> dict[str, float | str]:
-    """Returns where the memory is, in GiB. For a CPU process it is the address space if that is limited (ulimit -v),
-    else the resident memory."""
+    """Returns where the memory is, in GiB; of a CPU process the limit of addresses (ulimit -v) or the resident part."""
     found = REQUESTED.search(message)
     sizes = {"asked": float(found[1]) * UNITS[found[2]] if found else 0.0}
     if device.type == "cuda":

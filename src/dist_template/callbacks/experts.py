@@ -44,9 +44,8 @@ class Experts(Callback):
         self._numerics = next((each for each in callbacks if isinstance(each, Numerics)), None)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._is_on and self._saved is not None:
-            if self._saved.shape == self._balancer.shares.shape:
-                self._balancer.shares.copy_(self._saved)
+        if self._is_on and self._saved is not None and self._saved.shape == self._balancer.shares.shape:
+            self._balancer.shares.copy_(self._saved)
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         if self._is_on:

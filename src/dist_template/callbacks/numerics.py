@@ -239,8 +239,7 @@ class Numerics(Callback):
             vars(optimizer).pop("found_inf", None)
 
     def _act_on(self, trainer: Any, check: StepCheck | None) -> None:
-        """Records an anomalous step and reacts as configured; the same on all ranks. Raises Ended if the decision is
-        to stop."""
+        """Records an anomalous step and reacts as configured, equally on all ranks. Raises Ended to stop."""
         if check is None:
             return
         check.arrive()
@@ -290,9 +289,7 @@ def _weights_are_finite(trainer: L.Trainer, module: Any) -> bool:
     """Returns whether all parameters of all ranks are finite; one read on the host. Collective."""
     # No sum is finite if a term is not; the largest value takes a CPU eight times as long.
     device = trainer.strategy.root_device  # offloaded ones are in host memory
-    sums = []
-    for parameter in module.parameters():
-        sums.append(local_shard(parameter).detach().sum(dtype=torch.float32).to(device))
+    sums = [local_shard(parameter).detach().sum(dtype=torch.float32).to(device) for parameter in module.parameters()]
     finite = torch.stack(sums).isfinite().all().float()
     return bool(trainer.strategy.reduce(finite, reduce_op="min").item())
 

@@ -40,8 +40,7 @@ class Replicas(Callback):
     """Ends training, with exit code 65, if ranks hold different values of one tensor.
 
     Compared are parameters, and floating-point buffers that a checkpoint has, after the second step of each attempt and
-    before each checkpoint is written. BatchNorm's running statistics are not compared: each rank has
-    its own.
+    before each checkpoint is written. BatchNorm's running statistics are not compared: each rank has its own.
 
     Args:
         ignore: Tensors that ranks hold differently on purpose: names, or patterns as `teacher.*`.
@@ -169,9 +168,8 @@ def _compared(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Returns () int64 of the bits of this rank's shard; no copy of it, and no rounding. It is a weighted sum of 8-byte
-    words: vectors of ones that a first step has moved up in as many places as down would have the same sum without
-    weights."""
+    """Returns () int64 of the bits of this rank's shard; no copy of it, and no rounding. It is a sum of 8-byte words
+    with weights: without, vectors of ones that a first step has moved up and down would have the same sum."""
     bits = local_shard(tensor).detach().reshape(-1).view(torch.uint8)
     if bits.storage_offset() % 8:
         bits = bits.clone()

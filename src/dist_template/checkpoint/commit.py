@@ -125,7 +125,7 @@ def finish(path: Path, entries: Entries, failure: str | None, group: Group = Non
     temporary, ranks = _hidden(path, "tmp"), ranks or range(weights.world_size(group))
     # A network file system may list a new file late, but not to the rank that wrote it: ranks send what rank 0 misses.
     _to_rank_zero(temporary, failure, None, group)  # all have written
-    own = {*_files(temporary)}
+    own = {file.relative_to(temporary).as_posix() for file in temporary.rglob("*") if file.is_file()}
     if len(ranks) == weights.world_size(group):
         listed = {*weights.broadcast(own, group)}
         missed = _to_rank_zero(temporary, None, own - listed, group)
@@ -170,10 +170,6 @@ def disk_error(write: Callable[[], object]) -> str | None:
             else:
                 raise
         return sentences[0]
-
-
-def _files(folder: Path) -> list[str]:
-    return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
 
 
 def _flush_and_hash(folder: Path, files: list[str], hashes: Files) -> None:

@@ -124,8 +124,7 @@ def torn(path: Path) -> str | None:
 
 
 def damage(path: Path, every_byte: bool = True, rank: int = 0, ranks: int = 1) -> str | None:
-    """Returns why the checkpoint `path` is not valid, or None if it is. With `ranks` above 1, each of them reads only a
-    part of the files."""
+    """Returns why the checkpoint `path` is not valid, or None if it is. With `ranks` above 1, each reads a part."""
     try:
         entries = read(path)
     except ValueError as error:
@@ -215,8 +214,7 @@ def _stored(path: Path) -> int | None:
 
 
 def _fetched(path: Path, needed: Needed | None) -> str | None:
-    """Fetches what is missing or damaged on this rank's disk. Collective. Returns why the checkpoint is not valid, or
-    None."""
+    """Fetches what is missing or damaged on this rank's disk. Collective. Returns why the checkpoint is invalid."""
     from .. import weights
 
     files: Files = read(path)["files"]

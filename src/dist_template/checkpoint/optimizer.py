@@ -35,9 +35,7 @@ def is_by_name(state: State) -> bool:
 
 def by_name(numbered: State, names: list[str]) -> State:
     """Converts the result of `Optimizer.state_dict`, in which parameter n is `names[n]`."""
-    groups = []
-    for group in numbered["param_groups"]:
-        groups.append(group | {"params": [names[number] for number in group["params"]]})
+    groups = [group | {"params": [names[number] for number in group["params"]]} for group in numbered["param_groups"]]
     state = {names[number]: values for number, values in numbered["state"].items()}
     return {"state": state, "param_groups": groups}
 

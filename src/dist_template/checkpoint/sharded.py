@@ -187,8 +187,7 @@ class _Into(DefaultLoadPlanner):
 def write(
     tensors: Checkpoint, rest: Checkpoint, path: Path, group: Group = None, planner: DefaultSavePlanner | None = None
 ) -> None:
-    """Writes both into the folder `path`. Collective over `group`; None: the default group. With a group, all tensors
-    are in host memory."""
+    """Writes both into the folder `path`. Collective over `group`, with which all are in host memory."""
     writer = Writer(path)
     if group is not None:  # nothing to copy ahead, which would wait on training's stream
         writer.per_thread_copy_ahead = 0

@@ -35,8 +35,7 @@ SAVERS = {
 
 
 def always_on() -> dict[str, EntryPoint]:
-    """Returns the callbacks of every run by configuration key, in the order of calls. Raises InputError if a key is
-    registered twice."""
+    """Returns the callbacks of every run by key, in the order of calls. Raises InputError for a key's second one."""
     others = registered(CALLBACKS, taken=OBSERVERS.keys() | SAVERS.keys())
     return _entry_points(OBSERVERS) | others | _entry_points(SAVERS)
 

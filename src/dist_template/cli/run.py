@@ -190,8 +190,7 @@ def check_checkpoint(path: Path, key: str = "--ckpt_path") -> None:
 
 def verified_checkpoint(given: str | Path, key: str, settings: Any = None) -> Path:
     """Returns the checkpoint at `given`, the newest valid one of a folder, with verified files. With `settings`, it may
-    be `last` or `best` of the newest run. Raises InputError if it does not exist, is damaged, or holds no
-    checkpoint."""
+    be `last` or `best` of the newest run. Raises InputError if it does not exist or is damaged."""
     path = Path(given)
     if settings is not None and given in ("last", "best"):
         path = newest_checkpoint(str(given), settings)[1]

@@ -54,8 +54,7 @@ class Verb:
 
 
 def verbs() -> dict[str, Verb]:
-    """Returns every verb: TRAINING's, then the registered ones by name. Raises InputError if a verb is registered
-    twice."""
+    """Returns every verb: TRAINING's, then the registered ones by name. Raises InputError if one is there twice."""
     found = {verb: Verb(EntryPoint(verb, f"{LIBRARY}.cli.fit", GROUP)) for verb in TRAINING}
     for verb, point in registered(GROUP, taken=TRAINING).items():
         found[verb] = Verb(point)

@@ -66,8 +66,7 @@ class Rendezvous:
         return [], answer([*map(json.loads, self.store.multi_get(keys))])
 
     def leave(self, ranks: Iterable[int] | None = None) -> None:
-        """Call it before all `ranks` (None: all) exit: rank 0 waits for the others, because the store may be in its
-        process."""
+        """Call it before `ranks` (None: all) exit: rank 0 waits for the others, as the store may be in its process."""
         self.store.set(f"left/{self.rank}", "")
         if self.rank == 0:
             with suppress(RuntimeError):  # another rank is lost

@@ -48,7 +48,7 @@ def verdict(config: PreTrainedConfig | None, axes: str, project: Path | None = N
         return Verdict("proven")
     if config is None:
         return Verdict("unproven", "a model that is not built from a transformers configuration")
-    if project and _entry(config, axes) in _proven(project):
+    if project and _entry(config, axes) in _content(project).get("proven", []):
         return Verdict("proven")
     table, kind, parts = _table(), config.model_type, set(axes.split("+"))
     found = table["models"].get(kind, {})
@@ -89,8 +89,7 @@ def remember(
     module: object = None, waits: list[str] | None = None,
 ) -> Path | None:  # fmt: skip
     """Adds a model, `trainer.strategy` and the adapters of `module` to what the project of `package` has proven; with
-    `waits`, that its code as it is ran on fake GPUs, and its lines that wait for them. Returns the file; None for one
-    process and for a model without a transformers configuration."""
+    `waits`, that its code ran on fake GPUs, and which lines wait. Returns the file; None if there is nothing to add."""
     content, axes = _content(package.parent), axes_of(strategy, world_size, module)
     if config is not None and axes:
         content["proven"] = [*content.get("proven", []), _entry(config, axes)]
@@ -145,10 +144,6 @@ def _table() -> dict[str, Any]:
 def _content(project: Path) -> dict[str, Any]:
     path = project / FILE
     return read_mapping(path, "delete it") if path.exists() else {}
-
-
-def _proven(project: Path) -> list[dict[str, object]]:
-    return _content(project).get("proven", [])
 
 
 def _entry(config: PreTrainedConfig, axes: str) -> dict[str, object]:

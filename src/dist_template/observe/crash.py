@@ -63,8 +63,7 @@ def sentence(record: dict[str, Any]) -> str:
 
 def print_crash(error: Exception) -> Exit:
     """Prints each distinct error once, with the texts of the hooks, and returns the exit code. Prints the traceback of
-    an error before training in which the user's code has no part, or if the crash record cannot be read: no error is
-    lost."""
+    an error before training without the user's code, or if the crash record cannot be read: no error is lost."""
     code, parts = Exit.FAILED, None
     if path := record_of(error):
         with suppress(Exception):  # any error of this report matters less than the crash

@@ -52,8 +52,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def wrap_blocks(model: nn.Module, config: BlockConfig) -> None:
-    """Applies `config` to every block of `model`, in place. Raises InputError if `config` is not empty, and the model
-    has no blocks."""
+    """Applies `config` to every block of `model`, in place. Raises InputError if it needs blocks and there are none."""
     if config.checkpointing == "none" and not config.compile:
         return
     blocks = find_blocks(model)

@@ -111,8 +111,7 @@ class MeshStrategy(MeshRanks):
         super().teardown()
 
     def shard(self, start: Start) -> nn.Module:
-        """Shards the model of `start` over the mesh. Raises InputError if its plans do not allow the configured
-        sizes."""
+        """Shards the model of `start` over the mesh. Raises InputError if its plans do not allow the sizes."""
         if not self.shards:
             return super().shard(start)
         model: Any = start.model

@@ -52,8 +52,7 @@ class Owners:
 
     def run(self, parameters: list[Any], shard_of: Function, function: Function) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields each parameter with this rank's shard of the result. Collective over the group. `shard_of` returns
-        this rank's shard of a parameter's input, in new memory; `function` computes of full inputs (..., R, C) results
-        of that shape."""
+        this rank's shard of a parameter's input, in new memory; `function` maps full inputs (..., R, C)."""
         if self._planned != (planned := [*map(id, parameters)]):
             self._rounds, self._planned = self._plan(parameters), planned
         arriving: Arrival | None = None

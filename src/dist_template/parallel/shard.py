@@ -112,8 +112,7 @@ def _style_of(rules: dict[str, str], name: str) -> str:
 
 
 def shard_by_plan(model: Any, strategy: MeshRanks) -> None:
-    """Shards `model`, which has plans of transformers, in place. Raises InputError if the plans do not allow the
-    strategy's sizes."""
+    """Shards `model` by its plans of transformers, in place. Raises InputError if they do not allow the sizes."""
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh
 

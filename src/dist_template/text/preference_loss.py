@@ -77,8 +77,7 @@ def add_reference(module: Any, build: Callable[[], nn.Module]) -> None:
 
 def pair_values(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns values (P,) of the pairs of a micro-batch: the loss, and as metrics the rewards. A reward is beta times
-    the log-ratio of an answer's probabilities, model to reference. Equal rewards, as at the start, are right by
-    half."""
+    the log-ratio of an answer's probabilities, model to reference. Equal ones are half right."""
     config = module.preference
     reference: Tensor | float = 0.0
     if config.has_reference:

@@ -105,8 +105,7 @@ class History:
         return [name for name in (RunFile.METRICS, RunFile.FACTS) if not (self.folder / name).exists()]
 
     def key(self, path: str, default: object = None) -> Any:
-        """Returns the configuration's value at a path such as "trainer.max_steps". `init_args` may be omitted in the
-        path."""
+        """Returns the configuration's value at a path such as "trainer.max_steps"; it may omit `init_args`."""
         return _at(self.config, path, default)
 
     def fact(self, path: str, default: object = None) -> Any:

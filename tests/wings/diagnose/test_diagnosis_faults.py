@@ -181,6 +181,13 @@ def test_a_rule_that_raises_becomes_a_finding(monkeypatch: pytest.MonkeyPatch) -
     assert finding.level == "info" and "KeyError" in finding.evidence
 
 
+def test_lines_that_wait_are_a_cause_of_waiting() -> None:
+    columns: dict[str, Any] = {"perf/data_wait_share": 0.2}
+    facts = {"training": {"waits": ["module.py:3 reads a value"]}}
+    finding = found(columns=columns, facts=facts)["waits_for_data"]
+    assert "module.py:3" in finding.causes[-1].sentence
+
+
 def test_findings_are_sorted_and_consequences_are_dropped() -> None:
     columns: dict[str, Any] = {LOSS: 0.0, "perf/data_wait_share": 0.2}
     findings = engine.diagnose(a_run(columns=columns, config=FP32))

@@ -25,8 +25,7 @@ class Machine(Hardware):
 
     @classmethod
     def of(cls, trainer: Mapping[str, Any]) -> Machine:
-        """Returns this machine with the devices that the Trainer's keyword arguments request. Raises InputError if it
-        does not have them."""
+        """Returns this machine with the devices of a Trainer's arguments. Raises InputError if it lacks them."""
         keys = ("accelerator", "devices", "num_nodes")
         requested = {key: trainer[key] for key in keys if key in trainer}
         off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)

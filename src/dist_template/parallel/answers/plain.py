@@ -23,8 +23,7 @@ class Plain:
     precisions: ClassVar[tuple[str, ...]] = ()  # that the strategy supports; (): all
 
     def data_parallel(self, world_size: int) -> int:
-        """Returns the number of ranks that read different batches. Raises InputError if the sizes do not fit
-        `world_size`."""
+        """Returns the number of ranks that read different batches. Raises InputError for sizes that do not fit."""
         return world_size
 
     def axes(self, world_size: int) -> list[str]:

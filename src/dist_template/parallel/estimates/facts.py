@@ -70,9 +70,8 @@ class Facts:
 
 
 class Sent(NamedTuple):
-    """One kind of collective of a rank in an optimizer step. In rings: of a tensor of S bytes over n ranks, each rank
-    sends S (n-1)/n when it is gathered or scattered, and twice as much when it is all-reduced; an all-to-all sends as
-    much as a gather."""
+    """One kind of collective of a rank in an optimizer step. In rings: of S bytes over n ranks, each sends S (n-1)/n
+    when they are gathered or scattered, twice as much when they are all-reduced; an all-to-all as a gather."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
     elements: float  # of the unsharded tensors of all calls

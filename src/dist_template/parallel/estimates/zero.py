@@ -1,5 +1,4 @@
-"""Memory and messages of DeepSpeed's ZeRO. DeepSpeed 0.19 keeps an fp32 copy of the weights at every stage and
-precision."""
+"""Memory and messages of DeepSpeed's ZeRO. DeepSpeed 0.19 keeps an fp32 copy of the weights at every stage."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

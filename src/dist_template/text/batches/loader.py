@@ -75,8 +75,7 @@ class StepLoader(DataLoader):
 
 def _pinned(batch: Batch) -> Batch:
     """Pins what `transform` has made: a copy from other memory waits for the device."""
-    made = {name: value for name, value in batch.items() if isinstance(value, Tensor) and not value.is_pinned()}
-    return batch | {name: value.pin_memory() for name, value in made.items()}
+    return {name: value.pin_memory() if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def _labels_of(step: list[Batch]) -> int:

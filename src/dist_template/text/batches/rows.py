@@ -237,8 +237,7 @@ class WholeRows(Rows):
 
 def second_start(counted: np.ndarray) -> int:
     """Returns where the rejected sequence starts among a pair's tokens, after the chosen one. Each starts with tokens
-    of the prompt, which do not count, and ends with tokens of an answer, which do. The first is no label; of Ratings it
-    says what people found."""
+    of the prompt, which do not count, and ends with tokens of an answer, which do. The first is a verdict."""
     first = 1 + counted[1:].argmax()
     return int(first + (~counted[first:]).argmax())
 

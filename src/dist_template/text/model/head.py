@@ -97,8 +97,7 @@ class ChunkedLoss(nn.Module):
         return has_head and self.size is not None and labels.numel() > self.size
 
     def forward(self, hidden: Tensor, labels: Tensor, expected: Tensor | None = None) -> dict[str, Tensor]:
-        """Returns sums by name of `hidden` (B, T, D), from `without_head`, and labels (B, T); `expected` is the
-        teacher's `hidden`."""
+        """Returns sums by name of `hidden` (B, T, D), of `without_head`, and labels (B, T); `expected`: a teacher's."""
         head, of_teacher = self._unregistered
         for each in (head, of_teacher):
             if isinstance(each, FSDPModule):

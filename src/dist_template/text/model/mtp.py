@@ -6,8 +6,7 @@ them to draft tokens; its loss of them fails. Here they run inside of the model'
 so that every strategy gathers, divides and recomputes them as the model's own blocks, with the last block's masks and
 positions.
 
-Shapes: B sequences, T tokens of a sequence, W width, D modules.
-"""
+Shapes: B sequences, T tokens of a sequence, W width, D modules."""
 
 import re
 from collections.abc import Callable, Generator

@@ -300,8 +300,7 @@ class Ratings(Preferences):
         return {"prompt": prompt, "completion": completion, "label": label}
 
     def encode(self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents) -> list[Encoded]:
-        """Returns the tokens of pairs: the other answer is the last before it that is another text, around the batch
-        (as in trl)."""
+        """Returns tokens of pairs: the other answer is the last before with another text, over the batch (trl)."""
         rated, pairs = [json.loads(text) for _, text in documents], []
         for number, (name, _) in enumerate(documents):
             completion = rated[number]["completion"]

@@ -128,8 +128,7 @@ def _spans(
     render: Render, ends: tuple[str, ...], template: Template, messages: list[Message], numbers: list[int]
 ) -> Iterator[Span]:
     """Yields where messages are in the text of a conversation; `ends` are tokens that may end a turn. With tags, a span
-    is only where their mask is read. Raises InputError if a turn does not follow its prompt, changes when others
-    follow, or has no end."""
+    is only where their mask is read. Raises InputError if a turn does not follow its prompt, changes, or has no end."""
     text = render(messages)
     for number in numbers:
         turn = render(messages[: number + 1]).rstrip()  # no label follows the token that ends it
@@ -159,8 +158,7 @@ def _goes_on(turn: str, message: Message) -> bool:
 
 
 def _prompt(render: Render, messages: list[Message], turn: str, template: Template) -> str:
-    """Returns the longest of the prompts for an answer that `turn` continues: with reasoning or not. "" if it continues
-    neither."""
+    """Returns the longest of the prompts for an answer that `turn` continues: with reasoning or not; else ""."""
     served = render(messages, add_generation_prompt=True)
     prompts = [served, OPENED.sub("", served)]
     if "thinking" in template.text:

@@ -45,10 +45,9 @@ def diagnose(history: History) -> list[Finding]:
     for each in found:
         for other in each.explains:
             explained[other] = min(LEVELS.index(each.level), explained.get(other, len(LEVELS)))
-    kept = []
-    for each in found:
-        if LEVELS.index(each.level) < explained.get(each.rule, len(LEVELS)):
-            kept.append(applicable(each, history))
+    kept = [
+        applicable(each, history) for each in found if LEVELS.index(each.level) < explained.get(each.rule, len(LEVELS))
+    ]
     return sorted(kept, key=lambda finding: finding.weight)
 
 

@@ -138,8 +138,8 @@ def instability_causes(history: History, stable_until: float = math.inf) -> list
 
 def known_waits(history: History) -> list[Cause]:
     """Returns the cause that `rehearse --gpu` has found in the code of the run, if any."""
-    lines = history.fact("training.waits") or []
-    return [Cause(f"The host waits for the device in each step: {'; '.join(lines)}.")] if lines else []
+    lines = "; ".join(history.fact("training.waits") or [])
+    return [Cause(f"The host waits for the device in each step: {lines}.")] * bool(lines)
 
 
 def bf16(history: History) -> Change:

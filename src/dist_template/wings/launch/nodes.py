@@ -152,8 +152,7 @@ def _send(hosts: list[str], ssh: str, folder: Path, number: int) -> list[str]:
 
 
 def _on_all(hosts: list[str], ssh: str, commands: list[str]) -> list[tuple[str, int | None, str]]:
-    """Runs a command on each host; returns the host, the exit code (None: no answer) and the last
-    line of its errors."""
+    """Runs a command on each host; returns the host, the exit code (None: no answer) and its last line of errors."""
     started, found = [], []
     for host, command in zip(hosts or [HERE], commands, strict=True):
         try:

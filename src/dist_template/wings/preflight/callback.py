@@ -115,8 +115,7 @@ def _all_reduces(buffer: Tensor, num_nodes: int) -> dict[str, float]:
 
 
 def _seconds(work: Callable[[], object], device: torch.device, limit_s: float = 0.0) -> float:
-    """Returns the median of the second half of at least six calls: the first call of a collective connects, and clocks
-    rise, or fall by heat."""
+    """Returns the median of the second half of at least six calls: the first one connects, and clocks change."""
     took, end = list[float](), time.perf_counter() + limit_s
     while len(took) < 6 or time.perf_counter() < end:
         begun = time.perf_counter()

@@ -91,14 +91,10 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
 def all_checks(on_gpu: bool) -> tuple[Check, ...]:
     """Returns the checks; raises InputError where fake GPUs do not work."""
     from .checks import CHECKS
-
-    if not on_gpu:
-        return CHECKS
-    from .gpu.build import build
     from .gpu.checks import CHECKS as OF_GPU
+    from .gpu.devices import build
 
-    build()
-    return CHECKS + OF_GPU
+    return CHECKS + OF_GPU if on_gpu and build() else CHECKS
 
 
 def rehearse_flags() -> argparse.ArgumentParser:

@@ -73,12 +73,8 @@ class NotANumber(Callback):
         self.step = step
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        def planted(gradient: Tensor) -> Tensor:
-            return gradient * float("nan") if trainer.global_step + 1 == self.step else gradient
-
-        for parameter in pl_module.parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(planted)
+        for parameter in filter(lambda each: each.requires_grad, pl_module.parameters()):
+            parameter.register_hook(lambda grad: grad * float("nan") if trainer.global_step + 1 == self.step else grad)
 
 
 class LeakageTest(Callback):

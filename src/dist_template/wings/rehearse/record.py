@@ -170,13 +170,13 @@ class RunRecord:
     @cached_property
     def device(self) -> dict[str, Any]:
         """What fake devices reported, see gpu/observer.py; of each event the rank where it came most often."""
-        found, plain, alive = dict[tuple, int](), 1, 0
+        found, plain = dict[tuple, int](), 1
         for rank in range(self.size):
             content = json.loads((self.folder / f"events{rank}.json").read_text(encoding="utf-8"))
-            plain, alive = max(plain, content["plain"]), max(alive, content["alive"])
+            plain = max(plain, content["plain"])
             for *key, count in content["events"]:
                 found[*key,] = max(found.get((*key,), 0), count)
-        return {"plain": plain, "alive": alive, "events": [DeviceEvent(*key, count) for key, count in found.items()]}
+        return {"plain": plain, "events": [DeviceEvent(*key, count) for key, count in found.items()]}
 
     # ---- tensors -----------------------------------------------------------------------------
 

@@ -36,8 +36,7 @@ NO_STATE |= {"_external_params"}  # ZeRO-3 notes what else a module reads
 
 
 class Recorder(Callback):
-    """Records into `folder`, without changing the training; `run` is the run folder. log_every_n_steps should be 1, for
-    the metrics."""
+    """Records into `folder`, without changing the training; `run` is the run folder. log_every_n_steps should be 1."""
 
     def __init__(self, folder: Path, rank: int, run: Path) -> None:
         self.folder = folder

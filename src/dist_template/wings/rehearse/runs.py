@@ -8,7 +8,7 @@
     resumed        the same, resumed from the last checkpoint of killed
     cpu            the chosen strategy, with steps that log nothing
     gpu            the same on fake GPUs
-    gpu_resumed    the same, resumed from the first checkpoint of gpu, with a step that is not a number
+    gpu_resumed    the same, resumed from gpu's first checkpoint, with a NaN step; gpu_prediction continues prompts
 
 Dropout is off except in uninterrupted, killed and resumed, because random masks differ between
 ranks. Each training has a folder with its `config.yaml`, with which `fit` repeats it."""
@@ -93,12 +93,10 @@ class Runs:
         config = self.small.with_plain_steps("gpu")
         return self._run("gpu_resumed", config, NotANumber(NAN_STEP), checkpoint=self._first_saved())
 
-    def predict_on_devices(self) -> str:
-        """Continues the configured prompts on fake GPUs; returns ", prediction", or "" without prompts."""
-        if not self.small.config["data"].get("prompts"):
-            return ""
-        self._run("prediction", self.small.with_plain_steps("gpu"), checkpoint=self._first_saved(), verb="predict")
-        return ", prediction"
+    @property
+    def gpu_prediction(self) -> RunRecord:
+        config = self.small.with_plain_steps("gpu")
+        return self._run("gpu_prediction", config, checkpoint=self._first_saved(), verb="predict")
 
     def _first_saved(self) -> str:
         return str(min((self.gpu.run / "checkpoints").glob("step*")))

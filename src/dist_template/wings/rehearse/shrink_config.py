@@ -62,8 +62,7 @@ class Small:
         """Returns the same training with steps that log nothing; a step that is not a number is skipped."""
         config = copy.deepcopy(self.config)
         config["trainer"] |= {"accelerator": accelerator, "log_every_n_steps": STEPS // 2}
-        if "numerics" in config:
-            config["numerics"]["on_non_finite"] = "skip"
+        config.get("numerics", {})["on_non_finite"] = "skip"
         return config
 
 

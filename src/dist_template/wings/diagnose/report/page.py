@@ -55,8 +55,7 @@ def names_of(histories: list[History]) -> list[str]:
 
 def link(where: str, history: History, output: Path) -> str:
     """Returns the address of plotly.js (4.8 MB) for a page in `output`; "" if the page contains it. The shared file is
-    in `run.root`, which can be copied with the pages; it is written once. Outside of `run.root` it is next to the
-    page."""
+    in `run.root`, which can be copied with the pages; it is written once. Outside it is next to the page."""
     from plotly.offline import get_plotlyjs, get_plotlyjs_version
 
     name, output = f"plotly-{get_plotlyjs_version()}.min.js", output.absolute()

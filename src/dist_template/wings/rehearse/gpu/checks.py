@@ -1,5 +1,6 @@
 """What `rehearse --gpu` checks, on what devices reported (events.py) and the curves of CPU processes."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from ..checks import EVALUATION, GRAD_NORM, LOSS, Check, refuse_draws
@@ -7,7 +8,6 @@ from ..compare import relative_difference
 from ..report import NotEqual
 from ..runs import Runs
 from ..shrink_config import NAN_STEP, STEPS
-from .events import Event
 
 WAIT_MS = 0.1  # order of magnitude: the device has nothing to do until the host has launched what follows
 WAITS = ("SYNC", "EVENT_WAIT")
@@ -20,7 +20,7 @@ MEANING = {  # kind or operation: how users write it, or what to do
     "nccl barrier": "waits for all ranks",
     "EARLY_READ": "reads pinned memory before its copy has arrived: wait for an event, or copy without non_blocking",
     "RACE_H2D": "overwrites pinned memory while its copy to the device is under way",
-    "NCCL_MIXED_GROUP": "gives messages and collectives one group, where NCCL orders them: use two groups",
+    "NCCL_MIXED_GROUP": "sends messages and collectives by one group, where NCCL orders them: use two",
 }
 
 
@@ -29,47 +29,41 @@ def trains(runs: Runs) -> str:
 
 
 def curves(runs: Runs) -> str:
-    """The same training on CPU processes has the same means of losses and norms between log steps."""
     for series, tolerance in (("loss", LOSS), ("grad_norm", GRAD_NORM)):
         want, have = getattr(runs.cpu, series), getattr(runs.gpu, series)
         if not (found := relative_difference(want, have)[0]) <= tolerance:
             refuse_draws(runs.strategy)
-            cause = "it depends on the device: by memory that nothing has written (torch.empty), a copy that is read"
-            cause += " before it arrives, or a branch on is_cuda"
+            cause = "it depends on memory that nothing has written (torch.empty), an early copy, or a branch on is_cuda"
             raise NotEqual(f"{series} differs by {found:.1e}", cause, f"{have} instead of {want}")
     return f"{len(runs.gpu.loss)} log steps"
 
 
 def waiting(runs: Runs) -> dict[str, float]:
-    """Returns the user's lines that wait in plain steps, with what they do, and how often in a micro-batch."""
+    """Returns the user's lines that wait in plain steps, and how often in a micro-batch."""
     return _lines(runs, WAITS, "plain", "user")
 
 
 def waits(runs: Runs) -> str:
     if found := waiting(runs):
-        per_step = sum(found.values()) * runs.small.micro_batches
+        number = runs.small.micro_batches
         cost = (
-            f"about {WAIT_MS} ms each, {per_step * WAIT_MS:.2g} ms a step of {runs.small.micro_batches} micro-batches"
+            f"some {WAIT_MS} ms each, {sum(found.values()) * number * WAIT_MS:.2g} ms a step of {number} micro-batches"
         )
         raise NotEqual(f"{len(found)} lines wait", f"{_text(found)}; {cost}")
     return f"none; {sum(_lines(runs, WAITS, 'plain', 'library').values()):.2g} a micro-batch are the strategy's"
 
 
 def copies(runs: Runs) -> str:
-    if found := _lines(runs, ("EARLY_READ", "RACE_H2D")):
-        raise NotEqual("memory is used while it is copied", _text(found))
+    if found := _lines(runs, ("EARLY_READ", "RACE_H2D", "NCCL_MIXED_GROUP")):
+        raise NotEqual("memory or a group is used meanwhile", _text(found))
     if found := _lines(runs, ("SYNC", "H2D_PAGEABLE"), "batch") | _lines(runs, ("H2D_PAGEABLE",), "plain", "user"):
-        where = runs.gpu.places.get("batches") or "the library's"
-        raise NotEqual("not from pinned memory", f"{_text(found)}: pin_memory=True of the DataLoader, and pin what a hook"
-                       f" makes on the host ({where})")  # fmt: skip
-    if found := _lines(runs, ("NCCL_MIXED_GROUP",)):
-        raise NotEqual("not what NCCL expects", _text(found))
+        where = f"set pin_memory of loaders, and pin what hooks make ({runs.gpu.places.get('batches')})"
+        raise NotEqual("not from pinned memory", f"{_text(found)}: {where}")
     return "nothing waits"
 
 
 def around(runs: Runs) -> str:
-    """Validation, a checkpoint, a resume, a step that is not a number, prediction, and the end."""
-    predicts = runs.predict_on_devices()
+    predicts = ", prediction" if runs.small.config["data"].get("prompts") and runs.gpu_prediction else ""
     for got, expected, end in ((runs.gpu, runs.cpu, STEPS + 1), (runs.gpu_resumed, runs.gpu, NAN_STEP)):
         for step, metrics in got.eval().items():
             found = relative_difference(expected.eval().get(step, metrics), metrics)[0]
@@ -82,17 +76,12 @@ def around(runs: Runs) -> str:
 
 def _lines(runs: Runs, kinds: Iterable[str], phase: str = "", owner: str = "") -> dict[str, float]:
     """Returns {line and what it does: times in a micro-batch}."""
-    found: dict[str, float] = {}
+    found = Counter[str]()
     for event in runs.gpu.device["events"]:
         if event.kind in kinds and phase in ("", event.phase) and owner in ("", event.owner):
-            line = _described(event)
-            found[line] = found.get(line, 0) + event.count / runs.gpu.device["plain"]
-    return found
-
-
-def _described(event: Event) -> str:
-    what = MEANING.get(event.operation) or MEANING.get(event.kind) or event.operation
-    return f"{event.place or event.inner or 'the backward pass'} {what}"
+            what = MEANING.get(event.operation) or MEANING.get(event.kind) or event.operation
+            found[f"{event.place or event.inner or 'backward'} {what}"] += event.count
+    return {line: number / runs.gpu.device["plain"] for line, number in found.items()}
 
 
 def _text(lines: dict[str, float]) -> str:

@@ -1,6 +1,5 @@
-"""Gives torch's CPU build a `torch.cuda` over the fake device, and torch.distributed an "nccl" over gloo; to be imported
-first. The process needs LD_PRELOAD=fake_hooks.so; other libraries are beside it. What torch.cuda calls in torch._C is in
-device.cpp."""
+"""Gives torch's CPU build a `torch.cuda` over the fake device, and torch.distributed a NCCL over gloo; to be imported
+first, with LD_PRELOAD=fake_hooks.so. What torch.cuda calls in torch._C is in device.cpp."""
 
 import os
 import sys
@@ -20,11 +19,8 @@ from .events import EVENTS
 GB = 2**30
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", total_memory=80 * GB, major=9, minor=0, multi_processor_count=132, warp_size=32,
-    uuid="00000000-0000-0000-0000-000000000000", L2_cache_size=50 << 20, max_threads_per_multi_processor=2048,
-    gcnArchName="", is_integrated=0, shared_memory_per_block=49152, shared_memory_per_block_optin=232448,
-    shared_memory_per_multiprocessor=233472, regs_per_multiprocessor=65536,
+    L2_cache_size=50 << 20, max_threads_per_multi_processor=2048, gcnArchName="", is_integrated=0, uuid="0" * 32,
 )  # fmt: skip
-events_alive = fake_device.events_alive  # how many events of the device exist
 
 
 class Stream(torch.Stream):
@@ -52,12 +48,7 @@ def _checked_exactly() -> list[str]:
 
 def _with_check(name: str) -> Any:
     read = getattr(torch.Tensor, name)
-
-    def checked(self: Any, *args: Any, **options: Any) -> Any:
-        fake_device.check_read(self, f"Tensor.{name}")
-        return read(self, *args, **options)
-
-    return checked
+    return lambda self, *args: (fake_device.check_read(self, f"Tensor.{name}"), read(self, *args))[1]
 
 
 def _resize(storage: Any, size: int) -> Any:
@@ -67,22 +58,13 @@ def _resize(storage: Any, size: int) -> Any:
     return storage
 
 
-def _clone(storage: Any) -> Any:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone().untyped_storage()
-
-
-def _restore(storage: Any, location: str) -> Any:
-    """Returns a storage of a file on the device."""
-    if location.startswith("cuda"):
-        return torch.empty(0, dtype=torch.uint8).set_(storage).to(location).untyped_storage()
+def _clone(storage: Any, to: Any = None) -> Any:
+    bytes_ = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return bytes_.to(to or storage.device, copy=True).untyped_storage()
 
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
-
-
-def _init_process_group(*args: Any, device_id: Any = None, **options: Any) -> None:
-    _INIT(*args, **options)  # gloo cannot be bound to a device
 
 
 _RESIZE, _INIT = torch.UntypedStorage.resize_, c10d.init_process_group
@@ -99,26 +81,28 @@ def _install() -> None:
     cuda._exchange_device = cuda._maybe_exchange_device = fake_device._cuda_exchangeDevice
     cuda._get_device_properties = lambda _=None: PROPERTIES
     cuda.device_count = fake_device._cuda_getDeviceCount  # torch's keeps the first answer
-    cuda.is_current_stream_capturing = lambda: False
-    cuda.memory_summary = cuda.memory.memory_summary = lambda *_, **__: ""
+    cuda.is_current_stream_capturing, cuda.memory_summary = lambda: False, lambda *_, **__: ""
     cuda.default_generators = tuple(fake_device.default_gen(index) for index in range(16))
     for module in (cuda, cuda.streams):
         module.Event, module.Stream, module.ExternalStream = torch.Event, Stream, Stream
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         setattr(cuda.nvtx, name, _nothing)
-    setattr(torch.backends.cuda, "is_built", lambda: True)
-    torch.serialization.register_package(5, _nothing, _restore)
+    setattr(torch.backends.cuda, "is_built", lambda: True)  # noqa: B010
+    restored = lambda storage, to: _clone(storage, to) if to.startswith("cuda") else None  # noqa: E731
+    torch.serialization.register_package(5, _nothing, restored)
     for name, method in (("resize_", _resize), ("clone", _clone)):
         setattr(torch.UntypedStorage, name, method)
     for name in ("numpy", "tolist"):  # they read without an operation
         setattr(torch.Tensor, name, _with_check(name))
     fake_device.check_exactly(_checked_exactly())
     fake_device.set_callback(EVENTS.record)
-    nccl, distributed = fake_nccl.ProcessGroupNCCL, (c10d, torch.distributed)
+    nccl = fake_nccl.ProcessGroupNCCL
     nccl.Options = lambda *_, **__: SimpleNamespace(is_high_priority_stream=False, _timeout=None)
     fake_nccl.setup(fake_device.cpu_alias, EVENTS.record)
-    for place in distributed:
-        place.ProcessGroupNCCL, place.init_process_group = nccl, _init_process_group
+    places: Any = (c10d, torch.distributed)
+    for place in places:
+        place.ProcessGroupNCCL = nccl  # over gloo, which cannot be bound to a device
+        place.init_process_group = lambda *args, device_id=None, **options: _INIT(*args, **options)
         place.is_nccl_available, place._NCCL_AVAILABLE = lambda: True, True
         place._set_pg_timeout = _nothing
 

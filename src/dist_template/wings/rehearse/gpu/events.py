@@ -7,13 +7,13 @@ import threading
 from collections import Counter
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ....project import is_users
 from ...values import short
 
 # Kinds: SYNC and EVENT_WAIT, the host waits; H2D_PAGEABLE, it copies slowly; RACE_H2D, pinned memory was written
-# while a copy read it; EARLY_READ, it was read before a copy arrived; FP32, waits without bf16; NCCL_*, what it refuses.
+# while a copy read it; EARLY_READ, it was read before a copy arrived; FP32, waits without bf16; NCCL_*: refused.
 HERE, LIBRARY = str(Path(__file__).parent), str(Path(__file__).parents[3])
 PHASES = (  # of the innermost such frame on the stack: its function, its file's end, the phase
     ("on_validation_end", "callbacks/samples.py", "sample"),
@@ -41,11 +41,10 @@ class Events:
 
     def __init__(self) -> None:
         self.phase = "start"  # the stack tells others
-        self._found = Counter[tuple[str, ...]]()
+        self.found = Counter[tuple[str, ...]]()
 
     def record(self, kind: str, operation: str, detail: str) -> str:
-        """Called by the device for each event, in the thread that caused it; returns its place. `detail` of RACE_H2D is
-        the place of the copy."""
+        """Called by the device in the thread of an event; returns its place. `detail` of RACE_H2D: the copy's place."""
         owner = place = inner = phase = ""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
@@ -61,14 +60,9 @@ class Events:
             frame = frame.f_back
         if threading.current_thread().name.startswith("checkpoint"):
             phase = "background save"
-        if kind == "RACE_H2D":
-            owner, place = "user", detail or place
-        self._found[phase or self.phase, kind, operation, owner, place, inner] += 1
+        where = detail if kind == "RACE_H2D" and detail else place
+        self.found[phase or self.phase, kind, operation, owner, where, inner] += 1
         return place
-
-    def rows(self) -> list[list[Any]]:
-        """Returns the fields of each Event."""
-        return [[*key, count] for key, count in self._found.items()]
 
 
 EVENTS = Events()

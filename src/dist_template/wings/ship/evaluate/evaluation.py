@@ -86,8 +86,7 @@ def score_documents(
     model: Model, split: str, project: Project, work: Path, tokenizer: PreTrainedTokenizerFast
 ) -> DataFrame:
     """Returns the table of DocumentScores, of `test` or `validate` by the model's own strategy. A folder is evaluated
-    in one process, with the run's token cache if it has its `tokenizer`. Raises Ended if it fails; the reason is on the
-    screen."""
+    in one process, with the run's token cache if it has its `tokenizer`. Raises Ended if it fails."""
     from transformers import AutoConfig
 
     config = read_mapping(model.run / RunFile.CONFIG, "restore it", yaml.safe_load)

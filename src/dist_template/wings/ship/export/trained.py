@@ -43,8 +43,7 @@ class Trained:
 
 def load_trained(name: str, project: Project) -> Trained:
     """Loads MODEL, an argument: the folder of a run, whose newest checkpoint is read; a checkpoint in one; a folder of
-    `export` or of transformers; or a name on the Hugging Face hub. Raises InputError if it is something else, or it
-    cannot be loaded."""
+    `export` or of transformers; or a name on the Hugging Face hub. Raises InputError for anything else."""
     if is_pretrained(name):
         return from_folder(name, "MODEL")
     flags, checkpoint, run = of_run(name, project, "MODEL")
