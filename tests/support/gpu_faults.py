@@ -93,12 +93,6 @@ def reduction_of_a_host_tensor(self: Any, loss: Tensor, batch: Batch) -> None:
     dist.all_reduce(torch.tensor(len(batch["labels"])))  # fault
 
 
-@of_loss
-def gathered_host_tensors(self: Any, loss: Tensor, batch: Batch) -> None:
-    counts = [torch.zeros(1) for _ in range(self.trainer.world_size)]
-    dist.all_gather(counts, torch.ones(1))  # fault
-
-
 def metric_on_the_host() -> None:
     """A metric of torchmetrics in a callback, which nothing moves."""
     mean = MeanMetric(nan_strategy="disable")
@@ -142,11 +136,6 @@ def float_in_a_callback(
     self.last = float(outputs["loss"])  # fault
 
 
-@replaces("on_train_batch_end")
-def loss_summed_in_python(_: Any, self: Any, outputs: Any, batch: Batch, batch_idx: int) -> None:
-    self.total = getattr(self, "total", 0.0) + outputs["loss"].item()  # fault
-
-
 @in_callback("on_train_batch_end")
 def metric_read_in_every_batch(
     self: Any, trainer: Any, pl_module: Any, outputs: Any, batch: Batch, batch_idx: int
@@ -182,22 +171,10 @@ def masked_select(self: Any, loss: Tensor, batch: Batch) -> None:
 
 
 @of_loss
-def unique(self: Any, loss: Tensor, batch: Batch) -> None:
-    self.known = torch.unique(batch["input_ids"])  # fault
-
-
-@of_loss
 def condition_on_the_loss(self: Any, loss: Tensor, batch: Batch) -> Tensor | None:
     if loss > 10:  # fault
         return loss / loss.detach()
     return None
-
-
-@replaces("forward")
-def asserted_logits(forward: Any, self: Any, batch: Batch) -> Tensor:
-    logits = forward(self, batch)
-    assert logits.isfinite().all()  # fault
-    return logits
 
 
 @of_loss
@@ -219,12 +196,6 @@ def printed_tensor(self: Any, loss: Tensor, batch: Batch) -> None:
 def tensor_of_a_list(self: Any, loss: Tensor, batch: Batch) -> Tensor:
     weights = torch.tensor([0.5, 0.5], device=self.device)  # fault
     return loss * weights.sum()
-
-
-@replaces("forward")
-def made_on_the_host_and_moved(forward: Any, self: Any, batch: Batch) -> Tensor:
-    logits = forward(self, batch)
-    return logits + torch.zeros(logits.shape[-1]).to(logits.device)  # fault
 
 
 @of_loss

@@ -102,8 +102,8 @@ def remember(
 
 
 def waits_of(package: Path) -> list[str] | None:
-    """Returns the lines of a project's package that wait for a GPU in each step, as `rehearse --gpu` found them in the
-    code as it is; None: it was not run, or the code has changed."""
+    """Returns the lines of a project's package that wait for a GPU in each step, by `rehearse --gpu`; None: it was not
+    run, or the code has changed."""
     found = _content(package.parent).get("gpu", {})
     return found["waits"] if found and found["code"] == _code(package) else None
 

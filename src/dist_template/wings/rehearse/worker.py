@@ -18,7 +18,10 @@ from pathlib import Path
 # Before torch and DeepSpeed are imported: no GPU, one thread per rank, no compiled kernels.
 if ON_DEVICES := os.environ.get("LD_PRELOAD", "").endswith("fake_hooks.so"):
     os.environ.pop("DS_ACCELERATOR", None)
-    from .gpu import cuda  # noqa: F401
+    from ...compat.fake_cuda import install
+    from .gpu.events import EVENTS
+
+    install(Path(os.environ["LD_PRELOAD"]).parent, EVENTS.record)
 else:
     os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")

@@ -14,7 +14,6 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -55,7 +54,7 @@ def build() -> Path:
     print("compiling fake GPUs, once: about 40 s", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     flags = f"""-shared -fPIC -O0 -w -std=c++20 -DUSE_DISTRIBUTED -DUSE_C10D_GLOO -DTORCH_API_INCLUDE_EXTENSION_H
-        -D_GLIBCXX_USE_CXX11_ABI={torch._C._GLIBCXX_USE_CXX11_ABI:d} -I{INCLUDE} -I{TORCH}/include
+        -D_GLIBCXX_USE_CXX11_ABI={torch.compiled_with_cxx11_abi():d} -I{INCLUDE} -I{TORCH}/include
         -I{TORCH}/include/torch/csrc/api/include""".split()
     compilers = {}
     for name, linked in LIBRARIES.items():
@@ -79,8 +78,9 @@ def _starter() -> ProcessPoolExecutor:
     """Returns a process with the device's hooks, to start ranks."""
     hooks = build() / "fake_hooks.so"
     starter = ProcessPoolExecutor(1, get_context("spawn"), initializer=_write_into, initargs=(hooks.with_name("log"),))
-    with patch.dict(os.environ, LD_PRELOAD=str(hooks)):
-        starter.submit(os.getpid).result()  # it has started
+    before, os.environ["LD_PRELOAD"] = os.environ.get("LD_PRELOAD", ""), str(hooks)
+    starter.submit(os.getpid).result()  # it has started
+    os.environ["LD_PRELOAD"] = before
     return starter
 
 

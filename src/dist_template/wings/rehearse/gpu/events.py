@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import threading
 from collections import Counter
 from pathlib import Path
@@ -46,7 +46,7 @@ class Events:
     def record(self, kind: str, operation: str, detail: str) -> str:
         """Called by the device in the thread of an event; returns its place. `detail` of RACE_H2D: the copy's place."""
         owner = place = inner = phase = ""
-        frame: FrameType | None = sys._getframe()
+        frame: FrameType | None = inspect.currentframe()
         while frame is not None:
             file, name, line = frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno
             if file.endswith("rehearse/recorder.py"):

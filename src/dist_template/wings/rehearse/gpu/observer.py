@@ -21,8 +21,9 @@ class Observer(Recorder):
 
     def on_train_batch_start(self, trainer: Any, pl_module: object, batch: object, batch_idx: int) -> None:
         step, is_last = trainer.global_step + 1, (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        kind = "log" if is_last and step % trainer.log_every_n_steps == 0 else "plain"
-        EVENTS.phase = "warm-up" if step <= WARM_UP else kind
+        EVENTS.phase = ("plain", "log")[is_last and step % trainer.log_every_n_steps == 0]
+        if step <= WARM_UP:
+            EVENTS.phase = "warm-up"
         self.plain += EVENTS.phase == "plain"
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: object, **__: object) -> None:
