@@ -1,7 +1,6 @@
 """Faults that `rehearse --gpu` must name, and sound edits on which it must raise no alarm.
 
-As in faults.py, each function changes this process's package. The comment `# fault` marks the line
-that is to be named."""
+As in faults.py, each function changes this process's package. `# fault` marks the line to name."""
 
 import inspect
 from collections.abc import Callable

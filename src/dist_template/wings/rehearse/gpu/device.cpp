@@ -7,19 +7,14 @@
 #include <ATen/record_function.h>
 #include <dlfcn.h>
 #include <torch/library.h>
-
 #include <set>
-
 #include "memory.hpp"
-
 using c10::DispatchKey;
 using c10::IValue;
 using Arguments = ArrayRef<IValue>;
 using Names = std::set<std::string>;
-
 static Names& checked_exactly = *new Names();  // operations whose tensors CUDA's wrappers want on one device
-static const Names not_checked{"aten::copy_", "aten::fill_", "aten::_foreach_copy_", "aten::record_stream",
-                               "aten::set_", "aten::_ctc_loss", "aten::_ctc_loss_backward"};
+static const Names not_checked{"aten::copy_", "aten::fill_", "aten::_foreach_copy_", "aten::record_stream", "aten::set_"};
 static const Names reads_result{"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal",
                                 "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
                                 "aten::bincount", "aten::repeat_interleave", "aten::_linalg_eigh"};
@@ -32,7 +27,6 @@ static void each_tensor(const IValue& value, F visit) {
     if (value.isOptionalTensorList())
         for (const std::optional<Tensor>& t : value.toOptionalTensorVector()) visit(t.value_or(Tensor()));
 }
-
 template <class F>
 static void replace_tensors(IValue& value, F replacement) {
     if (value.isTensor()) {
@@ -47,17 +41,14 @@ static void replace_tensors(IValue& value, F replacement) {
         value = all;
     }
 }
-
 static bool is_on(const Tensor& t, c10::DeviceType type) { return t.defined() && t.device().type() == type; }
 static bool is_mask(const Tensor& t) { return t.defined() && (t.scalar_type() == kBool || t.scalar_type() == kByte); }
 
 // ---- what a CUDA device refuses
-
 static void refuse(const char* kind, const std::string& operation, const std::string& detail, const std::string& why) {
     report(kind, operation, detail);
     TORCH_CHECK(false, why, ": ", operation);
 }
-
 static void check_device(const c10::Argument& argument, const Tensor& t, Device device, bool is_exact,
                          const std::string& operation) {
     bool is_written = argument.alias_info() && argument.alias_info()->isWrite();
@@ -69,26 +60,11 @@ static void check_device(const c10::Argument& argument, const Tensor& t, Device 
            "Expected all tensors to be on the same device, but " + what + " is on " + t.device().str() +
                " and the others are on " + device.str());
 }
-
-// An operation on lists takes tensors of several devices, if those at one place share theirs.
-static void check_lists(const c10::FunctionSchema& schema, Arguments values, const std::string& operation) {
-    std::vector<Device> devices;
-    for (size_t i = 0; i < values.size(); i++) {
-        if (!values[i].isTensorList()) continue;
-        auto list = values[i].toTensorVector();
-        for (size_t k = 0; k < list.size(); k++) {
-            if (k >= devices.size()) devices.push_back(list[k].device());
-            check_device(schema.arguments()[i], list[k], devices[k], false, operation);
-        }
-    }
-}
-
 static void check(const c10::OperatorHandle& op, Arguments values) {
     auto& schema = op.schema();
     auto& name = schema.name();
     auto operation = toString(schema.operator_name());
-    if (not_checked.count(name)) return;
-    if (name.rfind("aten::_foreach_", 0) == 0) return check_lists(schema, values, operation);
+    if (not_checked.count(name) || name.rfind("aten::_foreach_", 0) == 0) return;  // lists may have several devices
     std::optional<Device> device;
     for (auto& value : values) {
         each_tensor(value, [&](const Tensor& t) { device = device || !is_on(t, kCUDA) ? device : t.device(); });
@@ -109,7 +85,6 @@ static void check(const c10::OperatorHandle& op, Arguments values) {
 }
 
 // ---- what a CUDA device makes the host wait for
-
 static void report_index_put(Arguments values, const std::string& name) {
     bool has_mask = false, has_host_index = false;
     each_tensor(values[1], [&](const Tensor& t) {
@@ -120,7 +95,6 @@ static void report_index_put(Arguments values, const std::string& name) {
     if (has_mask && !(value.numel() == 1 && value.is_cpu())) report("SYNC", name + " (mask)");  // else masked_fill_
     if (has_host_index) report("SYNC", name + " (index on the host)");
 }
-
 static void report_waits(const c10::FunctionSchema& schema, Arguments values) {
     auto& name = schema.name();
     if (name == "aten::_index_put_impl_") report_index_put(values, name);
@@ -132,8 +106,7 @@ static void report_waits(const c10::FunctionSchema& schema, Arguments values) {
 }
 
 // ---- operations
-
-static const Tensor& set_(const Tensor& self, Storage storage, int64_t offset, IntArrayRef size, IntArrayRef strides) {
+static Tensor& set_at(Tensor& self, Storage storage, int64_t offset, IntArrayRef size, IntArrayRef strides) {
     auto* changed = self.unsafeGetTensorImpl();
     changed->set_storage_keep_dtype(std::move(storage));
     changed->set_storage_offset(offset);
@@ -141,7 +114,6 @@ static const Tensor& set_(const Tensor& self, Storage storage, int64_t offset, I
     else changed->set_sizes_contiguous(size);
     return self;
 }
-
 static void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     auto& schema = op.schema();
     auto first = stack->size() - schema.arguments().size();
@@ -179,7 +151,7 @@ static void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         auto& [host, original] = aliases[i];
         if (host.sizes() == IntArrayRef(sizes[i])) continue;  // else an `out` that was resized
         auto made = alias(host, original.device());
-        set_(original, made.storage(), made.storage_offset(), made.sizes(), made.strides());
+        set_at(original, made.storage(), made.storage_offset(), made.sizes(), made.strides());
     }
     auto to_device = [&](const Tensor& t) -> Tensor {
         if (!is_on(t, kCPU)) return t;
@@ -214,7 +186,6 @@ static Tensor make_strided(IntArrayRef size, IntArrayRef strides, GivenType type
     c10::DeviceGuard set(on.value_or(gpu()));
     return at::detail::empty_strided_generic(size, strides, &device_memory, key, dtype_or_default(type));
 }
-
 static Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     auto to = is_on(self, kCUDA) ? on_host(self) : self, from = is_on(source, kCUDA) ? on_host(source) : source;
     c10::impl::ExcludeDispatchKeyGuard no_gradients(c10::autograd_dispatch_keyset);
@@ -245,7 +216,6 @@ static Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     }
     return self;
 }
-
 static void resize_storage(const Storage& storage, int64_t size) {
     c10::DeviceGuard set(storage.device());
     auto fresh = device_memory.allocate(size);
@@ -253,7 +223,6 @@ static void resize_storage(const Storage& storage, int64_t size) {
     storage.set_data_ptr_noswap(std::move(fresh));
     storage.set_nbytes(size);
 }
-
 static const Tensor& resize_(const Tensor& self, IntArrayRef size, std::optional<MemoryFormat>) {
     int64_t needed = (c10::multiply_integers(size) + self.storage_offset()) * self.itemsize();
     if ((int64_t)self.storage().nbytes() < needed) resize_storage(self.storage(), needed);
@@ -261,71 +230,28 @@ static const Tensor& resize_(const Tensor& self, IntArrayRef size, std::optional
     return self;
 }
 
-static Tensor& set_tensor(Tensor& self, const Tensor& source) {
-    return set_(self, source.storage(), source.storage_offset(), source.sizes(), source.strides()), self;
-}
-static Tensor& set_storage(Tensor& self, Storage storage) {
-    int64_t size = storage.nbytes() / self.itemsize();
-    return set_(self, std::move(storage), 0, {size}, {}), self;
-}
-static Tensor& set_at(Tensor& self, Storage storage, int64_t offset, IntArrayRef size, IntArrayRef strides) {
-    return set_(self, std::move(storage), offset, size, strides), self;
-}
-static Tensor& set_nothing(Tensor& self) {
-    return set_tensor(self, make_empty({0}, self.scalar_type(), {}, self.device(), {}, {}));
-}
-
 // The CPU has none for integers.
 static Tensor make_histogram(const Tensor& t, int64_t bins, const Scalar& low, const Scalar& high) {
     auto host = on_host(t);
     return alias(at::histc(host.to(kFloat), bins, low, high).to(host.scalar_type()), t.device());
 }
-
-// An LSTM's and a GRU's cell, which torch has on CUDA only; autograd differentiates what they call.
-using Bias = std::optional<Tensor>;
-static std::vector<Tensor> gates(const Tensor& t, const Bias& bias, int64_t num) {
-    return (bias ? t + *bias : t).chunk(num, 1);
-}
-static std::tuple<Tensor, Tensor, Tensor> lstm_step(const Tensor& input, const Tensor& hidden, const Tensor& cell,
-                                                    const Bias& input_bias, const Bias& hidden_bias) {
-    auto of_input = gates(input, input_bias, 4), of_hidden = gates(hidden, hidden_bias, 4);
-    auto gate = [&](int i) { return of_input[i] + of_hidden[i]; };
-    auto next = gate(1).sigmoid() * cell + gate(0).sigmoid() * gate(2).tanh();
-    return {gate(3).sigmoid() * next.tanh(), next, hidden.new_empty({0})};
-}
-static std::tuple<Tensor, Tensor> gru_step(const Tensor& input, const Tensor& hidden, const Tensor& state,
-                                           const Bias& input_bias, const Bias& hidden_bias) {
-    auto of_input = gates(input, input_bias, 3), of_hidden = gates(hidden, hidden_bias, 3);
-    auto reset = (of_input[0] + of_hidden[0]).sigmoid(), update = (of_input[1] + of_hidden[1]).sigmoid();
-    auto fresh = (of_input[2] + reset * of_hidden[2]).tanh();
-    return {fresh + update * (state - fresh), hidden.new_empty({0})};
-}
-static bool is_no_ctc_loss(const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, int64_t) { return false; }
-static bool is_no_ctc_loss_of_tensors(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t) {
-    return false;
-}
-
 static const auto boxed_compute = torch::CppFunction::makeFromBoxedFunction<&compute>;
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(boxed_compute()); }
-TORCH_LIBRARY_IMPL(aten, AutogradCUDA, m) {
-    m.impl("_thnn_fused_lstm_cell", lstm_step);
-    m.impl("_thnn_fused_gru_cell", gru_step);
-}
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
-    m.impl("_thnn_fused_lstm_cell", lstm_step);
-    m.impl("_thnn_fused_gru_cell", gru_step);
-    for (std::string name : {"_use_cudnn_ctc_loss", "_use_miopen_ctc_loss"}) {
-        m.impl(name.c_str(), is_no_ctc_loss);
-        m.impl((name + ".Tensor").c_str(), is_no_ctc_loss_of_tensors);
-    }
     m.impl("empty.memory_format", make_empty);
     m.impl("empty_strided", make_strided);
     m.impl("copy_", copy_);
     m.impl("resize_", resize_);
     m.impl("set_.source_Storage_storage_offset", set_at);
-    m.impl("set_.source_Tensor", set_tensor);
-    m.impl("set_.source_Storage", set_storage);
-    m.impl("set_", set_nothing);
+    m.impl("set_.source_Tensor", [](Tensor& self, const Tensor& source) -> Tensor& {
+        return set_at(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+    });
+    m.impl("set_.source_Storage", [](Tensor& self, Storage storage) -> Tensor& {
+        return set_at(self, storage, 0, {(int64_t)storage.nbytes() / (int64_t)self.itemsize()}, {});
+    });
+    m.impl("set_", [](Tensor& self) -> Tensor& {
+        return set_at(self, make_empty({0}, self.scalar_type(), {}, self.device(), {}, {}).storage(), 0, {0}, {});
+    });
     m.impl("histc", make_histogram);
     for (auto name : {"_grouped_mm", "convolution", "convolution_backward"}) m.impl(name, boxed_compute());
     m.impl("record_stream", [](Tensor&, Stream) {});
@@ -344,11 +270,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 }
 
 // ---- reads of host memory
-
 static void check_read(const Tensor& t, const std::string& operation) {
     if (is_pending(t)) report("EARLY_READ", operation, describe(t));
 }
-
 static std::unique_ptr<ObserverContext> on_operation(const RecordFunction& call) {
     auto name = call.operator_name();
     auto op = name ? c10::Dispatcher::singleton().findSchema(*name) : std::nullopt;
@@ -378,7 +302,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("check_read", &check_read);
     m.def("flush", &flush, py::call_guard<py::gil_scoped_release>());
     m.def("cpu_alias", &on_host);
-    m.def("events_alive", [] { return (int64_t)num_events; });
     m.def("pin", [](uintptr_t start, size_t size) { return pin((void*)start, size), 0; });
     m.def("default_gen", &default_generator);
     m.def("resize_storage", &resize_storage);
@@ -401,11 +324,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("_cuda_synchronize", [] { wait("SYNC", "torch.cuda.synchronize"); });
     m.def("_cuda_resetPeakMemoryStats", [](int) { peak = (int64_t)allocated; });
     m.def("_cuda_memoryStats", [](int) {
-        using Numbers = std::map<std::string, int64_t>;
-        using Kinds = std::map<std::string, Numbers>;
-        Kinds used{{"all", {{"current", allocated}, {"peak", peak}}}};
-        Kinds reserved{{"all", {{"current", peak}, {"peak", peak}}}};
-        return std::map<std::string, Kinds>{{"allocated_bytes", used}, {"reserved_bytes", reserved}};
+        using Numbers = std::map<std::string, std::map<std::string, int64_t>>;
+        Numbers used{{"all", {{"current", allocated}, {"peak", peak}}}};
+        return std::map<std::string, Numbers>{{"allocated_bytes", used}, {"reserved_bytes", used}};
     });
     m.def("_nccl_version", [] { return 22903; });
     m.def("_nccl_version_suffix", [] { return py::bytes(""); });

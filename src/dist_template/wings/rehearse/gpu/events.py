@@ -14,7 +14,8 @@ from ...values import short
 
 # Kinds: SYNC and EVENT_WAIT, the host waits; H2D_PAGEABLE, it copies slowly; RACE_H2D, pinned memory was written
 # while a copy read it; EARLY_READ, it was read before a copy arrived; FP32, waits without bf16; NCCL_*: refused.
-HERE, LIBRARY = str(Path(__file__).parent), str(Path(__file__).parents[3])
+LIBRARY = str(Path(__file__).parents[3])
+SKIPPED = (str(Path(__file__).parent), f"{LIBRARY}/compat/fake_cuda.py")
 PHASES = (  # of the innermost such frame on the stack: its function, its file's end, the phase
     ("on_validation_end", "callbacks/samples.py", "sample"),
     ("save", "checkpoint/commit.py", "checkpoint"),
@@ -51,7 +52,7 @@ class Events:
             file, name, line = frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno
             if file.endswith("rehearse/recorder.py"):
                 return ""
-            if not file.startswith(HERE):
+            if not file.startswith(SKIPPED):
                 if not inner and "/torch/" not in file:
                     inner = f"{short(file)}:{line} {name}"
                 if not owner and (file.startswith(LIBRARY) or is_users(file)):

@@ -6,12 +6,9 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/extension.h>
-
 #include <map>
 #include <mutex>
-
 using namespace at;
-
 static std::mutex mu;
 static thread_local DeviceIndex current = 0;
 static py::object* on_event = nullptr;  // called with (kind, operation, detail)
@@ -32,21 +29,13 @@ static DeviceIndex exchange(DeviceIndex index) {
 static std::string report(const char* kind, const std::string& operation, const std::string& detail = "") {
     if (!on_event || !Py_IsInitialized()) return "";
     py::gil_scoped_acquire gil;
-    try {
-        return py::cast<std::string>((*on_event)(kind, operation, detail));
-    } catch (py::error_already_set& error) {
-        error.restore();
-        PyErr_Print();
-        return "";
-    }
+    return py::cast<std::string>((*on_event)(kind, operation, detail));
 }
-
 static std::string describe(const Tensor& t) {
     return "(" + c10::Join(", ", t.sizes()) + ") " + std::string(t.dtype().name());
 }
 
 // ---- copies that arrive late: when the host waits for the device
-
 struct Copy {
     Tensor host, values;
     std::string what;
@@ -68,12 +57,10 @@ static void flush() {
     for (auto& copy : read)
         if (!at::equal(copy.host.nan_to_num(), copy.values.nan_to_num())) report("RACE_H2D", "copy_", copy.what);
 }
-
 static void wait(const char* kind, const char* operation) {
     flush();
     report(kind, operation);
 }
-
 static bool is_pending(const Tensor& t) {
     if (!t.defined() || !t.device().is_cpu() || !t.has_storage() || !t.numel()) return false;
     auto bounds = [](const Tensor& of) {
@@ -92,10 +79,8 @@ static bool is_pending(const Tensor& t) {
 }
 
 // ---- memory: the device's, counted and filled with NaN; and page-locked memory of the host
-
 static std::atomic<int64_t> allocated{0}, peak{0};
 static std::map<const char*, size_t> pinned;
-
 static void pin(const void* start, size_t size) {
     std::lock_guard<std::mutex> lock(mu);
     if (size) pinned[(const char*)start] = size;
@@ -106,7 +91,6 @@ static bool is_pinned(const void* at) {
     auto after = pinned.upper_bound((const char*)at);
     return after != pinned.begin() && (--after, (const char*)at < after->first + after->second);
 }
-
 template <bool on_device>
 struct Memory final : Allocator {
     struct Block {
@@ -134,8 +118,6 @@ static Memory<true> device_memory;
 static Memory<false> pinned_memory;
 
 // ---- streams, events, the current device: everything has been computed, a wait is reported
-
-static std::atomic<int64_t> num_events{0};
 using Moment = std::chrono::steady_clock::time_point;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -151,12 +133,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Stream getDefaultStream(Device d) const override { return getStream(d); }
     Stream exchangeStream(Stream s) const override { return getStream(s.device()); }
     void record(void** event, const Stream&, DeviceIndex, EventFlag) const override {
-        if (!*event) *event = new Moment, num_events++;
+        if (!*event) *event = new Moment;
         *(Moment*)*event = std::chrono::steady_clock::now();
     }
-    void destroyEvent(void* event, DeviceIndex) const noexcept override {
-        if (event) delete (Moment*)event, num_events--;
-    }
+    void destroyEvent(void* event, DeviceIndex) const noexcept override { delete (Moment*)event; }
     void block(void*, const Stream&) const override {}
     bool queryEvent(void*) const override { return flush(), true; }
     bool queryStream(const Stream&) const override { return flush(), true; }
@@ -172,7 +152,6 @@ static Guard guard;
 static c10::impl::DeviceGuardImplRegistrar register_guard(kCUDA, &guard);
 
 // ---- random numbers
-
 struct DeviceGenerator final : CPUGeneratorImpl {
     DeviceGenerator(DeviceIndex index) : CPUGeneratorImpl(67280421310721) { device_ = gpu(index); }
 };
@@ -211,14 +190,12 @@ struct Hooks : CUDAHooksInterface {
 }  // namespace at
 
 // ---- one memory as a tensor of the host and of the device
-
 static Tensor tensor_over(Storage storage, c10::DispatchKey key, const Tensor& like) {
     auto made = at::detail::make_tensor<TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
     made.unsafeGetTensorImpl()->set_storage_offset(like.storage_offset());
     made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
     return made;
 }
-
 static Tensor alias(const Tensor& t, Device device) {
     bool on_device = device.is_cuda();
     Allocator* allocator = on_device ? &device_memory : c10::GetCPUAllocator();
@@ -227,7 +204,6 @@ static Tensor alias(const Tensor& t, Device device) {
     Storage storage(Storage::use_byte_size_t(), kept->nbytes(), std::move(data), allocator, true);
     return tensor_over(storage, on_device ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU, t);
 }
-
 static Tensor on_host(const Tensor& t) {
     auto made = alias(t, kCPU);
     made._set_conj(t.is_conj());

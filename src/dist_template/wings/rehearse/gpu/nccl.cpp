@@ -1,12 +1,10 @@
 // A process group over gloo that has the name of NCCL, and refuses what NCCL refuses.
 #define NDEBUG  // as torch was built
 #include <torch/extension.h>
-
 #include <set>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
-
 using at::Tensor;
 using c10d::Backend;
 using Tensors = std::vector<Tensor>;
@@ -15,17 +13,14 @@ using Handle = c10::intrusive_ptr<c10d::Work>;
 
 // Never freed: they would be after Python's end.
 static py::object &alias = *new py::object(), &on_event = *new py::object();
-
 static void report(const char* kind, const std::string& operation, const std::string& detail = "") {
     py::gil_scoped_acquire gil;
     on_event(kind, operation, detail);
 }
-
 static void refuse(const char* kind, const std::string& operation, const std::string& why) {
     report(kind, operation, why);
     TORCH_CHECK(false, why, ": ", operation);
 }
-
 static const std::set<at::ScalarType> sent{
     at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kChar, at::kByte, at::kInt, at::kLong, at::kBool,
     at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kComplexFloat, at::kComplexDouble, at::kComplexHalf};
