@@ -117,21 +117,22 @@ def _small(project: Project, flags: tuple[str, ...], folder: Path) -> Runs:
 def project_checks(
     project: Project, *, base: str = "pretrain", quick: str = "quickstart",
     strategies: Sequence[str] = ("fsdp2", "zero3"), small: Sequence[str] = SMALL, skip: Mapping[str, str] | None = None,
+    gpu: bool = False,
 ) -> pytest.MarkDecorator:  # fmt: skip
     """Returns a decorator of pytest: its test runs once for each check, as the argument `check`, which is called with
     an empty folder and raises AssertionError with a sentence.
 
     `base`: the configuration to which files in folders of configs/ are added, and with which `strategies` train; their
-    checks have the marker `slow`. `quick`: the configuration of the other trainings, and, with the flags `small`, of
-    the model and the data. `skip`: checks that the project does not pass, with the reason; ValueError for other names.
-    """
+    checks have the marker `slow`. `quick`: the configuration of other trainings, and, with flags `small`, of model and
+    data. `skip`: checks that the project does not pass, with the reason; ValueError for other names. `gpu`: with
+    `strategies` on fake GPUs too."""
     import pytest
 
     quick_checks, marks = _Checks(project, base, quick, tuple(small)), {}
     checks = dict(quick_checks.all())
     for strategy in strategies:
         name = f"a_sharded_strategy_passes_every_check-{strategy}"
-        checks[name], marks[name] = partial(quick_checks.rehearsed, base, strategy, ""), [pytest.mark.slow]
+        checks[name], marks[name] = partial(quick_checks.rehearsed, base, strategy, "", gpu=gpu), [pytest.mark.slow]
     for name, reason in (skip or {}).items():
         if name not in checks:
             raise ValueError(f"skip names {name!r}, which is no check of: {', '.join(checks)}")
@@ -242,7 +243,7 @@ class _Checks:
         for expected, got in zip(uninterrupted, batches(data, 2, after=2), strict=True):
             assert torch.equal(expected["input_ids"], got["input_ids"]), "after two global batches come other rows"
 
-    def rehearsed(self, name: str, strategy: str, only: str, folder: Path) -> None:
-        configs = (self.config(name), self.config(f"strategy/{strategy}"))
+    def rehearsed(self, name: str, strategy: str, only: str, folder: Path, gpu: bool = False) -> None:
+        configs = (self.config(name), self.config(f"strategy/{strategy}"), *["--gpu"] * gpu)
         failed = rehearse(self.project, *configs, folder=folder, only=only)
         assert failed == {}, f"configs/{name}.yaml under {strategy}: {failed}"
