@@ -64,7 +64,7 @@ class Rehearsals:
             flags = ["--data.num_train=40", "--data.batch_size=2"]
             flags += ["--trainer.devices=2", "--best_checkpoint.monitor=val_loss"]
         else:
-            flags = [f"--config={CONFIGS}/quickstart.yaml", "--data.prompts=[]"]
+            flags = [f"--config={CONFIGS}/quickstart.yaml", "--data.prompts=[the]"]
             flags += [f"--model.architecture={model}"] if model else []
         options, rest = command.rehearse_flags().parse_known_args([*flags, *flags_of(strategy)])
         folder = self.folder / "-".join((project.package, strategy, str(len(model))))
@@ -122,6 +122,13 @@ def test_an_unchanged_project_is_not_accused(
     strategy: str, model: str, rehearsals: Rehearsals
 ) -> None:
     assert rehearsals.failures(g.nothing, strategy=strategy, model=model) == []
+
+
+@NEEDS_COMPILER
+@pytest.mark.slow
+def test_experts_over_all_ranks_predict(rehearsals: Rehearsals) -> None:
+    """FSDP2 copies their one shard, which fails in torch.inference_mode (a CPU takes no_grad)."""
+    assert rehearsals.failures(g.nothing, strategy="fsdp2_ep", model=DEEPSEEK) == []
 
 
 def test_a_machine_on_which_it_cannot_work_is_told(

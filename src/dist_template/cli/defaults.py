@@ -53,6 +53,7 @@ TRAINER_DEFAULTS: dict[str, object] = {
     "gradient_clip_val": 1.0,
     "enable_progress_bar": False,  # callbacks/console.py shows progress without a device sync
     "enable_model_summary": False,
+    "inference_mode": False,  # FSDP2 fails on its tensors (torch 2.13); under gloo, Lightning takes no_grad by itself
     "logger": [],
 }
 if find_spec("tensorboard"):

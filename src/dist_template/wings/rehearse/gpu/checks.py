@@ -9,8 +9,7 @@ from ..report import NotEqual
 from ..runs import Runs
 from ..shrink_config import NAN_STEP, STEPS
 
-WAIT_MS = 0.1  # order of magnitude: the device has nothing to do until the host has launched what follows
-WAITS = ("SYNC", "EVENT_WAIT")
+WAITS, WAIT_MS = ("SYNC", "EVENT_WAIT"), 0.1  # order of magnitude: until the host has launched what follows
 MEANING = {  # kind or operation: how users write it, or what to do
     "aten::_local_scalar_dense": "reads a value: .item(), float(), if, print",
     "D2H blocking copy": "copies to the host: .cpu(), .tolist(), print",

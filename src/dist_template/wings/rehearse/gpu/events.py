@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 import threading
 from collections import Counter
-from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
@@ -14,8 +14,8 @@ from ...values import short
 
 # Kinds: SYNC and EVENT_WAIT, the host waits; H2D_PAGEABLE, it copies slowly; RACE_H2D, pinned memory was written
 # while a copy read it; EARLY_READ, it was read before a copy arrived; FP32, waits without bf16; NCCL_*: refused.
-LIBRARY = str(Path(__file__).parents[3])
-SKIPPED = (str(Path(__file__).parent), f"{LIBRARY}/compat/fake_cuda.py")
+OURS = re.compile("/dist_template/|/transformers/distributed/")  # the lines of strategies
+SKIPPED = re.compile("/wings/rehearse/gpu/|/compat/fake_cuda.py$")
 PHASES = (  # of the innermost such frame on the stack: its function, its file's end, the phase
     ("on_validation_end", "callbacks/samples.py", "sample"),
     ("save", "checkpoint/commit.py", "checkpoint"),
@@ -52,10 +52,10 @@ class Events:
             file, name, line = frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno
             if file.endswith("rehearse/recorder.py"):
                 return ""
-            if not file.startswith(SKIPPED):
+            if not SKIPPED.search(file):
                 if not inner and "/torch/" not in file:
                     inner = f"{short(file)}:{line} {name}"
-                if not owner and (file.startswith(LIBRARY) or is_users(file)):
+                if not owner and (OURS.search(file) or is_users(file)):
                     owner, place = "user" if is_users(file) else "library", f"{short(file)}:{line} {name}"
                 phase = phase or next((p for f, end, p in PHASES if name == f and file.endswith(end)), "")
             frame = frame.f_back
