@@ -53,9 +53,9 @@ static void flush() {
     }
     if (arrived.size()) watch_reads(false);
     c10::impl::ExcludeDispatchKeyGuard no_gradients(c10::autograd_dispatch_keyset);
-    for (auto& copy : arrived) copy.host.copy_(copy.values);
-    for (auto& copy : read)
+    for (auto& copy : read)  // first: what arrives in the same memory comes later in the stream
         if (!at::equal(copy.host.nan_to_num(), copy.values.nan_to_num())) report("RACE_H2D", "copy_", copy.what);
+    for (auto& copy : arrived) copy.host.copy_(copy.values);
 }
 static void wait(const char* kind, const char* operation) {
     flush();
