@@ -7,5 +7,5 @@ recorder.py           callback: records each step, and first_step.py the outputs
 interventions.py      callbacks that kill all ranks, mask labels, and change tokens
 record.py             reads what the callbacks recorded
 compare.py            compares two trainings, and names their first difference
-checks.py             the checks and their tolerances
+checks.py             the checks and their tolerances; gpu/ has the ones on fake GPUs
 report.py             a line per check, and rehearsal.json"""
