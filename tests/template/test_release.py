@@ -105,7 +105,7 @@ def test_builds_are_equal_and_a_wheel_has_library_and_pages(checkout: Path, tmp_
     library = set(contents(checkout / "src"))
     assert {each for each in names if not re.match(r"[^/]*\.(dist-info|data)/", each)} == library
     assert {"dist_template/py.typed", "dist_template/configs/strategy/fsdp2.yaml"} <= library
-    suffixes = {".py", ".typed", ".css", ".html", ".json", ".template", ".yaml"}
+    suffixes = set(".py .typed .cpp .hpp .css .html .json .template .yaml".split())
     assert {Path(name).suffix for name in library} == suffixes
     pages = {name for name in contents(checkout / "docs") if name.endswith(".md")}
     shared = [each.partition("/share/doc/dist-template/")[2] for each in names if ".data/" in each]
