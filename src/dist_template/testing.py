@@ -1,6 +1,8 @@
 """Functions for a project's tests: all checks of a project as one test, and what they are made of. Public interface.
 
-PROJECT = this_project(__file__) @project_checks(PROJECT) def test_project(check, tmp_path): check(tmp_path)
+PROJECT = this_project(__file__)
+@project_checks(PROJECT)
+def test_project(check, tmp_path): check(tmp_path)
 
 module, data = build(PROJECT, "--config=configs/quickstart.yaml", "--data.seq_len=64")
 loss = module.training_step(batches(data, 1)[0], 0)"""

@@ -44,10 +44,8 @@ def waiting(runs: Runs) -> dict[str, float]:
 
 def waits(runs: Runs) -> str:
     if found := waiting(runs):
-        number = runs.small.micro_batches
-        cost = (
-            f"some {WAIT_MS} ms each, {sum(found.values()) * number * WAIT_MS:.2g} ms a step of {number} micro-batches"
-        )
+        num = runs.small.micro_batches
+        cost = f"some {WAIT_MS} ms each, {sum(found.values()) * num * WAIT_MS:.2g} ms a step of {num} micro-batches"
         raise NotEqual(f"{len(found)} lines wait", f"{_text(found)}; {cost}")
     return f"none; {sum(_lines(runs, WAITS, 'plain', 'library').values()):.2g} a micro-batch are the strategy's"
 

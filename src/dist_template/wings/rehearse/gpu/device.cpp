@@ -300,7 +300,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("set_callback", [](py::object callback) { on_event = new py::object(callback); });
     m.def("check_exactly", [](std::vector<std::string> names) { checked_exactly.insert(names.begin(), names.end()); });
     m.def("check_read", &check_read);
-    m.def("flush", &flush, py::call_guard<py::gil_scoped_release>());
     m.def("cpu_alias", &on_host);
     m.def("pin", [](uintptr_t start, size_t size) { return pin((void*)start, size), 0; });
     m.def("default_gen", &default_generator);
