@@ -1,4 +1,4 @@
-"""Reads files without importing them: imports (also late ones), private names, sentences."""
+"""Reads files without importing them: imports (also late ones), private names, comments."""
 
 import ast
 import inspect
@@ -161,10 +161,6 @@ def strings(path: Path) -> list[str]:
     return [value for value in constants if isinstance(value, str)]
 
 
-def lines(paths: Iterator[Path] | list[Path]) -> int:
-    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
-
-
 def closure(package: Path, roots: set[str]) -> set[str]:
     """Returns the modules that importing `roots` can load, with late imports and packages above."""
     arrows, found, to_do = graph(package), set[str](), {*roots}
@@ -215,38 +211,6 @@ def offered(package: Path) -> set[str]:
     return found
 
 
-def internals(tests: Path, package: str, public: set[str]) -> list[str]:
-    """Returns "file: name" for each name of the package that tests import and `public` lacks."""
-    found = set[str]()
-    for path in sorted(tests.rglob("*.py")):
-        for node in ast.walk(_tree(path)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
-                base = (node.module or "").partition(".")[2]
-                names = {f"{base}.{alias.name}".lstrip(".") for alias in node.names} - public
-                found |= {f"{path.relative_to(tests)}: {name}" for name in names}
-    return sorted(found)
-
-
-def dense(path: Path) -> tuple[int, int]:
-    """Returns the number of conditional expressions and comprehensions, and of statements."""
-    kinds = (ast.IfExp, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-    nodes = [*ast.walk(_tree(path))]
-    dense, statements = ([isinstance(node, kind) for node in nodes] for kind in (kinds, ast.stmt))
-    return sum(dense), sum(statements)
-
-
-def annotations(path: Path) -> Iterator[ast.expr]:
-    for node in ast.walk(_tree(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns:
-            yield node.returns
-        elif isinstance(node, ast.arg | ast.AnnAssign) and node.annotation:
-            yield node.annotation
-
-
-def has_any(annotation: ast.expr) -> bool:
-    return any(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(annotation))
-
-
 FILE = r"(?:[\w-]+/)+[\w-]+\.(?:py|yaml|md|sh|toml)|(?:configs|docs|tests|src)/[\w/-]+"
 PATH = re.compile(rf"(?<![\w./{{}}<$*:~-])({FILE})(?![\w/.*<{{(-])")
 
@@ -286,14 +250,3 @@ def checks_of_strategies(path: Path) -> list[str]:
             if is_class or has:
                 found.append(ast.unparse(node))
     return found
-
-
-# Pronouns in place of nouns: write "losses equal one process's", "the weights come from PATH".
-# CHANGELOG.md is history.
-PRONOUNS = re.compile(r",\sof which|\bthose\sof\b|\bthat\sof\b|\bis\snone\b|\bas\sit\sis\b")
-
-
-def pronouns(path: Path) -> list[str]:
-    """Returns each place of PRONOUNS outside of code blocks, with its words."""
-    text = re.sub(r"(?ms)^```.*?^```", "", path.read_text(encoding="utf-8"))
-    return [f"{path}: {words}" for words in PRONOUNS.findall(text)]
