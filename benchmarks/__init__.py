@@ -17,11 +17,15 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import tests  # noqa: E402, F401  (links the un-rendered project into build/dev as trainer_dev, and finds it)
 
-sys.path.append(str(ROOT / "build" / "peers"))  # apart from the environment that the project is tested in
+# apart from the environment that the project is tested in
+sys.path.append(str(ROOT / "build" / "peers"))
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "RES_OPTIONS": "timeout:1 attempts:1"}  # its store looks up hosts
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # for every arm, as the project has it: else page faults by chance
+# its store looks up hosts
+os.environ |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "RES_OPTIONS": "timeout:1 attempts:1"}
+# for every arm, as the project has it: else page faults by chance
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads add noise and nothing else to small models
+    # more threads add noise and nothing else to small models
+    os.environ.setdefault("OMP_NUM_THREADS", "1")

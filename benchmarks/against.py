@@ -1,8 +1,10 @@
-"""python -m benchmarks.against [COMMIT]: has anything become slower since a commit? For a nightly job.
+"""python -m benchmarks.against [COMMIT]: has anything become slower since a commit? For a nightly
+job.
 
-The parts step, startup and dist run in turns, in the present tree and, twice a round, in a work tree of COMMIT: the
-newest release's tag, or else the commit of the recorded result. The two runs of the old tree show how much a figure
-differs by chance; a figure that has become worse by more than that, and by more than 3 %, is a failure: exit code 1.
+The parts step, startup and dist run in turns, in the present tree and, twice a round, in a work
+tree of COMMIT: the newest release's tag, or else the commit of the recorded result. The two runs of
+the old tree show how much a figure differs by chance; a figure that has become worse by more than
+that, and by more than 3 %, is a failure: exit code 1.
 """
 
 import argparse
@@ -25,14 +27,20 @@ LEAST = 0.03  # share by which a figure must be worse
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.against", description=str(__doc__).partition("\n")[0])
-    parser.add_argument("commit", nargs="?", help="default: the newest release, else the recorded result's")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.against", description=str(__doc__).partition("\n")[0]
+    )
+    parser.add_argument(
+        "commit", nargs="?", help="default: the newest release, else the recorded result's"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     if given.rounds < 2:
         parser.error("give --rounds of 2 or more, to know what chance does")
     tags = git("tag", "--list", "v*", "--merged", "HEAD", "--sort=-v:refname").split()
-    recorded = json.loads((RESULTS / "step.json").read_text("utf-8"))["commit"].removesuffix("+changes")
+    recorded = json.loads((RESULTS / "step.json").read_text("utf-8"))["commit"].removesuffix(
+        "+changes"
+    )
     commit = given.commit or (tags[0] if tags else recorded)
     with tempfile.TemporaryDirectory() as folder:
         old = Path(folder) / "old"
@@ -68,9 +76,13 @@ def verdict(what: str, runs: dict[str, list[float]], is_more: bool) -> list[str]
     if not rounds or min(value for each in rounds for value in each) <= 0:
         return []  # one of the trees does not have it, or it is a count that was 0
     sign = 1 if is_more else -1
-    change = statistics.median(sign * math.log(new / math.sqrt(old * again)) for new, old, again in rounds)
+    change = statistics.median(
+        sign * math.log(new / math.sqrt(old * again)) for new, old, again in rounds
+    )
     chance = max(abs(math.log(old / again)) for _, old, again in rounds)
-    line = f"{what}: {math.expm1(change):+.1%} (+ is worse), by chance up to {math.expm1(chance):.1%}"
+    line = (
+        f"{what}: {math.expm1(change):+.1%} (+ is worse), by chance up to {math.expm1(chance):.1%}"
+    )
     print(f"  {line}", flush=True)
     return [line] if change > max(chance, LEAST) else []
 
@@ -82,7 +94,9 @@ def measured(part: str, tree: Path) -> list[dict]:
         env = os.environ | {"PYTHONPATH": str(tree / "src")}
         done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"{part} failed in {tree}:\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
+            raise SystemExit(
+                f"{part} failed in {tree}:\n{done.stdout[-1000:]}{done.stderr[-3000:]}"
+            )
         return json.loads((Path(output) / f"{part}.json").read_text("utf-8"))["figures"]
 
 

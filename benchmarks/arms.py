@@ -1,7 +1,9 @@
-"""What is compared runs in one process, each round in a new order, so that drift of the machine meets all alike.
+"""What is compared runs in one process, each round in a new order, so that drift of the machine
+meets all alike.
 
-CPU time of the process is beside wall time: other work on the machine hardly changes the first. The ratio of two arms
-is taken within each round, and the median of these ratios is reported with the smallest and the largest.
+CPU time of the process is beside wall time: other work on the machine hardly changes the first. The
+ratio of two arms is taken within each round, and the median of these ratios is reported with the
+smallest and the largest.
 """
 
 import contextlib
@@ -60,8 +62,11 @@ class Comparison:
 Arm = Callable[[], Sample]  # warms itself up, then measures itself
 
 
-def compare(comparison: Comparison, arms: dict[str, Arm], rounds: int, warm: bool = True) -> Comparison:
-    """Runs every arm in each round, and once before without a record (`warm`): what is imported late is then there."""
+def compare(
+    comparison: Comparison, arms: dict[str, Arm], rounds: int, warm: bool = True
+) -> Comparison:
+    """Runs every arm in each round, and once before without a record (`warm`): what is imported
+    late is then there."""
     comparison.samples = {name: [] for name in arms}
     for number in range(0 if warm else 1, rounds + 1):
         for name in random.sample(sorted(arms), len(arms)):
@@ -72,7 +77,10 @@ def compare(comparison: Comparison, arms: dict[str, Arm], rounds: int, warm: boo
                 sample = arms[name]()
             if number:
                 comparison.samples[name].append(sample)
-        print(f"  {comparison.title}: round {number} of {rounds}{'' if number else ' (warms up)'}", flush=True)
+        print(
+            f"  {comparison.title}: round {number} of {rounds}{'' if number else ' (warms up)'}",
+            flush=True,
+        )
     return comparison
 
 
@@ -92,4 +100,7 @@ def described(values: list[float], digits: int = 2) -> str:
     """Median, smallest to largest."""
     if len(values) == 1:
         return f"{values[0]:.{digits}f}"
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return (
+        f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to"
+        f" {max(values):.{digits}f})"
+    )

@@ -1,7 +1,9 @@
-"""A function on several processes of this machine, as ranks that find each other over loopback, as torchrun's would.
+"""A function on several processes of this machine, as ranks that find each other over loopback, as
+torchrun's would.
 
-They are forked from one process that has imported torch; each arm gets fresh ones, because a strategy leaves groups,
-patches and memory behind. Arms may take turns of some optimizer steps, so that drift of the machine meets all alike.
+They are forked from one process that has imported torch; each arm gets fresh ones, because a
+strategy leaves groups, patches and memory behind. Arms may take turns of some optimizer steps, so
+that drift of the machine meets all alike.
 """
 
 import multiprocessing
@@ -17,7 +19,12 @@ from typing import Any
 from dist_template.wings.rehearse.workers import clean_processes
 from dist_template.wings.values import free_port
 
-CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TORCH_WARM_POOL": "0"}
+CPU = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_WARM_POOL": "0",
+}
 
 
 @dataclass(frozen=True)
@@ -47,18 +54,27 @@ def turns(arms: int, ranks: int, steps: int) -> list[Turns]:
     return [Turns(first, arm, steps) for arm in range(arms)]
 
 
-def on_ranks(num: int, functions: list[Callable[[], Any]], timeout_s: float = 300.0) -> list[list[Any]]:
-    """Runs each function on `num` CPU processes of its own, all concurrently; returns the results by rank."""
+def on_ranks(
+    num: int, functions: list[Callable[[], Any]], timeout_s: float = 300.0
+) -> list[list[Any]]:
+    """Runs each function on `num` CPU processes of its own, all concurrently; returns the results
+    by rank."""
     os.environ.update(CPU)
     context, processes, started = clean_processes(), [], []
     try:
         for function in functions:
             common = {"WORLD_SIZE": str(num), "LOCAL_WORLD_SIZE": str(num), "GROUP_RANK": "0"}
-            common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DIST_RUN_ID": secrets.token_hex(4)}
+            common |= {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(free_port()),
+                "DIST_RUN_ID": secrets.token_hex(4),
+            }
             for rank in range(num):
                 ours, theirs = context.Pipe()
                 environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                processes.append(context.Process(target=_serve, args=(theirs, environment, function)))
+                processes.append(
+                    context.Process(target=_serve, args=(theirs, environment, function))
+                )
                 processes[-1].start()
                 theirs.close()
                 started.append(ours)
@@ -72,7 +88,9 @@ def on_ranks(num: int, functions: list[Callable[[], Any]], timeout_s: float = 30
                     raise RuntimeError(answers[connection])
             if not ready:
                 raise RuntimeError(f"no end after {timeout_s:.0f} s")
-        return [[answers[each] for each in started[n : n + num]] for n in range(0, len(started), num)]
+        return [
+            [answers[each] for each in started[n : n + num]] for n in range(0, len(started), num)
+        ]
     finally:
         for process in processes:
             process.kill()
@@ -88,4 +106,5 @@ def _serve(connection: Any, environment: dict[str, str], function: Callable[[], 
         connection.send((True, function()))
     except BaseException:
         connection.send((False, f"rank {environment['RANK']}: {traceback.format_exc()}"))
-    connection.poll(None)  # until the parent ends all at once: rank 0 keeps the store that others still need
+    # until the parent ends all at once: rank 0 keeps the store that others still need
+    connection.poll(None)

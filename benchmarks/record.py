@@ -1,4 +1,5 @@
-"""What was measured, with all that it depends on, as JSON; and the tables that are made from the JSON.
+"""What was measured, with all that it depends on, as JSON; and the tables that are made from the
+JSON.
 
 The JSON keeps seconds; a table has ratios alone, because an absolute time is one of the machine.
 """
@@ -27,9 +28,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("torch", "lightning", "transformers", "deepspeed", "accelerate", "numpy")
 HEAD = """# Results
 
-Written by `python -m benchmarks` from the JSON files beside it: the newest run of each part, at the commit in its head.
-A ratio is a median over rounds, with the smallest and the largest; how it is taken is in `benchmarks/arms.py`, what is
-compared and why at the head of each part. `2026-11.md` has the last figures of parts that are gone.
+Written by `python -m benchmarks` from the JSON files beside it: the newest run of each part, at the
+commit in its head. A ratio is a median over rounds, with the smallest and the largest; how it is
+taken is in `benchmarks/arms.py`, what is compared and why at the head of each part. `2026-11.md`
+has the last figures of parts that are gone.
 
 """
 
@@ -54,7 +56,8 @@ class Figure:
     at_least: float | None = None
     unit: str = ""  # empty for a ratio
     instead: str = ""  # why there are no values
-    ranks: list[int] = field(default_factory=list)  # one per value, where it is measured against them
+    # one per value, where it is measured against them
+    ranks: list[int] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -74,11 +77,16 @@ class Figure:
         return f"| {self.what} | {described(self.values, digits)} {self.unit} | {bound} | {held} |"
 
     def growth(self) -> str:
-        """Each value with its number of ranks, and the power of this number by which the last two differ."""
-        text = "; ".join(f"{ranks:,}: {value:.3g}" for ranks, value in zip(self.ranks, self.values, strict=True))
+        """Each value with its number of ranks, and the power of this number by which the last two
+        differ."""
+        text = "; ".join(
+            f"{ranks:,}: {value:.3g}" for ranks, value in zip(self.ranks, self.values, strict=True)
+        )
         if len(self.values) < 2 or min(self.values[-2:]) <= 0:
             return text
-        power = math.log(self.values[-1] / self.values[-2]) / math.log(self.ranks[-1] / self.ranks[-2])
+        power = math.log(self.values[-1] / self.values[-2]) / math.log(
+            self.ranks[-1] / self.ranks[-2]
+        )
         return f"{text} (N^{power:.1f})"
 
 
@@ -101,18 +109,25 @@ def write(result: Result, options: Options) -> Path:
         "part": result.part,
         "date": time.strftime("%Y-%m-%d"),
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain") else ""),
-        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
+        "commit": _git("rev-parse", "--short", "HEAD")
+        + ("+changes" if _git("status", "--porcelain") else ""),
+        "versions": {"python": platform.python_version()}
+        | {name: metadata.version(name) for name in PACKAGES},
         "machine": {
-            "cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "load": [options.load, os.getloadavg()[0]],
-            "threads": os.environ.get("OMP_NUM_THREADS"), "gpu": gpu_name(),
+            "cpu": _cpu(),
+            "cores": len(os.sched_getaffinity(0)),
+            "load": [options.load, os.getloadavg()[0]],
+            "threads": os.environ.get("OMP_NUM_THREADS"),
+            "gpu": gpu_name(),
         },
         "rounds": options.rounds,
         "quick": options.quick,
-    }  # fmt: skip
+    }
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / f"{result.part}.json"
-    path.write_text(json.dumps(about | dataclasses.asdict(result), indent=1) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(about | dataclasses.asdict(result), indent=1) + "\n", encoding="utf-8"
+    )
     return path
 
 
@@ -120,15 +135,24 @@ def read(path: Path) -> tuple[dict[str, Any], Result]:
     """What `write` wrote."""
     data = json.loads(path.read_text("utf-8"))
     for each in data["comparisons"]:
-        each["samples"] = {arm: [Sample(**sample) for sample in samples] for arm, samples in each["samples"].items()}
+        each["samples"] = {
+            arm: [Sample(**sample) for sample in samples]
+            for arm, samples in each["samples"].items()
+        }
     comparisons = [Comparison(**each) for each in data["comparisons"]]
-    return data, Result(data["part"], comparisons, [Figure(**each) for each in data["figures"]], data["notes"])
+    return data, Result(
+        data["part"], comparisons, [Figure(**each) for each in data["figures"]], data["notes"]
+    )
 
 
 def page(folder: Path, parts: dict[str, str]) -> None:
-    """Writes README.md of the folder: the table of each part that has a result, in the order of `parts`."""
+    """Writes README.md of the folder: the table of each part that has a result, in the order of
+    `parts`."""
     found = {part: folder / f"{part}.json" for part in parts}
-    texts = [table(path) if path.exists() else f"## {part}\n\nNot run yet.\n" for part, path in found.items()]
+    texts = [
+        table(path) if path.exists() else f"## {part}\n\nNot run yet.\n"
+        for part, path in found.items()
+    ]
     (folder / "README.md").write_text(HEAD + "\n".join(texts), encoding="utf-8")
 
 
@@ -138,19 +162,33 @@ def table(path: Path) -> str:
     machine = data["machine"]
     gpu = f", {machine['gpu']}" if machine["gpu"] else ""
     lines = [
-        f"## {result.part}", "",
-        f"{data['date']}, commit {data['commit']}, {machine['cpu']}, {machine['cores']} cores{gpu}, "
-        f"load {machine['load'][0]:.1f} to {machine['load'][1]:.1f}; "
+        f"## {result.part}",
+        "",
+        f"{data['date']}, commit {data['commit']}, {machine['cpu']}, {machine['cores']}"
+        f" cores{gpu}, load {machine['load'][0]:.1f} to {machine['load'][1]:.1f}; "
         + ", ".join(f"{name} {version}" for name, version in data["versions"].items()),
-        "", f"    {data['command']}", "",
-    ]  # fmt: skip
+        "",
+        f"    {data['command']}",
+        "",
+    ]
     if result.figures:
-        lines += ["| figure | measured | target | |", "|---|---|---|---|", *(each.row() for each in result.figures), ""]
+        lines += [
+            "| figure | measured | target | |",
+            "|---|---|---|---|",
+            *(each.row() for each in result.figures),
+            "",
+        ]
     for comparison in result.comparisons:
-        lines += [f"{comparison.title}; per {comparison.unit}, as a ratio to `{comparison.reference}`:", ""]
+        lines += [
+            f"{comparison.title}; per {comparison.unit}, as a ratio to `{comparison.reference}`:",
+            "",
+        ]
         lines += ["| arm | CPU time | wall time |", "|---|---|---|"]
         for arm in comparison.samples:
-            cpu, wall = described(comparison.cpu_ratios(arm)), described(comparison.wall_ratios(arm))
+            cpu, wall = (
+                described(comparison.cpu_ratios(arm)),
+                described(comparison.wall_ratios(arm)),
+            )
             lines.append(f"| {arm} | {cpu} | {wall} |")
         lines.append("")
     lines += [f"- {note}" for note in result.notes]
@@ -169,4 +207,6 @@ def _cpu() -> str:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True
+    ).stdout.strip()

@@ -1,9 +1,10 @@
 """What a start, a save and a hang take at thousands of ranks, which this one machine plays.
 
-Threads play the ranks of a store (wall time of all on these cores). In collectives this process is rank 0, and gets as
-many pickled answers as there are ranks. Saves are planned for layers of DeepSeek-V3 on the meta device, over 256 shards
-and their replicas. One rank of 256 is given its share of a start of all of DeepSeek-V3, whose tensors of other ranks
-arrive as zeros. CPU time is rank 0's unless said. Networks, disks and torch's process groups are not measured.
+Threads play the ranks of a store (wall time of all on these cores). In collectives this process is
+rank 0, and gets as many pickled answers as there are ranks. Saves are planned for layers of
+DeepSeek-V3 on the meta device, over 256 shards and their replicas. One rank of 256 is given its
+share of a start of all of DeepSeek-V3, whose tensors of other ranks arrive as zeros. CPU time is
+rank 0's unless said. Networks, disks and torch's process groups are not measured.
 
 Targets: a start below 10 s in all at 4,096 ranks; every rank gets the report of a hang.
 """
@@ -48,11 +49,16 @@ from .ranks import on_ranks
 from .record import Figure, Options, Result
 
 NAME = "scale"
-RANKS, QUICK, MOST = (64, 512, 4096, 16384), (4, 8), 4096  # at most, of a store and a plan: sockets, minutes
+# at most, of a store and a plan: sockets, minutes
+RANKS, QUICK, MOST = ((64, 512, 4096, 16384), (4, 8), 4096)
 SHARDS, LAYERS = 256, 8  # ranks that shard DeepSeek-V3; its layers of 61 that are planned
 FACTS = {"config": {f"key.{number}": "a value of a usual length" for number in range(300)}}
 STATUS = {"beats": 7, "place": "step 7, backward", "line": "model.py:77", "waits": True}
-START = ("environments are compared, s", "names and replicas are gathered, CPU s", "nodes are reached, s")
+START = (
+    "environments are compared, s",
+    "names and replicas are gathered, CPU s",
+    "nodes are reached, s",
+)
 
 Measured = dict[str, float]
 Act = Callable[[Any, int, int], float]  # when a rank of so many had its result from the store, or 0
@@ -66,11 +72,21 @@ def run(options: Options) -> Result:
                 found.setdefault(what, {})[num] = value
             print(f"  {num} ranks: {measure.__name__}", flush=True)
     most = max(found[START[0]])
-    start = Figure(f"a start with {most:,} ranks", [sum(found[what][most] for what in START)], at_most=10, unit="s")
+    start = Figure(
+        f"a start with {most:,} ranks",
+        [sum(found[what][most] for what in START)],
+        at_most=10,
+        unit="s",
+    )
     figures = [Figure(what, [*of.values()], ranks=[*of]) for what, of in found.items()]
     share = on_ranks(1, [partial(started, options.quick)], timeout_s=1200)[0][0]
-    figures += [Figure(f"a start of DeepSeek-V3 on {SHARDS} ranks: {what}", [value]) for what, value in share.items()]
-    return Result(NAME, figures=[start, *figures, *order(10**5 if options.quick else 10**12 // 4096)])
+    figures += [
+        Figure(f"a start of DeepSeek-V3 on {SHARDS} ranks: {what}", [value])
+        for what, value in share.items()
+    ]
+    return Result(
+        NAME, figures=[start, *figures, *order(10**5 if options.quick else 10**12 // 4096)]
+    )
 
 
 @contextmanager
@@ -104,7 +120,11 @@ def report(store: Any, rank: int, num: int) -> float:
     dog.connect(store, rank, num)
     if rank < num - 1:
         dog._exchange(store, STATUS, verdict)
-    return time.monotonic() if rank == num - 1 or f"rank {num - 1} is unresponsive" in "".join(verdict) else 0.0
+    return (
+        time.monotonic()
+        if rank == num - 1 or f"rank {num - 1} is unresponsive" in "".join(verdict)
+        else 0.0
+    )
 
 
 class Counted:
@@ -123,7 +143,8 @@ class Counted:
 
 
 def play(num: int, act: Act) -> tuple[float, int, int]:
-    """Returns seconds until all ranks had their results, the store's bytes, and the number of ranks without one."""
+    """Returns seconds until all ranks had their results, the store's bytes, and the number of ranks
+    without one."""
     port, stores, ended, connected = free_port(), [], [], threading.Barrier(num + 1)
     master = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
 
@@ -133,7 +154,8 @@ def play(num: int, act: Act) -> tuple[float, int, int]:
         ended.append(act(store, rank, num))
 
     threading.stack_size(1 << 18)
-    sys.setswitchinterval(10.0)  # else thousands of threads wake 200 times a second to ask for Python's lock
+    # else thousands of threads wake 200 times a second to ask for Python's lock
+    sys.setswitchinterval(10.0)
     threads = [threading.Thread(target=be, args=(rank,)) for rank in range(num)]
     for thread in threads:
         thread.start()
@@ -148,7 +170,11 @@ def play(num: int, act: Act) -> tuple[float, int, int]:
 def gathered(num: int, quick: bool) -> Measured:
     found: Measured = {}
 
-    def here(what: str, act: Callable[[], object], of: Callable[[Any, int], Any] = lambda value, rank: value) -> None:
+    def here(
+        what: str,
+        act: Callable[[], object],
+        of: Callable[[Any, int], Any] = lambda value, rank: value,
+    ) -> None:
         with RankZero(num, of) as world, clocked(found, f"{what}, CPU s"):
             act()
         found[f"{what}, MB of rank 0"] = world.bytes / 1e6
@@ -181,7 +207,8 @@ def planned(num: int, quick: bool) -> Measured:
 
 
 def plan(num: int, layers: int) -> Measured:
-    """On a mesh of replicas and shards, with a fake process group: every rank's plan, then rank 0's part."""
+    """On a mesh of replicas and shards, with a fake process group: every rank's plan, then rank 0's
+    part."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers import AutoModelForCausalLM, DeepseekV3Config
 
@@ -191,7 +218,12 @@ def plan(num: int, layers: int) -> Measured:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(DeepseekV3Config(num_hidden_layers=layers))
     state, strategy = state_of(dict(model.named_parameters()), mesh), torch.nn.Module()
-    flat, found, texts, what = (state, {name: (name,) for name in state}), {}, [], f"of {layers} layers of DeepSeek-V3"
+    flat, found, texts, what = (
+        (state, {name: (name,) for name in state}),
+        {},
+        [],
+        f"of {layers} layers of DeepSeek-V3",
+    )
     for rank in range(num):
         mesh._coordinate_on_dim = [rank // shards, rank % shards]
         planner = planning.planner(strategy)  # ty: ignore[invalid-argument-type]
@@ -205,7 +237,9 @@ def plan(num: int, layers: int) -> Measured:
     with clocked(found, f"plans {what}, next save, CPU s"):
         planner.create_global_plan([dcp.SavePlan([], usable=False)] * num)
     at = dcp.filesystem._StorageInfo("__0_0.distcp", 0, 1)
-    text = pickle.dumps([[dcp.storage.WriteResult(item.index, 1, at) for item in each.items] for each in plans])
+    text = pickle.dumps(
+        [[dcp.storage.WriteResult(item.index, 1, at) for item in each.items] for each in plans]
+    )
     with tempfile.TemporaryDirectory() as folder:
         with clocked(found, f"metadata {what}, each save, CPU s"):
             planning.Writer(folder).finish(metadata, pickle.loads(text))
@@ -226,7 +260,9 @@ def started(quick: bool) -> Measured:
     config = DeepseekV3Config(**{"num_hidden_layers": 2, "vocab_size": 1024} if quick else {})
     found, exchange = {"GB sent": 0.0, "GB received": 0.0}, scatter._exchange
 
-    def counted(outgoing: list[list[torch.Tensor]], incoming: list[list[torch.Tensor]], group: Any) -> None:
+    def counted(
+        outgoing: list[list[torch.Tensor]], incoming: list[list[torch.Tensor]], group: Any
+    ) -> None:
         for what, parts in zip(found, (outgoing, incoming), strict=False):
             found[what] += sum(len(part) for of_rank in parts for part in of_rank) / 1e9
         largest = max(sum(map(len, parts)) for parts in (*outgoing, *incoming))
@@ -234,15 +270,22 @@ def started(quick: bool) -> Measured:
         with patch.multiple(dist, all_to_all_single=lambda into, *_: into.zero_(), **of_others):
             exchange(outgoing, incoming, group)
 
-    alone = patch.object(weights, "broadcast", lambda value, _=None: value)  # a fake group sends nothing
+    # a fake group sends nothing
+    alone = patch.object(weights, "broadcast", lambda value, _=None: value)
     with clocked(found, "CPU s of a rank"), patch.object(scatter, "_exchange", counted), alone:
-        start = start_of(lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), lambda model: model, 0)
+        start = start_of(
+            lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16),
+            lambda model: model,
+            0,
+        )
         for module in (*find_blocks(start.model), start.model):
             fully_shard(module)
         scatter.allocate(start.model, torch.device("cpu"))
         start.fill(start.model)
     found["GB of shards"] = sum(each.to_local().nbytes for each in start.model.parameters()) / 1e9  # ty: ignore
-    return found | {"GB of host memory at most": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
+    return found | {
+        "GB of host memory at most": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    }
 
 
 def reached(num: int, quick: bool) -> Measured:
@@ -257,6 +300,10 @@ def order(rows: int) -> list[Figure]:
     found: Measured = {}
     for step in (0, 10**6):
         at = GlobalOrder(rows, 4096, 1, 0, 4096, consumed=lambda step=step: step * 4096 % rows)
-        with clocked(found, f"the first batch from step {step:,}, of 10^12 tokens in rows of 4,096, CPU s of a rank"):
+        with clocked(
+            found,
+            f"the first batch from step {step:,}, of 10^12 tokens in rows of 4,096,"
+            " CPU s of a rank",
+        ):
             next(iter(at))
     return [Figure(what, [value], at_most=0.1) for what, value in found.items()]

@@ -1,10 +1,12 @@
 """What a training loop costs per optimizer step, on one process.
 
-Arms: a hand-written loop of torch; the project as shipped; Hugging Face's Trainer with its defaults.
-Models: one vector, whose step takes what the loop takes; Llamas of 0.1M and 5M parameters.
+Arms: a hand-written loop of torch; the project as shipped; Hugging Face's Trainer with its
+defaults. Models: one vector, whose step takes what the loop takes; Llamas of 0.1M and 5M
+parameters.
 
-Targets: with the vector, the project adds at most what Hugging Face's Trainer adds to the hand-written loop; 0.1M runs
-at 0.88 of the hand-written loop's speed at least, and faster than Hugging Face's Trainer; 5M at 0.98.
+Targets: with the vector, the project adds at most what Hugging Face's Trainer adds to the
+hand-written loop; 0.1M runs at 0.88 of the hand-written loop's speed at least, and faster than
+Hugging Face's Trainer; 5M at 0.98.
 """
 
 import tempfile
@@ -39,13 +41,29 @@ def run(options: Options) -> Result:
             prepare(task)
             arms: dict[str, Arm] = {arm: partial(loop.train, task) for arm, loop in LOOPS.items()}
             comparison = Comparison(f"{name} model", "optimizer step", "hand")
-            result.comparisons.append(compare(comparison, arms, options.rounds, warm=not options.quick))
+            result.comparisons.append(
+                compare(comparison, arms, options.rounds, warm=not options.quick)
+            )
     null, small, large = result.comparisons
     pairs = zip(null.cpu_added("project"), null.cpu_added("Trainer"), strict=True)
     result.figures = [
-        Figure("null: CPU time added to hand, project over Trainer", [a / b for a, b in pairs], at_most=1),
-        Figure("0.1M: speed of project over hand, by CPU time", small.cpu_ratios("hand", "project"), at_least=0.88),
-        Figure("0.1M: speed of project over Trainer", small.cpu_ratios("Trainer", "project"), at_least=1),
-        Figure("5M: speed of project over hand", large.cpu_ratios("hand", "project"), at_least=0.98),
+        Figure(
+            "null: CPU time added to hand, project over Trainer",
+            [a / b for a, b in pairs],
+            at_most=1,
+        ),
+        Figure(
+            "0.1M: speed of project over hand, by CPU time",
+            small.cpu_ratios("hand", "project"),
+            at_least=0.88,
+        ),
+        Figure(
+            "0.1M: speed of project over Trainer",
+            small.cpu_ratios("Trainer", "project"),
+            at_least=1,
+        ),
+        Figure(
+            "5M: speed of project over hand", large.cpu_ratios("hand", "project"), at_least=0.98
+        ),
     ]
     return result

@@ -1,4 +1,5 @@
-"""Clipping under FSDP2 with parameters of two layouts: torch alone, then this project in mixed precision."""
+"""Clipping under FSDP2 with parameters of two layouts: torch alone, then this project in mixed
+precision."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ def plain(rank: int) -> None:
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 1, bias=False))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 1, bias=False)
+    )
     rows = torch.ones(4, 8)
     model(rows).sum().backward()
     expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()

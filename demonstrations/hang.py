@@ -25,7 +25,8 @@ def plain(rank: int) -> None:
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=4))
     if rank == 1:
-        time.sleep(7)  # a file server that does not answer, while rank 0 waits with its part of the checkpoint
+        # a file server that does not answer, while rank 0 waits with its part of the checkpoint
+        time.sleep(7)
         return
     try:
         dist.barrier()

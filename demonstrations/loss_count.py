@@ -1,4 +1,5 @@
-"""A loss divided by the wrong count: the mean of micro-batches in transformers, then this project."""
+"""A loss divided by the wrong count: the mean of micro-batches in transformers, then this
+project."""
 
 from __future__ import annotations
 
@@ -17,4 +18,8 @@ if __name__ == "__main__":
     elsewhere = sum(parts) / 2
     holds, line = rehearse("one big batch", strategy("ddp"), "--trainer.devices=2")
     error = abs(elsewhere / full - 1)
-    show(f"one batch {full:.4f}, two micro-batches {elsewhere:.4f} ({error:.1%} off)", line, holds and error > 1e-3)
+    show(
+        f"one batch {full:.4f}, two micro-batches {elsewhere:.4f} ({error:.1%} off)",
+        line,
+        holds and error > 1e-3,
+    )

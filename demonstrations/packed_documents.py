@@ -1,4 +1,5 @@
-"""Packed documents that attend to each other: transformers with its defaults, then this project, in two kernels."""
+"""Packed documents that attend to each other: transformers with its defaults, then this project, in
+two kernels."""
 
 from __future__ import annotations
 
@@ -30,4 +31,8 @@ if __name__ == "__main__":
         module, data = build(Project("trainer"), *flags)
         rows = [b for b in batches(data, 40) if (b["position_ids"][0] == 0).sum() > 1]
         here[kernel] = change(module.eval().forward, rows[0])
-    show(f"another document changes logits by {elsewhere:.2g}", f"by {here}", elsewhere > 1e-4 > max(here.values()))
+    show(
+        f"another document changes logits by {elsewhere:.2g}",
+        f"by {here}",
+        elsewhere > 1e-4 > max(here.values()),
+    )

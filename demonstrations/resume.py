@@ -1,4 +1,5 @@
-"""A resume in the middle of an epoch replays samples: Lightning with a DataLoader, then this project after a kill."""
+"""A resume in the middle of an epoch replays samples: Lightning with a DataLoader, then this
+project after a kill."""
 
 from __future__ import annotations
 

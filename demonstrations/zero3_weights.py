@@ -1,4 +1,5 @@
-"""Weights that were never initialised under ZeRO-3: a module's own init, then this project's starting weights."""
+"""Weights that were never initialised under ZeRO-3: a module's own init, then this project's
+starting weights."""
 
 from __future__ import annotations
 

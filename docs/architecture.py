@@ -1,9 +1,10 @@
-"""Writes docs/figures/architecture.svg, the rooms of the library and who imports whom, from the code:
+"""Writes docs/figures/architecture.svg, the rooms of the library and who imports whom, from the
+code:
 
     .venv/bin/python docs/architecture.py
 
-The order and the words are ROOMS' of tests/test_house.py, the arrows are the imports (those inside of functions too).
-A test fails when the figure is out of date.
+The order and the words are ROOMS' of tests/test_house.py, the arrows are the imports (those inside
+of functions too). A test fails when the figure is out of date.
 """
 
 from __future__ import annotations
@@ -19,19 +20,28 @@ from tests.support import house  # noqa: E402
 from tests.test_house import ORDER, ROOMS  # noqa: E402
 
 FIGURE = ROOT / "docs" / "figures" / "architecture.svg"
-LEFT, WIDTH, HEIGHT, STEP, CELL = 12, 750, 34, 48, 26  # of a room, from one to the next, of the table
+# of a room, from one to the next, of the table
+LEFT, WIDTH, HEIGHT, STEP, CELL = (12, 750, 34, 48, 26)
 GRID = LEFT + WIDTH + 90
 STYLE = """
-text { font: 13px sans-serif; fill: #222 } .room { fill: #eef3fa; stroke: #3b6ea5 } .name { font-weight: bold }
-.next { stroke: #3b6ea5; stroke-width: 1.6; fill: none } .dot { fill: #3b6ea5 } .line { stroke: #ccc }
-@media (prefers-color-scheme: dark) { text { fill: #ddd } .room { fill: #22304a } .line { stroke: #555 } }
+text { font: 13px sans-serif; fill: #222 } .room { fill: #eef3fa; stroke: #3b6ea5 }
+.name { font-weight: bold }
+.next { stroke: #3b6ea5; stroke-width: 1.6; fill: none } .dot { fill: #3b6ea5 }
+.line { stroke: #ccc }
+@media (prefers-color-scheme: dark) {
+  text { fill: #ddd } .room { fill: #22304a } .line { stroke: #555 }
+}
 """
 
 
 def needed(arrows: house.Graph) -> list[tuple[str, str]]:
     """The arrows that remain when those are dropped that follow from two others."""
-    return [(room, target) for room in ORDER for target in sorted(arrows[room], key=ORDER.index)
-            if not any(target in arrows[other] for other in arrows[room])]  # fmt: skip
+    return [
+        (room, target)
+        for room in ORDER
+        for target in sorted(arrows[room], key=ORDER.index)
+        if not any(target in arrows[other] for other in arrows[room])
+    ]
 
 
 def figure() -> str:
@@ -41,13 +51,18 @@ def figure() -> str:
     parts = [f'<text x="{GRID - 12}" y="14">imports</text>']
     for room, y in middle.items():
         parts += [
-            f'<line class="line" x1="{GRID - 12}" x2="{GRID + CELL * len(ORDER)}" y1="{y}" y2="{y}"/>',
-            f'<rect class="room" x="{LEFT}" y="{y - HEIGHT // 2}" width="{WIDTH}" height="{HEIGHT}" rx="4"/>',
+            f'<line class="line" x1="{GRID - 12}" x2="{GRID + CELL * len(ORDER)}" y1="{y}" '
+            f'y2="{y}"/>',
+            f'<rect class="room" x="{LEFT}" y="{y - HEIGHT // 2}" width="{WIDTH}" '
+            f'height="{HEIGHT}" rx="4"/>',
             f'<text class="name" x="{LEFT + 10}" y="{y + 5}">{room}</text>',
             f'<text x="{LEFT + 110}" y="{y + 5}">{escape(ROOMS[room])}</text>',
             f'<text transform="translate({column[room] + 4} 78) rotate(-60)">{room}</text>',
         ]
-        parts += [f'<circle class="dot" cx="{column[target]}" cy="{y}" r="5"/>' for target in sorted(arrows[room])]
+        parts += [
+            f'<circle class="dot" cx="{column[target]}" cy="{y}" r="5"/>'
+            for target in sorted(arrows[room])
+        ]
     for room, target in needed(arrows):
         x, start, end = LEFT + WIDTH, middle[room] + 6, middle[target] - 6
         bend = x + 14 + 22 * (ORDER.index(target) - ORDER.index(room))

@@ -8,32 +8,49 @@ import unicodedata
 
 ANSWERS = json.loads(r"""{{ cookiecutter | tojson }}""")
 
-FOLDERS = {"build", "configs", "data_cache", "environment", "launch", "runs", "tests", "vendor", "wheels"}
-# The library and what the locks install, by distribution and by import name; a test keeps the list complete.
+FOLDERS = {
+    "build",
+    "configs",
+    "data_cache",
+    "environment",
+    "launch",
+    "runs",
+    "tests",
+    "vendor",
+    "wheels",
+}
+# The library and what the locks install, by distribution and by import name; a test keeps the list
+# complete.
 DEPENDENCIES = set(
     """
-_distutils_hack _cffi_backend _hypothesis_ftz_detector _hypothesis_globals _hypothesis_pytestplugin _multiprocess
-_plotly_utils _pytest _xxhash _yaml absl absl_py accelerate aiobotocore aiohappyeyeballs aiohttp aioitertools aiosignal
-alembic annotated_doc annotated_types anyio arrow attr attrs binaryornot bitsandbytes blinker boto3 botocore certifi
-cffi chardet charset_normalizer click cloudpickle colorama colorlog cookiecutter coreweave_evaluations cpuinfo
-cryptography cwevals dataproperty datasets dateutil deepmerge deepspeed defusedxml dill dist_template distro
-docstring_parser dominate einops evaluate example execnet fastapi filelock flask flask_cors frozenlist fsspec functorch
-git google googleapis_common_protos grpc grpcio h11 hf_xet hjson httpcore httpcore2 httpx httpx2 httpx2_jsfetch
-huggingface_hub hypothesis idna importlib_resources iniconfig isympy itsdangerous jinja2 jiter jmespath joblib
-jsonargparse jsonschema jsonschema_specifications kubernetes_validate lightning lightning_fabric lightning_utilities
-lm_eval logbook lxml mako markdown markdown_it markdown_it_py markupsafe materialx mbstrdecoder mdurl more_itertools
-moto mpmath msgfy msgpack multidict multiprocess narwhals networkx ninja nltk numpy nvidia_ml_py openai opentelemetry
-opentelemetry_api opentelemetry_exporter_http_transport opentelemetry_exporter_otlp_common
-opentelemetry_exporter_otlp_proto_common opentelemetry_exporter_otlp_proto_http opentelemetry_proto opentelemetry_sdk
-opentelemetry_semantic_conventions optuna packaging pandas pathspec pathvalidate peft pil pillow pip pkg_resources
-platformdirs plotly pluggy portalocker propcache protobuf psutil py py_cpuinfo py_partiql_parser pyarrow pycparser
-pydantic pydantic_core pygments pymdown_extensions pymdownx pynvml pytablewriter pytest pytest_timeout pytest_xdist
-python_dateutil python_slugify pytorch_lightning pytz pyyaml referencing regex requests responses rich rouge_score rpds
-rpds_py ruff s3fs s3transfer sacrebleu safetensors scikit_learn scipy setuptools shellingham six sklearn slugify sniffio
-sortedcontainers sqlalchemy sqlitedict starlette sympy tabledata tabulate tensorboard tensorboard_data_server
-text_unidecode threadpoolctl tokenizers tomli torch torchgen torchmetrics tqdm transformers triton trl truststore ty
-typepy typer typeshed_client typing_extensions typing_inspection tzdata urllib3 uv uvicorn wandb werkzeug word2number
-wrapt xdist xmltodict xxhash yaml yarl zensical
+_cffi_backend _distutils_hack _hypothesis_ftz_detector _hypothesis_globals _hypothesis_pytestplugin
+_multiprocess _plotly_utils _pytest _xxhash _yaml absl absl_py accelerate aiobotocore
+aiohappyeyeballs aiohttp aioitertools aiosignal alembic annotated_doc annotated_types anyio arrow
+attr attrs binaryornot bitsandbytes blinker boto3 botocore certifi cffi chardet charset_normalizer
+click cloudpickle colorama colorlog cookiecutter coreweave_evaluations cpuinfo cryptography cwevals
+dataproperty datasets dateutil deepmerge deepspeed defusedxml dill dist_template distro
+docstring_parser dominate einops evaluate example execnet fastapi filelock flask flask_cors
+flatbuffers frozenlist fsspec functorch git google googleapis_common_protos grpc grpcio h11 hf_xet
+hjson httpcore httpcore2 httpx httpx2 httpx2_jsfetch huggingface_hub hypothesis idna
+importlib_resources iniconfig isympy itsdangerous jinja2 jiter jmespath joblib jsonargparse
+jsonschema jsonschema_specifications kubernetes_validate lightning lightning_fabric
+lightning_utilities lm_eval logbook lxml mako markdown markdown_it markdown_it_py markupsafe
+materialx mbstrdecoder mdurl ml_dtypes more_itertools moto mpmath msgfy msgpack multidict
+multiprocess narwhals networkx ninja nltk numpy nvidia_ml_py onnx onnx_ir onnxruntime onnxscript
+openai opentelemetry opentelemetry_api opentelemetry_exporter_http_transport
+opentelemetry_exporter_otlp_common opentelemetry_exporter_otlp_proto_common
+opentelemetry_exporter_otlp_proto_http opentelemetry_proto opentelemetry_sdk
+opentelemetry_semantic_conventions optuna packaging pandas pathspec pathvalidate peft pil pillow pip
+pkg_resources platformdirs plotly pluggy portalocker propcache protobuf psutil py py_cpuinfo
+py_partiql_parser pyarrow pycparser pydantic pydantic_core pygments pymdown_extensions pymdownx
+pynvml pytablewriter pytest pytest_timeout pytest_xdist python_dateutil python_slugify
+pytorch_lightning pytz pyyaml referencing regex requests responses rich rouge_score rpds rpds_py
+ruff s3fs s3transfer sacrebleu safetensors scikit_learn scipy setuptools shellingham shtab six
+sklearn slugify sniffio sortedcontainers sqlalchemy sqlitedict starlette sympy tabledata tabulate
+tensorboard tensorboard_data_server text_unidecode threadpoolctl tokenizers tomli torch torchgen
+torchmetrics tqdm transformers triton trl truststore ty typepy typer typeshed_client
+typing_extensions typing_inspection tzdata urllib3 uv uvicorn wandb werkzeug word2number wrapt xdist
+xmltodict xxhash yaml yarl zensical
 """.split()
 )
 
@@ -60,7 +77,9 @@ def package_problem(name: str) -> str | None:
 
 def slug_problem(name: str) -> str | None:
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
-        return "must be a plain folder name: ASCII letters, digits, and between them '-', '_' or '.'"
+        return (
+            "must be a plain folder name: ASCII letters, digits, and between them '-', '_' or '.'"
+        )
     if underscored(name) in DEPENDENCIES:
         return "is the name of a package that the project needs"
     return None
@@ -71,7 +90,8 @@ def text_problem(text: str) -> str | None:
         return "is empty"
     if len(text) > 300:
         return f"has {len(text)} characters; 300 are allowed"
-    # Cc: control characters, line breaks among them; Cs: lone surrogates; Zl, Zp: Unicode's own line breaks.
+    # Cc: control characters, line breaks among them; Cs: lone surrogates; Zl, Zp: Unicode's own
+    # line breaks.
     if any(unicodedata.category(char) in {"Cc", "Cs", "Zl", "Zp"} for char in text):
         return "must be one line without control characters"
     return None

@@ -100,8 +100,12 @@ def outcome(folder: Path, *tests: str) -> str:
     flags = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not nightly"]
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", *flags, *tests],
-        cwd=folder, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return [ended.stderr, *ended.stdout.strip().splitlines()][-1]
 
 

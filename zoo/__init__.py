@@ -1,4 +1,5 @@
-"""Which models train under which strategies: `python -m zoo` writes src/dist_template/proof.json and docs/models.md."""
+"""Which models train under which strategies: `python -m zoo` writes src/dist_template/proof.json
+and docs/models.md."""
 
 import os
 from pathlib import Path

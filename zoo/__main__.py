@@ -1,7 +1,8 @@
-"""python -m zoo: trains small odd models of each type, and writes the library's table of models and its page.
+"""python -m zoo: trains small odd models of each type, and writes the library's table of models and
+its page.
 
-Cases that a file in build/zoo has are not run again, so that a run that was stopped resumes; verdicts of other versions
-are run again. Types that it does not have keep their rows.
+Cases that a file in build/zoo has are not run again, so that a run that was stopped resumes;
+verdicts of other versions are run again. Types that it does not have keep their rows.
 """
 
 from __future__ import annotations
@@ -25,12 +26,20 @@ from .table import table, text
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m zoo", description=__doc__)
-    parser.add_argument("--models", default="", help="parts of the types' names, with commas; default: all")
-    parser.add_argument("--arms", default="", help="parts of the strategies' names, such as lora; default: all")
-    parser.add_argument("--quick", type=Path, metavar="FOLDER", help="two cases; their table is FOLDER/proof.json")
+    parser.add_argument(
+        "--models", default="", help="parts of the types' names, with commas; default: all"
+    )
+    parser.add_argument(
+        "--arms", default="", help="parts of the strategies' names, such as lora; default: all"
+    )
+    parser.add_argument(
+        "--quick", type=Path, metavar="FOLDER", help="two cases; their table is FOLDER/proof.json"
+    )
     given = parser.parse_args()
     wanted = given.models.split(",")
-    kinds = sorted(kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if any(name in kind for name in wanted))
+    kinds = sorted(
+        kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if any(name in kind for name in wanted)
+    )
     arms = [arm for arm in ARMS if any(name in arm for name in given.arms.split(","))]
     if given.quick:
         kinds, arms = ["llama"], ["ddp", "cp"]
@@ -39,11 +48,17 @@ def main() -> None:
     with ThreadPoolExecutor(3) as pool:  # a case waits for messages of its ranks; four take longer
         list(pool.map(zoo.run_type, kinds, [arms] * len(kinds)))
     found, before = table(zoo.known.values()), proof._table()
-    if not given.quick and before["versions"] == found["versions"]:  # types without a case in build/zoo
+    if (
+        not given.quick and before["versions"] == found["versions"]
+    ):  # types without a case in build/zoo
         found["models"] = dict(sorted((before["models"] | found["models"]).items()))
-    (given.quick or Path(proof.__file__).parents[1]).joinpath("proof.json").write_text(text(found), "utf-8")
+    (given.quick or Path(proof.__file__).parents[1]).joinpath("proof.json").write_text(
+        text(found), "utf-8"
+    )
     if not given.quick:
-        (ROOT / "docs" / "models.md").write_text(page(found, [arm.axes for arm in ARMS.values()]), "utf-8")
+        (ROOT / "docs" / "models.md").write_text(
+            page(found, [arm.axes for arm in ARMS.values()]), "utf-8"
+        )
     counts = Counter(each["verdict"] for each in zoo.known.values() if each["arm"] != "one")
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 ARGS = "--trainer.strategy.init_args"
-SHARDED = f"{ARGS}.param_persistence_threshold={{}}"  # a parameter with fewer elements is kept on each rank
+# a parameter with fewer elements is kept on each rank
+SHARDED = f"{ARGS}.param_persistence_threshold={{}}"
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,13 @@ ARMS = {
 }
 LORA = ("--model.adapter.rank=3", "--model.adapter.alpha=5", "--model.adapter.targets=all-linear")
 ONE = {"one": Arm("", "", 1, 1), "lora_one": Arm("", "", 1, 1, flags=LORA)}  # references
-SOME_SHARDED = (SHARDED.format(200),)  # of adapters the larger ones; small ones are kept on each rank in practice too
+# of adapters the larger ones; small ones are kept on each rank in practice too
+SOME_SHARDED = (SHARDED.format(200),)
 OF_LORA = {
     f"lora_{name}": replace(
-        arm, axes=f"lora+{arm.axes}", flags=(*LORA, *(SOME_SHARDED if name == "zero3" else arm.flags))
+        arm,
+        axes=f"lora+{arm.axes}",
+        flags=(*LORA, *(SOME_SHARDED if name == "zero3" else arm.flags)),
     )
     for name, arm in ARMS.items()
     if name in ("ddp", "fsdp2", "tp", "ep", "zero3")

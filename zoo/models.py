@@ -1,8 +1,10 @@
-"""A small odd configuration of each causal language model type that transformers registers, by rule.
+"""A small odd configuration of each causal language model type that transformers registers, by
+rule.
 
-`shrink_architecture` of the library keeps the structure of a type's default configuration; here its sizes become odd
-(five blocks, groups of three heads, a width that is no power of two), and its optional switches are tried on and off.
-Types whose defaults are not complete, or whose sizes have names of their own, have an entry in `COMPLETED`.
+`shrink_architecture` of the library keeps the structure of a type's default configuration; here its
+sizes become odd (five blocks, groups of three heads, a width that is no power of two), and its
+optional switches are tried on and off. Types whose defaults are not complete, or whose sizes have
+names of their own, have an entry in `COMPLETED`.
 """
 
 from __future__ import annotations
@@ -19,28 +21,45 @@ from dist_template.wings.rehearse.shrink_model import shrink_architecture
 
 SEQ_LEN, NUM_BLOCKS = 32, 5  # five blocks on two stages of one or two parts are uneven
 DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "dropout_rate")
-VOCABULARY = SimpleNamespace(vocab_size=257, eos_token_id=256, seq_len=SEQ_LEN)  # of the tokenizer Bytes: a prime
+# of the tokenizer Bytes: a prime
+VOCABULARY = SimpleNamespace(vocab_size=257, eos_token_id=256, seq_len=SEQ_LEN)
 MOST_PARAMETERS = 3_000_000
-ODD = {"hidden_size": 48, "intermediate_size": 74, "moe_intermediate_size": 22, "num_attention_heads": 6}
+ODD = {
+    "hidden_size": 48,
+    "intermediate_size": 74,
+    "moe_intermediate_size": 22,
+    "num_attention_heads": 6,
+}
 SWITCHES = re.compile(
     r".*(qk_?(layer)?norm|query_key_norm|use_.*norm|bias|sliding_window|sinks?|gate|gated|tie_word_embeddings|"
     r"norm_topk_prob|parallel_(residual|attn|block)|multi_query|new_decoder_architecture|residual_fp32|alibi|rope)"
 )
-# What a published configuration of the type has and its class does not set, or names in its own way.
+# What a published configuration of the type has and its class does not set, or names in its own
+# way.
 _GEMMA4 = {
-    "hidden_size": 48, "intermediate_size": 74, "num_hidden_layers": 5, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 8, "layer_types": [*["sliding_attention"] * 4, "full_attention"],
-    "sliding_window": 8, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 257,
-}  # fmt: skip
+    "hidden_size": 48,
+    "intermediate_size": 74,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"],
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 257,
+}
 COMPLETED: dict[str, dict[str, Any]] = {
     "codegen": {"n_embd": 48, "n_head": 4, "rotary_dim": 4},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-    "cpmant": {"dim_ff": 74, "dim_head": 8, "init_std": 0.1},  # with its 1.0, each step multiplies rounding by ten
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default",
+    "rope_theta": 1e4}}},
+    # with its 1.0, each step multiplies rounding by ten
+    "cpmant": {"dim_ff": 74, "dim_head": 8, "init_std": 0.1},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 32},
     "gemma3n_text": _GEMMA4 | {
-        "num_kv_shared_layers": 0, "intermediate_size": [74] * 5, "activation_sparsity_pattern": [0.5] * 5,
+        "num_kv_shared_layers": 0, "intermediate_size": [74] * 5,
+        "activation_sparsity_pattern": [0.5] * 5,
         "laurel_rank": 6, "altup_num_inputs": 2,
     },
     "gemma4_text": _GEMMA4,
@@ -59,12 +78,14 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp_text": {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
-        "indexer_compress_ratio": 2, "ngram_vocab_size_base": 64, "hc_lowrank": 8, "ple_embed_dim": 16,
+        "indexer_compress_ratio": 2, "ngram_vocab_size_base": 64, "hc_lowrank": 8,
+        "ple_embed_dim": 16,
     },
     "reformer": {"is_decoder": True, "axial_pos_shape": [4, 8], "axial_pos_embds_dim": [16, 32]},
     "rembert": {"input_embedding_size": 32, "output_embedding_size": 64},
     "roc_bert": {
-        "pronunciation_vocab_size": 37, "shape_vocab_size": 41, "pronunciation_embed_dim": 16, "shape_embed_dim": 16,
+        "pronunciation_vocab_size": 37, "shape_vocab_size": 41, "pronunciation_embed_dim": 16,
+        "shape_embed_dim": 16,
     },
     "roformer": {"embedding_size": 32},
     "rwkv": {"attention_hidden_size": 48},
@@ -73,15 +94,20 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 96, "attention_head_dim": 16, "mamba_dt_rank": 6},
 }  # fmt: skip
-RANDOM = {"phimoe": "its router draws experts at random in training, so that no two trainings are equal"}
-NOT_SHRUNK = ("gemma4_text", "gemma4_unified_text")  # read per layer; the entry above is the whole configuration
+RANDOM = {
+    "phimoe": "its router draws experts at random in training, so that no two trainings are equal"
+}
+# read per layer; the entry above is the whole configuration
+NOT_SHRUNK = ("gemma4_text", "gemma4_unified_text")
 
 
 def variants(kind: str) -> dict[str, dict[str, Any]]:
-    """Returns `model.architecture` of the type with its defaults, and with its switches the other way round.
+    """Returns `model.architecture` of the type with its defaults, and with its switches the other
+    way round.
 
     Raises:
-        Exception: the model cannot be built or run on one process; of any class of transformers or torch.
+        Exception: the model cannot be built or run on one process; of any class of transformers or
+            torch.
     """
     if kind in RANDOM:
         raise ValueError(RANDOM[kind])
@@ -99,7 +125,8 @@ def parts(kind: str) -> str:
 
 
 def _plain(kind: str) -> dict[str, Any]:
-    """The first of a few rules that gives a model which runs: odd sizes, groups of heads that the type refuses."""
+    """The first of a few rules that gives a model which runs: odd sizes, groups of heads that the
+    type refuses."""
     from transformers import CONFIG_MAPPING
 
     if kind in NOT_SHRUNK:
@@ -107,9 +134,12 @@ def _plain(kind: str) -> dict[str, Any]:
     else:
         base = shrink_architecture(CONFIG_MAPPING[kind](), SEQ_LEN, NUM_BLOCKS)
     config_class: Any = CONFIG_MAPPING[kind]
-    fields = [field.name for field in dataclasses.fields(config_class) if field.name.endswith(DROPOUTS)]
+    fields = [
+        field.name for field in dataclasses.fields(config_class) if field.name.endswith(DROPOUTS)
+    ]
     default = config_class()
-    base |= {name: 0.0 for name in fields if isinstance(getattr(default, name), int | float)}  # masks differ by rank
+    # masks differ by rank
+    base |= {name: 0.0 for name in fields if isinstance(getattr(default, name), int | float)}
     alias = config_class.attribute_map
     groups = {"num_key_value_heads": 2} if base.get("num_key_value_heads", 1) != 1 else {}
     if base.get("is_decoder") is False:
@@ -136,7 +166,7 @@ def _flips(kind: str, plain: dict[str, Any]) -> dict[str, Any]:
         name: not value
         for name, value in vars(config).items()
         if isinstance(value, bool) and SWITCHES.fullmatch(name)
-    }  # fmt: skip
+    }
     kept: dict[str, Any] = {}
     for name, value in found.items():
         if _runs(plain | kept | {name: value}):
@@ -169,7 +199,9 @@ def try_model(architecture: dict[str, Any]) -> None:
     model: Any = causal_lm(config, None, VOCABULARY.vocab_size)
     tokens = torch.randint(0, VOCABULARY.vocab_size, (2, SEQ_LEN))
     positions = torch.arange(SEQ_LEN).repeat(2, 1)
-    model(input_ids=tokens, position_ids=positions, use_cache=False).logits.square().mean().backward()
+    model(
+        input_ids=tokens, position_ids=positions, use_cache=False
+    ).logits.square().mean().backward()
 
 
 def configured(architecture: dict[str, Any]) -> Any:
@@ -181,4 +213,8 @@ def plans(architecture: dict[str, Any]) -> set[str]:
     """Returns which plans the type has: "tp", "ep"."""
     config = configured(architecture)
     configs = (config, config.get_text_config())
-    return {kind for kind in ("tp", "ep") if any(getattr(each, f"base_model_{kind}_plan", None) for each in configs)}
+    return {
+        kind
+        for kind in ("tp", "ep")
+        if any(getattr(each, f"base_model_{kind}_plan", None) for each in configs)
+    }

@@ -11,8 +11,9 @@ from dist_template.model import proof
 
 from .arms import ARMS
 
-# What says nothing of a type: a refusal of a small model's number of blocks, and rounding that Adam's division
-# amplifies, where all of the first step but the update agrees. `fit` calls these cases unproven.
+# What says nothing of a type: a refusal of a small model's number of blocks, and rounding that
+# Adam's division amplifies, where all of the first step but the update agrees. `fit` calls these
+# cases unproven.
 NOT_OF_A_TYPE = ("cannot be divided into", "first step agree, the update differs")
 
 
@@ -35,14 +36,23 @@ def table(cases: Iterable[dict[str, Any]]) -> dict[str, Any]:
             variants[-1]["right"].append(axes)
         elif not any(each in case["why"] for each in NOT_OF_A_TYPE):
             variants[-1]["refused"][axes] = re.sub(r"^rank \d+: (refused: )?", "", case["why"])
-    tried = {kind: entry for kind, entry in models.items() if entry.keys() & {"variants", "not_run"}}
+    tried = {
+        kind: entry for kind, entry in models.items() if entry.keys() & {"variants", "not_run"}
+    }
     return {"versions": proof.versions(), "models": tried}
 
 
 def text(found: dict[str, Any]) -> str:
     """Returns the table as JSON, with a line for each type."""
-    lines = [f"{json.dumps(kind)}: {json.dumps(entry, sort_keys=True)}" for kind, entry in found["models"].items()]
-    return f'{{"versions": {json.dumps(found["versions"])}, "models": {{\n' + ",\n".join(lines) + "\n}}\n"
+    lines = [
+        f"{json.dumps(kind)}: {json.dumps(entry, sort_keys=True)}"
+        for kind, entry in found["models"].items()
+    ]
+    return (
+        f'{{"versions": {json.dumps(found["versions"])}, "models": {{\n'
+        + ",\n".join(lines)
+        + "\n}}\n"
+    )
 
 
 def without_table() -> None:

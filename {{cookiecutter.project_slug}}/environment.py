@@ -1,8 +1,10 @@
-"""Builds .venv (`setup`) and writes its locks (`lock`). Standard library only: it runs before anything is installed.
+"""Builds .venv (`setup`) and writes its locks (`lock`). Standard library only: it runs before
+anything is installed.
 
-[tool.environment] in pyproject.toml has what you choose; lock-cpu.txt and lock-cuda.txt have all versions, with hashes.
-TORCH_INDEX: package index for torch alone (empty: pip's). TORCH_CUDA=1: take torch's CUDA build without a GPU.
-HASHES=1: stop if the locks are stale. HASHES= (empty): by version alone. UV= (empty): by pip, even if uv is there.
+[tool.environment] in pyproject.toml has what you choose; lock-cpu.txt and lock-cuda.txt have all
+versions, with hashes. TORCH_INDEX: package index for torch alone (empty: pip's). TORCH_CUDA=1: take
+torch's CUDA build without a GPU. HASHES=1: stop if the locks are stale. HASHES= (empty): by version
+alone. UV= (empty): by pip, even if uv is there.
 """
 
 import ast
@@ -16,36 +18,59 @@ from pathlib import Path
 from urllib.parse import unquote
 
 if sys.version_info < (3, 11):  # noqa: UP036
-    for newer in filter(None, map(shutil.which, ("python3.12", "python3.13", "python3.14", "python3.11"))):
+    for newer in filter(
+        None, map(shutil.which, ("python3.12", "python3.13", "python3.14", "python3.11"))
+    ):
         if subprocess.run([newer, "-c", ""]).returncode == 0:
             os.execv(newer, [newer, *sys.argv])
-    sys.exit(f"setup: Python 3.11 or newer is needed, not {sys.version.split()[0]}: make setup PYTHON=<path>.")
+    sys.exit(
+        f"setup: Python 3.11 or newer is needed, not {sys.version.split()[0]}: make setup"
+        " PYTHON=<path>."
+    )
 import tomllib
 
 PYPROJECT = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))
 ASKED = PYPROJECT["project"]["dependencies"] + PYPROJECT["dependency-groups"]["dev"]
 CHOSEN = PYPROJECT["tool"]["environment"]
 PINS, BLOCKED = CHOSEN["pins"], list(CHOSEN["blocked"])
-STAMP = f"# pyproject.toml {zlib.crc32(repr([ASKED, PINS, BLOCKED]).encode())}\n"  # first line of a lock
-BLOCK = re.compile(r"^([\w.-]+)==.*\n(?: .*\n)*", re.MULTILINE)  # a package's pin, marker and hashes
+# first line of a lock
+STAMP = f"# pyproject.toml {zlib.crc32(repr([ASKED, PINS, BLOCKED]).encode())}\n"
+# a package's pin, marker and hashes
+BLOCK = re.compile(r"^([\w.-]+)==.*\n(?: .*\n)*", re.MULTILINE)
 CUDA = re.compile("nvidia-(?!ml-)|cuda-|triton=")  # what torch's CUDA build brings
-LIBRARY = os.environ.get("LIBRARY", CHOSEN["library"])  # what ends with a slash is a folder, installed editable
-FOLDER = Path(unquote(re.sub("^dist-template @ (file://)?", "", LIBRARY))).resolve() if LIBRARY.endswith("/") else None
+# what ends with a slash is a folder, installed editable
+LIBRARY = os.environ.get("LIBRARY", CHOSEN["library"])
+FOLDER = (
+    Path(unquote(re.sub("^dist-template @ (file://)?", "", LIBRARY))).resolve()
+    if LIBRARY.endswith("/")
+    else None
+)
 VENV, INDEX = os.environ.get("VENV", ".venv"), os.environ.get("TORCH_INDEX", "")
 PYTHON, RULES = Path(VENV, "bin", "python"), Path(VENV, "constraints.txt")
-NO_CPU_BUILD = """This machine has no GPU, and the package index no CPU build of torch; its CUDA build has several GB: \
-name an index with CPU builds, make setup TORCH_INDEX=<address>, or accept the other, make setup TORCH_CUDA=1."""
+NO_CPU_BUILD = (
+    "This machine has no GPU, and the package index no CPU build of torch; its CUDA build has"
+    " several GB: name an index with CPU builds, make setup TORCH_INDEX=<address>, or accept the"
+    " other, make setup TORCH_CUDA=1."
+)
 
 
 def uv_settings() -> dict[str, str]:
-    """Returns the environment, with pip's indexes as variables of uv, which does not read pip's settings."""
+    """Returns the environment, with pip's indexes as variables of uv, which does not read pip's
+    settings."""
     command = [PYTHON if PYTHON.exists() else sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
     listed.sort(key=lambda line: line.startswith(":env:"))  # pip's variables are above its files
-    found = {line.partition("=")[0].split(".")[-1]: ast.literal_eval(line.partition("=")[2]) for line in listed}
+    found = {
+        line.partition("=")[0].split(".")[-1]: ast.literal_eval(line.partition("=")[2])
+        for line in listed
+    }
     further, links = (found.get(name, "").split() for name in ("extra-index-url", "find-links"))
     values = {"UV_DEFAULT_INDEX": found.get("index-url"), "UV_INDEX_STRATEGY": "unsafe-best-match"}
-    values |= {"UV_INDEX": " ".join(further), "UV_FIND_LINKS": ",".join(links), "SSL_CERT_FILE": found.get("cert")}
+    values |= {
+        "UV_INDEX": " ".join(further),
+        "UV_FIND_LINKS": ",".join(links),
+        "SSL_CERT_FILE": found.get("cert"),
+    }
     return {name: value for name, value in values.items() if value} | os.environ
 
 
@@ -54,22 +79,39 @@ def install(lines: list[str], *options: str) -> None:
     file.write_text("\n".join(lines), "utf-8")
     command = [uv, "pip", "install", "--python", PYTHON] if uv else [PYTHON, "-m", "pip", "install"]
     command += ["--quiet", *options, "-r", file]
-    done = subprocess.run(command, env=uv_settings() if uv else None, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=uv_settings() if uv else None, capture_output=True, text=True
+    )
     if done.returncode:
         print(done.stdout + done.stderr, flush=True)
-        has_none = re.search(r"(?i)no (matching distribution|version of)[^\n]* torch\b[^\n]*\+cpu", done.stderr)
-        sys.exit(f"setup: stopped. {NO_CPU_BUILD if has_none else 'A package was not installed, see above.'}")
+        has_none = re.search(
+            r"(?i)no (matching distribution|version of)[^\n]* torch\b[^\n]*\+cpu", done.stderr
+        )
+        sys.exit(
+            "setup: stopped."
+            f" {NO_CPU_BUILD if has_none else 'A package was not installed, see above.'}"
+        )
 
 
 def setup() -> None:
-    has_wheels, gpu, is_linux = any(Path("wheels").glob("*.whl")), shutil.which("nvidia-smi"), sys.platform == "linux"
+    has_wheels, gpu, is_linux = (
+        any(Path("wheels").glob("*.whl")),
+        shutil.which("nvidia-smi"),
+        sys.platform == "linux",
+    )
     kind = "cuda" if is_linux and not INDEX and (gpu or os.environ.get("TORCH_CUDA")) else "cpu"
     lock = Path(f"lock-{kind}.txt").read_text("utf-8")
     hashes = os.environ.get("HASHES", "1" if lock.startswith(STAMP) and not has_wheels else "")
     if hashes and not lock.startswith(STAMP):
-        sys.exit("setup: stopped. pyproject.toml was edited after `make lock`: type make lock, or make setup HASHES=")
+        sys.exit(
+            "setup: stopped. pyproject.toml was edited after `make lock`: type make lock, or make"
+            " setup HASHES="
+        )
     if FOLDER and not has_wheels and not FOLDER.is_dir():
-        sys.exit(f"setup: stopped. pyproject.toml names the folder {FOLDER} for dist-template, which is not there.")
+        sys.exit(
+            f"setup: stopped. pyproject.toml names the folder {FOLDER} for dist-template, which is"
+            " not there."
+        )
     if not PYTHON.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], check=True)
     hashed: dict[str, str] = {}
@@ -79,14 +121,23 @@ def setup() -> None:
     pins |= {name: f"{name}=={version}" for name, version in PINS.items()}
     if kind == "cpu" and is_linux and not INDEX and not has_wheels:
         pins["torch"] += "+cpu"  # never the CUDA build, which may be all that an index has
-    print(f"setup: {sys.executable}, lock-{kind}.txt {'with' if hashes else 'WITHOUT'} hashes", flush=True)
+    print(
+        f"setup: {sys.executable}, lock-{kind}.txt {'with' if hashes else 'WITHOUT'} hashes",
+        flush=True,
+    )
     source = ["--no-index", "--find-links", "wheels"] if has_wheels else []
     checked = ["--require-hashes", "--no-deps", *(["--extra-index-url", INDEX] if INDEX else [])]
     lines, options = (hashed, checked) if hashes else (pins, source)
-    if not hashes or (INDEX and gpu):  # the locks do not have the hashes of an index's other CUDA builds
+    if not hashes or (
+        INDEX and gpu
+    ):  # the locks do not have the hashes of an index's other CUDA builds
         install([pins["torch"]], *(["--index-url", INDEX] if INDEX else source))
         lines = {name: line for name, line in lines.items() if name != "torch"}
-    first, last = {"torch", "setuptools"}, {"deepspeed"}  # deepspeed is built from source and imports torch
+    # deepspeed is built from source and imports torch
+    first, last = (
+        {"torch", "setuptools"},
+        {"deepspeed"},
+    )
     for names in (first, lines.keys() - first - last, last):
         install([lines[name] for name in lines if name in names], *options, "--no-build-isolation")
     if LIBRARY:  # its ranges have to fit the pins
@@ -97,33 +148,63 @@ def setup() -> None:
 
 
 def compiled(asked: list[str], *options: str) -> str:
-    """Returns a lock of these packages for Linux and macOS, without blocked versions; exits if there are none."""
-    uv = shutil.which("uv") or shutil.which(Path(VENV, "bin", "uv")) or sys.exit("lock: uv is needed: make setup")
+    """Returns a lock of these packages for Linux and macOS, without blocked versions; exits if
+    there are none."""
+    uv = (
+        shutil.which("uv")
+        or shutil.which(Path(VENV, "bin", "uv"))
+        or sys.exit("lock: uv is needed: make setup")
+    )
     RULES.parent.mkdir(exist_ok=True)
     RULES.write_text("\n".join(BLOCKED), "utf-8")
-    fixed = "--universal --python-version=3.11 --generate-hashes --no-config --no-annotate --no-header".split()
-    words = [uv, "pip", "compile", *fixed, "--no-emit-package=dist-template", "-c", RULES, *options, "-"]
+    fixed = ["--universal", "--python-version=3.11", "--generate-hashes"]
+    fixed += ["--no-config", "--no-annotate", "--no-header"]
+    words = [
+        uv,
+        "pip",
+        "compile",
+        *fixed,
+        "--no-emit-package=dist-template",
+        "-c",
+        RULES,
+        *options,
+        "-",
+    ]
     done = subprocess.run(words, input="\n".join(asked), capture_output=True, text=True)
-    return sys.exit(f"lock: nothing was written.\n{done.stderr}") if done.returncode else done.stdout
+    return (
+        sys.exit(f"lock: nothing was written.\n{done.stderr}") if done.returncode else done.stdout
+    )
 
 
 def lock() -> None:
-    """Takes versions that are old enough and not blocked; locked ones stay where they may (without ARGS=--upgrade)."""
+    """Takes versions that are old enough and not blocked; locked ones stay where they may (without
+    ARGS=--upgrade)."""
     version, cpu = PINS["torch"], Path("lock-cpu.txt").read_text("utf-8")
     if INDEX:  # the CPU builds for Linux are in an index of their own
         cpu = compiled([f"torch=={version}+cpu"], "--no-deps", "--default-index", INDEX)
     found = re.search(rf"^torch=={version}\+cpu.*\n(?: .*\n)*", cpu, re.MULTILINE)
     if not found:
-        sys.exit(f"lock: nothing was written: torch {version} needs make lock TORCH_INDEX=<index of its CPU builds>.")
+        sys.exit(
+            f"lock: nothing was written: torch {version} needs make lock TORCH_INDEX=<index of its"
+            " CPU builds>."
+        )
     library = f"dist-template @ {FOLDER.as_uri()}/" if FOLDER else LIBRARY
-    young = ["-o", "lock-cuda.txt", "--exclude-newer", os.environ.get("COOL_DOWN", "7 days"), *sys.argv[2:]]
+    young = [
+        "-o",
+        "lock-cuda.txt",
+        "--exclude-newer",
+        os.environ.get("COOL_DOWN", "7 days"),
+        *sys.argv[2:],
+    ]
     cuda = STAMP + compiled([*ASKED, *(f"{name}=={PINS[name]}" for name in PINS), library], *young)
     linux = re.sub(r"\+cpu[^\\]*", "+cpu ; sys_platform != 'darwin' ", found[0])
     mac = f"torch=={version} ; sys_platform == 'darwin' "  # PyPI's build
     cpu = BLOCK.sub(lambda block: "" if CUDA.match(block[0]) else block[0], cuda)
     Path("lock-cuda.txt").write_text(cuda, "utf-8")
     Path("lock-cpu.txt").write_text(cpu.replace(f"\ntorch=={version} ", f"\n{linux}{mac}"), "utf-8")
-    print(f"lock: {len(BLOCK.findall(cuda))} packages in lock-cuda.txt, without CUDA in lock-cpu.txt")
+    print(
+        f"lock: {len(BLOCK.findall(cuda))} packages in lock-cuda.txt, without CUDA in lock-cpu.txt"
+    )
 
 
 {"setup": setup, "lock": lock}[sys.argv[1]]()

@@ -20,12 +20,22 @@ def train(task: Task) -> Sample:
     model = placed(task, task.build())
     optimizer = task.optimizer(model)
     scheduler = task.schedule(optimizer)
-    half = torch.autocast(task.device, torch.bfloat16) if task.precision == "bf16-mixed" else contextlib.nullcontext()
-    log, stopwatch = Log(task, "hand" if ranks == 1 else f"hand_{task.strategy}", rank, ranks), Stopwatch(task)
+    half = (
+        torch.autocast(task.device, torch.bfloat16)
+        if task.precision == "bf16-mixed"
+        else contextlib.nullcontext()
+    )
+    log, stopwatch = (
+        Log(task, "hand" if ranks == 1 else f"hand_{task.strategy}", rank, ranks),
+        Stopwatch(task),
+    )
     for step, batch in enumerate(task.batches(rank), start=1):
         log.fetched()
         if task.device == "cuda":
-            batch = {name: value.pin_memory().to("cuda", non_blocking=True) for name, value in batch.items()}
+            batch = {
+                name: value.pin_memory().to("cuda", non_blocking=True)
+                for name, value in batch.items()
+            }
         with half:
             loss, accuracy = loss_of(model, batch)
         loss.backward()
@@ -37,7 +47,8 @@ def train(task: Task) -> Sample:
         if step % task.log_every == 0:
             log.write(step, scheduler.get_last_lr()[0])
         stopwatch.tick(step)
-    # The group is left to the process's end: destroyed before DDP's reducer, gloo (torch 2.13) may wait forever.
+    # The group is left to the process's end: destroyed before DDP's reducer, gloo (torch 2.13) may
+    # wait forever.
     return stopwatch.sample
 
 
@@ -50,14 +61,17 @@ def placed(task: Task, model: nn.Module) -> nn.Module:
         for block in blocks:
             block.compile()
     if task.strategy == "ddp":
-        # Every parameter has a gradient in every step, so buckets need no search; no buffer changes in training.
+        # Every parameter has a gradient in every step, so buckets need no search; no buffer changes
+        # in training.
         return nn.parallel.DistributedDataParallel(
             model, gradient_as_bucket_view=True, static_graph=True, forward_sync_buffers=False
         )
     if task.strategy == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
-        if inner:  # in torchtitan's groups: embedding, each block, and norm with head, which backward needs first
+        # in torchtitan's groups: embedding, each block, and norm with head, which backward needs
+        # first
+        if inner:
             for module in (inner.embed_tokens, *blocks):
                 fully_shard(module)
             ends: Any = [inner.norm, model.lm_head]

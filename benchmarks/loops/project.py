@@ -47,16 +47,26 @@ def train(task: Task) -> Sample:
 
 
 def flags(task: Task, ranks: int) -> list[str]:
-    strategy = [] if task.strategy == "auto" else [f"--config={CONFIGS / 'strategy' / task.strategy}.yaml"]
+    strategy = (
+        [] if task.strategy == "auto" else [f"--config={CONFIGS / 'strategy' / task.strategy}.yaml"]
+    )
     return [
-        *strategy, *data_flags(task, ranks), f"--run.root={task.folder / 'runs'}", "--run.report=false",
-        f"--trainer.accelerator={'gpu' if task.device == 'cuda' else 'cpu'}", f"--trainer.devices={ranks}",
-        f"--trainer.precision={task.precision}", f"--trainer.max_steps={task.steps}",
-        f"--trainer.log_every_n_steps={task.log_every}", f"--trainer.gradient_clip_val={task.clip}",
+        *strategy,
+        *data_flags(task, ranks),
+        f"--run.root={task.folder / 'runs'}",
+        "--run.report=false",
+        f"--trainer.accelerator={'gpu' if task.device == 'cuda' else 'cpu'}",
+        f"--trainer.devices={ranks}",
+        f"--trainer.precision={task.precision}",
+        f"--trainer.max_steps={task.steps}",
+        f"--trainer.log_every_n_steps={task.log_every}",
+        f"--trainer.gradient_clip_val={task.clip}",
         f"--last_checkpoint.every_n_steps={task.checkpoint_every}",
         f"--model.blocks.compile={str(task.compile).lower()}",
-        f"--model.optim.learning_rate={task.learning_rate}", f"--model.optim.warmup={task.warmup}", *task.flags,
-    ]  # fmt: skip
+        f"--model.optim.learning_rate={task.learning_rate}",
+        f"--model.optim.warmup={task.warmup}",
+        *task.flags,
+    ]
 
 
 @contextlib.contextmanager

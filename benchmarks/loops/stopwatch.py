@@ -7,7 +7,8 @@ from .task import Task
 
 
 class Stopwatch:
-    """Takes time from the end of step `warm` to the end of the last, in this arm's turns where arms take turns."""
+    """Takes time from the end of step `warm` to the end of the last, in this arm's turns where arms
+    take turns."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.clock = task, Clock()

@@ -1,4 +1,5 @@
-"""What is trained, on what, for how long: the same for every loop; and the log that the hand-written ones keep.
+"""What is trained, on what, for how long: the same for every loop; and the log that the
+hand-written ones keep.
 
 Shapes: B sequences of a batch, T tokens of a sequence, V vocabulary.
 """
@@ -27,7 +28,8 @@ from ..ranks import Turns
 CORPUS = "the quick brown fox jumps over the lazy dog. "
 BYTES_EOS, BYTES_VOCABULARY = 256, 257  # of the tokenizer Bytes
 HEADS = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4}
-SMALL = HEADS | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}  # 0.1M parameters, of bytes
+# 0.1M parameters, of bytes
+SMALL = HEADS | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 LARGE = HEADS | {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}  # 5M
 
 
@@ -36,7 +38,9 @@ class Task:
     """One training."""
 
     folder: Path  # for the corpus, its token cache, and what the loops write
-    architecture: dict[str, Any] | None = None  # a transformers configuration, trained from scratch; None: `Null`
+    architecture: dict[str, Any] | None = (
+        None  # a transformers configuration, trained from scratch; None: `Null`
+    )
     steps: int = 600  # optimizer steps in all
     warm: int = 100  # steps before time is taken
     batch_size: int = 8  # sequences per optimizer step and rank, in one micro-batch
@@ -61,7 +65,10 @@ class Task:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(0)
-        fields = {"vocab_size": BYTES_VOCABULARY, "max_position_embeddings": self.seq_len} | self.architecture
+        fields = {
+            "vocab_size": BYTES_VOCABULARY,
+            "max_position_embeddings": self.seq_len,
+        } | self.architecture
         config = AutoConfig.for_model(**fields)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
@@ -72,7 +79,8 @@ class Task:
         return PackedRows(np.memmap(path, dtype=np.uint16, mode="r"), self.seq_len, BYTES_EOS)
 
     def batches(self, rank: int = 0) -> Iterator[dict[str, Tensor]]:
-        """`steps` of this rank, in a random order: `input_ids`, `labels`, `position_ids`, (B, T) each."""
+        """`steps` of this rank, in a random order: `input_ids`, `labels`, `position_ids`, (B, T)
+        each."""
         rows, draw = self.rows, random.Random(rank)
         for _ in range(self.steps):
             yield inputs_of(rows.__getitems__(draw.sample(range(len(rows)), self.batch_size)))
@@ -86,7 +94,10 @@ class Task:
         """Weight decay on matrices alone."""
         matrices = [p for p in model.parameters() if p.ndim >= 2]
         others = [p for p in model.parameters() if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": self.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
         groups = [group for group in groups if group["params"]]
         return torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas, fused=True)
 
@@ -94,7 +105,13 @@ class Task:
         from transformers import get_scheduler
 
         least = {"min_lr_rate": 0.1}
-        return get_scheduler("cosine_with_min_lr", optimizer, self.warmup, self.steps, scheduler_specific_kwargs=least)
+        return get_scheduler(
+            "cosine_with_min_lr",
+            optimizer,
+            self.warmup,
+            self.steps,
+            scheduler_specific_kwargs=least,
+        )
 
 
 class Null(nn.Module):
@@ -115,16 +132,20 @@ def inputs_of(batch: Any) -> dict[str, Tensor]:
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """() mean cross entropy, in nats, and () share of tokens predicted right."""
-    output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+    output = model(
+        input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
+    )
     if isinstance(output, Tensor):  # Null's
         return output, output.detach()
-    logits, labels = output.logits.float().flatten(0, 1), batch["labels"].flatten()  # (B*T, V) and (B*T,)
+    # (B*T, V) and (B*T,)
+    logits, labels = (output.logits.float().flatten(0, 1), batch["labels"].flatten())
     return F.cross_entropy(logits, labels), (logits.detach().argmax(-1) == labels).float().mean()
 
 
 @dataclass
 class Log:
-    """What an engineer writes who wants these numbers and no framework: nothing is read between log steps."""
+    """What an engineer writes who wants these numbers and no framework: nothing is read between log
+    steps."""
 
     task: Task
     name: str
@@ -136,7 +157,11 @@ class Log:
         self.process = psutil.Process()
         self.window = self.ready = time.perf_counter()
         self.waited = 0.0
-        self.file = (self.task.folder / f"{self.name}.jsonl").open("w", encoding="utf-8") if self.rank == 0 else None
+        self.file = (
+            (self.task.folder / f"{self.name}.jsonl").open("w", encoding="utf-8")
+            if self.rank == 0
+            else None
+        )
 
     def fetched(self) -> None:
         """A batch has come."""
@@ -154,11 +179,16 @@ class Log:
         seconds = self.ready - self.window
         tokens = self.task.batch_size * self.task.seq_len * self.ranks
         metrics = {
-            "train/loss": loss, "train/token_accuracy": accuracy, "train/grad_norm": norm,
-            "train/learning_rate": learning_rate, "train/tokens": step * tokens, "health/clipped_share": clipped,
-            "perf/tokens_per_s": self.task.log_every * tokens / seconds, "perf/data_wait_share": self.waited / seconds,
+            "train/loss": loss,
+            "train/token_accuracy": accuracy,
+            "train/grad_norm": norm,
+            "train/learning_rate": learning_rate,
+            "train/tokens": step * tokens,
+            "health/clipped_share": clipped,
+            "perf/tokens_per_s": self.task.log_every * tokens / seconds,
+            "perf/data_wait_share": self.waited / seconds,
             "memory/allocated_gib": self.process.memory_info().rss / 2**30,
-        }  # fmt: skip
+        }
         if self.file:
             self.file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
             self.file.flush()
@@ -182,11 +212,17 @@ def prepare(task: Task, texts: int = 40) -> None:
 def data_flags(task: Task, ranks: int = 1) -> list[str]:
     """`fit`'s, for the same rows, all of them for training."""
     return [
-        "--data.source=TextFiles", f"--data.source.paths=[{task.folder}/*.txt]", "--data.tokenizer=Bytes",
-        f"--data.cache_dir={task.folder / 'cache'}", f"--data.seq_len={task.seq_len}",
-        f"--data.global_batch_size={task.batch_size * ranks}", f"--data.micro_batch_size={task.batch_size}",
-        "--data.validation_share=0", "--data.test_share=0", "--data.prompts=[]",
-    ]  # fmt: skip
+        "--data.source=TextFiles",
+        f"--data.source.paths=[{task.folder}/*.txt]",
+        "--data.tokenizer=Bytes",
+        f"--data.cache_dir={task.folder / 'cache'}",
+        f"--data.seq_len={task.seq_len}",
+        f"--data.global_batch_size={task.batch_size * ranks}",
+        f"--data.micro_batch_size={task.batch_size}",
+        "--data.validation_share=0",
+        "--data.test_share=0",
+        "--data.prompts=[]",
+    ]
 
 
 def place_in_world() -> tuple[int, int]:

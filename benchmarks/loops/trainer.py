@@ -1,4 +1,5 @@
-"""Hugging Face's Trainer with its defaults: its bar, its log line, its filter of losses that are not finite."""
+"""Hugging Face's Trainer with its defaults: its bar, its log line, its filter of losses that are
+not finite."""
 
 import tempfile
 from typing import Any
@@ -16,15 +17,27 @@ def train(task: Task) -> Sample:
     stopwatch = Stopwatch(task)
     with tempfile.TemporaryDirectory(dir=task.folder) as folder:
         arguments = TrainingArguments(
-            folder, use_cpu=task.device == "cpu", bf16=task.precision == "bf16-mixed", torch_compile=task.compile,
-            per_device_train_batch_size=task.batch_size, max_steps=task.steps, optim="adamw_torch_fused",
-            learning_rate=task.learning_rate, weight_decay=task.weight_decay, adam_beta1=task.betas[0],
-            adam_beta2=task.betas[1], max_grad_norm=task.clip, lr_scheduler_type="cosine_with_min_lr",
-            lr_scheduler_kwargs={"min_lr_rate": 0.1}, warmup_steps=task.warmup, logging_steps=task.log_every,
+            folder,
+            use_cpu=task.device == "cpu",
+            bf16=task.precision == "bf16-mixed",
+            torch_compile=task.compile,
+            per_device_train_batch_size=task.batch_size,
+            max_steps=task.steps,
+            optim="adamw_torch_fused",
+            learning_rate=task.learning_rate,
+            weight_decay=task.weight_decay,
+            adam_beta1=task.betas[0],
+            adam_beta2=task.betas[1],
+            max_grad_norm=task.clip,
+            lr_scheduler_type="cosine_with_min_lr",
+            lr_scheduler_kwargs={"min_lr_rate": 0.1},
+            warmup_steps=task.warmup,
+            logging_steps=task.log_every,
             remove_unused_columns=False,  # it would look for them in each row
-            save_strategy="steps", save_steps=task.checkpoint_every,
+            save_strategy="steps",
+            save_steps=task.checkpoint_every,
             ddp_backend="gloo" if task.strategy == "ddp" and task.device == "cpu" else None,
-        )  # fmt: skip
+        )
         callbacks: list[Any] = [Timer(stopwatch)]
         model = WithLoss(task.build())  # the rows come as a batch already: `inputs_of`
         trainer = Trainer(model, arguments, inputs_of, train_dataset=task.rows, callbacks=callbacks)
@@ -50,4 +63,6 @@ class Timer(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.stopwatch.tick(state.global_step)
-        control.should_save = False  # at the last step, which is timed by now: tied weights could not be saved so
+        control.should_save = (
+            False  # at the last step, which is timed by now: tied weights could not be saved so
+        )

@@ -1,4 +1,5 @@
-"""Starts, runs and watches distributed training of a LightningModule: the library behind the project template.
+"""Starts, runs and watches distributed training of a LightningModule: the library behind the
+project template.
 
 Names are imported when they are first used: `python -m <package> --help` needs no torch."""
 

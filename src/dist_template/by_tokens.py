@@ -1,10 +1,12 @@
-"""Values that change with the consumed tokens: the batch size, the learning rate, the weight of a loss.
+"""Values that change with the consumed tokens: the batch size, the learning rate, the weight of a
+loss.
 
     weight: 0.3                                              one value
     weight: [{value: 0.3, until: 10.0e+12}, {value: 0.1}]    0.3 for 10 T tokens, then 0.1
 
-An optimizer step has the value at the tokens consumed before it: rows x `data.seq_len`, over all ranks and restarts,
-also of rows that are padded or have masked labels. A resume with another `data.seq_len` counts all rows with it."""
+An optimizer step has the value at the tokens consumed before it: rows x `data.seq_len`, over all
+ranks and restarts, also of rows that are padded or have masked labels. A resume with another
+`data.seq_len` counts all rows with it."""
 
 import math
 from dataclasses import dataclass
@@ -20,10 +22,11 @@ class Phase:
     Args:
         value: The value, at the end of the phase if `shape` is not constant.
         until: Consumed tokens at which the phase ends. null: the last phase, which has no end.
-        shape: constant, or how the value of the phase before becomes `value`: linear or cosine. A first phase with
-            `until: 0` only sets the value from which the second one starts.
-        multiple: Batch sizes in between are rounded down to a multiple of the greatest common divisor of all values and
-            `multiple`s, so that each number of ranks that divides it divides every batch. Others are not rounded."""
+        shape: constant, or how the value of the phase before becomes `value`: linear or cosine. A
+            first phase with `until: 0` only sets the value from which the second one starts.
+        multiple: Batch sizes in between are rounded down to a multiple of the greatest common
+            divisor of all values and `multiple`s, so that each number of ranks that divides it
+            divides every batch. Others are not rounded."""
 
     value: float
     until: float | None = None
@@ -32,7 +35,9 @@ class Phase:
 
     def __str__(self) -> str:
         """Returns what is not the default, as a resume prints it that has other phases."""
-        return " ".join(f"{key} {value}" for key, value in vars(self).items() if value not in (None, "constant"))
+        return " ".join(
+            f"{key} {value}" for key, value in vars(self).items() if value not in (None, "constant")
+        )
 
 
 ByTokens = float | list[Phase]
@@ -78,8 +83,8 @@ def values_of(given: ByTokens) -> list[float]:
 
 
 def check_phases(key: str, given: ByTokens) -> None:
-    """Raises InputError if the phases of the key are not in the order of their tokens, with an end each but the last,
-    if a first or last one changes gradually, or if a value is negative."""
+    """Raises InputError if the phases of the key are not in the order of their tokens, with an end
+    each but the last, if a first or last one changes gradually, or if a value is negative."""
     if not isinstance(given, list):
         return
     ends: list[Any] = [phase.until for phase in given]

@@ -29,9 +29,9 @@ class Exit(IntEnum):
 
     @classmethod
     def of_all(cls, codes: Iterable[int]) -> Exit:
-        """Returns one code for a run whose processes exited with `codes`; negative codes are signals. Deliberate exits
-        have priority over failures, and the first failure over those that follow from it: the other ranks fail with 1,
-        or are aborted or terminated."""
+        """Returns one code for a run whose processes exited with `codes`; negative codes are
+        signals. Deliberate exits have priority over failures, and the first failure over those that
+        follow from it: the other ranks fail with 1, or are aborted or terminated."""
         found = set(codes) - {0}
         for code in DECIDED:
             if code in found:
@@ -51,14 +51,19 @@ class Exit(IntEnum):
 
 # Deliberate exits: an immediate restart does not help. Those that forbid a relaunch come first.
 DECIDED = (
-    Exit.BAD_INPUT, Exit.MISMATCH, Exit.NON_FINITE, Exit.OUT_OF_MEMORY, Exit.INTERRUPTED,
+    Exit.BAD_INPUT,
+    Exit.MISMATCH,
+    Exit.NON_FINITE,
+    Exit.OUT_OF_MEMORY,
+    Exit.INTERRUPTED,
     Exit.REQUEUE,
-)  # fmt: skip
+)
 
 
 class Ended(Exception):
-    """Training stops before its last step, with the exit `code` on every rank; all ranks have agreed on it. The rank
-    `local_rank` of each node, 1 if rank 0 is lost, prints the reason, `sentence`."""
+    """Training stops before its last step, with the exit `code` on every rank; all ranks have
+    agreed on it. The rank `local_rank` of each node, 1 if rank 0 is lost, prints the reason,
+    `sentence`."""
 
     def __init__(self, code: Exit, sentence: str, local_rank: int = 0) -> None:
         super().__init__(sentence)
@@ -71,8 +76,8 @@ class InputError(ValueError):
 
 
 def require(package: str, purpose: str, extra: str | None = None) -> None:
-    """Raises InputError, with the command that installs it, where a package of `extra` is not installed. None: the
-    extra has the package's name."""
+    """Raises InputError, with the command that installs it, where a package of `extra` is not
+    installed. None: the extra has the package's name."""
     if find_spec(package) is None:
         install = f"'dist-template[{extra or package}]'"
         if package == "deepspeed":  # it is built from source, against torch
@@ -91,14 +96,16 @@ def is_first_on_node() -> bool:
 
 
 def check_least(slot: str, **given: tuple[float, float]) -> None:
-    """Raises InputError if an argument, a pair (given value, minimum), is below its minimum, infinite or nan."""
+    """Raises InputError if an argument, a pair (given value, minimum), is below its minimum,
+    infinite or nan."""
     for key, (value, least) in given.items():
         if not least <= value < math.inf:
             raise InputError(f"{slot}.{key} is {value}; give {least} or more")
 
 
 def first_line(error: BaseException | str) -> str:
-    """Returns the first line of another library's message, with the next after a colon; else the error's type."""
+    """Returns the first line of another library's message, with the next after a colon; else the
+    error's type."""
     lines = list(filter(None, map(str.strip, str(error).splitlines())))
     if not lines:
         return "" if isinstance(error, str) else type(error).__name__

@@ -25,7 +25,8 @@ from .plugins import HOOKS, registered
 
 
 def call(name: str, *arguments: object) -> list[str]:
-    """Calls the function `name` of every hook that has it, and returns the texts among the results."""
+    """Calls the function `name` of every hook that has it, and returns the texts among the
+    results."""
     results: list[str] = []
     try:
         points = registered(HOOKS)

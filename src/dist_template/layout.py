@@ -1,4 +1,5 @@
-"""Tensors with different device meshes or placements: groups them, and computes one norm over all of them.
+"""Tensors with different device meshes or placements: groups them, and computes one norm over all
+of them.
 
 Under tensor or expert parallelism some parameters are plain tensors and others DTensors on
 different meshes. torch's functions over lists (fused AdamW, `get_total_norm`, `clip_grad_norm_`)
@@ -41,7 +42,8 @@ class Shard(NamedTuple):
     """A rank's part of a tensor."""
 
     values: Tensor
-    place: str | None  # ranks of the same place hold the same values; "": not sharded; None: no two ranks do (ZeRO-3)
+    # ranks of the same place hold the same values; "": not sharded; None: no two ranks do (ZeRO-3)
+    place: str | None
 
 
 def shard_of(tensor: Tensor) -> Shard:
@@ -70,7 +72,9 @@ def refuse_scalars(model: nn.Module, what: str) -> None:
             )
 
 
-def by_layout(items: Iterable[T], tensor: Callable[[Any], Tensor] = lambda item: item) -> list[list[T]]:
+def by_layout(
+    items: Iterable[T], tensor: Callable[[Any], Tensor] = lambda item: item
+) -> list[list[T]]:
     """Returns `items` in groups of equal layout of their `tensor`, in order of appearance."""
     groups: dict[Hashable, list[T]] = defaultdict(list)
     for item in items:
@@ -84,7 +88,8 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     for group in by_layout(tensors):
         parts: list[Tensor] = []
         for shard in map(local_shard, group):
-            # On a CPU torch (2.13) adds all squares of a tensor one by one, which loses 4e-4 of the norm of 10 million.
+            # On a CPU torch (2.13) adds all squares of a tensor one by one, which loses 4e-4 of the
+            # norm of 10 million.
             is_large = shard.is_cpu and shard.numel() > PART
             parts += shard.flatten().split(PART) if is_large else [shard]
         norm = torch.nn.utils.get_total_norm(parts)
@@ -111,11 +116,12 @@ def clip_by_norm(
     max_norm: float | None,
     norm_of: Callable[[list[nn.Parameter]], Tensor | None] = joint_norm,
 ) -> Tensor | None:
-    """Scales all gradients in place to a joint 2-norm of at most `max_norm`; None or 0 measures it. Returns () the norm
-    before clipping, on the gradients' device; or None, see `joint_norm`.
+    """Scales all gradients in place to a joint 2-norm of at most `max_norm`; None or 0 measures it.
+    Returns () the norm before clipping, on the gradients' device; or None, see `joint_norm`.
 
-    Lightning's clipping (2.6.6) refuses a fused AdamW under bf16-mixed, does not return the norm, and fails for
-    parameters on different meshes. `norm_of` returns the joint norm where other ranks have other parameters."""
+    Lightning's clipping (2.6.6) refuses a fused AdamW under bf16-mixed, does not return the norm,
+    and fails for parameters on different meshes. `norm_of` returns the joint norm where other ranks
+    have other parameters."""
     parameters = [p for p in parameters if p.grad is not None]
     norm = norm_of(parameters)
     if norm is not None and max_norm:

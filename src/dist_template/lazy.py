@@ -20,8 +20,9 @@ def attribute_of(module: str, places: Mapping[str, str]) -> Callable[[str], Any]
 
 @contextmanager
 def without_collections() -> Generator[None]:
-    """For imports, which create a million objects that stay: no garbage collection looks at them. It freezes them, so
-    that later collections pass over them. A start takes a fifth less CPU time."""
+    """For imports, which create a million objects that stay: no garbage collection looks at them.
+    It freezes them, so that later collections pass over them. A start takes a fifth less CPU
+    time."""
     gc.disable()
     try:
         yield

@@ -1,13 +1,12 @@
 """Plugins: what packages, the user's project and this library register as entry points.
 
-Groups:
-    dist_template.verbs: a module with `main(argv, project)`, started by `python -m <package> NAME`.
-    dist_template.hooks: a module with functions that the core calls, see hooks.py.
+Groups: dist_template.verbs: a module with `main(argv, project)`, started by `python -m <package>
+    NAME`. dist_template.hooks: a module with functions that the core calls, see hooks.py.
     dist_template.callbacks: a Lightning callback of every run, configured by its name's key.
     dist_template.rules: a rule of diagnosis, a function from a run to findings.
-    dist_template.launch_targets: a target of `launch --on NAME`.
-    dist_template.strategies, dist_template.loggers: classes that `class_path` knows by their names.
-    dist_template.shardings, dist_template.estimates: by a strategy's name, what answers for its configuration.
+    dist_template.launch_targets: a target of `launch --on NAME`. dist_template.strategies,
+    dist_template.loggers: classes that `class_path` knows by their names. dist_template.shardings,
+    dist_template.estimates: by a strategy's name, what answers for its configuration.
     dist_template.checkpoint_formats: likewise, the format of its checkpoints.
 
 A source of text needs none: YAML takes the import path of its class. docs/extend.md has an example
@@ -40,8 +39,8 @@ def registered(group: str, taken: Collection[str] = ()) -> dict[str, EntryPoint]
     pyproject.toml replaces the installed metadata: the package may not be installed, and the
     metadata of an editable install is as old as the installation.
 
-    Raises InputError if two packages register one name, or one registers a name of this library, or a pyproject.toml
-    is not valid TOML."""
+    Raises InputError if two packages register one name, or one registers a name of this library, or
+    a pyproject.toml is not valid TOML."""
     points = []  # (package, entry point)
     in_source = set()  # packages
     for import_name in dict.fromkeys((LIBRARY, program_name())):
@@ -70,7 +69,8 @@ def registered(group: str, taken: Collection[str] = ()) -> dict[str, EntryPoint]
 
 
 def ask(name: str, *arguments: object) -> Any:
-    """Calls the function `name` of the first hook that has it, see hooks.py, and returns its result."""
+    """Calls the function `name` of the first hook that has it, see hooks.py, and returns its
+    result."""
     for point in registered(HOOKS).values():
         if function := getattr(point.load(), name, None):
             return function(*arguments)
@@ -79,7 +79,8 @@ def ask(name: str, *arguments: object) -> Any:
 
 @cache
 def loaded(group: str) -> dict[str, Any]:
-    """Returns what the entry points of a group name, imported once in a process; raises InputError as `registered`."""
+    """Returns what the entry points of a group name, imported once in a process; raises InputError
+    as `registered`."""
     return {name: point.load() for name, point in registered(group).items()}
 
 

@@ -1,6 +1,7 @@
 """A generated project as the library sees it: its package, and the classes of its model and data.
 
-The library does not import a user's package by name: `main` creates a `Project` and passes it on."""
+The library does not import a user's package by name: `main` creates a `Project` and passes it
+on."""
 
 import argparse
 import importlib

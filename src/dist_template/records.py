@@ -17,8 +17,8 @@ GIB = 2**30  # bytes
 
 
 def write_atomically(path: Path, text: str, keep_earlier: bool = False) -> None:
-    """Writes a text file completely or not at all; its folder must exist. `keep_earlier` renames an existing file to
-    `<name>.<n>.<ending>`, n counted from 0."""
+    """Writes a text file completely or not at all; its folder must exist. `keep_earlier` renames an
+    existing file to `<name>.<n>.<ending>`, n counted from 0."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     if keep_earlier and path.exists():
@@ -36,8 +36,8 @@ def text_of(path: Path) -> str:
 
 
 def read_mapping(path: Path, cure: str, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
-    """Returns the object in a JSON file, or in another that `parse` reads; {} if it is null. Raises InputError, which
-    ends with `cure`, if there is no such file or it is damaged."""
+    """Returns the object in a JSON file, or in another that `parse` reads; {} if it is null. Raises
+    InputError, which ends with `cure`, if there is no such file or it is damaged."""
     try:
         found = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, YAMLError) as error:
@@ -48,8 +48,9 @@ def read_mapping(path: Path, cure: str, parse: Callable[[str], Any] = json.loads
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns {"trainer.max_steps": 100} for {"trainer": {"max_steps": 100}}. Lists are values; empty mappings are
-    dropped. The value of a class's key is its name, and arguments are below that key."""
+    """Returns {"trainer.max_steps": 100} for {"trainer": {"max_steps": 100}}. Lists are values;
+    empty mappings are dropped. The value of a class's key is its name, and arguments are below that
+    key."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"

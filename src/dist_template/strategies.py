@@ -1,7 +1,9 @@
-"""Strategies for any Lightning Trainer; importing this file registers their names: `Trainer(strategy="fsdp2")`.
+"""Strategies for any Lightning Trainer; importing this file registers their names:
+`Trainer(strategy="fsdp2")`.
 
-All of them run on GPUs and on CPU processes. ZeroStrategy needs the package deepspeed. They attach by entry points as
-a strategy of another package does (docs/extend.md); `dist_template.strategies.NAME` is every class that does."""
+All of them run on GPUs and on CPU processes. ZeroStrategy needs the package deepspeed. They attach
+by entry points as a strategy of another package does (docs/extend.md);
+`dist_template.strategies.NAME` is every class that does."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -26,4 +28,6 @@ def __getattr__(name: str) -> Any:
 
 for _kind in CLASSES.values():  # Lightning's registry has names with the class's arguments
     for _name, _arguments in getattr(_kind, "NAMES", {}).items():
-        StrategyRegistry.register(_name, _kind, (_kind.__doc__ or "").split("\n")[0], override=True, **_arguments)
+        StrategyRegistry.register(
+            _name, _kind, (_kind.__doc__ or "").split("\n")[0], override=True, **_arguments
+        )

@@ -9,8 +9,8 @@ CELL = 60  # characters of a cell on a terminal; longer ones are truncated
 
 @dataclass(frozen=True)
 class Table:
-    """Text in rows and columns: `head` has a title per column; each row has as many cells as `head`. `title` and
-    `note`, a sentence below the table, may be empty."""
+    """Text in rows and columns: `head` has a title per column; each row has as many cells as
+    `head`. `title` and `note`, a sentence below the table, may be empty."""
 
     title: str
     head: list[str]

@@ -1,4 +1,5 @@
-"""Functions for a project's tests: all checks of a project as one test, and what they are made of. Public interface.
+"""Functions for a project's tests: all checks of a project as one test, and what they are made of.
+Public interface.
 
 PROJECT = this_project(__file__)
 @project_checks(PROJECT)
@@ -34,11 +35,24 @@ from .wings.rehearse.runs import Runs
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["batches", "build", "check_config", "first_steps", "project_checks", "rehearse", "this_project"]
+__all__ = [
+    "batches",
+    "build",
+    "check_config",
+    "first_steps",
+    "project_checks",
+    "rehearse",
+    "this_project",
+]
 
 OF_OTHER_VERBS = ("evaluate", "sweep")  # configuration files and folders that `fit` does not read
 CLUSTER = "cluster"  # is given after a configuration of what is trained
-SMALL = ("--data.seq_len=64", "--data.global_batch_size=4", "--data.micro_batch_size=2", "--data.num_workers=0")
+SMALL = (
+    "--data.seq_len=64",
+    "--data.global_batch_size=4",
+    "--data.micro_batch_size=2",
+    "--data.num_workers=0",
+)
 
 
 def this_project(file: str) -> Project:
@@ -51,8 +65,9 @@ def this_project(file: str) -> Project:
 
 
 def check_config(project: Project, *flags: str, gpus: int = 8) -> list[str]:
-    """Returns a sentence for each thing in a configuration that cannot work on its machine: the configured devices and
-    nodes; where it says auto, one node with `gpus`. Raises InputError or SystemExit if a file or value is wrong."""
+    """Returns a sentence for each thing in a configuration that cannot work on its machine: the
+    configured devices and nodes; where it says auto, one node with `gpus`. Raises InputError or
+    SystemExit if a file or value is wrong."""
     cli = WithoutTrainer.of(["fit", *flags], project)
     trainer = vars(cli.config_init.trainer)
     machine = Machine.described(trainer, default=gpus)
@@ -66,9 +81,14 @@ def build(project: Project, *flags: str) -> tuple[Any, Any]:
     module, data = cli.model, cli.datamodule
     torch.manual_seed(0)
     trainer: Any = L.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
     with redirect_stdout(StringIO()):
         getattr(data, "prepare", data.prepare_data)()
     trainer.training = True
@@ -93,16 +113,19 @@ def batches(data: Any, num: int, after: int = 0) -> list[dict[str, Tensor]]:
 
 
 def first_steps(project: Project, *flags: str, folder: Path) -> dict[int, float]:
-    """Trains six steps of a configuration made small, on one process; returns {step: loss}. Raises InputError if it
-    cannot be read or made small, and RunFailed if training fails."""
+    """Trains six steps of a configuration made small, on one process; returns {step: loss}. Raises
+    InputError if it cannot be read or made small, and RunFailed if training fails."""
     return _small(project, flags, folder).one.loss
 
 
 def rehearse(project: Project, *flags: str, folder: Path, only: str = "") -> dict[str, str]:
     """Runs the checks of the verb `rehearse` with `only` in their name; returns those that failed,
-    with the cause; with --gpu on fake GPUs too. Raises InputError if the configuration cannot be read or made small."""
+    with the cause; with --gpu on fake GPUs too. Raises InputError if the configuration cannot be
+    read or made small."""
     runs, failed = _small(project, flags, folder), {}
-    for result in run_checks(runs, [check for check in all_checks("--gpu" in flags) if only in check.name]):
+    for result in run_checks(
+        runs, [check for check in all_checks("--gpu" in flags) if only in check.name]
+    ):
         if result.verdict == "FAIL":
             failed[result.check] = f"{result.got}: {result.sentence}"
     return failed
@@ -117,29 +140,39 @@ def _small(project: Project, flags: tuple[str, ...], folder: Path) -> Runs:
 
 
 def project_checks(
-    project: Project, *, base: str = "pretrain", quick: str = "quickstart",
-    strategies: Sequence[str] = ("fsdp2", "zero3"), small: Sequence[str] = SMALL, skip: Mapping[str, str] | None = None,
+    project: Project,
+    *,
+    base: str = "pretrain",
+    quick: str = "quickstart",
+    strategies: Sequence[str] = ("fsdp2", "zero3"),
+    small: Sequence[str] = SMALL,
+    skip: Mapping[str, str] | None = None,
     gpu: bool = False,
-) -> pytest.MarkDecorator:  # fmt: skip
-    """Returns a decorator of pytest: its test runs once for each check, as the argument `check`, which is called with
-    an empty folder and raises AssertionError with a sentence.
+) -> pytest.MarkDecorator:
+    """Returns a decorator of pytest: its test runs once for each check, as the argument `check`,
+    which is called with an empty folder and raises AssertionError with a sentence.
 
-    `base`: the configuration to which files in folders of configs/ are added, and with which `strategies` train; their
-    checks have the marker `slow`. `quick`: the configuration of other trainings, and, with flags `small`, of model and
-    data. `skip`: checks that the project does not pass, with the reason; ValueError for other names. `gpu`: with
-    `strategies` on fake GPUs too."""
+    `base`: the configuration to which files in folders of configs/ are added, and with which
+    `strategies` train; their checks have the marker `slow`. `quick`: the configuration of other
+    trainings, and, with flags `small`, of model and data. `skip`: checks that the project does not
+    pass, with the reason; ValueError for other names. `gpu`: with `strategies` on fake GPUs too."""
     import pytest
 
     quick_checks, marks = _Checks(project, base, quick, tuple(small)), {}
     checks = dict(quick_checks.all())
     for strategy in strategies:
         name = f"a_sharded_strategy_passes_every_check-{strategy}"
-        checks[name], marks[name] = partial(quick_checks.rehearsed, base, strategy, "", gpu=gpu), [pytest.mark.slow]
+        checks[name], marks[name] = (
+            partial(quick_checks.rehearsed, base, strategy, "", gpu=gpu),
+            [pytest.mark.slow],
+        )
     for name, reason in (skip or {}).items():
         if name not in checks:
             raise ValueError(f"skip names {name!r}, which is no check of: {', '.join(checks)}")
         marks[name] = [*marks.get(name, []), pytest.mark.skip(reason=reason)]
-    each = [pytest.param(check, id=name, marks=marks.get(name, ())) for name, check in checks.items()]
+    each = [
+        pytest.param(check, id=name, marks=marks.get(name, ())) for name, check in checks.items()
+    ]
     return pytest.mark.parametrize("check", each)
 
 
@@ -168,11 +201,16 @@ class _Checks:
         yield "a_loss_is_divided_by_the_labels_that_count", self.counted_labels
         yield "a_resumed_run_sees_the_next_batch", self.resume
         for only in ("one process", "one big batch"):
-            yield f"two_ranks_train_as-{only.replace(' ', '_')}", partial(self.rehearsed, self.quick, "ddp", only)
+            yield (
+                f"two_ranks_train_as-{only.replace(' ', '_')}",
+                partial(self.rehearsed, self.quick, "ddp", only),
+            )
 
     def names(self) -> list[str]:
         configs = self.project.folder.parent / "configs"
-        found = sorted(path.relative_to(configs).with_suffix("").as_posix() for path in configs.rglob("*.yaml"))
+        found = sorted(
+            path.relative_to(configs).with_suffix("").as_posix() for path in configs.rglob("*.yaml")
+        )
         return [name for name in found if name.split("/")[0] not in OF_OTHER_VERBS]
 
     def config(self, name: str) -> str:
@@ -180,34 +218,49 @@ class _Checks:
         return f"--config={path if path.is_file() else name}"  # the library's
 
     def built(self, folder: Path, *flags: str) -> tuple[Any, Any]:
-        """Builds the module and its data; the cache is beside `folder`, for the checks that follow."""
+        """Builds the module and its data; the cache is beside `folder`, for the checks that
+        follow."""
         cache = f"--data.cache_dir={folder.parent}/cache"
         return build(self.project, self.config(self.quick), *self.small, cache, *flags)
 
     def can_run(self, name: str, folder: Path) -> None:
         found = check_config(self.project, self.config(name), gpus=4)
-        assert found == [], f"configs/{name}.yaml cannot run on a node with 4 GPUs: {'; '.join(found)}"
+        assert found == [], (
+            f"configs/{name}.yaml cannot run on a node with 4 GPUs: {'; '.join(found)}"
+        )
 
     def can_be_added(self, name: str, folder: Path) -> None:
         machine = ("--trainer.accelerator=gpu", "--trainer.devices=8", "--trainer.num_nodes=2")
         flags = (*machine, "--model.optim.warmup=0")  # a preset may end before a warm-up would
         found = check_config(self.project, self.config(self.base), *flags, self.config(name))
-        assert found == [], f"configs/{name}.yaml after {self.base}.yaml on two nodes with 8 GPUs: {'; '.join(found)}"
+        assert found == [], (
+            f"configs/{name}.yaml after {self.base}.yaml on two nodes with 8 GPUs:"
+            f" {'; '.join(found)}"
+        )
 
     def first_steps_run(self, name: str, folder: Path) -> None:
         losses = first_steps(self.project, self.config(name), folder=folder)
-        assert sum(map(math.isfinite, losses.values())) == 6, f"not 6 steps with a finite loss: {losses}"
+        assert sum(map(math.isfinite, losses.values())) == 6, (
+            f"not 6 steps with a finite loss: {losses}"
+        )
 
     def initial_loss(self, folder: Path) -> None:
         module, data = self.built(folder)
-        loss, expected = module.training_step(batches(data, 1)[0], 0).item(), math.log(data.vocab_size)
+        loss, expected = (
+            module.training_step(batches(data, 1)[0], 0).item(),
+            math.log(data.vocab_size),
+        )
         why = "far above, initialization is too wide; below, labels leak into the input"
-        assert abs(loss / expected - 1) <= 0.05, f"it is {loss:.3f}, a uniform guess has {expected:.3f}: {why}"
+        assert abs(loss / expected - 1) <= 0.05, (
+            f"it is {loss:.3f}, a uniform guess has {expected:.3f}: {why}"
+        )
 
     def gradients(self, folder: Path) -> None:
         module, data = self.built(folder)
         module.training_step(batches(data, 1)[0], 0).backward()
-        missing = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
+        missing = [
+            name for name, p in module.named_parameters() if p.requires_grad and p.grad is None
+        ]
         assert missing == [], f"{len(missing)} trainable parameters get no gradient: {missing}"
 
     def overfits(self, folder: Path) -> None:
@@ -219,12 +272,18 @@ class _Checks:
             losses[-1].backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert losses[-1] < 0.5 * losses[0], f"the loss went from {losses[0]:.3f} to {losses[-1]:.3f} in 40 steps"
+        assert losses[-1] < 0.5 * losses[0], (
+            f"the loss went from {losses[0]:.3f} to {losses[-1]:.3f} in 40 steps"
+        )
 
     def rows(self, folder: Path) -> None:
         data = self.built(folder)[1]
-        text = data.text_tokenizer.decode(batches(data, 1)[0]["input_ids"][0].tolist(), skip_special_tokens=True)[:40]
-        assert any(text in each for _, each in data.source.documents()), f"no document has a row's text: {text!r}"
+        text = data.text_tokenizer.decode(
+            batches(data, 1)[0]["input_ids"][0].tolist(), skip_special_tokens=True
+        )[:40]
+        assert any(text in each for _, each in data.source.documents()), (
+            f"no document has a row's text: {text!r}"
+        )
 
     def labels(self, folder: Path) -> None:
         batch = batches(self.built(folder)[1], 1)[0]
@@ -237,15 +296,21 @@ class _Checks:
         pair = batches(self.built(folder)[1], 2)  # the two micro-batches of a global batch
         counted = sum((batch["labels"] != -100).sum().item() for batch in pair)
         divisors = [batch["tokens_per_micro_batch"].item() for batch in pair]
-        assert divisors == [counted / 2] * 2, f"{counted} labels count in two micro-batches, divided by {divisors}"
+        assert divisors == [counted / 2] * 2, (
+            f"{counted} labels count in two micro-batches, divided by {divisors}"
+        )
 
     def resume(self, folder: Path) -> None:
         data = self.built(folder)[1]
         uninterrupted = batches(data, 6)[4:]  # two global batches are four micro-batches
         for expected, got in zip(uninterrupted, batches(data, 2, after=2), strict=True):
-            assert torch.equal(expected["input_ids"], got["input_ids"]), "after two global batches come other rows"
+            assert torch.equal(expected["input_ids"], got["input_ids"]), (
+                "after two global batches come other rows"
+            )
 
-    def rehearsed(self, name: str, strategy: str, only: str, folder: Path, gpu: bool = False) -> None:
+    def rehearsed(
+        self, name: str, strategy: str, only: str, folder: Path, gpu: bool = False
+    ) -> None:
         configs = (self.config(name), self.config(f"strategy/{strategy}"), *["--gpu"] * gpu)
         failed = rehearse(self.project, *configs, folder=folder, only=only)
         assert failed == {}, f"configs/{name}.yaml under {strategy}: {failed}"

@@ -82,8 +82,8 @@ def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def to_rank_zero(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Returns every rank's `value` (plain types), by rank, on rank 0 of `group`; [] on the others. Collective. At
-    thousands of ranks `from_all_ranks` would send all values to each of them."""
+    """Returns every rank's `value` (plain types), by rank, on rank 0 of `group`; [] on the others.
+    Collective. At thousands of ranks `from_all_ranks` would send all values to each of them."""
     if not dist.is_initialized():
         return [value]
     values = [value] * world_size(group) if rank(group) == 0 else None
@@ -92,8 +92,8 @@ def to_rank_zero(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def distinct(value: T) -> dict[int, T]:
-    """Returns on rank 0 each different `value` by the first rank that has it, {} on the others. Collective. Ranks send
-    a digest, and of the ranks with equal values one sends the value."""
+    """Returns on rank 0 each different `value` by the first rank that has it, {} on the others.
+    Collective. Ranks send a digest, and of the ranks with equal values one sends the value."""
     first: dict[str, int] = {}
     for number, digest in enumerate(to_rank_zero(hashlib.sha256(repr(value).encode()).hexdigest())):
         first.setdefault(digest, number)
@@ -109,8 +109,8 @@ def distinct(value: T) -> dict[int, T]:
 
 
 def peers(folder: Path, group: dist.ProcessGroup | None = None) -> list[int]:
-    """Returns the ranks that see the same `folder`, by a link in it that its first rank makes: all if it is shared, one
-    node's if it is on the node's own disk. Collective over `group`."""
+    """Returns the ranks that see the same `folder`, by a link in it that its first rank makes: all
+    if it is shared, one node's if it is on the node's own disk. Collective over `group`."""
     if world_size(group) == 1:
         return [0]
     folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,8 @@ def peers(folder: Path, group: dist.ProcessGroup | None = None) -> list[int]:
 
 
 def pass_file(file: Path, size: int, source: int, is_wanted: bool) -> None:
-    """Copies a file from the disk of the rank `source` to the disks of the ranks that want it. Collective."""
+    """Copies a file from the disk of the rank `source` to the disks of the ranks that want it.
+    Collective."""
     for start in range(0, max(size, 1), CHUNK):
         box = [b""]
         if rank() == source:
@@ -148,19 +149,24 @@ def is_partitioned_by_zero(tensor: Tensor) -> bool:
 
 
 def gathered_from_zero(parameter: Tensor, owner: int = 0) -> AbstractContextManager[None]:
-    """Inside, `parameter` is unsharded; at the end the values of the rank `owner` are partitioned again."""
+    """Inside, `parameter` is unsharded; at the end the values of the rank `owner` are partitioned
+    again."""
     import deepspeed
 
     return deepspeed.zero.GatheredParameters([parameter], modifier_rank=owner)
 
 
 def has_own_partition(tensor: Any) -> bool:
-    """Returns whether a ZeRO-3 parameter has this rank's partition alone, in memory and in its own type: not quantized,
-    copied within nodes, or on NVMe. True for any other tensor."""
+    """Returns whether a ZeRO-3 parameter has this rank's partition alone, in memory and in its own
+    type: not quantized, copied within nodes, or on NVMe. True for any other tensor."""
     if not is_partitioned_by_zero(tensor):
         return True
     shard = tensor.ds_tensor
-    return shard.dtype == tensor.dtype and tensor.ds_secondary_tensor is None and shard.final_location is None
+    return (
+        shard.dtype == tensor.dtype
+        and tensor.ds_secondary_tensor is None
+        and shard.final_location is None
+    )
 
 
 def find_ties(module: nn.Module) -> Ties:

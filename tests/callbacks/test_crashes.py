@@ -153,10 +153,14 @@ def test_errors_in_what_shows_end_no_training(flags: Any, monkeypatch: Any, caps
 
 
 METRICS = {
-    "train/loss": 2.345678, "train/grad_norm": 1.5, "train/learning_rate": 3e-4,
-    "perf/tokens_per_s": 123456.0, "perf/mfu": 0.42, "perf/data_wait_share": 0.01,
+    "train/loss": 2.345678,
+    "train/grad_norm": 1.5,
+    "train/learning_rate": 3e-4,
+    "perf/tokens_per_s": 123456.0,
+    "perf/mfu": 0.42,
+    "perf/data_wait_share": 0.01,
     "health/errors": 0.0,
-}  # fmt: skip
+}
 PARTS = ("step 40/1000", "loss 2.346", "lr 3.00e-04", "123,456 tok/s", "mfu 42%", "eta ", "  ok\n")
 
 

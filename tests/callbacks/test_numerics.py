@@ -332,11 +332,19 @@ LISTED = [("ddp", "[]"), *((each, "[own_*]") for each in ("ddp", "zero2", "zero3
 @pytest.mark.parametrize(("strategy", "ignore"), tiers(LISTED, daily=LISTED[:2]))
 def test_a_saved_buffer_that_differs_is_listed(tmp_path: Path, strategy: str, ignore: str) -> None:
     argv = [
-        "fit", f"--run.root={tmp_path / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
-        "--trainer.devices=2", "--trainer.max_steps=6", "--trainer.log_every_n_steps=1",
-        "--data.batch_size=4", "--best_checkpoint.monitor=val_loss",
-        "--last_checkpoint.every_n_steps=3", *flags_of(strategy), f"--replicas.ignore={ignore}",
-    ]  # fmt: skip
+        "fit",
+        f"--run.root={tmp_path / 'runs'}",
+        "--run.report=false",
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=2",
+        "--trainer.max_steps=6",
+        "--trainer.log_every_n_steps=1",
+        "--data.batch_size=4",
+        "--best_checkpoint.monitor=val_loss",
+        "--last_checkpoint.every_n_steps=3",
+        *flags_of(strategy),
+        f"--replicas.ignore={ignore}",
+    ]
     run = Workers(2, OWN_STATE).run(argv, tmp_path / "record")
     if ignore == "[]":
         sentence = "own_loss of rank 1 differs from rank 0"

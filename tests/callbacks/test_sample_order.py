@@ -42,10 +42,16 @@ def fit(folder: Path, loader: Any, max_steps: int, **options: Any) -> list[list[
     module, resumes = Module(), options.pop("ckpt_path", None)
     callbacks = [SampleOrder(), *options.pop("callbacks", [])]
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_steps=max_steps, logger=False, enable_progress_bar=False,
-        enable_checkpointing=len(callbacks) > 1, enable_model_summary=False, callbacks=callbacks,
+        accelerator="cpu",
+        devices=1,
+        max_steps=max_steps,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=len(callbacks) > 1,
+        enable_model_summary=False,
+        callbacks=callbacks,
         **options,
-    )  # fmt: skip
+    )
     data = Data()
     data.loader = loader
     trainer.fit(module, datamodule=data, ckpt_path=resumes)

@@ -86,9 +86,11 @@ def test_a_disks_refusal_is_returned_and_other_errors_are_raised() -> None:
 
 
 OUTDATED: Any = [  # a torn one does not count as kept; after a rollback; the one just written stays
-    ([0, 1, 2, 3], [], 2, [0, 1]), ([1, 2, 3], [2], 2, [2]), ([1, 9, 5], [], 2, [9]),
+    ([0, 1, 2, 3], [], 2, [0, 1]),
+    ([1, 2, 3], [2], 2, [2]),
+    ([1, 9, 5], [], 2, [9]),
     ([1, 2], [1, 2], 1, [1]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("steps", "torn", "keep", "deleted"), OUTDATED)

@@ -86,12 +86,19 @@ class Trainings(saves.Trainings):
 def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Trainings:
     folder = tmp_path_factory.mktemp("resume")
     flags = [
-        *small(corpus, folder / "cache", folder), "--data.validation_share=0.3",
-        f"--data.source.paths=[{corpus}/0*.txt,{corpus}/1*.txt]", f"--data.seq_len={SEQ_LEN}",
-        "--data.test_share=0", "--model.optim.learning_rate=0.01", "--model.optim.warmup=4",
-        f"--trainer.max_steps={STEPS}", "--trainer.val_check_interval=6", "--trainer.logger=false",
-        f"--last_checkpoint.every_n_steps={EVERY}", "--last_checkpoint.keep=99",
-    ]  # fmt: skip
+        *small(corpus, folder / "cache", folder),
+        "--data.validation_share=0.3",
+        f"--data.source.paths=[{corpus}/0*.txt,{corpus}/1*.txt]",
+        f"--data.seq_len={SEQ_LEN}",
+        "--data.test_share=0",
+        "--model.optim.learning_rate=0.01",
+        "--model.optim.warmup=4",
+        f"--trainer.max_steps={STEPS}",
+        "--trainer.val_check_interval=6",
+        "--trainer.logger=false",
+        f"--last_checkpoint.every_n_steps={EVERY}",
+        "--last_checkpoint.keep=99",
+    ]
     return Trainings(folder, flags)
 
 
@@ -152,9 +159,11 @@ def validation_skipped() -> None:
 
 
 FAULTS = [
-    (random_state_not_saved, "other random"), (position_forgotten, "other rows"),
-    (epoch_draws, f"step {EPOCH + 1}: other random"), (validation_skipped, "validations"),
-]  # fmt: skip
+    (random_state_not_saved, "other random"),
+    (position_forgotten, "other rows"),
+    (epoch_draws, f"step {EPOCH + 1}: other random"),
+    (validation_skipped, "validations"),
+]
 
 
 @pytest.mark.slow

@@ -75,11 +75,17 @@ def stage_nothing() -> None:
 def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Trainings:
     folder = tmp_path_factory.mktemp("saves")
     flags = [
-        *small(corpus, folder / "cache", folder), f"--data.source.paths=[{corpus}/0*.txt]",
-        "--data.validation_share=0", "--data.test_share=0", "--model.optim.warmup=2",
-        f"--trainer.max_steps={STEPS + 3}", "--trainer.logger=false", "--data.micro_batch_size=4",
-        f"--last_checkpoint.every_n_steps={EVERY}", "--last_checkpoint.asynchronous=true",
-    ]  # fmt: skip
+        *small(corpus, folder / "cache", folder),
+        f"--data.source.paths=[{corpus}/0*.txt]",
+        "--data.validation_share=0",
+        "--data.test_share=0",
+        "--model.optim.warmup=2",
+        f"--trainer.max_steps={STEPS + 3}",
+        "--trainer.logger=false",
+        "--data.micro_batch_size=4",
+        f"--last_checkpoint.every_n_steps={EVERY}",
+        "--last_checkpoint.asynchronous=true",
+    ]
     return Trainings(folder, flags)
 
 

@@ -150,9 +150,10 @@ def test_a_path_that_exists_wins(project: Path, tmp_path_factory: pytest.TempPat
 NOWHERE = {
     "strategy/fspd2": "did you mean strategy/fsdp2 or ",
     "configs/strategy/zero.yaml": "did you mean strategy/zero",
-    "fsdp2": r"did you mean strategy/fsdp2\?", "min": r"did you mean mine\?",
+    "fsdp2": r"did you mean strategy/fsdp2\?",
+    "min": r"did you mean mine\?",
     "nothing/like/it": "; `python -m",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NOWHERE)

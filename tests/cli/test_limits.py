@@ -67,8 +67,10 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     (mesh(tp_size=8, config=HEADS_12), "num_attention_heads 12 is not a multiple of tp_size 8"),
     (mesh(ep_size=8, config=DEEPSEEK, module=SELECTIVE), "'selective' does not work with ep_size"),
     (zero(stage=3, module=SELECTIVE), "'selective' does not work with ZeRO stage 3"),
-    (mesh(ep_size=8, config=AutoModel("deepseek_v3", n_routed_experts=12)),
-     "n_routed_experts 12 is not a multiple of ep_size 8"),
+    (
+        mesh(ep_size=8, config=AutoModel("deepseek_v3", n_routed_experts=12)),
+        "n_routed_experts 12 is not a multiple of ep_size 8",
+    ),
     (mesh(ep_size=8, config=AutoModel("mixtral", num_local_experts=6)), "local_experts 6 is not"),
     (mesh(ep_size=2), "llama has no plan for expert parallelism"),
     (mesh(tp_size=2, config=NO_PLAN), "gpt2 has no plan for tensor parallelism; .*tp_plan"),
@@ -93,12 +95,14 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"max_steps": -1, "max_epochs": -1}, "'cosine' .* needs to know how long"),
     (pipeline(rows=4), "has 1 micro-batches .* 1F1B needs 2 or more, one for each stage: edit"),
     (pipeline(rows=20, **ROUNDS), "has 5 micro-batches .* Interleaved1F1B needs a multiple of 2:"),
-    (pipeline(config=AutoModel("llama", num_hidden_layers=3), **ROUNDS),
-     "3 blocks cannot be divided into 4 stages: lower .*pp_size, or"),
+    (
+        pipeline(config=AutoModel("llama", num_hidden_layers=3), **ROUNDS),
+        "3 blocks cannot be divided into 4 stages: lower .*pp_size, or",
+    ),
     (pipeline(cpu_offload=True), "cpu_offload true does not work in a pipeline: set it to false"),
     (pipeline(module=NF4), "adapter.quantize does not work in a pipeline: set it to null, or pp_"),
     (pipeline(data=PAIRS), "Preferences does not work in a pipeline: set .*pp_size to 1"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("given", "words"), IMPOSSIBLE, ids=[words for _, words in IMPOSSIBLE])

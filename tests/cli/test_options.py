@@ -51,13 +51,15 @@ WORDS = """precision=bf16-mixed max_epochs=3 min_epochs=1 max_steps=9 min_steps=
 KEPT: dict[str, str] = {word.partition("=")[0]: word.partition("=")[2] for word in WORDS.split()}
 # Options that name a class: a value, and the class that the Trainer has then.
 NAMED = {
-    "accelerator": ("cpu", "CPUAccelerator"), "strategy": ("ddp", "DDPStrategy"),
+    "accelerator": ("cpu", "CPUAccelerator"),
+    "strategy": ("ddp", "DDPStrategy"),
     "logger": ("{class_path: CSVLogger, init_args: {save_dir: x}}", "CSVLogger"),
     "callbacks": ("[LearningRateMonitor]", "LearningRateMonitor"),
     "enable_progress_bar": ("true", "ProgressBar"),
-    "enable_model_summary": ("true", "ModelSummary"), "profiler": ("simple", "SimpleProfiler"),
+    "enable_model_summary": ("true", "ModelSummary"),
+    "profiler": ("simple", "SimpleProfiler"),
     "plugins": (f"[{__name__}.Plugin]", "Plugin"),
-}  # fmt: skip
+}
 # The others: a value, and how the Trainer, the module or the configuration shows that it works.
 SHOWN: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "seed_everything": ("5", lambda cli: cli.config.fit.seed_everything == 5),
@@ -65,17 +67,23 @@ SHOWN: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "optimizer": ("ASGD", lambda cli: "optim.ASGD" in str(cli.model.optim.optimizer_class)),
     "lr_scheduler": ("ConstantLR", lambda cli: "ConstantLR" in str(vars(cli.model.optim))),
     "trainer.devices": ("1", lambda cli: cli.trainer.num_devices == 1),
-    "trainer.max_time": ("00:01:00:00",
-        lambda cli: cli.config_init.fit.preemption.max_time == "00:01:00:00"),
-    "trainer.enable_checkpointing":
-        ("false", lambda cli: "LastCheckpoint" not in classes(cli.trainer)),
-    "trainer.deterministic": ("warn",
-        lambda cli: torch.is_deterministic_algorithms_warn_only_enabled()),
+    "trainer.max_time": (
+        "00:01:00:00",
+        lambda cli: cli.config_init.fit.preemption.max_time == "00:01:00:00",
+    ),
+    "trainer.enable_checkpointing": (
+        "false",
+        lambda cli: "LastCheckpoint" not in classes(cli.trainer),
+    ),
+    "trainer.deterministic": (
+        "warn",
+        lambda cli: torch.is_deterministic_algorithms_warn_only_enabled(),
+    ),
     "trainer.benchmark": ("true", lambda cli: torch.backends.cudnn.benchmark),
     "trainer.inference_mode": ("false", lambda cli: not cli.trainer.validate_loop.inference_mode),
     "trainer.detect_anomaly": ("true", lambda cli: cli.trainer._detect_anomaly),
     "trainer.sync_batchnorm": ("true", lambda cli: cli.trainer.strategy._layer_sync is not None),
-}  # fmt: skip
+}
 HONOURED = {f"trainer.{name}": value for name, value in KEPT.items()}
 HONOURED |= {f"trainer.{name}": value for name, (value, _) in NAMED.items()}
 HONOURED |= {key: value for key, (value, _) in SHOWN.items()}

@@ -20,15 +20,23 @@ LINES = b'{"text": "abc"}\n' * 10
 BAD_LINE = LINES + b'{"text": "\xff"}\n'
 LLAMA = json.dumps(yaml.safe_load(SMALL_LLAMA) | {"vocab_size": 300}).encode()
 FILES = {
-    "file": b"not a checkpoint", "empty.txt": b"", "empty.jsonl": b"",
-    "section.yaml": b"wachdog: {timeout_s: 3}", "deep.yaml": b"trainer:\n  max_stepz: 3\n",
-    "latin.jsonl": BAD_LINE + LINES, "latin.jsonl.gz": gzip.compress(BAD_LINE),
+    "file": b"not a checkpoint",
+    "empty.txt": b"",
+    "empty.jsonl": b"",
+    "section.yaml": b"wachdog: {timeout_s: 3}",
+    "deep.yaml": b"trainer:\n  max_stepz: 3\n",
+    "latin.jsonl": BAD_LINE + LINES,
+    "latin.jsonl.gz": gzip.compress(BAD_LINE),
     "half_a_line.jsonl": LINES + b'{"text": "x"\n' + LINES,
-    "half.jsonl.gz": gzip.compress(LINES)[:25], "no_weights/config.json": LLAMA,
-    "half/config.json": LLAMA, "half/model.safetensors": b"\x10\0\0\0\0\0\0\0{}",
-    "one_of_two/config.json": LLAMA, "one_of_two/model.safetensors.index.json":
-        b'{"metadata": {}, "weight_map": {"a": "model-00002.safetensors"}}',
-}  # fmt: skip
+    "half.jsonl.gz": gzip.compress(LINES)[:25],
+    "no_weights/config.json": LLAMA,
+    "half/config.json": LLAMA,
+    "half/model.safetensors": b"\x10\0\0\0\0\0\0\0{}",
+    "one_of_two/config.json": LLAMA,
+    "one_of_two/model.safetensors.index.json": (
+        b'{"metadata": {}, "weight_map": {"a": "model-00002.safetensors"}}'
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +61,9 @@ FLAGS = {
     "--trainer.nothing_like_this=3": "trainer.nothing_like_this is not a key of this program",
     "--data.source=TextFile": "data.source.* no class TextFile",
     "--trainer.callbacks=EarlyStoping": "no class EarlyStoping; did you mean EarlyStopping",
-    "--model.architecture={model_type: llama, num_hiden_layers: 2}":
-        "architecture.num_hiden_layers is no field of LlamaConfig: did you mean num_hidden_layers?",
+    "--model.architecture={model_type: llama, "
+    "num_hiden_layers: 2}": "architecture.num_hiden_layers is no field of LlamaConfig: did you "
+    "mean num_hidden_layers?",
     "--model.architecture={model_type: gpt99}": "gpt99",
     "--model.architecture={class_path: {class_path: 9}, init_args: -3}": "Unrecognized model",
     '--model.balance={"\\e[2Jab": 1}': r"does not accept option 'model\.balance\.\\x1b\[2Jab'",
@@ -68,8 +77,8 @@ FLAGS = {
     "--model.optim.betas=[0.9, 1]": "model.optim.betas is 1.0; give 0 or more, below 1",
     "--trainer.max_steps=0x1" + 20 * "0": "max_steps is 1208925819614629174706176; give fewer",
     "--model.architecture={model_type: llama, rms_norm_eps: .nan}": "rms_norm_eps is nan; give a",
-    "--trainer.callbacks={class_path: EarlyStopping, init_args: {monitor: x, min_delta: .nan}}":
-        "trainer.callbacks.min_delta is nan; give a number",
+    "--trainer.callbacks={class_path: EarlyStopping, init_args: {monitor: x, min_delta: "
+    ".nan}}": "trainer.callbacks.min_delta is nan; give a number",
     "--optimizer={class_path: torch.optim.SGD, init_args: {lr: .inf}}": "lr is inf; give 0",
     "--optimizer=Muon --optimizer.ns_steps=200": "ns_steps is 200; give 1 to 99",
     "--lr_scheduler={class_path: StepLR, init_args: {step_size: 0}}": "size is 0; give 1 or more",
@@ -91,19 +100,19 @@ FLAGS = {
     "--model.pretrained=./nowhere": "nowhere",
     # what cannot work together: test_limits.py has the rest
     "--data.validation_share=0.5 --data.test_share=0.5": "nothing to train on",
-    "--model.optim.learning_rate=[{value: 1}] --optimizer=torch.optim.SGD --optimizer.lr=1":
-        "remove one",
+    "--model.optim.learning_rate=[{value: 1}] --optimizer=torch.optim.SGD "
+    "--optimizer.lr=1": "remove one",
     "--data.global_batch_size=9": "global_batch_size 9 .* micro_batch_size 2",
     "--trainer.accelerator=tpu": "trainer.accelerator 'tpu'.* this machine has no GPU",
     "--trainer.precision=transformer-engine": "trainer: .*transformer_engine",
     "--trainer.strategy=ZeroStrategy": "invalid strategy name",
     f"{MESH} --model.architecture.num_key_value_heads=1": "heads 1 is not a multiple",
     f"{ZERO} --trainer.strategy.config=nowhere.json": "cannot read 'nowhere.json'",
-    "--model.preference.beta=0.5":
-        r"beta is 0.5 and has no effect \(data.source yields no pairs: set Preferences",
+    "--model.preference.beta=0.5": r"beta is 0.5 and has no effect \(data.source yields no pairs: "
+    r"set Preferences",
     "--model.preference.loss=reward": "reward learns from pairs: set data.source Preferences",
-    "--optimizer=torch.optim.SGD --model.optim.eps=1e-6":
-        r"model.optim.eps is 1e-06 and has no effect \(--optimizer SGD has its own",
+    "--optimizer=torch.optim.SGD --model.optim.eps=1e-6": r"model.optim.eps is 1e-06 and has no "
+    r"effect \(--optimizer SGD has its own",
     # what is replaced, with what to use
     "--trainer.overfit_batches=4": "data.repeat_first_batch true",
     "--trainer.barebones=true": "remove the key",
@@ -111,8 +120,8 @@ FLAGS = {
     "--trainer.use_distributed_sampler=true": "remove the key",
     "--trainer.model_registry=mine": "--ckpt_path a folder",
     "--trainer.strategy=deepspeed_stage_2": "strategy/zero2",
-    "--trainer.callbacks={class_path: StochasticWeightAveraging, init_args: {swa_lrs: 0.1}}":
-        "EMAWeightAveraging",
+    "--trainer.callbacks={class_path: StochasticWeightAveraging, init_args: {swa_lrs: "
+    "0.1}}": "EMAWeightAveraging",
     "--trainer.callbacks=[LearningRateFinder]": "model.optim.learning_rate",
     "--trainer.callbacks+=BatchSizeFinder": "the verb `compare`",
     "--optimizer=torch.optim.Muon --optimizer.momentum=-1": "--optimizer Muon: momentum should be",
@@ -121,7 +130,7 @@ FLAGS = {
     f"{ZERO} --model.optim.optimizer=muon": "Muon does not work under ZeRO",
     "--optimizer=LBFGS": "--optimizer LBFGS: .*parameter groups",
     "--lr_scheduler={class_path: OneCycleLR, init_args: {max_lr: 1}}": "OneCycleLR: .*total_steps",
-}  # fmt: skip
+}
 LATER = {  # found when the run has a folder
     "--model.pretrained={here}/no_weights": "model.pretrained '.*no_weights' cannot be loaded: ",
     "--model.pretrained={here}/half": "model.pretrained '.*half' cannot be loaded: ",
@@ -164,14 +173,16 @@ def test_of_a_disk_that_fills_up(flags: list[str], tmp_path: Path, capfd: Any) -
 
 
 OF_VERBS = {
-    "fitt": "allowed are fit", "fit --help modle": "there is no section modle: see",
+    "fitt": "allowed are fit",
+    "fit --help modle": "there is no section modle: see",
     "plan --bandwidth=300": "argument --bandwidth: expected 2 arguments",
     "launch --on=torch": "argument --on: invalid choice: 'torch'",
     "launch --config=x.yaml": "arguments are required: --on.* launch --help` explains every flag",
     "rehearse --nodes=two": "argument --nodes: 'two' is not allowed, give a whole number from 1",
-    "config": "action", "config show": "config show needs a name",
+    "config": "action",
+    "config show": "config show needs a name",
     "config copy strategy/fsdp3": "did you mean strategy/fsdp2",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("words", OF_VERBS)
@@ -188,9 +199,10 @@ class AsksToRun:
 CHECKPOINTS = {
     "step00000009.ckpt": "its manifest says step 1, and its name another",
     "asks_to_run.ckpt": "cannot be read: it names the class print; only tensors",
-    "list.ckpt": "has no `state_dict`", ".metadata": "its .metadata is damaged",
+    "list.ckpt": "has no `state_dict`",
+    ".metadata": "its .metadata is damaged",
     "__0_0.distcp": "cannot be read",
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

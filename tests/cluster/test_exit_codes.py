@@ -26,12 +26,18 @@ from tests.support.runs import PACKAGE, PROJECT, clean_environment, logged, only
 from tests.support.tiers import tiers
 
 CODES = [
-    ([0, 0], Exit.DONE), ([75, 75], Exit.REQUEUE), ([1, 65], Exit.NON_FINITE),
+    ([0, 0], Exit.DONE),
+    ([75, 75], Exit.REQUEUE),
+    ([1, 65], Exit.NON_FINITE),
     ([75, -6], Exit.REQUEUE),  # the peer was aborted because this one had exited
-    ([75, 2], Exit.BAD_INPUT), ([1, -6], Exit.FAILED), ([-15], Exit.REQUEUE), ([3], Exit.FAILED),
+    ([75, 2], Exit.BAD_INPUT),
+    ([1, -6], Exit.FAILED),
+    ([-15], Exit.REQUEUE),
+    ([3], Exit.FAILED),
     ([1, 69, -6], Exit.OUT_OF_MEMORY),  # the peers' errors are about the one without memory
-    ([-9, 1], Exit.REQUEUE), ([1, 71], Exit.REQUEUE),  # or about the killed or stalled one
-]  # fmt: skip
+    ([-9, 1], Exit.REQUEUE),
+    ([1, 71], Exit.REQUEUE),  # or about the killed or stalled one
+]
 
 
 def test_one_code_is_made_of_all_processes() -> None:
@@ -86,12 +92,16 @@ def test_a_process_that_exits_by_decision_is_not_restarted(launched: Launched, c
 
 SLEEPS = "exec sleep 60"
 ENDS = {  # commands of two workers, the launcher's code, how often it starts them, what it prints
-    "a killed worker": (["kill -9 $$$$", SLEEPS], Exit.REQUEUE, 2, "rank 0 was killed by SIGKILL;"
-        " restarting, 0 more left.*no restart is left"),
+    "a killed worker": (
+        ["kill -9 $$$$", SLEEPS],
+        Exit.REQUEUE,
+        2,
+        "rank 0 was killed by SIGKILL; restarting, 0 more left.*no restart is left",
+    ),
     # 75 would make a scheduler start the same failure for ever
     "a failure": (["exit 1", SLEEPS], Exit.FAILED, 2, "rank 0 exited with code 1; restarting, 0"),
     "a decision": ([SLEEPS, "exit 2"], Exit.BAD_INPUT, 1, "rank 1 exited with code 2"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -161,8 +171,13 @@ def script(path: Path, text: str) -> None:
 
 
 JOBS = [  # code, earlier restarts, requeued: stopped, hung or killed, but not again and again
-    (0, 0, False), (75, 99, True), (71, 0, True), (137, 0, True), (137, 10, False), (1, 0, False),
-]  # fmt: skip
+    (0, 0, False),
+    (75, 99, True),
+    (71, 0, True),
+    (137, 0, True),
+    (137, 10, False),
+    (1, 0, False),
+]
 
 
 @pytest.mark.parametrize(("code", "earlier", "requeued"), JOBS)

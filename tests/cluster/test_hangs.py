@@ -171,11 +171,16 @@ A, B, A_WAITS = (7, "a", False), (5, "b", True), (7, "a", True)
 STALLED = [
     ({0: A, 1: B, 2: A_WAITS}, "rank 1 is stalled: b, f:1; ranks 0, 2 are waiting for it in a"),
     ({0: A, 1: A_WAITS}, "rank 0 is stalled: a, f:1; rank 1 is waiting for it in a"),
-    ({0: A_WAITS, 2: A_WAITS}, "rank 1 is unresponsive: the process is stopped or its node is lost;"
-     " ranks 0, 2 are waiting for it in a"),
-    ({0: A_WAITS, 1: (7, "b", True)}, "no rank is behind the others; rank 0 is stalled: a, f:1;"
-     " rank 1 is stalled: b, f:1"),
-]  # fmt: skip
+    (
+        {0: A_WAITS, 2: A_WAITS},
+        "rank 1 is unresponsive: the process is stopped or its node is lost; ranks 0, 2 are"
+        " waiting for it in a",
+    ),
+    (
+        {0: A_WAITS, 1: (7, "b", True)},
+        "no rank is behind the others; rank 0 is stalled: a, f:1; rank 1 is stalled: b, f:1",
+    ),
+]
 
 
 @pytest.mark.parametrize(("words", "sentence"), STALLED)

@@ -128,9 +128,12 @@ def test_a_run_that_is_in_use_is_refused_before_anything_is_written(
 
 
 OWN: dict[str, Any] = {
-    "python": "3.11.7", "git_diff": None, "packages": {"numpy": "2.0", "torch": "2.13.0"},
-    "variables": {"NCCL_DEBUG": "INFO"}, "config": {"data.seq_len": "32"},
-}  # fmt: skip
+    "python": "3.11.7",
+    "git_diff": None,
+    "packages": {"numpy": "2.0", "torch": "2.13.0"},
+    "variables": {"NCCL_DEBUG": "INFO"},
+    "config": {"data.seq_len": "32"},
+}
 
 
 def compare(*of_ranks: dict[str, Any], ignore: list[str] | None = None) -> list[Ended | None]:
@@ -157,7 +160,7 @@ DIFFERENCES = {  # what differs, its key, its group, its value on rank 2
     "variable": ({"variables": WARN}, "variables.NCCL_DEBUG", "variables", "WARN"),
     "changed file": ({"git_diff": "0a1b"}, "git_diff", "git_diff", "0a1b"),
     "key": ({"config": {"data.seq_len": "64"}}, "config.data.seq_len", "config", "64"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", DIFFERENCES)

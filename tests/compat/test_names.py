@@ -37,10 +37,10 @@ FUNCTIONS = {
     "L.strategies:ModelParallelStrategy._setup_distributed": "self",
     "L.strategies:DeepSpeedStrategy._init_deepspeed_distributed": "self",
     "C.logger_connector.logger_connector:_LoggerConnector.log_metrics": "self metrics step",
-    "L:LightningModule.configure_gradient_clipping":
-        "self optimizer gradient_clip_val gradient_clip_algorithm",
-    "L.plugins.precision:DeepSpeedPrecision._clip_gradients":
-        "self model optimizer clip_val gradient_clip_algorithm",
+    "L:LightningModule.configure_gradient_clipping": "self optimizer gradient_clip_val "
+    "gradient_clip_algorithm",
+    "L.plugins.precision:DeepSpeedPrecision._clip_gradients": "self model optimizer clip_val "
+    "gradient_clip_algorithm",
     "P:_ChildProcessObserver": "main_pid child_processes sleep_period",
     "P:_ChildProcessObserver._terminate_all": "self",
     "L.cli:LightningCLI._get": "self config key default",
@@ -51,8 +51,8 @@ FUNCTIONS = {
     "E.agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers": "self worker_group",
     "E.agent.server.local_elastic_agent:LocalElasticAgent._shutdown": "self death_sig timeout",
     "E.multiprocessing.api:_terminate_process_handler": "signum frame",
-    "D.checkpoint.state_dict_loader:_load_state_dict":
-        "state_dict storage_reader process_group coordinator_rank no_dist planner",
+    "D.checkpoint.state_dict_loader:_load_state_dict": "state_dict storage_reader process_group "
+    "coordinator_rank no_dist planner",
     "D.checkpoint:FileSystemReader._get_metadata_path": "self rank",
     "D.distributed_c10d:_set_pg_timeout": "timeout group",
     "D.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback": "self",
@@ -71,8 +71,8 @@ FUNCTIONS = {
     "S:DtensorShardOperation._slice_and_cat": "self source intervals device dtype",
     "S:DtensorShardOperation._get_sub_mesh": "self mesh_dim",
     "H.modeling_utils:get_torch_context_manager_or_global_device": "",
-    "M:rename_source_key":
-        "source_key weight_renamings weight_converters base_model_prefix meta_state_dict reverse",
+    "M:rename_source_key": "source_key weight_renamings weight_converters base_model_prefix "
+    "meta_state_dict reverse",
     "M:convert_and_load_state_dict_in_model": "model state_dict load_config disk_offload_index",
     "M:revert_weight_conversion": "model state_dict",
     "M:build_glob_alternation": "globs",
@@ -82,9 +82,9 @@ FUNCTIONS = {
     "torch.nn.init:_no_grad_trunc_normal_": "tensor mean std a b generator",
     "torch.nn.init:orthogonal_": "tensor gain generator",
     "torch.nn.init:sparse_": "tensor sparsity std generator",
-    "H.distributed.mixin:apply_fully_sharded_data_parallelism":
-        "model mesh_manager fsdp_plan ep_plan",
-}  # fmt: skip
+    "H.distributed.mixin:apply_fully_sharded_data_parallelism": "model mesh_manager fsdp_plan "
+    "ep_plan",
+}
 
 # "module:class" or "module" -> what its source reads or sets
 ATTRIBUTES = {

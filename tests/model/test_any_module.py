@@ -31,17 +31,28 @@ class Trainings:
         self.whole = cache(lambda strategy: self.run(strategy, strategy).check())
         of_others = "--best_checkpoint.monitor=val_loss"
         self.flags = [
-            f"--run.root={folder / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
-            f"--trainer.max_steps={STEPS}", "--data.num_train=40", "--trainer.log_every_n_steps=1",
-            "--trainer.val_check_interval=5", "--last_checkpoint.keep=9",
+            f"--run.root={folder / 'runs'}",
+            "--run.report=false",
+            "--trainer.accelerator=cpu",
+            f"--trainer.max_steps={STEPS}",
+            "--data.num_train=40",
+            "--trainer.log_every_n_steps=1",
+            "--trainer.val_check_interval=5",
+            "--last_checkpoint.keep=9",
             f"--last_checkpoint.every_n_steps={EVERY}",
             "--model.optim.learning_rate=3e-3" if project is CLASSIFIER else of_others,
-        ]  # fmt: skip
+        ]
 
     def run(
-        self, name: str, strategy: str, *more: str, verb: str = "fit", run: str = "",
-        batch: int = BATCH, **options: Any,
-    ) -> RunRecord:  # fmt: skip
+        self,
+        name: str,
+        strategy: str,
+        *more: str,
+        verb: str = "fit",
+        run: str = "",
+        batch: int = BATCH,
+        **options: Any,
+    ) -> RunRecord:
         ranks = STRATEGIES[strategy]
         given = [verb, *self.flags, f"--trainer.devices={ranks}", f"--run.name={run or name}"]
         given += [f"--data.batch_size={batch}", *more]

@@ -102,10 +102,12 @@ def test_the_bias_moves_against_the_load_and_not_in_a_skipped_step() -> None:
 STRATEGIES = ["ddp", "fsdp2_ep", "fsdp2_tp_ep", "tp", "zero3"]
 STEPS, LOAD, UNUSED = 8, "moe/expert_load_max_over_mean", "moe/unused_experts"
 BOTH = [  # DeepSeek-V3's bias and every loss term
-    "--model.balance.aux_loss_coef=0.05", "--model.balance.sequence_loss_coef=0.01",
-    "--model.balance.z_loss_coef=0.001", f"--trainer.max_steps={STEPS}",
+    "--model.balance.aux_loss_coef=0.05",
+    "--model.balance.sequence_loss_coef=0.01",
+    "--model.balance.z_loss_coef=0.001",
+    f"--trainer.max_steps={STEPS}",
     "--trainer.val_check_interval=8",
-]  # fmt: skip
+]
 
 
 class Routing(Callback):

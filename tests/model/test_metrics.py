@@ -53,11 +53,12 @@ def test_loss_norm_and_tokens_equal_an_independent_computation(run: RunRecord, c
     loss, norm = zip(*recomputed(run, cache), strict=True)
     steps = range(1, STEPS + 1)
     expected = {
-        "train/loss": (loss, 1e-5), "train/perplexity": ([math.exp(each) for each in loss], 1e-4),
+        "train/loss": (loss, 1e-5),
+        "train/perplexity": ([math.exp(each) for each in loss], 1e-4),
         "train/grad_norm": (norm, 1e-4),
         "train/learning_rate": ([learning_rate(step) for step in steps], 1e-9),
         "train/tokens": ([step * GLOBAL_BATCH * SEQ_LEN for step in steps], 1e-9),
-    }  # fmt: skip
+    }
     for name, (values, tolerance) in expected.items():
         assert metrics[name].steps.tolist() == list(range(1, ALL_STEPS + 1)), name
         assert metrics[name].values[:STEPS].tolist() == pytest.approx(list(values), rel=tolerance)

@@ -18,13 +18,15 @@ from tests.support.runs import run
 
 SWITCHES = proof.switches_of(AutoConfig.for_model("llama"))
 PLAIN = {
-    "switches": SWITCHES, "right": ["ddp", "fsdp", "tp", "fsdp+tp", "lora+tp"],
+    "switches": SWITCHES,
+    "right": ["ddp", "fsdp", "tp", "fsdp+tp", "lora+tp"],
     "refused": {"pp": "it is odd", "lora+ddp": "A differs"},
-}  # fmt: skip
+}
 BIASED = {
-    "switches": SWITCHES | {"attention_bias": True}, "right": ["tp"],
+    "switches": SWITCHES | {"attention_bias": True},
+    "right": ["tp"],
     "refused": {"fsdp+cp": "a bias"},
-}  # fmt: skip
+}
 LLAMAS = {"llama": {"variants": [PLAIN, BIASED]}}
 TABLE: dict[str, Any] = {"versions": proof.versions(), "models": LLAMAS}
 
@@ -39,18 +41,23 @@ def llama(**fields: Any) -> Any:
 
 
 VERDICTS: Any = [
-    ({}, "", "proven", ""), ({}, "fsdp+tp", "proven", ""), ({}, "pp", "refused", "it is odd"),
+    ({}, "", "proven", ""),
+    ({}, "fsdp+tp", "proven", ""),
+    ({}, "pp", "refused", "it is odd"),
     ({"hidden_size": 96}, "tp", "proven", ""),  # no size is a switch
     ({}, "fsdp+pp", "refused", "it is odd"),  # a product of what is refused
     ({"attention_bias": True}, "fsdp+tp", "proven", ""),  # right under tp; the product without
     ({"attention_bias": True}, "fsdp+cp", "refused", "a bias"),
-    ({}, "fsdp+cp", "unproven", "fsdp+cp"), ({"mlp_bias": True}, "tp", "unproven", "bias true"),
+    ({}, "fsdp+cp", "unproven", "fsdp+cp"),
+    ({"mlp_bias": True}, "tp", "unproven", "bias true"),
     ({"attention_bias": True}, "ddp", "proven", ""),  # no layer is divided
     ({}, "ddp", "proven", ""),  # what is refused with adapters holds for them only
-    ({}, "lora+ddp", "refused", "A differs"), ({}, "lora+pp", "refused", "it is odd"),
-    ({}, "lora+tp", "proven", ""), ({}, "lora+fsdp", "unproven", "of type 'llama' under lora+fsdp"),
+    ({}, "lora+ddp", "refused", "A differs"),
+    ({}, "lora+pp", "refused", "it is odd"),
+    ({}, "lora+tp", "proven", ""),
+    ({}, "lora+fsdp", "unproven", "of type 'llama' under lora+fsdp"),
     ({}, "lora with quantize nf4+tp", "unproven", "under lora with quantize nf4+tp"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fields", "axes", "kind", "why"), VERDICTS)

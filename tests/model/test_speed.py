@@ -198,11 +198,15 @@ def test_unknown_numbers_of_a_custom_model_are_none() -> None:
 
 
 PEAKS = {
-    ("NVIDIA H200", "bf16-mixed"): 989.4, ("NVIDIA H100 80GB HBM3", "bf16-true"): 989.4,
-    ("NVIDIA H100 PCIe", "bf16-mixed"): 756, ("NVIDIA A100-SXM4-80GB", "16-mixed"): 312,
-    ("NVIDIA H200", "32-true"): None, ("NVIDIA H100", "bf16-mixed"): None,
-    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16-mixed"): None, ("cpu", "bf16-mixed"): None,
-}  # fmt: skip
+    ("NVIDIA H200", "bf16-mixed"): 989.4,
+    ("NVIDIA H100 80GB HBM3", "bf16-true"): 989.4,
+    ("NVIDIA H100 PCIe", "bf16-mixed"): 756,
+    ("NVIDIA A100-SXM4-80GB", "16-mixed"): 312,
+    ("NVIDIA H200", "32-true"): None,
+    ("NVIDIA H100", "bf16-mixed"): None,
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16-mixed"): None,
+    ("cpu", "bf16-mixed"): None,
+}
 
 
 def test_only_a_known_device_has_a_peak() -> None:

@@ -184,12 +184,18 @@ def restarted(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactor
     two = text.replace("  logger:\n", "  logger:\n    - class_path: TensorBoard\n")
     both.write_text(two, "utf-8")
     flags = [
-        f"--config={CONFIGS}/quickstart.yaml", f"--config={both}", *small(corpus, cache, folder),
-        f"--run.root={folder}", "--run.name=r", "--data.global_batch_size=4",
-        "--trainer.max_steps=10", "--trainer.val_check_interval=5",
-        "--last_checkpoint.every_n_steps=5", f"--trainer.callbacks+={__name__}.KillAfter",
+        f"--config={CONFIGS}/quickstart.yaml",
+        f"--config={both}",
+        *small(corpus, cache, folder),
+        f"--run.root={folder}",
+        "--run.name=r",
+        "--data.global_batch_size=4",
+        "--trainer.max_steps=10",
+        "--trainer.val_check_interval=5",
+        "--last_checkpoint.every_n_steps=5",
+        f"--trainer.callbacks+={__name__}.KillAfter",
         "--trainer.callbacks.api_key=s3cr3t",
-    ]  # fmt: skip
+    ]
     for step, code in (7, -signal.SIGKILL), (99, 0):
         step_flag = f"--trainer.callbacks.step={step}"
         ended = run_in_subprocess("fit", *flags, step_flag, DIST_RUN_ID="one", WANDB_MODE="offline")

@@ -70,14 +70,19 @@ WITH_NF4 += ["zero3_offload"]
 HALF, DORA = "--trainer.precision=bf16-mixed", "--model.adapter.dora=true"
 STACKED = "--model.adapter.targets=[gate_up_proj]"
 VARIANTS = [
-    *(("llama", strategy, NF4) for strategy in WITH_NF4), ("attention", "fsdp2_ep", NF4),
+    *(("llama", strategy, NF4) for strategy in WITH_NF4),
+    ("attention", "fsdp2_ep", NF4),
     ("experts", "fsdp2_ep", "--model.blocks.checkpointing=full"),
-    ("llama", "fsdp2_tp", "--model.loss_chunk=16"), ("llama", "fsdp2", HALF),
-    ("llama", "zero3", HALF), ("attention", "tp", "--model.adapter.rslora=true"),
-    ("llama", "fsdp2", DORA), ("llama", "zero3", DORA), ("experts", "fsdp2_ep", STACKED),
+    ("llama", "fsdp2_tp", "--model.loss_chunk=16"),
+    ("llama", "fsdp2", HALF),
+    ("llama", "zero3", HALF),
+    ("attention", "tp", "--model.adapter.rslora=true"),
+    ("llama", "fsdp2", DORA),
+    ("llama", "zero3", DORA),
+    ("experts", "fsdp2_ep", STACKED),
     ("experts", "fsdp2_tp", STACKED),
     ("attention", "fsdp2_tp", "--model.adapter.trainable=[embed_tokens, lm_head, norm]"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("kind", "strategy", "flag"), tiers(VARIANTS, [("llama", "zero3", NF4)]))

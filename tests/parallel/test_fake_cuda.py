@@ -18,11 +18,15 @@ from tests.support.strategies import flags_of
 LACKS = pytest.mark.skipif(bool(devices.refusal()), reason=devices.refusal())
 pytestmark = [pytest.mark.slow, LACKS]
 STEPS = [
-    f"--model.architecture={MODELS['llama']}", "--trainer.max_steps=12",
-    "--trainer.log_every_n_steps=3", "--trainer.val_check_interval=8",
-    "--last_checkpoint.every_n_steps=5", "--model.optim.learning_rate=0.01",
-    "--model.optim.warmup=2", "--trainer.precision=32-true",
-]  # fmt: skip
+    f"--model.architecture={MODELS['llama']}",
+    "--trainer.max_steps=12",
+    "--trainer.log_every_n_steps=3",
+    "--trainer.val_check_interval=8",
+    "--last_checkpoint.every_n_steps=5",
+    "--model.optim.learning_rate=0.01",
+    "--model.optim.warmup=2",
+    "--trainer.precision=32-true",
+]
 NUMBERS = {"plain": 6, "log": 4, "validation": 2}  # of these steps, the first two apart
 ROWS_OF = {"one": 8, "tp": 8, "cp": 8}  # whose ranks share their batches; others: 4
 ERRORS = ("RACE_H2D", "EARLY_READ", "BAD_GENERATOR")

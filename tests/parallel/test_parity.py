@@ -80,8 +80,11 @@ def test_exported_modules_are_trained_further(
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-LEGS = [("deepseek_v3", "one fsdp2 zero2 tp zero3"), ("deepseek_v3", "zero3 tp zero2 fsdp2 one"),
-        ("mtp", "pp fsdp2 zero3 cp one")]  # fmt: skip
+LEGS = [
+    ("deepseek_v3", "one fsdp2 zero2 tp zero3"),
+    ("deepseek_v3", "zero3 tp zero2 fsdp2 one"),
+    ("mtp", "pp fsdp2 zero3 cp one"),
+]
 
 
 @pytest.mark.parametrize(("model", "strategies"), tiers(LEGS, daily=LEGS[:1]))
@@ -124,7 +127,12 @@ SHARDING = ["ddp", "tp", "fsdp2_ep", "zero2", "zero3"]
 # 2 or 4 rows of 32 tokens, the last chunk smaller; Llama's output layer is tied.
 OPTIONS = {  # model, flags, tolerance of the loss, strategies in `make test`, others
     "reduced once, recomputed, chunks": (
-        "deepseek_v3", ONCE + FULL + CHUNKS, 1e-5, ["fsdp2"], ["fsdp2_ep", "hsdp"]),
+        "deepseek_v3",
+        ONCE + FULL + CHUNKS,
+        1e-5,
+        ["fsdp2"],
+        ["fsdp2_ep", "hsdp"],
+    ),
     "recomputed": ("deepseek_v3", FULL, 1e-5, [], SHARDING),
     "recomputed, chunks": ("llama", FULL + CHUNKS, 1e-5, ["zero3"], ["cp"]),
     "in part": ("deepseek_v3", IN_PART, 1e-5, [], ["fsdp2", "zero2"]),
@@ -133,7 +141,7 @@ OPTIONS = {  # model, flags, tolerance of the loss, strategies in `make test`, o
     # bf16 keeps 8 bits: 2**-8 = 0.4 % each operation
     "bf16-mixed": ("deepseek_v3", MIXED, 2e-2, ["fsdp2"], ["one", *SHARDING]),
     "bf16-true": ("llama", ["--trainer.precision=bf16-true"], 5e-2, ["zero3"], ["fsdp2"]),
-}  # fmt: skip
+}
 WITH = [(name, strategy) for name, option in OPTIONS.items() for strategy in option[3] + option[4]]
 
 

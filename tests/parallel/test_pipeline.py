@@ -42,7 +42,7 @@ CASES = {  # model, strategy, processes, flags
     "uneven stages": ("llama_of_4", "pp", 2, [f"{ARGS}.pp_layers=[3, 1]"]),
     "interleaved, routers, checkpointing": ("mixtral_of_4", "pp", 2, [INTERLEAVED, FULL]),
     "other routers": ("qwen2_moe_of_4", "pp", 2, []),
-}  # fmt: skip
+}
 DAILY = ["4 stages", "interleaved, routers, checkpointing"]
 
 
@@ -64,7 +64,7 @@ FEATURES = {  # model, flags, tolerance of the loss
     "selective": ("llama_of_4", ["--model.blocks.checkpointing=selective"], 1e-6),
     "bf16-mixed": ("llama_of_4", ["--trainer.precision=bf16-mixed"], 3e-2),
     "bf16-true": ("llama_of_4", ["--trainer.precision=bf16-true"], 3e-2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

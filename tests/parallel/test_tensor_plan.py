@@ -140,11 +140,16 @@ MODELS["qwen3_window"] = str(
     {"model_type": "qwen3", **SHARED, **GROUPED, **WINDOW, "num_key_value_heads": 1}
 )
 PRODUCTS = [  # model, processes, rows of a micro-batch, argument of the strategy
-    ("qwen3_window", 2, 4, "cp_size=2"), ("qwen3_window", 4, 4, "cp_size=4"),
-    ("llama", 4, 4, "tp_size=2"), ("llama", 4, 4, "pp_size=2"), ("llama", 4, 4, "cp_size=4"),
-    ("llama", 2, 4, "cpu_offload=true"), ("deepseek_v3", 2, 4, "ep_size=2"),
-    ("deepseek_v3", 4, 4, "pp_size=2"), ("deepseek_v3", 4, 2, "dp_replicate_size=2"),
-]  # fmt: skip
+    ("qwen3_window", 2, 4, "cp_size=2"),
+    ("qwen3_window", 4, 4, "cp_size=4"),
+    ("llama", 4, 4, "tp_size=2"),
+    ("llama", 4, 4, "pp_size=2"),
+    ("llama", 4, 4, "cp_size=4"),
+    ("llama", 2, 4, "cpu_offload=true"),
+    ("deepseek_v3", 2, 4, "ep_size=2"),
+    ("deepseek_v3", 4, 4, "pp_size=2"),
+    ("deepseek_v3", 4, 2, "dp_replicate_size=2"),
+]
 DAILY = [PRODUCTS[0], ("deepseek_v3", 2, 4, "ep_size=2")]
 
 

@@ -88,13 +88,17 @@ DAILY = [(name, "") for name in ("ddp", "tp", "pp", "zero2", "zero3")] + [("fsdp
 MICRO_BATCH, SEQ_LEN = 2, 32
 # torch's operators, in place and functional, and which of their arguments is the whole tensor.
 OPERATORS = {
-    "allreduce_": ("all_reduce", 0), "_allgather_base_": ("all_gather", 0), "send": ("send", 0),
-    "_reduce_scatter_base_": ("reduce_scatter", 1), "alltoall_base_": ("all_to_all", 1),
-    "all_reduce": ("all_reduce", 0), "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "allreduce_": ("all_reduce", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "send": ("send", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "all_reduce": ("all_reduce", 0),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
     "all_to_all_single": ("all_to_all", 0),
     # a part of the tensor: times the number of ranks, the second argument
     "all_gather_into_tensor": ("all_gather", 0),
-}  # fmt: skip
+}
 SMALL = 64  # elements: counts, norms and votes have fewer
 # For a mean over the global batch's counted tokens, and the decision whether a step is taken.
 OURS = Counter({"allreduce": 1, "allgather_base": 1})

@@ -32,15 +32,24 @@ from tests.support.tiers import tiers
 
 ZERO = "--trainer.strategy=dist_template.parallel.zero.ZeroStrategy"
 EVERY_AUTO = {
-    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto", "loss_scale": 0},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto",
-        "weight_decay": "auto"}},
-    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
-        "offload_optimizer": {"device": "cpu", "pin_memory": "auto"}},
-}  # fmt: skip
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "offload_optimizer": {"device": "cpu", "pin_memory": "auto"},
+    },
+}
 
 
 def settings(accelerator: str = "cuda", precision: str = "bf16-mixed") -> Any:
@@ -76,9 +85,11 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [  # test_limits.py has more
     ({"gradient_clipping": 0.5}, "gradient_clipping 0.5, and trainer and data 1.0"),
     ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "float16.*and data .bfloat16"),
     ({"optimizer": {"type": "Lion"}}, "optimizer.type is .Lion.*model.optim sets"),
-    ({"scheduler": {"type": "WarmupDecayLR"}},
-        "scheduler.type is .WarmupDecayLR.*model.optim sets"),
-]  # fmt: skip
+    (
+        {"scheduler": {"type": "WarmupDecayLR"}},
+        "scheduler.type is .WarmupDecayLR.*model.optim sets",
+    ),
+]
 
 
 @pytest.mark.parametrize(("change", "words"), CONFLICTS, ids=[words for _, words in CONFLICTS])
@@ -180,11 +191,21 @@ def gathered(parameters: list[Any]) -> Any:
 def values(folder: Path, strategy: str, *more: str) -> dict[str, dict[int, float]]:
     """10 micro-batches on a rank in steps of 4: an epoch's third step has 2."""
     given = [
-        "fit", f"--run.root={folder / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
-        "--trainer.devices=2", f"--trainer.max_steps={STEPS}", "--trainer.log_every_n_steps=1",
-        "--trainer.accumulate_grad_batches=4", "--data.batch_size=2", "--data.num_train=40",
-        f"--run.name={strategy}", "--best_checkpoint.monitor=val_loss", *flags_of(strategy), *more,
-    ]  # fmt: skip
+        "fit",
+        f"--run.root={folder / 'runs'}",
+        "--run.report=false",
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=2",
+        f"--trainer.max_steps={STEPS}",
+        "--trainer.log_every_n_steps=1",
+        "--trainer.accumulate_grad_batches=4",
+        "--data.batch_size=2",
+        "--data.num_train=40",
+        f"--run.name={strategy}",
+        "--best_checkpoint.monitor=val_loss",
+        *flags_of(strategy),
+        *more,
+    ]
     here = ".test_zero"
     project = Project("tests.parallel", f"{here}:Student", f"{here}:OwnOrderImages")
     record = Workers(2, project).run(given, folder / strategy).check()

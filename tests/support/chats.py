@@ -25,18 +25,24 @@ SPECIAL = {  # family -> (EOS, other special tokens)
     **dict.fromkeys(["llama3", "llama3_1"], LLAMA),
     "gemma4_v5": ("<turn|>", ["<bos>", "<|turn>", "<|channel>", "<channel|>"]),
     "deepseekv3": (
-        "<｜end▁of▁sentence｜>", ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]),
+        "<｜end▁of▁sentence｜>",
+        ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"],
+    ),
     **dict.fromkeys(["qwen2_5", "qwen3_instruct_2507", "chatml"], CHATML),
     **dict.fromkeys(["gemma", "gemma3"], GEMMA),
     "qwen3_5_think": ("<|im_end|>", ["<|endoftext|>", "<|im_start|>", "<think>", "</think>"]),
     "phi3": ("<|endoftext|>", ["<s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]),
     "gptoss": (
-        "<|return|>", "<|startoftext|> <|start|> <|channel|> <|message|> <|end|> <|call|>".split()),
+        "<|return|>",
+        "<|startoftext|> <|start|> <|channel|> <|message|> <|end|> <|call|>".split(),
+    ),
     "glm4moe": (
-        "<|endoftext|>", "[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>".split()),
+        "<|endoftext|>",
+        "[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>".split(),
+    ),
     "cohere2": ("<|END_OF_TURN_TOKEN|>", COHERE),
     "mistral": ("</s>", ["<s>", "[INST]", "[/INST]"]),
-}  # fmt: skip
+}
 # The smallest template with tags.
 TAGGED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
@@ -101,10 +107,17 @@ def check_refused(path: Path, good: Any, bad: dict[str, Any], source: type[Chat]
 
 
 def prepared(
-    folder: Path, records: list[Any], tokenizers: str | None = None, *, source: type[Chat] = Chat,
-    family: str = "qwen3", seq_len: int = 256, across: bool = False, merges: Any = (),
+    folder: Path,
+    records: list[Any],
+    tokenizers: str | None = None,
+    *,
+    source: type[Chat] = Chat,
+    family: str = "qwen3",
+    seq_len: int = 256,
+    across: bool = False,
+    merges: Any = (),
     **options: Any,
-) -> DataModule:  # fmt: skip
+) -> DataModule:
     """Records by a family's tokenizer, with its template or another; `options` are the source's."""
     spec = Pretrained(str(tokenizer(folder / "tokenizer", family, tokenizers, merges)))
     read_from = source([str(write(folder / "a.jsonl", records))], **options)
@@ -115,10 +128,15 @@ def prepared(
 
 
 SMALL_QWEN3: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 
 
 def weights(folder: Path) -> Path:

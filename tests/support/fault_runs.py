@@ -227,18 +227,21 @@ class Training:
 
 
 HEALTHY = [
-    Training("llama"), Training("deepseek_v3", [DEEPSEEK]), Training("qwen3", [QWEN3]),
+    Training("llama"),
+    Training("deepseek_v3", [DEEPSEEK]),
+    Training("qwen3", [QWEN3]),
     Training("accumulation", ["--data.micro_batch_size=4"]),
     Training("stable_decay", ["--model.optim.schedule=warmup_stable_decay"]),
     Training("constant", ["--model.optim.schedule=constant"]),
     Training("plateau", ["--lr_scheduler=ReduceLROnPlateau", "--lr_scheduler.monitor=eval/loss"]),
-    Training("ddp", DDP, ranks=2), Training("fsdp2", FSDP2, ranks=2),
+    Training("ddp", DDP, ranks=2),
+    Training("fsdp2", FSDP2, ranks=2),
     Training("zero2", ["--data.micro_batch_size=8", "--config=strategy/zero2"], ranks=2),
     Training("resumed", ["--last_checkpoint.every_n_steps=20"], attempts=([KillAt(50)], ())),
     Training("short", ["--trainer.max_steps=20", f"{VALIDATE}=10"]),
     Training("no_validation", ["--data.validation_share=0"]),
     Training("finetuned", [EXPORTED, f"{RATE}=5e-4"]),
-]  # fmt: skip
+]
 
 BATCH = "data.micro_batch_size"
 FAULTS = [

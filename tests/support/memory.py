@@ -12,8 +12,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from dist_template.compat.fake_tensors import LiveBytes
 
-ZERO = ("averaged_gradients", "fp32_groups_gradients_flat", "single_partition_of_fp32_groups",
-        "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer")  # fmt: skip
+ZERO = (
+    "averaged_gradients",
+    "fp32_groups_gradients_flat",
+    "single_partition_of_fp32_groups",
+    "fp32_partitioned_groups_flat",
+    "grad_partitions_flat_buffer",
+)
 
 
 class State(Callback):

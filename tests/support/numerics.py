@@ -22,9 +22,12 @@ from tests.support.wings import RunRecord
 
 
 def spoil_loss(
-    steps: Container[int], rank: int = 0, micro_batch: int = 0, factor: float = math.nan,
+    steps: Container[int],
+    rank: int = 0,
+    micro_batch: int = 0,
+    factor: float = math.nan,
     replace: Callable[..., None] = setattr,
-) -> None:  # fmt: skip
+) -> None:
     """Multiplies one rank's loss in a micro-batch of these steps by `factor`."""
     original = LanguageModule.training_step
 

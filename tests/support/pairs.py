@@ -16,18 +16,24 @@ LENGTHS = [
 ]
 RATED_LENGTHS = [
     {"prompt": record["prompt"], "completion": record[key], "label": key == "chosen"}
-    for record in LENGTHS for key in ("chosen", "rejected")
-]  # fmt: skip
+    for record in LENGTHS
+    for key in ("chosen", "rejected")
+]
 
 
 def flags(folder: Path, records: list[Any], source: str = "Preferences") -> list[str]:
     """The data of these records, without held-out pairs."""
     path = chats.write(folder / "pairs.jsonl", records)
     return [
-        f"--data.source={source}", f"--data.source.paths=[{path}]", "--data.tokenizer=Pretrained",
-        f"--data.tokenizer.path={chats.tokenizer(folder / 'tokenizer')}", "--data.prompts=[]",
-        f"--data.cache_dir={folder / 'cache'}", "--data.validation_share=0", "--data.test_share=0",
-    ]  # fmt: skip
+        f"--data.source={source}",
+        f"--data.source.paths=[{path}]",
+        "--data.tokenizer=Pretrained",
+        f"--data.tokenizer.path={chats.tokenizer(folder / 'tokenizer')}",
+        "--data.prompts=[]",
+        f"--data.cache_dir={folder / 'cache'}",
+        "--data.validation_share=0",
+        "--data.test_share=0",
+    ]
 
 
 def save_llama(folder: Path, vocab_size: int, has_reward_head: bool = False) -> None:
@@ -36,10 +42,14 @@ def save_llama(folder: Path, vocab_size: int, has_reward_head: bool = False) -> 
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         initializer_range=0.06 if has_reward_head else 0.02,
-    )  # fmt: skip
+    )
     config.num_labels = 1
     kind = LlamaForSequenceClassification if has_reward_head else LlamaForCausalLM
     kind(config).save_pretrained(folder)
@@ -47,8 +57,10 @@ def save_llama(folder: Path, vocab_size: int, has_reward_head: bool = False) -> 
 
 ROLES = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
 # Its NLL is of the prompt too, of which a token at the start is no label; of all tokens alike.
-ODDS = [record | {"prompt": "<|im_start|>", "chosen": f"good {i + 10}"}
-    for i, record in enumerate(RECORDS)]  # fmt: skip
+ODDS = [
+    record | {"prompt": "<|im_start|>", "chosen": f"good {i + 10}"}
+    for i, record in enumerate(RECORDS)
+]
 RATED = [{"prompt": f"q{i} ", "completion": f"good {i * i}", "label": i % 3 > 0} for i in range(8)]
 IN_TURNS = [
     {key: chats.messages((ROLES[key], text)) for key, text in record.items()} for record in RECORDS
@@ -72,19 +84,30 @@ def losses_of_trl(kind: str, model: str, tokenizer: str, output: str) -> list[fl
         configs, trainers, given = {kind: trl.RewardConfig}, {kind: trl.RewardTrainer}, {}
         with_head = transformers.AutoModelForSequenceClassification
     arguments = configs[kind](
-        output_dir=output, per_device_train_batch_size=8, max_steps=4, learning_rate=0.5,
-        optim="sgd", lr_scheduler_type="constant", max_grad_norm=1e9, logging_steps=1, use_cpu=True,
-        report_to=[], save_strategy="no", bf16=False, gradient_checkpointing=False,
+        output_dir=output,
+        per_device_train_batch_size=8,
+        max_steps=4,
+        learning_rate=0.5,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=1e9,
+        logging_steps=1,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        bf16=False,
+        gradient_checkpointing=False,
         **given,
-    )  # fmt: skip
+    )
     models = [with_head.from_pretrained(model) for _ in range(1 + (kind in ("dpo", "kto")))]
     tokens: Any = transformers.AutoTokenizer.from_pretrained(tokenizer)
     tokens.pad_token = tokens.eos_token
     trainer = trainers[kind](
-        **dict(zip(("model", "ref_model"), models, strict=False)), args=arguments,
+        **dict(zip(("model", "ref_model"), models, strict=False)),
+        args=arguments,
         train_dataset=Dataset.from_list(OF_TRL[kind]),
         processing_class=tokens,
-    )  # fmt: skip
+    )
     trainer.train()
     return [float(logged["loss"]) for logged in trainer.state.log_history if "loss" in logged]
 

@@ -17,9 +17,15 @@ from tests.support.wings import RunRecord
 
 # The functions by which a save changes files or waits for other ranks.
 OPERATIONS: dict[str, Any] = {
-    "save": torch, "dump": pickle, "write_text": Path, "mkdir": Path, "rename": Path,
-    "fsync": os, "rmtree": shutil, "to_rank_zero": weights,
-}  # fmt: skip
+    "save": torch,
+    "dump": pickle,
+    "write_text": Path,
+    "mkdir": Path,
+    "rename": Path,
+    "fsync": os,
+    "rmtree": shutil,
+    "to_rank_zero": weights,
+}
 FILE_ARGUMENT = {"save": 1, "write_text": 0}
 
 

@@ -23,9 +23,13 @@ def falling(steps: int) -> dict[str, list[float]]:
 
 
 def write_run(
-    folder: Path, metrics: dict[str, list[float]], config: dict[str, Any] | None = None,
-    defaults: dict[str, Any] | None = None, facts: dict[str, Any] | None = None, **environment: Any,
-) -> Path:  # fmt: skip
+    folder: Path,
+    metrics: dict[str, list[float]],
+    config: dict[str, Any] | None = None,
+    defaults: dict[str, Any] | None = None,
+    facts: dict[str, Any] | None = None,
+    **environment: Any,
+) -> Path:
     """Metrics' values of steps 1, 2, …; NaN is written as training does."""
     folder.mkdir(parents=True)
     config = config or {"run": {"name": folder.parent.name}}

@@ -122,8 +122,12 @@ def test_training_changes_the_answers(minutes: int, smollm2: Path, tmp_path: Pat
         port = str(free.getsockname()[1])
     began = cpu_s()
     printed = output(sys.executable, "-m", "demonstrations.finetune", str(project), port, cwd=ROOT)
-    told = {each["completion"] for each in finetune.conversations(output(
-        sys.executable, "-m", "my_trainer", "--help", cwd=project))}  # fmt: skip
+    told = {
+        each["completion"]
+        for each in finetune.conversations(
+            output(sys.executable, "-m", "my_trainer", "--help", cwd=project)
+        )
+    }
     answers = re.findall(r"\n  before: (.*)\n  after:  (.*)", printed)
     assert len(answers) == 3 and not any(before in told for before, _ in answers), answers
     assert all(after.startswith("`python -m my_trainer ") for _, after in answers), answers

@@ -24,8 +24,9 @@ def english(part: str) -> str:
     page, _, anchor = part.partition("#")
     first, *sections = (ROOT / page).read_text(encoding="utf-8").split("\n## ")
     titles = [re.sub(r"[^\w -]", "", each.partition("\n")[0]).lower() for each in sections]
-    return dict(zip([title.replace(" ", "-") for title in titles], sections, strict=True), **{
-        "": first})[anchor]  # fmt: skip
+    return dict(
+        zip([title.replace(" ", "-") for title in titles], sections, strict=True), **{"": first}
+    )[anchor]
 
 
 def blocks(text: str) -> list[tuple[str, str]]:

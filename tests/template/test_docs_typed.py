@@ -85,11 +85,18 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     llama = yaml.safe_load((SHIPPED / "model" / "llama.yaml").read_text("utf-8"))
     short = {
         "model": llama["model"] | {"optim": {"warmup": 1}},
-        "data": {"seq_len": 64, "global_batch_size": 4, "micro_batch_size": 2, "validation_share":
-            0.1} | {"test_share": 0.1, "tokenizer": {"class_path": "ByteBPE", "init_args": {
-            "vocab_size": 512}}},
+        "data": {
+            "seq_len": 64,
+            "global_batch_size": 4,
+            "micro_batch_size": 2,
+            "validation_share": 0.1,
+        }
+        | {
+            "test_share": 0.1,
+            "tokenizer": {"class_path": "ByteBPE", "init_args": {"vocab_size": 512}},
+        },
         "trainer": {"max_steps": 4, "val_check_interval": 2, "limit_val_batches": 1},
-    }  # fmt: skip
+    }
     (folder / "short.yaml").write_text(yaml.safe_dump(short), "utf-8")
     return folder
 

@@ -83,28 +83,34 @@ def wheels(machine: Machine) -> None:
 # Machine, variables -> the options and packages of each call, in order.
 PLANS: dict[str, tuple[Callable[[Machine], None], str, list[str]]] = {
     "no GPU": (
-        nothing, "",
+        nothing,
+        "",
         [f"{HASHED}.*torch==2.13.0.cpu ;", f"{HASHED}.*yarl", f"{HASHED}.*deepspeed"],
     ),
     "a GPU": (gpu, "", [rf"{HASHED}.*torch==2.13.0 \\", f"{HASHED}.*nvidia-.*triton", "deepspeed"]),
     "CUDA": (nothing, "TORCH_CUDA=1", [rf"{HASHED}.*torch==2.13.0 \\", "nvidia-", "deepspeed"]),
     "an index": (
-        nothing, "TORCH_INDEX=x",
+        nothing,
+        "TORCH_INDEX=x",
         [f"{HASHED} --extra-index-url x.*torch==2.13.0.cpu", "yarl==", "deepspeed"],
     ),
     "a GPU, an index": (
-        gpu, "TORCH_INDEX=x",
+        gpu,
+        "TORCH_INDEX=x",
         ["--index-url x [^\n]*\ntorch==2.13.0$", f"{HASHED}.*setuptools", "yarl", "deepspeed"],
     ),
     "a stale lock": (
-        stale, "",
+        stale,
+        "",
         ["torch==2.13.0.cpu$", "setuptools==84.2.1$", "transformers==5.23.1\n", "deepspeed=="],
     ),
     "without hashes": (
-        nothing, "HASHES=", ["torch==2.13.0.cpu$", "setuptools", "yarl==1.25.1\n", "deepspeed"],
+        nothing,
+        "HASHES=",
+        ["torch==2.13.0.cpu$", "setuptools", "yarl==1.25.1\n", "deepspeed"],
     ),
     "wheels": (wheels, "", [f"{WHEELS}.*torch==2.13.0$", *[WHEELS] * 3]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", PLANS)
@@ -152,9 +158,13 @@ STOPS: dict[str, tuple[Callable[[Machine], None], str, str, str]] = {
     "no CPU build": (nothing, "", "torch==2.13.0+cpu", "its CUDA build has several GB: name"),
     "another package": (nothing, "", "yarl==1.25.1", "A package was not installed, see above"),
     "a stale lock, hashes": (stale, "HASHES=1", "none", "pyproject.toml was edited after"),
-    "no folder": (lambda machine: machine.edit(ROOT.as_uri(), "file:///nowhere"), "", "none",
-        "pyproject.toml names the folder /nowhere for dist-template, which is not there"),
-}  # fmt: skip
+    "no folder": (
+        lambda machine: machine.edit(ROOT.as_uri(), "file:///nowhere"),
+        "",
+        "none",
+        "pyproject.toml names the folder /nowhere for dist-template, which is not there",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", STOPS)

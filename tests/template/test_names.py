@@ -112,7 +112,7 @@ def test_braces_typed_at_the_prompt_stay_text(tmp_path: Path) -> None:
 
 
 def test_the_list_of_dependencies_in_the_hook_is_complete() -> None:
-    (words,) = re.findall('"""\n(_distutils_hack.*?)"""', HOOK, re.DOTALL)
+    (words,) = re.findall('DEPENDENCIES = set.*?"""(.*?)"""', HOOK, re.DOTALL)
     listed = set(words.split())
     pins = re.findall(r"(?m)^([\w.-]+)==", (SOURCE / "lock-cpu.txt").read_text())
     pinned = {re.sub(r"[-_.]+", "_", name).lower() for name in pins}
@@ -138,6 +138,20 @@ def test_default_project_is_valid_lints_and_type_checks_clean(default: BakedProj
     assert default.path.name == "my-trainer" and default.package == "my_trainer"
     for tool in (["ruff", "check", "--no-cache"], ["ty", "check", "--python", sys.prefix]):
         output(sys.executable, "-m", *tool, default.package, cwd=default.path)
+
+
+# What a user owns, and reads. A new file here is a decision: docs/decisions/template.md.
+PROJECT = """
+.cruft.json .dockerignore .github/workflows/ci.yml .gitignore Dockerfile LICENSE Makefile README.md
+configs/cluster.yaml configs/finetune.yaml configs/pretrain.yaml configs/quickstart.yaml
+environment.py launch/slurm.sh launch/torchrun.sh lock-cpu.txt lock-cuda.txt
+my_trainer/__init__.py my_trainer/__main__.py my_trainer/data.py my_trainer/module.py
+pyproject.toml tests/test_project.py
+"""
+
+
+def test_a_project_contains_these_files(default: BakedProject) -> None:
+    assert [*default.files] == sorted(PROJECT.split())
 
 
 @pytest.mark.parametrize(("license", "words", "ci"), LICENSES)

@@ -58,9 +58,12 @@ REFUSED = [  # version, a command before, the sentence
     (VERSION, f"git tag v{VERSION}", f"VERSION {VERSION} is not newer than {VERSION}"),
     ("7.0.0", "", f"CHANGELOG.md's newest section is {VERSION}: write '## 7.0.0 (not released)'"),
     (VERSION, "sed -i s/What/It/ CHANGELOG.md; git commit -qam x", "lacks '### What you have"),
-    (VERSION, "sed -i 's/^torch==.*/torch==9 /' */lock-cuda.txt; git commit -qam x",
-     "the table of models is of"),
-]  # fmt: skip
+    (
+        VERSION,
+        "sed -i 's/^torch==.*/torch==9 /' */lock-cuda.txt; git commit -qam x",
+        "the table of models is of",
+    ),
+]
 
 
 @pytest.mark.parametrize(("version", "spoil", "sentence"), REFUSED)

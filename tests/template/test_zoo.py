@@ -75,11 +75,14 @@ def test_a_row_turns_red_without_its_mend(cases: zoo.Zoo, monkeypatch: Any, mend
 
 SAMPLE = 24  # rows: two minutes
 TOUCHES = {  # a change of these files: the arms whose rows are all tried again
-    "parallel/pipeline/": ["pp", "pp_fsdp2", "pp_ep"], "parallel/sequence.py": ["cp"],
-    "parallel/shard.py": ["tp"], "compat/parallel_styles.py": ["tp", *OF_LORA],
-    "parallel/zero": ["zero2", "zero3"], "compat/deepspeed.py": ["zero2", "zero3"],
+    "parallel/pipeline/": ["pp", "pp_fsdp2", "pp_ep"],
+    "parallel/sequence.py": ["cp"],
+    "parallel/shard.py": ["tp"],
+    "compat/parallel_styles.py": ["tp", *OF_LORA],
+    "parallel/zero": ["zero2", "zero3"],
+    "compat/deepspeed.py": ["zero2", "zero3"],
     "text/model/adapters.py": [*OF_LORA],
-}  # fmt: skip
+}
 
 
 def due(today: datetime.date, changed: str) -> list[tuple[str, str, str]]:

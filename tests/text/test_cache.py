@@ -39,9 +39,11 @@ from tests.support.runs import SENTENCES, Workers, disk, logged, newest, only_ru
 from tests.support.strategies import flags_of
 
 TEXTS = [
-    "def f(x):\n    return x\n", "  two  spaces\tand tabs\r\n", "Grüße, 世界 😀 \x00\x7f",
+    "def f(x):\n    return x\n",
+    "  two  spaces\tand tabs\r\n",
+    "Grüße, 世界 😀 \x00\x7f",
     f"say {EOS} aloud",
-]  # fmt: skip
+]
 EVERY_BYTE = "".join(map(chr, range(0x250)))  # all lead bytes of two-byte characters
 
 
@@ -253,8 +255,10 @@ NAMES = ("a", "b", "c")
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.0, 0.1, 1.0, 3.0]) for name in NAMES})
 CHANGES = st.lists(
     st.tuples(st.integers(1, 3000), WEIGHTS.filter(lambda weights: any(weights.values()))),
-    min_size=1, max_size=3, unique_by=lambda change: change[0],
-).map(lambda changes: [(0, changes[0][1]), *sorted(changes[1:])])  # fmt: skip
+    min_size=1,
+    max_size=3,
+    unique_by=lambda change: change[0],
+).map(lambda changes: [(0, changes[0][1]), *sorted(changes[1:])])
 SIZES = st.fixed_dictionaries({name: st.integers(1, 400) for name in NAMES})
 
 
@@ -335,11 +339,17 @@ def test_a_mixture_trains_on_any_number_of_ranks_and_is_evaluated_by_source(tmp_
     source = {n: {"class_path": "Jsonl", "init_args": {"paths": p}} for n, p in paths.items()}
     weights = {"sources": source, "weights": {"words": 1, "digits": 1}}
     flags = [
-        "fit", *small(tmp_path, tmp_path / "cache", tmp_path), "--data.seq_len=16",
+        "fit",
+        *small(tmp_path, tmp_path / "cache", tmp_path),
+        "--data.seq_len=16",
         f"--data.source={json.dumps({'class_path': 'Mixture', 'init_args': weights})}",
-        "--data.validation_share=0.1", "--data.test_share=0", "--model.optim.warmup=1",
-        "--trainer.max_steps=6", "--trainer.val_check_interval=6", "--trainer.logger=false",
-    ]  # fmt: skip
+        "--data.validation_share=0.1",
+        "--data.test_share=0",
+        "--model.optim.warmup=1",
+        "--trainer.max_steps=6",
+        "--trainer.val_check_interval=6",
+        "--trainer.logger=false",
+    ]
     assert run(*flags, "--data.micro_batch_size=4") == 0
     folder = only_run(tmp_path)
     for name in paths:

@@ -53,9 +53,10 @@ BAD = {
     "not only text, such as an image": {"messages": [{"role": "user", "content": [{"image": 1}]}]},
     "a turn without a role: give messages": {"messages": [{"content": "x"}]},
     "content is no text": {"messages": [{"role": "user", "content": 3}]},
-    "is no JSON object": [GOOD], "only text: give messages": {"text": "a"},
+    "is no JSON object": [GOOD],
+    "only text: give messages": {"text": "a"},
     "tools that are not JSON": {**GOOD, "tools": "{"},
-}  # fmt: skip
+}
 
 
 def test_a_wrong_record_is_one_sentence_with_file_and_line(tmp_path: Path) -> None:
@@ -82,14 +83,17 @@ class Family(NamedTuple):
 CHATML, FINAL = Family("{}<|im_end|>"), "<|channel|>final<|message|>{}"
 FAMILIES = {  # by their templates
     **dict.fromkeys("qwen2_5 qwen3 qwen3_instruct_2507 qwen3_5_think chatml".split(), CHATML),
-    "llama3_1": Family("{}<|eot_id|>", seq_len=640), "mistral": Family("{}</s>", system=False),
-    "gemma": Family("{}<end_of_turn>", system=False), "gemma3": Family("{}<end_of_turn>"),
-    "gemma4_v5": Family("{}<turn|>"), "glm4moe": Family("\n<think></think>\n{}<|user|>"),
+    "llama3_1": Family("{}<|eot_id|>", seq_len=640),
+    "mistral": Family("{}</s>", system=False),
+    "gemma": Family("{}<end_of_turn>", system=False),
+    "gemma3": Family("{}<end_of_turn>"),
+    "gemma4_v5": Family("{}<turn|>"),
+    "glm4moe": Family("\n<think></think>\n{}<|user|>"),
     "phi3": Family("{}<|end|>\n", last="{}<|end|>\n<|endoftext|>"),
     "deepseekv3": Family("{}<｜end▁of▁sentence｜>", only_served="<think>\n"),
     "gptoss": Family(FINAL + "<|end|>", last=FINAL + "<|return|>", seq_len=640),
     "cohere2": Family("{}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", seq_len=2560),
-}  # fmt: skip
+}
 # trl has copies of the published templates, with marks or without. Not of Mistral's, written here
 # in the published format, nor of OLMo 2's, for which ChatML stands in.
 WRITTEN = {

@@ -30,19 +30,32 @@ from zoo.models import variants
 
 ANSWER = "Aye aye, captain."
 COMMON = [
-    "--run.report=false", "--data.seq_len=128", "--data.global_batch_size=8",
-    "--data.micro_batch_size=2", "--data.validation_share=0.1", "--data.test_share=0",
-    "--model.sample_tokens=48", "--model.optim.learning_rate=0.01", "--trainer.max_epochs=-1",
-    "--trainer.accelerator=cpu", "--trainer.log_every_n_steps=1", "--trainer.logger=false",
-]  # fmt: skip
+    "--run.report=false",
+    "--data.seq_len=128",
+    "--data.global_batch_size=8",
+    "--data.micro_batch_size=2",
+    "--data.validation_share=0.1",
+    "--data.test_share=0",
+    "--model.sample_tokens=48",
+    "--model.optim.learning_rate=0.01",
+    "--trainer.max_epochs=-1",
+    "--trainer.accelerator=cpu",
+    "--trainer.log_every_n_steps=1",
+    "--trainer.logger=false",
+]
 
 
 def flags(folder: Path, source: Path, *more: str) -> list[str]:
     return [
-        f"--config={CONFIGS}/finetune.yaml", f"--data.source.paths=[{source}]",
-        f"--model.pretrained={folder}", f"--data.tokenizer.path={folder}",
-        f"--run.root={folder}/runs", f"--data.cache_dir={folder}/cache", *COMMON, *more,
-    ]  # fmt: skip
+        f"--config={CONFIGS}/finetune.yaml",
+        f"--data.source.paths=[{source}]",
+        f"--model.pretrained={folder}",
+        f"--data.tokenizer.path={folder}",
+        f"--run.root={folder}/runs",
+        f"--data.cache_dir={folder}/cache",
+        *COMMON,
+        *more,
+    ]
 
 
 def answers(samples: str, step: int) -> list[str]:
@@ -86,13 +99,19 @@ def test_a_model_learns_a_format_of_answers(strategy: str, tmp_path: Path, capfd
 
 
 SPANS = {  # a flag of the source: what is shown of the first conversation, and of the sixth
-    "train_on=assistant": (["[[Uno.<|im_end|>]]", "14 trained on", "[[Due, ok.<|im_end|>]]"],
-        ["((Uno.<|im_end|>))", "5 not by train or weight", "9 trained on"]),
-    "train_on=last": (["((Uno.<|im_end|>))", "5 not by train_on", "[[Due, ok.<|im_end|>]]",
-        "9 trained on"], ["((Uno.<|im_end|>))", "5 not by train or weight"]),
-    "roles=[user]": (["[[One?<|im_end|>]]", "10 trained on", "((Due, ok.<|im_end|>))",
-        "14 not by roles"], ["5 not by train or weight", "9 not by roles"]),
-}  # fmt: skip
+    "train_on=assistant": (
+        ["[[Uno.<|im_end|>]]", "14 trained on", "[[Due, ok.<|im_end|>]]"],
+        ["((Uno.<|im_end|>))", "5 not by train or weight", "9 trained on"],
+    ),
+    "train_on=last": (
+        ["((Uno.<|im_end|>))", "5 not by train_on", "[[Due, ok.<|im_end|>]]", "9 trained on"],
+        ["((Uno.<|im_end|>))", "5 not by train or weight"],
+    ),
+    "roles=[user]": (
+        ["[[One?<|im_end|>]]", "10 trained on", "((Due, ok.<|im_end|>))", "14 not by roles"],
+        ["5 not by train or weight", "9 not by roles"],
+    ),
+}
 
 
 @pytest.mark.parametrize("flag", SPANS)
@@ -217,9 +236,11 @@ def test_four_bit_layers_have_the_values_that_transformers_gives_them(tmp_path: 
     model = built()
     model.save_pretrained(tmp_path)
     settings = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32,
-    )  # fmt: skip
+    )
     options: Any = {"quantization_config": settings, "dtype": torch.float32}
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
     tokens = torch.arange(60).view(2, 30)

@@ -177,9 +177,10 @@ def steps(accumulation: int) -> list[loader.Counted]:
 def test_the_first_batch_of_a_step_has_the_counts_of_the_step_and_the_next() -> None:
     assert [loader.COUNTED in batch for batch in read(2)] == [True, False, True, False, True]
     assert steps(2) == [
-        loader.Counted((11, 2), (3, 2), True), loader.Counted((3, 2), (5, 2), False),
+        loader.Counted((11, 2), (3, 2), True),
+        loader.Counted((3, 2), (5, 2), False),
         loader.Counted((5, 2), None, False),
-    ]  # fmt: skip
+    ]
     assert [counted.step for counted in steps(1)] == [(labels, 1) for labels in LABELS]
 
 

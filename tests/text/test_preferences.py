@@ -200,9 +200,11 @@ def test_the_losses_are_those_of_their_papers(loss: Any) -> None:
 
     models = [torch.nn.ParameterList([values]) for values in (policy, reference)]
     module = Module(
-        model=models[0], reference=models[1], balancer=SimpleNamespace(counts_now=True),
+        model=models[0],
+        reference=models[1],
+        balancer=SimpleNamespace(counts_now=True),
         preference=PreferenceConfig(loss=loss, beta=0.5),
-    )  # fmt: skip
+    )
     values = pair_values(module, {"labels": labels, PAIRS: torch.tensor([[0, 3, 5, 0]])})
     assert values["loss"].item() == pytest.approx(LOSSES[loss], rel=1e-5)
     assert values["rewards/accuracy"].item() == 1

@@ -129,8 +129,9 @@ REFUSED: list[tuple[str, list[str], dict[str, Any]]] = [
     ("PROXY has a secret", [], {"environment": {"PROXY": f"http://me:{SECRET}@proxy"}}),
     ("WANDB_API_KEY has a secret", [], {"environment": {"WANDB_API_KEY": SECRET}}),
     ("WANDB_API_KEY is not a reference", [], {"kubernetes": OPEN}),
-    (SHOWN, [f"{KEY}={SECRET}"], {}), (SHOWN, [KEY, SECRET], {}),
-]  # fmt: skip
+    (SHOWN, [f"{KEY}={SECRET}"], {}),
+    (SHOWN, [KEY, SECRET], {}),
+]
 
 
 @pytest.mark.parametrize(("sentence", "words", "site"), REFUSED)

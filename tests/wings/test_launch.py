@@ -176,10 +176,11 @@ HOSTFILE = "--no_ssh --node_rank 0 --master_addr 127.0.0.1 --hostfile {folder}/h
 RDZV = "--rdzv-backend c10d --rdzv-endpoint localhost:0"
 OWN = {
     "torchrun": "torchrun --nproc_per_node 2 -m",
-    "torchrun c10d": f"torchrun {RDZV} --nproc_per_node 2 -m", "accelerate": ACCELERATE,
+    "torchrun c10d": f"torchrun {RDZV} --nproc_per_node 2 -m",
+    "accelerate": ACCELERATE,
     "deepspeed": "deepspeed --num_gpus 2 --module",
     "deepspeed hostfile": f"deepspeed {HOSTFILE} --module",
-}  # fmt: skip
+}
 
 
 @pytest.mark.nightly

@@ -115,8 +115,13 @@ def test_predicted_bytes_are_those_of_a_training(flags: Any, tmp_path: Path, cas
     assert moving == pytest.approx(allocated, rel=0.15)
 
 
-STAGES = [(2, "1F1B", LLAMA), (4, "1F1B", LLAMA), (2, "Interleaved1F1B", LLAMA),
-          (2, "1F1B", PREDICTING), (4, "1F1B", PREDICTING)]  # fmt: skip
+STAGES = [
+    (2, "1F1B", LLAMA),
+    (4, "1F1B", LLAMA),
+    (2, "Interleaved1F1B", LLAMA),
+    (2, "1F1B", PREDICTING),
+    (4, "1F1B", PREDICTING),
+]
 
 
 @pytest.mark.slow

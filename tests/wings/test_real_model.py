@@ -108,9 +108,12 @@ def answer(model: Path, log: Path) -> str | None:
 
 
 def test_what_training_taught_is_promoted_served_and_rolled_back(
-    train: Trainings, taught: Path, smollm2: Path, tmp_path: Path,
+    train: Trainings,
+    taught: Path,
+    smollm2: Path,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     registry = tmp_path / "registry"
     argv, latest = ["promote", f"--registry={registry}"], registry / "latest"
     assert run(*argv, str(taught)) == 0
@@ -136,9 +139,13 @@ def test_pretraining_learns_code_and_forgets_no_talk(smollm2: Path, tmp_path: Pa
         sources[name] = {"class_path": "Jsonl", "init_args": {"paths": [str(path)]}}
     mixed = {"sources": sources, "weights": {"code": 1.0, "talk": 0.0}}
     source = json.dumps({"class_path": "Mixture", "init_args": mixed}, separators=(",", ":"))
-    trained = Trainings(tmp_path, smollm2 / "model", f"""--data.source={source}
+    trained = Trainings(
+        tmp_path,
+        smollm2 / "model",
+        f"""--data.source={source}
         --data.validation_share=0 --data.test_share=0.15 --model.optim.learning_rate=5e-5
-        """).run("code", 16)  # fmt: skip
+        """,
+    ).run("code", 16)
     assert run("evaluate", str(trained), "--baseline=start", "--name=code") == 0
     rows = pd.read_parquet(trained / "evaluation" / "code.parquet")
     total = rows[rows["measure"] == "nats"].groupby(["source", "model"])[["value", "bytes"]].sum()
@@ -265,8 +272,9 @@ def paths(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     pairs = [pair for pair in pairs if pair["chosen"] != pair["rejected"]]
     ratings = [
         {"prompt": pair["prompt"], "completion": pair[kind], "label": kind == "chosen"}
-        for pair in pairs for kind in ("chosen", "rejected")
-    ]  # fmt: skip
+        for pair in pairs
+        for kind in ("chosen", "rejected")
+    ]
     found = {"Chat": smollm2 / "dialogues.jsonl"}
     found["Preferences"] = chats.write(folder / "pairs.jsonl", pairs)
     found["Ratings"] = chats.write(folder / "ratings.jsonl", ratings)

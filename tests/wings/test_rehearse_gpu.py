@@ -44,12 +44,22 @@ DAILY = (
 SOUND: dict[str, Callable] = {
     each.__name__: each
     for each in (
-        g.loss_read_at_log_steps, g.loss_summed_on_the_device, g.metrics_read_after_validation,
-        g.registered_buffers, g.generator_of_the_device, g.made_on_the_device, g.masked_by_where,
-        g.metric_of_the_module, g.logged_tensors, g.copied_in_the_background, g.function_of_its_own,
-        g.labels_masked_by_the_loader, g.host_scalar_as_a_factor, g.loader_with_pinned_memory,
+        g.loss_read_at_log_steps,
+        g.loss_summed_on_the_device,
+        g.metrics_read_after_validation,
+        g.registered_buffers,
+        g.generator_of_the_device,
+        g.made_on_the_device,
+        g.masked_by_where,
+        g.metric_of_the_module,
+        g.logged_tensors,
+        g.copied_in_the_background,
+        g.function_of_its_own,
+        g.labels_masked_by_the_loader,
+        g.host_scalar_as_a_factor,
+        g.loader_with_pinned_memory,
     )
-}  # fmt: skip
+}
 
 
 class Rehearsals:

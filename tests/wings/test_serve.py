@@ -209,10 +209,11 @@ SCORED: dict[str, dict[str, Any]] = {
     "messages": {"messages": [*MESSAGES, {"role": "assistant", "content": "yes"}]},
 }
 UNSCORED = {
-    "a text or 1 to 64 texts": {"input": [3]}, "messages or input, one of them": {"inputs": "a"},
+    "a text or 1 to 64 texts": {"input": [3]},
+    "messages or input, one of them": {"inputs": "a"},
     "700 tokens, and the model has 512 positions": {"input": "a" * 699},
     "the model is 'tiny'; requested 'gpt-4'": {"input": "a", "model": "gpt-4"},
-}  # fmt: skip
+}
 
 
 def test_a_reward_model_scores_and_generates_nothing(folder: Path, tmp_path: Path) -> None:

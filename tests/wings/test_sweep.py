@@ -166,13 +166,14 @@ BAD = {
     "{}": "is empty; give keys of fit, each with one of {float: [low, high]}",
     f"{RATE}: {{log: 1}}": 'is {"log": 1} (',
     f"{RATE}: {{normal: [0, 1]}}": "give one of {float: [low, high]}",
-    f"{RATE}: 0.1": f"{RATE} is 0.1 (", f"{RATE}: {{float: [1, 0]}}": "low=1.0, high=0.0",
+    f"{RATE}: 0.1": f"{RATE} is 0.1 (",
+    f"{RATE}: {{float: [1, 0]}}": "low=1.0, high=0.0",
     "model.optim.warmup: {choice: []}": "The `choices` must contain one or more elements",
     "model.optim.rate: {log: [1.0e-3, 1]}": "model.optim.rate is not a key of this program",
     "trainer.max_steps: {choice: [10, many]}": "max_steps is 'many': expected an integer",
     f"{RATE}: {{float: [-1, 0.1]}}": f"{RATE} is -1.0; give more than 0",
     f"{RATE}: {{log: [0.1, 1]}} # --sampler=grid": "a grid needs {choice",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("text", BAD)

@@ -47,7 +47,8 @@ class DataModule(PackedText):
         source: Document source: StandardLibrary, TextFiles, Jsonl, Parquet, HubDataset, or yours.
         tokenizer: Text to tokens: Bytes, ByteBPE (learned from the train split), Pretrained, yours.
         seq_len: Tokens per sequence.
-        global_batch_size: Sequences per optimizer step, over all ranks; or phases by consumed tokens.
+        global_batch_size: Sequences per optimizer step, over all ranks; or phases by consumed
+            tokens.
         micro_batch_size: Sequences per rank per forward; gradients accumulate to the global batch.
         options: PackedText's: validation_share, test_share, cache_dir, num_workers, seed, prompts …
     """

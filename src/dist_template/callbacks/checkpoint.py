@@ -28,17 +28,20 @@ from .training_log import call
 class LastCheckpoint(Checkpoint):
     """Writes `step<N>.ckpt` every `every_n_steps` and at the end; a run resumes from the newest.
 
-    An older checkpoint is deleted after a newer one is committed, so the disk must hold one more than is kept. If the
-    disk is full or fails, training continues with a warning and saves again when the next one is due; at the last step
-    it stops with exit code 1.
+    An older checkpoint is deleted after a newer one is committed, so the disk must hold one more
+    than is kept. If the disk is full or fails, training continues with a warning and saves again
+    when the next one is due; at the last step it stops with exit code 1.
 
     Args:
         every_n_steps: Optimizer steps between two checkpoints.
-        keep: How many of the newest to keep, at least 1. With 2, a damaged one costs only its steps.
-        asynchronous: Write in the background: training waits only until this rank's shard of the checkpoint is copied
-            to host memory, which must have room for it. A failure is reported when the next one is due. Not with state
-            on NVMe. false: training waits until all is written.
-        dirpath: The folder, on a file system that all nodes share; with `run.store`, it may be on each node's own.
+        keep: How many of the newest to keep, at least 1. With 2, a damaged one costs only its
+            steps.
+        asynchronous: Write in the background: training waits only until this rank's shard of the
+            checkpoint is copied to host memory, which must have room for it. A failure is reported
+            when the next one is due. Not with state on NVMe. false: training waits until all is
+            written.
+        dirpath: The folder, on a file system that all nodes share; with `run.store`, it may be on
+            each node's own.
         accept_changes: Keys, such as [data.seq_len], that may differ from the checkpoint's although
             the samples, the model's function or its loss depend on them."""
 
@@ -72,15 +75,17 @@ class LastCheckpoint(Checkpoint):
             self.fixed_settings = fixed_settings(trainer, trainer.datamodule, pl_module)
 
     def compare(self, path: Path, trainer: L.Trainer, data: Any, module: L.LightningModule) -> None:
-        """Compares what the checkpoint `path` was trained on with what it would be now. Raises InputError if it would
-        not be the same training, and that is not accepted."""
+        """Compares what the checkpoint `path` was trained on with what it would be now. Raises
+        InputError if it would not be the same training, and that is not accepted."""
         self.fixed_settings = now = fixed_settings(trainer, data, module)
         changed = compare(path, settings_of(path), now, self.accept_changes)
         setattr(module, ANEW, "optimizer" in changed)
         if hasattr(data, "changed_settings"):
             data.changed_settings = changed
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: L.LightningModule, checkpoint: Mapping[str, object]) -> None:
+    def on_load_checkpoint(
+        self, trainer: Any, pl_module: L.LightningModule, checkpoint: Mapping[str, object]
+    ) -> None:
         if trainer.ckpt_path and not has_command_line():  # which has compared before the start
             self.compare(Path(trainer.ckpt_path), trainer, trainer.datamodule, pl_module)
 
@@ -117,7 +122,9 @@ class LastCheckpoint(Checkpoint):
         if trainer.global_step != self.saved_step and not trainer.fast_dev_run:
             self._save(trainer, is_last=True)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
         if self._saver is not None:
             self._saver.abandon()
 
@@ -137,7 +144,9 @@ class LastCheckpoint(Checkpoint):
             path, self._pending = self._pending, None
             self._conclude(trainer, path, self._saver.wait)
 
-    def _conclude(self, trainer: L.Trainer, path: Path, save: Callable[[], None], is_last: bool = False) -> None:
+    def _conclude(
+        self, trainer: L.Trainer, path: Path, save: Callable[[], None], is_last: bool = False
+    ) -> None:
         """Calls `save` for `path` and deletes older checkpoints, or reports why it failed."""
         try:
             save()
@@ -168,7 +177,8 @@ class _BeforeOthers(Callback):
 def outdated(saved: Path, keep: int) -> list[Path]:
     """Returns the checkpoints to delete after `saved` was committed.
 
-    Checkpoints of later steps were written before training went back to an earlier step; a restart must not load them.
+    Checkpoints of later steps were written before training went back to an earlier step; a restart
+    must not load them.
     """
     steps = [path for path in manifest.found(saved.parent) if path.name.startswith("step")]
     now = manifest.step_of(saved)  # below, the newest is first
@@ -191,7 +201,9 @@ def _failure(path: Path, error: commit.SaveError) -> str:
         free_gib = shutil.disk_usage(folder).free / GIB
         newest = manifest.newest(path.parent)
         valid = f"the newest valid checkpoint is {newest}" if newest else "no checkpoint is valid"
-        sentence = f"{path.name} was not saved, {error} ({free_gib:.1f} GiB are free at {folder}); {valid}"
+        sentence = (
+            f"{path.name} was not saved, {error} ({free_gib:.1f} GiB are free at {folder}); {valid}"
+        )
     return weights.broadcast(sentence)
 
 
@@ -221,7 +233,9 @@ class BestCheckpoint(Checkpoint):
             return
         if self.monitor not in trainer.callback_metrics:
             known = ", ".join(sorted(trainer.callback_metrics))
-            raise InputError(f"best_checkpoint.monitor is {self.monitor!r}, and what is measured is {known}")
+            raise InputError(
+                f"best_checkpoint.monitor is {self.monitor!r}, and what is measured is {known}"
+            )
         if trainer.sanity_checking:
             return
         score = float(trainer.callback_metrics[self.monitor])

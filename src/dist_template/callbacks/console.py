@@ -31,8 +31,8 @@ HEALTH = 36  # characters of a finding's title
 
 
 def only_shows(hook: Any) -> Any:
-    """Decorates a method whose errors must not end training: each is reported once. Errors that concern other ranks are
-    raised: a lost rank, and a decision of all ranks."""
+    """Decorates a method whose errors must not end training: each is reported once. Errors that
+    concern other ranks are raised: a lost rank, and a decision of all ranks."""
     reported: set[str] = set()
 
     @wraps(hook)
@@ -56,7 +56,8 @@ class Console(Callback):
     A terminal shows one line, updated in place and never wrapped; a log file gets plain lines.
 
     Args:
-        line_every_s: Seconds between lines if the output is not a terminal. 0 prints one at every log step."""
+        line_every_s: Seconds between lines if the output is not a terminal. 0 prints one at every
+            log step."""
 
     worst = ""  # title of the worst open finding; wings/diagnose/callback.py sets it
 
@@ -72,7 +73,9 @@ class Console(Callback):
 
     @rank_zero_only
     @only_shows
-    def on_log_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]) -> None:
+    def on_log_step(
+        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
+    ) -> None:
         now = time.perf_counter()
         is_last = trainer.global_step == trainer.estimated_stepping_batches
         if not (self._terminal or is_last or now - self._printed >= self.line_every_s):
@@ -95,7 +98,9 @@ class Console(Callback):
             if name in metrics and not is_second:
                 parts.append(form.format(metrics[name]))
         if has_end and step > self._first_step:
-            seconds = (total - step) * (time.perf_counter() - self._started) / (step - self._first_step)
+            seconds = (
+                (total - step) * (time.perf_counter() - self._started) / (step - self._first_step)
+            )
             parts.append(f"eta {timedelta(seconds=int(seconds))}")
         if "health/errors" in metrics:  # diagnosis is on
             parts.append(textwrap.shorten(self.worst or "ok", HEALTH, placeholder="…"))
@@ -103,7 +108,9 @@ class Console(Callback):
 
     @only_shows
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._show_results(f"validation at step {trainer.global_step}", results_of(trainer, pl_module))
+        self._show_results(
+            f"validation at step {trainer.global_step}", results_of(trainer, pl_module)
+        )
 
     @only_shows
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

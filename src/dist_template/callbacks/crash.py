@@ -31,7 +31,8 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 
 
 class Crash(Callback):
-    """Records the exception. It is the first callback, so that nothing has changed since the error."""
+    """Records the exception. It is the first callback, so that nothing has changed since the
+    error."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / RunFile.CRASHES
@@ -100,7 +101,8 @@ def _innermost_module(frames: list[Any], root: nn.Module) -> str:
 
 
 def _memory(device: torch.device, before: Any, message: str) -> dict[str, float | str]:
-    """Returns where the memory is, in GiB; of a CPU process the limit of addresses (ulimit -v) or the resident part."""
+    """Returns where the memory is, in GiB; of a CPU process the limit of addresses (ulimit -v) or
+    the resident part."""
     found = REQUESTED.search(message)
     sizes = {"asked": float(found[1]) * UNITS[found[2]] if found else 0.0}
     if device.type == "cuda":
@@ -117,4 +119,7 @@ def _memory(device: torch.device, before: Any, message: str) -> dict[str, float 
             limit, kind = memory_limit(), "rss"
         used = getattr(now, kind)
         sizes |= {"total": limit, "used": used, "outside": min(getattr(before, kind, 0), used)}
-    return {"device": device.type, **{f"{name}_gib": round(size / GIB, 4) for name, size in sizes.items()}}
+    return {
+        "device": device.type,
+        **{f"{name}_gib": round(size / GIB, 4) for name, size in sizes.items()},
+    }

@@ -19,14 +19,16 @@ LOADS = "moe/loads"  # tokens of each expert, in the metric buffer
 class Experts(Callback):
     """Logs the load of the experts and balances their routers (balance.py) after each step.
 
-    moe/expert_load_max_over_mean, of the least even layer, and moe/unused_experts are over all micro-batches and ranks
-    of the optimizer step that is logged. Routing is read from the calls of the experts, on the device, before expert
-    parallelism sends tokens to other ranks. Supports the experts of transformers 5 (stacked tensors, called with the
-    indices of the chosen experts), which drop no token; others have no moe/*.
+    moe/expert_load_max_over_mean, of the least even layer, and moe/unused_experts are over all
+    micro-batches and ranks of the optimizer step that is logged. Routing is read from the calls of
+    the experts, on the device, before expert parallelism sends tokens to other ranks. Supports the
+    experts of transformers 5 (stacked tensors, called with the indices of the chosen experts),
+    which drop no token; others have no moe/*.
 
-    Balancing needs the loads of every optimizer step: one all-reduce, started before the last micro-batch's backward
-    pass and waited for after the optimizer step. Without balancing, only log steps are counted, and the first
-    micro-batch, so that a compiled block is compiled with and without counting in the first two steps."""
+    Balancing needs the loads of every optimizer step: one all-reduce, started before the last
+    micro-batch's backward pass and waited for after the optimizer step. Without balancing, only log
+    steps are counted, and the first micro-batch, so that a compiled block is compiled with and
+    without counting in the first two steps."""
 
     def __init__(self) -> None:
         self._is_on = False
@@ -44,7 +46,11 @@ class Experts(Callback):
         self._numerics = next((each for each in callbacks if isinstance(each, Numerics)), None)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._is_on and self._saved is not None and self._saved.shape == self._balancer.shares.shape:
+        if (
+            self._is_on
+            and self._saved is not None
+            and self._saved.shape == self._balancer.shares.shape
+        ):
             self._balancer.shares.copy_(self._saved)
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: object, **__: object) -> None:
@@ -53,7 +59,9 @@ class Experts(Callback):
             self._balancer.counts_now = self._balancer.needs_loads or self._is_first or is_logged
             self._is_first = False
 
-    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+    def on_before_backward(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
+    ) -> None:
         if self._is_on:
             self._balancer.counts_now = False  # a checkpointed block runs again in backward
             if self._balancer.needs_loads and not accumulates(trainer):
@@ -61,7 +69,9 @@ class Experts(Callback):
                 self._balancer.bias_update_speed = value_now(pl_module, SPEED, given)
                 self._balancer.begin_reduction()
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
+    ) -> None:
         if self._is_on and not accumulates(trainer):
             if logs(trainer, trainer.global_step):
                 metrics_of(pl_module).put_counts(LOADS, self._balancer.loads.flatten().clone())
@@ -69,7 +79,9 @@ class Experts(Callback):
                 self._balancer.finish_step(self._numerics and self._numerics.skipped)
             self._balancer.loads.zero_()
 
-    def on_log_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]) -> None:
+    def on_log_step(
+        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
+    ) -> None:
         if not self._is_on:
             return
         totals, width = metrics_of(module).totals[LOADS], self._balancer.loads.shape[1]

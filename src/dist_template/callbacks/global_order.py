@@ -1,4 +1,5 @@
-"""The order of samples: a function of the seed and of the number of samples consumed so far, and of nothing else.
+"""The order of samples: a function of the seed and of the number of samples consumed so far, and of
+nothing else.
 
 The rows of the train split, shuffled anew for each epoch, make one endless stream. A global batch
 is its next `global_batch_size` entries, however they are distributed over ranks and micro-batches:
@@ -8,8 +9,9 @@ is its next `global_batch_size` entries, however they are distributed over ranks
     rank     | 0  0  1 1 | 0  0  1 1 |                  2 ranks, micro_batch_size = 2
     rank     | 0  0  0 0 | 0  0  0 0 |                  1 rank, micro_batch_size = 2, accumulating 2
 
-So a run resumes on another number of ranks with exactly the next samples. A global batch that grows (by_tokens.py) is a
-function of the consumed samples too. Its stream has no epochs: it ends with `trainer.max_steps`."""
+So a run resumes on another number of ranks with exactly the next samples. A global batch that grows
+(by_tokens.py) is a function of the consumed samples too. Its stream has no epochs: it ends with
+`trainer.max_steps`."""
 
 from __future__ import annotations
 
@@ -42,8 +44,8 @@ class GlobalOrder(Sampler[list[int]]):
     the next epoch. `consumed` is called when iteration starts, because the checkpoint is loaded
     after the loader is made. Without a `seed` rows are not shuffled.
 
-    `stream` returns the row at a position of the stream. It replaces the order by epochs. Where the global batch has
-    phases by consumed tokens, `seq_len` a sample, there is no end."""
+    `stream` returns the row at a position of the stream. It replaces the order by epochs. Where the
+    global batch has phases by consumed tokens, `seq_len` a sample, there is no end."""
 
     num_rows: int
     global_batch_size: int | list[Phase]
@@ -61,7 +63,8 @@ class GlobalOrder(Sampler[list[int]]):
 
     def __len__(self) -> int:
         if isinstance(self.global_batch_size, list):
-            return sys.maxsize  # without a length, Lightning reads a batch before it loads a checkpoint
+            # without a length, Lightning reads a batch before it loads a checkpoint
+            return sys.maxsize
         return self.num_rows // self.global_batch_size * next(self.accumulations())
 
     def accumulations(self) -> Iterator[int]:
@@ -96,8 +99,9 @@ class GlobalOrder(Sampler[list[int]]):
 
 
 def scattered(places: np.ndarray, num_rows: int, *seeds: int) -> np.ndarray:
-    """Returns the rows at `places` (n,) of an order like `shuffled`'s, without the other rows. It is a Feistel network
-    on the smallest square of a power of two that holds all rows; a number that is no row is put through it again."""
+    """Returns the rows at `places` (n,) of an order like `shuffled`'s, without the other rows. It
+    is a Feistel network on the smallest square of a power of two that holds all rows; a number that
+    is no row is put through it again."""
     last, half = np.uint64(num_rows - 1), np.uint64(((num_rows - 2).bit_length() + 1) // 2)
     keys = np.random.default_rng(seeds).integers(2**64, size=8, dtype=np.uint64)
     rows = places.astype(np.uint64)
@@ -126,10 +130,12 @@ def shuffled(num_rows: int, *seeds: int) -> np.ndarray:
     return rows
 
 
-def eval_batches(sizes: dict[str, int], micro_batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[int]]:
-    """Returns a rank's batches for evaluation, of one source each, the sources interleaved. Together the ranks read
-    every row exactly once. Padding gives all ranks the same number of full batches. `sizes` are the numbers of rows of
-    each source; row -1 - n is padding of source n."""
+def eval_batches(
+    sizes: dict[str, int], micro_batch_size: int, rank: int = 0, world_size: int = 1
+) -> list[list[int]]:
+    """Returns a rank's batches for evaluation, of one source each, the sources interleaved.
+    Together the ranks read every row exactly once. Padding gives all ranks the same number of full
+    batches. `sizes` are the numbers of rows of each source; row -1 - n is padding of source n."""
     timed, first = [], 0
     for number, size in enumerate(sizes.values()):
         num_batches = -(-size // (micro_batch_size * world_size))
@@ -149,11 +155,14 @@ def source_of(sizes: dict[str, int], row: int) -> str:
 
 
 class ConsumedSamples(Callback):
-    """Counts the samples that were trained on, so that a run resumes with another micro-batch or number of ranks.
+    """Counts the samples that were trained on, so that a run resumes with another micro-batch or
+    number of ranks.
 
     The count follows the trainer's processed batches, because the loader's workers read ahead."""
 
-    def __init__(self, global_batch_size: int, samples_per_batch: int, processed_batches: int) -> None:
+    def __init__(
+        self, global_batch_size: int, samples_per_batch: int, processed_batches: int
+    ) -> None:
         self._global_batch_size = global_batch_size
         self._samples_per_batch = samples_per_batch  # over all ranks
         self._base = processed_batches * samples_per_batch
@@ -163,7 +172,9 @@ class ConsumedSamples(Callback):
         self.figures: Callable[[int], dict[str, float]] = lambda position: {}  # further metrics
 
     @classmethod
-    def attach(cls, trainer: Any, global_batch_size: int, samples_per_batch: int) -> ConsumedSamples:
+    def attach(
+        cls, trainer: Any, global_batch_size: int, samples_per_batch: int
+    ) -> ConsumedSamples:
         """Returns a new counter for this `fit`, inserted as the trainer's first callback."""
         counter = cls(global_batch_size, samples_per_batch, batch_progress(trainer).total.processed)
         others = [each for each in callbacks_of(trainer) if not isinstance(each, cls)]
@@ -179,7 +190,9 @@ class ConsumedSamples(Callback):
         for name, value in self.figures(self.value(trainer)).items():
             metrics_of(module).put(name, value)
         if self.grows:
-            metrics_of(module).put("train/global_batch_size", trainer.accumulate_grad_batches * self._samples_per_batch)
+            metrics_of(module).put(
+                "train/global_batch_size", trainer.accumulate_grad_batches * self._samples_per_batch
+            )
 
     def as_state(self, trainer: Trainer) -> dict[str, Any]:
         return {
@@ -197,8 +210,11 @@ class ConsumedSamples(Callback):
             return
         before = (self._loaded["global_batch_size"], self._loaded["samples_per_batch"])
         if before != (self._global_batch_size, self._samples_per_batch):
-            _rescale(batch_progress(trainer), before[1], self._global_batch_size, self._samples_per_batch)
-        skipped = sum(end - start for start, end in self._loaded.get("jumps", ()))  # of earlier versions
+            _rescale(
+                batch_progress(trainer), before[1], self._global_batch_size, self._samples_per_batch
+            )
+        # of earlier versions
+        skipped = sum(end - start for start, end in self._loaded.get("jumps", ()))
         self._base = self._loaded["consumed_samples"] + skipped
         self._base_batches = batch_progress(trainer).total.processed
         self._loaded = {}

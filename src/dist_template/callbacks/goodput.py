@@ -1,8 +1,9 @@
 """Measures goodput: how a run's time was spent, across restarts, in `goodput.jsonl`.
 
-observe/history/goodput.py has the kinds, which add up to the wall time; docs/recovery/index.md explains them. A line
-holds an attempt's seconds so far; the last line counts. Rank 0 writes at most one line a second, and fewer as the
-attempt gets older (every thousandth of its age), so that the file stays small."""
+observe/history/goodput.py has the kinds, which add up to the wall time; docs/recovery/index.md
+explains them. A line holds an attempt's seconds so far; the last line counts. Rank 0 writes at most
+one line a second, and fewer as the attempt gets older (every thousandth of its age), so that the
+file stays small."""
 
 import json
 import os
@@ -50,7 +51,9 @@ class Goodput(Checkpoint):
         self._between = "data_wait"
         self._turn_to("productive")
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
+    ) -> None:
         self._turn_to("data_wait")
         age = self._since - self._began
         if self._since - self._written > max(LINE_S, age / 1000):
@@ -71,7 +74,9 @@ class Goodput(Checkpoint):
         self._turn_to("data_wait")
         self._write(trainer)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
         self._turn_to(self._kind)
         self._write(trainer)
 

@@ -85,8 +85,9 @@ class StepCheck:
 class Numerics(Callback):
     """Skips anomalous optimizer steps, records them, and stops or continues.
 
-    The window and the limit are those of OLMo-core's SkipStepOptimizer, with median and median absolute
-    deviation instead of mean and standard deviation, which a spike in the window would increase.
+    The window and the limit are those of OLMo-core's SkipStepOptimizer, with median and median
+    absolute deviation instead of mean and standard deviation, which a spike in the window would
+    increase.
 
     Args:
         on_non_finite: Reaction to a non-finite loss or gradient: stop (exit code 65, do not retry),
@@ -108,9 +109,12 @@ class Numerics(Callback):
 
     def __post_init__(self) -> None:
         least = {"spike_window": 4, "spike_sigmas": 0, "patience": 1}
-        check_least("numerics", **{key: (getattr(self, key), value) for key, value in least.items()})
+        check_least(
+            "numerics", **{key: (getattr(self, key), value) for key, value in least.items()}
+        )
         self.skipped: Tensor | None = None  # () 1 where the newest step was skipped, on the device
-        self._recent = torch.full((self.spike_window,), math.nan)  # the loss of step i is at i % window
+        # the loss of step i is at i % window
+        self._recent = torch.full((self.spike_window,), math.nan)
         self._no_limit, self._steps = torch.tensor(math.inf), 0
         self._loss: Tensor | None = None  # () of this rank, over this step's micro-batches so far
         self._check: StepCheck | None = None  # of the current step
@@ -219,14 +223,14 @@ class Numerics(Callback):
         metrics["health/skipped_steps"] = self._num_skipped
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict) -> None:
-        """Acts on the last step and checks the weights: no checkpoint has anomalous weights. Raises Ended on all ranks
-        before anything is written."""
+        """Acts on the last step and checks the weights: no checkpoint has anomalous weights. Raises
+        Ended on all ranks before anything is written."""
         self.on_train_end(trainer, pl_module)
         if not _weights_are_finite(trainer, pl_module):
             raise Ended(
                 Exit.NON_FINITE,
-                f"the weights after step {trainer.global_step} are not finite, though anomalous steps were skipped:"
-                " something else has changed them. They are not saved",
+                f"the weights after step {trainer.global_step} are not finite, though anomalous"
+                " steps were skipped: something else has changed them. They are not saved",
             )
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -239,7 +243,8 @@ class Numerics(Callback):
             vars(optimizer).pop("found_inf", None)
 
     def _act_on(self, trainer: Any, check: StepCheck | None) -> None:
-        """Records an anomalous step and reacts as configured, equally on all ranks. Raises Ended to stop."""
+        """Records an anomalous step and reacts as configured, equally on all ranks. Raises Ended to
+        stop."""
         if check is None:
             return
         check.arrive()
@@ -252,7 +257,10 @@ class Numerics(Callback):
         if not check.is_anomalous or (is_overflow and self._in_a_row < self.patience):
             return
         self._num_skipped += 1
-        decision, folder = self.on_spike if check.is_spike else self.on_non_finite, Path(self.folder)
+        decision, folder = (
+            self.on_spike if check.is_spike else self.on_non_finite,
+            Path(self.folder),
+        )
         if self._in_a_row >= self.patience:
             decision = "stop"
         local = {"data_parallel_rank": getattr(trainer.datamodule, "rank", 0), "rows": check.rows}
@@ -289,7 +297,10 @@ def _weights_are_finite(trainer: L.Trainer, module: Any) -> bool:
     """Returns whether all parameters of all ranks are finite; one read on the host. Collective."""
     # No sum is finite if a term is not; the largest value takes a CPU eight times as long.
     device = trainer.strategy.root_device  # offloaded ones are in host memory
-    sums = [local_shard(parameter).detach().sum(dtype=torch.float32).to(device) for parameter in module.parameters()]
+    sums = [
+        local_shard(parameter).detach().sum(dtype=torch.float32).to(device)
+        for parameter in module.parameters()
+    ]
     finite = torch.stack(sums).isfinite().all().float()
     return bool(trainer.strategy.reduce(finite, reduce_op="min").item())
 

@@ -27,13 +27,14 @@ EVERY_S = 0.25  # about the time between two votes; a step may be much shorter
 class Preemption(Checkpoint):
     """Stops on SIGTERM or SIGUSR1 to any process of the run, and when the job's time is up.
 
-    It is a `Checkpoint`, because Lightning calls those last. A validation is interrupted, and repeated by the resumed
-    run. Lightning's own signal handlers never run: they broadcast or save inside the handler, which deadlocks unless
-    every rank gets the signal in the same step.
+    It is a `Checkpoint`, because Lightning calls those last. A validation is interrupted, and
+    repeated by the resumed run. Lightning's own signal handlers never run: they broadcast or save
+    inside the handler, which deadlocks unless every rank gets the signal in the same step.
 
     Args:
-        max_time: Time of this job since its launch, as DD:HH:MM:SS; then it saves and exits with code 75. Leave time
-            for a step and a save before the scheduler's own limit. Same as `--trainer.max_time`. null: no limit."""
+        max_time: Time of this job since its launch, as DD:HH:MM:SS; then it saves and exits with
+            code 75. Leave time for a step and a save before the scheduler's own limit. Same as
+            `--trainer.max_time`. null: no limit."""
 
     def __init__(self, max_time: str | timedelta | dict[str, int] | None = None) -> None:
         self.max_time = max_time
@@ -113,9 +114,10 @@ class Preemption(Checkpoint):
 class Vote:
     """The maxima over all ranks of two integers, with one vote of delay, so that no rank waits.
 
-    A vote starts an all-reduce on the CPU and returns the result of the vote before, which had at least a step's time
-    to complete; every rank reads the same result at the same vote. If training's process group is on GPUs, the votes
-    use a gloo group of their own, whose creation is collective."""
+    A vote starts an all-reduce on the CPU and returns the result of the vote before, which had at
+    least a step's time to complete; every rank reads the same result at the same vote. If
+    training's process group is on GPUs, the votes use a gloo group of their own, whose creation is
+    collective."""
 
     def __init__(self) -> None:
         self._is_alone = not dist.is_initialized()
@@ -125,7 +127,8 @@ class Vote:
         self._work: dist.Work | None = None
 
     def cast(self, numbers: Sequence[int]) -> list[int]:
-        """Votes, on every rank equally often, and returns the maxima of the vote before: zeros at the first."""
+        """Votes, on every rank equally often, and returns the maxima of the vote before: zeros at
+        the first."""
         self.close()
         agreed = self._box.numpy().tolist()  # NumPy: a test counts device reads by torch
         self._box = torch.tensor(numbers, dtype=torch.int64)

@@ -26,8 +26,9 @@ State = dict[str, Any]
 class RandomState(Callback):
     """Saves and restores the generators of torch, CUDA, Python and NumPy on every rank.
 
-    Validation and the start of an epoch do not change the random stream of training. A run that resumes on another
-    number of ranks starts new streams, from the seed, the step and the data-parallel rank, and prints a warning."""
+    Validation and the start of an epoch do not change the random stream of training. A run that
+    resumes on another number of ranks starts new streams, from the seed, the step and the
+    data-parallel rank, and prints a warning."""
 
     def __init__(self) -> None:
         # The state after training's last draw; None: the current state.
@@ -57,7 +58,9 @@ class RandomState(Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._restores = True  # its loaders drew from the same generator before it started
 
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: object, checkpoint: dict[str, object]) -> None:
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: object, checkpoint: dict[str, object]
+    ) -> None:
         own = (self._state or _get_state())()
         states = weights.to_rank_zero(own)
         if not states:  # rank 0 writes them; under ZeRO-3 each rank reads its own file
@@ -65,14 +68,17 @@ class RandomState(Callback):
             states[trainer.global_rank] = own
         checkpoint[KEY] = states
 
-    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         states, self._restores = checkpoint.get(KEY, []), True
         if len(states) == trainer.world_size:
             self._state = partial(states.__getitem__, trainer.global_rank)
             return
         rank_zero_warn(
-            f"The checkpoint has the random state of {len(states)} ranks and there are {trainer.world_size} now:"
-            " dropout and other draws use new states. The order of samples is not affected."
+            f"The checkpoint has the random state of {len(states)} ranks and there are"
+            f" {trainer.world_size} now: dropout and other draws use new states. The order of"
+            " samples is not affected."
         )
         # Tensor-parallel ranks, which share a batch, share the seed.
         rank = run_strategy(trainer.strategy).random_rank

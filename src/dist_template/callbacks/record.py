@@ -1,6 +1,7 @@
 """Writes a run's configuration, environment and facts into its folder, before the first step.
 
-`facts.json` has what is constant in a training: model, data, machine. Diagnosis and report use it."""
+`facts.json` has what is constant in a training: model, data, machine. Diagnosis and report use
+it."""
 
 import inspect
 import json
@@ -32,7 +33,8 @@ Facts = dict[str, Any]
 class Record(Callback):
     """Writes the resolved configuration, the environment and the facts, to files and loggers.
 
-    The environment has the git commit and the launch command. A resumed run keeps the earlier files, numbered.
+    The environment has the git commit and the launch command. A resumed run keeps the earlier
+    files, numbered.
 
     Args:
         folder: The run's folder.
@@ -53,7 +55,9 @@ class Record(Callback):
         text = yaml.safe_dump(config, sort_keys=False)
         write_atomically(self.folder / RunFile.DEFAULTS, self.defaults())
         write_atomically(self.folder / RunFile.CONFIG, text, keep_earlier=True)
-        write_atomically(self.folder / RunFile.ENVIRONMENT, json.dumps(env, indent=2), keep_earlier=True)
+        write_atomically(
+            self.folder / RunFile.ENVIRONMENT, json.dumps(env, indent=2), keep_earlier=True
+        )
         for logger in trainer.loggers:
             logger.log_hyperparams(self.config | {"environment": env, "facts": facts})
 
@@ -63,8 +67,8 @@ class Record(Callback):
 
 
 def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> Facts:
-    """Writes `facts.json` on rank 0, when the model is on its device, and returns its content. Collective. Unknown
-    values are null: a custom model or datamodule may lack what is read here."""
+    """Writes `facts.json` on rank 0, when the model is on its device, and returns its content.
+    Collective. Unknown values are null: a custom model or datamodule may lack what is read here."""
     hosts = weights.to_rank_zero(platform.node())
     if not trainer.is_global_zero:
         return {}
@@ -78,7 +82,9 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
     facts = {
         "parameters": {name: getattr(size, name) for name in counts},
         "model": {
-            "class": type(model).__name__.removeprefix("FSDP"),  # torch's fully_shard changes the class
+            "class": type(model).__name__.removeprefix(
+                "FSDP"
+            ),  # torch's fully_shard changes the class
             "model_type": getattr(config, "model_type", None),
             "layers": size.layers,
             "predicted": size.predicted,
@@ -95,7 +101,9 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
             "strategy": type(trainer.strategy).__name__,
             "precision": str(trainer.precision),
             "max_steps": int(steps) if steps != float("inf") else None,
-            "flops_per_token": size.flops_per_token(data.seq_len) if hasattr(data, "seq_len") else None,
+            "flops_per_token": size.flops_per_token(data.seq_len)
+            if hasattr(data, "seq_len")
+            else None,
             "waits": waits_of(Path(inspect.getfile(type(module))).parent),
         },
     }
@@ -106,7 +114,10 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
 
 def _data(data: Any) -> Facts:
     facts = {name: getattr(data, name, None) for name in ("seq_len", "accumulation")}
-    size, corpus = max(values_of(getattr(data, "global_batch_size", None) or 0)), getattr(data, "corpus", None)
+    size, corpus = (
+        max(values_of(getattr(data, "global_batch_size", None) or 0)),
+        getattr(data, "corpus", None),
+    )
     facts["tokens_per_step"] = int(size) * facts["seq_len"] if size and facts["seq_len"] else None
     facts["train_tokens"] = corpus and corpus.num_tokens("train")
     return facts

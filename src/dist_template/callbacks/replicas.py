@@ -1,7 +1,7 @@
 """The replica guard: compares the tensors that several ranks hold, bit by bit.
 
-A gradient that is not reduced, code that depends on the rank, or damaged memory makes copies of a parameter different,
-and neither the loss nor the norm shows it.
+A gradient that is not reduced, code that depends on the rank, or damaged memory makes copies of a
+parameter different, and neither the loss nor the norm shows it.
 
 A checksum of each tensor is computed on the device; one all-reduce has the largest and the smallest
 of the ranks that hold it, and one read on the host says whether they differ."""
@@ -39,8 +39,9 @@ NONE_HELD = torch.iinfo(torch.int64).min
 class Replicas(Callback):
     """Ends training, with exit code 65, if ranks hold different values of one tensor.
 
-    Compared are parameters, and floating-point buffers that a checkpoint has, after the second step of each attempt and
-    before each checkpoint is written. BatchNorm's running statistics are not compared: each rank has its own.
+    Compared are parameters, and floating-point buffers that a checkpoint has, after the second step
+    of each attempt and before each checkpoint is written. BatchNorm's running statistics are not
+    compared: each rank has its own.
 
     Args:
         ignore: Tensors that ranks hold differently on purpose: names, or patterns as `teacher.*`.
@@ -56,41 +57,55 @@ class Replicas(Callback):
         self._shared = None
         self._early_step = trainer.global_step + EARLY
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        """Names parameters without gradients, for which DDP (torch 2.13) ends the next step with a list of numbers."""
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
+    ) -> None:
+        """Names parameters without gradients, for which DDP (torch 2.13) ends the next step with a
+        list of numbers."""
         model: Any = trainer.strategy.model
         is_strict = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters
         if not is_strict or model.static_graph or trainer.global_step + EARLY != self._early_step:
             return
-        if missing := [name for name, p in pl_module.named_parameters() if p.requires_grad and p.grad is None]:
+        if missing := [
+            name for name, p in pl_module.named_parameters() if p.requires_grad and p.grad is None
+        ]:
             raise InputError(
-                f"DDP needs a gradient of each parameter, and {missing[0]} ({len(missing)} such) gets none:"
-                " freeze them in build_model, or set trainer.strategy ddp_find_unused_parameters_true"
+                f"DDP needs a gradient of each parameter, and {missing[0]} ({len(missing)} such)"
+                " gets none: freeze them in build_model, or set trainer.strategy"
+                " ddp_find_unused_parameters_true"
             )
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
+    ) -> None:
         if trainer.global_step == self._early_step and not accumulates(trainer):
             self._compare(trainer, pl_module)
 
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: object) -> None:
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: object
+    ) -> None:
         self._compare(trainer, pl_module)
 
     @torch.no_grad()
     def _compare(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Compares the checksums of all ranks. Collective. Raises Ended on all ranks if a tensor's replicas differ."""
+        """Compares the checksums of all ranks. Collective. Raises Ended on all ranks if a tensor's
+        replicas differ."""
         if weights.is_alone() or not run_strategy(trainer.strategy).has_replicas:
             return
         held = self._replicas(module)
         if self._shared is None:
             counts = Counter(chain.from_iterable(weights.to_rank_zero(list(held))))
-            self._shared = weights.broadcast(sorted(digest for digest, count in counts.items() if count > 1))
+            self._shared = weights.broadcast(
+                sorted(digest for digest, count in counts.items() if count > 1)
+            )
         if not (shared := self._shared):
             return
         device = trainer.strategy.root_device
         largest = torch.full((2, len(shared)), NONE_HELD, device=device)
         if places := [place for place, digest in enumerate(shared) if digest in held]:
             sums = torch.stack([checksum(held[shared[place]][1]).to(device) for place in places])
-            largest[:, torch.tensor(places, device=device)] = torch.stack([sums, ~sums])  # ~ reverses the order
+            # ~ reverses the order
+            largest[:, torch.tensor(places, device=device)] = torch.stack([sums, ~sums])
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         differs = (largest[0] != ~largest[1]) & (largest.amax(0) != NONE_HELD)
         differ = differs.nonzero().flatten().tolist()
@@ -98,8 +113,8 @@ class Replicas(Callback):
             self._report(trainer, held, [shared[place] for place in differ])
 
     def _replicas(self, module: nn.Module) -> dict[int, tuple[str, Tensor]]:
-        """Returns names and tensors by digest; equal digests on two ranks stand for replicas. The first and the last
-        stage of a pipeline have a tied parameter under the same name."""
+        """Returns names and tensors by digest; equal digests on two ranks stand for replicas. The
+        first and the last stage of a pipeline have a tied parameter under the same name."""
         found = {}
         for name, tensor in _compared(module):
             shard, place = shard_of(tensor)
@@ -113,9 +128,15 @@ class Replicas(Callback):
             found[int.from_bytes(digest, "big")] = (name, tensor)
         return found
 
-    def _report(self, trainer: L.Trainer, held: dict[int, tuple[str, Tensor]], digests: list[int]) -> None:
+    def _report(
+        self, trainer: L.Trainer, held: dict[int, tuple[str, Tensor]], digests: list[int]
+    ) -> None:
         """Names the first tensor that differs, and the ranks. Collective."""
-        local = {digest: (held[digest][0], *_figures_of(held[digest][1])) for digest in digests if digest in held}
+        local = {
+            digest: (held[digest][0], *_figures_of(held[digest][1]))
+            for digest in digests
+            if digest in held
+        }
         ranks = weights.from_all_ranks(local)
         size, found = 0.0, []
         for digest in digests:
@@ -133,12 +154,13 @@ class Replicas(Callback):
         name, usual, others = min(found)
         more = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""
         sentence = (
-            f"replicas differ after step {trainer.global_step}: {name} of rank {rank_ranges(others)} differs from rank"
-            f" {rank_ranges(usual)} (by {size:.1g} of its norm){more}."
+            f"replicas differ after step {trainer.global_step}: {name} of rank"
+            f" {rank_ranges(others)} differs from rank {rank_ranges(usual)} (by {size:.1g} of its"
+            f" norm){more}."
         )
         causes = (
-            " Code that depends on the rank, a gradient that is not summed over the ranks, or damaged memory does this."
-            " List what differs on purpose in replicas.ignore"
+            " Code that depends on the rank, a gradient that is not summed over the ranks, or"
+            " damaged memory does this. List what differs on purpose in replicas.ignore"
         )
         tolerance = 0.0
         is_cpu = trainer.strategy.root_device.type == "cpu"
@@ -155,7 +177,8 @@ class Replicas(Callback):
 def _compared(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the names and tensors that are equal on all ranks that hold them.
 
-    Counters, random states and buffers that a checkpoint lacks are not: a dynamic rotary embedding depends on the data.
+    Counters, random states and buffers that a checkpoint lacks are not: a dynamic rotary embedding
+    depends on the data.
     """
     yield from module.named_parameters()
     for prefix, owner in module.named_modules():
@@ -168,8 +191,9 @@ def _compared(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Returns () int64 of the bits of this rank's shard; no copy of it, and no rounding. It is a sum of 8-byte words
-    with weights: without, vectors of ones that a first step has moved up and down would have the same sum."""
+    """Returns () int64 of the bits of this rank's shard; no copy of it, and no rounding. It is a
+    sum of 8-byte words with weights: without, vectors of ones that a first step has moved up and
+    down would have the same sum."""
     bits = local_shard(tensor).detach().reshape(-1).view(torch.uint8)
     if bits.storage_offset() % 8:
         bits = bits.clone()
@@ -189,8 +213,9 @@ def _word_weights(device: torch.device) -> Tensor:
 
 
 def _figures_of(tensor: Tensor) -> tuple[int, float, list[float]]:
-    """Returns the checksum, the norm and column sums of a rank's shard. The distance of two ranks' column sums is about
-    the tensors' distance if their differences have random signs, and larger otherwise."""
+    """Returns the checksum, the norm and column sums of a rank's shard. The distance of two ranks'
+    column sums is about the tensors' distance if their differences have random signs, and larger
+    otherwise."""
     flat = local_shard(tensor).detach().reshape(-1).double()
     columns = nn.functional.pad(flat, (0, -len(flat) % COLUMNS)).view(-1, COLUMNS)
     return int(checksum(tensor)), float(flat.norm()), columns.sum(0).tolist()

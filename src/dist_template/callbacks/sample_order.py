@@ -22,22 +22,28 @@ from .checkpoint import LastCheckpoint
 from .global_order import ConsumedSamples, GlobalOrder
 
 KEPT = (
-    "num_workers", "collate_fn", "pin_memory", "timeout", "multiprocessing_context", "generator",
-    "prefetch_factor", "persistent_workers",
-)  # fmt: skip
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+)
 
 
 class SampleOrder(Callback):
     """Makes the order of plain DataLoaders a function of a seed and a position.
 
-    Training takes the next `batch_size` x ranks x `trainer.accumulate_grad_batches` samples in each optimizer step,
-    shuffled anew for each epoch if the loader shuffles: the same samples on any number of ranks, and the next ones
-    after a resume. Samples that fill no step at an epoch's end come first in the next epoch. Validation and test are
-    distributed over the ranks.
+    Training takes the next `batch_size` x ranks x `trainer.accumulate_grad_batches` samples in each
+    optimizer step, shuffled anew for each epoch if the loader shuffles: the same samples on any
+    number of ranks, and the next ones after a resume. Samples that fill no step at an epoch's end
+    come first in the next epoch. Validation and test are distributed over the ranks.
 
-    A loader with an iterable dataset, with a sampler of its own, or of another class (torchdata's StatefulDataLoader,
-    whose state Lightning saves itself) is not changed, nor is a datamodule with its own order: there each rank must
-    skip the other ranks' samples itself."""
+    A loader with an iterable dataset, with a sampler of its own, or of another class (torchdata's
+    StatefulDataLoader, whose state Lightning saves itself) is not changed, nor is a datamodule with
+    its own order: there each rank must skip the other ranks' samples itself."""
 
     def __init__(self) -> None:
         self.global_batch_size = 0  # 0: not known, or the loader is not changed
@@ -67,7 +73,10 @@ class SampleOrder(Callback):
                 setattr(owner, name, lambda create=create, order=order: order(create()))
                 self._wrapped.append((owner, name))
         if stage == "fit" and (owner, "train_dataloader") not in self._wrapped:
-            rank_zero_warn("SampleOrder leaves a loader given to `fit` alone: return it from a train_dataloader method")
+            rank_zero_warn(
+                "SampleOrder leaves a loader given to `fit` alone: return it from a"
+                " train_dataloader method"
+            )
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         for owner, name in self._wrapped:
@@ -79,8 +88,8 @@ class SampleOrder(Callback):
         if overfits or not _is_plain(loader, RandomSampler, SequentialSampler):
             if not overfits and not hasattr(loader, "load_state_dict"):
                 rank_zero_warn(
-                    f"the order of {type(loader).__name__} is its own: a resumed epoch starts again at its first batch,"
-                    " and each rank must skip the other ranks' samples"
+                    f"the order of {type(loader).__name__} is its own: a resumed epoch starts"
+                    " again at its first batch, and each rank must skip the other ranks' samples"
                 )
             return loader
         accumulation = self._trainer.accumulate_grad_batches
@@ -89,9 +98,10 @@ class SampleOrder(Callback):
         num = len(loader.dataset)
         if num < self.global_batch_size:
             raise InputError(
-                f"the training set has {num} samples, and an optimizer step takes {self.global_batch_size}: batch_size"
-                f" {loader.batch_size} x data_parallel {self._num_ranks} x trainer.accumulate_grad_batches"
-                f" {accumulation}; lower one of them"
+                f"the training set has {num} samples, and an optimizer step takes"
+                f" {self.global_batch_size}: batch_size {loader.batch_size} x data_parallel"
+                f" {self._num_ranks} x trainer.accumulate_grad_batches {accumulation}; lower one"
+                " of them"
             )
         self._settings = {"samples": num, "seed": _seed_of(loader)}
         self._compare()
@@ -102,9 +112,14 @@ class SampleOrder(Callback):
         # This one is resumable:
         warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
         order = GlobalOrder(
-            num, self.global_batch_size, loader.batch_size, self._rank, self._num_ranks,
-            self._settings["seed"], consumed=lambda: self.consumed_samples,
-        )  # fmt: skip
+            num,
+            self.global_batch_size,
+            loader.batch_size,
+            self._rank,
+            self._num_ranks,
+            self._settings["seed"],
+            consumed=lambda: self.consumed_samples,
+        )
         return _like(loader, _Resumable(loader.dataset, order), drop_last=True)
 
     def _compare(self) -> None:
@@ -122,8 +137,9 @@ class SampleOrder(Callback):
         num = len(loader.dataset)
         if num % self._num_ranks and not loader.drop_last:  # ranks call collectives in each batch
             rank_zero_warn(
-                f"{-num % self._num_ranks} of {num} rows of an evaluation count twice, so that {self._num_ranks} ranks"
-                f" have equally many: evaluate a multiple of {self._num_ranks} rows, or on one process"
+                f"{-num % self._num_ranks} of {num} rows of an evaluation count twice, so that"
+                f" {self._num_ranks} ranks have equally many: evaluate a multiple of"
+                f" {self._num_ranks} rows, or on one process"
             )
         sampler = DistributedSampler(loader.dataset, self._num_ranks, self._rank, shuffle=False)
         return _like(loader, sampler, drop_last=loader.drop_last)
@@ -186,4 +202,10 @@ def _seed_of(loader: DataLoader) -> int | None:
 def _like(loader: DataLoader, sampler: Any, drop_last: bool) -> DataLoader:
     options: dict[str, Any] = {name: getattr(loader, name) for name in KEPT}
     options["worker_init_fn"] = loader.worker_init_fn or isolate_worker
-    return _Deferred(loader.dataset, batch_size=loader.batch_size, sampler=sampler, drop_last=drop_last, **options)
+    return _Deferred(
+        loader.dataset,
+        batch_size=loader.batch_size,
+        sampler=sampler,
+        drop_last=drop_last,
+        **options,
+    )

@@ -36,9 +36,14 @@ class Summary(Callback):
         if trainer.state.fn != "fit" or isinstance(exception, InputError):
             return
         savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, LastCheckpoint)]
-        if not isinstance(exception, Ended) and any(manifest.newest(saver.folder) for saver in savers):
+        if not isinstance(exception, Ended) and any(
+            manifest.newest(saver.folder) for saver in savers
+        ):
             print(f"\nstopped after step {trainer.global_step}; run folder: {self.folder}")
-            print("resume from the last checkpoint: the same command with --ckpt_path last", flush=True)
+            print(
+                "resume from the last checkpoint: the same command with --ckpt_path last",
+                flush=True,
+            )
         self._call_hooks(trainer, exception)
 
     @rank_zero_only

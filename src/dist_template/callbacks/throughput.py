@@ -1,4 +1,5 @@
-"""Measures throughput, model FLOPs utilization, the slowest rank and memory, without a device sync."""
+"""Measures throughput, model FLOPs utilization, the slowest rank and memory, without a device
+sync."""
 
 import statistics
 import time
@@ -21,15 +22,17 @@ MEMORY = ("memory/allocated_gib", "memory/reserved_gib", "memory/peak_share")  #
 class Throughput(Callback):
     """Logs perf/*, train/tokens or train/samples, memory/*, and with several ranks rank/*.
 
-    The time between two log steps is exact on any device, because a log step ends in a transfer that waits for the
-    device. Validation and checkpoints are excluded from it, with the wait for the batch after them.
+    The time between two log steps is exact on any device, because a log step ends in a transfer
+    that waits for the device. Validation and checkpoints are excluded from it, with the wait for
+    the batch after them.
 
-    rank/* compares each rank's own time for a step, by the host's clock: waiting for its loader, then forward. On a GPU
-    it shows slow hosts, not slow GPUs. In a forward pass with collectives ranks wait for each other: then only a slow
-    loader shows.
+    rank/* compares each rank's own time for a step, by the host's clock: waiting for its loader,
+    then forward. On a GPU it shows slow hosts, not slow GPUs. In a forward pass with collectives
+    ranks wait for each other: then only a slow loader shows.
 
-    memory/* is the largest of all ranks: the peak of torch's allocator since the last log step, or the resident memory
-    of a CPU process and its share of the memory of the host (or control group) that its ranks share."""
+    memory/* is the largest of all ranks: the peak of torch's allocator since the last log step, or
+    the resident memory of a CPU process and its share of the memory of the host (or control group)
+    that its ranks share."""
 
     def __init__(self) -> None:
         self._window_s = self._wait_s = self._own_s = 0.0
@@ -63,7 +66,9 @@ class Throughput(Callback):
         self._own_s += max(0.0, fetched - self._last_end)
         self._started = now
 
-    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+    def on_before_backward(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
+    ) -> None:
         now = time.perf_counter()
         self._own_s, self._started = self._own_s + now - self._started, now
 
@@ -100,7 +105,9 @@ class Throughput(Callback):
         self._window_s = self._wait_s = self._own_s = 0.0
         self._window_step = trainer.global_step
 
-    def on_log_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]) -> None:
+    def on_log_step(
+        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
+    ) -> None:
         of_ranks = metrics_of(module).of_ranks
         if times_s := of_ranks.get(OWN):
             slowest = max(times_s)

@@ -20,20 +20,25 @@ def logs(trainer: Any, step: int) -> bool:
 class TrainingLog(Callback):
     """Writes the module's training metrics every `trainer.log_every_n_steps` optimizer steps.
 
-    Callbacks with metrics define two hooks, which are called on every rank at log steps only. `before_log_step(trainer,
-    module)` puts measurements into `metrics_of(module)`. `on_log_step(trainer, module, metrics)` of callbacks before
-    this one adds to `metrics` what follows from all ranks' values in the buffer's `of_ranks`; of callbacks after this
-    one it shows the metrics or reacts to them."""
+    Callbacks with metrics define two hooks, which are called on every rank at log steps only.
+    `before_log_step(trainer, module)` puts measurements into `metrics_of(module)`.
+    `on_log_step(trainer, module, metrics)` of callbacks before this one adds to `metrics` what
+    follows from all ranks' values in the buffer's `of_ranks`; of callbacks after this one it shows
+    the metrics or reacts to them."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         log_at_optimizer_steps(trainer)
 
-    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+    def on_before_backward(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
+    ) -> None:
         if not tracks_metrics(pl_module):  # Lightning has divided it by the accumulation
             loss = loss.detach() * trainer.accumulate_grad_batches
             metrics_of(pl_module).add("train/loss", loss)
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
+    ) -> None:
         if accumulates(trainer) or not logs(trainer, trainer.global_step):
             return
         callbacks, buffer = callbacks_of(trainer), metrics_of(pl_module)
@@ -61,8 +66,9 @@ def _sum_over_ranks(vector: Tensor) -> Tensor:
 
 
 def call(receivers: list[Any], hook: str, *args: Any) -> None:
-    """Calls the method `hook` of each callback or logger that has it. A logger may have `log_sample(text, step)`,
-    `on_checkpoint(path)` of a committed one, `on_resume(step)` and `alert(title, text, level)`."""
+    """Calls the method `hook` of each callback or logger that has it. A logger may have
+    `log_sample(text, step)`, `on_checkpoint(path)` of a committed one, `on_resume(step)` and
+    `alert(title, text, level)`."""
     for receiver in receivers:
         if hasattr(receiver, hook):
             getattr(receiver, hook)(*args)

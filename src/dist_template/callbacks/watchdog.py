@@ -25,12 +25,14 @@ LATER_S = 60.0  # collectives time out later than the watchdog, which can name t
 class Watchdog(Callback):
     """Ends a training that hangs, with the stacks of all threads and the name of the stalled rank.
 
-    Progress is a batch of training or validation, its forward or backward pass, and the start of a checkpoint. If one
-    of these takes longer, for example writing a very large checkpoint, raise the limit.
+    Progress is a batch of training or validation, its forward or backward pass, and the start of a
+    checkpoint. If one of these takes longer, for example writing a very large checkpoint, raise the
+    limit.
 
     Args:
         timeout_s: Seconds without progress after which all ranks exit with code 71. 0 turns it off.
-        start_timeout_s: The same from the process's start to the end of the first optimizer step. 0 turns it off."""
+        start_timeout_s: The same from the process's start to the end of the first optimizer step. 0
+            turns it off."""
 
     def __init__(self, timeout_s: float = 600.0, start_timeout_s: float = 1800.0) -> None:
         check_least("watchdog", timeout_s=(timeout_s, 0), start_timeout_s=(start_timeout_s, 0))
@@ -72,7 +74,9 @@ class Watchdog(Callback):
         if WATCHDOG.is_exiting:  # this error is a consequence; the watchdog reports the cause
             time.sleep(10)
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: object, batch: object, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: object, batch: object, batch_idx: int
+    ) -> None:
         self._step, self._batch = trainer.global_step + 1, batch_idx
         WATCHDOG.beat()
 
@@ -82,7 +86,13 @@ class Watchdog(Callback):
             self._started(trainer)
 
     def on_validation_batch_start(
-        self, trainer: L.Trainer, pl_module: object, batch: object, batch_idx: int, *_: object, **__: object
+        self,
+        trainer: L.Trainer,
+        pl_module: object,
+        batch: object,
+        batch_idx: int,
+        *_: object,
+        **__: object,
     ) -> None:
         self._eval_batch = batch_idx
         WATCHDOG.beat()
@@ -121,8 +131,8 @@ class Watchdog(Callback):
 
 
 def limit_groups(trainer: L.Trainer, limit_s: float) -> None:
-    """Sets the timeout of all process groups; torch's own applies to the first one only. A `timeout` of the strategy
-    other than Lightning's default has priority."""
+    """Sets the timeout of all process groups; torch's own applies to the first one only. A
+    `timeout` of the strategy other than Lightning's default has priority."""
     if not dist.is_initialized():
         return
     limit = timeout_of(trainer.strategy)

@@ -5,12 +5,14 @@
     .step00000040.ckpt.tmp/     is being written, or was left by a killed save
     .step00000040.ckpt.old/     is being deleted
 
-torch's distributed format and DeepSpeed write into the folder that they are given. A save that is killed halfway would
-leave new shards of some ranks and old shards of others, which load without an error. Here all ranks write into a
-temporary folder. Its files are flushed to the disk and hashed, and one rename turns it into the checkpoint.
+torch's distributed format and DeepSpeed write into the folder that they are given. A save that is
+killed halfway would leave new shards of some ranks and old shards of others, which load without an
+error. Here all ranks write into a temporary folder. Its files are flushed to the disk and hashed,
+and one rename turns it into the checkpoint.
 
-All ranks must see the same folder; on several nodes it must be on a shared file system. With a store, each node may
-have a folder on its own disk: its first rank creates and renames it, and the manifest lists all nodes' files."""
+All ranks must see the same folder; on several nodes it must be on a shared file system. With a
+store, each node may have a folder on its own disk: its first rank creates and renames it, and the
+manifest lists all nodes' files."""
 
 import errno
 import os
@@ -47,21 +49,32 @@ T = TypeVar("T")
 
 
 class SaveError(Exception):
-    """A rank's disk refused a write. Raised on all ranks: no checkpoint was committed, and the ones before are kept."""
+    """A rank's disk refused a write. Raised on all ranks: no checkpoint was committed, and the ones
+    before are kept."""
 
 
 def save(trainer: L.Trainer, path: Path, **notes: object) -> None:
-    """Commits the present state as `path`, with `notes` in its manifest. Collective; raises SaveError."""
+    """Commits the present state as `path`, with `notes` in its manifest. Collective; raises
+    SaveError."""
     path, checkpoint = Path(weights.broadcast(str(path))), checkpoint_of(trainer)
     entries = training_entries(trainer) | notes
-    write_into(path, entries, lambda folder: trainer.strategy.save_checkpoint(checkpoint, folder), trainer=trainer)
+    write_into(
+        path,
+        entries,
+        lambda folder: trainer.strategy.save_checkpoint(checkpoint, folder),
+        trainer=trainer,
+    )
 
 
 def write_into(
-    path: Path, entries: Entries, write: Callable[[Path], object], group: Group = None, trainer: Any = None
+    path: Path,
+    entries: Entries,
+    write: Callable[[Path], object],
+    group: Group = None,
+    trainer: Any = None,
 ) -> None:
-    """Commits what all ranks `write` into a temporary folder as `path`, then calls `on_commit` of callbacks with the
-    path and the files that this rank has hashed. Collective in `group`."""
+    """Commits what all ranks `write` into a temporary folder as `path`, then calls `on_commit` of
+    callbacks with the path and the files that this rank has hashed. Collective in `group`."""
     ranks = [*range(weights.world_size(group))]
     if STORE in entries:  # each node may have a disk of its own
         ranks = weights.peers(path.parent, group)
@@ -75,7 +88,8 @@ def write_into(
             callback.on_commit(path, hashed)
 
 
-_LED: set[Path] = set()  # folders, on a node's own disk or on a shared one, in which this rank is the first
+# folders, on a node's own disk or on a shared one, in which this rank is the first
+_LED: set[Path] = set()
 
 
 def leads(folder: Path) -> bool:
@@ -99,8 +113,8 @@ def training_entries(trainer: L.Trainer) -> Entries:
 
 
 def begin(path: Path, group: Group = None, ranks: Sequence[int] = (0,)) -> Path:
-    """Returns an empty folder, into which all ranks write before `finish`. Collective in `group`; raises SaveError.
-    `ranks` are those that see the same folder; their first creates it."""
+    """Returns an empty folder, into which all ranks write before `finish`. Collective in `group`;
+    raises SaveError. `ranks` are those that see the same folder; their first creates it."""
     temporary, failure = _hidden(path, "tmp"), None
 
     def create() -> None:
@@ -113,7 +127,13 @@ def begin(path: Path, group: Group = None, ranks: Sequence[int] = (0,)) -> Path:
     return temporary
 
 
-def finish(path: Path, entries: Entries, failure: str | None, group: Group = None, ranks: Sequence[int] = ()) -> Files:
+def finish(
+    path: Path,
+    entries: Entries,
+    failure: str | None,
+    group: Group = None,
+    ranks: Sequence[int] = (),
+) -> Files:
     """Hashes the files in the temporary folder of `path`, and renames it. Collective in `group`.
 
     Each rank flushes and hashes a part of the files. `entries` are the manifest's, other than the
@@ -121,11 +141,15 @@ def finish(path: Path, entries: Entries, failure: str | None, group: Group = Non
     see the same folder (none: all ranks). Returns the files that this rank has hashed.
 
     Raises:
-        SaveError: on all ranks, if a disk refused a write of one; the temporary folder is deleted."""
+        SaveError: on all ranks, if a disk refused a write of one; the temporary folder is
+            deleted."""
     temporary, ranks = _hidden(path, "tmp"), ranks or range(weights.world_size(group))
-    # A network file system may list a new file late, but not to the rank that wrote it: ranks send what rank 0 misses.
+    # A network file system may list a new file late, but not to the rank that wrote it: ranks send
+    # what rank 0 misses.
     _to_rank_zero(temporary, failure, None, group)  # all have written
-    own = {file.relative_to(temporary).as_posix() for file in temporary.rglob("*") if file.is_file()}
+    own = {
+        file.relative_to(temporary).as_posix() for file in temporary.rglob("*") if file.is_file()
+    }
     if len(ranks) == weights.world_size(group):
         listed = {*weights.broadcast(own, group)}
         missed = _to_rank_zero(temporary, None, own - listed, group)
@@ -149,9 +173,9 @@ def finish(path: Path, entries: Entries, failure: str | None, group: Group = Non
 
 
 def disk_error(write: Callable[[], object]) -> str | None:
-    """Calls `write`. Returns which rank's disk refused it and why, or None. Raises other errors. Meanwhile torch's
-    writer computes no CRC-32 of each tensor, which takes over half of its CPU time: torch's reader never checks it, and
-    the manifest has one for each file."""
+    """Calls `write`. Returns which rank's disk refused it and why, or None. Raises other errors.
+    Meanwhile torch's writer computes no CRC-32 of each tensor, which takes over half of its CPU
+    time: torch's reader never checks it, and the manifest has one for each file."""
     try:
         # The setting is this thread's.
         with serialization.patch("save.compute_crc32", False):  # ty: ignore[missing-attribute]
@@ -226,8 +250,8 @@ def _hidden(path: Path, suffix: str) -> Path:
 
 
 def _to_rank_zero(temporary: Path, failure: str | None, value: T, group: Group) -> list[T]:
-    """Returns every rank's `value` on rank 0, [] on the others, once all ranks have come here; if one has a failure,
-    raises SaveError on all ranks. Rank 0 deletes the temporary folder then."""
+    """Returns every rank's `value` on rank 0, [] on the others, once all ranks have come here; if
+    one has a failure, raises SaveError on all ranks. Rank 0 deletes the temporary folder then."""
     answers = weights.to_rank_zero((failure, value), group)
     failures = [why for why, _ in answers if why]
     if refusal := weights.broadcast(failures[:1], group):
@@ -244,9 +268,10 @@ class BackgroundSaver:
     """Saves one checkpoint at a time: training waits for a copy, which a thread writes.
 
     The thread does what `save` does, over a process group of its own: collectives that two threads
-    start in one group would be paired with each other, and the ranks would abort. torch's `dcp.async_save` covers only
-    the distributed format, and neither hashes nor commits; its stager, which copies to pinned memory and reuses that
-    memory, is used here. All ranks create the saver together.
+    start in one group would be paired with each other, and the ranks would abort. torch's
+    `dcp.async_save` covers only the distributed format, and neither hashes nor commits; its stager,
+    which copies to pinned memory and reuses that memory, is used here. All ranks create the saver
+    together.
 
     Args:
         strategy: Any, without state on NVMe. Its timeout also limits the save's collectives."""
@@ -266,7 +291,8 @@ class BackgroundSaver:
             self._group = dist.new_group(backend="gloo", timeout=timeout_of(strategy))
 
     def start(self, trainer: L.Trainer, path: Path) -> None:
-        """Copies the present state, and starts to write it as `path`. Collective; call `wait` before the next."""
+        """Copies the present state, and starts to write it as `path`. Collective; call `wait`
+        before the next."""
         assert self._save is None
         path, checkpoint = Path(weights.broadcast(str(path))), checkpoint_of(trainer)
         write = format_for(trainer.strategy).stage(checkpoint, self._stager.stage, self._group)

@@ -6,8 +6,9 @@
     folder with latest          ZeroFormat     ZeroStrategy: DeepSpeed's partitions with the rest
 
 Lightning has two ways to load: by a CheckpointIO (single device, DDP), here `PlainFormat`, and by
-the strategy itself (MeshStrategy, ZeroStrategy), here `StrategyFormat`. Lightning's and torch's converters
-(`consolidate_checkpoint`, `dcp_to_torch_save`) read only the distributed format, and unpickle without restrictions."""
+the strategy itself (MeshStrategy, ZeroStrategy), here `StrategyFormat`. Lightning's and torch's
+converters (`consolidate_checkpoint`, `dcp_to_torch_save`) read only the distributed format, and
+unpickle without restrictions."""
 
 import warnings
 import zipfile
@@ -34,7 +35,18 @@ from ..plugins import loaded
 from .frozen import KEY, REFERENCE, exclude_frozen
 from .manifest import Needed, agreed
 from .optimizer import ANEW, by_name, is_by_name, report_missing_moments
-from .protocol import GROUP, Checkpoint, CheckpointFormat, Copy, Group, Opened, S, Shapes, State, registered_format
+from .protocol import (
+    GROUP,
+    Checkpoint,
+    CheckpointFormat,
+    Copy,
+    Group,
+    Opened,
+    S,
+    Shapes,
+    State,
+    registered_format,
+)
 from .stored import Mapped, Stored, copy_shard, copy_weights
 from .untrusted import agreed_on_errors, reading
 
@@ -63,9 +75,12 @@ def format_for(strategy: Strategy) -> CheckpointFormat:
 
 
 def verified(
-    path: Path, module: L.LightningModule, is_strict: bool = True, weights_only: bool | None = None,
+    path: Path,
+    module: L.LightningModule,
+    is_strict: bool = True,
+    weights_only: bool | None = None,
     needed: Needed | None = None,
-) -> Opened:  # fmt: skip
+) -> Opened:
     """Opens the checkpoint that all ranks load. Collective; rank 0 reads and compares.
 
     Args:
@@ -98,7 +113,9 @@ def reads_optimizer(module: L.LightningModule) -> bool:
     return module.trainer.state.fn == TrainerFn.FITTING and not getattr(module, ANEW, False)
 
 
-def read_full(path: str | Path, module: nn.Module | None = None, optimizer: bool = True) -> Checkpoint:
+def read_full(
+    path: str | Path, module: nn.Module | None = None, optimizer: bool = True
+) -> Checkpoint:
     """Reads a checkpoint of any strategy in one process, with full (unsharded) tensors on the host.
 
     Call manifest.agreed before, which verifies the files.
@@ -109,10 +126,13 @@ def read_full(path: str | Path, module: nn.Module | None = None, optimizer: bool
         optimizer: false skips the optimizer's state, which needs twice the memory of the weights.
 
     Returns:
-        Lightning's dict. "state_dict" holds the trained weights, in fp32 if the strategy keeps an fp32 copy.
-        "optimizer_states" holds each optimizer's state by parameter name (optimizer.py), if the checkpoint has any.
+        Lightning's dict. "state_dict" holds the trained weights, in fp32 if the strategy keeps an
+        fp32 copy.
+        "optimizer_states" holds each optimizer's state by parameter name (optimizer.py), if the
+        checkpoint has any.
 
-    Raises InputError if `path` is no checkpoint, incomplete, unreadable, not data alone, or of another model than
+    Raises InputError if `path` is no checkpoint, incomplete, unreadable, not data alone, or of
+    another model than
     `module`."""
     expected = None
     if module is not None:
@@ -122,8 +142,9 @@ def read_full(path: str | Path, module: nn.Module | None = None, optimizer: bool
 
 @torch.no_grad()
 def load_full(path: str | Path, module: nn.Module) -> dict[str, Any]:
-    """Loads the weights of a checkpoint into `module`, on the host, one tensor at a time. Returns the stored tensors of
-    those on the meta device, which are not loaded. Raises InputError as `read_full` does."""
+    """Loads the weights of a checkpoint into `module`, on the host, one tensor at a time. Returns
+    the stored tensors of those on the meta device, which are not loaded. Raises InputError as
+    `read_full` does."""
     if getattr(module, KEY, None):
         exclude_frozen(module)
     targets = module.state_dict(keep_vars=True)
@@ -151,7 +172,9 @@ def _in_memory(opened: Opened, optimizer: bool) -> Checkpoint:
         return tree_map(lambda value: value[...] if isinstance(value, Stored) else value, stored)
 
 
-def _opened(path: Path, module: nn.Module | None, shapes: Shapes | None, weights_only: bool | None = None) -> Opened:
+def _opened(
+    path: Path, module: nn.Module | None, shapes: Shapes | None, weights_only: bool | None = None
+) -> Opened:
     """Opens a checkpoint that was trained on `module`'s frozen base and has these shapes."""
     format = format_of(path)
     if format is None:
@@ -163,13 +186,15 @@ def _opened(path: Path, module: nn.Module | None, shapes: Shapes | None, weights
             continue
         if then.get("of") != now["of"]:
             warnings.warn(
-                f"{key} of checkpoint {str(path)!r} is not compared: an earlier version wrote it", stacklevel=2
+                f"{key} of checkpoint {str(path)!r} is not compared: an earlier version wrote it",
+                stacklevel=2,
             )
             continue
         how = "with another reference model for data.source Preferences"
         if key == KEY:
             how = (
-                f"on {then['name']} with SHA-256 {then['sha256'][:12]}, but {now['name']} has {now['sha256'][:12]} now"
+                f"on {then['name']} with SHA-256 {then['sha256'][:12]}, but {now['name']} has"
+                f" {now['sha256'][:12]} now"
             )
         raise InputError(
             f"checkpoint {str(path)!r} was trained {how}: restore the run's model.pretrained, or"
@@ -200,8 +225,9 @@ class StrategyFormat(CheckpointFormat[S]):
     def load(self, path: Path, weights_only: bool | None) -> Checkpoint:
         """Loads a checkpoint of any format into the strategy. Collective.
 
-        If this format does not read it, every rank opens it and copies the slices that it needs, one tensor after the
-        other, so that it holds its shard and a tensor. Optimizer state is loaded for training, if there is any.
+        If this format does not read it, every rank opens it and copies the slices that it needs,
+        one tensor after the other, so that it holds its shard and a tensor. Optimizer state is
+        loaded for training, if there is any.
 
         Returns:
             Lightning's entries other than weights and optimizer state.
@@ -225,11 +251,13 @@ class StrategyFormat(CheckpointFormat[S]):
 
     @abstractmethod
     def needed(self, path: Path, parts: set[str]) -> set[str]:
-        """Returns the `parts` (manifest.PARTS) of a checkpoint that this rank reads; its other files are here."""
+        """Returns the `parts` (manifest.PARTS) of a checkpoint that this rank reads; its other
+        files are here."""
 
     @abstractmethod
     def reads(self, opened: Opened) -> bool:
-        """Returns whether `load_own` reads it. Else every rank copies its slices of what `read` returns."""
+        """Returns whether `load_own` reads it. Else every rank copies its slices of what `read`
+        returns."""
 
     @abstractmethod
     def load_own(self, opened: Opened) -> Checkpoint:
@@ -237,7 +265,8 @@ class StrategyFormat(CheckpointFormat[S]):
 
     @abstractmethod
     def set_optimizer_state(self, stored_weights: Mapping[str, Any], states: list[State]) -> None:
-        """Sets this rank's shards of each optimizer's state from `states`, whose tensors are stored. Collective."""
+        """Sets this rank's shards of each optimizer's state from `states`, whose tensors are
+        stored. Collective."""
 
 
 # ---- one file ------------------------------------------------------------------------------------
@@ -290,12 +319,17 @@ class PlainFormat(CheckpointFormat[Strategy], TorchCheckpointIO):
         opened = verified(path, module, is_strict, weights_only)
         if opened.format is PlainFormat:
             content = _content(opened.path, opened.weights_only)
-            kept = content.pop("state_dict")  # which Lightning copies; of the rest, the file may be deleted
-            content = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, content)
+            # which Lightning copies; of the rest, the file may be deleted
+            kept = content.pop("state_dict")
+            content = tree_map(
+                lambda value: value.clone() if isinstance(value, Tensor) else value, content
+            )
             return content | {"state_dict": kept}
         return {"optimizer_states": [], **_in_memory(opened, opened.with_optimizer)}
 
-    def save_checkpoint(self, checkpoint: Checkpoint, path: str | Path, storage_options: object = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: Checkpoint, path: str | Path, storage_options: object = None
+    ) -> None:
         if Path(path).is_dir():
             self.save(checkpoint, Path(path))
         else:

@@ -14,11 +14,13 @@ from .. import weights
 
 KEY = "frozen_base"  # in Lightning's dict, and the module's attribute
 REFERENCE = "frozen_reference"  # likewise, of the copy that preferences are compared with
-EACH = "each parameter"  # what the hash is of; checkpoints of versions before 0.33 have one of all in a row
+# what the hash is of; checkpoints of versions before 0.33 have one of all in a row
+EACH = "each parameter"
 
 
 class FrozenHash:
-    """Hash of a model's frozen parameters; ranks may read any of them, in any order, at about 1 s per GB."""
+    """Hash of a model's frozen parameters; ranks may read any of them, in any order, at about 1 s
+    per GB."""
 
     def __init__(self) -> None:
         self._digests: dict[str, str] = {}
@@ -38,8 +40,8 @@ class FrozenHash:
 
 
 def exclude_frozen(module: nn.Module, start: str = "") -> None:
-    """Leaves frozen parameters out of `module`'s state dict; one without them can be loaded. With `start`, only
-    parameters, and also buffers, whose names start with it."""
+    """Leaves frozen parameters out of `module`'s state dict; one without them can be loaded. With
+    `start`, only parameters, and also buffers, whose names start with it."""
 
     def excluded(owner: nn.Module) -> set[str]:
         named = dict(owner.named_parameters(remove_duplicate=False))

@@ -34,7 +34,9 @@ MODEL = re.compile(r"model\.(architecture|pretrained)\.")
 OF_AN_ORDER = {"samples", "seed"}  # of a plain dataset: callbacks/sample_order.py compares them
 
 
-def fixed_settings(trainer: L.Trainer, data: object, module: L.LightningModule) -> dict[str, object]:
+def fixed_settings(
+    trainer: L.Trainer, data: object, module: L.LightningModule
+) -> dict[str, object]:
     """Returns the settings of a trainer, a data module and a module, as JSON has them."""
     found: dict[str, object] = getattr(data, KEY, dict)()
     for key in ("gradient_clip_val", "gradient_clip_algorithm", "precision"):
@@ -58,9 +60,11 @@ def settings_of(path: Path) -> dict[str, object]:
     return {}
 
 
-def compare(path: str | Path, before: dict[str, object], now: dict[str, object], accept: list[str]) -> list[str]:
-    """Prints a line for each key that differs, and returns those whose new value takes effect. Changes values in `now`
-    that the checkpoint restores. Keys in `accept` may differ.
+def compare(
+    path: str | Path, before: dict[str, object], now: dict[str, object], accept: list[str]
+) -> list[str]:
+    """Prints a line for each key that differs, and returns those whose new value takes effect.
+    Changes values in `now` that the checkpoint restores. Keys in `accept` may differ.
 
     Raises:
         InputError: one differs that is not accepted, and the samples or the function depend on it;

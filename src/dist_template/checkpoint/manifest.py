@@ -4,8 +4,9 @@ The manifest has format, step, number of ranks, strategy, and the size and CRC-3
 CRC-32 detects every change within 32 consecutive bits, and all but one in 4e9 of other changes. It
 detects accidents, not attacks; but no code in a checkpoint is run (untrusted.py).
 
-With a store (`run.store`), the entry "checkpoint_store" is the address of the folder of checkpoints. A file that is
-missing on this disk is then another node's, or was lost: `agreed` fetches it where it is read."""
+With a store (`run.store`), the entry "checkpoint_store" is the address of the folder of
+checkpoints. A file that is missing on this disk is then another node's, or was lost: `agreed`
+fetches it where it is read."""
 
 import json
 import os
@@ -23,10 +24,12 @@ FORMAT = 1
 NAME = re.compile(r"(best-)?step(\d{8,})\.ckpt")
 CHUNK = 1 << 22  # bytes read at once: large enough for a disk, small enough for a CPU's cache
 
-PARTS = (".distcp", "_optim_states.pt")  # how the names of files end that one rank writes, and not every rank reads
+# how the names of files end that one rank writes, and not every rank reads
+PARTS = (".distcp", "_optim_states.pt")
 
 Files = dict[str, list[int]]  # relative path: [bytes, CRC-32]
-# Of a checkpoint whose other files are here, and the names of its parts: those that this rank reads. Collective.
+# Of a checkpoint whose other files are here, and the names of its parts: those that this rank
+# reads. Collective.
 Needed = Callable[[Path, set[str]], set[str]]
 
 
@@ -60,8 +63,9 @@ def is_ours(path: Path) -> bool:
 
 
 def resolve(path: Path) -> tuple[Path, list[Path]]:
-    """Returns (the checkpoint or folder of checkpoints at `path`, the candidates, newest first). `path` may be a file
-    in a checkpoint. Another library's checkpoint is no candidate: it has no manifest."""
+    """Returns (the checkpoint or folder of checkpoints at `path`, the candidates, newest first).
+    `path` may be a file in a checkpoint. Another library's checkpoint is no candidate: it has no
+    manifest."""
     if (path.parent / MANIFEST).exists():
         path = path.parent
     candidates = found(path)
@@ -124,7 +128,8 @@ def torn(path: Path) -> str | None:
 
 
 def damage(path: Path, every_byte: bool = True, rank: int = 0, ranks: int = 1) -> str | None:
-    """Returns why the checkpoint `path` is not valid, or None if it is. With `ranks` above 1, each reads a part."""
+    """Returns why the checkpoint `path` is not valid, or None if it is. With `ranks` above 1, each
+    reads a part."""
     try:
         entries = read(path)
     except ValueError as error:
@@ -170,9 +175,9 @@ def newest(folder: Path) -> Path | None:
 
 
 def agreed(path: Path, needed: Needed | None = None) -> Path:
-    """Returns the checkpoint that all ranks load, verified by all ranks together: `path`, or the newest valid one of a
-    folder. Another library's has no manifest and is not verified. Of a checkpoint in a store each node gets what its
-    ranks need; None: all. Collective.
+    """Returns the checkpoint that all ranks load, verified by all ranks together: `path`, or the
+    newest valid one of a folder. Another library's has no manifest and is not verified. Of a
+    checkpoint in a store each node gets what its ranks need; None: all. Collective.
 
     Raises:
         InputError: on all ranks, if `path` is damaged, or all checkpoints in the folder are."""
@@ -199,13 +204,18 @@ def agreed(path: Path, needed: Needed | None = None) -> Path:
         return path
     if candidates == [path]:
         raise InputError(
-            f"checkpoint {str(path)!r} is damaged: {why}; give another, or `last` for the newest valid one"
+            f"checkpoint {str(path)!r} is damaged: {why}; give another, or `last` for the newest"
+            " valid one"
         )
-    raise InputError(f"{path} holds damaged checkpoints only: {', '.join(skipped)}; move it away to start a new run")
+    raise InputError(
+        f"{path} holds damaged checkpoints only: {', '.join(skipped)}; move it away to start a new"
+        " run"
+    )
 
 
 def _stored(path: Path) -> int | None:
-    """Returns the CRC-32 of the manifest of a checkpoint that is, or will be, in a store too; else None."""
+    """Returns the CRC-32 of the manifest of a checkpoint that is, or will be, in a store too; else
+    None."""
     try:
         entries = read(path)
         return entries["crc32"] if STORE in entries else None
@@ -214,7 +224,8 @@ def _stored(path: Path) -> int | None:
 
 
 def _fetched(path: Path, needed: Needed | None) -> str | None:
-    """Fetches what is missing or damaged on this rank's disk. Collective. Returns why the checkpoint is invalid."""
+    """Fetches what is missing or damaged on this rank's disk. Collective. Returns why the
+    checkpoint is invalid."""
     from .. import weights
 
     files: Files = read(path)["files"]
@@ -232,8 +243,9 @@ def _fetched(path: Path, needed: Needed | None) -> str | None:
 
 
 def _complete(path: Path, wanted: list[str], ranks: list[int]) -> str | None:
-    """Gets the `wanted` files of this rank's disk, among whose `ranks` they are divided: from the store, else from the
-    disk of another node. Collective. Returns why one cannot be had, or None."""
+    """Gets the `wanted` files of this rank's disk, among whose `ranks` they are divided: from the
+    store, else from the disk of another node. Collective. Returns why one cannot be had, or
+    None."""
     from .. import plugins, weights
 
     entries, why = read(path), None

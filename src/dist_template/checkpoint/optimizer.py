@@ -3,8 +3,9 @@
     {"state": {name: {"step": (), "exp_avg": like the parameter, …}},
      "param_groups": [{"params": [name, …], "lr": …, …}, …]}
 
-torch's optimizers number their parameters in the order of their groups, which can differ between strategies. The
-callback `ParameterNames` therefore writes the names into checkpoints, and numbers the state again when it is loaded."""
+torch's optimizers number their parameters in the order of their groups, which can differ between
+strategies. The callback `ParameterNames` therefore writes the names into checkpoints, and numbers
+the state again when it is loaded."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -35,14 +36,17 @@ def is_by_name(state: State) -> bool:
 
 def by_name(numbered: State, names: list[str]) -> State:
     """Converts the result of `Optimizer.state_dict`, in which parameter n is `names[n]`."""
-    groups = [group | {"params": [names[number] for number in group["params"]]} for group in numbered["param_groups"]]
+    groups = [
+        group | {"params": [names[number] for number in group["params"]]}
+        for group in numbered["param_groups"]
+    ]
     state = {names[number]: values for number, values in numbered["state"].items()}
     return {"state": state, "param_groups": groups}
 
 
 def by_name_from_flat(flat: Mapping[str, object], names: Iterable[str]) -> State:
-    """Converts torch's flattened form: `state.<name>.exp_avg`, `param_groups.<name>.lr`. That form has no groups;
-    parameters with equal settings become one."""
+    """Converts torch's flattened form: `state.<name>.exp_avg`, `param_groups.<name>.lr`. That form
+    has no groups; parameters with equal settings become one."""
     known = set(names)
     state: State = {}
     settings: dict[str, dict[str, object]] = {}
@@ -85,14 +89,15 @@ def numbered(named: State, groups: list[list[str]], settings: list[State]) -> St
 
 
 def without_moments(named: State, groups: list[list[str]]) -> set[str]:
-    """Returns the parameters without state in the checkpoint: they never had a gradient. Raises InputError if the
-    checkpoint's optimizer did not have one of the parameters."""
+    """Returns the parameters without state in the checkpoint: they never had a gradient. Raises
+    InputError if the checkpoint's optimizer did not have one of the parameters."""
     trained = set().union(*(group["params"] for group in named["param_groups"]))
     missing = set().union(*groups) - set(named["state"])
     if added := sorted(missing - trained):
         raise InputError(
-            f"--ckpt_path: the checkpoint has no optimizer state for {added[0]} ({len(added)} such parameters); resume"
-            " with the same trainable parameters, or export it and start a new run with model.pretrained"
+            f"--ckpt_path: the checkpoint has no optimizer state for {added[0]} ({len(added)} such"
+            " parameters); resume with the same trainable parameters, or export it and start a"
+            " new run with model.pretrained"
         )
     return missing
 
@@ -114,21 +119,28 @@ class ParameterNames(Callback):
     def __init__(self) -> None:
         self._loaded: State = {}
 
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: State) -> None:
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: State
+    ) -> None:
         if trainer.strategy.lightning_restore_optimizer:  # other formats have names
-            checkpoint["parameter_names"] = [sum(groups_of(pl_module, one), []) for one in trainer.optimizers]
+            checkpoint["parameter_names"] = [
+                sum(groups_of(pl_module, one), []) for one in trainer.optimizers
+            ]
         for key in (KEY, REFERENCE):
             if base := getattr(pl_module, key, None):
                 checkpoint[key] = base
 
-    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: State) -> None:
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: State
+    ) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             return
         averages = any(isinstance(each, WeightAveraging) for each in trainer.callbacks)  # ty: ignore[missing-attribute]
         if "averaging_state" in checkpoint and not averages:
             raise InputError(
-                "the checkpoint's weights are averages of the callback WeightAveraging, with which training cannot"
-                " continue: give --trainer.callbacks that callback again, on one device or under DDP"
+                "the checkpoint's weights are averages of the callback WeightAveraging, with"
+                " which training cannot continue: give --trainer.callbacks that callback again,"
+                " on one device or under DDP"
             )
         if getattr(pl_module, ANEW, False):
             checkpoint["optimizer_states"] = []
@@ -182,7 +194,8 @@ def _fit_schedule(schedule: State, count: int) -> None:
             continue
         if any(value != values[0] for value in values):
             raise InputError(
-                f"--ckpt_path: the learning-rate schedule's {key} differs between {len(values)} parameter groups, and"
-                f" this strategy has {count}; resume under the strategy that wrote the checkpoint"
+                f"--ckpt_path: the learning-rate schedule's {key} differs between {len(values)}"
+                f" parameter groups, and this strategy has {count}; resume under the strategy that"
+                " wrote the checkpoint"
             )
         schedule[key] = values[:1] * count

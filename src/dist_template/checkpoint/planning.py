@@ -1,8 +1,10 @@
-"""Plans saves of the distributed format so that rank 0's part does not grow with the number of replicas.
+"""Plans saves of the distributed format so that rank 0's part does not grow with the number of
+replicas.
 
-By torch's planner every rank that holds a tensor sends its plan for it, in each save, and rank 0 drops the copies: with
-4,096 ranks and DeepSeek-V3's 3,636 tensors that is 4 GB. Here one rank of those that hold a shard plans to write it, by
-the tensor's name; plans are sent in the first save, and then where one has changed."""
+By torch's planner every rank that holds a tensor sends its plan for it, in each save, and rank 0
+drops the copies: with 4,096 ranks and DeepSeek-V3's 3,636 tensors that is 4 GB. Here one rank of
+those that hold a shard plans to write it, by the tensor's name; plans are sent in the first save,
+and then where one has changed."""
 
 from __future__ import annotations
 
@@ -26,37 +28,55 @@ _of_training: WeakKeyDictionary[Strategy, type[OnceEach]] = WeakKeyDictionary()
 
 
 def planner(strategy: Strategy) -> DefaultSavePlanner:
-    """Returns a planner that caches plans for one training: torch does so by the name of the class, for all others."""
+    """Returns a planner that caches plans for one training: torch does so by the name of the class,
+    for all others."""
     kind = type(f"OnceEach{next(_numbers)}", (OnceEach,), {})
     return _of_training.setdefault(strategy, kind)(enable_plan_caching=True)
 
 
 class OnceEach(DefaultSavePlanner):
-    """Plans each shard on one of the ranks that hold it, and the optimizer's other values on one rank of the mesh."""
+    """Plans each shard on one of the ranks that hold it, and the optimizer's other values on one
+    rank of the mesh."""
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        meshes = {value.device_mesh for value in self.state_dict.values() if isinstance(value, DTensor)}
+        meshes = {
+            value.device_mesh for value in self.state_dict.values() if isinstance(value, DTensor)
+        }
         largest = max(meshes, key=lambda mesh: (mesh.size(), str(mesh)), default=None)
-        self.state_dict = {name: value for name, value in self.state_dict.items() if _is_own(name, value, largest)}
-        self.mappings = {name: path for name, path in self.mappings.items() if name in self.state_dict}
+        self.state_dict = {
+            name: value for name, value in self.state_dict.items() if _is_own(name, value, largest)
+        }
+        self.mappings = {
+            name: path for name, path in self.mappings.items() if name in self.state_dict
+        }
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
-        return plans, replace(metadata)  # a copy, which the writer empties; the cache keeps the other
+        # a copy, which the writer empties; the cache keeps the other
+        return plans, replace(metadata)
 
 
 def _is_own(name: str, value: object, largest: DeviceMesh | None) -> bool:
-    """Returns whether this rank writes a value. What remains double, as a pipeline's tied weights, rank 0 drops."""
-    mesh, copied, number = largest, repeat(True), 0  # settings and counts of steps: in one file, which all ranks read
+    """Returns whether this rank writes a value. What remains double, as a pipeline's tied weights,
+    rank 0 drops."""
+    # settings and counts of steps: in one file, which all ranks read
+    mesh, copied, number = (largest, repeat(True), 0)
     if isinstance(value, DTensor):
         number = _number(name)
-        mesh, copied = value.device_mesh, [placement.is_replicate() for placement in value.placements]
+        mesh, copied = (
+            value.device_mesh,
+            [placement.is_replicate() for placement in value.placements],
+        )
     elif name.startswith("state_dict."):
         return True  # few; torch's planner sends them
     if mesh is None:
         return True
-    for place, size, is_copied in zip(mesh.get_coordinate() or (), mesh.shape, copied, strict=False):
+    for place, size, is_copied in zip(
+        mesh.get_coordinate() or (), mesh.shape, copied, strict=False
+    ):
         if is_copied:
             number, chosen = divmod(number, size)
             if chosen != place:
@@ -66,12 +86,14 @@ def _is_own(name: str, value: object, largest: DeviceMesh | None) -> bool:
 
 @cache
 def _number(name: str) -> int:
-    """Returns consecutive numbers for consecutive layers, so that consecutive replicas write them."""
+    """Returns consecutive numbers for consecutive layers, so that consecutive replicas write
+    them."""
     return crc32(re.sub(r"\d+", "", name).encode()) + sum(map(int, re.findall(r"\d+", name)))
 
 
 class Writer(FileSystemWriter):
-    """Empties the metadata once rank 0 has written it: torch sends it to all ranks, which do not read it."""
+    """Empties the metadata once rank 0 has written it: torch sends it to all ranks, which do not
+    read it."""
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)

@@ -1,7 +1,7 @@
 """Interface of a checkpoint format: how it reads, writes, copies and loads checkpoints.
 
-formats.py (one file), sharded.py and zero.py have the three. Formats know strategies; no strategy imports a format:
-entry points name one for its class."""
+formats.py (one file), sharded.py and zero.py have the three. Formats know strategies; no strategy
+imports a format: entry points name one for its class."""
 
 from __future__ import annotations
 
@@ -22,15 +22,20 @@ Shapes = dict[str, tuple[int, ...]]  # of unsharded weights, by name
 Copy = Callable[[Any], Any]  # copies the tensors in nested containers to host memory
 State = dict[str, Any]  # of an optimizer, by parameter name: optimizer.py
 Group = dist.ProcessGroup | None  # of the ranks that write; None: all
-GROUP = "dist_template.checkpoint_formats"  # entry points: name of a strategy's class, and its format
+GROUP = (
+    "dist_template.checkpoint_formats"  # entry points: name of a strategy's class, and its format
+)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # parameter groups differ between meshes
 S = TypeVar("S", bound=Strategy)
 
 
 def registered_format(strategy: Strategy) -> type[CheckpointFormat] | None:
-    """Returns the format of a strategy's class, or of the class of Lightning's that writes the same; None: one file."""
+    """Returns the format of a strategy's class, or of the class of Lightning's that writes the
+    same; None: one file."""
     names = {kind.__name__ for kind in type(strategy).__mro__}
-    return next((each for name, each in loaded(GROUP).items() if names & {name, each.of_lightning}), None)
+    return next(
+        (each for name, each in loaded(GROUP).items() if names & {name, each.of_lightning}), None
+    )
 
 
 @dataclass
@@ -68,8 +73,9 @@ class CheckpointFormat(ABC, Generic[S]):
     @staticmethod
     @abstractmethod
     def read(path: Path, optimizer: bool) -> Checkpoint:
-        """Reads everything but the tensors with a dimension, in whose place are `stored.Stored` or memory-mapped
-        tensors; else see formats.read_full. `formats.reading` catches the errors of reading them."""
+        """Reads everything but the tensors with a dimension, in whose place are `stored.Stored` or
+        memory-mapped tensors; else see formats.read_full. `formats.reading` catches the errors of
+        reading them."""
 
     @abstractmethod
     def save(self, checkpoint: Checkpoint, path: Path) -> None:

@@ -1,7 +1,8 @@
 """The format of MeshStrategy: torch's distributed format, in which every rank writes its shards.
 
-All tensors, including AdamW's moments, are named by parameter, so that any mesh can load another mesh's checkpoint.
-Everything else (counters, callbacks, the position in the data) is in `meta.pt`, as with Lightning's own strategy."""
+All tensors, including AdamW's moments, are named by parameter, so that any mesh can load another
+mesh's checkpoint. Everything else (counters, callbacks, the position in the data) is in `meta.pt`,
+as with Lightning's own strategy."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +14,24 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, LoadPlan
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    LoadPlan,
+)
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 
@@ -67,7 +81,9 @@ class ShardedFormat(StrategyFormat[ModelParallelStrategy]):
                     continue
                 if isinstance(entry, TensorStorageMetadata) and entry.size:
                     dtype = entry.properties.dtype
-                    stored.setdefault(part, {})[key] = Chunked(tuple(entry.size), dtype, name, entry, reader)
+                    stored.setdefault(part, {})[key] = Chunked(
+                        tuple(entry.size), dtype, name, entry, reader
+                    )
                 else:
                     rest.add(name)
             for part, values in read_unsharded(reader, rest).items():
@@ -85,13 +101,18 @@ class ShardedFormat(StrategyFormat[ModelParallelStrategy]):
     def stage(self, checkpoint: Checkpoint, copy: Copy, group: Group) -> Callable[[Path], object]:
         tensors, rest = _split(checkpoint)
         copied = copy({"tensors": tensors, "rest": rest})
-        return lambda folder: write(copied["tensors"], copied["rest"], folder, group, planner(self.strategy))
+        return lambda folder: write(
+            copied["tensors"], copied["rest"], folder, group, planner(self.strategy)
+        )
 
     def needed(self, path: Path, parts: set[str]) -> set[str]:
-        """Returns the files with chunks of this rank's shards: a parameter's moments have its layout."""
+        """Returns the files with chunks of this rank's shards: a parameter's moments have its
+        layout."""
         if not self.is_at(path):
             return parts
-        tensors = _contiguous(get_model_state_dict(cast(nn.Module, self.strategy.model)), _without_values)
+        tensors = _contiguous(
+            get_model_state_dict(cast(nn.Module, self.strategy.model)), _without_values
+        )
         with reading(path, self.written_by):
             metadata = DataReader(path).read_metadata()
         wanted = {}
@@ -126,7 +147,8 @@ class ShardedFormat(StrategyFormat[ModelParallelStrategy]):
                 prefix = f"optimizer_{index}"
                 _drop_missing_moments(module, optimizer, state[prefix], prefix, entries)
             loaded = _contiguous(state)
-            # A rank's plan depends on no other's: torch would send all to rank 0 and back, 1 MB each.
+            # A rank's plan depends on no other's: torch would send all to rank 0 and back, 1 MB
+            # each.
             dcp.load(loaded, storage_reader=reader, no_dist=True)
         state = tree_map(_placed_like, loaded, state)
         set_model_state_dict(module, state["state_dict"])
@@ -185,9 +207,14 @@ class _Into(DefaultLoadPlanner):
 
 
 def write(
-    tensors: Checkpoint, rest: Checkpoint, path: Path, group: Group = None, planner: DefaultSavePlanner | None = None
+    tensors: Checkpoint,
+    rest: Checkpoint,
+    path: Path,
+    group: Group = None,
+    planner: DefaultSavePlanner | None = None,
 ) -> None:
-    """Writes both into the folder `path`. Collective over `group`, with which all are in host memory."""
+    """Writes both into the folder `path`. Collective over `group`, with which all are in host
+    memory."""
     writer = Writer(path)
     if group is not None:  # nothing to copy ahead, which would wait on training's stream
         writer.per_thread_copy_ahead = 0
@@ -237,7 +264,9 @@ def _contiguous(state: Checkpoint, place: Place | None = None) -> Checkpoint:
 
 def _without_values(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     empty = torch.empty(0, device="meta")
-    return DTensor.from_local(empty, tensor.device_mesh, placements, shape=tensor.shape, stride=tensor.stride())
+    return DTensor.from_local(
+        empty, tensor.device_mesh, placements, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def _placed_like(value: object, reference: object) -> object:

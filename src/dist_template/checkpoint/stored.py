@@ -1,8 +1,9 @@
-"""Tensors in a checkpoint's files: each rank reads the slices that it needs, and copies them into its shard.
+"""Tensors in a checkpoint's files: each rank reads the slices that it needs, and copies them into
+its shard.
 
-A format's `read` returns a `Stored` for each tensor with a dimension, or a memory-mapped torch tensor, which has the
-same interface: `shape`, `dtype`, and an index of slices. That is the interface of safetensors' slices too, from which
-transformers reads a rank's shard."""
+A format's `read` returns a `Stored` for each tensor with a dimension, or a memory-mapped torch
+tensor, which has the same interface: `shape`, `dtype`, and an index of slices. That is the
+interface of safetensors' slices too, from which transformers reads a rank's shard."""
 
 import ctypes
 import math
@@ -46,7 +47,8 @@ class Stored(ABC):
         """Reads a box into new memory."""
 
     def flat(self, start: int, end: int) -> Tensor:
-        """Reads a range of the flattened tensor: the rows around it, if a subclass has no better way."""
+        """Reads a range of the flattened tensor: the rows around it, if a subclass has no better
+        way."""
         width = math.prod(self.shape[1:])
         first = start // width
         rows = self[first : -(-end // width)].reshape(-1)
@@ -60,7 +62,9 @@ class Mapped(Stored):
     tensor: Tensor
 
     def read(self, box: Box) -> Tensor:
-        result = self.tensor[tuple(slice(*each) for each in box)].clone(memory_format=torch.contiguous_format)
+        result = self.tensor[tuple(slice(*each) for each in box)].clone(
+            memory_format=torch.contiguous_format
+        )
         drop_pages(self.tensor)
         return result
 
@@ -69,8 +73,8 @@ class Mapped(Stored):
 class Partitioned(Stored):
     """A flattened tensor in partitions of `size` elements in the memory-mapped files of ranks.
 
-    It begins at the element `first` of all ranks' partitions. A rank's partition begins at `offset` of the joined
-    tensors `parts(rank)` from the first of `groups` to the last."""
+    It begins at the element `first` of all ranks' partitions. A rank's partition begins at `offset`
+    of the joined tensors `parts(rank)` from the first of `groups` to the last."""
 
     parts: Callable[[int], list[Tensor]]
     size: int
@@ -96,16 +100,21 @@ class Partitioned(Stored):
                 skipped = max(0, skipped - len(part))
                 drop_pages(part)
             if length:
-                raise ValueError(f"rank {rank} has too few elements for a tensor of shape {self.shape}")
+                raise ValueError(
+                    f"rank {rank} has too few elements for a tensor of shape {self.shape}"
+                )
         return result
 
 
 def drop_pages(mapped: Tensor) -> None:
-    """Drops the pages of a memory-mapped tensor from this process; they stay in the kernel's cache of files."""
+    """Drops the pages of a memory-mapped tensor from this process; they stay in the kernel's cache
+    of files."""
     first, end = mapped.data_ptr(), mapped.data_ptr() + mapped.nbytes
     first = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
     if end > first:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED
+        )
 
 
 def is_scalar(value: object) -> bool:
@@ -114,16 +123,18 @@ def is_scalar(value: object) -> bool:
 
 
 def flat_range(stored: Any, start: int, end: int) -> Tensor:
-    """Returns the elements of the flattened tensor from `start` to `end`, which is limited to its size."""
+    """Returns the elements of the flattened tensor from `start` to `end`, which is limited to its
+    size."""
     size = math.prod(stored.shape)
     start, end = min(start, size), min(end, size)
     return stored.reshape(-1)[start:end] if isinstance(stored, Tensor) else stored.flat(start, end)
 
 
 def copy_weights(module: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Copies stored tensors by name into `module`, on each rank the slices that it needs. Tensors whose names `stored`
-    lacks are unchanged; those that `module` lacks, as in a stage of a pipeline, are not read. Collective only where
-    DeepSpeed keeps parameters on NVMe or copies of partitions."""
+    """Copies stored tensors by name into `module`, on each rank the slices that it needs. Tensors
+    whose names `stored` lacks are unchanged; those that `module` lacks, as in a stage of a
+    pipeline, are not read. Collective only where DeepSpeed keeps parameters on NVMe or copies of
+    partitions."""
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     for name, value in stored.items():
         if name in tensors and hasattr(value, "shape"):
@@ -132,7 +143,8 @@ def copy_weights(module: nn.Module, stored: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def copy_shard(target: Tensor, stored: Any) -> None:
-    """Copies into `target` its slice of a stored tensor: all of it, a DTensor's shard, or a ZeRO-3 partition."""
+    """Copies into `target` its slice of a stored tensor: all of it, a DTensor's shard, or a ZeRO-3
+    partition."""
     if weights.is_partitioned_by_zero(target):
         _copy_partition(target, stored)
     elif not isinstance(target, DTensor):

@@ -28,7 +28,9 @@ DAMAGED = (pickle.UnpicklingError, ValueError, LookupError, EOFError, AttributeE
 
 
 @contextlib.contextmanager
-def reading(path: Path, written_by: str, classes: list[type] | None = None, trusted: bool = False) -> Generator[None]:
+def reading(
+    path: Path, written_by: str, classes: list[type] | None = None, trusted: bool = False
+) -> Generator[None]:
     """Inside, torch.load creates only tensors, plain types and `classes`, for libraries too.
 
     `path` and `written_by` name the checkpoint in messages; `trusted` allows any class.
@@ -66,7 +68,8 @@ def reading(path: Path, written_by: str, classes: list[type] | None = None, trus
 
 @contextlib.contextmanager
 def agreed_on_errors() -> Generator[None]:
-    """Raises on all ranks the InputError of one rank inside, which must wait for no other rank. Collective."""
+    """Raises on all ranks the InputError of one rank inside, which must wait for no other rank.
+    Collective."""
     refusal = None
     try:
         yield
@@ -89,7 +92,9 @@ class DataReader(FileSystemReader):
             except DAMAGED as error:
                 if isinstance(error, _RefusedError):
                     raise
-                raise pickle.UnpicklingError(f"its .metadata is damaged: {reason(error)}") from error
+                raise pickle.UnpicklingError(
+                    f"its .metadata is damaged: {reason(error)}"
+                ) from error
             self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
 
@@ -113,9 +118,15 @@ DESCRIPTIONS = {
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed.checkpoint.metadata": (
-        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
-        "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
     ),
     "pathlib": ("PosixPath", "WindowsPath"),
     "pathlib._local": ("PosixPath", "WindowsPath"),  # the same, from Python 3.13 on
-}  # fmt: skip
+}

@@ -1,9 +1,10 @@
 """The format of ZeroStrategy: DeepSpeed's folder, in which every rank writes its partitions.
 
-The partitions of the fp32 weights and of each moment have one layout under ZeRO-1 and 2, and another under ZeRO-3.
-`Partitions` computes where a tensor's elements are, so that slices can be read. deepspeed.utils.zero_to_fp32 joins all
-weights in memory, without the moments. DeepSpeed's `ds_to_universal` needs an entry that only DeepSpeed's own loops
-write, and makes four files per parameter."""
+The partitions of the fp32 weights and of each moment have one layout under ZeRO-1 and 2, and
+another under ZeRO-3. `Partitions` computes where a tensor's elements are, so that slices can be
+read. deepspeed.utils.zero_to_fp32 joins all weights in memory, without the moments. DeepSpeed's
+`ds_to_universal` needs an entry that only DeepSpeed's own loops write, and makes four files per
+parameter."""
 
 import contextlib
 import math
@@ -32,11 +33,25 @@ from .untrusted import reading
 
 # Entries that DeepSpeed adds to Lightning's.
 DEEPSPEEDS_OWN = {
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps",
-    "global_steps", "global_samples", "dp_world_size", "mp_world_size",
-    "checkpoint_parallel_dimensions", "ds_config", "ds_version",
-}  # fmt: skip
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "shared_params",
+    "frozen_param_fragments",
+    "lr_scheduler",
+    "data_sampler",
+    "random_ltd",
+    "skipped_steps",
+    "global_steps",
+    "global_samples",
+    "dp_world_size",
+    "mp_world_size",
+    "checkpoint_parallel_dimensions",
+    "ds_config",
+    "ds_version",
+}
 TAG = "checkpoint"  # DeepSpeed's folder inside the checkpoint, as Lightning names it
 
 
@@ -73,7 +88,8 @@ class ZeroFormat(StrategyFormat[DeepSpeedStrategy]):
 
     def save(self, checkpoint: Checkpoint, path: Path) -> None:
         """Writes after DeepSpeed's barriers, at which the other ranks wait: a disk's refusal may be
-        raised. Files of NVMe offload are an exception: DeepSpeed copies them between two barriers."""
+        raised. Files of NVMe offload are an exception: DeepSpeed copies them between two
+        barriers."""
         self._collect(checkpoint, path, lambda state: state)(path)
 
     def stage(self, checkpoint: Checkpoint, copy: Copy, group: Group) -> Callable[[Path], object]:
@@ -99,13 +115,19 @@ class ZeroFormat(StrategyFormat[DeepSpeedStrategy]):
             rest.pop(key, None)
         frozen = self.strategy.exclude_frozen_parameters
         with compat.redirected_saves(engine, keep):
-            engine.save_checkpoint(path, TAG, rest, save_latest=False, exclude_frozen_parameters=frozen)
+            engine.save_checkpoint(
+                path, TAG, rest, save_latest=False, exclude_frozen_parameters=frozen
+            )
         return write_all
 
     def needed(self, path: Path, parts: set[str]) -> set[str]:
         own = {part for part in parts if f"zero_pp_rank_{self.strategy.global_rank}_mp" in part}
         module = cast(L.LightningModule, self.strategy.lightning_module)
-        return own if self.is_at(path) and reads_optimizer(module) and self._continues(path, len(parts)) else parts
+        return (
+            own
+            if self.is_at(path) and reads_optimizer(module) and self._continues(path, len(parts))
+            else parts
+        )
 
     def reads(self, opened: Opened) -> bool:
         """DeepSpeed reads its files for training, on as many ranks, with ZeRO-3 as before."""
@@ -115,10 +137,13 @@ class ZeroFormat(StrategyFormat[DeepSpeedStrategy]):
             names = read(opened.path)["files"]
         else:
             names = [file.name for file in Path(_folder(opened.path)).iterdir()]
-        return self._continues(opened.path, sum(name.endswith("_optim_states.pt") for name in names))
+        return self._continues(
+            opened.path, sum(name.endswith("_optim_states.pt") for name in names)
+        )
 
     def _continues(self, path: Path, number: int) -> bool:
-        """Returns whether as many ranks, with ZeRO-3 as before, wrote the checkpoint; `number` have a part of it."""
+        """Returns whether as many ranks, with ZeRO-3 as before, wrote the checkpoint; `number` have
+        a part of it."""
         is_stage_3 = not Path(_folder(path), "mp_rank_00_model_states.pt").exists()
         return number == self.strategy.world_size and is_stage_3 == self.strategy.zero_stage_3
 
@@ -191,7 +216,8 @@ def _set(parameter: Any, key: str | None, stored: Any) -> None:
 
 
 class Partitions:
-    """Finds tensors in the files of all ranks, each of which is opened when something of it is read."""
+    """Finds tensors in the files of all ranks, each of which is opened when something of it is
+    read."""
 
     def __init__(self, path: Path, files: ModuleType) -> None:
         self._models = files.get_model_state_files(_folder(path))
@@ -204,12 +230,19 @@ class Partitions:
         expected = max(written) if isinstance(written, list) else written
         if expected != found:
             raise ValueError(f"{expected} ranks wrote optimizer states, {found} files exist")
-        self._layout = self._layout_3() if self.is_stage_3 else self._layout_2(first.get("param_alignment_paddings"))
+        self._layout = (
+            self._layout_3()
+            if self.is_stage_3
+            else self._layout_2(first.get("param_alignment_paddings"))
+        )
 
     def weights(self) -> dict[str, Any]:
-        """Returns the fp32 weights in the order of the model's own, which may be in half precision."""
+        """Returns the fp32 weights in the order of the model's own, which may be in half
+        precision."""
         module, found = self.main["module"], dict[str, Any]()
-        for name, shape in (self.main.get("frozen_param_shapes") or {}).items() if self.is_stage_3 else ():
+        for name, shape in (
+            (self.main.get("frozen_param_shapes") or {}).items() if self.is_stage_3 else ()
+        ):
             own, parts = self.main["frozen_param_fragments"][name], partial(self._frozen, name)
             found[name] = Partitioned(tuple(shape), own.dtype, parts, own.numel())
         found |= self._tensors(self._weights_of)
@@ -250,12 +283,14 @@ class Partitions:
         return {"state": state, "param_groups": groups}
 
     def _tensors(self, parts: Callable[[int], list[Tensor]]) -> dict[str, Partitioned]:
-        """Returns tensors like the parameters by name; `parts` returns a rank's flat tensor of each group."""
+        """Returns tensors like the parameters by name; `parts` returns a rank's flat tensor of each
+        group."""
         dtype = parts(0)[0].dtype
         return {name: tensor(dtype=dtype, parts=parts) for name, tensor in self._layout.items()}
 
     def _layout_3(self) -> dict[str, Callable[..., Partitioned]]:
-        """Each parameter is sharded evenly; a rank's partitions of all are one after the other in its groups."""
+        """Each parameter is sharded evenly; a rank's partitions of all are one after the other in
+        its groups."""
         found, offset = {}, 0
         for group in self.main["param_shapes"]:
             for name, shape in group.items():
@@ -266,12 +301,19 @@ class Partitions:
         return found
 
     def _layout_2(self, paddings: list[list[int]] | None) -> dict[str, Callable[..., Partitioned]]:
-        """The parameters of each group are one after the other, and their flat tensor is sharded evenly."""
+        """The parameters of each group are one after the other, and their flat tensor is sharded
+        evenly."""
         found, aligned = {}, 2 * len(self._optims)
-        for number, (group, flat) in enumerate(zip(self.main["param_shapes"], self._weights_of(0), strict=True)):
+        for number, (group, flat) in enumerate(
+            zip(self.main["param_shapes"], self._weights_of(0), strict=True)
+        ):
             first, size, groups = 0, flat.numel(), (number, number + 1)
-            for (name, shape), padding in zip(group.items(), paddings[number] if paddings else repeat(0), strict=False):
-                found[name] = partial(Partitioned, tuple(shape), size=size, first=first, groups=groups)
+            for (name, shape), padding in zip(
+                group.items(), paddings[number] if paddings else repeat(0), strict=False
+            ):
+                found[name] = partial(
+                    Partitioned, tuple(shape), size=size, first=first, groups=groups
+                )
                 first += math.prod(shape) + padding
             _require_all(-(-first // aligned), -(-size * len(self._optims) // aligned))
         return found
@@ -280,10 +322,14 @@ class Partitions:
         return self._load(self._optims[rank])["optimizer_state_dict"]
 
     def _weights_of(self, rank: int) -> list[Tensor]:
-        return self._optimizer_of(rank)["fp32_flat_groups" if self.is_stage_3 else "single_partition_of_fp32_groups"]
+        return self._optimizer_of(rank)[
+            "fp32_flat_groups" if self.is_stage_3 else "single_partition_of_fp32_groups"
+        ]
 
     def _base_of(self, rank: int) -> dict[str, Any]:
-        return self._optimizer_of(rank)["optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state"]
+        return self._optimizer_of(rank)[
+            "optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state"
+        ]
 
     def _moments(self, numbers: list[int], key: str, rank: int) -> list[Tensor]:
         return [self._base_of(rank)["state"][number][key] for number in numbers]

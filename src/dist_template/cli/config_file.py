@@ -12,14 +12,16 @@ from ..project import program
 
 __all__ = ["locate", "names", "read"]
 
-SHIPPED = Path(__file__).parents[1] / "configs"  # strategies, presets, … : a project may have its own of the same name
+# strategies, presets, … : a project may have its own of the same name
+SHIPPED = Path(__file__).parents[1] / "configs"
 
 OF_SOME_VERBS = {"ckpt_path", "weights_only", "verbose", "return_predictions"}
 
 
 def locate(given: str) -> Path:
-    """Returns the path of a configuration: the file `given`, else the file of this name in the project's configs/, else
-    in the library's. configs/strategy/fsdp2.yaml has the name strategy/fsdp2. Returns `given` if there is no file."""
+    """Returns the path of a configuration: the file `given`, else the file of this name in the
+    project's configs/, else in the library's. configs/strategy/fsdp2.yaml has the name
+    strategy/fsdp2. Returns `given` if there is no file."""
     if os.path.isfile(given):
         return Path(given)
     above, is_below, name = f"/{given}".rpartition("/configs/")
@@ -32,7 +34,8 @@ def locate(given: str) -> Path:
 
 
 def names() -> dict[str, Path]:
-    """Returns the files that --config reads by a name: the library's, and the project's in place of the library's."""
+    """Returns the files that --config reads by a name: the library's, and the project's in place of
+    the library's."""
     found: dict[str, Path] = {}
     for folder in (SHIPPED, Path("configs")):
         for file in folder.rglob("*.yaml"):
@@ -43,21 +46,28 @@ def names() -> dict[str, Path]:
 def _near(given: str) -> str:
     name = given.rpartition("configs/")[2].removesuffix(".yaml")
     known = names()
-    near = [each for each in known if each.endswith(f"/{name}")] or get_close_matches(name, known, 3)
+    near = [each for each in known if each.endswith(f"/{name}")] or get_close_matches(
+        name, known, 3
+    )
     return f"; did you mean {' or '.join(near)}?" if near else ";"
 
 
 def read(path: str, flag: str = "--config") -> dict[str, Any]:
-    """Returns the keys of the file or the name `path`. Raises InputError if it cannot be read, is not YAML, has no
-    keys, or has a key twice."""
+    """Returns the keys of the file or the name `path`. Raises InputError if it cannot be read, is
+    not YAML, has no keys, or has a key twice."""
     where = f"{flag} {path}"
     try:
         content = yaml.load(locate(path).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
-        why = f"seen from {Path.cwd()}: {error.strerror}{_near(path)} `{program('config list')}` has every name"
+        why = (
+            f"seen from {Path.cwd()}: {error.strerror}{_near(path)} `{program('config list')}` has"
+            " every name"
+        )
         raise InputError(f"{where} cannot be read, {why}") from error
     except RecursionError as error:
-        raise InputError(f"{where} is nested too deeply: a configuration has ten levels at most") from error
+        raise InputError(
+            f"{where} is nested too deeply: a configuration has ten levels at most"
+        ) from error
     except InputError as error:
         raise InputError(f"{where} {error}") from error
     except Exception as error:  # PyYAML's: YAMLError, ValueError, for `!!int x` also others
@@ -80,10 +90,17 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             name, line = str(key.value)[:80], key.start_mark.line + 1
             if name in lines:
-                raise InputError(f"has the key {name} twice, in lines {lines[name]} and {line}: remove one of them")
+                raise InputError(
+                    f"has the key {name} twice, in lines {lines[name]} and {line}: remove one of"
+                    " them"
+                )
             lines[name] = line
         for section, value in node.value:
             for name in lines if isinstance(value, yaml.MappingNode) else ():
-                if name.startswith(f"{section.value}."):  # the parser drops a dotted key before its section
-                    raise InputError(f"has {section.value} and {name}: move the second into the first")
+                if name.startswith(
+                    f"{section.value}."
+                ):  # the parser drops a dotted key before its section
+                    raise InputError(
+                        f"has {section.value} and {name}: move the second into the first"
+                    )
         return super().construct_mapping(node, deep)

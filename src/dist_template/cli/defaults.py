@@ -35,7 +35,8 @@ SAVERS = {
 
 
 def always_on() -> dict[str, EntryPoint]:
-    """Returns the callbacks of every run by key, in the order of calls. Raises InputError for a key's second one."""
+    """Returns the callbacks of every run by key, in the order of calls. Raises InputError for a
+    key's second one."""
     others = registered(CALLBACKS, taken=OBSERVERS.keys() | SAVERS.keys())
     return _entry_points(OBSERVERS) | others | _entry_points(SAVERS)
 
@@ -53,7 +54,8 @@ TRAINER_DEFAULTS: dict[str, object] = {
     "gradient_clip_val": 1.0,
     "enable_progress_bar": False,  # callbacks/console.py shows progress without a device sync
     "enable_model_summary": False,
-    "inference_mode": False,  # FSDP2 fails on its tensors (torch 2.13); under gloo, Lightning takes no_grad by itself
+    # FSDP2 fails on its tensors (torch 2.13); under gloo, Lightning takes no_grad by itself
+    "inference_mode": False,
     "logger": [],
 }
 if find_spec("tensorboard"):
@@ -62,8 +64,8 @@ if find_spec("tensorboard"):
 
 
 def hide_expected() -> None:
-    """Hides what Lightning logs about itself at every start, and warnings about intended settings. Call it after
-    `import lightning`, which sets the level of its loggers."""
+    """Hides what Lightning logs about itself at every start, and warnings about intended settings.
+    Call it after `import lightning`, which sets the level of its loggers."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     for asked_for in ("profilers", "callbacks"):  # output that the user asks for

@@ -59,7 +59,9 @@ class CLI(OpenCLI):
     run: Path
     unfilled: Any  # the configuration with "{run}" in it
 
-    def __init__(self, project: Project, args: list[str], run: bool, verb: str | None = None) -> None:
+    def __init__(
+        self, project: Project, args: list[str], run: bool, verb: str | None = None
+    ) -> None:
         exit_with_codes()
         self._package = project.folder
         self._verb = args[0] if run else None
@@ -83,13 +85,18 @@ class CLI(OpenCLI):
         # allow_abbrev would accept the beginning of a key.
         parser = Parser(verb=self._name, **kwargs, allow_abbrev=False)
         parser.section = self._section
-        text = "A YAML file of these keys, or a name of `config list`; give several, the later one wins."
+        text = (
+            "A YAML file of these keys, or a name of `config list`; give several, the later one"
+            " wins."
+        )
         parser.add_argument("-c", "--config", action=ConfigFile, help=text)
         return parser
 
     def subcommands(self) -> dict[str, set[str]]:
         """Returns only the given verb: the parsers of all four take four times as long."""
-        return {verb: skipped for verb, skipped in super().subcommands().items() if verb == self._verb}
+        return {
+            verb: skipped for verb, skipped in super().subcommands().items() if verb == self._verb
+        }
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_class_arguments(RunConfig, "run")
@@ -153,7 +160,10 @@ class CLI(OpenCLI):
         self._pass_optimization()
         self._check_limits()
         key = "gradient_clip_val"
-        if not self.model.automatic_optimization and self._trainer_arguments.get(key) == TRAINER_DEFAULTS[key]:
+        if (
+            not self.model.automatic_optimization
+            and self._trainer_arguments.get(key) == TRAINER_DEFAULTS[key]
+        ):
             kwargs[key] = None  # Lightning refuses a user's
         try:
             # Without checkpointing, Lightning refuses callbacks that save; trainer.py removes them.
@@ -161,9 +171,13 @@ class CLI(OpenCLI):
         except (MisconfigurationException, ModuleNotFoundError, ValueError) as error:
             raise InputError(f"trainer: {reason(error)}; edit its keys") from error
         self.summary = complete(
-            trainer, self.datamodule, self.run, given=self._trainer_arguments, config=self.resolved_config(),
+            trainer,
+            self.datamodule,
+            self.run,
+            given=self._trainer_arguments,
+            config=self.resolved_config(),
             defaults=self._defaults,
-        )  # fmt: skip
+        )
         return trainer
 
     def _pass_optimization(self) -> None:
@@ -179,10 +193,14 @@ class CLI(OpenCLI):
     def _check_limits(self, *model_config: Any) -> None:
         """Refuses what cannot work; called again when the model's configuration is known."""
         violations = limits.violations(
-            self._machine, self._trainer_arguments, self.model, self.datamodule, *model_config,
+            self._machine,
+            self._trainer_arguments,
+            self.model,
+            self.datamodule,
+            *model_config,
             trains=self.subcommand == "fit",
             saves_asynchronously=self.value(self.config_init, "last_checkpoint").asynchronous,
-        )  # fmt: skip
+        )
         if violations:
             raise InputError(violations[0])
 
@@ -221,7 +239,9 @@ class CLI(OpenCLI):
             where = self.trainer.strategy, self.trainer.world_size, self._package
             for note in limits.proven.notes(config, self.model, self.datamodule, *where):
                 rank_zero_only(print)(note)
-            self.value(self.config_init, "same_environment").lock(self.trainer, self.run, is_launched)
+            self.value(self.config_init, "same_environment").lock(
+                self.trainer, self.run, is_launched
+            )
 
     before_validate = before_test = before_fit
 
@@ -251,8 +271,9 @@ class WithoutTrainer(CLI):
 
     @classmethod
     def of(cls, argv: list[str], project: Project, run: bool = False) -> Self:
-        """Returns the objects that `argv` describes, a verb and keys of fit; of one of Lightning's verbs with `run`.
-        Raises InputError if a file cannot be read, or a section or a value is wrong."""
+        """Returns the objects that `argv` describes, a verb and keys of fit; of one of Lightning's
+        verbs with `run`. Raises InputError if a file cannot be read, or a section or a value is
+        wrong."""
         return cls(project, argv if run else argv[1:], run, verb=argv[0])
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:

@@ -45,9 +45,10 @@ Set TRACEBACK=1 to see the Python traceback behind an error."""
 
 
 def main(module: str, data: str, package: str | None, argv: list[str] | None = None) -> int:
-    """Runs the command line of a project, `package`, in a process of its own; returns the exit code. `module` is the
-    LightningModule as "module:Class", imported when needed; a leading dot means inside `package`. `data` is the
-    LightningDataModule, likewise, and `argv` a verb and its flags; None: sys.argv."""
+    """Runs the command line of a project, `package`, in a process of its own; returns the exit
+    code. `module` is the LightningModule as "module:Class", imported when needed; a leading dot
+    means inside `package`. `data` is the LightningDataModule, likewise, and `argv` a verb and its
+    flags; None: sys.argv."""
     if re.fullmatch(r"--local[-_]rank=\d+", "".join(sys.argv[1:2])):
         del sys.argv[1]  # the deepspeed launcher writes it before the verb, and sets LOCAL_RANK too
     project, argv = Project(package or "", module, data), sys.argv[1:] if argv is None else argv

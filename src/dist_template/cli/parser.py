@@ -30,9 +30,9 @@ OPTIMIZATION = {  # key: base classes, the argument that optim.py passes, help
     "optimizer": (
         (Optimizer,),
         "params",
-        "A class instead of AdamW, by name or path, as in --optimizer SGD --optimizer.momentum 0.9."
-        " Muon updates matrices, and AdamW the rest. Vectors are not decayed. lr and weight_decay are"
-        " model.optim's unless given here. null: model.optim.optimizer.",
+        "A class instead of AdamW, by name or path, as in --optimizer SGD --optimizer.momentum"
+        " 0.9. Muon updates matrices, and AdamW the rest. Vectors are not decayed. lr and"
+        " weight_decay are model.optim's unless given here. null: model.optim.optimizer.",
     ),
     "lr_scheduler": (
         LRSchedulerTypeTuple,
@@ -66,7 +66,8 @@ class Parser(LightningArgumentParser):
         self.keys_of_fit: set[str] = set()
 
     def format_help(self, formatter: Any = None) -> str:
-        """Shows a section, or a verb's own flags, or the names of the sections and then all keys."""
+        """Shows a section, or a verb's own flags, or the names of the sections and then all
+        keys."""
         fit, keys = program("fit"), keys_of(self)
         if self.section:
             title, end = f"keys of {self.section}", f"All sections: `{fit} --help`."
@@ -78,8 +79,12 @@ class Parser(LightningArgumentParser):
             shown = [key for key in keys if key.dest not in self.keys_of_fit]
         else:
             usage, _, all_keys = super().format_help(formatter).partition("\n\n")
-            sections = " ".join(dict.fromkeys(key.dest.partition(".")[0] for key in keys if "." in key.dest))
-            return f"{usage}\n\n`{fit} --help SECTION` shows the keys of one: {sections}\n\n{all_keys}"
+            sections = " ".join(
+                dict.fromkeys(key.dest.partition(".")[0] for key in keys if "." in key.dest)
+            )
+            return (
+                f"{usage}\n\n`{fit} --help SECTION` shows the keys of one: {sections}\n\n{all_keys}"
+            )
         formatter = formatter or formatter_of(self)
         formatter.add_usage(self.usage, [], [])
         formatter.start_section(title)
@@ -142,7 +147,9 @@ def one_sentence(text: str, keys: set[str]) -> str:
     if found := re.search(unknown, text):
         name = found[1] or found[2]
         section, sections = name.partition(".")[0], {key.partition(".")[0] for key in keys}
-        near = get_close_matches(name, keys, 1, cutoff=0.8) or get_close_matches(section, sections, 1, cutoff=0.8)
+        near = get_close_matches(name, keys, 1, cutoff=0.8) or get_close_matches(
+            section, sections, 1, cutoff=0.8
+        )
         hint = f"; did you mean {near[0]}?" if near else ""
         return f"{name} is not a key of this program{hint}"
     if argument := re.fullmatch(r"Option '(\w+)' is not accepted", text):
@@ -182,7 +189,9 @@ class ConfigFile(ActionConfigFile):
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: Any = None) -> None:
         content: dict[str, Any] = {}
-        if "://" not in str(values) and not str(values).startswith("{"):  # jsonargparse reads addresses and mappings
+        if "://" not in str(values) and not str(values).startswith(
+            "{"
+        ):  # jsonargparse reads addresses and mappings
             content, values = config_file.read(str(values)), str(config_file.locate(str(values)))
         strategy = (content.get("trainer") or {}).get("strategy")
         if strategy and (not isinstance(strategy, dict) or "class_path" in strategy):
@@ -219,7 +228,9 @@ def inherit_rates(settings: Namespace, given: Namespace) -> None:
         return
     arguments, explicit = settings.optimizer.init_args, given.optimizer.get("init_args") or {}
     if "lr" in explicit and isinstance(optim.learning_rate, list):
-        raise InputError("model.optim.learning_rate has phases, and --optimizer.lr is given: remove one of them")
+        raise InputError(
+            "model.optim.learning_rate has phases, and --optimizer.lr is given: remove one of them"
+        )
     if "lr" in arguments and "lr" not in explicit:
         arguments["lr"] = max(values_of(optim.learning_rate))
     if "weight_decay" in arguments and "weight_decay" not in explicit:

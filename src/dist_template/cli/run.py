@@ -37,8 +37,8 @@ class RunConfig:
         report: Write report.html at the end of `fit`. false leaves it to the verb `report`.
         plotly: Where report.html loads plotly.js (5 MB) from. shared: one file in `root` for all
             runs; inline: the page contains it; cdn: plotly's CDN, which needs a network.
-        store: Address of fsspec, such as s3://bucket/prefix, to which checkpoints and the run's files are uploaded; a
-            run that has lost its disks resumes from there. null: none."""
+        store: Address of fsspec, such as s3://bucket/prefix, to which checkpoints and the run's
+            files are uploaded; a run that has lost its disks resumes from there. null: none."""
 
     name: str = "default"
     root: str = "runs"
@@ -47,13 +47,14 @@ class RunConfig:
     store: str | None = None
 
     def check(self, writes: bool) -> None:
-        """Checks the name, and if the verb `writes`, that the folder can be made; leaves nothing on the disk. Raises
-        InputError if the name leaves the root, or the folder cannot be made or written."""
+        """Checks the name, and if the verb `writes`, that the folder can be made; leaves nothing on
+        the disk. Raises InputError if the name leaves the root, or the folder cannot be made or
+        written."""
         name, has_control = Path(self.name), CONTROL.search(self.root + self.name)
         if not name.parts or name.is_absolute() or ".." in name.parts or has_control:
             raise InputError(
-                f"run.name {self.name!r} is not a folder below run.root {self.root!r}: give a name such as"
-                " `baseline` or `sweep/lr-3e-4`, and the folder of all runs as run.root"
+                f"run.name {self.name!r} is not a folder below run.root {self.root!r}: give a name"
+                " such as `baseline` or `sweep/lr-3e-4`, and the folder of all runs as run.root"
             )
         if writes:
             check_writable("run.root", self.root, self.parent)
@@ -64,8 +65,8 @@ class RunConfig:
 
 
 def check_writable(key: str, given: str, folder: Path) -> None:
-    """Makes and removes a temporary folder in `folder`, or in its nearest existing parent. Raises InputError if it
-    cannot be made: no permission, a file in its place, no space, no inode."""
+    """Makes and removes a temporary folder in `folder`, or in its nearest existing parent. Raises
+    InputError if it cannot be made: no permission, a file in its place, no space, no inode."""
     existing = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
     try:
         for name in folder.parts:
@@ -82,31 +83,38 @@ def check_writable(key: str, given: str, folder: Path) -> None:
 def new_run(settings: Any) -> Path:
     """Returns a new run folder, the same on every rank; it is created at the first write.
 
-    A launcher or scheduler sets the run's id, so that the folder stays the same after a restart; the ranks that
-    torchrun, accelerate or deepspeed starts on one node take their launcher's start.
+    A launcher or scheduler sets the run's id, so that the folder stays the same after a restart;
+    the ranks that torchrun, accelerate or deepspeed starts on one node take their launcher's start.
 
-    Raises InputError if the variable DIST_RUN_ID is not the name of a folder, or is missing on several nodes."""
+    Raises InputError if the variable DIST_RUN_ID is not the name of a folder, or is missing on
+    several nodes."""
     run_id = os.environ.get(Variable.RUN_ID) or os.environ.get("SLURM_JOB_ID")
     if not run_id:
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         size = os.environ.get("WORLD_SIZE", "1")
         if "RANK" in os.environ and size != "1":
             if size != (os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or size):
-                raise InputError(f"several nodes need {Variable.RUN_ID}: give it the same new name on every node")
+                raise InputError(
+                    f"several nodes need {Variable.RUN_ID}: give it the same new name on every node"
+                )
             launcher = psutil.Process(os.getppid())
             started = time.localtime(launcher.create_time())
             run_id = f"{time.strftime('%Y%m%d-%H%M%S', started)}-{launcher.pid}"
     is_too_long = len(os.fsencode(run_id)) > 255  # bytes, in the file systems of Linux and macOS
     if Path(run_id).name != run_id or run_id == ".." or is_too_long or CONTROL.search(run_id):
-        raise InputError(f"{Variable.RUN_ID} is {run_id!r}; give the name of one folder, as baseline-1")
+        raise InputError(
+            f"{Variable.RUN_ID} is {run_id!r}; give the name of one folder, as baseline-1"
+        )
     os.environ[Variable.RUN_ID] = run_id
     return RunConfig(**vars(settings.run)).parent / run_id
 
 
 def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
-    """Returns the run folder, the checkpoint to load or None, and a sentence for the user, which may be empty.
+    """Returns the run folder, the checkpoint to load or None, and a sentence for the user, which
+    may be empty.
 
-    `verb` is one of Lightning's; None: a tool. `last`, and an evaluation of a run's weights, use an existing folder.
+    `verb` is one of Lightning's; None: a tool. `last`, and an evaluation of a run's weights, use an
+    existing folder.
 
     Raises InputError if there is no such checkpoint, or all of the run are damaged."""
     given, evaluates = settings.get("ckpt_path"), verb not in (None, "fit")
@@ -161,36 +169,48 @@ def newest_checkpoint(which: str, settings: Any) -> tuple[Path, Path]:
     if not written:
         parent = RunConfig(**vars(settings.run)).parent
         where = "or set run.name and run.root to where the run is"
-        raise InputError(f"there is no checkpoint under {parent}/*/checkpoints; train first, {where}")
+        raise InputError(
+            f"there is no checkpoint under {parent}/*/checkpoints; train first, {where}"
+        )
     run = max(written, key=lambda run: written[run])
     last, best = settings.last_checkpoint, settings.best_checkpoint
     ranked = manifest.ranked(Path(replaced(best.dirpath, PLACEHOLDER, str(run))), best.mode)
     if which == "best" and not ranked:
-        raise InputError(f"{run} has no best-*.ckpt: give `last`, or train with best_checkpoint.keep 1 and validations")
+        raise InputError(
+            f"{run} has no best-*.ckpt: give `last`, or train with best_checkpoint.keep 1 and"
+            " validations"
+        )
     if ranked and which != "last":
         return run, ranked[0]
     return run, Path(replaced(last.dirpath, PLACEHOLDER, str(run)))
 
 
 def check_checkpoint(path: Path, key: str = "--ckpt_path") -> None:
-    """Checks that `path` can be a checkpoint; its content is verified when it is loaded. Raises InputError if it does
-    not exist, is damaged, or holds no checkpoint."""
+    """Checks that `path` can be a checkpoint; its content is verified when it is loaded. Raises
+    InputError if it does not exist, is damaged, or holds no checkpoint."""
     given = f"{key} {str(path)!r}"
     if not os.path.exists(path):  # Path.exists raises for a name that is too long
-        raise InputError(f"{given} does not exist; give a checkpoint, or `last` or `best` of the newest run")
+        raise InputError(
+            f"{given} does not exist; give a checkpoint, or `last` or `best` of the newest run"
+        )
     if (found := manifest.found(path)) and all(manifest.torn(one) for one in found):
         raise InputError(f"{given} holds damaged checkpoints only: {_damages(path)}; give another")
     if not found and manifest.is_ours(path) and (why := manifest.torn(path)):
-        raise InputError(f"{given} is damaged: {why}; give another, or `last` for the newest valid one")
-    if not found and format_of(path) is None and not manifest.is_ours(path):  # its files may be in a store
+        raise InputError(
+            f"{given} is damaged: {why}; give another, or `last` for the newest valid one"
+        )
+    if (
+        not found and format_of(path) is None and not manifest.is_ours(path)
+    ):  # its files may be in a store
         inside = path / "checkpoints"
         hint = inside if manifest.found(inside) else "another"
         raise InputError(f"{given} is not a checkpoint, or is incomplete; give {hint}, or `last`")
 
 
 def verified_checkpoint(given: str | Path, key: str, settings: Any = None) -> Path:
-    """Returns the checkpoint at `given`, the newest valid one of a folder, with verified files. With `settings`, it may
-    be `last` or `best` of the newest run. Raises InputError if it does not exist or is damaged."""
+    """Returns the checkpoint at `given`, the newest valid one of a folder, with verified files.
+    With `settings`, it may be `last` or `best` of the newest run. Raises InputError if it does not
+    exist or is damaged."""
     path = Path(given)
     if settings is not None and given in ("last", "best"):
         path = newest_checkpoint(str(given), settings)[1]
@@ -207,7 +227,10 @@ def write_predictions(predictions: list[Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for prediction in predictions:  # tensors and arrays have `tolist`
-            file.write(json.dumps(prediction, ensure_ascii=False, default=lambda value: value.tolist()) + "\n")
+            file.write(
+                json.dumps(prediction, ensure_ascii=False, default=lambda value: value.tolist())
+                + "\n"
+            )
             if isinstance(prediction, dict) and {"prompt", "continuation"} <= prediction.keys():
                 prompt = prediction["prompt"]
                 print(f"--- {prompt}\n{prompt}{prediction['continuation']}\n")

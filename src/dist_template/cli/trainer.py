@@ -25,13 +25,20 @@ from ..parallel.half import HalfParameters
 
 
 def complete(
-    trainer: Any, data: Any, run: Path, *, given: dict[str, Any], config: dict[str, Any], defaults: Callable[[], str]
+    trainer: Any,
+    data: Any,
+    run: Path,
+    *,
+    given: dict[str, Any],
+    config: dict[str, Any],
+    defaults: Callable[[], str],
 ) -> Summary:
-    """Adds loggers, callbacks, checkpoint formats and the training loop; returns the summary. `given` are the Trainer's
-    keyword arguments in the configuration, `config` is the content of config.yaml, and `defaults` returns its content
-    with all keys at their defaults."""
+    """Adds loggers, callbacks, checkpoint formats and the training loop; returns the summary.
+    `given` are the Trainer's keyword arguments in the configuration, `config` is the content of
+    config.yaml, and `defaults` returns its content with all keys at their defaults."""
     if isinstance(given.get("strategy"), str) and type(trainer.strategy) is DDPStrategy:
-        # Gradients are views of the buckets that are sent; buffers change equally on all ranks, and are not broadcast.
+        # Gradients are views of the buckets that are sent; buffers change equally on all ranks, and
+        # are not broadcast.
         set_ddp_defaults(trainer.strategy, gradient_as_bucket_view=True, forward_sync_buffers=False)
     if trainer.num_devices > 1:
         limit_threads(trainer.num_devices)  # Lightning does so in rank 0, for some strategies

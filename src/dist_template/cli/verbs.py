@@ -35,7 +35,8 @@ class Verb:
         return loaded if self.point.attr else loaded.main
 
     def help_line(self) -> str:
-        """Returns one line about the verb. Its module is parsed, not imported: it may need torch."""
+        """Returns one line about the verb. Its module is parsed, not imported: it may need
+        torch."""
         name, attribute = self.point.name, self.point.attr
         if name in TRAINING:
             return TRAINING[name]
@@ -54,7 +55,8 @@ class Verb:
 
 
 def verbs() -> dict[str, Verb]:
-    """Returns every verb: TRAINING's, then the registered ones by name. Raises InputError if one is there twice."""
+    """Returns every verb: TRAINING's, then the registered ones by name. Raises InputError if one is
+    there twice."""
     found = {verb: Verb(EntryPoint(verb, f"{LIBRARY}.cli.fit", GROUP)) for verb in TRAINING}
     for verb, point in registered(GROUP, taken=TRAINING).items():
         found[verb] = Verb(point)

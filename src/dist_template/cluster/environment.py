@@ -56,8 +56,9 @@ def comparable() -> dict[str, object]:
 
 
 def packages() -> dict[str, str]:
-    """Returns the versions of the installed packages. They are read from the names of their folders,
-    `<name>-<version>.dist-info` by the packaging specification, in 2 ms; importlib.metadata takes 76 ms."""
+    """Returns the versions of the installed packages. They are read from the names of their
+    folders, `<name>-<version>.dist-info` by the packaging specification, in 2 ms;
+    importlib.metadata takes 76 ms."""
     found: dict[str, str] = {}
     for folder in sys.path:
         for path in sorted(Path(folder).glob("*.dist-info")):  # none in a zip file

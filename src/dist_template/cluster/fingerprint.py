@@ -23,15 +23,17 @@ class SameEnvironment(Callback):
     and changes, configuration, data or environment variables differ between ranks.
 
     Args:
-        ignore: What may differ: a key of the table, as `packages.numpy`, or a group of them, as `variables`."""
+        ignore: What may differ: a key of the table, as `packages.numpy`, or a group of them, as
+            `variables`."""
 
     def __init__(self, ignore: list[str] = []) -> None:  # noqa: B006  (it is never modified)
         self.ignore = ignore
         self.refusal: str | None = None  # why rank 0 may not start; all ranks then stop
 
     def begin(self, trainer: Trainer, run: Path, config: dict[str, Any], timeout_s: float) -> None:
-        """Schedules the comparison for when all ranks are started, before the first collective. `run`, the run's
-        folder, and `config` may differ between ranks that were started manually. `timeout_s` 0 is the default."""
+        """Schedules the comparison for when all ranks are started, before the first collective.
+        `run`, the run's folder, and `config` may differ between ranks that were started manually.
+        `timeout_s` 0 is the default."""
 
         def compare(rendezvous: Rendezvous) -> None:
             data = getattr(getattr(trainer, "datamodule", None), "corpus", None)
@@ -51,8 +53,9 @@ class SameEnvironment(Callback):
             self.refusal = refusal
 
     def compare(self, rendezvous: Rendezvous, facts: Mapping[str, object]) -> None:
-        """Compares the facts of all ranks. Collective. `facts` are this rank's: group -> value, or group -> name ->
-        value. Every rank raises InputError if rank 0 was refused the run's folder, and Ended if facts differ."""
+        """Compares the facts of all ranks. Collective. `facts` are this rank's: group -> value, or
+        group -> name -> value. Every rank raises InputError if rank 0 was refused the run's folder,
+        and Ended if facts differ."""
         own = {}
         for key, value in flatten(facts).items():
             if key not in self.ignore and key.partition(".")[0] not in self.ignore:
@@ -90,5 +93,8 @@ def table(columns: list[dict[str, str]]) -> str:
             ranks.setdefault(column.get(key, NOTHING), []).append(rank)
         if len(ranks) > 1:
             rows += [[key, rank_ranges(there), text] for text, there in ranks.items()]
-    title = "the ranks' environments differ; make them equal, or allow it: --same_environment.ignore '[KEY, …]'"
+    title = (
+        "the ranks' environments differ; make them equal, or allow it: --same_environment.ignore"
+        " '[KEY, …]'"
+    )
     return Table(title, ["key", "ranks", "value"], rows).as_text()

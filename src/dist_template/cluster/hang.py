@@ -7,9 +7,10 @@ __all__ = ["find_stalled"]
 
 
 def find_stalled(statuses: Mapping[int, Mapping[str, Any]], silent: list[int]) -> str:
-    """Returns a sentence that names the stalled rank: one of the `silent` ones, which do not answer, else those with
-    the least progress which do not wait for another rank. `statuses`, of the ranks that answer, have `beats`, progress
-    that every rank makes equally; `place`; `line`, file:line of the innermost frame; `waits`, for other ranks."""
+    """Returns a sentence that names the stalled rank: one of the `silent` ones, which do not
+    answer, else those with the least progress which do not wait for another rank. `statuses`, of
+    the ranks that answer, have `beats`, progress that every rank makes equally; `place`; `line`,
+    file:line of the innermost frame; `waits`, for other ranks."""
     by_beats: dict[int, list[int]] = {}
     for rank, status in statuses.items():
         by_beats.setdefault(status["beats"], []).append(rank)
@@ -18,7 +19,9 @@ def find_stalled(statuses: Mapping[int, Mapping[str, Any]], silent: list[int]) -
     parts = []
     if silent:
         behind = silent
-        parts.append(f"{ranks_text(silent)} unresponsive: the process is stopped or its node is lost")
+        parts.append(
+            f"{ranks_text(silent)} unresponsive: the process is stopped or its node is lost"
+        )
     elif len(behind) == len(statuses) > 1:
         parts.append("no rank is behind the others")
     behind, stalled, waiting = {*behind}, {}, {}  # ranks by place

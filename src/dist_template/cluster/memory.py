@@ -9,13 +9,17 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def memory_limit() -> int:
-    """Returns the bytes that this control group's (version 2), or the machine's, processes may use."""
+    """Returns the bytes that this control group's (version 2), or the machine's, processes may
+    use."""
     import psutil
 
     limits = [psutil.virtual_memory().total]
     found = re.search(r"^0::/?(.*)$", text_of(Path("/proc/self/cgroup")), re.MULTILINE)
     group = CGROUPS / found.group(1) if found else CGROUPS
     for folder in (group, *group.parents):  # a parent's limit applies to its children
-        if folder.is_relative_to(CGROUPS) and (text := text_of(folder / "memory.max").strip()).isdigit():
+        if (
+            folder.is_relative_to(CGROUPS)
+            and (text := text_of(folder / "memory.max").strip()).isdigit()
+        ):
             limits.append(int(text))
     return min(limits)

@@ -1,7 +1,7 @@
 """Hides warnings on ranks other than 0: otherwise 64 ranks print the same line 64 times.
 
-A warning is a message of Python's `warnings`, or of `logging` at level WARNING or below. Every rank prints errors. The
-environment variable DIST_WARNINGS=all lets every rank print its warnings.
+A warning is a message of Python's `warnings`, or of `logging` at level WARNING or below. Every rank
+prints errors. The environment variable DIST_WARNINGS=all lets every rank print its warnings.
 
 No slow imports here: libraries also warn while they are imported."""
 

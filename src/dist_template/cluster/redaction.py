@@ -1,7 +1,8 @@
 """Keeps secrets out of what a run records and prints.
 
-Only the environment variables that are listed here are recorded, and none whose name suggests a secret. In the
-configuration and in the command line, text below a key such as `api_key` or `password` is replaced."""
+Only the environment variables that are listed here are recorded, and none whose name suggests a
+secret. In the configuration and in the command line, text below a key such as `api_key` or
+`password` is replaced."""
 
 import json
 import re
@@ -13,19 +14,25 @@ __all__ = ["redacted_command"]
 
 HIDDEN = "(not recorded)"
 SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASS|PW", re.IGNORECASE)
-# Variables of the libraries that training depends on: for reports, and for the comparison between ranks. Excluded:
-# torchrun's own (TORCHELASTIC_*), which differ by rank and restart; CUDA_VISIBLE_DEVICES, because a scheduler may
-# assign each process its own devices; OMP_NUM_THREADS, which by default depends on the number of processes.
-RECORDED = """NCCL_ALGO NCCL_CUMEM_ENABLE NCCL_DEBUG NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA NCCL_IB_TC
-NCCL_IB_TIMEOUT NCCL_MNNVL_ENABLE NCCL_NET NCCL_NET_PLUGIN NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_PROTO
-NCCL_SHM_DISABLE NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS NCCL_TOPO_FILE NCCL_TUNER_PLUGIN TORCH_DISTRIBUTED_DEBUG
-TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_COMPILE_DISABLE TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD TORCH_NCCL_AVOID_RECORD_STREAMS
+# Variables of the libraries that training depends on: for reports, and for the comparison between
+# ranks. Excluded: torchrun's own (TORCHELASTIC_*), which differ by rank and restart;
+# CUDA_VISIBLE_DEVICES, because a scheduler may assign each process its own devices;
+# OMP_NUM_THREADS, which by default depends on the number of processes.
+RECORDED = """NCCL_ALGO NCCL_CUMEM_ENABLE NCCL_DEBUG NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA
+NCCL_IB_TC NCCL_IB_TIMEOUT NCCL_MNNVL_ENABLE NCCL_NET NCCL_NET_PLUGIN NCCL_NVLS_ENABLE
+NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_PROTO NCCL_SHM_DISABLE NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS
+NCCL_TOPO_FILE NCCL_TUNER_PLUGIN TORCH_DISTRIBUTED_DEBUG TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
+TORCH_COMPILE_DISABLE TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD TORCH_NCCL_AVOID_RECORD_STREAMS
 TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_BLOCKING_WAIT TORCH_NCCL_HIGH_PRIORITY PYTORCH_ALLOC_CONF
-PYTORCH_CUDA_ALLOC_CONF CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_HOME CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING
-DS_ACCELERATOR DS_BUILD_OPS PYTHONHASHSEED PYTHONPATH CUBLAS_WORKSPACE_CONFIG MKL_NUM_THREADS NVIDIA_TF32_OVERRIDE"""
+PYTORCH_CUDA_ALLOC_CONF CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_HOME CUDA_LAUNCH_BLOCKING
+CUDA_MODULE_LOADING DS_ACCELERATOR DS_BUILD_OPS PYTHONHASHSEED PYTHONPATH CUBLAS_WORKSPACE_CONFIG
+MKL_NUM_THREADS NVIDIA_TF32_OVERRIDE"""
 
-# Last words of a key whose text is a secret, unless the word before is in NO_SECRETS: `eos_token`, `text_key`.
-SECRET_KEYS = "apikey credential credentials key pass passphrase passwd password pw pwd secret token"
+# Last words of a key whose text is a secret, unless the word before is in NO_SECRETS: `eos_token`,
+# `text_key`.
+SECRET_KEYS = (
+    "apikey credential credentials key pass passphrase passwd password pw pwd secret token"
+)
 NO_SECRETS = "bos cls eos image label mask pad sep sort text unk"
 PASSWORD_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 

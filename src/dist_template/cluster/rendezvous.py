@@ -1,7 +1,8 @@
 """Rendezvous of all ranks before their first collective, in the process group's store.
 
-A store knows which ranks have connected, and rank 0 can compare their values in it. torch creates it in
-`init_process_group`; here it is created a moment earlier at the same address, and torch shares it."""
+A store knows which ranks have connected, and rank 0 can compare their values in it. torch creates
+it in `init_process_group`; here it is created a moment earlier at the same address, and torch
+shares it."""
 
 from __future__ import annotations
 
@@ -38,16 +39,24 @@ class Rendezvous:
     world_size: int
     timeout_s: float  # how long a rank waits for another
 
-    def ask(self, key: str, value: object, answer: Callable[[list[Any]], T], ranks: Iterable[int] | None = None) -> T:
-        """Returns on every rank what rank 0 answers to the values of `ranks` (None: all), which only rank 0 reads, so
-        that the store sends one answer to a rank. Collective; raises Ended if some have not called it in time."""
+    def ask(
+        self,
+        key: str,
+        value: object,
+        answer: Callable[[list[Any]], T],
+        ranks: Iterable[int] | None = None,
+    ) -> T:
+        """Returns on every rank what rank 0 answers to the values of `ranks` (None: all), which
+        only rank 0 reads, so that the store sends one answer to a rank. Collective; raises Ended if
+        some have not called it in time."""
         ranks = [*range(self.world_size)] if ranks is None else [*ranks]
         try:
             if self.rank in ranks:
                 self.store.set(f"{key}/{self.rank}", json.dumps(value))
             if self.rank == 0:
                 self.store.set(f"{key}/answer", json.dumps(self._read(key, ranks, answer)))
-            self.store.wait([f"{key}/answer"], timedelta(seconds=self.timeout_s + 5))  # rank 0 names missing ranks
+            # rank 0 names missing ranks
+            self.store.wait([f"{key}/answer"], timedelta(seconds=self.timeout_s + 5))
             missing, found = json.loads(self.store.get(f"{key}/answer"))
         except (dist.DistStoreError, dist.DistNetworkError):
             raise _rank_zero_missing(self.rank, self.world_size, self.timeout_s) from None
@@ -56,7 +65,9 @@ class Rendezvous:
             raise Ended(Exit.HUNG, _missing(missing, self.world_size, self.timeout_s))
         return found
 
-    def _read(self, key: str, ranks: list[int], answer: Callable[[list[Any]], object]) -> tuple[list[int], object]:
+    def _read(
+        self, key: str, ranks: list[int], answer: Callable[[list[Any]], object]
+    ) -> tuple[list[int], object]:
         """Returns the ranks whose values are missing, and rank 0's answer if none is."""
         keys = [f"{key}/{rank}" for rank in ranks]
         with suppress(dist.DistStoreError):
@@ -66,7 +77,8 @@ class Rendezvous:
         return [], answer([*map(json.loads, self.store.multi_get(keys))])
 
     def leave(self, ranks: Iterable[int] | None = None) -> None:
-        """Call it before `ranks` (None: all) exit: rank 0 waits for the others, as the store may be in its process."""
+        """Call it before `ranks` (None: all) exit: rank 0 waits for the others, as the store may be
+        in its process."""
         self.store.set(f"left/{self.rank}", "")
         if self.rank == 0:
             with suppress(RuntimeError):  # another rank is lost
@@ -74,7 +86,9 @@ class Rendezvous:
                 self.store.wait([f"left/{rank}" for rank in ranks], timedelta(seconds=5))
 
 
-def before_first_collective(trainer: Trainer, timeout_s: float, function: Callable[[Rendezvous], None]) -> None:
+def before_first_collective(
+    trainer: Trainer, timeout_s: float, function: Callable[[Rendezvous], None]
+) -> None:
     """Calls `function` when all ranks of `trainer` are started and none has communicated yet."""
     strategy: Any = trainer.strategy
 
@@ -92,7 +106,11 @@ def before_first_collective(trainer: Trainer, timeout_s: float, function: Callab
 
 def connect(strategy: Any, timeout_s: float, function: Callable[[Rendezvous], None]) -> None:
     """Connects a rank to the store, calls `function`, and gives the watchdog the store."""
-    rank, world_size, environment = strategy.global_rank, strategy.world_size, strategy.cluster_environment
+    rank, world_size, environment = (
+        strategy.global_rank,
+        strategy.world_size,
+        strategy.cluster_environment,
+    )
     with WATCHDOG.paused():  # the rendezvous has its own limit, and names the missing ranks
         store = _open(environment.main_address, environment.main_port, rank, world_size, timeout_s)
         if _is_in_agent():  # which outlives a restart, with the keys of the attempt before
@@ -117,7 +135,9 @@ def _open(address: str, port: int, rank: int, world_size: int, timeout_s: float)
             raise _rank_zero_missing(rank, world_size, timeout_s, f" (at {address}:{port})")
         time.sleep(0.2)
     timeout, shared = timedelta(seconds=timeout_s), not _is_in_agent()
-    return dist.TCPStore(address, port, world_size, is_host, timeout, wait_for_workers=False, multi_tenant=shared)
+    return dist.TCPStore(
+        address, port, world_size, is_host, timeout, wait_for_workers=False, multi_tenant=shared
+    )
 
 
 def _rank_zero_missing(rank: int, world_size: int, timeout_s: float, at: str = "") -> Ended:
@@ -128,6 +148,7 @@ def _rank_zero_missing(rank: int, world_size: int, timeout_s: float, at: str = "
 
 def _missing(ranks: list[int], world_size: int, timeout_s: float) -> str:
     return (
-        f"rank {rank_ranges(ranks)} of {world_size} did not connect within {timeout_s:g} s (watchdog.start_timeout_s):"
-        " check the end of their logs, and whether their nodes reach rank 0's"
+        f"rank {rank_ranges(ranks)} of {world_size} did not connect within {timeout_s:g} s"
+        " (watchdog.start_timeout_s): check the end of their logs, and whether their nodes reach"
+        " rank 0's"
     )

@@ -1,7 +1,8 @@
 """A lock on a run's folder: one launch at a time writes into it.
 
-`lock.json` names its holder: rank 0's process, and the launch. The holder renews the file every BEAT_S seconds. `flock`
-is not used: not every network file system shares it between hosts. A launch that finds the file compares the holder:
+`lock.json` names its holder: rank 0's process, and the launch. The holder renews the file every
+BEAT_S seconds. `flock` is not used: not every network file system shares it between hosts. A launch
+that finds the file compares the holder:
 
     its process is on this host   alive: refused; dead: taken over; both at once
     it belongs to the same launch taken over: torchrun and Slurm end it before a restart
@@ -32,7 +33,8 @@ Holder = Mapping[str, object]
 
 
 class RunLock(AbstractContextManager):
-    """The lock that this process holds, if any; `with` releases it at the end. `RUN_LOCK` is `fit`'s instance."""
+    """The lock that this process holds, if any; `with` releases it at the end. `RUN_LOCK` is
+    `fit`'s instance."""
 
     _path: Path | None = None
     _released = threading.Event()
@@ -52,7 +54,8 @@ class RunLock(AbstractContextManager):
                 return why
             if read(path) == holder:  # else another launch was faster
                 write_atomically(path, json.dumps(claim))
-                time.sleep(SETTLE_S)  # of several launches that take it over at once, the last holds it
+                # of several launches that take it over at once, the last holds it
+                time.sleep(SETTLE_S)
         self._path, self._released = path, threading.Event()
         threading.Thread(target=renew, args=(path, claim, self._released), daemon=True).start()
         return None
@@ -107,7 +110,10 @@ def refusal(path: Path, holder: Holder, claim: Holder) -> str | None:
         return sentence if holder["pid"] != claim["pid"] and _is_alive(holder) else None
     if claim["launch"] and holder.get("launch") == claim["launch"]:
         return None
-    print(f"{path} is held by {process}: waiting up to {LEASE_S:g} s to see whether it is alive", flush=True)
+    print(
+        f"{path} is held by {process}: waiting up to {LEASE_S:g} s to see whether it is alive",
+        flush=True,
+    )
     before, deadline = _modified(path), time.monotonic() + LEASE_S
     while time.monotonic() < deadline and (now := _modified(path)) is not None:
         if now != before:

@@ -1,10 +1,12 @@
 """SIGTERM and SIGUSR1 ask a run to stop; they are recorded from the process's first moment on.
 
-A process with nothing to save, because it still starts or has finished, exits at once with Exit.REQUEUE. A process that
-trains continues to the next step boundary, where callbacks/preemption.py makes all ranks decide together.
+A process with nothing to save, because it still starts or has finished, exits at once with
+Exit.REQUEUE. A process that trains continues to the next step boundary, where
+callbacks/preemption.py makes all ranks decide together.
 
-No Python handler does any work. CPython's C handler writes the signal's number into a pipe, also while the main thread
-waits inside a library, for example in the rendezvous; a thread reads it. No slow imports here."""
+No Python handler does any work. CPython's C handler writes the signal's number into a pipe, also
+while the main thread waits inside a library, for example in the rendezvous; a thread reads it. No
+slow imports here."""
 
 import ctypes
 import os
@@ -55,7 +57,8 @@ def listen() -> None:
         signal.signal(number, _nothing)
     os.register_at_fork(after_in_child=_reset)
     if "LOCAL_RANK" in os.environ:  # started by a launcher
-        # If the launcher is killed, a relaunch must not find this process still writing: it saves and exits.
+        # If the launcher is killed, a relaunch must not find this process still writing: it saves
+        # and exits.
         end_with_parent(signal.SIGTERM)
 
 
@@ -74,10 +77,12 @@ def ignore() -> None:
 
 
 def isolate_worker(_: int) -> None:
-    """A DataLoader's worker_init_fn: workers ignore signals to their rank's process group, and exit when it exits. They
-    cannot ignore SIGTERM, by which the DataLoader ends them. A busy worker would outlive its rank."""
+    """A DataLoader's worker_init_fn: workers ignore signals to their rank's process group, and exit
+    when it exits. They cannot ignore SIGTERM, by which the DataLoader ends them. A busy worker
+    would outlive its rank."""
     os.setpgid(0, 0)
-    # The kernel watches the thread that forked. The main thread lives as long as its process; another may not.
+    # The kernel watches the thread that forked. The main thread lives as long as its process;
+    # another may not.
     if threading.main_thread().name == "MainThread":
         import multiprocessing
 

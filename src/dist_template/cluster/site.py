@@ -48,7 +48,8 @@ class Site:
         min_nodes: Of an elastic run, by torchrun only: training continues when nodes are lost, as
             long as this many are left. null: all nodes are needed.
         devices_per_node: GPUs of a node, or CPU processes. null: trainer.devices.
-        device_memory: Memory of one device with its unit, as 80GB (10^9 bytes) or 80GiB. For `plan`.
+        device_memory: Memory of one device with its unit, as 80GB (10^9 bytes) or 80GiB. For
+            `plan`.
         time_limit: Of the job, as 24:00:00, 1-12:00:00 or seconds. null: none, or the site's.
         save_s: Seconds before the time limit at which the run saves and exits with 75.
         hosts: Names of the nodes, as ssh knows them; the first one is the rendezvous's. []: this
@@ -91,8 +92,13 @@ class Site:
             if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
                 what = "give the name of a variable: letters, digits and _"
                 raise InputError(f"cluster.environment has {name!r}; {what}")
-        for key, name in [*(("hosts", name) for name in self.hosts), ("master", self.master or None)]:
-            if name is not None and not re.fullmatch(r"[\w.@:%\[\]][\w.@:%\[\]-]*", name):  # no option or script
+        for key, name in [
+            *(("hosts", name) for name in self.hosts),
+            ("master", self.master or None),
+        ]:
+            if name is not None and not re.fullmatch(
+                r"[\w.@:%\[\]][\w.@:%\[\]-]*", name
+            ):  # no option or script
                 raise InputError(f"cluster.{key} has {name!r}; give a name as ssh knows it")
             if self.hosts.count(name or "") > 1:
                 raise InputError(f"cluster.hosts has {name} twice; give each host once")

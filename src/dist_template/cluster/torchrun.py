@@ -2,7 +2,8 @@
 
     python -m dist_template.cluster.torchrun --nproc-per-node=2 --max-restarts=3 -m <package> fit …
 
-torchrun restarts its workers whatever they exit with, and then exits with 1. This launcher, by compat/torchrun.py,
+torchrun restarts its workers whatever they exit with, and then exits with 1. This launcher, by
+compat/torchrun.py,
 
 - does not restart workers that exited by decision (errors.DECIDED), and exits with their code;
 - without restarts left, exits with REQUEUE if workers were killed or hung, else with FAILED;
@@ -52,7 +53,8 @@ def main(argv: list[str]) -> int:
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
-    # If this launcher is killed, so is a rank that hangs in an import; a rank that trains saves (signals.listen).
+    # If this launcher is killed, so is a rank that hangs in an import; a rank that trains saves
+    # (signals.listen).
     use_agent(on_signal=_stop_once, preexec_fn=signals.end_with_parent)
     try:
         arguments = parse_args(argv)

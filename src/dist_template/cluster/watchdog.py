@@ -1,8 +1,8 @@
 """Watchdog thread: detects a hang, reports the stalled rank, and ends all ranks with Exit.HUNG.
 
-Training reports progress with `WATCHDOG.beat()`, which sets two attributes. When a rank makes none for `limit_s`
-seconds, each rank prints the stacks of its threads and publishes its status in the store of rendezvous.py; rank 0
-prints which rank is behind."""
+Training reports progress with `WATCHDOG.beat()`, which sets two attributes. When a rank makes none
+for `limit_s` seconds, each rank prints the stacks of its threads and publishes its status in the
+store of rendezvous.py; rank 0 prints which rank is behind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class WatchdogThread:
         self._thread: threading.Thread | None = None
         self._query: threading.Thread | None = None
         self._is_called = False  # by a rank that has detected the hang
-        self._queried = self.all_ranks_s = 0.0  # the time in which all ranks can query the store once
+        self._queried = self.all_ranks_s = (
+            0.0  # the time in which all ranks can query the store once
+        )
 
     def beat(self) -> None:
         """Reports progress that every rank makes equally."""
@@ -87,7 +89,8 @@ class WatchdogThread:
             self.limit_s = limit_s
 
     def connect(self, store: Store | None, rank: int, world_size: int) -> None:
-        """Lets the ranks exchange statuses; progress is counted from here, where all ranks are at the same point."""
+        """Lets the ranks exchange statuses; progress is counted from here, where all ranks are at
+        the same point."""
         self._store, self.rank, self.world_size = store, rank, world_size
         self.all_ranks_s = world_size / RANKS_PER_S
         self.beats = 0
@@ -129,14 +132,19 @@ class WatchdogThread:
     def _report_hang(self, limit_s: float) -> None:
         self.is_exiting = True
         status = self.status()
-        head = f"\nno progress for {limit_s:g} s; rank {self.rank}: {status['place']}, {status['line']}; its stacks:\n"
+        head = (
+            f"\nno progress for {limit_s:g} s; rank {self.rank}: {status['place']},"
+            f" {status['line']}; its stacks:\n"
+        )
         os.write(2, head.encode())
         faulthandler.dump_traceback(2, all_threads=True)
         found: list[str] = []
         if (store := self._store) is None:
             found = [find_stalled({self.rank: status}, [])]
         else:
-            _start_thread(self._exchange, store, status, found).join(VERDICT_S + 3 * self.all_ranks_s + POLL_S / 2)
+            _start_thread(self._exchange, store, status, found).join(
+                VERDICT_S + 3 * self.all_ranks_s + POLL_S / 2
+            )
         if self.rank == 0 or not found:
             verdict = found[0] if found else find_stalled({self.rank: status}, silent=[0])
             os.write(2, f"\nno progress for {limit_s:g} s: {verdict}\n".encode())
@@ -154,17 +162,22 @@ class WatchdogThread:
                 found.append(store.get("hung/verdict").decode())
                 return
             ends = time.monotonic() + ANSWER_S + 2 * self.all_ranks_s
-            while time.monotonic() < ends and not store.check(keys):  # `wait` that fails looks hosts up: seconds
+            while time.monotonic() < ends and not store.check(
+                keys
+            ):  # `wait` that fails looks hosts up: seconds
                 time.sleep(POLL_S / 2)
             silent = absent(store, keys)
             there = sorted({*range(self.world_size)} - {*silent})
             texts = store.multi_get([keys[rank] for rank in there])
-            found.append(find_stalled(dict(zip(there, map(json.loads, texts), strict=True)), silent))
+            found.append(
+                find_stalled(dict(zip(there, map(json.loads, texts), strict=True)), silent)
+            )
             store.set("hung/verdict", found[0])
 
 
 def absent(store: Store, keys: list[str]) -> list[int]:
-    """Returns the indices of the keys that `store` does not have. Halves the list: a key costs log2 of all queries."""
+    """Returns the indices of the keys that `store` does not have. Halves the list: a key costs log2
+    of all queries."""
     if not keys or store.check(keys):
         return []
     if len(keys) == 1:

@@ -1,4 +1,5 @@
-"""Private names of DeepSpeed, and what it changes for the whole process. Verified on deepspeed 0.19.
+"""Private names of DeepSpeed, and what it changes for the whole process. Verified on deepspeed
+0.19.
 
 tests/compat/test_names.py checks the names. Where one is gone, its function raises AttributeError
 or ImportError, unless its docstring names a fallback. DeepSpeed is imported late."""
@@ -17,8 +18,9 @@ from . import replaced
 
 
 def without_shared_memory_collectives() -> None:
-    """Keeps DeepSpeed from compiling its shared-memory collectives for CPUs, which takes a minute or two; it uses
-    gloo's. No setting turns the build off: DeepSpeed caches whether it is compatible."""
+    """Keeps DeepSpeed from compiling its shared-memory collectives for CPUs, which takes a minute
+    or two; it uses gloo's. No setting turns the build off: DeepSpeed caches whether it is
+    compatible."""
     import deepspeed
 
     builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
@@ -47,9 +49,10 @@ def without_broadcasts() -> Generator[None]:
 def trace_full_forwards(engine: Any) -> None:
     """Starts ZeRO-3's trace of the modules' order at the beginning of a micro-batch only.
 
-    DeepSpeed (0.19.8) starts it at each call of the LightningModule, and Lightning (2.6.6) calls it twice: once around
-    `training_step`, which then calls `self(batch)`. A trace that starts in the middle does not match the next
-    micro-batch: nothing is prefetched, and a step of two processes has 84 all-gathers in place of 21."""
+    DeepSpeed (0.19.8) starts it at each call of the LightningModule, and Lightning (2.6.6) calls it
+    twice: once around `training_step`, which then calls `self(batch)`. A trace that starts in the
+    middle does not match the next micro-batch: nothing is prefetched, and a step of two processes
+    has 84 all-gathers in place of 21."""
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     offload.fwd_pre_hook.remove()
 
@@ -73,9 +76,10 @@ def gradient_of(parameter: nn.Parameter) -> Tensor | None:
 
 
 def can_veto_steps(optimizer: Any) -> bool:
-    """Whether this optimizer skips its next step if its attribute `vetoed` is True, as after an overflow; the loss
-    scale is not lowered. The stages 1, 2 and 3 decide in `_update_scale`, after the norm and before the update.
-    BF16_Optimizer (stage 1 that accumulates in fp32) has no such method: False, and gradients become NaN instead."""
+    """Whether this optimizer skips its next step if its attribute `vetoed` is True, as after an
+    overflow; the loss scale is not lowered. The stages 1, 2 and 3 decide in `_update_scale`, after
+    the norm and before the update. BF16_Optimizer (stage 1 that accumulates in fp32) has no such
+    method: False, and gradients become NaN instead."""
     if not hasattr(optimizer, "_update_scale"):
         return False
     if not hasattr(optimizer, "vetoed"):
@@ -110,7 +114,8 @@ def redirected_saves(engine: Any, take: Callable[[Any, Path], None]) -> Generato
 
 
 def fragment_of(parameter: Any) -> tuple[int, int]:
-    """Returns which elements of a flattened parameter are in this rank's partition under ZeRO-1 and 2."""
+    """Returns which elements of a flattened parameter are in this rank's partition under ZeRO-1 and
+    2."""
     if parameter._hp_mapping is None:
         return 0, 0
     fragment = parameter._hp_mapping.lp_fragment_address
@@ -125,7 +130,8 @@ def link_optimizer_state(optimizer: Any) -> None:
         optimizer._lazy_init_hp_params_optimizer_state()
 
 
-# ---- Lightning's strategy --------------------------------------------------------------------------
+# ---- Lightning's strategy
+# --------------------------------------------------------------------------
 
 
 def start_deepspeed(strategy: DeepSpeedStrategy) -> None:

@@ -1,4 +1,5 @@
-"""Resuming at any step: a resumed training continues right after the batch at which its checkpoint was written.
+"""Resuming at any step: a resumed training continues right after the batch at which its checkpoint
+was written.
 
 Lightning derives from its counters where a checkpoint was written, and errs (read and tried in
 lightning 2.6.6, fit_loop.py and training_epoch_loop.py):
@@ -8,8 +9,9 @@ lightning 2.6.6, fit_loop.py and training_epoch_loop.py):
   counting it, so that a second resume trains it twice.
 - With `max_steps`, a resume from a finished epoch takes a step with one micro-batch.
 
-Here, an epoch that was stopped early is saved as unfinished, the checkpoint records which part of the loop has run
-(`Point`), and a resume continues with the next part: a due validation, the end of the epoch, or the next batch."""
+Here, an epoch that was stopped early is saved as unfinished, the checkpoint records which part of
+the loop has run (`Point`), and a resume continues with the next part: a due validation, the end of
+the epoch, or the next batch."""
 
 import sys
 from collections.abc import Callable
@@ -62,7 +64,9 @@ class ResumableEpochLoop(_TrainingEpochLoop):
     """Resumes right after the checkpoint's batch."""
 
     _resume_point = Point.AFTER_BATCH  # of the checkpoint that was loaded
-    first_batch = 0  # of the present optimizer step in its epoch, or one that precedes it by full steps
+    first_batch = (
+        0  # of the present optimizer step in its epoch, or one that precedes it by full steps
+    )
 
     def __init__(self, trainer: Any, *steps: Any) -> None:
         super().__init__(trainer, *steps)
@@ -84,8 +88,8 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         self._resume_point = Point(state_dict.get(KEY, Point.AFTER_BATCH))
 
     def update_restart_stage(self) -> None:
-        """Keeps Lightning from its own corrections, which it makes where `completed` is behind. A validation that was
-        interrupted starts again, so its batches are counted again."""
+        """Keeps Lightning from its own corrections, which it makes where `completed` is behind. A
+        validation that was interrupted starts again, so its batches are counted again."""
         batches: Any = self.batch_progress
         validates = batches.current.completed == batches.current.processed
         if self.restarting and validates and self._resume_point is Point.AFTER_BATCH:
@@ -123,8 +127,9 @@ class Optimization(_AutomaticOptimization):
 
 
 def begin_step(trainer: Any, num_batches: int) -> None:
-    """Lets the optimizer step that the next batch begins accumulate the gradients of so many batches; 0: of as yet
-    unknown ones. Validation is due at every `trainer.val_check_interval`-th step, where that is an integer."""
+    """Lets the optimizer step that the next batch begins accumulate the gradients of so many
+    batches; 0: of as yet unknown ones. Validation is due at every `trainer.val_check_interval`-th
+    step, where that is an integer."""
     loop = trainer.fit_loop.epoch_loop
     loop.first_batch, batches = loop.batch_progress.current.ready, loop.batch_progress.total.ready
     trainer.accumulate_grad_batches = num_batches or 1

@@ -1,4 +1,5 @@
-"""Gives torch's CPU build a `torch.cuda` over the fake device of `rehearse --gpu`, and a NCCL over gloo.
+"""Gives torch's CPU build a `torch.cuda` over the fake device of `rehearse --gpu`, and a NCCL over
+gloo.
 
 What torch.cuda calls in torch._C is in device.cpp of wings/rehearse/gpu."""
 
@@ -14,9 +15,18 @@ import torch.distributed.distributed_c10d as c10d
 
 GB = 2**30
 PROPERTIES = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3", total_memory=80 * GB, major=9, minor=0, multi_processor_count=132, warp_size=32,
-    L2_cache_size=50 << 20, max_threads_per_multi_processor=2048, gcnArchName="", is_integrated=0, uuid="0" * 32,
-)  # fmt: skip
+    name="NVIDIA H100 80GB HBM3",
+    total_memory=80 * GB,
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    warp_size=32,
+    L2_cache_size=50 << 20,
+    max_threads_per_multi_processor=2048,
+    gcnArchName="",
+    is_integrated=0,
+    uuid="0" * 32,
+)
 
 
 class Stream(torch.Stream):
@@ -27,8 +37,9 @@ class Stream(torch.Stream):
 
 
 def install(folder: Path, record: Callable[[str, str, str], str]) -> None:
-    """Loads the libraries in `folder`, in a process that has preloaded fake_hooks.so, before Lightning is imported.
-    `record` gets kind, operation and detail of each event, and returns its place."""
+    """Loads the libraries in `folder`, in a process that has preloaded fake_hooks.so, before
+    Lightning is imported. `record` gets kind, operation and detail of each event, and returns its
+    place."""
     sys.path.append(str(folder))
     device: Any = importlib.import_module("fake_device")
     cuda, distributed, nothing = _runtime(device), (c10d, torch.distributed), lambda *_, **__: None
@@ -55,10 +66,12 @@ def install(folder: Path, record: Callable[[str, str, str], str]) -> None:
     nccl.Options = lambda *_, **__: SimpleNamespace(is_high_priority_stream=False, _timeout=None)
     of_nccl.setup(device.cpu_alias, record)
     replaced: dict[str, Any] = {
-        "ProcessGroupNCCL": nccl, "is_nccl_available": lambda: True, "_NCCL_AVAILABLE": True,
+        "ProcessGroupNCCL": nccl,
+        "is_nccl_available": lambda: True,
+        "_NCCL_AVAILABLE": True,
         "_set_pg_timeout": nothing,  # and gloo cannot be bound to a device:
         "init_process_group": lambda *args, device_id=None, **options: init(*args, **options),
-    }  # fmt: skip
+    }
     for module in distributed:
         vars(module).update(replaced)
 
@@ -67,15 +80,17 @@ def _runtime(device: Any) -> Any:
     """Returns torch.cuda, with a runtime that page-locks memory that exists."""
     cuda: Any = torch.cuda
     cuda._cudart = SimpleNamespace(
-        cudaError=SimpleNamespace(success=0), cudaHostUnregister=lambda start: device.pin(start, 0),
+        cudaError=SimpleNamespace(success=0),
+        cudaHostUnregister=lambda start: device.pin(start, 0),
         cudaHostRegister=lambda start, size, _: device.pin(start, size) if size else 1,
         cudaMemGetInfo=lambda _: (70 * GB, 80 * GB),
-    )  # fmt: skip
+    )
     return cuda
 
 
 def _keep_storages(device: Any) -> None:
-    """Gives storages of the device what torch has for its own: resizing, copies, loading from files."""
+    """Gives storages of the device what torch has for its own: resizing, copies, loading from
+    files."""
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: Any, size: int) -> Any:
@@ -101,7 +116,18 @@ def _checked(device: Any, name: str) -> Any:
 
 
 def _checked_exactly() -> list[str]:
-    """Returns the operations whose CUDA wrappers want all tensors on one device, from torch's own list."""
-    functions = Path(torch.__file__).parents[1] / "torchgen/packaged/ATen/native/native_functions.yaml"
-    parts = [part for part in functions.read_text("utf-8").split("\n- func: ")[1:] if "NoCheck" not in part]
-    return [f"aten::{part.partition('(')[0]}" for part in parts if "CUDA" in part or "structured" in part]
+    """Returns the operations whose CUDA wrappers want all tensors on one device, from torch's own
+    list."""
+    functions = (
+        Path(torch.__file__).parents[1] / "torchgen/packaged/ATen/native/native_functions.yaml"
+    )
+    parts = [
+        part
+        for part in functions.read_text("utf-8").split("\n- func: ")[1:]
+        if "NoCheck" not in part
+    ]
+    return [
+        f"aten::{part.partition('(')[0]}"
+        for part in parts
+        if "CUDA" in part or "structured" in part
+    ]

@@ -1,5 +1,6 @@
-"""Private names of torch for tensors without memory, by which `plan` estimates. Verified on torch 2.13;
-tests/compat/test_names.py checks them. Where a name is gone: AttributeError or ImportError."""
+"""Private names of torch for tensors without memory, by which `plan` estimates. Verified on torch
+2.13; tests/compat/test_names.py checks them. Where a name is gone: AttributeError or
+ImportError."""
 
 import weakref
 from collections.abc import Generator, Iterable

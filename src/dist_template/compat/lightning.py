@@ -1,4 +1,5 @@
-"""Private names of Lightning that the library needs. Verified on lightning 2.6; tests/compat/test_names.py checks them.
+"""Private names of Lightning that the library needs. Verified on lightning 2.6;
+tests/compat/test_names.py checks them.
 
 Where a name is gone, its function raises AttributeError or ImportError, unless its docstring names
 a fallback. loop.py and epochs.py concern the training loop's speed and position."""
@@ -96,8 +97,9 @@ def batch_progress(trainer: L.Trainer) -> Any:
 
 
 def replace_clipping(module: L.LightningModule, clip: Callable[..., None]) -> None:
-    """Lets Lightning call `clip(original, optimizer, ...)` in place of the module's `configure_gradient_clipping`, the
-    original: it (2.6) calls no hook between clipping, which computes the norm, and the optimizer."""
+    """Lets Lightning call `clip(original, optimizer, ...)` in place of the module's
+    `configure_gradient_clipping`, the original: it (2.6) calls no hook between clipping, which
+    computes the norm, and the optimizer."""
     original = module.configure_gradient_clipping
     vars(module)["configure_gradient_clipping"] = partial(clip, original)
 
@@ -106,7 +108,8 @@ def replace_clipping(module: L.LightningModule, clip: Callable[..., None]) -> No
 
 
 class RankObserver(launcher._ChildProcessObserver):
-    """Lightning's thread, which kills all ranks when one has failed, the first too; here with a message and a code."""
+    """Lightning's thread, which kills all ranks when one has failed, the first too; here with a
+    message and a code."""
 
     def _terminate_all(self) -> None:
         time.sleep(GRACE_S)  # if this process exits in the meantime, this thread ends with it
@@ -115,12 +118,17 @@ class RankObserver(launcher._ChildProcessObserver):
             if code := child.poll():
                 codes.append(code)
             child.kill()
-        print(f"ranks exited with {codes} and rank 0 did not: terminating all", file=sys.stderr, flush=True)
+        print(
+            f"ranks exited with {codes} and rank 0 did not: terminating all",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(Exit.of_all(codes))
 
 
 def exit_with_codes() -> None:
-    """Lets Lightning's launcher in this process exit with a code of all ranks when one has failed."""
+    """Lets Lightning's launcher in this process exit with a code of all ranks when one has
+    failed."""
     vars(launcher)["_ChildProcessObserver"] = RankObserver
 
 
@@ -128,7 +136,8 @@ def exit_with_codes() -> None:
 
 
 def before_setup_environment(strategy: Strategy, function: Callable[[], None]) -> None:
-    """Calls `function` on every rank before the strategy starts its process group; Lightning (2.6) has no hook."""
+    """Calls `function` on every rank before the strategy starts its process group; Lightning (2.6)
+    has no hook."""
     start = strategy.setup_environment
 
     def setup_environment() -> None:
@@ -144,8 +153,9 @@ def set_ddp_defaults(strategy: DDPStrategy, **options: Any) -> None:
 
 
 def start_process_group(strategy: ModelParallelStrategy, gpu_backend: str | None) -> None:
-    """Starts the ranks' process group without the mesh of two dimensions that ModelParallelStrategy creates next; set
-    `mesh` afterwards. `gpu_backend` is used on GPUs if the configuration names none; None: Lightning's choice."""
+    """Starts the ranks' process group without the mesh of two dimensions that ModelParallelStrategy
+    creates next; set `mesh` afterwards. `gpu_backend` is used on GPUs if the configuration names
+    none; None: Lightning's choice."""
     super(ModelParallelStrategy, strategy).setup_environment()
     if strategy.root_device.type == "cuda":
         strategy._process_group_backend = strategy._process_group_backend or gpu_backend
@@ -153,8 +163,8 @@ def start_process_group(strategy: ModelParallelStrategy, gpu_backend: str | None
 
 
 def set_configure_model(module: L.LightningModule, configure: Callable[[], None] | None) -> None:
-    """Sets the hook of a module whose class has none, or removes it. Lightning (2.6) calls it only if `is_overridden`,
-    which follows `__wrapped__`: `wrap_method` would hide it."""
+    """Sets the hook of a module whose class has none, or removes it. Lightning (2.6) calls it only
+    if `is_overridden`, which follows `__wrapped__`: `wrap_method` would hide it."""
     vars(module).pop("configure_model", None)
     if configure is not None:
         module.configure_model = configure

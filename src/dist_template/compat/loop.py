@@ -1,8 +1,9 @@
 """Lightning's training loop with less overhead: the same hooks in the same order, the same state.
 
-For each hook of each callback, also empty ones, Lightning (2.6.6) formats a debug message, enters a profiler's context
-and writes the hook's name to the module twice: a hundred times a batch. In each batch it determines again which hooks
-exist, what arguments they take and whether there is validation. This file does so once, when an epoch starts.
+For each hook of each callback, also empty ones, Lightning (2.6.6) formats a debug message, enters a
+profiler's context and writes the hook's name to the module twice: a hundred times a batch. In each
+batch it determines again which hooks exist, what arguments they take and whether there is
+validation. This file does so once, when an epoch starts.
 
 The classes are subclasses of Lightning's, which handle the rare cases: the first batch of a resumed
 epoch, validation, manual optimization, `dataloader_iter`, a schedule that is not stepped once per
@@ -326,12 +327,15 @@ def _to_device(batch: Any, device: Any, dataloader_idx: int) -> Any:
 
 
 class Precision(precision.Precision):
-    """Lightning's, whose hooks EpochLoop calls: without a context in a context and a profiler's range."""
+    """Lightning's, whose hooks EpochLoop calls: without a context in a context and a profiler's
+    range."""
 
     def train_step_context(self) -> Any:
         return self.forward_context()
 
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **options: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **options: Any
+    ) -> Any:
         closure = partial(self._wrap_closure, model, optimizer, closure)
         return step_of(optimizer)(closure=closure, **options)
 
@@ -347,7 +351,9 @@ class Precision(precision.Precision):
         trainer = model.trainer
         trainer.fit_loop.epoch_loop.each("on_before_optimizer_step", optimizer)
         algorithm = trainer.gradient_clip_algorithm
-        self._clip_gradients(model, optimizer, trainer.gradient_clip_val, gradient_clip_algorithm=algorithm)
+        self._clip_gradients(
+            model, optimizer, trainer.gradient_clip_val, gradient_clip_algorithm=algorithm
+        )
 
     def _clip_gradients(
         self, model: Any, optimizer: Any, clip_val: Any = None, gradient_clip_algorithm: Any = None

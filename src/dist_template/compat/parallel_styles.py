@@ -1,13 +1,13 @@
 """Styles of tensor and expert parallelism. Verified on transformers 5.23 and peft 0.21; importing
 this file raises ImportError where a name is gone.
 
-Replicated parameters whose gradient is a sum over ranks (Qwen3's query and key norms): transformers sums a parameter's
-accumulated gradient after each micro-batch, the earlier ones' again each time. Here each micro-batch's gradient is
-summed when it is computed.
+Replicated parameters whose gradient is a sum over ranks (Qwen3's query and key norms): transformers
+sums a parameter's accumulated gradient after each micro-batch, the earlier ones' again each time.
+Here each micro-batch's gradient is summed when it is computed.
 
-Adapters of stacked experts: peft adapts a parameter by a wrapper around the module that owns it. transformers
-dispatches tokens to that wrapper and knows nothing of its matrices. Here the plans' names follow the parameter into the
-wrapper, which runs on this rank's shards."""
+Adapters of stacked experts: peft adapts a parameter by a wrapper around the module that owns it.
+transformers dispatches tokens to that wrapper and knows nothing of its matrices. Here the plans'
+names follow the parameter into the wrapper, which runs on this rank's shards."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -91,8 +91,8 @@ class _Partial(MoeExpertsParallel):
 
 @contextmanager
 def _local(module: nn.Module, group: Any) -> Generator[None]:
-    """Inside, the parameters of `module` and its children are this rank's plain tensors. `group`: over which gradients
-    of replicated parameters are summed. None: there are none."""
+    """Inside, the parameters of `module` and its children are this rank's plain tensors. `group`:
+    over which gradients of replicated parameters are summed. None: there are none."""
     replaced = []
     owner: Any
     for owner in module.modules():

@@ -1,5 +1,6 @@
-"""How transformers finds, renames, converts and saves published weights. Private: its loading and saving. Verified on
-transformers 5.23; tests/compat/test_names.py checks the names. transformers is imported late."""
+"""How transformers finds, renames, converts and saves published weights. Private: its loading and
+saving. Verified on transformers 5.23; tests/compat/test_names.py checks the names. transformers is
+imported late."""
 
 from copy import deepcopy
 from typing import Any
@@ -11,20 +12,25 @@ from . import replaced
 
 
 def safetensors_of(name: str) -> list[str]:
-    """Returns the files with the weights of a folder, or of a name on the hub, from which they are downloaded. Raises
-    OSError if there are none."""
+    """Returns the files with the weights of a folder, or of a name on the hub, from which they are
+    downloaded. Raises OSError if there are none."""
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
     from transformers.utils.hub import get_checkpoint_shard_files
 
     if file := cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False):
         return [file]
-    if not (index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)):
+    if not (
+        index := cached_file(
+            name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False
+        )
+    ):
         raise OSError(f"it has no {SAFE_WEIGHTS_NAME}")
     return get_checkpoint_shard_files(name, index)[0]
 
 
 def sources_of_weights(model: Any, keys: list[str]) -> dict[str, tuple[list[str], str | None]]:
-    """Returns, for each tensor of `model` that files with `keys` have, its keys and a converter's pattern, if any."""
+    """Returns, for each tensor of `model` that files with `keys` have, its keys and a converter's
+    pattern, if any."""
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -48,8 +54,9 @@ def sources_of_weights(model: Any, keys: list[str]) -> dict[str, tuple[list[str]
 
 
 def converted(model: Any, sources: dict[str, Any], name: str) -> tuple[torch.Tensor | None, str]:
-    """Returns the tensor `name` of a model on the meta device, from `sources`, slices of safetensors by key; None and
-    the reason if it cannot be converted. `from_pretrained` converts all tensors at once."""
+    """Returns the tensor `name` of a model on the meta device, from `sources`, slices of
+    safetensors by key; None and the reason if it cannot be converted. `from_pretrained` converts
+    all tensors at once."""
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import LoadStateDictConfig
@@ -64,7 +71,11 @@ def converted(model: Any, sources: dict[str, Any], name: str) -> tuple[torch.Ten
             owner, _, own = loaded.rpartition(".")
             empty = tensor.detach().to("meta")
             is_parameter = isinstance(tensor, nn.Parameter)
-            setattr(model.get_submodule(owner), own, nn.Parameter(empty, False) if is_parameter else empty)
+            setattr(
+                model.get_submodule(owner),
+                own,
+                nn.Parameter(empty, False) if is_parameter else empty,
+            )
     for key, shape, expected in info.mismatched_keys:
         return None, f"its {key} is {tuple(shape)}, and the model's {tuple(expected)}"
     return (None, f"its {name} cannot be converted") if found.is_meta else (found, "")

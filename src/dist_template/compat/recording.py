@@ -1,12 +1,15 @@
-"""Records how a constructor computes tensors on the meta device, so that each can be computed later, by itself.
+"""Records how a constructor computes tensors on the meta device, so that each can be computed
+later, by itself.
 
-A recording lists the operations that made or changed meta tensors. `Recording.compute` repeats those on which one
-tensor depends, in host memory. Each random operation has a seed of its own, from the run's seed and its number among
-the constructor's random operations: values do not depend on the order, or on the rank, in which tensors are computed,
-and a copy of a layer equals it. Draws from a generator of the constructor are repeated from the first. torch (2.13) has
-nothing like it, and torchdistX, which had it as deferred initialization, is no longer maintained.
+A recording lists the operations that made or changed meta tensors. `Recording.compute` repeats
+those on which one tensor depends, in host memory. Each random operation has a seed of its own, from
+the run's seed and its number among the constructor's random operations: values do not depend on the
+order, or on the rank, in which tensors are computed, and a copy of a layer equals it. Draws from a
+generator of the constructor are repeated from the first. torch (2.13) has nothing like it, and
+torchdistX, which had it as deferred initialization, is no longer maintained.
 
-Private: torch's dispatch mode, the schema of an operation, and functions of `nn.init` that skip meta tensors."""
+Private: torch's dispatch mode, the schema of an operation, and functions of `nn.init` that skip
+meta tensors."""
 
 import hashlib
 import sys
@@ -31,7 +34,8 @@ MODELS = "transformers.modeling_utils"
 OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "copy_", "eye"}
 SKIPPED = ("orthogonal_", "sparse_")  # functions of nn.init that return a meta tensor unchanged
 IS_META = torch.Tensor.is_meta.__get__  # ty: ignore[missing-attribute]
-VALUES = (torch.tensor, torch.as_tensor, torch.scalar_tensor)  # would lose their values on the meta device
+# would lose their values on the meta device
+VALUES = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ class Operation(NamedTuple):
     kwargs: dict[str, Any]
     results: list[Place]
     random: int | None  # its number among the random ones
-    needs: set[int | None]  # numbers of the operations on which it depends; None: one that was not recorded
+    # numbers of the operations on which it depends; None: one that was not recorded
+    needs: set[int | None]
     dtype: torch.dtype  # torch's default
 
     @property
@@ -73,7 +78,8 @@ class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._operations: list[Operation] = []
-        # Number of the operation that made a storage, and of the last that wrote to it, or drew from a generator
+        # Number of the operation that made a storage, and of the last that wrote to it, or drew
+        # from a generator
         self._first: dict[StorageWeakRef | torch.Generator, int] = {}
         self._newest: dict[StorageWeakRef | torch.Generator, int] = {}
         self._generators: dict[torch.Generator, torch.Generator] = {}  # as they were at first
@@ -97,9 +103,15 @@ class Recording(TorchDispatchMode):
         return results
 
     def add(
-        self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any], results: object, changed: list[Any],
-        is_random: bool, overwrites: bool,
-    ) -> None:  # fmt: skip
+        self,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        results: object,
+        changed: list[Any],
+        is_random: bool,
+        overwrites: bool,
+    ) -> None:
         """Adds an operation, unless it makes views alone, or nothing on the meta device."""
         made, written = _places(results), _places(changed)
         reads, changes = _storages(_places((args, kwargs))), _storages(written)
@@ -111,7 +123,9 @@ class Recording(TorchDispatchMode):
                 self._sizes[place.storage] = place.shape.numel() * place.dtype.itemsize
         full = _storages(place for place in written if place.is_full and overwrites)
         full -= _storages(_places((args[1:], kwargs)))  # a copy of a view of itself
-        needs = {self._newest.get(each) for each in reads - full} | {self._first.get(each) for each in full}
+        needs = {self._newest.get(each) for each in reads - full} | {
+            self._first.get(each) for each in full
+        }
         drawn = {each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Generator)}
         needs |= {self._newest[each] for each in drawn & self._newest.keys()}
         self._generators |= {each: each.clone_state() for each in drawn - self._generators.keys()}
@@ -123,10 +137,13 @@ class Recording(TorchDispatchMode):
         for key in (*makes, *changes, *drawn):
             self._newest[key] = len(self._operations)
             self._first.setdefault(key, len(self._operations))
-        self._operations.append(Operation(call, args, kwargs, made, number, needs, torch.get_default_dtype()))
+        self._operations.append(
+            Operation(call, args, kwargs, made, number, needs, torch.get_default_dtype())
+        )
 
     def operations_for(self, tensor: Tensor) -> list[Operation] | None:
-        """Returns the operations on which the values of `tensor` depend, in order; None if one was not recorded."""
+        """Returns the operations on which the values of `tensor` depend, in order; None if one was
+        not recorded."""
         found, open_ends = set[int](), [self._newest.get(place_of(tensor).storage)]
         while open_ends:
             number = open_ends.pop()
@@ -139,7 +156,8 @@ class Recording(TorchDispatchMode):
 
     @torch.no_grad()
     def compute(self, tensor: Tensor, seed: int) -> Tensor:
-        """Returns the values of a meta tensor, in host memory. Changes the state of the CPU's random generator."""
+        """Returns the values of a meta tensor, in host memory. Changes the state of the CPU's
+        random generator."""
         storages: dict[StorageWeakRef, torch.UntypedStorage] = {}
         generators = {each: state.clone_state() for each, state in self._generators.items()}
 
@@ -162,21 +180,31 @@ class Recording(TorchDispatchMode):
                 torch.set_default_dtype(operation.dtype)
                 made = operation.call(*args, **kwargs)
                 results = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
-                for place, result in zip(operation.results, results, strict=bool(operation.results)):
-                    if place.storage not in storages and result.stride() != place.stride:  # as LAPACK's results
-                        result = torch.empty_strided(place.shape, place.stride, dtype=place.dtype).copy_(result)
+                for place, result in zip(
+                    operation.results, results, strict=bool(operation.results)
+                ):
+                    if (
+                        place.storage not in storages and result.stride() != place.stride
+                    ):  # as LAPACK's results
+                        result = torch.empty_strided(
+                            place.shape, place.stride, dtype=place.dtype
+                        ).copy_(result)
                     storages.setdefault(place.storage, result.untyped_storage())
         return real(place_of(tensor))  # ty: ignore[invalid-explicit-return]
 
 
 class _OnMeta(TorchFunctionMode):
-    """Makes `torch.tensor` of Python's values on the host, from where a recording keeps them, and `torch.normal` on the
-    meta device. Two functions of nn.init do their work there."""
+    """Makes `torch.tensor` of Python's values on the host, from where a recording keeps them, and
+    `torch.normal` on the meta device. Two functions of nn.init do their work there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         device = torch.device(kwargs.get("device") or "meta")
-        if func in VALUES and device.type == "meta" and not any(isinstance(each, Tensor) for each in args):
+        if (
+            func in VALUES
+            and device.type == "meta"
+            and not any(isinstance(each, Tensor) for each in args)
+        ):
             return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
         if func == IS_META and sys._getframe(1).f_code.co_name in SKIPPED:
             return False
@@ -189,22 +217,27 @@ _current: list[Recording] = []
 
 
 def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, Recording]:
-    """Returns what `build` makes on the meta device, and the recording. Raises the errors of `build`, and of torch
-    where it reads a value of a meta tensor."""
+    """Returns what `build` makes on the meta device, and the recording. Raises the errors of
+    `build`, and of torch where it reads a value of a meta tensor."""
     had_models = MODELS in sys.modules
     recording = Recording()
     with ExitStack() as stack:
         stack.enter_context(replaced(nn.init, _no_grad_trunc_normal_=_truncated_later))
-        if had_models:  # transformers initializes nothing on the meta device: there nothing could be recorded
+        if (
+            had_models
+        ):  # transformers initializes nothing on the meta device: there nothing could be recorded
             models = sys.modules[MODELS]
-            stack.enter_context(replaced(models, get_torch_context_manager_or_global_device=lambda: None))
+            stack.enter_context(
+                replaced(models, get_torch_context_manager_or_global_device=lambda: None)
+            )
         stack.enter_context(torch.device("meta"))
         stack.enter_context(_OnMeta())
         stack.enter_context(recording)
         _current.append(recording)
         stack.callback(_current.pop)
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message=".*is a no-op")  # copies of a state dict are recorded
+        # copies of a state dict are recorded
+        warnings.filterwarnings("ignore", message=".*is a no-op")
         try:
             model = build()
         except (RuntimeError, TypeError) as error:
@@ -223,18 +256,23 @@ def is_recording() -> bool:
 def write_later(
     function: Callable[..., object], tensors: list[Tensor], *inputs: object, is_random: bool = False
 ) -> bool:
-    """Records `function(*tensors, *inputs)`, which overwrites `tensors`, if they are on the meta device and something
-    records. Returns whether it does; nothing is called."""
+    """Records `function(*tensors, *inputs)`, which overwrites `tensors`, if they are on the meta
+    device and something records. Returns whether it does; nothing is called."""
     if not (_current and tensors[0].is_meta):
         return False
-    _current[-1].add(function, (*tensors, *inputs), {}, None, list(tensors), is_random, overwrites=True)
+    _current[-1].add(
+        function, (*tensors, *inputs), {}, None, list(tensors), is_random, overwrites=True
+    )
     return True
 
 
-_truncated_normal: Callable[..., Tensor] = nn.init._no_grad_trunc_normal_  # reads values, until all are inside
+# reads values, until all are inside
+_truncated_normal: Callable[..., Tensor] = nn.init._no_grad_trunc_normal_
 
 
-def _truncated_later(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # their last: a generator
+def _truncated_later(
+    tensor: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:  # their last: a generator
     is_later = write_later(_truncated_normal, [tensor], *args, *kwargs.values(), is_random=True)
     return tensor if is_later else _truncated_normal(tensor, *args, **kwargs)
 
@@ -244,11 +282,20 @@ def place_of(tensor: Tensor) -> Place:
         raise NotImplementedError("it makes a conjugate or negative view")
     is_full = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     offset = int(tensor.storage_offset())
-    return Place(StorageWeakRef(tensor.untyped_storage()), tensor.dtype, tensor.shape, tensor.stride(), offset, is_full)
+    return Place(
+        StorageWeakRef(tensor.untyped_storage()),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        offset,
+        is_full,
+    )
 
 
 def _places(values: object) -> list[Place]:
-    return [place_of(each) for each in tree_leaves(values) if isinstance(each, Tensor) and each.is_meta]
+    return [
+        place_of(each) for each in tree_leaves(values) if isinstance(each, Tensor) and each.is_meta
+    ]
 
 
 def _storages(places: Iterable[Place]) -> set[StorageWeakRef]:

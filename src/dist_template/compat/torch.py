@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["tree_leaves", "tree_map"]  # torch has no public pytree module (2.13)
 
-# Operations whose results activation checkpointing keeps: torch has public names for the matrix products alone.
+# Operations whose results activation checkpointing keeps: torch has public names for the matrix
+# products alone.
 EXPENSIVE = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -41,7 +42,8 @@ def version_of(tensor: Tensor) -> int:
 
 
 def coordinate_of(rank: int, mesh: DeviceMesh) -> list[int]:
-    """Returns the coordinate that `rank` has in `mesh`, or in the mesh beside it that has the same dimensions."""
+    """Returns the coordinate that `rank` has in `mesh`, or in the mesh beside it that has the same
+    dimensions."""
     root = mesh._get_root_mesh()
     names: Any = root.mesh_dim_names or range(root.ndim)
     of_root = dict(zip(names, (root.mesh == rank).nonzero()[0].tolist(), strict=True))
@@ -54,7 +56,8 @@ def is_persistent(module: Any, buffer: str) -> bool:
 
 
 def drop_weak_references(module: Any) -> None:
-    """Lets `swap_tensors` swap the parameters of a torch.nn.LSTM, whose weak references would show a replaced one."""
+    """Lets `swap_tensors` swap the parameters of a torch.nn.LSTM, whose weak references would show
+    a replaced one."""
     references = getattr(module, "_flat_weight_refs", [])
     references[:] = [None] * len(references)
 
@@ -78,8 +81,9 @@ def without_profiler_range(batches: Any) -> Iterator[Any]:
 
 
 def step_of(optimizer: Any) -> Callable[..., Any]:
-    """Returns `optimizer.step` without its profiler range, which takes longer than the update of a small model, unless
-    a profiler runs, or the step has a hook or is replaced (not by a schedule, which only notes that it was called)."""
+    """Returns `optimizer.step` without its profiler range, which takes longer than the update of a
+    small model, unless a profiler runs, or the step has a hook or is replaced (not by a schedule,
+    which only notes that it was called)."""
     step, of_class = optimizer.step, type(optimizer).step
     is_torchs = "step" not in vars(optimizer) or hasattr(step, "_wrapped_by_lr_sched")
     if not (is_torchs and hasattr(of_class, "hooked")) or torch.autograd._profiler_enabled():
@@ -93,14 +97,21 @@ def step_of(optimizer: Any) -> Callable[..., Any]:
 
 class _InFloat32(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (torch.Tensor.float if func is torch.Tensor.bfloat16 else func)(*args, **(kwargs or {}))
+        return (torch.Tensor.float if func is torch.Tensor.bfloat16 else func)(
+            *args, **(kwargs or {})
+        )
 
 
-def orthogonalized(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Returns the nearest semi-orthogonal matrices, about, by torch.optim.Muon's iteration: (R, C) or (E, R, C), of the
-    same shape. Overwrites `matrices`. The public class accepts parameters of two dimensions alone. torch iterates in
-    bfloat16. Here float32 stays float32: on a CPU it is faster, and all strategies round alike."""
-    iterate = partial(_muon._zeropower_via_newtonschulz, ns_coefficients=coefficients, ns_steps=steps, eps=eps)
+def orthogonalized(
+    matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
+    """Returns the nearest semi-orthogonal matrices, about, by torch.optim.Muon's iteration: (R, C)
+    or (E, R, C), of the same shape. Overwrites `matrices`. The public class accepts parameters of
+    two dimensions alone. torch iterates in bfloat16. Here float32 stays float32: on a CPU it is
+    faster, and all strategies round alike."""
+    iterate = partial(
+        _muon._zeropower_via_newtonschulz, ns_coefficients=coefficients, ns_steps=steps, eps=eps
+    )
     with _InFloat32() if matrices.dtype == torch.float32 else nullcontext():
         if matrices.ndim == 2 or not matrices.numel():
             return iterate(matrices) if matrices.numel() else matrices
@@ -108,7 +119,8 @@ def orthogonalized(matrices: Tensor, coefficients: tuple[float, float, float], s
 
 
 def update_scale(shape: torch.Size, name: str) -> float:
-    """Returns the factor of the learning rate for matrices (..., R, C), by a name of torch.optim.Muon's."""
+    """Returns the factor of the learning rate for matrices (..., R, C), by a name of
+    torch.optim.Muon's."""
     return _muon._adjust_lr(1.0, name, torch.Size(shape[-2:]))
 
 
@@ -148,8 +160,9 @@ def limit_collectives(group: dist.ProcessGroup, limit: timedelta) -> None:
 
 
 def read_unsharded(reader: FileSystemReader, keys: set[str] | None = None) -> dict[str, Any]:
-    """Reads a distributed checkpoint, or its entries `keys`, as full tensors in one process, without a model. The
-    public `dcp_to_torch_save` writes a file and unpickles with a reader of its own."""
+    """Reads a distributed checkpoint, or its entries `keys`, as full tensors in one process,
+    without a model. The public `dcp_to_torch_save` writes a file and unpickles with a reader of its
+    own."""
     tensors: dict[str, Any] = {}
     _load_state_dict(tensors, reader, planner=_EmptyStateDictLoadPlanner(keys), no_dist=True)
     return tensors

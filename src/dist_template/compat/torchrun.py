@@ -1,5 +1,6 @@
-"""torch's elastic agent, which torchrun runs, with exit codes. Verified on torch 2.13; tests/compat/test_names.py
-checks the private names. Where one is gone, creating the agent, or its first call, raises AttributeError.
+"""torch's elastic agent, which torchrun runs, with exit codes. Verified on torch 2.13;
+tests/compat/test_names.py checks the private names. Where one is gone, creating the agent, or its
+first call, raises AttributeError.
 
 torchrun restarts workers whatever their exit codes are, without a hook before the restart."""
 
@@ -27,7 +28,11 @@ LOST_S = 20.0  # the rendezvous is lost if it does not answer for so long
 
 
 def report(text: str) -> None:
-    print(f"launcher: {text}; relaunch the same command on every node to resume", file=sys.stderr, flush=True)
+    print(
+        f"launcher: {text}; relaunch the same command on every node to resume",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 class Agent(LocalElasticAgent):
@@ -71,7 +76,9 @@ class Agent(LocalElasticAgent):
                 self._report(worker_group.workers[rank].global_rank, worker.returncode)
                 break
         result = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.HEALTHY:  # torchrun queries the rendezvous for new nodes next
+        if (
+            result.state == WorkerState.HEALTHY
+        ):  # torchrun queries the rendezvous for new nodes next
             self._deadline = time.monotonic() + LOST_S
         return result
 
@@ -94,14 +101,19 @@ class Agent(LocalElasticAgent):
         if self._decided and self.workers()[0].returncode in DECIDED:
             return
         left, then = self._remaining_restarts, ""
-        how = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+        how = (
+            f"exited with code {code}"
+            if code > 0
+            else f"was killed by {signal.Signals(-code).name}"
+        )
         if not self._decided:
             then = f"; restarting, {left - 1} more left" if left else "; no restart is left"
         print(f"launcher: rank {rank} {how}{then}", file=sys.stderr, flush=True)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self._deadline = float("inf")  # a save may take long
-        super()._shutdown(death_sig, self._shutdown_timeout)  # torchrun passes its own option only in some cases
+        # torchrun passes its own option only in some cases
+        super()._shutdown(death_sig, self._shutdown_timeout)
 
     def _watch_rendezvous(self) -> None:
         """Exits at the deadline: behind a broken link the agent would wait forever."""

@@ -34,7 +34,8 @@ def set_attention(config: Any, kernel: str) -> None:
 
 
 def initialize(model: Any, layer: nn.Module) -> None:
-    """Initializes a new layer as `model` initializes its own; the public `init_weights` does all layers."""
+    """Initializes a new layer as `model` initializes its own; the public `init_weights` does all
+    layers."""
     model._init_weights(layer)
 
 
@@ -90,8 +91,9 @@ def without_search() -> Any:
 
 
 def shard_for(target: DTensor, full: Any, rank: int | None = None) -> torch.Tensor:
-    """Returns a rank's shard of `full` with the placements of `target`, interleaved ones too. None: this rank. The
-    module is internal; torch's `distribute_tensor` does not know interleaved shards."""
+    """Returns a rank's shard of `full` with the placements of `target`, interleaved ones too. None:
+    this rank. The module is internal; torch's `distribute_tensor` does not know interleaved
+    shards."""
     from transformers.distributed.sharding_utils import DtensorShardOperation
 
     mesh = target.device_mesh
@@ -102,7 +104,9 @@ def shard_for(target: DTensor, full: Any, rank: int | None = None) -> torch.Tens
             size, number = mesh.size(mesh_dim), coordinate[mesh_dim]
             return SimpleNamespace(get_local_rank=lambda: number, size=lambda: size)
 
-        def _slice_and_cat(self, source: Any, intervals: Any, device: Any, dtype: Any) -> torch.Tensor:
+        def _slice_and_cat(
+            self, source: Any, intervals: Any, device: Any, dtype: Any
+        ) -> torch.Tensor:
             if not all(intervals):  # the rank has none of it
                 shape = [0 if not found else full.shape[dim] for dim, found in enumerate(intervals)]
                 return source[tuple(slice(0, size) for size in shape)]
@@ -115,9 +119,9 @@ def shard_for(target: DTensor, full: Any, rank: int | None = None) -> torch.Tens
 
 @cache
 def cast_experts() -> None:
-    """Applies autocast to the experts' grouped products, for the whole process. torch's autocast does not support
-    `grouped_mm` (pytorch#174763): under bf16-mixed experts would multiply in float32, for which a GPU has no grouped
-    kernel, and wait for the device."""
+    """Applies autocast to the experts' grouped products, for the whole process. torch's autocast
+    does not support `grouped_mm` (pytorch#174763): under bf16-mixed experts would multiply in
+    float32, for which a GPU has no grouped kernel, and wait for the device."""
     from transformers.integrations import moe
 
     experts: Any = moe
@@ -134,9 +138,10 @@ def cast_experts() -> None:
 
 @contextmanager
 def sharding(offload_policy: Callable[[], Any], prepare: Callable[[], None]) -> Generator[None]:
-    """Inside, `maybe_distribute_model` offloads with `offload_policy()`, and calls `prepare()` before FSDP2 wraps.
-    transformers pins offloaded memory, which fails without a GPU. It has no hook between tensor parallelism, which
-    needs each of the tied parameters, and FSDP2, which needs them tied."""
+    """Inside, `maybe_distribute_model` offloads with `offload_policy()`, and calls `prepare()`
+    before FSDP2 wraps. transformers pins offloaded memory, which fails without a GPU. It has no
+    hook between tensor parallelism, which needs each of the tied parameters, and FSDP2, which needs
+    them tied."""
     from transformers.distributed import fsdp, mixin
 
     apply = mixin.apply_fully_sharded_data_parallelism

@@ -1,9 +1,11 @@
-"""transformers' handlers of OpenAI's API, for one model that is loaded. Verified on transformers 5.23.
+"""transformers' handlers of OpenAI's API, for one model that is loaded. Verified on transformers
+5.23.
 
-`transformers.cli.serving` has no underscore, and no documentation promises its classes. The public command
-`transformers serve` loads the model by itself, so it would not be the one that was compared with the trained one, and
-has routes that load any model of the hub. Where a name is gone, the import of this file raises ImportError and `serve`
-does not start; `export` does not need it. tests/wings/test_serve.py uses them all."""
+`transformers.cli.serving` has no underscore, and no documentation promises its classes. The public
+command `transformers serve` loads the model by itself, so it would not be the one that was compared
+with the trained one, and has routes that load any model of the hub. Where a name is gone, the
+import of this file raises ImportError and `serve` does not start; `export` does not need it.
+tests/wings/test_serve.py uses them all."""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from starlette.responses import Response, StreamingResponse
 from torch import Tensor
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.utils import GenerateManager, GenerationState, InferenceThread, Modality
+from transformers.cli.serving.utils import (
+    GenerateManager,
+    GenerationState,
+    InferenceThread,
+    Modality,
+)
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -26,10 +33,12 @@ FAILED = 'data: {"error"'  # in a handler's stream, if its generation has raised
 
 
 class OneModel:
-    """Replaces the handlers' ModelManager; it has one model and never loads another. An answer has at most `max_tokens`
-    tokens, and with its prompt at most as many as the model has positions."""
+    """Replaces the handlers' ModelManager; it has one model and never loads another. An answer has
+    at most `max_tokens` tokens, and with its prompt at most as many as the model has positions."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, max_tokens: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, max_tokens: int
+    ) -> None:
         self.force_model, self._loaded = name, (model, tokenizer)
         self.thread, self.max_tokens = InferenceThread(), max_tokens
         self.positions: int = getattr(model.config, "max_position_embeddings", sys.maxsize)
@@ -37,17 +46,24 @@ class OneModel:
     def process_model_name(self, name: str) -> str:
         return name
 
-    def load_model_and_processor(self, *_: object, **__: object) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def load_model_and_processor(
+        self, *_: object, **__: object
+    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         return self._loaded
 
     def get_model_modality(self, *_: object, **__: object) -> Modality:
         return Modality.LLM
 
-    async def respond(self, body: dict[str, Any], request_id: str, criterion: Callable[..., Tensor]) -> Response:
-        """Answers a request; `criterion` ends its generation. A stream ends with OpenAI's `[DONE]`."""
+    async def respond(
+        self, body: dict[str, Any], request_id: str, criterion: Callable[..., Tensor]
+    ) -> Response:
+        """Answers a request; `criterion` ends its generation. A stream ends with OpenAI's
+        `[DONE]`."""
         manager: Any = self
         kind = ChatCompletionHandler if "messages" in body else CompletionHandler
-        response = await kind(manager, _Generation(self, criterion)).handle_request(body, request_id)
+        response = await kind(manager, _Generation(self, criterion)).handle_request(
+            body, request_id
+        )
         if isinstance(response, StreamingResponse):
             response.body_iterator = _finished(response.body_iterator)
         return response
@@ -58,14 +74,16 @@ async def _finished(events: AsyncIterable[str | bytes | memoryview]) -> AsyncGen
         text = str(event)
         if FAILED in text:  # its message's quotes are not escaped
             why = text.strip().removeprefix(FAILED).strip(': "}')
-            yield f"data: {json.dumps({'error': {'message': why, 'type': 'server_error', 'code': 500}})}\n\n"
+            error = {"message": why, "type": "server_error", "code": 500}
+            yield f"data: {json.dumps({'error': error})}\n\n"
             return
         yield text
     yield "data: [DONE]\n\n"
 
 
 class _Generation(GenerationState, GenerateManager):
-    """Generates for one request, on the thread of all of them, with a stopping criterion and limits."""
+    """Generates for one request, on the thread of all of them, with a stopping criterion and
+    limits."""
 
     def __init__(self, served: OneModel, criterion: Callable[..., Tensor]) -> None:
         GenerationState.__init__(self)
@@ -75,11 +93,15 @@ class _Generation(GenerationState, GenerateManager):
     def get_manager(self, model_id: str, use_cb: bool = False) -> _Generation:
         return self
 
-    def generate_streaming(self, model: Any, processor: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, *given: Any, **named: Any
+    ) -> Any:
         inputs = self._limited(inputs, given[0])
         return super().generate_streaming(model, processor, inputs, *given, **named)
 
-    async def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, *given: Any, **named: Any
+    ) -> Any:
         inputs = self._limited(inputs, given[0])
         return await super().generate_non_streaming(model, processor, inputs, *given, **named)
 
@@ -87,6 +109,10 @@ class _Generation(GenerationState, GenerateManager):
         """Limits the answer, and returns the inputs of `generate` with the criterion."""
         length, positions = inputs["input_ids"].shape[-1], self._served.positions
         if length >= positions:
-            raise HTTPException(400, f"the prompt has {length} tokens, and the model has {positions} positions")
-        config.max_new_tokens = min(config.max_new_tokens, self._served.max_tokens, positions - length)
+            raise HTTPException(
+                400, f"the prompt has {length} tokens, and the model has {positions} positions"
+            )
+        config.max_new_tokens = min(
+            config.max_new_tokens, self._served.max_tokens, positions - length
+        )
         return {**inputs, **self._criteria}

@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 
 def samples_of(trainer: L.Trainer) -> Any:
-    """Returns what shards and orders the samples, PackedText or the callback SampleOrder; None for another loader."""
+    """Returns what shards and orders the samples, PackedText or the callback SampleOrder; None for
+    another loader."""
     for each in [data_of(trainer), *callbacks_of(trainer)]:
         if owns_order(each) and each.global_batch_size:
             return each
@@ -38,13 +39,16 @@ def owns_order(data: object) -> bool:
 
 
 def value_now(module: L.LightningModule, key: str, given: ByTokens) -> float:
-    """Returns the value of `key` in the present optimizer step, in evaluation at the tokens consumed so far, which a
-    resumed run knows too. Raises InputError if it has phases and the data module does not count tokens."""
+    """Returns the value of `key` in the present optimizer step, in evaluation at the tokens
+    consumed so far, which a resumed run knows too. Raises InputError if it has phases and the data
+    module does not count tokens."""
     if not isinstance(given, list):
         return given
     data = data_of(module.trainer)
     if not hasattr(data, "step_samples"):
-        raise InputError(f"{key} has phases, and {type(data).__name__} does not count tokens: give a number")
+        raise InputError(
+            f"{key} has phases, and {type(data).__name__} does not count tokens: give a number"
+        )
     samples = data.step_samples if module.trainer.training else data.consumed_samples
     return value_at(given, samples * data.seq_len)
 

@@ -1,7 +1,7 @@
 """Load balancing for a mixture of experts: keeps routers from sending most tokens to a few experts.
 
-The load of an expert is the number of tokens routed to it in one optimizer step, over all ranks and micro-batches,
-masked ones too. What activation checkpointing recomputes is not counted again.
+The load of an expert is the number of tokens routed to it in one optimizer step, over all ranks and
+micro-batches, masked ones too. What activation checkpointing recomputes is not counted again.
 
     router with                auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1):
     `e_score_correction_bias`  after each optimizer step, the bias +=
@@ -11,9 +11,10 @@ masked ones too. What activation checkpointing recomputes is not counted again.
     optional, any router       DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437,
                                equations 17 to 20), router z-loss (arXiv:2202.08906, equation 5)
 
-The load-balancing loss takes the shares of the load from the previous optimizer step's global batch. Shares of a
-micro-batch would force every sequence to use all experts (arXiv:2501.11873), and the result would depend on how the
-batch is distributed. The first step has uniform shares, so a gradient of zero.
+The load-balancing loss takes the shares of the load from the previous optimizer step's global
+batch. Shares of a micro-batch would force every sequence to use all experts (arXiv:2501.11873), and
+the result would depend on how the batch is distributed. The first step has uniform shares, so a
+gradient of zero.
 
 Shapes: L layers, E experts, N tokens of a micro-batch, B sequences of T tokens."""
 
@@ -38,14 +39,16 @@ BIAS = "e_score_correction_bias"
 
 @dataclass
 class BalanceConfig:
-    """How tokens are balanced over the experts of a mixture of experts. Has no effect on other models.
+    """How tokens are balanced over the experts of a mixture of experts. Has no effect on other
+    models.
 
     Args:
-        bias_update_speed: How far a router's `e_score_correction_bias` moves after each optimizer step, DeepSeek-V3's
-            gamma: 0.001 for its first 14.3 T tokens, then 0 (arXiv:2412.19437, section 4.2). 0 is off. Or phases by
-            consumed tokens.
-        aux_loss_coef: Weight of the load-balancing loss, summed over layers. null: the model configuration's
-            `router_aux_loss_coef` for routers without that bias, 0 for routers with it. 0 is off.
+        bias_update_speed: How far a router's `e_score_correction_bias` moves after each optimizer
+            step, DeepSeek-V3's gamma: 0.001 for its first 14.3 T tokens, then 0 (arXiv:2412.19437,
+            section 4.2). 0 is off. Or phases by consumed tokens.
+        aux_loss_coef: Weight of the load-balancing loss, summed over layers. null: the model
+            configuration's `router_aux_loss_coef` for routers without that bias, 0 for routers with
+            it. 0 is off.
         sequence_loss_coef: Weight of DeepSeek-V3's sequence-wise balance loss, summed over layers;
             0.0001 there. 0 is off.
         z_loss_coef: Weight of the router z-loss, summed over layers, which keeps router logits
@@ -123,7 +126,8 @@ class Balancer:
             if value is not None:
                 check_least("model.balance", **{key: (min(values_of(value)), 0.0)})
         self.config, self._sequence_group = config, sequence_group
-        self.bias_update_speed = max(values_of(config.bias_update_speed))  # of the present step: callbacks/experts.py
+        # of the present step: callbacks/experts.py
+        self.bias_update_speed = max(values_of(config.bias_update_speed))
         self.layers = find_layers(model)
         if group is not None:  # the layers of all stages, in the order of their numbers
             no_modules = {"experts": None, "router": None, "bias_owner": None}
@@ -144,7 +148,8 @@ class Balancer:
         self.aux_loss_coef = (coef or configured) if self._aux else 0.0
         self.has_bias = any(layer.has_bias for layer in self.layers)
         self.needs_shares = bool(self._aux)
-        self.needs_loads = self.needs_shares or (self.has_bias and self.bias_update_speed > 0)  # of every step
+        # of every step
+        self.needs_loads = self.needs_shares or (self.has_bias and self.bias_update_speed > 0)
         if self.layers and all(layer.has_router for layer in self.layers):
             return
         for key in ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef"):
@@ -222,8 +227,9 @@ class Balancer:
                 yield name, coef * len(values), torch.stack(values).mean()
 
     def _sequence_loss(self, layer: Layer, logits: Tensor, num_sequences: int) -> Tensor:
-        """() over shares per sequence, of the experts with the highest scores without the bias. Ranks that share
-        sequences have the choices of all tokens and the scores of their own: the mean over ranks is the loss."""
+        """() over shares per sequence, of the experts with the highest scores without the bias.
+        Ranks that share sequences have the choices of all tokens and the scores of their own: the
+        mean over ranks is the loss."""
         scores = probabilities(layer, logits).unflatten(0, (num_sequences, -1))  # (B, T, E)
         top_k = self._model_config.num_experts_per_tok
         chosen = scores.detach().topk(top_k, dim=-1).indices.flatten(1)  # (B, T x top_k)
@@ -261,7 +267,8 @@ class Balancer:
 
 
 def probabilities(layer: Layer, logits: Tensor) -> Tensor:
-    """Returns a router's probabilities (N, E): normalised sigmoids if it has a bias (DeepSeek-V3), else a softmax."""
+    """Returns a router's probabilities (N, E): normalised sigmoids if it has a bias (DeepSeek-V3),
+    else a softmax."""
     if not layer.has_bias:
         return logits.float().softmax(-1)
     scores = logits.float().sigmoid()

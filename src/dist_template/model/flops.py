@@ -2,11 +2,12 @@
 
     operations of a token = 6 N + 12 L d T
 
-6 N: each active parameter is multiplied and added once in the forward and twice in the backward pass. 12 L d T:
-attention scores and their products with the values, in L layers of width d over T tokens, without the causal mask and
-recomputation. This is PaLM's convention (arXiv:2204.02311, appendix B). N is the number of parameters active for a
-token: of experts, the chosen and the shared ones. An embedding table counts only where it is the output layer too
-(tied). A frozen parameter has no gradient of its own: 4 instead of 6."""
+6 N: each active parameter is multiplied and added once in the forward and twice in the backward
+pass. 12 L d T: attention scores and their products with the values, in L layers of width d over T
+tokens, without the causal mask and recomputation. This is PaLM's convention (arXiv:2204.02311,
+appendix B). N is the number of parameters active for a token: of experts, the chosen and the shared
+ones. An embedding table counts only where it is the output layer too (tied). A frozen parameter has
+no gradient of its own: 4 instead of 6."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ from ..layout import full_shape
 __all__ = ["PEAKS", "Size", "find_experts", "peak", "text_config"]
 
 
-# Dense TFLOP/s in half precision by datasheet (figures with structured sparsity are halved), by a regular expression
-# for the full name of torch.cuda.get_device_name: a slice of a GPU (MIG) or a custom part has another name, and none.
-# Lightning's table (2.6.6, fabric/utilities/throughput.py) has the H200 with sparsity and the H100 NVL as two devices.
+# Dense TFLOP/s in half precision by datasheet (figures with structured sparsity are halved), by a
+# regular expression for the full name of torch.cuda.get_device_name: a slice of a GPU (MIG) or a
+# custom part has another name, and none. Lightning's table (2.6.6, fabric/utilities/throughput.py)
+# has the H200 with sparsity and the H100 NVL as two devices.
 PEAKS = {
     "NVIDIA B200": 2250.0,
     "NVIDIA H200|NVIDIA GH200 (120|480)GB|NVIDIA H100 80GB HBM3": 989.4,
@@ -38,8 +40,9 @@ PEAKS = {
 
 
 def peak(device: str, precision: str) -> float | None:
-    """Returns the TFLOP/s of one device in half precision; None if it is not known, and in float32, where a matrix
-    product has one of several speeds (TF32 or not, by torch's settings and by shape)."""
+    """Returns the TFLOP/s of one device in half precision; None if it is not known, and in float32,
+    where a matrix product has one of several speeds (TF32 or not, by torch's settings and by
+    shape)."""
     if precision.partition("-")[0] not in ("bf16", "16"):
         return None
     for names, figure in PEAKS.items():
@@ -63,7 +66,9 @@ class Size:
     experts: int | None  # of a layer, without shared ones
     experts_per_token: int | None
     _multiplied: float | None  # 6 N
-    predicted: int = 0  # modules of multi-token prediction: each is a layer more, and the output layer once more
+    predicted: int = (
+        0  # modules of multi-token prediction: each is a layer more, and the output layer once more
+    )
 
     def flops_per_token(self, seq_len: int) -> float | None:
         if self._multiplied is None or not self.layers or not self.width:
@@ -114,13 +119,19 @@ class Size:
         if predicted:
             multiplied += 6 * predicted * full_shape(model.get_output_embeddings().weight).numel()  # ty: ignore
         return cls(
-            total=total, trainable=trainable, in_4_bits=in_4_bits, active=round(active) if is_known else None,
+            total=total,
+            trainable=trainable,
+            in_4_bits=in_4_bits,
+            active=round(active) if is_known else None,
             embedding=embedding,
             matrices=matrices,
-            layers=getattr(config, "num_hidden_layers", None), width=getattr(config, "hidden_size", None),
-            experts=num, experts_per_token=chosen if num else None,
-            _multiplied=multiplied if is_known else None, predicted=predicted,
-        )  # fmt: skip
+            layers=getattr(config, "num_hidden_layers", None),
+            width=getattr(config, "hidden_size", None),
+            experts=num,
+            experts_per_token=chosen if num else None,
+            _multiplied=multiplied if is_known else None,
+            predicted=predicted,
+        )
 
 
 def text_config(model: nn.Module) -> Any:
@@ -150,11 +161,12 @@ def num_experts(experts: nn.Module) -> int:
 
 
 def matrices_of(module: nn.Module) -> set[nn.Parameter]:
-    """Returns the parameters that Muon updates: matrices (R, C) with R and C above 1, and stacked experts (E, R, C).
+    """Returns the parameters that Muon updates: matrices (R, C) with R and C above 1, and stacked
+    experts (E, R, C).
 
-    AdamW updates embeddings, the output layer (without `get_output_embeddings`: the last nn.Linear), biases,
-    convolutions, and adapters of stacked experts, whose matrices contain all experts. As in Moonlight, weights of
-    routers are matrices. So are other adapters."""
+    AdamW updates embeddings, the output layer (without `get_output_embeddings`: the last
+    nn.Linear), biases, convolutions, and adapters of stacked experts, whose matrices contain all
+    experts. As in Moonlight, weights of routers are matrices. So are other adapters."""
     layers: list[Any] = [*module.modules()]
     heads, linear = list[nn.Module](), list[nn.Module]()
     others, found = set[nn.Parameter](), set[nn.Parameter]()

@@ -42,8 +42,8 @@ class MetricBuffer:
         if not isinstance(value, Tensor) or value.numel() != 1:
             given = (*value.shape,) if isinstance(value, Tensor) else value
             raise InputError(
-                f"`track` of {name} was given a {type(value).__name__}, {given}: give it a tensor of one element,"
-                " such as `value.mean()` or torch.tensor(number)"
+                f"`track` of {name} was given a {type(value).__name__}, {given}: give it a tensor"
+                " of one element, such as `value.mean()` or torch.tensor(number)"
             )
         if isinstance(value, DTensor):  # such as the norm of a sharded weight: a collective
             value = value.full_tensor()
@@ -73,13 +73,18 @@ class MetricBuffer:
         self._counts[name] = counts
 
     def read(
-        self, all_reduce: Callable[[Tensor], Tensor], device: torch.device, rank: int = 0, num_ranks: int = 1,
+        self,
+        all_reduce: Callable[[Tensor], Tensor],
+        device: torch.device,
+        rank: int = 0,
+        num_ranks: int = 1,
         agree: Callable[[list[str]], list[str]] | None = None,
-    ) -> dict[str, float]:  # fmt: skip
-        """Returns the mean over ranks and time of every metric, and clears the buffer, by one collective and one
-        device-to-host transfer. Sums are in float64 where the device supports it. `all_reduce` maps (n,) of each rank
-        on `device` to their sum; `agree` returns the names that any rank has: in a pipeline, only the last stage has a
-        loss. None: all ranks have the same."""
+    ) -> dict[str, float]:
+        """Returns the mean over ranks and time of every metric, and clears the buffer, by one
+        collective and one device-to-host transfer. Sums are in float64 where the device supports
+        it. `all_reduce` maps (n,) of each rank on `device` to their sum; `agree` returns the names
+        that any rank has: in a pipeline, only the last stage has a loss. None: all ranks have the
+        same."""
         host, self._host = self._host, {}
         of_rank, self._of_rank = self._of_rank, {}
         counts, self._counts = self._counts, {}
@@ -88,7 +93,8 @@ class MetricBuffer:
             names = agree(names)
         if not (names or of_rank or counts):
             return host
-        # the vector: sums, numbers of values, for each name of `of_rank` a number of each rank, counts
+        # the vector: sums, numbers of values, for each name of `of_rank` a number of each rank,
+        # counts
         dtype = _sum_dtype(device)
         missing = torch.zeros((), dtype=dtype, device=device)
         parts, known = [], []

@@ -1,9 +1,11 @@
-"""Muon for matrices, AdamW for every other parameter, as one optimizer. Loaded only where it is chosen.
+"""Muon for matrices, AdamW for every other parameter, as one optimizer. Loaded only where it is
+chosen.
 
-Muon (Jordan, https://kellerjordan.github.io/posts/muon) orthogonalizes the momentum of a matrix by a Newton-Schulz
-iteration. With an update scale of 0.2 sqrt(max(rows, columns)) its updates are as large as AdamW's, so that both share
-a learning rate and a decay (Moonlight, arXiv:2502.16982, section 2.2). The arithmetic is `torch.optim.Muon`'s (2.13),
-which accepts only 2-D parameters, has AdamW in no group, and would orthogonalize each rank's shard by itself."""
+Muon (Jordan, https://kellerjordan.github.io/posts/muon) orthogonalizes the momentum of a matrix by
+a Newton-Schulz iteration. With an update scale of 0.2 sqrt(max(rows, columns)) its updates are as
+large as AdamW's, so that both share a learning rate and a decay (Moonlight, arXiv:2502.16982,
+section 2.2). The arithmetic is `torch.optim.Muon`'s (2.13), which accepts only 2-D parameters, has
+AdamW in no group, and would orthogonalize each rank's shard by itself."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -21,7 +23,8 @@ SCALE = "match_rms_adamw"  # torch's name of Moonlight's; `original` is Keller J
 
 
 class MuonWithAdamW(torch.optim.AdamW):
-    """Updates `of_muon` by Muon and the other groups by AdamW; the state of a matrix is `momentum_buffer`.
+    """Updates `of_muon` by Muon and the other groups by AdamW; the state of a matrix is
+    `momentum_buffer`.
 
     Args:
         others: AdamW's parameter groups.
@@ -33,20 +36,26 @@ class MuonWithAdamW(torch.optim.AdamW):
     Raises ValueError or TypeError where torch's classes do."""
 
     def __init__(
-        self, others: Iterable[dict[str, Any]], of_muon: list[nn.Parameter], options: dict[str, Any],
-        group: dist.ProcessGroup | None = None, **adamw: Any,
-    ) -> None:  # fmt: skip
+        self,
+        others: Iterable[dict[str, Any]],
+        of_muon: list[nn.Parameter],
+        options: dict[str, Any],
+        group: dist.ProcessGroup | None = None,
+        **adamw: Any,
+    ) -> None:
         checked = torch.optim.Muon([torch.zeros(1, 1)], **options).defaults
         checked["adjust_lr_fn"] = checked["adjust_lr_fn"] or SCALE
         super().__init__([{"params": of_muon, **checked}, *others], **adamw)
         self._owners = Owners(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's reads a count of steps for each matrix
+        # AdamW's reads a count of steps for each matrix
+        torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Runs `closure`, then one step of both. Collective over the group: one owner orthogonalizes each matrix."""
+        """Runs `closure`, then one step of both. Collective over the group: one owner
+        orthogonalizes each matrix."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -62,7 +71,8 @@ class MuonWithAdamW(torch.optim.AdamW):
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-        skipped: Tensor | None = getattr(self, "found_inf", None)  # () 1: change nothing, as fused kernels
+        # () 1: change nothing, as fused kernels
+        skipped: Tensor | None = getattr(self, "found_inf", None)
         decay = 1 - group["lr"] * group["weight_decay"]
 
         def direction(parameter: Any) -> Tensor:
@@ -74,7 +84,8 @@ class MuonWithAdamW(torch.optim.AdamW):
                 gradient = torch.where(skipped > 0, momentum, gradient)
             momentum.lerp_(gradient, 1 - group["momentum"])
             chosen = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-            dtype = torch.float32 if chosen.is_cpu else torch.bfloat16  # in which it is sent and orthogonalized
+            # in which it is sent and orthogonalized
+            dtype = torch.float32 if chosen.is_cpu else torch.bfloat16
             return chosen.to(dtype, copy=True)
 
         def orthogonalize(full: Tensor) -> Tensor:
@@ -83,6 +94,11 @@ class MuonWithAdamW(torch.optim.AdamW):
         for parameter, update in self._owners.run(trained, direction, orthogonalize):
             shard, keep = local_shard(parameter), decay
             if skipped is not None:
-                update, keep = torch.where(skipped > 0, 0.0, update), torch.where(skipped > 0, 1.0, decay)
+                update, keep = (
+                    torch.where(skipped > 0, 0.0, update),
+                    torch.where(skipped > 0, 1.0, decay),
+                )
             shard.mul_(keep)
-            shard.add_(update, alpha=-group["lr"] * update_scale(parameter.shape, group["adjust_lr_fn"]))
+            shard.add_(
+                update, alpha=-group["lr"] * update_scale(parameter.shape, group["adjust_lr_fn"])
+            )

@@ -32,16 +32,19 @@ class OptimConfig:
     """AdamW and its learning-rate schedule; `--optimizer` and `--lr_scheduler` name other classes.
 
     Args:
-        optimizer: muon: matrices by torch.optim.Muon with the update scale of Moonlight (arXiv:2502.16982), so that
-            learning_rate and weight_decay are AdamW's; embeddings, the output layer, vectors and biases by AdamW.
-        learning_rate: Peak learning rate, reached at the end of the warm-up; or phases by consumed tokens, which
-            replace `schedule`, and which the warm-up multiplies.
-        weight_decay: AdamW's decoupled decay, on matrices alone: biases, norms and other vectors have none. 0 is off.
+        optimizer: muon: matrices by torch.optim.Muon with the update scale of Moonlight
+            (arXiv:2502.16982), so that learning_rate and weight_decay are AdamW's; embeddings, the
+            output layer, vectors and biases by AdamW.
+        learning_rate: Peak learning rate, reached at the end of the warm-up; or phases by consumed
+            tokens, which replace `schedule`, and which the warm-up multiplies.
+        weight_decay: AdamW's decoupled decay, on matrices alone: biases, norms and other vectors
+            have none. 0 is off.
         betas: AdamW's decay rates of the first and the second moment.
         eps: AdamW's term that keeps the denominator from zero.
         schedule: Shape of the learning rate over optimizer steps after the warm-up.
         warmup: Steps of linear warm-up when 1 or more, a share of all steps when below 1. 0 is off.
-        min_learning_rate_share: Where cosine and warmup_stable_decay end, as a share of the peak. 0 decays to zero.
+        min_learning_rate_share: Where cosine and warmup_stable_decay end, as a share of the peak. 0
+            decays to zero.
         decay_share: Share of all steps in which warmup_stable_decay falls."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -72,7 +75,9 @@ class OptimConfig:
     def __post_init__(self) -> None:
         check_phases("model.optim.learning_rate", self.learning_rate)
         if isinstance(self.learning_rate, list) and not self.peak:  # the schedule is a share of it
-            raise InputError("model.optim.learning_rate is 0 in each phase: give one of them more than 0")
+            raise InputError(
+                "model.optim.learning_rate is 0 in each phase: give one of them more than 0"
+            )
 
     @property
     def peak(self) -> float:
@@ -81,16 +86,20 @@ class OptimConfig:
 
 
 def build_optimizer(
-    module: nn.Module, config: OptimConfig, scaled: bool = False, group: dist.ProcessGroup | None = None
+    module: nn.Module,
+    config: OptimConfig,
+    scaled: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> Optimizer:
     """Returns the optimizer of `module`'s trainable parameters; AdamW is fused where torch has such
     a kernel for their device.
 
     `scaled`: gradients are scaled (fp16 loss scaling). Disables fused AdamW, which would unscale
-    them only after clipping; otherwise the precision plugin does it before. `group`: the ranks with the same
-    parameters, which share the work of Muon. None: all.
+    them only after clipping; otherwise the precision plugin does it before. `group`: the ranks with
+    the same parameters, which share the work of Muon. None: all.
 
-    Raises InputError if nothing is trainable, or the class of `--optimizer` refuses its arguments."""
+    Raises InputError if nothing is trainable, or the class of `--optimizer` refuses its
+    arguments."""
     decayed, not_decayed, of_muon, fused = [], [], [], not scaled
     chosen = config.chosen
     matrices = matrices_of(module) if config.uses_muon else ()
@@ -102,20 +111,31 @@ def build_optimizer(
             others = decayed if is_matrix else not_decayed
             (of_muon if parameter in matrices else others).append(parameter)
     if not decayed and not not_decayed and not of_muon:
-        raise InputError("no parameter of the module requires a gradient, so there is nothing to train; see module.py")
+        raise InputError(
+            "no parameter of the module requires a gradient, so there is nothing to train; see"
+            " module.py"
+        )
     kind: type[Optimizer] = torch.optim.AdamW
     arguments: dict[str, Any] = {
-        "lr": config.peak, "weight_decay": config.weight_decay, "betas": config.betas,
-        "eps": config.eps, "fused": fused,
-    }  # fmt: skip
+        "lr": config.peak,
+        "weight_decay": config.weight_decay,
+        "betas": config.betas,
+        "eps": config.eps,
+        "fused": fused,
+    }
     if config.uses_muon and not of_muon:
-        raise InputError("Muon updates matrices, and no trained parameter is one: set model.optim.optimizer to adamw")
+        raise InputError(
+            "Muon updates matrices, and no trained parameter is one: set model.optim.optimizer to"
+            " adamw"
+        )
     if chosen and of_muon:
         kind = resolve_name(MUON)
         arguments |= {"of_muon": of_muon, "options": chosen["init_args"], "group": group}
     elif chosen:
         kind, arguments = resolve_name(chosen["class_path"]), chosen["init_args"]
-    groups: list[dict[str, object]] = [{"params": group} for group in (decayed, not_decayed) if group]
+    groups: list[dict[str, object]] = [
+        {"params": group} for group in (decayed, not_decayed) if group
+    ]
     if "weight_decay" in arguments and not_decayed:
         groups[-1]["weight_decay"] = 0.0
     if not of_muon and len(by_layout(decayed + not_decayed)) > 1:
@@ -153,19 +173,27 @@ def mixed(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def build_schedule(
-    optimizer: Optimizer, config: OptimConfig, num_steps: float, batches_per_validation: int | None = None,
+    optimizer: Optimizer,
+    config: OptimConfig,
+    num_steps: float,
+    batches_per_validation: int | None = None,
     data: Any = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Returns Lightning's scheduler entry for `config` over `num_steps` optimizer steps (inf: no end is set).
-    ReduceLROnPlateau checks its metric every `batches_per_validation` of a rank; None: at the end of each epoch. `data`
-    counts samples, for phases of the learning rate.
+) -> dict[str, Any]:
+    """Returns Lightning's scheduler entry for `config` over `num_steps` optimizer steps (inf: no
+    end is set). ReduceLROnPlateau checks its metric every `batches_per_validation` of a rank; None:
+    at the end of each epoch. `data` counts samples, for phases of the learning rate.
 
-    Raises InputError if it counts none, the schedule needs an end and training has none, the warm-up is longer than
-    training, or the class of `--lr_scheduler` refuses its arguments."""
-    phases, counts = isinstance(config.learning_rate, list), data is None or hasattr(data, "step_samples")
+    Raises InputError if it counts none, the schedule needs an end and training has none, the
+    warm-up is longer than training, or the class of `--lr_scheduler` refuses its arguments."""
+    phases, counts = (
+        isinstance(config.learning_rate, list),
+        data is None or hasattr(data, "step_samples"),
+    )
     if phases and (config.lr_scheduler_class or not counts):
         why = "--lr_scheduler" if counts else f"{type(data).__name__}, which does not count tokens"
-        raise InputError(f"model.optim.learning_rate has phases, which do not work with {why}: give a number")
+        raise InputError(
+            f"model.optim.learning_rate has phases, which do not work with {why}: give a number"
+        )
     if chosen := config.lr_scheduler_class:
         kind = resolve_name(chosen["class_path"])
         try:
@@ -175,9 +203,19 @@ def build_schedule(
         entry: dict[str, Any] = {"scheduler": scheduler, "interval": "step"}
         if isinstance(scheduler, ReduceLROnPlateau):
             if isinstance(getattr(data, "global_batch_size", None), list):
-                raise InputError("--lr_scheduler ReduceLROnPlateau does not work with phases of data.global_batch_size")
-            entry |= {"monitor": getattr(scheduler, "monitor", "eval/loss"), "reduce_on_plateau": True}
-            entry |= {"frequency": batches_per_validation} if batches_per_validation else {"interval": "epoch"}
+                raise InputError(
+                    "--lr_scheduler ReduceLROnPlateau does not work with phases of"
+                    " data.global_batch_size"
+                )
+            entry |= {
+                "monitor": getattr(scheduler, "monitor", "eval/loss"),
+                "reduce_on_plateau": True,
+            }
+            entry |= (
+                {"frequency": batches_per_validation}
+                if batches_per_validation
+                else {"interval": "epoch"}
+            )
         return entry
     needs_end = not phases and config.schedule in ("cosine", "linear", "warmup_stable_decay")
     if num_steps == math.inf and (config.warmup < 1 or needs_end):
@@ -192,13 +230,15 @@ def build_schedule(
             " steps; lower model.optim.warmup or raise trainer.max_steps"
         )
     # A partial, as in transformers: LambdaLR's state is compatible with older checkpoints.
-    share = partial(_share_of_peak, config=config, warmup=warmup_steps, num_steps=num_steps, data=data)
+    share = partial(
+        _share_of_peak, config=config, warmup=warmup_steps, num_steps=num_steps, data=data
+    )
     return {"scheduler": (PhasesLR if phases else LambdaLR)(optimizer, share), "interval": "step"}
 
 
 class PhasesLR(LambdaLR):
-    """Resumes with the phases of the present configuration, of which base_lrs is the peak; so does a schedule of a
-    number that resumes from it."""
+    """Resumes with the phases of the present configuration, of which base_lrs is the peak; so does
+    a schedule of a number that resumes from it."""
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -209,12 +249,19 @@ class PhasesLR(LambdaLR):
         super().load_state_dict(state_dict | {"base_lrs": self.base_lrs})
 
 
-def _share_of_peak(step: int, config: OptimConfig, warmup: int, num_steps: float, data: Any = None) -> float:
-    """Returns the learning rate of `step` as a share of the peak, equal to the bit to `transformers.get_scheduler`,
-    whose module takes longer to import than all else before the first step; beyond the end cosine keeps its floor."""
+def _share_of_peak(
+    step: int, config: OptimConfig, warmup: int, num_steps: float, data: Any = None
+) -> float:
+    """Returns the learning rate of `step` as a share of the peak, equal to the bit to
+    `transformers.get_scheduler`, whose module takes longer to import than all else before the first
+    step; beyond the end cosine keeps its floor."""
     if isinstance(config.learning_rate, list):
         consumed = data.consumed_samples * data.seq_len if data else 0
-        return value_at(config.learning_rate, consumed) / config.peak * (min(1.0, step / warmup) if warmup else 1.0)
+        return (
+            value_at(config.learning_rate, consumed)
+            / config.peak
+            * (min(1.0, step / warmup) if warmup else 1.0)
+        )
     shape, floor = config.schedule, config.min_learning_rate_share
     stable = shape == "warmup_stable_decay"
     if step < warmup:

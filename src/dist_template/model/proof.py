@@ -3,9 +3,9 @@
 `proof.json` is the result of `python -m zoo`: small odd models of each type, against one
 process. A project adds what `rehearse` has proven there, in its own proven.json. Per type:
 
-    variants    [{"switches": {field: value}, "right": [axes], "refused": {axes: why}}], the first with the defaults
-    leaks       the first layer in which a token depends on another document of its row ("documents")
-    not_run     why it does not train on one process
+    variants    [{"switches": {field: value}, "right": [axes], "refused": {axes: why}}], the first
+    with the defaults leaks       the first layer in which a token depends on another document of
+    its row ("documents") not_run     why it does not train on one process
 
 Axes are the dimensions of a strategy that are larger than one, such as "fsdp+tp"; a training with
 adapters has them before these: "lora+fsdp+tp" (`axes_of`)."""
@@ -42,8 +42,9 @@ class Verdict(NamedTuple):
 
 
 def verdict(config: PreTrainedConfig | None, axes: str, project: Path | None = None) -> Verdict:
-    """Returns what is known of a model under the axes of a strategy and adapters; `project` is the folder with the
-    project's own proofs, `config` is transformers', None for another kind of model."""
+    """Returns what is known of a model under the axes of a strategy and adapters; `project` is the
+    folder with the project's own proofs, `config` is transformers', None for another kind of
+    model."""
     if not axes:
         return Verdict("proven")
     if config is None:
@@ -85,11 +86,16 @@ def leaks(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def remember(
-    package: Path, config: PreTrainedConfig | None = None, strategy: Any = "auto", world_size: int = 1,
-    module: object = None, waits: list[str] | None = None,
-) -> Path | None:  # fmt: skip
-    """Adds a model, `trainer.strategy` and the adapters of `module` to what the project of `package` has proven; with
-    `waits`, that its code ran on fake GPUs, and which lines wait. Returns the file; None if there is nothing to add."""
+    package: Path,
+    config: PreTrainedConfig | None = None,
+    strategy: Any = "auto",
+    world_size: int = 1,
+    module: object = None,
+    waits: list[str] | None = None,
+) -> Path | None:
+    """Adds a model, `trainer.strategy` and the adapters of `module` to what the project of
+    `package` has proven; with `waits`, that its code ran on fake GPUs, and which lines wait.
+    Returns the file; None if there is nothing to add."""
     content, axes = _content(package.parent), axes_of(strategy, world_size, module)
     if config is not None and axes:
         content["proven"] = [*content.get("proven", []), _entry(config, axes)]
@@ -102,8 +108,8 @@ def remember(
 
 
 def waits_of(package: Path) -> list[str] | None:
-    """Returns the lines of a project's package that wait for a GPU in each step, by `rehearse --gpu`; None: it was not
-    run, or the code has changed."""
+    """Returns the lines of a project's package that wait for a GPU in each step, by `rehearse
+    --gpu`; None: it was not run, or the code has changed."""
     found = _content(package.parent).get("gpu", {})
     return found["waits"] if found and found["code"] == _code(package) else None
 
@@ -147,4 +153,9 @@ def _content(project: Path) -> dict[str, Any]:
 
 
 def _entry(config: PreTrainedConfig, axes: str) -> dict[str, object]:
-    return {"type": config.model_type, "switches": switches_of(config), "axes": axes, "versions": versions()}
+    return {
+        "type": config.model_type,
+        "switches": switches_of(config),
+        "axes": axes,
+        "versions": versions(),
+    }

@@ -58,7 +58,8 @@ class TrainingModule(L.LightningModule):
         return data_of(self.trainer)
 
     def build_model(self, data: Any) -> nn.Module:
-        """Returns the network, on torch's meta device; ranks compute its weights later, in turns."""
+        """Returns the network, on torch's meta device; ranks compute its weights later, in
+        turns."""
         raise NotImplementedError(f"{type(self).__name__} has no build_model: define it")
 
     def build_config(self, data: Any) -> Any:
@@ -95,7 +96,9 @@ class TrainingModule(L.LightningModule):
         self.frozen = FrozenHash()
         self.model = place(build, self.trainer.strategy, self.blocks, self.frozen).train()
         strategy = run_strategy(self.trainer.strategy)
-        self.balancer = Balancer(self.model, self.balance, strategy.layers.group, strategy.sequence_group)
+        self.balancer = Balancer(
+            self.model, self.balance, strategy.layers.group, strategy.sequence_group
+        )
 
     def build_network(self, data: Any, quantized: bool = True) -> nn.Module:
         """Builds the network of `build_model`; a subclass may add to it. `quantized`: whether
@@ -103,7 +106,8 @@ class TrainingModule(L.LightningModule):
         return self.build_model(data)
 
     def build_on_host(self, data: Any) -> nn.Module:
-        """Returns the network with the weights from which a training starts, in this process and in full."""
+        """Returns the network with the weights from which a training starts, in this process and in
+        full."""
         self.frozen = FrozenHash()
         return in_full(partial(self.build_network, data), self.frozen)
 
@@ -129,7 +133,9 @@ class TrainingModule(L.LightningModule):
         group = run_strategy(trainer.strategy).layers.batch_group
         optimizer = build_optimizer(self, self.optim, trainer.scaler is not None, group)
         batches = every if isinstance(every, int) else None
-        schedule = build_schedule(optimizer, self.optim, trainer.estimated_stepping_batches, batches, self.data)
+        schedule = build_schedule(
+            optimizer, self.optim, trainer.estimated_stepping_batches, batches, self.data
+        )
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def configure_gradient_clipping(

@@ -22,7 +22,8 @@ __all__ = ["record_of", "sentence"]
 RECORD = "crash_record"  # attribute of an exception: path of what callbacks/crash.py recorded
 NUM_LINES = 4  # lines of the user's code that are printed
 DISK_FULL = (
-    "error: a disk is full ({}): free space, then give the same command again; the run resumes from its checkpoints"
+    "error: a disk is full ({}): free space, then give the same command again; the run resumes "
+    "from its checkpoints"
 )
 ATTEMPT = ("DIST_JOB_STARTED", "TORCHELASTIC_RESTART_COUNT")
 
@@ -62,8 +63,9 @@ def sentence(record: dict[str, Any]) -> str:
 
 
 def print_crash(error: Exception) -> Exit:
-    """Prints each distinct error once, with the texts of the hooks, and returns the exit code. Prints the traceback of
-    an error before training without the user's code, or if the crash record cannot be read: no error is lost."""
+    """Prints each distinct error once, with the texts of the hooks, and returns the exit code.
+    Prints the traceback of an error before training without the user's code, or if the crash record
+    cannot be read: no error is lost."""
     code, parts = Exit.FAILED, None
     if path := record_of(error):
         with suppress(Exception):  # any error of this report matters less than the crash
@@ -94,8 +96,8 @@ def print_crash(error: Exception) -> Exit:
 
 
 def _is_first(folder: Path, record: dict[str, Any]) -> bool:
-    """Returns whether this rank is the first with this error, so that it prints. Digits are ignored, and so is the
-    message of an out-of-memory error."""
+    """Returns whether this rank is the first with this error, so that it prints. Digits are
+    ignored, and so is the message of an out-of-memory error."""
     what = f"{record['error']} {record['message']}"
     if record["kind"] == "out_of_memory":
         what = record["kind"]

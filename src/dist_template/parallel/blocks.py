@@ -1,7 +1,8 @@
 """Activation checkpointing and torch.compile for each block of a model, under every strategy.
 
-Both replace a block's `forward`, so that modules and parameters keep their names. The hooks of FSDP2 and ZeRO-3, which
-gather a block's parameters, stay outside of them; the hooks of tensor and expert parallelism stay inside."""
+Both replace a block's `forward`, so that modules and parameters keep their names. The hooks of
+FSDP2 and ZeRO-3, which gather a block's parameters, stay outside of them; the hooks of tensor and
+expert parallelism stay inside."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +11,11 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from ..compat.torch import EXPENSIVE, compile_checkpointed_hooks
 from ..compat.transformers import names_of_blocks
@@ -27,8 +32,9 @@ class BlockConfig:
     """Activation checkpointing and compilation of each transformer block.
 
     Args:
-        checkpointing: full saves only a block's input and recomputes the rest in the backward pass, for about a third
-            more compute; selective also saves the results of matrix products and attention; none saves everything.
+        checkpointing: full saves only a block's input and recomputes the rest in the backward pass,
+            for about a third more compute; selective also saves the results of matrix products and
+            attention; none saves everything.
         checkpoint_every: Checkpoint every n-th block; 1: all. No effect if checkpointing is none.
         compile: Compile each block with torch.compile. false: off."""
 
@@ -38,8 +44,8 @@ class BlockConfig:
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the repeated layers of `model`, in order, or []. transformers names their classes; else they are the
-    items of the outermost nn.ModuleLists."""
+    """Returns the repeated layers of `model`, in order, or []. transformers names their classes;
+    else they are the items of the outermost nn.ModuleLists."""
     names = names_of_blocks(model)
     if blocks := [module for module in model.modules() if type(module).__name__ in names]:
         return blocks
@@ -52,13 +58,15 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def wrap_blocks(model: nn.Module, config: BlockConfig) -> None:
-    """Applies `config` to every block of `model`, in place. Raises InputError if it needs blocks and there are none."""
+    """Applies `config` to every block of `model`, in place. Raises InputError if it needs blocks
+    and there are none."""
     if config.checkpointing == "none" and not config.compile:
         return
     blocks = find_blocks(model)
     if not blocks:
         raise InputError(
-            f"model.blocks is set and {type(model).__name__} has no blocks: keep its layers in an nn.ModuleList"
+            f"model.blocks is set and {type(model).__name__} has no blocks: keep its layers in an"
+            " nn.ModuleList"
         )
     if config.compile and config.checkpointing != "none":
         compile_checkpointed_hooks()
@@ -76,9 +84,16 @@ def _checkpointed(block: nn.Module, forward: Function, selective: bool) -> Funct
         has_bias = any(getattr(module, "has_bias", False) for module in block.modules())
         kept = {each for each in EXPENSIVE if not (has_bias and str(each) in OF_EXPERTS)}
 
-        def policy(context: object, operation: object, *_: object, **__: object) -> CheckpointPolicy:
-            """Saves results that are expensive to recompute; norms, activations and rotations are cheap."""
-            return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+        def policy(
+            context: object, operation: object, *_: object, **__: object
+        ) -> CheckpointPolicy:
+            """Saves results that are expensive to recompute; norms, activations and rotations are
+            cheap."""
+            return (
+                CheckpointPolicy.MUST_SAVE
+                if operation in kept
+                else CheckpointPolicy.PREFER_RECOMPUTE
+            )
 
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
 

@@ -22,13 +22,15 @@ HALF_SECTION = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "
 
 
 def read(config: str | Path | Config) -> dict[str, Any]:
-    """Returns a user's configuration unchanged, but "bfloat16" is renamed "bf16". Raises InputError if the file is
-    missing, is no JSON object, or has no ZeRO stage."""
+    """Returns a user's configuration unchanged, but "bfloat16" is renamed "bf16". Raises InputError
+    if the file is missing, is no JSON object, or has no ZeRO stage."""
     if not isinstance(config, Mapping):
         try:
             config = json.loads(Path(config).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise InputError(f"{KEY}: cannot read {str(config)!r}: {reason(error)}; give a DeepSpeed JSON") from error
+            raise InputError(
+                f"{KEY}: cannot read {str(config)!r}: {reason(error)}; give a DeepSpeed JSON"
+            ) from error
     if not isinstance(config, Mapping):
         raise InputError(f"{KEY} is {json.dumps(config)[:40]}; DeepSpeed wants an object, {{…}}")
     config = copy.deepcopy(dict(config))
@@ -40,9 +42,12 @@ def read(config: str | Path | Config) -> dict[str, Any]:
 
 
 def resolve(config: Config, setup: Configured) -> dict[str, Any]:
-    """Returns `config` as DeepSpeed gets it: complete, without "auto", and equal to the settings of `setup`. Raises
-    InputError, which lists all values that conflict."""
-    accumulation, processes = setup.trainer.get("accumulate_grad_batches") or 1, setup.machine.world_size
+    """Returns `config` as DeepSpeed gets it: complete, without "auto", and equal to the settings of
+    `setup`. Raises InputError, which lists all values that conflict."""
+    accumulation, processes = (
+        setup.trainer.get("accumulate_grad_batches") or 1,
+        setup.machine.world_size,
+    )
     micro = getattr(setup.data, "micro_batch_size", 1)
     if hasattr(setup.data, "global_batch_size"):
         accumulation = max(1, batch_at(setup.data.global_batch_size, 0) // (micro * processes))
@@ -55,7 +60,9 @@ def resolve(config: Config, setup: Configured) -> dict[str, Any]:
     }
     config = copy.deepcopy(dict(config))
     if has_autocast := config.get("torch_autocast", {}).get("enabled"):
-        ours["torch_autocast.dtype"] = {"bf16": "bfloat16", "fp16": "float16"}.get(half or "", "float32")
+        ours["torch_autocast.dtype"] = {"bf16": "bfloat16", "fp16": "float16"}.get(
+            half or "", "float32"
+        )
     for section in ("bf16", "fp16"):
         enabled = section == half and not has_autocast
         if enabled or section in config:
@@ -64,13 +71,19 @@ def resolve(config: Config, setup: Configured) -> dict[str, Any]:
     for key, value in ours.items():
         if given.get(key, AUTO) not in (AUTO, value):
             says = f"the DeepSpeed file says {key} {json.dumps(given[key])}"
-            conflicts.append(f'{says}, and trainer and data {json.dumps(value)}: make them equal, or write "auto"')
+            conflicts.append(
+                f"{says}, and trainer and data {json.dumps(value)}: make them equal, or write "
+                f'"auto"'
+            )
         *sections, name = key.split(".")
         (config.setdefault(sections[0], {}) if sections else config)[name] = value
-    # DeepSpeed's optimizer would also decay norms and biases, and Lightning does not step its scheduler. Hugging Face's
-    # files name the types of both, and write "auto" for the parameters.
+    # DeepSpeed's optimizer would also decay norms and biases, and Lightning does not step its
+    # scheduler. Hugging Face's files name the types of both, and write "auto" for the parameters.
     has_schedule = any(key.startswith("scheduler.params") for key in given)
-    usual = {"optimizer.type": "AdamW", "scheduler.type": given.get("scheduler.type") if has_schedule else AUTO}
+    usual = {
+        "optimizer.type": "AdamW",
+        "scheduler.type": given.get("scheduler.type") if has_schedule else AUTO,
+    }
     for key, value in given.items():
         if key.startswith(("optimizer.", "scheduler.")) and value not in (AUTO, usual.get(key)):
             says = f"{key} is {json.dumps(value)} in the DeepSpeed file"

@@ -3,14 +3,16 @@
     dense parameters    (pp, dp_replicate, fsdp, tp)
     experts             (pp, dp_replicate, efsdp, ep),  efsdp = fsdp x tp / ep
 
-A batch is distributed over dp_replicate x fsdp / cp ranks. Ranks that differ only in pp or tp get the same rows, and so
-do cp neighbours along fsdp, which share each sequence (sequence.py); the folder pipeline/ runs the stages of pp. What
-is sharded how says transformers' plan in the model's configuration (`base_model_tp_plan`, `base_model_ep_plan`,
-`base_model_fsdp_plan`), for every model of transformers. A model without plans is sharded block by block with torch's
-`fully_shard`, and so is a plain LightningModule whose layers are made in `__init__`.
+A batch is distributed over dp_replicate x fsdp / cp ranks. Ranks that differ only in pp or tp get
+the same rows, and so do cp neighbours along fsdp, which share each sequence (sequence.py); the
+folder pipeline/ runs the stages of pp. What is sharded how says transformers' plan in the model's
+configuration (`base_model_tp_plan`, `base_model_ep_plan`, `base_model_fsdp_plan`), for every model
+of transformers. A model without plans is sharded block by block with torch's `fully_shard`, and so
+is a plain LightningModule whose layers are made in `__init__`.
 
-Lightning's ModelParallelStrategy starts the processes and runs the loop. It has a mesh of two dimensions only, does not
-know transformers' plans, cannot save strided shards, and refuses a single rank; this file adds that."""
+Lightning's ModelParallelStrategy starts the processes and runs the loop. It has a mesh of two
+dimensions only, does not know transformers' plans, cannot save strided shards, and refuses a single
+rank; this file adds that."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -50,20 +52,25 @@ class MeshStrategy(MeshRanks):
     Args:
         fsdp_size: Ranks over which parameters, gradients and optimizer state are sharded. auto: all
             that the other sizes leave.
-        dp_replicate_size: Replicas of these shards (HSDP), usually one per node. 1: off. auto: all that are left.
-        tp_size: Ranks that share each matrix product (tensor parallelism), at most those of a node. 1: off.
+        dp_replicate_size: Replicas of these shards (HSDP), usually one per node. 1: off. auto: all
+            that are left.
+        tp_size: Ranks that share each matrix product (tensor parallelism), at most those of a node.
+            1: off.
         ep_size: Ranks that hold different experts; a multiple of tp_size that divides fsdp_size x
             tp_size. 1: off. auto: fsdp_size x tp_size.
         cp_size: Ranks that share each sequence, for sequences that are too long for one device;
             divides fsdp_size, data.seq_len and the attention heads. 1: off.
         pp_size: Ranks that each hold some of the blocks (pipeline parallelism). 1: off.
-        pp_schedule: The order of micro-batches: 1F1B, or Interleaved1F1B with several stages on each rank.
+        pp_schedule: The order of micro-batches: 1F1B, or Interleaved1F1B with several stages on
+            each rank.
         pp_stages_per_rank: Stages of each rank in Interleaved1F1B.
-        pp_layers: Blocks of each stage, in order. even: equally many. cost: fewer in the last stage,
-            which has the output layer.
-        tp_plan: Overrides the model's plan: module or parameter name to a style of transformers. null: none.
+        pp_layers: Blocks of each stage, in order. even: equally many. cost: fewer in the last
+            stage, which has the output layer.
+        tp_plan: Overrides the model's plan: module or parameter name to a style of transformers.
+            null: none.
         ep_plan: Overrides the model's plan for experts. null: none.
-        cpu_offload: Keep parameters, gradients and optimizer state in host memory. false: on the device.
+        cpu_offload: Keep parameters, gradients and optimizer state in host memory. false: on the
+            device.
         reduce_each_micro_batch: Reduce-scatter gradients in every micro-batch of an accumulation,
             and accumulate shards. false: only in the last one, which sends less but accumulates
             unsharded gradients: 4 bytes per parameter on every device (2 in bf16-true).
@@ -79,21 +86,42 @@ class MeshStrategy(MeshRanks):
     }
 
     def __init__(
-        self, fsdp_size: Size = "auto", dp_replicate_size: Size = 1, tp_size: Size = 1, ep_size: Size = 1,
-        cp_size: int = 1, pp_size: Size = 1, pp_schedule: Schedule = "1F1B", pp_stages_per_rank: int = 2,
-        pp_layers: Layers = "cost", tp_plan: dict[str, str] | None = None, ep_plan: dict[str, str] | None = None,
-        cpu_offload: bool = False, reduce_each_micro_batch: bool = True, process_group_backend: str | None = None,
-        timeout: timedelta = default_pg_timeout, **sizes: Size,
-    ) -> None:  # fmt: skip
+        self,
+        fsdp_size: Size = "auto",
+        dp_replicate_size: Size = 1,
+        tp_size: Size = 1,
+        ep_size: Size = 1,
+        cp_size: int = 1,
+        pp_size: Size = 1,
+        pp_schedule: Schedule = "1F1B",
+        pp_stages_per_rank: int = 2,
+        pp_layers: Layers = "cost",
+        tp_plan: dict[str, str] | None = None,
+        ep_plan: dict[str, str] | None = None,
+        cpu_offload: bool = False,
+        reduce_each_micro_batch: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta = default_pg_timeout,
+        **sizes: Size,
+    ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         if unknown := sizes.keys() - {axis.key for axis in AXES}:
             raise InputError(f"MeshStrategy has no {', '.join(sorted(unknown))}: remove it")
         self.arguments = sizes | {
-            "fsdp_size": fsdp_size, "dp_replicate_size": dp_replicate_size, "tp_size": tp_size, "ep_size": ep_size,
-            "cp_size": cp_size, "pp_size": pp_size, "pp_schedule": pp_schedule, "pp_layers": pp_layers,
-            "pp_stages_per_rank": pp_stages_per_rank, "tp_plan": tp_plan, "ep_plan": ep_plan,
-            "cpu_offload": cpu_offload, "reduce_each_micro_batch": reduce_each_micro_batch,
-        }  # fmt: skip
+            "fsdp_size": fsdp_size,
+            "dp_replicate_size": dp_replicate_size,
+            "tp_size": tp_size,
+            "ep_size": ep_size,
+            "cp_size": cp_size,
+            "pp_size": pp_size,
+            "pp_schedule": pp_schedule,
+            "pp_layers": pp_layers,
+            "pp_stages_per_rank": pp_stages_per_rank,
+            "tp_plan": tp_plan,
+            "ep_plan": ep_plan,
+            "cpu_offload": cpu_offload,
+            "reduce_each_micro_batch": reduce_each_micro_batch,
+        }
         self.pp_schedule = pp_schedule
         self.tp_plan, self.ep_plan, self.cpu_offload = tp_plan, ep_plan, cpu_offload
         self.reduce_each_micro_batch = reduce_each_micro_batch
@@ -111,17 +139,22 @@ class MeshStrategy(MeshRanks):
         super().teardown()
 
     def shard(self, start: Start) -> nn.Module:
-        """Shards the model of `start` over the mesh. Raises InputError if its plans do not allow the sizes."""
+        """Shards the model of `start` over the mesh. Raises InputError if its plans do not allow
+        the sizes."""
         if not self.shards:
             return super().shard(start)
         model: Any = start.model
         refuse_scalars(model, "FSDP2")
         if self.mesh_sizes.tp > 1 and getattr(model, "tp_plan", None):
-            expert_rules = {**model.ep_plan, **(self.ep_plan or {})} if self.mesh_sizes.ep > 1 else {}
+            expert_rules = (
+                {**model.ep_plan, **(self.ep_plan or {})} if self.mesh_sizes.ep > 1 else {}
+            )
             complete_plan(model, {**model.tp_plan, **(self.tp_plan or {}), **expert_rules})
         facts = division = None
         if self.mesh_sizes.pp > 1:
-            options = (self.arguments[f"pp_{key}"] for key in ("schedule", "stages_per_rank", "layers"))
+            options = (
+                self.arguments[f"pp_{key}"] for key in ("schedule", "stages_per_rank", "layers")
+            )
             facts = facts_of(model, self.mesh_sizes.pp, *options)
             here = facts["stages"][self.stages.get_local_rank("pp")]
             division = Division(model, bounds_between(facts["blocks"]), here)
@@ -147,8 +180,9 @@ class MeshStrategy(MeshRanks):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
-        """Lightning enters it around every micro-batch but the last of an accumulation. HSDP's all-reduce between the
-        replicas is always delayed to the last micro-batch: until then only this rank's shard is accumulated."""
+        """Lightning enters it around every micro-batch but the last of an accumulation. HSDP's
+        all-reduce between the replicas is always delayed to the last micro-batch: until then only
+        this rank's shard is accumulated."""
         assert self.model is not None
         units = [unit for unit in self.model.modules() if isinstance(unit, FSDPModule)]
         if self.layers.group is not None:  # a pipeline reduces by itself
@@ -177,8 +211,9 @@ class MeshStrategy(MeshRanks):
 
     @property
     def replica_tolerance(self) -> float:
-        """Under tensor parallelism every rank repeats what is not sharded, and kernels with atomics (a backward pass of
-        attention) round differently each time. Under HSDP each replica sums the norm in a group of its own."""
+        """Under tensor parallelism every rank repeats what is not sharded, and kernels with atomics
+        (a backward pass of attention) round differently each time. Under HSDP each replica sums the
+        norm in a group of its own."""
         if self.mesh_sizes.tp > 1:
             return 1e-2
         return 1e-5 if self.mesh_sizes.dp_replicate > 1 else 0.0

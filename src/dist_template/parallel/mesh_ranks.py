@@ -1,4 +1,5 @@
-"""The ranks of MeshStrategy: its mesh of processes, and which batches and random numbers a rank has."""
+"""The ranks of MeshStrategy: its mesh of processes, and which batches and random numbers a rank
+has."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -64,7 +65,8 @@ class MeshRanks(RunDefaults, OwnFormat, ModelParallelStrategy):
         return self._number_along("draws_own")
 
     def _number_along(self, kind: str) -> int:
-        """Returns this rank's number among those that differ from it along axes of this kind alone."""
+        """Returns this rank's number among those that differ from it along axes of this kind
+        alone."""
         number = 0
         for axis in AXES:
             if axis.adds_ranks and getattr(axis, kind):

@@ -105,7 +105,14 @@ class SequenceAxis(Axis):
     adds_ranks = False
 
 
-AXES: list[type[Axis]] = [PipelineAxis, ReplicaAxis, ShardAxis, TensorAxis, ExpertAxis, SequenceAxis]
+AXES: list[type[Axis]] = [
+    PipelineAxis,
+    ReplicaAxis,
+    ShardAxis,
+    TensorAxis,
+    ExpertAxis,
+    SequenceAxis,
+]
 
 
 def given_size(arguments: Arguments, axis: type[Axis]) -> Size:
@@ -114,8 +121,9 @@ def given_size(arguments: Arguments, axis: type[Axis]) -> Size:
 
 
 def sizes_of(arguments: Arguments, world_size: int) -> MeshSizes:
-    """Returns the sizes on `world_size` ranks, with "auto" resolved. Raises InputError if their product is not the
-    number of ranks, more than one is "auto", or cp_size does not divide fsdp_size."""
+    """Returns the sizes on `world_size` ranks, with "auto" resolved. Raises InputError if their
+    product is not the number of ranks, more than one is "auto", or cp_size does not divide
+    fsdp_size."""
     sizes, adding = MeshSizes(), [axis for axis in AXES if axis.adds_ranks]
     for axis in adding:
         if (size := given_size(arguments, axis)) != "auto":
@@ -133,7 +141,10 @@ def sizes_of(arguments: Arguments, world_size: int) -> MeshSizes:
             given = given_size(arguments, axis)
             sizes[axis.name] = sizes.fsdp * sizes.tp if given == "auto" else given
     if min(sizes.cp, sizes.ep) < 1 or sizes.fsdp % sizes.cp:
-        which = f"cp_size {sizes.cp} must divide fsdp_size {sizes.fsdp}, and ep_size {sizes.ep} be 1 or more"
+        which = (
+            f"cp_size {sizes.cp} must divide fsdp_size {sizes.fsdp}, and ep_size {sizes.ep} be 1"
+            " or more"
+        )
         raise InputError(f"{which}: edit strategy.init_args")
     return sizes
 

@@ -1,8 +1,10 @@
-"""Computes a function of full matrices whose shards are on several ranks: each matrix on one rank, its owner.
+"""Computes a function of full matrices whose shards are on several ranks: each matrix on one rank,
+its owner.
 
-An owner gathers the shards of a matrix, computes, and sends each rank its shard of the result. Ranks that have equal
-matrices (DDP, replicas of HSDP) share the work too. Messages are in rounds of about `ROUND` elements for each owner:
-while it computes one round, the next one's shards arrive and the last one's results leave."""
+An owner gathers the shards of a matrix, computes, and sends each rank its shard of the result.
+Ranks that have equal matrices (DDP, replicas of HSDP) share the work too. Messages are in rounds of
+about `ROUND` elements for each owner: while it computes one round, the next one's shards arrive and
+the last one's results leave."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -20,7 +22,8 @@ from ..layout import local_shard
 
 ROUND = 1 << 25  # elements; a larger matrix is a round of its own
 Function = Callable[[Any], Tensor]
-Arrival = Callable[[], dict[int, list[Tensor]]]  # waits, and returns flat tensors by the rank that sent them
+# waits, and returns flat tensors by the rank that sent them
+Arrival = Callable[[], dict[int, list[Tensor]]]
 
 
 @dataclass(eq=False)
@@ -33,8 +36,10 @@ class Matrix:
     peers: list[int]  # ranks
     owner: int
     sources: list[int]  # from which the owner gathers: one replica
-    indices: dict[int, Any] = field(default_factory=dict)  # on the owner: rank to its rows and columns
-    own: Tensor = field(default_factory=lambda: torch.empty(0))  # this rank's shard of the round's input or result
+    # on the owner: rank to its rows and columns
+    indices: dict[int, Any] = field(default_factory=dict)
+    # this rank's shard of the round's input or result
+    own: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 class Owners:
@@ -50,9 +55,12 @@ class Owners:
         self._planned: list[int] = []
         self._rounds: list[list[Matrix]] = []
 
-    def run(self, parameters: list[Any], shard_of: Function, function: Function) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields each parameter with this rank's shard of the result. Collective over the group. `shard_of` returns
-        this rank's shard of a parameter's input, in new memory; `function` maps full inputs (..., R, C)."""
+    def run(
+        self, parameters: list[Any], shard_of: Function, function: Function
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields each parameter with this rank's shard of the result. Collective over the group.
+        `shard_of` returns this rank's shard of a parameter's input, in new memory; `function` maps
+        full inputs (..., R, C)."""
         if self._planned != (planned := [*map(id, parameters)]):
             self._rounds, self._planned = self._plan(parameters), planned
         arriving: Arrival | None = None
@@ -71,8 +79,8 @@ class Owners:
             yield from self._results(self._rounds[-1], leaving())
 
     def _plan(self, parameters: list[Tensor]) -> list[list[Matrix]]:
-        """Returns rounds, equally many on each rank. The next most expensive matrix gets the owner with the least
-        work, which is counted as rows x columns x the smaller of both."""
+        """Returns rounds, equally many on each rank. The next most expensive matrix gets the owner
+        with the least work, which is counted as rows x columns x the smaller of both."""
         work: dict[int, dict[int, int]] = {}
         rounds, size = list[list[Matrix]](), float(ROUND)
         for parameter in sorted(parameters, key=_cost, reverse=True):
@@ -117,7 +125,7 @@ class Owners:
 
     def _send_results(
         self, matrices: list[Matrix], arrived: dict[int, list[Tensor]], function: Function
-    ) -> Arrival:  # fmt: skip
+    ) -> Arrival:
         outgoing, incoming = defaultdict[int, list[Tensor]](list), defaultdict[int, list[int]](list)
         for matrix in matrices:
             if matrix.owner != self._here:
@@ -138,14 +146,18 @@ class Owners:
                     outgoing[rank].append(part.flatten())
         return self._exchange(outgoing, incoming, matrices[0].own)
 
-    def _results(self, matrices: list[Matrix], arrived: dict[int, list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _results(
+        self, matrices: list[Matrix], arrived: dict[int, list[Tensor]]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         for matrix in matrices:
             if matrix.owner != self._here:
                 matrix.own = arrived[matrix.owner].pop(0)
             yield matrix.parameter, matrix.own.view(local_shard(matrix.parameter).shape)
             matrix.own = matrix.own.new_empty(0)
 
-    def _exchange(self, outgoing: dict[int, list[Tensor]], incoming: dict[int, list[int]], like: Tensor) -> Arrival:
+    def _exchange(
+        self, outgoing: dict[int, list[Tensor]], incoming: dict[int, list[int]], like: Tensor
+    ) -> Arrival:
         """Starts to send flat tensors by rank, and to receive those of the sizes in `incoming`."""
         if len(self._ranks) == 1:
             return dict
@@ -155,7 +167,9 @@ class Owners:
             sent.append(sum(map(len, outgoing[rank])))
             received.append(sum(incoming[rank]))
         message, buffer = torch.cat(parts), like.new_empty(sum(received))
-        running: Any = dist.all_to_all_single(buffer, message, received, sent, self._group, async_op=True)
+        running: Any = dist.all_to_all_single(
+            buffer, message, received, sent, self._group, async_op=True
+        )
 
         def arrived() -> dict[int, list[Tensor]]:
             running.wait()
@@ -177,26 +191,39 @@ def _sources(parameter: DTensor, peers: list[int], owner: int) -> list[int]:
     of_owner = coordinate_of(owner, mesh)
     for rank in peers:
         coordinates = zip(coordinate_of(rank, mesh), of_owner, parameter.placements, strict=True)
-        if all(here == there or not placement.is_replicate() for here, there, placement in coordinates):
+        if all(
+            here == there or not placement.is_replicate() for here, there, placement in coordinates
+        ):
             found.append(rank)
     return found
 
 
 def _index(parameter: Tensor, rank: int) -> tuple[Any, ...]:
-    """Returns the rows and columns of a rank's shard in the full matrix, as an index; one of both is consecutive."""
+    """Returns the rows and columns of a rank's shard in the full matrix, as an index; one of both
+    is consecutive."""
     found: list[Any] = [...]
     for dimension in (-2, -1):
         size = parameter.shape[dimension]
         part = torch.arange(size)
         if isinstance(parameter, DTensor):
-            enough = 4 * parameter.device_mesh.size()  # every rank has some of as many in the other dimensions
+            # every rank has some of as many in the other dimensions
+            enough = 4 * parameter.device_mesh.size()
             sizes = [min(each, enough) for each in parameter.shape]
             sizes[dimension] = size
             numbers = part.view(-1, *[1] * (-1 - dimension)).expand(sizes)
-            part = shard_for(parameter, numbers, rank).movedim(dimension, 0).flatten(1)[:, :1].flatten()
+            part = (
+                shard_for(parameter, numbers, rank)
+                .movedim(dimension, 0)
+                .flatten(1)[:, :1]
+                .flatten()
+            )
         first = int(part[0]) if len(part) else 0
         is_consecutive = torch.equal(part, torch.arange(first, first + len(part)))
-        found.append(slice(first, first + len(part)) if is_consecutive else part.to(local_shard(parameter).device))
+        found.append(
+            slice(first, first + len(part))
+            if is_consecutive
+            else part.to(local_shard(parameter).device)
+        )
     return tuple(found)
 
 

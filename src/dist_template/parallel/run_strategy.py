@@ -28,7 +28,9 @@ class Layers:
     """The model's layers on this rank: all of them. A pipeline has another class."""
 
     group: dist.ProcessGroup | None = None  # of the ranks that have the other layers
-    batch_group: dist.ProcessGroup | None = None  # of the ranks that have the same layers; None: all
+    batch_group: dist.ProcessGroup | None = (
+        None  # of the ranks that have the same layers; None: all
+    )
     facts: StageFacts | None = None
 
     def __str__(self) -> str:
@@ -47,7 +49,8 @@ class Layers:
         return compute()
 
     def training_step(self, step: Callable[..., T], args: tuple[object, ...]) -> T | Tensor:
-        """Runs the module's `training_step` on a micro-batch; returns () the loss, and what else it returns."""
+        """Runs the module's `training_step` on a micro-batch; returns () the loss, and what else it
+        returns."""
         return step(*args)
 
     def evaluate(self, step: Callable[..., T], args: tuple[object, ...]) -> T | None:
@@ -69,7 +72,9 @@ class RunDefaults:
 
     layers = Layers()  # the model's layers on this rank
     sequence_group: dist.ProcessGroup | None = None  # of the ranks that share this rank's sequences
-    replica_tolerance = 0.0  # by how much of their norm replicas may differ on a GPU, by rounding alone
+    replica_tolerance = (
+        0.0  # by how much of their norm replicas may differ on a GPU, by rounding alone
+    )
     has_replicas = True  # whether tensors of the same place on two ranks are comparable
 
     @property

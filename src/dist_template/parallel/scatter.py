@@ -3,8 +3,9 @@
     distribute        each rank has the tensors of some units of a model, in turns
     from_rank_zero    rank 0 has all of them
 
-torch's `set_model_state_dict(broadcast_from_rank0=True)` and `distribute_tensor` do not support non-persistent buffers,
-the interleaved shards of transformers' packed plans, or DeepSpeed's partitions."""
+torch's `set_model_state_dict(broadcast_from_rank0=True)` and `distribute_tensor` do not support
+non-persistent buffers, the interleaved shards of transformers' packed plans, or DeepSpeed's
+partitions."""
 
 from collections.abc import Callable
 
@@ -31,19 +32,23 @@ def move_to_meta(module: nn.Module) -> dict[str, Tensor]:
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Gives a meta-device module memory on `device`, without values. Shared parameters stay shared."""
+    """Gives a meta-device module memory on `device`, without values. Shared parameters stay
+    shared."""
     with weights.kept_ties(module):
         module.to_empty(device=device)
 
 
 @torch.no_grad()
 def distribute(
-    units: list[list[str]], targets: dict[str, Tensor], make: Callable[[list[str]], dict[str, Tensor]],
+    units: list[list[str]],
+    targets: dict[str, Tensor],
+    make: Callable[[list[str]], dict[str, Tensor]],
     group: dist.ProcessGroup | None,
-) -> None:  # fmt: skip
-    """Fills `targets`, this rank's shards by name. Collective over `group`; None: all ranks. In each round every rank
-    calls `make` for the names of one unit, which returns full tensors in host memory, and all ranks exchange shards, in
-    pieces of `PIECE` bytes: a rank has one unit, and its shards of the others."""
+) -> None:
+    """Fills `targets`, this rank's shards by name. Collective over `group`; None: all ranks. In
+    each round every rank calls `make` for the names of one unit, which returns full tensors in host
+    memory, and all ranks exchange shards, in pieces of `PIECE` bytes: a rank has one unit, and its
+    shards of the others."""
     ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
     here = ranks.index(weights.rank())
     for start in range(0, len(units), len(ranks)):
@@ -55,7 +60,9 @@ def distribute(
         incoming: list[list[Tensor]] = [[] for _ in ranks]
         for name in full:
             full[name] = full[name].to(targets[name].dtype)
-            for number, rank in enumerate(ranks if weights.has_own_partition(targets[name]) else ()):
+            for number, rank in enumerate(
+                ranks if weights.has_own_partition(targets[name]) else ()
+            ):
                 outgoing[number].append(_bytes(_part(targets[name], full[name], rank)))
         scattered = list[tuple[Tensor, Tensor]]()  # memory that is not contiguous, and its values
         for number, unit in enumerate(of_round):
@@ -99,8 +106,11 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _exchange(outgoing: list[list[Tensor]], incoming: list[list[Tensor]], group: dist.ProcessGroup | None) -> None:
-    """Sends the bytes in `outgoing`, a list for each rank, into the memory in `incoming`, a list from each rank."""
+def _exchange(
+    outgoing: list[list[Tensor]], incoming: list[list[Tensor]], group: dist.ProcessGroup | None
+) -> None:
+    """Sends the bytes in `outgoing`, a list for each rank, into the memory in `incoming`, a list
+    from each rank."""
     if not dist.is_initialized():
         for target, source in zip(incoming[0], outgoing[0], strict=True):
             target.copy_(source)
@@ -114,7 +124,10 @@ def _exchange(outgoing: list[list[Tensor]], incoming: list[list[Tensor]], group:
         sources, targets = list[Tensor](), list[Tensor]()
         lengths: tuple[list[int], list[int]] = [], []
         for from_rank, to_rank in zip(received, sent, strict=True):
-            for found, parts, length in ((targets, from_rank, lengths[0]), (sources, to_rank, lengths[1])):
+            for found, parts, length in (
+                (targets, from_rank, lengths[0]),
+                (sources, to_rank, lengths[1]),
+            ):
                 piece = parts[number] if number < len(parts) else []
                 found += piece
                 length.append(sum(map(len, piece)))

@@ -1,8 +1,10 @@
-"""Sequence parallelism: the ranks of a group share each sequence (DeepSpeed-Ulysses, arXiv:2309.14509).
+"""Sequence parallelism: the ranks of a group share each sequence (DeepSpeed-Ulysses,
+arXiv:2309.14509).
 
-Each of n ranks has T / n consecutive tokens of every sequence of a micro-batch. Only attention combines tokens: an
-all-to-all before it gives each rank all tokens of H / n heads, and one after it all heads of the rank's tokens. The
-kernel in between is the configured one, with the masks of one process.
+Each of n ranks has T / n consecutive tokens of every sequence of a micro-batch. Only attention
+combines tokens: an all-to-all before it gives each rank all tokens of H / n heads, and one after it
+all heads of the rank's tokens. The kernel in between is the configured one, with the masks of one
+process.
 
 Shapes: B sequences, T tokens of a sequence, H heads, W width of a head."""
 
@@ -24,8 +26,8 @@ IS_SHARD = "is_sequence_shard"  # keyword argument of a model's forward pass, fo
 
 
 def shard_batch(batch: Any, group: dist.ProcessGroup) -> Any:
-    """Returns the rank's T / n tokens of each tensor (B, T, …) of a batch that has labels. Other batches, such as a
-    prompt, are returned unchanged. Raises InputError if n does not divide T."""
+    """Returns the rank's T / n tokens of each tensor (B, T, …) of a batch that has labels. Other
+    batches, such as a prompt, are returned unchanged. Raises InputError if n does not divide T."""
     if not isinstance(batch, dict) or not {"input_ids", "position_ids", "labels"} <= batch.keys():
         return batch
     shape, num = batch["input_ids"].shape, group.size()
@@ -55,13 +57,23 @@ def share_attention(model: nn.Module, num: int, group: dist.ProcessGroup) -> Non
     attend = ALL_ATTENTION_FUNCTIONS[kernel]
 
     def attend_to_all(
-        module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, *mask: object, **options: Any
+        module: nn.Module,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *mask: object,
+        **options: Any,
     ) -> tuple[object, ...]:
         """Maps (B, H, T / n, W) queries, keys and values to (B, T / n, H, W)."""
         if not options.pop(IS_SHARD, False):
             if torch.is_grad_enabled():
-                needs = "batches with input_ids, position_ids and labels, and `known_documents` around the model"
-                raise InputError(f"cp_size above 1 needs {needs}, as in module.py: set cp_size to 1")
+                needs = (
+                    "batches with input_ids, position_ids and labels, and `known_documents`"
+                    " around the model"
+                )
+                raise InputError(
+                    f"cp_size above 1 needs {needs}, as in module.py: set cp_size to 1"
+                )
             return attend(module, queries, keys, values, *mask, **options)
         options.pop("position_ids", None)  # of the shard, for which flash attention would read them
         heads = queries.shape[1]
@@ -82,7 +94,9 @@ class _AllToAll(torch.autograd.Function):
     """Shards dimension `split` over the ranks, and gathers dimension `join`."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup, num: int, split: int, join: int) -> Tensor:
+    def forward(
+        ctx: Any, local: Tensor, group: dist.ProcessGroup, num: int, split: int, join: int
+    ) -> Tensor:
         ctx.reverse = group, num, join, split
         parts = torch.stack(local.chunk(num, dim=split))
         received = torch.empty_like(parts)
@@ -96,7 +110,10 @@ class _AllToAll(torch.autograd.Function):
 
 @contextmanager
 def masks_of_all(
-    model: nn.Module, positions: Tensor, find: Callable[[Tensor], Tensor | None] | None, is_shard: bool = True
+    model: nn.Module,
+    positions: Tensor,
+    find: Callable[[Tensor], Tensor | None] | None,
+    is_shard: bool = True,
 ) -> Generator[None]:
     """Inside, transformers makes attention masks of all tokens, not of the rank's, from their
     `positions` (B, T), which `find` maps to the numbers of their documents.

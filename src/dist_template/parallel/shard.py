@@ -26,13 +26,17 @@ from .mesh_ranks import MeshRanks
 from .sequence import share_attention
 
 EXPERT_PLAN = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}  # adapters follow it
-FORGOTTEN = {  # modules that each rank has, whose gradient is a sum, and that plans of transformers (5.23) do not name
+# modules that each rank has, whose gradient is a sum, and that plans of transformers (5.23) do not
+# name
+FORGOTTEN = {
     "apertus": ("mlp.act_fn",),
     "glm4_moe": ("self_attn.q_norm", "self_attn.k_norm"),
     "phi": ("self_attn.q_layernorm", "self_attn.k_layernorm"),
 }
-UNSOUND = ("inkling_text", "longcat_flash")  # types whose plans leave gradients of activations on one rank
-BEFORE_HEADS = {"q_a_proj", "q_a_layernorm", "kv_a_layernorm", "indexer"}  # of latent attention: complete on each rank
+# types whose plans leave gradients of activations on one rank
+UNSOUND = ("inkling_text", "longcat_flash")
+# of latent attention: complete on each rank
+BEFORE_HEADS = {"q_a_proj", "q_a_layernorm", "kv_a_layernorm", "indexer"}
 # Styles of modules that say nothing about the gradients of their own parameters
 NO_RULE = {"", "local_params", "all_reduce", "moe_tp_experts", "moe_identity_expert"}
 
@@ -41,8 +45,8 @@ if TYPE_CHECKING:
 
 
 def shard_module(module: L.LightningModule, strategy: MeshRanks) -> None:
-    """Shards the layers that a plain LightningModule has made, with rank 0's weights. The module itself is the
-    outermost FSDP unit, which its steps gather."""
+    """Shards the layers that a plain LightningModule has made, with rank 0's weights. The module
+    itself is the outermost FSDP unit, which its steps gather."""
     if isinstance(module, fsdp.FSDPModule) or not strategy.shards:
         return
     refuse_scalars(module, "FSDP2")
@@ -62,9 +66,14 @@ def refuse_adapters(model: PreTrainedModel) -> None:
         if inner := compat.wrappers_of_parameters(module):
             base = pattern_of(name) + ".base_layer" * len(inner)
             rules = [rule.rpartition(".") for rule in model.tp_plan]
-            plan = {last: model.tp_plan[f"{base}.{last}"] for path, _, last in rules if path == base}
+            plan = {
+                last: model.tp_plan[f"{base}.{last}"] for path, _, last in rules if path == base
+            }
             if plan and plan != EXPERT_PLAN:
-                which = f"adapters of {name} are not sharded by its tensor-parallel plan ({', '.join(plan.values())})"
+                which = (
+                    f"adapters of {name} are not sharded by its tensor-parallel plan"
+                    f" ({', '.join(plan.values())})"
+                )
                 raise InputError(f"{which}: name linear layers as model.adapter.targets")
 
 
@@ -72,8 +81,9 @@ def complete_plan(model: PreTrainedModel, rules: dict[str, str]) -> None:
     """Adds to `model`'s tensor-parallel plan the rules of the gradients that it forgets.
 
     Every rank has all of a parameter without a rule. Where only the rank's heads or features use
-    it, its gradient is one term of a sum, and each rank would step its replica differently.
-    `rules` is the plan with the user's changes. Raises InputError if a parameter's gradient is not known."""
+    it, its gradient is one term of a sum, and each rank would step its replica differently. `rules`
+    is the plan with the user's changes. Raises InputError if a parameter's gradient is not
+    known."""
     refuse_adapters(model)
     names = {module: name for name, module in model.named_modules()}
     missing, forgotten = dict[str, str](), FORGOTTEN.get(model.config.model_type, ())
@@ -84,7 +94,9 @@ def complete_plan(model: PreTrainedModel, rules: dict[str, str]) -> None:
             tied = [names[owner] for owner, _ in owners]
             if 0 < len(rules.keys() & tied) < len(tied):
                 which = f"{' and '.join(tied)} share a parameter, and the plan shards one of them"
-                raise ValueError(f"{which}: set tie_word_embeddings to false, or give both a rule as tp_plan")
+                raise ValueError(
+                    f"{which}: set tie_word_embeddings to false, or give both a rule as tp_plan"
+                )
         for module, path in names.items():
             styles = {_style_of(rules, f"{path}.{name}") for name, _ in module.named_children()}
             if not {"colwise", "rowwise"} <= styles:
@@ -92,12 +104,21 @@ def complete_plan(model: PreTrainedModel, rules: dict[str, str]) -> None:
             for name, parameter in module.named_parameters(prefix=path):
                 owner, _, own = name.rpartition(".")
                 style = _style_of(rules, name) or _style_of(rules, owner)
-                if style not in NO_RULE or not parameter.requires_grad or BEFORE_HEADS & set(owner.split(".")):
+                if (
+                    style not in NO_RULE
+                    or not parameter.requires_grad
+                    or BEFORE_HEADS & set(owner.split("."))
+                ):
                     continue
                 if not owner.endswith(forgotten):
-                    which = f"the plan does not say how the gradient of {pattern_of(owner)}.{own} is computed"
+                    which = (
+                        f"the plan does not say how the gradient of {pattern_of(owner)}.{own} is"
+                        " computed"
+                    )
                     way_out = f"replicate if it is complete on each rank, {STYLE} if it is a sum"
-                    raise ValueError(f"{which}: set tp_size to 1, or give a rule as tp_plan ({way_out})")
+                    raise ValueError(
+                        f"{which}: set tp_size to 1, or give a rule as tp_plan ({way_out})"
+                    )
                 missing[pattern_of(owner)] = STYLE
     model.tp_plan = model.tp_plan | missing  # the dict itself is the class's
 
@@ -112,17 +133,23 @@ def _style_of(rules: dict[str, str], name: str) -> str:
 
 
 def shard_by_plan(model: Any, strategy: MeshRanks) -> None:
-    """Shards `model` by its plans of transformers, in place. Raises InputError if they do not allow the sizes."""
+    """Shards `model` by its plans of transformers, in place. Raises InputError if they do not allow
+    the sizes."""
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh
 
     register_replicated()
     sizes = strategy.mesh_sizes
     config = DistributedConfig(
-        tp_size=sizes.tp, fsdp_size=sizes.fsdp, dp_replicate_size=sizes.dp_replicate, ep_size=sizes.ep,
-        tp_plan=strategy.tp_plan, ep_plan=strategy.ep_plan, fsdp_cpu_offload=strategy.cpu_offload,
+        tp_size=sizes.tp,
+        fsdp_size=sizes.fsdp,
+        dp_replicate_size=sizes.dp_replicate,
+        ep_size=sizes.ep,
+        tp_plan=strategy.tp_plan,
+        ep_plan=strategy.ep_plan,
+        fsdp_cpu_offload=strategy.cpu_offload,
         fsdp_mixed_precision=_is_mixed(strategy),
-    )  # fmt: skip
+    )
     ties = weights.find_ties(model)
     owners = {owner for tie in ties for owner, _ in tie}
     # Tied parameters must be in one FSDP unit: the root's, if no rule names their modules.
@@ -140,8 +167,8 @@ def shard_by_plan(model: Any, strategy: MeshRanks) -> None:
 
 
 def shard_by_blocks(model: nn.Module, strategy: MeshRanks) -> None:
-    """Shards each block of `model`, and then the rest of it, in place. Raises InputError if the strategy has tensor
-    or expert parallelism, for which there must be a plan."""
+    """Shards each block of `model`, and then the rest of it, in place. Raises InputError if the
+    strategy has tensor or expert parallelism, for which there must be a plan."""
     sizes = strategy.mesh_sizes
     with _refusing(model):
         if sizes.tp > 1 or sizes.ep > 1:
@@ -179,4 +206,6 @@ def _refusing(model: nn.Module) -> Generator[None]:
     try:
         yield
     except ValueError as error:
-        raise InputError(f"{type(model).__name__} cannot be sharded as configured: {reason(error)}") from error
+        raise InputError(
+            f"{type(model).__name__} cannot be sharded as configured: {reason(error)}"
+        ) from error

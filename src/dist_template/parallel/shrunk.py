@@ -27,8 +27,8 @@ class Small:
 
 
 def shrunk(strategy: Any, processes: int | None = None) -> Small:
-    """Returns the reduced form of a strategy on `processes`; None: as few as keep each kind of parallelism, at most 4.
-    Raises InputError if the number does not fit."""
+    """Returns the reduced form of a strategy on `processes`; None: as few as keep each kind of
+    parallelism, at most 4. Raises InputError if the number does not fit."""
     sharding = sharding_of(strategy)
     if isinstance(sharding, Mesh):
         return _small_mesh(sharding, processes)
@@ -37,7 +37,8 @@ def shrunk(strategy: Any, processes: int | None = None) -> Small:
 
 
 def _small_mesh(mesh: Mesh, processes: int | None) -> Small:
-    """Sets 2 for each size above 1, and 1 for data parallelism and then others if that takes too many processes."""
+    """Sets 2 for each size above 1, and 1 for data parallelism and then others if that takes too
+    many processes."""
     arguments, stages, notes = dict(mesh.arguments), 1, []
     adding = [axis for axis in AXES if axis.adds_ranks]
     sizes: dict[str, Size] = {}
@@ -45,7 +46,9 @@ def _small_mesh(mesh: Mesh, processes: int | None) -> Small:
         sizes[axis.key] = given_size(arguments, axis)
         if sizes[axis.key] not in (1, "auto"):
             sizes[axis.key] = 2
-    for axis in sorted(reversed(adding), key=lambda axis: (not axis.reads_own_rows, axis.name == "fsdp")):
+    for axis in sorted(
+        reversed(adding), key=lambda axis: (not axis.reads_own_rows, axis.name == "fsdp")
+    ):
         key = axis.key
         if _ranks(sizes) > (processes or MOST) and sizes[key] != 1:
             sizes[key] = 1

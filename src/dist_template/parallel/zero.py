@@ -1,8 +1,9 @@
 """ZeRO by DeepSpeed, on any accelerator.
 
-Lightning's DeepSpeedStrategy starts the processes and builds the engine. It refuses CPUs, starts ZeRO-3 from
-uninitialized weights, divides gradients by the accumulation twice (AdamW hides it, norm and clipping do not), and lets
-a module clip gradients before they are reduced; this file changes that."""
+Lightning's DeepSpeedStrategy starts the processes and builds the engine. It refuses CPUs, starts
+ZeRO-3 from uninitialized weights, divides gradients by the accumulation twice (AdamW hides it, norm
+and clipping do not), and lets a module clip gradients before they are reduced; this file changes
+that."""
 
 import math
 import os
@@ -56,21 +57,25 @@ class ZeroPrecision(EnginePrecision):
         return module  # DeepSpeed casts parameters, and keeps buffers in fp32
 
     def backward(self, tensor: Tensor, model: L.LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Backpropagates by the engine, and finishes a micro-batch that no optimizer step follows. The engine must see
-        every micro-batch; the module's hooks of a step run once per step."""
+        """Backpropagates by the engine, and finishes a micro-batch that no optimizer step follows.
+        The engine must see every micro-batch; the module's hooks of a step run once per step."""
         kwargs["scale_wrt_gas"] = False  # Lightning has divided the loss already
         engine = _engine(model)
         is_last = not accumulates(model.trainer)
         num_batches = model.trainer.accumulate_grad_batches
         if num_batches != engine.gradient_accumulation_steps():  # a growing batch
-            engine.set_train_batch_size(num_batches * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
+            engine.set_train_batch_size(
+                num_batches * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+            )
             engine.optimizer.gradient_accumulation_steps = num_batches
         engine.set_gradient_accumulation_boundary(is_last)
         super().backward(tensor, model, *args, **kwargs)
         if not is_last:
             engine.step()
 
-    def optimizer_step(self, optimizer: Any, model: L.LightningModule, closure: Any, **kwargs: Any) -> object:
+    def optimizer_step(
+        self, optimizer: Any, model: L.LightningModule, closure: Any, **kwargs: Any
+    ) -> object:
         engine = _engine(model)
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
         if getattr(engine.optimizer, "cpu_offload", False) and engine.optimizer.overflow:
@@ -79,12 +84,15 @@ class ZeroPrecision(EnginePrecision):
         return result
 
     def skip_step(self, model: L.LightningModule, anomalous: Tensor) -> None:
-        """Skips the engine's next step where `anomalous` () is true; equal on all ranks. The step is handled like an
-        overflow in fp16: gradients are cleared, weights and moments stay. `anomalous` is read on the host; DeepSpeed
-        reads the gradients' norm there in every step anyway."""
+        """Skips the engine's next step where `anomalous` () is true; equal on all ranks. The step
+        is handled like an overflow in fp16: gradients are cleared, weights and moments stay.
+        `anomalous` is read on the host; DeepSpeed reads the gradients' norm there in every step
+        anyway."""
         engine = _engine(model)
         optimizer, skips = engine.optimizer, bool(anomalous)
-        if not compat.can_veto_steps(optimizer) and skips:  # a norm that is NaN makes it skip the step
+        if (
+            not compat.can_veto_steps(optimizer) and skips
+        ):  # a norm that is NaN makes it skip the step
             for gradients in optimizer.fp32_groups_gradients_flat:
                 gradients.fill_(math.nan)
         optimizer.vetoed = skips
@@ -102,17 +110,21 @@ class ZeroPrecision(EnginePrecision):
 class ZeroStrategy(RunDefaults, OwnFormat, DeepSpeedStrategy):
     """Shards by DeepSpeed's ZeRO.
 
-    Offloaded state is updated by torch's fused AdamW on the CPU, not by DeepSpeed's: the results are equal, nothing is
-    compiled at the start, and the module's own optimizer runs. Half precision is DeepSpeed's, under `-mixed` and
-    `-true` alike: weights in bf16 or fp16, and sharded fp32 weights that the optimizer updates.
+    Offloaded state is updated by torch's fused AdamW on the CPU, not by DeepSpeed's: the results
+    are equal, nothing is compiled at the start, and the module's own optimizer runs. Half precision
+    is DeepSpeed's, under `-mixed` and `-true` alike: weights in bf16 or fp16, and sharded fp32
+    weights that the optimizer updates.
 
     Args:
         stage: 1 shards optimizer state, 2 gradients too, 3 parameters too. null: 2.
         offload_optimizer: Keep and update optimizer state in host memory. null: false.
         offload_parameters: Keep parameters there too, stage 3 only. null: false.
-        pin_memory: Page-lock that memory, so that copies overlap computation. auto: if there is a GPU.
-        config: A DeepSpeed JSON file, or its content, which replaces the other arguments. null: these arguments.
-        sub_group_size: Elements updated at once in stage 3; limits the memory of an offloaded update.
+        pin_memory: Page-lock that memory, so that copies overlap computation. auto: if there is a
+            GPU.
+        config: A DeepSpeed JSON file, or its content, which replaces the other arguments. null:
+            these arguments.
+        sub_group_size: Elements updated at once in stage 3; limits the memory of an offloaded
+            update.
         prefetch_bucket_size: Elements gathered ahead of use in stage 3, which hides communication.
         param_persistence_threshold: Smaller parameters (elements: norms, biases, routers) stay
             unsharded in stage 3: a collective would cost more than their memory."""
@@ -126,11 +138,17 @@ class ZeroStrategy(RunDefaults, OwnFormat, DeepSpeedStrategy):
     }
 
     def __init__(
-        self, stage: Literal[1, 2, 3] | None = None, offload_optimizer: bool | None = None,
-        offload_parameters: bool | None = None, pin_memory: bool | Literal["auto"] = "auto",
-        config: str | dict[str, Any] | None = None, sub_group_size: int = 1_000_000_000,
-        prefetch_bucket_size: int = 50_000_000, param_persistence_threshold: int = 100_000, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        stage: Literal[1, 2, 3] | None = None,
+        offload_optimizer: bool | None = None,
+        offload_parameters: bool | None = None,
+        pin_memory: bool | Literal["auto"] = "auto",
+        config: str | dict[str, Any] | None = None,
+        sub_group_size: int = 1_000_000_000,
+        prefetch_bucket_size: int = 50_000_000,
+        param_persistence_threshold: int = 100_000,
+        **kwargs: Any,
+    ) -> None:
         require("deepspeed", "ZeroStrategy")
         super().__init__(
             stage=stage or 2,
@@ -166,9 +184,15 @@ class ZeroStrategy(RunDefaults, OwnFormat, DeepSpeedStrategy):
         module = self.lightning_module
         assert module is not None
         trainer: Any = module.trainer
-        machine = Hardware(self.root_device.type, self.world_size, precision=self.precision_plugin.precision)
-        keys = {key: getattr(trainer, key) for key in ("accumulate_grad_batches", "gradient_clip_val")}
-        return self.complete_config(Configured(machine, keys, module, trainer.datamodule, None, trains=True))
+        machine = Hardware(
+            self.root_device.type, self.world_size, precision=self.precision_plugin.precision
+        )
+        keys = {
+            key: getattr(trainer, key) for key in ("accumulate_grad_batches", "gradient_clip_val")
+        }
+        return self.complete_config(
+            Configured(machine, keys, module, trainer.datamodule, None, trains=True)
+        )
 
     # ---- the machine -----------------------------------------------------------------------------
 
@@ -206,7 +230,8 @@ class ZeroStrategy(RunDefaults, OwnFormat, DeepSpeedStrategy):
     # ---- the model -------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer) -> None:
-        set_deepspeed_config(self, self._config_of_trainer)  # before Lightning completes it from the arguments
+        # before Lightning completes it from the arguments
+        set_deepspeed_config(self, self._config_of_trainer)
         if self.zero_stage_3:  # DeepSpeed does not move back what teardown moved to the host
             assert self.lightning_module is not None
             for tensor in (*self.lightning_module.parameters(), *self.lightning_module.buffers()):

@@ -1,4 +1,5 @@
-"""Language models: where text comes from, how it becomes batches, and the module that is trained on them.
+"""Language models: where text comes from, how it becomes batches, and the module that is trained on
+them.
 
     sources/          documents, conversations, pairs; several with weights
     tokenizers.py     text to token ids

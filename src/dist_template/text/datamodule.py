@@ -14,7 +14,8 @@ From a text to a batch:
 
 `prepare` does 1 to 5 once, in one process; training maps the cache into memory and does 6 to 9.
 
-Shapes: B sequences of `micro_batch_size`, T tokens of `seq_len`; int64 ids; labels of -100 do not count."""
+Shapes: B sequences of `micro_batch_size`, T tokens of `seq_len`; int64 ids; labels of -100 do not
+count."""
 
 from __future__ import annotations
 
@@ -36,7 +37,16 @@ from ..compat.epochs import begin_step, make_resumable
 from ..parallel import run_strategy
 from .batches.loader import COUNTED, Accumulations, Counted, StepLoader, TokensPerMicroBatch
 from .batches.rows import ROWS, PackedRows, PairRows, Rows, WholeRows, last_answers, packing_of
-from .cache.token_cache import SPLITS, CacheError, Corpus, Documents, Recipe, build_cache, open_cache, read_documents
+from .cache.token_cache import (
+    SPLITS,
+    CacheError,
+    Corpus,
+    Documents,
+    Recipe,
+    build_cache,
+    open_cache,
+    read_documents,
+)
 from .limits import check_numbers, check_rows
 from .model.mtp import look_ahead
 from .sources import chat  # noqa: F401  (so that YAML knows the names of its sources)
@@ -52,7 +62,13 @@ warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
 Batch = dict[str, Any]  # tensors; on the host also the numbers of its rows
 # With the source, they decide the samples of a step.
-DECISIVE = ("seq_len", "global_batch_size", "seed", "cross_document_attention", "repeat_first_batch")
+DECISIVE = (
+    "seq_len",
+    "global_batch_size",
+    "seed",
+    "cross_document_attention",
+    "repeat_first_batch",
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -60,21 +76,26 @@ class PackedText(L.LightningDataModule):
     """Packs text into rows of tokens; a run resumes at the next sample.
 
     Args:
-        source: Where documents come from: StandardLibrary, TextFiles, Jsonl, Parquet, HubDataset, Chat, Mixture, yours.
-        tokenizer: How text becomes tokens: Bytes, ByteBPE (learned from the train split), Pretrained, yours.
+        source: Where documents come from: StandardLibrary, TextFiles, Jsonl, Parquet, HubDataset,
+            Chat, Mixture, yours.
+        tokenizer: How text becomes tokens: Bytes, ByteBPE (learned from the train split),
+            Pretrained, yours.
         seq_len: Tokens per sequence.
-        global_batch_size: Sequences per optimizer step, over all ranks; or phases by consumed tokens, in which the
-            accumulation grows. With phases there are no epochs: set trainer.max_steps.
+        global_batch_size: Sequences per optimizer step, over all ranks; or phases by consumed
+            tokens, in which the accumulation grows. With phases there are no epochs: set
+            trainer.max_steps.
         micro_batch_size: Sequences per rank per forward; gradients accumulate to the global batch.
         validation_share: Share of the documents, below 1, held out for validation. 0 turns it off.
         test_share: Share of the documents, below 1, held out for `test`. 0 turns it off.
         cache_dir: Folder of the token caches; on a cluster, one that all nodes can read.
         check_source: Refuse a cache whose source files have changed. false uses the cache alone.
-        cross_document_attention: Let tokens attend to earlier documents in their row, as some kernels must.
+        cross_document_attention: Let tokens attend to earlier documents in their row, as some
+            kernels must.
         num_workers: Processes per rank that read rows. 0, faster for text: the training process.
         repeat_first_batch: true trains on one global batch repeatedly, which a model must learn.
         seed: Seed of the order of rows. Splits do not depend on it.
-        prompts: What `predict`, and the sample after each validation, continue. [] turns both off."""
+        prompts: What `predict`, and the sample after each validation, continue. [] turns both
+            off."""
 
     source: Source = StandardLibrary()
     tokenizer: TokenizerSpec = ByteBPE(vocab_size=2048)
@@ -110,8 +131,9 @@ class PackedText(L.LightningDataModule):
     # ---- the token cache -------------------------------------------------------------------------
 
     def prepare(self, *, report: Callable[[str], None] = print) -> Corpus:
-        """Tokenizes into the cache, unless it is there; before any other process is started. Raises InputError if the
-        source is missing, empty or unreadable, the disk is full, or another process prepares."""
+        """Tokenizes into the cache, unless it is there; before any other process is started. Raises
+        InputError if the source is missing, empty or unreadable, the disk is full, or another
+        process prepares."""
         recipe = self._recipe
         try:
             corpus = open_cache(recipe, self.cache_dir, self.check_source)
@@ -127,8 +149,8 @@ class PackedText(L.LightningDataModule):
         return corpus
 
     def require(self) -> Corpus:
-        """Returns the prepared cache, in processes that must not tokenize. Raises InputError if it is missing, stale
-        or damaged, or too small for one global batch."""
+        """Returns the prepared cache, in processes that must not tokenize. Raises InputError if it
+        is missing, stale or damaged, or too small for one global batch."""
         self._corpus = check_rows(self, open_cache(self._recipe, self.cache_dir, self.check_source))
         return self._corpus
 
@@ -186,7 +208,11 @@ class PackedText(L.LightningDataModule):
     def held_out(self, number: int) -> list[tuple[list[int], list[int]]]:
         """Returns the tokens of validation conversations up to the last answer, and the answer."""
         is_whole = self.corpus.is_whole("validation")
-        return [*islice(last_answers(self.corpus, "validation", self.seq_len), number)] if is_whole else []
+        return (
+            [*islice(last_answers(self.corpus, "validation", self.seq_len), number)]
+            if is_whole
+            else []
+        )
 
     def rows_of(self, split: str) -> Rows:
         corpus, attends = self.corpus, self.cross_document_attention
@@ -236,7 +262,9 @@ class PackedText(L.LightningDataModule):
         self.trainer.accumulate_grad_batches = self.accumulation
         per_batch = self.micro_batch_size * self.world_size
         grows = isinstance(self.global_batch_size, list)
-        if isinstance(share := self.trainer.limit_train_batches, float) and share < 1:  # of the steps of an epoch
+        if (
+            isinstance(share := self.trainer.limit_train_batches, float) and share < 1
+        ):  # of the steps of an epoch
             steps = len(self.rows_of("train")) // self.batch_sizes[0]
             self.trainer.limit_train_batches = max(1, int(share * steps)) * self.accumulation
         if grows:
@@ -247,7 +275,9 @@ class PackedText(L.LightningDataModule):
         self._consumed = ConsumedSamples.attach(self.trainer, size, per_batch)
         self._consumed.grows = grows
         if isinstance(self.source, Mixture):
-            self._mixing = MixtureOrder(self.rows_of("train").sizes, [(0, self.source.weights)], self.seed)
+            self._mixing = MixtureOrder(
+                self.rows_of("train").sizes, [(0, self.source.weights)], self.seed
+            )
             self._consumed.figures = self._mixing.epochs
 
     # ---- batches ---------------------------------------------------------------------------------
@@ -255,10 +285,17 @@ class PackedText(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         rows = self.rows_of("train")
         order = GlobalOrder(
-            len(rows), self.global_batch_size, self.micro_batch_size,
-            self.rank, self.world_size, self.seed, consumed=lambda: self.consumed_samples,
-            repeat_first_batch=self.repeat_first_batch, stream=self._mixing, seq_len=self.seq_len,
-        )  # fmt: skip
+            len(rows),
+            self.global_batch_size,
+            self.micro_batch_size,
+            self.rank,
+            self.world_size,
+            self.seed,
+            consumed=lambda: self.consumed_samples,
+            repeat_first_batch=self.repeat_first_batch,
+            stream=self._mixing,
+            seq_len=self.seq_len,
+        )
         return self._loader(rows, order, order.accumulations)
 
     def transform(self, batch: Batch) -> Batch:
@@ -318,14 +355,22 @@ class PackedText(L.LightningDataModule):
         batches = eval_batches(rows.sizes, self.micro_batch_size, self.rank, self.world_size)
         return self._loader(rows, batches, None)
 
-    def _loader(self, rows: Rows, order: Iterable[list[int]], accumulations: Accumulations | None) -> DataLoader:
+    def _loader(
+        self, rows: Rows, order: Iterable[list[int]], accumulations: Accumulations | None
+    ) -> DataLoader:
         is_on_gpu = bool(self.trainer) and self.trainer.strategy.root_device.type == "cuda"
         # from unpinned memory, non-blocking copies wait; starting workers for each evaluation takes
         # longer than evaluating
         return StepLoader(
-            rows, accumulations, self.transform, batch_sampler=order, num_workers=self.num_workers,
-            pin_memory=is_on_gpu, persistent_workers=self.num_workers > 0, worker_init_fn=isolate_worker,
-        )  # fmt: skip
+            rows,
+            accumulations,
+            self.transform,
+            batch_sampler=order,
+            num_workers=self.num_workers,
+            pin_memory=is_on_gpu,
+            persistent_workers=self.num_workers > 0,
+            worker_init_fn=isolate_worker,
+        )
 
     # ---- resuming --------------------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""Checks the sizes and shares of a PackedText before anything is started; cli/ranges.py has the least value of each."""
+"""Checks the sizes and shares of a PackedText before anything is started; cli/ranges.py has the
+least value of each."""
 
 from typing import Any
 
@@ -12,15 +13,19 @@ def check_numbers(data: Any, world_size: int) -> None:
     """Refuses sizes and shares that no corpus can satisfy on `world_size` data-parallel ranks."""
     if data.validation_share + data.test_share >= 1:
         raise InputError(
-            f"data.validation_share {data.validation_share} and data.test_share {data.test_share} leave"
-            " nothing to train on: make their sum less than 1"
+            f"data.validation_share {data.validation_share} and data.test_share {data.test_share}"
+            " leave nothing to train on: make their sum less than 1"
         )
     if data.source.pairs and data.cross_document_attention:
         raise InputError(
-            "data.cross_document_attention lets a pair's second answer attend to its first: set it to"
-            " false for data.source Preferences"
+            "data.cross_document_attention lets a pair's second answer attend to its first: set"
+            " it to false for data.source Preferences"
         )
-    key, given, together = "data.global_batch_size", data.global_batch_size, data.micro_batch_size * world_size
+    key, given, together = (
+        "data.global_batch_size",
+        data.global_batch_size,
+        data.micro_batch_size * world_size,
+    )
     check_phases(key, given)
     if any(value < 1 or value % 1 for value in values_of(given)):
         raise InputError(f"{key} has sizes {values_of(given)}: give 1 or more, without a fraction")
@@ -30,17 +35,19 @@ def check_numbers(data: Any, world_size: int) -> None:
         if data.trainer.max_steps < 0:
             raise InputError(f"{endless}: set trainer.max_steps")
         if (limit != 1.0 or isinstance(limit, int)) and not data.trainer.fast_dev_run:
-            raise InputError(f"{endless}: remove trainer.limit_train_batches {limit}, and set trainer.max_steps")
+            raise InputError(
+                f"{endless}: remove trainer.limit_train_batches {limit}, and set trainer.max_steps"
+            )
     if (divisor := data.batch_sizes[0]) % together:
         raise InputError(
-            f"global_batch_size {divisor}{' (which divides its phases)' * isinstance(given, list)} is not a multiple of"
-            f" micro_batch_size {data.micro_batch_size} x data_parallel {world_size} = {together}; edit"
-            " data.global_batch_size or data.micro_batch_size"
+            f"global_batch_size {divisor}{' (which divides its phases)' * isinstance(given, list)}"
+            f" is not a multiple of micro_batch_size {data.micro_batch_size} x data_parallel"
+            f" {world_size} = {together}; edit data.global_batch_size or data.micro_batch_size"
         )
     if isinstance(limit, int) and limit % (divisor // together) and not data.trainer.fast_dev_run:
         raise InputError(
-            f"trainer.limit_train_batches {limit} ends an epoch within an optimizer step: give a multiple of"
-            f" {divisor // together}, the micro-batches of a step"
+            f"trainer.limit_train_batches {limit} ends an epoch within an optimizer step: give a"
+            f" multiple of {divisor // together}, the micro-batches of a step"
         )
 
 
@@ -58,9 +65,9 @@ def check_rows(data: Any, corpus: Corpus) -> Corpus:
             found = len(packing_of(corpus, split, data.seq_len, data.reads_ends).rows) - 1
         if found < rows:
             raise InputError(
-                f"the {split} split has {held['tokens']:,} tokens in {held['documents']:,} documents, which fill"
-                f" {found} sequences of data.seq_len {data.seq_len}, and {rows} are needed: give more documents, or"
-                f" edit data.seq_len or {key}"
+                f"the {split} split has {held['tokens']:,} tokens in {held['documents']:,}"
+                f" documents, which fill {found} sequences of data.seq_len {data.seq_len}, and"
+                f" {rows} are needed: give more documents, or edit data.seq_len or {key}"
             )
     for name, counts in corpus.parts("train").items():
         if counts["tokens"] <= data.seq_len and not corpus.is_whole("train"):

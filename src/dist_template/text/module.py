@@ -34,7 +34,14 @@ from .model.mtp import KEY as MTP_WEIGHT
 from .model.mtp import NAME as MTP
 from .model.quantize import quantize
 from .model.reward import is_reward_model, refuse_reward_model, reward_model
-from .preference_loss import PreferenceConfig, add_reference, build_reference, has_pairs, needs_copy, pair_values
+from .preference_loss import (
+    PreferenceConfig,
+    add_reference,
+    build_reference,
+    has_pairs,
+    needs_copy,
+    pair_values,
+)
 
 if TYPE_CHECKING:
     from ..cli.limits.machine import Setup
@@ -77,7 +84,9 @@ class TextModule(TrainingModule):
         self.distillation = distillation
         self.mtp = mtp
         self.reference: nn.Module | None = None
-        self.accepted: Tensor | None = None  # (2, D, B, T) of the newest batch of an evaluation: see model/mtp.py
+        self.accepted: Tensor | None = (
+            None  # (2, D, B, T) of the newest batch of an evaluation: see model/mtp.py
+        )
         self.sample_tokens = sample_tokens
         self.sample_temperature = sample_temperature
 
@@ -91,7 +100,9 @@ class TextModule(TrainingModule):
         if self.blocks.compile:  # one pass over the logits forward, one backward, not a dozen
             self.sums = torch.compile(self.sums)
         if self.distillation or needs_copy(self):
-            add_reference(self, partial(build_teacher if self.distillation else build_reference, self))
+            add_reference(
+                self, partial(build_teacher if self.distillation else build_reference, self)
+            )
         blend = partial(blended, self.distillation) if self.distillation else None
         teacher = self.reference if self.distillation else None
         self.chunked_loss = ChunkedLoss(self.model, self.sums, self.loss_chunk, teacher, blend)
@@ -105,7 +116,9 @@ class TextModule(TrainingModule):
                 read_modules(model, pretrained)
         if names := freeze_untrained(model):
             others = f" and {len(names) - 1} others" if names[1:] else ""
-            _print_once(f"note: no gradient reaches {names[0]}{others}: the weights stay as they start")
+            _print_once(
+                f"note: no gradient reaches {names[0]}{others}: the weights stay as they start"
+            )
         if self.adapter is not None:
             model = add_adapters(model, self.adapter)
             self.frozen_base = {"name": getattr(self, "pretrained", None) or type(model).__name__}
@@ -146,7 +159,8 @@ class TextModule(TrainingModule):
         given = getattr(self, "architecture", None)
         is_read = setup.model_config is not NOT_READ_YET or getattr(self, "pretrained", None)
         if isinstance(given, dict) and not is_read:
-            try:  # an unknown key, before the data are tokenized; afterwards `build_config` refuses it
+            # an unknown key, before the data are tokenized; afterwards `build_config` refuses it
+            try:
                 checked_fields(given)
             except InputError as error:
                 yield str(error)
@@ -160,13 +174,20 @@ class TextModule(TrainingModule):
                 yield "model.preference.loss reward learns from pairs: set data.source Preferences"
         are_ratings = getattr(getattr(setup.data, "source", None), "ratings", False)
         if setup.trains and (self.preference.loss == "kto") != are_ratings:
-            yield "model.preference.loss kto and data.source Ratings need each other: set both, or neither"
+            yield (
+                "model.preference.loss kto and data.source Ratings need each other: set both, or"
+                " neither"
+            )
         if setup.trains and self.distillation and has_pairs(setup.data):
-            yield "model.distillation learns from texts or conversations, and data.source yields pairs: remove one"
+            yield (
+                "model.distillation learns from texts or conversations, and data.source yields"
+                " pairs: remove one"
+            )
         for key, is_set in (
-            ("data.source with pairs", has_pairs(setup.data)), ("model.distillation", self.distillation),
+            ("data.source with pairs", has_pairs(setup.data)),
+            ("model.distillation", self.distillation),
             ("model.adapter", self.adapter),
-        ):  # fmt: skip
+        ):
             if setup.trains and self.mtp and is_set:
                 yield f"model.mtp does not work with {key}: set model.mtp null, or remove the other"
 
@@ -190,8 +211,8 @@ class TextModule(TrainingModule):
         return modules.depth if modules else 0
 
     def sums(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Returns sums over all or some tokens by name: the first is minimized, the others are metrics. `labels` (B, T)
-        are already shifted; -100 does not count."""
+        """Returns sums over all or some tokens by name: the first is minimized, the others are
+        metrics. `labels` (B, T) are already shifted; -100 does not count."""
         values, flat = logits.float().flatten(0, 1), labels.flatten()
         return {
             "loss": F.cross_entropy(values, flat, reduction="none").sum(),
@@ -199,7 +220,8 @@ class TextModule(TrainingModule):
         }
 
     def sums_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns `sums` over all tokens, or pairs, of a micro-batch. Only the first is differentiable."""
+        """Returns `sums` over all tokens, or pairs, of a micro-batch. Only the first is
+        differentiable."""
         if PAIRS in batch:
             return {name: values.sum() for name, values in self.pair_values(batch).items()}
         if self.distillation:
@@ -213,7 +235,8 @@ class TextModule(TrainingModule):
         return self.chunked_loss(hidden, batch["labels"])
 
     def pair_values(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns values (P,) of the pairs of a micro-batch by name. Only the first is differentiable."""
+        """Returns values (P,) of the pairs of a micro-batch by name. Only the first is
+        differentiable."""
         return pair_values(self, batch)
 
     def derive(self, metrics: dict[str, float]) -> None:
@@ -266,9 +289,14 @@ class TextModule(TrainingModule):
     def generate(self, input_ids: Tensor) -> Tensor:
         """Tokens (1, T + n), n <= `sample_tokens`, within `seq_len`; keeps training's RNG state."""
         if is_reward_model(self.model):
-            raise InputError("a reward model scores answers and generates none: evaluate it, or serve it for /pooling")
+            raise InputError(
+                "a reward model scores answers and generates none: evaluate it, or serve it for"
+                " /pooling"
+            )
         if not hasattr(self.model, "generate"):
-            raise InputError(f"{type(self.model).__name__} has no generate: write {type(self).__name__}.generate")
+            raise InputError(
+                f"{type(self.model).__name__} has no generate: write {type(self).__name__}.generate"
+            )
         room = max(1, self.data.seq_len - input_ids.shape[1])
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
@@ -278,7 +306,9 @@ class TextModule(TrainingModule):
                 attention_mask=torch.ones_like(input_ids),
                 max_new_tokens=min(self.sample_tokens, room),
                 pad_token_id=self.data.eos_token_id,
-                do_sample=bool(self.sample_temperature),  # published weights may come with sampling switched on
+                do_sample=bool(
+                    self.sample_temperature
+                ),  # published weights may come with sampling switched on
                 temperature=self.sample_temperature or 1.0,
             )
 

@@ -29,14 +29,16 @@ class PreferenceConfig:
     """The loss of pairs, with data.source Preferences, or of rated answers, with Ratings.
 
     Args:
-        loss: dpo (arXiv:2305.18290). ipo (arXiv:2310.12036), which bounds the difference. simpo (arXiv:2405.14734)
-            and orpo (arXiv:2403.07691), which have no reference. kto (arXiv:2402.01306), of Ratings. ipo, simpo and
-            orpo compare means per token. reward trains a reward model: a head in place of the output layer.
-        beta: Scale of the rewards: a larger one keeps the model closer to the reference. Of orpo, the weight of the
-            odds ratio beside the chosen answer's cross-entropy.
+        loss: dpo (arXiv:2305.18290). ipo (arXiv:2310.12036), which bounds the difference. simpo
+            (arXiv:2405.14734) and orpo (arXiv:2403.07691), which have no reference. kto
+            (arXiv:2402.01306), of Ratings. ipo, simpo and orpo compare means per token. reward
+            trains a reward model: a head in place of the output layer.
+        beta: Scale of the rewards: a larger one keeps the model closer to the reference. Of orpo,
+            the weight of the odds ratio beside the chosen answer's cross-entropy.
         margin: Of simpo alone: by how much the chosen answer's reward has to be larger.
         desirable_weight: Of kto: the weight of an answer that was found good.
-        undesirable_weight: Of kto: of one that was found bad; weight times number should be alike."""
+        undesirable_weight: Of kto: of one that was found bad; weight times number should be
+            alike."""
 
     loss: Literal["dpo", "ipo", "simpo", "orpo", "kto", "reward"] = "dpo"
     beta: float = 0.1
@@ -76,8 +78,9 @@ def add_reference(module: Any, build: Callable[[], nn.Module]) -> None:
 
 
 def pair_values(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns values (P,) of the pairs of a micro-batch: the loss, and as metrics the rewards. A reward is beta times
-    the log-ratio of an answer's probabilities, model to reference. Equal ones are half right."""
+    """Returns values (P,) of the pairs of a micro-batch: the loss, and as metrics the rewards. A
+    reward is beta times the log-ratio of an answer's probabilities, model to reference. Equal ones
+    are half right."""
     config = module.preference
     reference: Tensor | float = 0.0
     if config.has_reference:
@@ -96,7 +99,9 @@ def pair_values(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     if config.loss == "ipo":
         losses = (difference - 1 / (2 * config.beta)).square()
     elif config.loss == "orpo":
-        against = (-scores.expm1()).log()  # of the probability that the answer is another one, per token
+        against = (
+            -scores.expm1()
+        ).log()  # of the probability that the answer is another one, per token
         log_odds = difference - against[:, 0] + against[:, 1]
         losses = -scores[:, 0] - config.beta * F.logsigmoid(log_odds)
     else:
@@ -106,7 +111,8 @@ def pair_values(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _values(rewards: Tensor, losses: Tensor | None = None) -> dict[str, Tensor]:
-    """Returns `pair_values` of rewards (P, 2); without losses, -log sigmoid(chosen - rejected) (Bradley and Terry)."""
+    """Returns `pair_values` of rewards (P, 2); without losses, -log sigmoid(chosen - rejected)
+    (Bradley and Terry)."""
     if losses is None:
         losses = -F.logsigmoid(rewards[:, 0] - rewards[:, 1])
     chosen, rejected = rewards.detach().unbind(1)
@@ -120,9 +126,9 @@ def _values(rewards: Tensor, losses: Tensor | None = None) -> dict[str, Tensor]:
 
 
 def _rating_values(config: PreferenceConfig, rewards: Tensor, is_good: Tensor) -> dict[str, Tensor]:
-    """Returns `pair_values` of rated answers. `rewards` (P, 2) are of the answer, and of another one to its prompt: the
-    mean of these on all ranks, if it is positive, is the distance from the reference. A margin is positive where the
-    reward is on the right side of the distance."""
+    """Returns `pair_values` of rated answers. `rewards` (P, 2) are of the answer, and of another
+    one to its prompt: the mean of these on all ranks, if it is positive, is the distance from the
+    reference. A margin is positive where the reward is on the right side of the distance."""
     total = torch.stack([rewards[:, 1].detach().sum(), rewards.new_tensor(len(rewards))])
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -146,7 +152,8 @@ def _log_probabilities(module: Any, batch: dict[str, Tensor]) -> tuple[Tensor, T
 
 
 def _inside(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns whether each position is in each sequence of the pairs (P, 2, B x T), and the positions (B x T,)."""
+    """Returns whether each position is in each sequence of the pairs (P, 2, B x T), and the
+    positions (B x T,)."""
     labels = batch["labels"]
     position = torch.arange(labels.numel(), device=labels.device)
     edges = batch[PAIRS][:, :3].unsqueeze(-1)  # (P, 3, 1)
@@ -154,7 +161,8 @@ def _inside(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _rewards(module: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Returns the rewards (P, 2): the head's output at the last token that is not padding, as transformers reads it."""
+    """Returns the rewards (P, 2): the head's output at the last token that is not padding, as
+    transformers reads it."""
     with every_reward(module.model):
         outputs = module(batch).float().flatten()  # (B x T,)
     inside, position = _inside(batch)

@@ -61,15 +61,19 @@ class Bytes(TokenizerSpec):
 
 
 class ByteBPE(TokenizerSpec):
-    """Byte-pair encoding over bytes, as GPT-2's, learned from the train split: same data, same merges.
+    """Byte-pair encoding over bytes, as GPT-2's, learned from the train split: same data, same
+    merges.
 
     Args:
-        vocab_size: Number of tokens, with the 256 bytes and the end of a document among them; at least 257.
+        vocab_size: Number of tokens, with the 256 bytes and the end of a document among them; at
+            least 257.
         train_mib: MiB of text to learn from, taken from the beginning of the train split."""
 
     def __init__(self, vocab_size: int = 2048, train_mib: int = 256) -> None:
         if vocab_size < 257:
-            raise InputError(f"data.tokenizer.vocab_size {vocab_size} is below 257: 256 bytes and the EOS token")
+            raise InputError(
+                f"data.tokenizer.vocab_size {vocab_size} is below 257: 256 bytes and the EOS token"
+            )
         self.vocab_size = vocab_size
         self.train_mib = train_mib
 
@@ -108,9 +112,13 @@ class Pretrained(TokenizerSpec):
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
         except Exception as error:  # OSError, ValueError, KeyError and others
-            raise InputError(f"data.tokenizer.path {self.path!r} cannot be loaded: {first_line(error)}") from error
+            raise InputError(
+                f"data.tokenizer.path {self.path!r} cannot be loaded: {first_line(error)}"
+            ) from error
         if not tokenizer.is_fast:
-            raise InputError(f"data.tokenizer.path {self.path!r} is a slow tokenizer: it needs a tokenizer.json")
+            raise InputError(
+                f"data.tokenizer.path {self.path!r} is a slow tokenizer: it needs a tokenizer.json"
+            )
         extra = {"extra_special_tokens": self.special_tokens}
         tokenizer.add_special_tokens(extra, replace_extra_special_tokens=False)
         if self.eos_token:
@@ -121,7 +129,9 @@ class Pretrained(TokenizerSpec):
                 )
             tokenizer.eos_token = self.eos_token
         if tokenizer.eos_token_id is None:
-            raise InputError(f"data.tokenizer.path {self.path!r} has no EOS token, which must end each document")
+            raise InputError(
+                f"data.tokenizer.path {self.path!r} has no EOS token, which must end each document"
+            )
         return tokenizer
 
     def files(self) -> list[Path]:

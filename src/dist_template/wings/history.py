@@ -1,6 +1,7 @@
 """What a run has recorded: its files in one object, and its metrics over steps. Without torch.
 
-Steps are optimizer steps. A resumed run appends: for steps that it repeats, the newer line of metrics.jsonl counts."""
+Steps are optimizer steps. A resumed run appends: for steps that it repeats, the newer line of
+metrics.jsonl counts."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Series:
 class Metrics:
     """Every metric of a run."""
 
-    limit: int = 0  # of entries of a metric; beyond it, every second one of the older half is dropped. 0: none
+    # of entries of a metric; beyond it, every second one of the older half is dropped. 0: none
+    limit: int = 0
     # step and value of each entry, one after another: NumPy copies an array faster than lists
     _entries: dict[str, array[float]] = field(default_factory=dict)
 
@@ -80,9 +82,9 @@ class Metrics:
 
 @dataclass
 class History:
-    """Records of a run; `read_run` reads them, wings/diagnose/callback.py adds to them. `metrics` are by name, over
-    optimizer steps; `environment` is the newest attempt's; `goodput` has the seconds of each kind over all attempts;
-    `incidents` and `crashes` are in the order of time."""
+    """Records of a run; `read_run` reads them, wings/diagnose/callback.py adds to them. `metrics`
+    are by name, over optimizer steps; `environment` is the newest attempt's; `goodput` has the
+    seconds of each kind over all attempts; `incidents` and `crashes` are in the order of time."""
 
     folder: Path
     config: Tree = field(default_factory=dict)
@@ -102,10 +104,13 @@ class History:
     @property
     def missing(self) -> list[str]:
         """Names of the files that rules need most and that the run's folder lacks."""
-        return [name for name in (RunFile.METRICS, RunFile.FACTS) if not (self.folder / name).exists()]
+        return [
+            name for name in (RunFile.METRICS, RunFile.FACTS) if not (self.folder / name).exists()
+        ]
 
     def key(self, path: str, default: object = None) -> Any:
-        """Returns the configuration's value at a path such as "trainer.max_steps"; it may omit `init_args`."""
+        """Returns the configuration's value at a path such as "trainer.max_steps"; it may omit
+        `init_args`."""
         return _at(self.config, path, default)
 
     def fact(self, path: str, default: object = None) -> Any:
@@ -113,7 +118,8 @@ class History:
         return _at(self.facts, path, default)
 
     def portable_config(self) -> Tree:
-        """Returns the flat configuration, with "{run}" for the run's own folder, as users write it."""
+        """Returns the flat configuration, with "{run}" for the run's own folder, as users write
+        it."""
         root, name = self.key("run.root", ""), self.key("run.name", "")
         folder = str(Path(str(root) or "runs", str(name), self.folder.name))
         return flatten(without_folder(folder, self.config))
@@ -122,27 +128,32 @@ class History:
         """Reads incidents, goodput and crashes again, to which the run may have added."""
         self.incidents = read_lines(self.folder / RunFile.INCIDENTS)
         self.goodput = goodput.read(self.folder)
-        crashes = [_read(path, json.loads) for path in (self.folder / RunFile.CRASHES).glob("*.json")]
+        crashes = [
+            _read(path, json.loads) for path in (self.folder / RunFile.CRASHES).glob("*.json")
+        ]
         crashes = [crash for crash in crashes if is_number(crash.get("step") or 0)]
         self.crashes = sorted(crashes, key=lambda crash: str(crash.get("time")))
 
 
 def read_run(folder: Path, limit: int = 0) -> History:
-    """Reads everything that `folder`, runs/<name>/<id>, has; missing parts are empty. `limit`: entries kept of a
-    metric, see `Metrics`. Raises InputError if it is not the folder of a run."""
+    """Reads everything that `folder`, runs/<name>/<id>, has; missing parts are empty. `limit`:
+    entries kept of a metric, see `Metrics`. Raises InputError if it is not the folder of a run."""
     if last_write(folder) is None:
         raise InputError(
-            f"{folder} is not the folder of a run: it has neither {RunFile.CONFIG} nor {RunFile.METRICS};"
-            " give runs/<name>/<id>"
+            f"{folder} is not the folder of a run: it has neither {RunFile.CONFIG} nor"
+            f" {RunFile.METRICS}; give runs/<name>/<id>"
         )
     metrics = Metrics(limit)
     for line in read_lines(folder / RunFile.METRICS, "step"):
         metrics.add(line)
     history = History(
-        folder=folder, config=_read(folder / RunFile.CONFIG, yaml.safe_load),
-        defaults=_read(folder / RunFile.DEFAULTS, yaml.safe_load), facts=_read(folder / RunFile.FACTS, json.loads),
-        metrics=metrics, environment=_read(folder / RunFile.ENVIRONMENT, json.loads),
-    )  # fmt: skip
+        folder=folder,
+        config=_read(folder / RunFile.CONFIG, yaml.safe_load),
+        defaults=_read(folder / RunFile.DEFAULTS, yaml.safe_load),
+        facts=_read(folder / RunFile.FACTS, json.loads),
+        metrics=metrics,
+        environment=_read(folder / RunFile.ENVIRONMENT, json.loads),
+    )
     history.refresh()
     return history
 

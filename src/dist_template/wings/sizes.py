@@ -16,8 +16,12 @@ def parser(verb: str, description: str, epilog: str = "") -> Flags:
         description=description,
         epilog=f"Every other key is fit's: see `{program('fit')} --help`.{epilog}",
     )
-    made.add_argument("--nodes", type=COUNT, help="nodes of the real run (default: trainer.num_nodes)")
-    made.add_argument("--devices", type=COUNT, help="devices per node of the real run (default: trainer.devices)")
+    made.add_argument(
+        "--nodes", type=COUNT, help="nodes of the real run (default: trainer.num_nodes)"
+    )
+    made.add_argument(
+        "--devices", type=COUNT, help="devices per node of the real run (default: trainer.devices)"
+    )
     return made
 
 

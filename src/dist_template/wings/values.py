@@ -1,4 +1,5 @@
-"""Values as text: of a configuration's keys, of paths; and the port of a training on this machine."""
+"""Values as text: of a configuration's keys, of paths; and the port of a training on this
+machine."""
 
 import json
 import os

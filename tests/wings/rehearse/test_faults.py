@@ -337,10 +337,13 @@ def test_a_small_model_has_the_structure(model_type: str, given: Any, kept: dict
 
 NAMES = ("fsdp_size", "dp_replicate_size", "tp_size", "ep_size")
 MESHES: list[Any] = [  # fsdp, replicas, tp, ep; pp: what it becomes, and its processes
-    (("auto", 1, 8, 8), 1, ("auto", 1, 2, 2), 4), ((8, "auto", 1, 1), 1, (2, "auto", 1, 1), 4),
-    ((8, 4, 2, 1), 1, (2, 1, 2, 1), 4), ((1, 1, 1, 1), 8, (1, 1, 1, 1), 2),
-    ((8, 1, 2, 2), 4, (1, 1, 2, 2), 4), ((8, "auto", 8, 1), 2, (1, 1, 2, 1), 4),
-]  # fmt: skip
+    (("auto", 1, 8, 8), 1, ("auto", 1, 2, 2), 4),
+    ((8, "auto", 1, 1), 1, (2, "auto", 1, 1), 4),
+    ((8, 4, 2, 1), 1, (2, 1, 2, 1), 4),
+    ((1, 1, 1, 1), 8, (1, 1, 1, 1), 2),
+    ((8, 1, 2, 2), 4, (1, 1, 2, 2), 4),
+    ((8, "auto", 8, 1), 2, (1, 1, 2, 1), 4),
+]
 
 
 @pytest.mark.parametrize(("sizes", "pp", "expected", "processes"), MESHES)

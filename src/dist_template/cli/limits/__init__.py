@@ -26,29 +26,46 @@ from .machine import Machine, Setup
 __all__ = ["Machine", "refusal_of_strategy", "violations"]
 
 TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
-    options.replaced_keys, options.callbacks, options.manual_optimization, training.precision, training.strategy,
-    training.batches, training.optimization, options.ignored, training.of_module,
-)  # fmt: skip
+    options.replaced_keys,
+    options.callbacks,
+    options.manual_optimization,
+    training.precision,
+    training.strategy,
+    training.batches,
+    training.optimization,
+    options.ignored,
+    training.of_module,
+)
 
 
 def violations(
-    machine: Machine, trainer: Mapping[str, Any], module: L.LightningModule, data: Any,
-    model_config: Any | None = NOT_READ_YET, trains: bool = True, saves_asynchronously: bool = False,
-) -> list[str]:  # fmt: skip
-    """Returns a sentence for each thing that cannot work; starts nothing. `machine` need not be this one; `trainer` are
-    the Trainer's keyword arguments, with an instantiated strategy; `model_config` is transformers', None for another
-    kind of model, unknown by default. `trains`: whether the verb is `fit`; evaluation has no accumulation and no
-    schedule. `saves_asynchronously` is last_checkpoint.asynchronous."""
+    machine: Machine,
+    trainer: Mapping[str, Any],
+    module: L.LightningModule,
+    data: Any,
+    model_config: Any | None = NOT_READ_YET,
+    trains: bool = True,
+    saves_asynchronously: bool = False,
+) -> list[str]:
+    """Returns a sentence for each thing that cannot work; starts nothing. `machine` need not be
+    this one; `trainer` are the Trainer's keyword arguments, with an instantiated strategy;
+    `model_config` is transformers', None for another kind of model, unknown by default. `trains`:
+    whether the verb is `fit`; evaluation has no accumulation and no schedule.
+    `saves_asynchronously` is last_checkpoint.asynchronous."""
     setup = Setup(machine, trainer, module, data, model_config, trains, saves_asynchronously)
     found = [sentence for topic in TOPICS for sentence in topic(setup)]
     return found or [*proven.refused(setup)]
 
 
 def refusal_of_strategy(
-    machine: Machine, trainer: Mapping[str, Any], module: L.LightningModule, data: Any, model_config: Any | None
+    machine: Machine,
+    trainer: Mapping[str, Any],
+    module: L.LightningModule,
+    data: Any,
+    model_config: Any | None,
 ) -> str:
-    """Returns why `fit` refuses the strategy and the precision whatever the batches are; "" if it does not. The
-    arguments are as in `violations`."""
+    """Returns why `fit` refuses the strategy and the precision whatever the batches are; "" if it
+    does not. The arguments are as in `violations`."""
     setup = Setup(machine, trainer, module, data, model_config, trains=False)
     for_training = replace(setup, trains=True)
     found = chain(training.precision(setup), training.strategy(setup), proven.refused(for_training))

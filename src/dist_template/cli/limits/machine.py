@@ -25,7 +25,8 @@ class Machine(Hardware):
 
     @classmethod
     def of(cls, trainer: Mapping[str, Any]) -> Machine:
-        """Returns this machine with the devices of a Trainer's arguments. Raises InputError if it lacks them."""
+        """Returns this machine with the devices of a Trainer's arguments. Raises InputError if it
+        lacks them."""
         keys = ("accelerator", "devices", "num_nodes")
         requested = {key: trainer[key] for key in keys if key in trainer}
         off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
@@ -42,8 +43,8 @@ class Machine(Hardware):
 
     @classmethod
     def described(cls, trainer: Mapping[str, Any], default: int | None = None) -> Machine:
-        """Returns the machine of the real run; `auto` devices are `default`, or this machine's. Raises InputError if
-        this machine lacks the devices."""
+        """Returns the machine of the real run; `auto` devices are `default`, or this machine's.
+        Raises InputError if this machine lacks the devices."""
         given = str(trainer["devices"])
         if not given.isdigit() and default is None:
             return cls.of(trainer)

@@ -19,15 +19,19 @@ REPLACED: dict[str, tuple[Any, str]] = {
     "overfit_batches": (0.0, "set data.repeat_first_batch true, as --config preset/overfit does"),
     "barebones": (False, "it forbids loggers, checkpoints and callbacks: remove the key"),
     "accumulate_grad_batches": (
-        1, "it is derived: edit data.global_batch_size, data.micro_batch_size or the number of processes"
+        1,
+        "it is derived: edit data.global_batch_size, data.micro_batch_size or the number of"
+        " processes",
     ),
     "use_distributed_sampler": (False, "data.py or SampleOrder shards the samples: remove the key"),
     "model_registry": (None, "remove the key, and give --ckpt_path a folder"),
-}  # fmt: skip
+}
 OF_AN_ORDER = ("overfit_batches", "accumulate_grad_batches")  # the Trainer's without an order
 REFUSED_CALLBACKS = {
-    StochasticWeightAveraging: "set model.optim.schedule warmup_stable_decay, or use EMAWeightAveraging",
-    LearningRateFinder: "compare runs with different model.optim.learning_rate by the verb `compare`",
+    StochasticWeightAveraging: "set model.optim.schedule warmup_stable_decay, or use "
+    "EMAWeightAveraging",
+    LearningRateFinder: "compare runs with different model.optim.learning_rate by the verb "
+    "`compare`",
     BatchSizeFinder: "compare runs with different data.micro_batch_size by the verb `compare`",
     GradientAccumulationScheduler: "accumulation is derived: edit data.global_batch_size",
 }
@@ -49,17 +53,23 @@ def callbacks(setup: Setup) -> Iterator[str]:
                 yield f"trainer.callbacks: {kind.__name__} is not supported: {instead}"
         if not setup.sharding.is_replicated and isinstance(callback, WeightAveraging):
             yield (
-                f"trainer.callbacks: {type(callback).__name__} does not work under {setup.sharding.name},"
-                " which shards the model: use --config strategy/ddp, or remove the callback"
+                f"trainer.callbacks: {type(callback).__name__} does not work under"
+                f" {setup.sharding.name}, which shards the model: use --config strategy/ddp, or"
+                " remove the callback"
             )
 
 
 def manual_optimization(setup: Setup) -> Iterator[str]:
     """Several backward passes, and weights that are frozen for one: "resize storage" in FSDP2."""
-    if setup.trains and not setup.module.automatic_optimization and not setup.sharding.is_replicated:
+    if (
+        setup.trains
+        and not setup.module.automatic_optimization
+        and not setup.sharding.is_replicated
+    ):
         yield (
-            f"{type(setup.module).__name__} optimizes manually (automatic_optimization is False), which does not"
-            f" work under {setup.sharding.name}: use --config strategy/ddp or one device"
+            f"{type(setup.module).__name__} optimizes manually (automatic_optimization is False),"
+            f" which does not work under {setup.sharding.name}: use --config strategy/ddp or one"
+            " device"
         )
 
 

@@ -16,7 +16,8 @@ class RunFile(StrEnum):
     DEFAULTS = "defaults.yaml"  # of the keys
     ENVIRONMENT = "environment.json"
     FACTS = "facts.json"  # what is constant in a training
-    METRICS = "metrics.jsonl"  # a line for each log call: {"step": 40, "time": 1763766000.1, "train/loss": 2.31, …}
+    # a line for each log call: {"step": 40, "time": 1763766000.1, "train/loss": 2.31, …}
+    METRICS = "metrics.jsonl"
     INCIDENTS = "incidents.jsonl"  # anomalous steps
     CRASHES = "crash"  # a folder of records
     GOODPUT = "goodput.jsonl"
@@ -38,8 +39,8 @@ def _integer(digits: str) -> float:
 
 
 def read_lines(path: Path, *numbers: str) -> list[dict[str, Any]]:
-    """Returns the objects of a JSONL file, if it exists; incomplete and damaged lines are skipped. `numbers` are keys
-    that an object must have with a number."""
+    """Returns the objects of a JSONL file, if it exists; incomplete and damaged lines are skipped.
+    `numbers` are keys that an object must have with a number."""
     if not path.exists():
         return []
     found = []

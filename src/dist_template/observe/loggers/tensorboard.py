@@ -27,13 +27,16 @@ class TensorBoard(TensorBoardLogger):
         from tensorboard.compat.proto import summary_pb2
 
         messages: Any = summary_pb2
-        values = [messages.Summary.Value(tag=tag, simple_value=float(one)) for tag, one in metrics.items()]
+        values = [
+            messages.Summary.Value(tag=tag, simple_value=float(one)) for tag, one in metrics.items()
+        ]
         self.experiment.file_writer.add_summary(messages.Summary(value=values), step)
 
     @rank_zero_only
     def on_resume(self, step: int) -> None:
-        """Has TensorBoard drop what earlier attempts logged after the checkpoint's `step`. SummaryWriter's `purge_step`
-        does the same, but must be known before the checkpoint is read."""
+        """Has TensorBoard drop what earlier attempts logged after the checkpoint's `step`.
+        SummaryWriter's `purge_step` does the same, but must be known before the checkpoint is
+        read."""
         from tensorboard.compat.proto import event_pb2
 
         messages: Any = event_pb2

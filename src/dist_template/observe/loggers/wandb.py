@@ -30,28 +30,47 @@ class WandB(WandbLogger):
         tags: Labels. null: no labels.
         notes: Free text. null: no text.
         offline: true keeps all on disk for `wandb sync`. null: offline if there is no API key.
-        alerts: Whether W&B notifies you of findings of level "error". Its user settings have notifications of the end
-            and of a crash.
+        alerts: Whether W&B notifies you of findings of level "error". Its user settings have
+            notifications of the end and of a crash.
         init_timeout_s: Seconds to wait for the service before logging offline.
         finish_timeout_s: Seconds to wait at the end for uploads; `wandb sync` uploads the rest."""
 
     def __init__(
-        self, project: str, save_dir: str = "{run}", name: str | None = None, group: str | None = None,
-        tags: list[str] | None = None, notes: str | None = None, offline: bool | None = None, alerts: bool = False,
-        init_timeout_s: float = 30.0, finish_timeout_s: float = 20.0,
-    ) -> None:  # fmt: skip
+        self,
+        project: str,
+        save_dir: str = "{run}",
+        name: str | None = None,
+        group: str | None = None,
+        tags: list[str] | None = None,
+        notes: str | None = None,
+        offline: bool | None = None,
+        alerts: bool = False,
+        init_timeout_s: float = 30.0,
+        finish_timeout_s: float = 20.0,
+    ) -> None:
         require("wandb", "the logger WandB")
         run_id = Path(save_dir).name
         offline = not _has_api_key() if offline is None else offline
-        settings: dict[str, Any] = {"init_timeout": init_timeout_s, "finish_timeout": finish_timeout_s, "silent": True}
+        settings: dict[str, Any] = {
+            "init_timeout": init_timeout_s,
+            "finish_timeout": finish_timeout_s,
+            "silent": True,
+        }
         if redacted_command(sys.argv) != sys.argv:  # wandb records it, and what is printed
             settings |= {"x_disable_meta": True, "console": "off"}
         # `mode`, because Lightning's `offline` sets a variable that wandb 0.31 has read before.
         super().__init__(
-            project=project, save_dir=save_dir, name=name or run_id, id=run_id, resume="allow",
-            mode="offline" if offline else "online", group=group, tags=tags, notes=notes,
+            project=project,
+            save_dir=save_dir,
+            name=name or run_id,
+            id=run_id,
+            resume="allow",
+            mode="offline" if offline else "online",
+            group=group,
+            tags=tags,
+            notes=notes,
             settings=settings,
-        )  # fmt: skip
+        )
         self.alerts = alerts
         self._failed = False
 

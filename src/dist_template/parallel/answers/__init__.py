@@ -1,4 +1,5 @@
-"""What `fit` asks a configured strategy before anything starts: its ranks, and what it refuses. No torch."""
+"""What `fit` asks a configured strategy before anything starts: its ranks, and what it refuses. No
+torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +7,9 @@ from typing import Any
 from ...plugins import loaded
 from .plain import Plain
 
-GROUP = "dist_template.shardings"  # entry points: name of a strategy's class, and a class such as Mesh
+GROUP = (
+    "dist_template.shardings"  # entry points: name of a strategy's class, and a class such as Mesh
+)
 
 
 def sharding_of(strategy: Any) -> Plain:

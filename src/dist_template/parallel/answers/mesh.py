@@ -1,4 +1,5 @@
-"""MeshStrategy's configuration: what each axis of its mesh refuses, and what transformers' plans say of it."""
+"""MeshStrategy's configuration: what each axis of its mesh refuses, and what transformers' plans
+say of it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -35,7 +36,9 @@ class Mesh(Plain):
     def of(cls, arguments: Mapping[str, Any]) -> Self:
         """Returns the sharding of MeshStrategy's arguments."""
         _, _, _, *options = fields(cls)  # arguments, name, bases
-        return cls(arguments, **{each.name: arguments.get(each.name, each.default) for each in options})
+        return cls(
+            arguments, **{each.name: arguments.get(each.name, each.default) for each in options}
+        )
 
     def sizes(self, world_size: int) -> MeshSizes:
         """Returns the sizes on `world_size` ranks. Raises InputError if they do not fit."""
@@ -90,16 +93,19 @@ def _pipeline(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
             needs = f"a multiple of {sizes.pp}"
         if needs:
             yield (
-                f"an optimizer step has {batches} micro-batches (global_batch_size / micro_batch_size / data-parallel"
-                f" ranks), and {mesh.pp_schedule} needs {needs}: edit data.micro_batch_size, data.global_batch_size or"
-                f" {ARGS}.pp_schedule"
+                f"an optimizer step has {batches} micro-batches (global_batch_size /"
+                f" micro_batch_size / data-parallel ranks), and {mesh.pp_schedule} needs {needs}:"
+                f" edit data.micro_batch_size, data.global_batch_size or {ARGS}.pp_schedule"
             )
     if mesh.cpu_offload:
         yield f"{ARGS}.cpu_offload true does not work in a pipeline: set it to false"
     if setup.setting("adapter.quantize"):
         yield "model.adapter.quantize does not work in a pipeline: set it to null, or pp_size to 1"
     has_pairs = getattr(getattr(setup.data, "source", None), "pairs", False)
-    for key, is_set in (("data.source Preferences", has_pairs), ("model.distillation", setup.setting("distillation"))):
+    for key, is_set in (
+        ("data.source Preferences", has_pairs),
+        ("model.distillation", setup.setting("distillation")),
+    ):
         if is_set:
             yield f"{key} does not work in a pipeline: set {ARGS}.pp_size to 1"
 
@@ -122,7 +128,10 @@ def _tensor(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
             broken = f"num_key_value_heads {keys}"
     if broken:
         way_out = f"edit {ARGS}.tp_size, or model.architecture"
-        yield f"the model's {broken} is not a multiple of tp_size {size}, and no head is split: {way_out}"
+        yield (
+            f"the model's {broken} is not a multiple of tp_size {size}, and no head is split:"
+            f" {way_out}"
+        )
     for key in ("quantize", "dora"):
         if setup.setting(f"adapter.{key}"):
             way_out = f"unset it, or set {ARGS}.tp_size {size} to 1"
@@ -134,7 +143,10 @@ def _expert(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
     size, fsdp, tp = sizes.ep, sizes.fsdp, sizes.tp
     if size % tp or fsdp * tp % size:
         product = f"fsdp_size {fsdp} x tp_size {tp} = {fsdp * tp}"
-        yield f"ep_size {size} must be a multiple of tp_size {tp} and divide {product}; edit {ARGS}.ep_size"
+        yield (
+            f"ep_size {size} must be a multiple of tp_size {tp} and divide {product}; edit"
+            f" {ARGS}.ep_size"
+        )
     if not plan_of(setup, "ep", mesh.ep_plan):
         yield from without_plan(setup, "ep", size, "expert")
     else:
@@ -162,8 +174,11 @@ def _sequence(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
 
 
 REFUSALS: dict[str, Callable[[Mesh, MeshSizes, Configured], Iterator[str]]] = {
-    "pp": _pipeline, "tp": _tensor, "ep": _expert, "cp": _sequence,
-}  # fmt: skip
+    "pp": _pipeline,
+    "tp": _tensor,
+    "ep": _expert,
+    "cp": _sequence,
+}
 
 
 def experts_of(config: object) -> tuple[str, int]:
@@ -192,4 +207,7 @@ def without_plan(setup: Configured, kind: str, size: int, what: str) -> Iterator
     if setup.model_config is not NOT_READ_YET:
         of_type = getattr(setup.model_config, "model_type", "another library")
         no_plan = f"a model of {of_type} has no plan for {what} parallelism"
-        yield f"{kind}_size {size}: {no_plan}; set {ARGS}.{kind}_size to 1, or give rules as {ARGS}.{kind}_plan"
+        yield (
+            f"{kind}_size {size}: {no_plan}; set {ARGS}.{kind}_size to 1, or give rules as"
+            f" {ARGS}.{kind}_plan"
+        )

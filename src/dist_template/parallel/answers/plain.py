@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 from ..configured import Configured
 
-# Lightning's strategies without support for CPUs or for transformers' plans, and files in their place
+# Lightning's strategies without support for CPUs or for transformers' plans, and files in their
+# place
 OF_MESH = "fsdp2, hsdp, fsdp2_tp or tp"
 REPLACED = {"deepspeed": "zero2 or zero3", "fsdp": OF_MESH, "modelparallel": OF_MESH}
 
@@ -23,7 +24,8 @@ class Plain:
     precisions: ClassVar[tuple[str, ...]] = ()  # that the strategy supports; (): all
 
     def data_parallel(self, world_size: int) -> int:
-        """Returns the number of ranks that read different batches. Raises InputError for sizes that do not fit."""
+        """Returns the number of ranks that read different batches. Raises InputError for sizes that
+        do not fit."""
         return world_size
 
     def axes(self, world_size: int) -> list[str]:
@@ -31,7 +33,8 @@ class Plain:
         return ["ddp"] if world_size > 1 else []
 
     def reduced(self) -> tuple[dict[str, Any], list[str]]:
-        """Returns the arguments for a rehearsal, and a sentence for each difference from production."""
+        """Returns the arguments for a rehearsal, and a sentence for each difference from
+        production."""
         return dict(self.arguments), []
 
     def refusals(self, setup: Configured) -> Iterator[str]:
@@ -47,11 +50,15 @@ class Plain:
                 yield f"trainer.strategy {self.name!r} is replaced: use --config strategy/{files}"
                 return
         if any(word in self.name for word in ("spawn", "fork", "notebook")):
-            yield f"trainer.strategy {self.name!r} is not supported, because it pickles the module: set ddp"
+            yield (
+                f"trainer.strategy {self.name!r} is not supported, because it pickles the module:"
+                " set ddp"
+            )
 
 
 def selective_refusal(setup: Configured, what: str) -> Iterator[str]:
-    """Refuses selective checkpointing of blocks that communicate (torch 2.13: "not found in storage" in backward)."""
+    """Refuses selective checkpointing of blocks that communicate (torch 2.13: "not found in
+    storage" in backward)."""
     if setup.setting("blocks.checkpointing") == "selective":
         why = f"{what}, which communicates inside of a block again in backward"
         yield f"model.blocks.checkpointing 'selective' does not work with {why}: set full"

@@ -29,15 +29,23 @@ class Zero(Plain):
 
     is_replicated: ClassVar[bool] = False
     precisions: ClassVar[tuple[str, ...]] = (
-        "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true",
-    )  # fmt: skip
+        "32-true",
+        "bf16-mixed",
+        "bf16-true",
+        "16-mixed",
+        "16-true",
+    )
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
         """Returns the sharding of ZeroStrategy's arguments, or of the file among them."""
         config = arguments.get("config") or {}
         if isinstance(config, str):
-            config = json.loads(Path(config).read_text(encoding="utf-8")) if Path(config).exists() else {}
+            config = (
+                json.loads(Path(config).read_text(encoding="utf-8"))
+                if Path(config).exists()
+                else {}
+            )
         zero = {"reduce_bucket_size": arguments.get("reduce_bucket_size", BUCKET)}
         zero |= config.get("zero_optimization") or {}
         zero["stage"] = zero.get("stage") or arguments.get("stage") or 2
@@ -88,7 +96,9 @@ class Zero(Plain):
             return
         yield from super().refusals(setup)
         if setup.trainer.get("gradient_clip_algorithm") == "value":
-            yield "trainer.gradient_clip_algorithm 'value': DeepSpeed clips by norm only; set 'norm'"
+            yield (
+                "trainer.gradient_clip_algorithm 'value': DeepSpeed clips by norm only; set 'norm'"
+            )
         if self.offload_parameters and self.stage != 3:
             why = f"needs ZeRO stage 3, which shards parameters, but the stage is {self.stage}"
             yield f"{ARGS}.offload_parameters {why}: set stage 3, or offload_parameters false"
@@ -98,20 +108,27 @@ class Zero(Plain):
         writer = (self.given.get("checkpoint") or {}).get("writer") or {}
         if writer.get("decoupled") or self.given.get("datastates_ckpt", False) is not False:
             yield (
-                "the DeepSpeed JSON's checkpoint.writer.decoupled or datastates_ckpt writes in the background, outside"
-                " of the commit that makes a checkpoint whole: remove it, and set last_checkpoint.asynchronous true"
+                "the DeepSpeed JSON's checkpoint.writer.decoupled or datastates_ckpt writes in"
+                " the background, outside of the commit that makes a checkpoint whole: remove it,"
+                " and set last_checkpoint.asynchronous true"
             )
         # DeepSpeed passes flat shards to the optimizer, which must be element-wise.
         module, _, name = setup.optimizer.get("class_path", "").rpartition(".")
         allowed = self.given.get("zero_allow_untested_optimizer") or not name
         if name == "Muon" and module.startswith("torch.optim"):
-            why = "flattens parameters, and DeepSpeed's own Muon clips updates in place of gradients"
-            yield f"Muon does not work under ZeRO, which {why}: set model.optim.optimizer adamw, or use strategy/fsdp2"
+            why = (
+                "flattens parameters, and DeepSpeed's own Muon clips updates in place of gradients"
+            )
+            yield (
+                f"Muon does not work under ZeRO, which {why}: set model.optim.optimizer adamw, or"
+                " use strategy/fsdp2"
+            )
         elif not allowed and not (module.startswith("torch.optim") and name in ELEMENTWISE):
             yield (
-                f"--optimizer {name}: ZeRO flattens parameters, which only element-wise optimizers allow: set one of"
-                f" {', '.join(ELEMENTWISE)}, another strategy as --config strategy/fsdp2, or"
-                " zero_allow_untested_optimizer true in a DeepSpeed file if it is one of those"
+                f"--optimizer {name}: ZeRO flattens parameters, which only element-wise optimizers"
+                f" allow: set one of {', '.join(ELEMENTWISE)}, another strategy as --config"
+                " strategy/fsdp2, or zero_allow_untested_optimizer true in a DeepSpeed file if it"
+                " is one of those"
             )
         if setup.trains:
             try:
@@ -124,7 +141,9 @@ class Zero(Plain):
 
 def _small_config(config: str | Mapping[str, Any]) -> dict[str, Any]:
     """Returns a user's DeepSpeed JSON without the keys that the Trainer's settings replace."""
-    text = Path(config).read_text(encoding="utf-8") if isinstance(config, str) else json.dumps(config)
+    text = (
+        Path(config).read_text(encoding="utf-8") if isinstance(config, str) else json.dumps(config)
+    )
     small: dict[str, Any] = json.loads(text)
     for key in REPLACED:
         small.pop(key, None)

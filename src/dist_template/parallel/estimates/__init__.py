@@ -1,5 +1,5 @@
-"""Memory, messages and time of a strategy, for `plan` and the diagnosis; candidates.py has the strategies that a
-machine allows. No torch."""
+"""Memory, messages and time of a strategy, for `plan` and the diagnosis; candidates.py has the
+strategies that a machine allows. No torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,12 +11,14 @@ from .plain import FILES, Estimate
 
 __all__ = ["Estimate", "estimate_of"]
 
-GROUP = "dist_template.estimates"  # entry points: name of a strategy's class, and a class such as MeshEstimate
+# entry points: name of a strategy's class, and a class such as MeshEstimate
+GROUP = "dist_template.estimates"
 
 
 def estimate_of(strategy: Any, changes: Mapping[str, Any] | None = None) -> Estimate:
-    """Returns the estimate of `trainer.strategy`, which `sharding_of` accepts too, with the `changes` of a `Saving`:
-    keys with new values, of which those of other sections have no effect."""
+    """Returns the estimate of `trainer.strategy`, which `sharding_of` accepts too, with the
+    `changes` of a `Saving`: keys with new values, of which those of other sections have no
+    effect."""
     sharding = sharding_of(_changed(strategy, changes or {}))
     if kind := loaded(GROUP).get(sharding.name):
         return kind.of(sharding.arguments)

@@ -15,9 +15,12 @@ __all__ = ["Candidate"]
 SCHEDULES = ("", "Interleaved1F1B")  # "": the file's, 1F1B
 OFFLOAD = {"offload_optimizer": True}
 ZERO: tuple[tuple[str, str, dict[str, Any]], ...] = (  # name, file, and options unlike the file's
-    ("zero1", "zero2", {"stage": 1}), ("zero2", "zero2", {}), ("zero3", "zero3", {}),
-    ("zero2, offload", "zero2", OFFLOAD), ("zero3, offload", "zero3", OFFLOAD | {"offload_parameters": True}),
-)  # fmt: skip
+    ("zero1", "zero2", {"stage": 1}),
+    ("zero2", "zero2", {}),
+    ("zero3", "zero3", {}),
+    ("zero2, offload", "zero2", OFFLOAD),
+    ("zero3, offload", "zero3", OFFLOAD | {"offload_parameters": True}),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +45,8 @@ class Candidate:
 
     @classmethod
     def of(cls, nodes: int, devices: int) -> Iterator[Candidate]:
-        """Yields all strategies of `nodes` x `devices` ranks, simple ones first; parallel sizes are powers of two."""
+        """Yields all strategies of `nodes` x `devices` ranks, simple ones first; parallel sizes are
+        powers of two."""
         world = nodes * devices
         yield cls("ddp" if world > 1 else "one device", "ddp", {}, estimate_of("ddp"))
         for replicas in sorted({1, nodes}):
@@ -52,7 +56,12 @@ class Candidate:
         for name, file, options in ZERO:
             if world > 1 or options.get("offload_optimizer"):  # one process has nothing to shard
                 arguments = {"stage": int(file[-1]), **options}
-                yield cls(name, file, options, estimate_of({"class_path": "ZeroStrategy", "init_args": arguments}))
+                yield cls(
+                    name,
+                    file,
+                    options,
+                    estimate_of({"class_path": "ZeroStrategy", "init_args": arguments}),
+                )
         yield _of_mesh("fsdp2, offload", "fsdp2", {"cpu_offload": True})
         for pp in _powers(nodes if nodes > 1 else devices)[1:]:
             for replicas in sorted({1, max(1, nodes // pp)}):
@@ -86,9 +95,13 @@ def _of_sizes(pp: int, replicas: int, fsdp: int, tp: int, ep: int, schedule: str
     return _of_mesh(" x ".join(names), file, options, {"fsdp_size": fsdp})
 
 
-def _of_mesh(name: str, file: str, options: dict[str, Any], of_file: dict[str, Any] | None = None) -> Candidate:
+def _of_mesh(
+    name: str, file: str, options: dict[str, Any], of_file: dict[str, Any] | None = None
+) -> Candidate:
     arguments = options | (of_file or {})
-    return Candidate(name, file, options, estimate_of({"class_path": "MeshStrategy", "init_args": arguments}))
+    return Candidate(
+        name, file, options, estimate_of({"class_path": "MeshStrategy", "init_args": arguments})
+    )
 
 
 def _powers(limit: int) -> list[int]:

@@ -40,7 +40,9 @@ class Facts:
     vocab_size: int = 0
     moe_layers: int = 0
     experts_per_token: int = 0
-    tp_widths: int = 0  # elements of a token that tensor parallelism all-reduces in forward or backward
+    tp_widths: int = (
+        0  # elements of a token that tensor parallelism all-reduces in forward or backward
+    )
     heads: tuple[int, int, int] = (1, 1, 0)  # of attention, of keys, and the width of one
     precision: str = "32-true"
     checkpointing: str = "none"
@@ -50,8 +52,11 @@ class Facts:
     loss_chunk: int | None = None  # tokens whose logits exist at a time; None: all
     on_host: bool = False  # devices are CPUs, so that offloading frees nothing
     pipeline: StageFacts | None = None  # its stages; None: a rank has all layers
-    # Measures on the meta device what blocks keep for backward, and the most that exists in backward, in bytes.
-    traced: Callable[[BlockRun], tuple[float, float]] | None = None  # None: `Estimate.activations` counts tensors
+    # Measures on the meta device what blocks keep for backward, and the most that exists in
+    # backward, in bytes.
+    traced: Callable[[BlockRun], tuple[float, float]] | None = (
+        None  # None: `Estimate.activations` counts tensors
+    )
 
     @property
     def is_half(self) -> bool:
@@ -70,8 +75,9 @@ class Facts:
 
 
 class Sent(NamedTuple):
-    """One kind of collective of a rank in an optimizer step. In rings: of S bytes over n ranks, each sends S (n-1)/n
-    when they are gathered or scattered, twice as much when they are all-reduced; an all-to-all as a gather."""
+    """One kind of collective of a rank in an optimizer step. In rings: of S bytes over n ranks,
+    each sends S (n-1)/n when they are gathered or scattered, twice as much when they are
+    all-reduced; an all-to-all as a gather."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
     elements: float  # of the unsharded tensors of all calls
@@ -93,5 +99,6 @@ class Saving(NamedTuple):
     """A change of the strategy with which a rank needs less memory."""
 
     sentence: str  # what it does, and costs
-    changes: Mapping[str, tuple[object, object]]  # key of the configuration: its value now, and the proposed one
+    # key of the configuration: its value now, and the proposed one
+    changes: Mapping[str, tuple[object, object]]
     is_on_host: bool = False  # whether host memory is used in place of the device's

@@ -1,4 +1,5 @@
-"""MeshStrategy's memory, messages and time: a function for each axis, and a class that combines them."""
+"""MeshStrategy's memory, messages and time: a function for each axis, and a class that combines
+them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,8 +37,9 @@ class MeshEstimate(Mesh, Estimate):
         return facts_of(model, pp, self.pp_schedule, self.pp_stages_per_rank, self.pp_layers)
 
     def stages(self, facts: Facts) -> Stages:
-        """Returns the stages that a run recorded, or `plan` made; one stage if none. A rank keeps what runs before its
-        first backward pass (Narayanan et al., arXiv:2104.04473, section 2.2)."""
+        """Returns the stages that a run recorded, or `plan` made; one stage if none. A rank keeps
+        what runs before its first backward pass (Narayanan et al., arXiv:2104.04473, section
+        2.2)."""
         if not facts.pipeline or self.sizes(facts.world_size).pp == 1:
             return Stages(blocks=facts.layers)
         stages, m = facts.pipeline["stages"], self.accumulation(facts)
@@ -48,9 +50,13 @@ class MeshEstimate(Mesh, Estimate):
             blocks.append(sum(map(facts.pipeline["blocks"].__getitem__, own)))
         blocks[-1] += facts.predicted  # after the last stage's
         return Stages(
-            largest=max(sizes) / facts.parameters, mean=sum(sizes) / facts.parameters / p, blocks=max(blocks),
-            kept=min(p + (p - 1) * (v > 1) / v, m), kept_at_end=min(((v - 1) * p + 1) / v, m), crossings=v * p - 1,
-        )  # fmt: skip
+            largest=max(sizes) / facts.parameters,
+            mean=sum(sizes) / facts.parameters / p,
+            blocks=max(blocks),
+            kept=min(p + (p - 1) * (v > 1) / v, m),
+            kept_at_end=min(((v - 1) * p + 1) / v, m),
+            crossings=v * p - 1,
+        )
 
     # ---- memory ----------------------------------------------------------------------------------
 
@@ -89,7 +95,11 @@ class MeshEstimate(Mesh, Estimate):
     def buffers(self, facts: Facts) -> dict[str, float]:
         """FSDP2 gathers the running block, the next one, and the embedding or the head; a pipeline
         is ZeRO-1 inside of a stage, whose weights are gathered once per step."""
-        sizes, width, used = self.sizes(facts.world_size), self.weight_bytes(facts), self.used_bytes(facts)
+        sizes, width, used = (
+            self.sizes(facts.world_size),
+            self.weight_bytes(facts),
+            self.used_bytes(facts),
+        )
         parts: dict[str, float] = {}
         for axis in self.active(facts.world_size):
             parts |= axis.buffers(facts)
@@ -100,7 +110,9 @@ class MeshEstimate(Mesh, Estimate):
             parts["gathered weights"] = gathered * used
             parts["unsharded gradients"] = gathered * facts.trainable / facts.parameters * width
         elif sizes.pp == 1 and sizes.fsdp > 1:
-            parts["gathered weights"] = (2 * self.block(facts) + facts.vocab_size * facts.width / sizes.tp) * used
+            parts["gathered weights"] = (
+                2 * self.block(facts) + facts.vocab_size * facts.width / sizes.tp
+            ) * used
             if not self.reduce_each_micro_batch and self.accumulation(facts) > 1:
                 parts["unsharded gradients"] = facts.trainable / sizes.tp * width
         return parts
@@ -126,7 +138,9 @@ class MeshEstimate(Mesh, Estimate):
     def savings(self, facts: Facts) -> Iterator[Saving]:
         if not self.reduce_each_micro_batch:
             key = f"{ARGS}.reduce_each_micro_batch"
-            sentence = "Gradients reduced in every micro-batch: more communication, same loss curve."
+            sentence = (
+                "Gradients reduced in every micro-batch: more communication, same loss curve."
+            )
             yield Saving(sentence, {key: (False, True)})
         if self.sizes(facts.world_size).fsdp > 1 and not self.cpu_offload:
             sentence = f"Parameters, gradients and optimizer state in host memory: {SLOWER}"
@@ -219,5 +233,10 @@ def _sequences(mesh: MeshEstimate, sizes: MeshSizes, facts: Facts) -> Iterator[S
 
 
 TRAFFIC: dict[str, Callable[[MeshEstimate, MeshSizes, Facts], Iterator[Sent]]] = {
-    "pp": _pipeline, "dp_replicate": _replicas, "fsdp": _shards, "tp": _tensor, "ep": _experts, "cp": _sequences,
-}  # fmt: skip
+    "pp": _pipeline,
+    "dp_replicate": _replicas,
+    "fsdp": _shards,
+    "tp": _tensor,
+    "ep": _experts,
+    "cp": _sequences,
+}

@@ -1,8 +1,10 @@
-"""The memory of a rank, in bytes, by formulas that all strategies share; docs/strategies explains them.
+"""The memory of a rank, in bytes, by formulas that all strategies share; docs/strategies explains
+them.
 
-Weights, gradients and optimizer state follow from parameters, strategy and precision. Activations are traced
-(`Facts.traced`, within 15 %), or counted as tensors (Korthikanti et al., arXiv:2205.05198, section 4.1) of blocks with
-a gated MLP, norms in fp32, fused attention and no dropout, which is right within a factor of two."""
+Weights, gradients and optimizer state follow from parameters, strategy and precision. Activations
+are traced (`Facts.traced`, within 15 %), or counted as tensors (Korthikanti et al.,
+arXiv:2205.05198, section 4.1) of blocks with a gated MLP, norms in fp32, fused attention and no
+dropout, which is right within a factor of two."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,7 +53,11 @@ class Estimate(Plain):
         """Returns bytes of one rank by part: STATE, buffers, then "activations" that are kept for
         backward, "logits" and "backward"; the last two do not exist at the same time."""
         kept, backward = self.activations(facts)
-        return self.state(facts) | {"activations": kept, "logits": self.logits(facts), "backward": backward}
+        return self.state(facts) | {
+            "activations": kept,
+            "logits": self.logits(facts),
+            "backward": backward,
+        }
 
     def state(self, facts: Facts) -> dict[str, float]:
         """Returns weights, gradients, optimizer state and their buffers."""
@@ -64,7 +70,8 @@ class Estimate(Plain):
         } | self.buffers(facts)
 
     def buffers(self, facts: Facts) -> dict[str, float]:
-        """Returns what is needed besides a rank's shards; without an accumulation, DDP's gradients are its buffers."""
+        """Returns what is needed besides a rank's shards; without an accumulation, DDP's gradients
+        are its buffers."""
         if self.data_parallel(facts.world_size) == 1 or self.accumulation(facts) == 1:
             return {}
         return {"communication buffers": facts.trainable * self.weight_bytes(facts)}
@@ -87,7 +94,9 @@ class Estimate(Plain):
         return full + facts.in_4_bits * BYTES_IN_4_BITS
 
     def block_run(self, facts: Facts) -> BlockRun:
-        return BlockRun(facts.is_half and self.weight_bytes(facts) == 2, facts.is_mixed, shared_by=1)
+        return BlockRun(
+            facts.is_half and self.weight_bytes(facts) == 2, facts.is_mixed, shared_by=1
+        )
 
     def activations(self, facts: Facts) -> tuple[float, float]:
         """Returns what blocks keep from forward to backward, and what one block's backward adds."""
@@ -115,7 +124,8 @@ class Estimate(Plain):
         return float(facts.layers)
 
     def logits(self, facts: Facts) -> float:
-        """Returns the logits of a chunk; the gradient of a trained output layer is summed in fp32 over chunks."""
+        """Returns the logits of a chunk; the gradient of a trained output layer is summed in fp32
+        over chunks."""
         tokens, chunk, passes = self.tokens(facts), facts.loss_chunk, 1 + facts.predicted
         if not chunk or chunk >= tokens:
             return LOGIT_BYTES * tokens * passes * facts.vocab_size
@@ -143,13 +153,16 @@ class Estimate(Plain):
         return True
 
     def stage_facts(self, model: Any, world_size: int) -> StageFacts | None:
-        """Returns the stages of `model`; None without a pipeline. Raises InputError if it cannot be divided."""
+        """Returns the stages of `model`; None without a pipeline. Raises InputError if it cannot be
+        divided."""
         return None
 
     def slowdown(self, facts: Facts) -> float:
-        """Returns the time of a step over that of a rank that computes its even part without a pause."""
+        """Returns the time of a step over that of a rank that computes its even part without a
+        pause."""
         return 1.0
 
     def on_host(self, facts: Facts) -> tuple[float, float]:
-        """Returns the parameters that a rank's host updates in a step, and that its device fetches per micro-batch."""
+        """Returns the parameters that a rank's host updates in a step, and that its device fetches
+        per micro-batch."""
         return 0.0, 0.0

@@ -1,4 +1,5 @@
-"""Memory and messages of DeepSpeed's ZeRO. DeepSpeed 0.19 keeps an fp32 copy of the weights at every stage."""
+"""Memory and messages of DeepSpeed's ZeRO. DeepSpeed 0.19 keeps an fp32 copy of the weights at
+every stage."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,8 +49,13 @@ class ZeroEstimate(Zero, Estimate):
 
     def savings(self, facts: Facts) -> Iterator[Saving]:
         if facts.world_size > 1 and self.stage < 3:
-            cost = ("same communication", "weights are gathered in every forward and backward")[self.stage - 1]
-            yield Saving(f"ZeRO stage {self.stage + 1}: {cost}.", {f"{ARGS}.stage": (self.stage, self.stage + 1)})
+            cost = ("same communication", "weights are gathered in every forward and backward")[
+                self.stage - 1
+            ]
+            yield Saving(
+                f"ZeRO stage {self.stage + 1}: {cost}.",
+                {f"{ARGS}.stage": (self.stage, self.stage + 1)},
+            )
         if not self.offload_optimizer:
             change = {f"{ARGS}.offload_optimizer": (False, True)}
             yield Saving(f"Optimizer state in host memory: {SLOWER}", change, is_on_host=True)

@@ -1,1 +1,2 @@
-"""Pipeline parallelism, a dimension of MeshStrategy; run.py has the training step, from top to bottom."""
+"""Pipeline parallelism, a dimension of MeshStrategy; run.py has the training step, from top to
+bottom."""

@@ -34,10 +34,18 @@ class StagePass:
         self.num_blocks = num_blocks
         self.start = self.stop = 0  # the stage's first block, and one more than its last
         self.micro_batch = 0  # its number in the optimizer step
-        self.received: Tensor | None = None  # (B, T, D) the output of the stage before; None for the first
-        self.sent: Tensor | None = None  # the output of the stage, once it has run; None for the last
-        self.is_active = False  # whether a forward pass runs one stage; else all modules work as usual
-        self.ends_step = False  # whether the model's end raises StageEnd, unless the stage is the last
+        self.received: Tensor | None = (
+            None  # (B, T, D) the output of the stage before; None for the first
+        )
+        self.sent: Tensor | None = (
+            None  # the output of the stage, once it has run; None for the last
+        )
+        self.is_active = (
+            False  # whether a forward pass runs one stage; else all modules work as usual
+        )
+        self.ends_step = (
+            False  # whether the model's end raises StageEnd, unless the stage is the last
+        )
         self.is_past_embedding = False
 
     @property
@@ -51,7 +59,9 @@ class StagePass:
         return has_started and (self.is_last or self.sent is None)
 
     @contextmanager
-    def running(self, bounds: tuple[int, int], received: Tensor | None, ends_step: bool) -> Generator[None]:
+    def running(
+        self, bounds: tuple[int, int], received: Tensor | None, ends_step: bool
+    ) -> Generator[None]:
         """Inside, a forward pass runs the stage with these bounds."""
         self.start, self.stop = bounds
         self.received, self.sent, self.ends_step = received, None, ends_step
@@ -94,7 +104,10 @@ class BlockProxy:
             output = self._block(*args, **kwargs)
             if isinstance(output, tuple):
                 of = type(self._block).__name__.removeprefix("FSDP")
-                raise InputError(f"a pipeline needs blocks that return hidden states alone, not as {of}: set pp_size 1")
+                raise InputError(
+                    f"a pipeline needs blocks that return hidden states alone, not as {of}: set"
+                    " pp_size 1"
+                )
             return output
         if number == stage.start - 1:
             return stage.received
@@ -128,8 +141,9 @@ class Blocks(nn.ModuleList):
 
 
 class Division:
-    """A model on the meta device, divided in place. `bounds` has the first block of each stage and one more than its
-    last, `here` the numbers of this rank's stages. Raises InputError if the model cannot be divided."""
+    """A model on the meta device, divided in place. `bounds` has the first block of each stage and
+    one more than its last, `here` the numbers of this rank's stages. Raises InputError if the model
+    cannot be divided."""
 
     def __init__(self, model: nn.Module, bounds: list[tuple[int, int]], here: list[int]) -> None:
         parts, last = ModelParts.of(model), len(bounds) - 1
@@ -162,11 +176,14 @@ class Division:
                 model.set_submodule(name, module)
             self._gated.append((module, is_before))
         # Of each of this rank's stages, the modules with its parameters
-        self.modules = {stage: [*blocks[slice(*bounds[stage])], *ends.get(stage, ())] for stage in here}
+        self.modules = {
+            stage: [*blocks[slice(*bounds[stage])], *ends.get(stage, ())] for stage in here
+        }
 
     def gate(self, model: nn.Module) -> None:
-        """Passes over modules of other stages in a forward pass; call it when `model` is sharded. Tensor parallelism
-        wraps `forward`, FSDP2 registers hooks: these have to run inside, those before."""
+        """Passes over modules of other stages in a forward pass; call it when `model` is sharded.
+        Tensor parallelism wraps `forward`, FSDP2 registers hooks: these have to run inside, those
+        before."""
         for module, is_before in self._gated:
             wrap_method(module, "forward", self._gate(module, is_before))
         model.register_forward_hook(self.stage.end)
@@ -184,7 +201,8 @@ class Division:
                     " side of the blocks, and called on the other; edit build_model"
                 )
             if is_before and stage.start > 0:
-                # DeepSeek-V4 makes its streams (B, T, S, D) of it, which the blocks before this stage's replace
+                # DeepSeek-V4 makes its streams (B, T, S, D) of it, which the blocks before this
+                # stage's replace
                 received: Any = stage.received
                 return received[:, :, 0] if received.dim() > 3 else received
             if not is_before and not stage.is_last:

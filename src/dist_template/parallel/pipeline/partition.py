@@ -1,4 +1,5 @@
-"""Partitions a model into pipeline stages: finds the blocks, the embedding and head, and the blocks of each stage."""
+"""Partitions a model into pipeline stages: finds the blocks, the embedding and head, and the blocks
+of each stage."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class ModelParts:
 
     path: str  # of the blocks
     blocks: nn.ModuleList
-    before: list[nn.Module]  # outermost other modules with parameters that are defined before the blocks
+    # outermost other modules with parameters that are defined before the blocks
+    before: list[nn.Module]
     after: list[nn.Module]  # and after them
 
     @classmethod
@@ -26,12 +28,23 @@ class ModelParts:
         blocks, path, found = find_blocks(model), "", nn.ModuleList()
         for name, module in model.named_modules():
             # The first list: later ones, as the modules that predict later tokens, run after it.
-            if not path and isinstance(module, nn.ModuleList) and {*module} and {*module} <= {*blocks}:
+            if (
+                not path
+                and isinstance(module, nn.ModuleList)
+                and {*module}
+                and {*module} <= {*blocks}
+            ):
                 path, found = name, module
         cannot = f"{type(model).__name__} cannot be a pipeline"
         if not len(found):
-            raise InputError(f"{cannot}: its blocks are not the items of one nn.ModuleList; or set pp_size to 1")
-        owners = [module for module in model.modules() if module is not found and found in module.modules()]
+            raise InputError(
+                f"{cannot}: its blocks are not the items of one nn.ModuleList; or set pp_size to 1"
+            )
+        owners = [
+            module
+            for module in model.modules()
+            if module is not found and found in module.modules()
+        ]
         before: list[nn.Module] = []
         after: list[nn.Module] = []
         for owner, on_path in zip(owners, [*owners[1:], found], strict=True):
@@ -48,15 +61,19 @@ class ModelParts:
 
 
 def blocks_of_stages(model: nn.Module, num_stages: int, layers: Layers) -> list[int]:
-    """Returns how many blocks each stage gets. `layers` is a number for each; "even"; or "cost": the last stage gets
-    fewer, by the weights of the output layer and of a mean block. Raises InputError if they do not fit."""
+    """Returns how many blocks each stage gets. `layers` is a number for each; "even"; or "cost":
+    the last stage gets fewer, by the weights of the output layer and of a mean block. Raises
+    InputError if they do not fit."""
     parts = ModelParts.of(model)
     num, last = len(parts.blocks), 0.0
     fits = num_stages <= num
     if isinstance(layers, list):
         fits = len(layers) == num_stages and sum(layers) == num and min(layers) > 0
     if not fits:
-        which = f"pp_layers {layers} cannot divide {num} blocks into {num_stages} stages (pp_size x stages per rank)"
+        which = (
+            f"pp_layers {layers} cannot divide {num} blocks into {num_stages} stages (pp_size x"
+            " stages per rank)"
+        )
         raise InputError(f"{which}: give a number of blocks for each stage, or set pp_size lower")
     if isinstance(layers, list):
         return layers
@@ -65,13 +82,20 @@ def blocks_of_stages(model: nn.Module, num_stages: int, layers: Layers) -> list[
     return divided(num, last, num_stages)
 
 
-def facts_of(model: nn.Module, size: int, schedule: str, interleaved: int, layers: Layers) -> StageFacts:
-    """Returns what facts.json has of `model` on `size` ranks. Raises InputError if it cannot be divided."""
+def facts_of(
+    model: nn.Module, size: int, schedule: str, interleaved: int, layers: Layers
+) -> StageFacts:
+    """Returns what facts.json has of `model` on `size` ranks. Raises InputError if it cannot be
+    divided."""
     per_rank = stages_per_rank(schedule, interleaved)
     counts, parts = blocks_of_stages(model, size * per_rank, layers), ModelParts.of(model)
     parameters, last = [], len(counts) - 1
     for stage, (start, stop) in enumerate(bounds_between(counts)):
-        modules = [*parts.blocks[start:stop], *parts.before * (stage == 0), *parts.after * (stage == last)]
+        modules = [
+            *parts.blocks[start:stop],
+            *parts.before * (stage == 0),
+            *parts.after * (stage == last),
+        ]
         parameters.append(_size(modules))
     return stage_facts(schedule, size, per_rank, counts, parameters)
 

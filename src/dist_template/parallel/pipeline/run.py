@@ -11,8 +11,8 @@ A step, from top to bottom (`Pipeline.training_step`; docs/strategies/pipeline.m
 4  Gradients that FSDP2 has accumulated are reduced once, and a tied weight's copies summed.
 5  Every rank returns the sum of the losses, which Lightning's backward pass does not follow.
 
-In validation a batch moves through the stages while the next one follows. Other calls of the model (generate) run stage
-by stage, and every rank gets the output."""
+In validation a batch moves through the stages while the next one follows. Other calls of the model
+(generate) run stage by stage, and every rank gets the output."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -43,7 +43,9 @@ Shapes = tuple[object, ...]
 class Pipeline(Layers):
     """This rank's part of a pipeline; `model` is divided, sharded, and on its device."""
 
-    def __init__(self, model: nn.Module, division: Division, strategy: MeshRanks, facts: StageFacts) -> None:
+    def __init__(
+        self, model: nn.Module, division: Division, strategy: MeshRanks, facts: StageFacts
+    ) -> None:
         self.model, self.division, self.running = model, division, division.stage
         self.module: Any = strategy.lightning_module
         self.device, self.facts = strategy.root_device, facts
@@ -65,7 +67,9 @@ class Pipeline(Layers):
                 self._ends = group
         self._queue: list[Args] = []  # arguments of `training_step`, by micro-batch
         self._schedules: dict[Shapes, tuple[Any, list[Stage]]] = {}
-        self._hidden: dict[tuple[int, Shapes], tuple[torch.Size, torch.dtype]] = {}  # shape and type that a stage gets
+        self._hidden: dict[
+            tuple[int, Shapes], tuple[torch.Size, torch.dtype]
+        ] = {}  # shape and type that a stage gets
         self._sending: list[tuple[dist.Work, Tensor]] = []
         if generation := getattr(model, "generation_config", None):
             generation.use_cache = False  # a rank has the cache of its own blocks alone
@@ -79,7 +83,8 @@ class Pipeline(Layers):
     # ---- a training step -------------------------------------------------------------------------
 
     def training_step(self, step: Callable[..., Any], args: Args) -> Tensor:
-        """Returns () the sum of the losses of all micro-batches on the last one, 0 on the others."""
+        """Returns () the sum of the losses of all micro-batches on the last one, 0 on the
+        others."""
         self._queue.append(args)
         loss = torch.zeros((), device=self.device, requires_grad=True)
         if accumulates(self.module.trainer):
@@ -126,7 +131,8 @@ class Pipeline(Layers):
         return total.requires_grad_()
 
     def _with_losses(self, batch: object, num: int) -> Tensor:
-        """Returns the stage's hidden states with the losses of its routers, which the last stage does not see."""
+        """Returns the stage's hidden states with the losses of its routers, which the last stage
+        does not see."""
         hidden, loss = self.running.sent, torch.zeros((), device=self.device)
         assert hidden is not None
         for name, weight, value in self.module.balancer.losses(batch):
@@ -134,13 +140,17 @@ class Pipeline(Layers):
             loss = loss + weight * value
         return AddedLoss.apply(hidden, (loss / num).float()) if loss.requires_grad else hidden
 
-    def _schedule_of(self, step: Callable[..., object], queue: list[Args]) -> tuple[Any, list[Stage]]:
-        """Returns torch's schedule and this rank's stages, made once for a number of micro-batches and their shapes."""
+    def _schedule_of(
+        self, step: Callable[..., object], queue: list[Args]
+    ) -> tuple[Any, list[Stage]]:
+        """Returns torch's schedule and this rank's stages, made once for a number of micro-batches
+        and their shapes."""
         first = shapes_of(queue[0])
         for args in queue:
             if (shapes := shapes_of(args)) != first:
                 raise InputError(
-                    f"a pipeline needs micro-batches of equal shapes, not {first} and {shapes}: pack or pad the rows"
+                    f"a pipeline needs micro-batches of equal shapes, not {first} and {shapes}:"
+                    " pack or pad the rows"
                 )
         key = (len(queue), first)
         if key in self._schedules:
@@ -152,7 +162,9 @@ class Pipeline(Layers):
             del self._schedules[old]
         stages = [Stage(self, number, first) for number in self.here]
         options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
-        made = SCHEDULES[self.schedule](stages[0] if self.schedule == "1F1B" else stages, len(queue), **options)
+        made = SCHEDULES[self.schedule](
+            stages[0] if self.schedule == "1F1B" else stages, len(queue), **options
+        )
         self._schedules[key] = made, stages
         return made, stages
 
@@ -181,8 +193,8 @@ class Pipeline(Layers):
     # ---- forward passes alone --------------------------------------------------------------------
 
     def evaluate(self, step: Callable[..., T], args: Args) -> T | None:
-        """Runs a validation or test step; on the last stage alone if the module's sums are there. Otherwise every rank
-        runs the whole step, on the output of the last stage."""
+        """Runs a validation or test step; on the last stage alone if the module's sums are there.
+        Otherwise every rank runs the whole step, on the output of the last stage."""
         if getattr(self.module, "sums_on_last_stage", False):
             return self._run_stages(step, args)
         return step(*args)
@@ -201,8 +213,11 @@ class Pipeline(Layers):
                 self._send(stage, key)
         return None
 
-    def _run_all_stages(self, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """Outside of a step, a call of the model runs all stages and returns the last one's output on every rank."""
+    def _run_all_stages(
+        self, forward: Callable[..., object], *args: object, **kwargs: object
+    ) -> object:
+        """Outside of a step, a call of the model runs all stages and returns the last one's output
+        on every rank."""
         if self.running.is_active:
             return forward(*args, **kwargs)
         key, output = ("whole", shapes_of((args, kwargs))), None
@@ -215,13 +230,21 @@ class Pipeline(Layers):
         # The other ranks' outputs have tensors of other shapes.
         tensors = [leaf.contiguous() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         sent = []
-        for place, (shape, dtype) in enumerate(self.from_last(lambda: [(t.shape, t.dtype) for t in tensors])):
-            sent.append(tensors[place] if self.has_last else torch.empty(shape, dtype=dtype, device=self.device))
+        for place, (shape, dtype) in enumerate(
+            self.from_last(lambda: [(t.shape, t.dtype) for t in tensors])
+        ):
+            sent.append(
+                tensors[place]
+                if self.has_last
+                else torch.empty(shape, dtype=dtype, device=self.device)
+            )
             dist.broadcast(sent[-1], self.last, self.group)
         received = iter(sent)
         return tree_map(lambda leaf: next(received) if isinstance(leaf, Tensor) else leaf, output)
 
-    def _stage(self, stage: int, received: Tensor | None, ends_step: bool = True) -> AbstractContextManager[None]:
+    def _stage(
+        self, stage: int, received: Tensor | None, ends_step: bool = True
+    ) -> AbstractContextManager[None]:
         return self.running.running(self.division.bounds[stage], received, ends_step)
 
     def _receive(self, stage: int, key: Shapes) -> Tensor | None:
@@ -274,7 +297,7 @@ class Pipeline(Layers):
 
 
 def shapes_of(args: object) -> Shapes:
-    """Returns the shapes of the tensors of a batch that has rows; hidden states follow from them. Vectors are left out,
-    such as the first tokens of packed documents."""
+    """Returns the shapes of the tensors of a batch that has rows; hidden states follow from them.
+    Vectors are left out, such as the first tokens of packed documents."""
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return tuple(tuple(tensor.shape) for tensor in tensors if tensor.dim() > 1)

@@ -15,12 +15,15 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterle
 
 from .stages import Schedule
 
-SCHEDULES: dict[Schedule, type[Any]] = {"1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
+SCHEDULES: dict[Schedule, type[Any]] = {
+    "1F1B": Schedule1F1B,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+}
 
 
 class Stage(PipelineStage):
-    """torch's stage, which runs a function of this rank in place of a module. The sizes of its messages are given:
-    torch would run the model twice to find them."""
+    """torch's stage, which runs a function of this rank in place of a module. The sizes of its
+    messages are given: torch would run the model twice to find them."""
 
     run: Callable[[Stage, int, Tensor | None], Tensor]
 
@@ -44,8 +47,8 @@ class Stage(PipelineStage):
 
 
 class AddedLoss(torch.autograd.Function):
-    """Returns hidden states, and gives a loss of their stage the gradient 1 in the backward pass. The idea is
-    Megatron-LM's MoEAuxLossAutoScaler."""
+    """Returns hidden states, and gives a loss of their stage the gradient 1 in the backward pass.
+    The idea is Megatron-LM's MoEAuxLossAutoScaler."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: Tensor, loss: Tensor) -> Tensor:

@@ -31,17 +31,21 @@ def bounds_between(counts: list[int]) -> list[tuple[int, int]]:
 
 
 def divided(blocks: int, last: float, num_stages: int) -> list[int]:
-    """Returns how many blocks each stage gets, if what follows the blocks costs as much as `last` of them."""
+    """Returns how many blocks each stage gets, if what follows the blocks costs as much as `last`
+    of them."""
     at_end = round((blocks + last) / num_stages - last)
     at_end = min(max(at_end, 1), blocks - num_stages + 1)
     each, more = divmod(blocks - at_end, max(num_stages - 1, 1))
     return [each + 1] * more + [each] * (num_stages - 1 - more) + [at_end]
 
 
-def stage_facts(schedule: str, size: int, per_rank: int, blocks: list[int], parameters: list[int]) -> StageFacts:
-    """Returns what facts.json has of a pipeline of `size` ranks, by the blocks and parameters of each stage. A rank
-    waits for p - 1 passes of one of its stages before it starts or after it ends, forward and backward: (p - 1) / (v m)
-    of its compute time, if all stages take the same time."""
+def stage_facts(
+    schedule: str, size: int, per_rank: int, blocks: list[int], parameters: list[int]
+) -> StageFacts:
+    """Returns what facts.json has of a pipeline of `size` ranks, by the blocks and parameters of
+    each stage. A rank waits for p - 1 passes of one of its stages before it starts or after it
+    ends, forward and backward: (p - 1) / (v m) of its compute time, if all stages take the same
+    time."""
     return {
         "schedule": schedule,
         "stages": [list(range(rank, size * per_rank, size)) for rank in range(size)],

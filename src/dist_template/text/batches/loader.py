@@ -1,4 +1,5 @@
-"""The training loader: reads the micro-batches of an optimizer step together, and counts their labels.
+"""The training loader: reads the micro-batches of an optimizer step together, and counts their
+labels.
 
 Every strategy averages gradients over ranks and micro-batches. A sum of losses divided by the mean
 number of counted labels per rank and micro-batch therefore becomes the mean over all counted labels
@@ -33,17 +34,23 @@ class Counted(NamedTuple):
 
 
 class StepLoader(DataLoader):
-    """Starts reading when the first batch is requested: Lightning makes the iterator before it loads the checkpoint.
+    """Starts reading when the first batch is requested: Lightning makes the iterator before it
+    loads the checkpoint.
 
     Args:
         dataset: Returns batches by `__getitems__`.
-        accumulations: Yields the micro-batches of each optimizer step. They are read together, one step ahead, and
-            the first of them gets the key `COUNTED`. None: an evaluation, which has no steps.
+        accumulations: Yields the micro-batches of each optimizer step. They are read together, one
+            step ahead, and the first of them gets the key `COUNTED`. None: an evaluation, which has
+            no steps.
         transform: Applied to each batch in this process, also where workers read.
         options: Of DataLoader; a batch of the data set is not collated."""
 
     def __init__(
-        self, dataset: Any, accumulations: Accumulations | None, transform: Transform = dict, **options: Any
+        self,
+        dataset: Any,
+        accumulations: Accumulations | None,
+        transform: Transform = dict,
+        **options: Any,
     ) -> None:
         super().__init__(dataset, collate_fn=dict, **options)
         self.accumulations = accumulations
@@ -75,7 +82,10 @@ class StepLoader(DataLoader):
 
 def _pinned(batch: Batch) -> Batch:
     """Pins what `transform` has made: a copy from other memory waits for the device."""
-    return {name: value.pin_memory() if isinstance(value, Tensor) else value for name, value in batch.items()}
+    return {
+        name: value.pin_memory() if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }
 
 
 def _labels_of(step: list[Batch]) -> int:
@@ -96,8 +106,8 @@ class TokensPerMicroBatch:
         self._coming: tuple[Tensor, dist.Work | None] | None = None  # the next step's sum
 
     def of(self, counted: Counted, device: torch.device) -> Tensor:
-        """Returns () float32, at least 1, and starts the sum of the next step. Collective over all ranks. On a GPU the
-        stream waits for the sum and the host does not."""
+        """Returns () float32, at least 1, and starts the sum of the next step. Collective over all
+        ranks. On a GPU the stream waits for the sum and the host does not."""
         if counted.is_first or self._coming is None:
             self._coming = _sum_over_ranks(device, *counted.step)
         total, work = self._coming
@@ -118,7 +128,9 @@ class TokensPerMicroBatch:
             coming[1].wait()
 
 
-def _sum_over_ranks(device: torch.device, counted: int, least: int) -> tuple[Tensor, dist.Work | None]:
+def _sum_over_ranks(
+    device: torch.device, counted: int, least: int
+) -> tuple[Tensor, dist.Work | None]:
     """Starts the sum, alone at least `least`; Lightning's `reduce` waits at a barrier (2.6.6)."""
     several = dist.is_initialized()
     total = torch.full((), float(counted if several else max(counted, least)), device=device)

@@ -1,4 +1,5 @@
-"""Reads rows of a token cache as batches, with the boundaries of documents, by which kernels.py separates them.
+"""Reads rows of a token cache as batches, with the boundaries of documents, by which kernels.py
+separates them.
 
 Plain text fills rows completely (PackedRows). Documents that are not cut, such as conversations,
 are packed into rows (WholeRows): a document of n tokens takes n - 1 positions, each with the next
@@ -45,9 +46,10 @@ class Rows(Dataset):
         return sum(self.sizes.values())
 
     def __getitems__(self, rows: list[int]) -> dict[str, Any]:
-        """Returns the batch of these rows, and their numbers; DataLoader calls it once a batch. Positions (B, T) count
-        from each document's start. Boundaries (documents + 1,) are the documents' starts among the B x T tokens, and B
-        x T. With `cross_document_attention` a row is one document, without boundaries."""
+        """Returns the batch of these rows, and their numbers; DataLoader calls it once a batch.
+        Positions (B, T) count from each document's start. Boundaries (documents + 1,) are the
+        documents' starts among the B x T tokens, and B x T. With `cross_document_attention` a row
+        is one document, without boundaries."""
         inputs, labels, bounds = self.read(rows)
         if self.cross_document_attention:
             bounds = np.zeros(0, dtype=np.int32)
@@ -123,7 +125,10 @@ class Packing(NamedTuple):
     def describe(self, split: str) -> str:
         line = f"  {split:<10} {len(self.rows) - 1:>9,} rows, {self.share:.1%} full"
         if self.num_cut or self.num_dropped:
-            line += f"; longer than a row: {self.num_cut:,} cut, {self.num_dropped:,} without an answer dropped"
+            line += (
+                f"; longer than a row: {self.num_cut:,} cut, {self.num_dropped:,} without an"
+                " answer dropped"
+            )
         return line
 
 
@@ -159,7 +164,8 @@ def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 def packing_of(corpus: Corpus, split: str, seq_len: int, reads_ends: bool = False) -> Packing:
-    """Returns the rows of a split whose documents are whole; `corpus` keeps them. `reads_ends`: see PairRows."""
+    """Returns the rows of a split whose documents are whole; `corpus` keeps them. `reads_ends`: see
+    PairRows."""
     if known := corpus.packings.get((split, seq_len, reads_ends)):
         return known
     starts, counted = corpus.starts(split), corpus.counted(split)
@@ -195,7 +201,12 @@ class WholeRows(Rows):
     Only a document that is longer than a row is cut, to its beginning."""
 
     def __init__(
-        self, corpus: Corpus, split: str, seq_len: int, cross_document_attention: bool = False, reads_ends: bool = False
+        self,
+        corpus: Corpus,
+        split: str,
+        seq_len: int,
+        cross_document_attention: bool = False,
+        reads_ends: bool = False,
     ) -> None:
         end = corpus.manifest["eos_token_id"]
         super().__init__(corpus.tokens(split), seq_len, end, cross_document_attention)
@@ -215,7 +226,9 @@ class WholeRows(Rows):
                 inputs.flat[end : end + size] = tokens[:size]
                 if row >= 0:
                     counted = self.counted[start + 1 : start + size + 1]
-                    labels.flat[end : end + len(counted)] = np.where(counted, tokens[1:], NOT_COUNTED)
+                    labels.flat[end : end + len(counted)] = np.where(
+                        counted, tokens[1:], NOT_COUNTED
+                    )
                 end += size
                 bounds.append(end)
             row_end = (index + 1) * self.seq_len
@@ -236,8 +249,9 @@ class WholeRows(Rows):
 
 
 def second_start(counted: np.ndarray) -> int:
-    """Returns where the rejected sequence starts among a pair's tokens, after the chosen one. Each starts with tokens
-    of the prompt, which do not count, and ends with tokens of an answer, which do. The first is a verdict."""
+    """Returns where the rejected sequence starts among a pair's tokens, after the chosen one. Each
+    starts with tokens of the prompt, which do not count, and ends with tokens of an answer, which
+    do. The first is a verdict."""
     first = 1 + counted[1:].argmax()
     return int(first + (~counted[first:]).argmax())
 
@@ -248,7 +262,8 @@ class PairRows(WholeRows):
     A batch also has `PAIRS` (P, 4): where among its B x T positions each pair's chosen sequence
     starts, its rejected one starts, and both end; and 1 where a rated answer was found good.
 
-    With `reads_ends` the last token of a sequence, at which a reward model is read, is an input too."""
+    With `reads_ends` the last token of a sequence, at which a reward model is read, is an input
+    too."""
 
     def __getitems__(self, rows: list[int]) -> dict[str, Any]:
         batch, pairs = super().__getitems__(rows), []
@@ -270,13 +285,17 @@ class PairRows(WholeRows):
             start, end = self.starts[pair].item(), self.starts[pair + 1].item()
             middle = start + second_start(self.counted[start:end])
             sizes = middle - start, end - middle
-            sequences += [(start, sizes[0] - 1 + self.reads_ends), (middle, sizes[1] - 1 + self.reads_ends)]
+            sequences += [
+                (start, sizes[0] - 1 + self.reads_ends),
+                (middle, sizes[1] - 1 + self.reads_ends),
+            ]
         return sequences
 
 
 def last_answers(corpus: Corpus, split: str, seq_len: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields the tokens of conversations up to the last answer, and the answer; the chosen one of a pair. Conversations
-    that fill a sequence are skipped. Where all tokens are trained on, no answer is known."""
+    """Yields the tokens of conversations up to the last answer, and the answer; the chosen one of a
+    pair. Conversations that fill a sequence are skipped. Where all tokens are trained on, no answer
+    is known."""
     tokens, counted = corpus.tokens(split), corpus.counted(split)
     for start, end in pairwise(corpus.starts(split).tolist()):
         if corpus.is_pairs:

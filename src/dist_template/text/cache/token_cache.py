@@ -8,8 +8,9 @@
         manifest.json                       recipe, fingerprints of files read, counts, checksums
 
 A hash of its text assigns a document to a split: the splits do not depend on the order of files,
-and exact duplicates are in one split. `tokenizers` encodes on all cores by its own threads, in bounded memory. A cache
-is written into a temporary folder, which is renamed when it is complete; an older cache stays until then."""
+and exact duplicates are in one split. `tokenizers` encodes on all cores by its own threads, in
+bounded memory. A cache is written into a temporary folder, which is renamed when it is complete; an
+older cache stays until then."""
 
 from __future__ import annotations
 
@@ -60,7 +61,12 @@ class Recipe:
 
     def spec(self) -> dict[str, object]:
         shares = {"validation_share": self.validation_share, "test_share": self.test_share}
-        return {"format": FORMAT, "source": self.source.spec(), "tokenizer": self.tokenizer.spec(), **shares}
+        return {
+            "format": FORMAT,
+            "source": self.source.spec(),
+            "tokenizer": self.tokenizer.spec(),
+            **shares,
+        }
 
     def folder(self, cache_dir: str) -> Path:
         spec = json.dumps(self.spec(), sort_keys=True, default=str).encode()
@@ -84,7 +90,8 @@ class Corpus:
 
     folder: Path
     manifest: dict[str, Any]
-    packings: dict[tuple[str, int, bool], Any] = field(default_factory=dict)  # by packing_of's arguments
+    # by packing_of's arguments
+    packings: dict[tuple[str, int, bool], Any] = field(default_factory=dict)
 
     def num_tokens(self, split: str) -> int:
         return self.manifest["splits"][split]["tokens"]
@@ -143,12 +150,14 @@ class Corpus:
 
 
 def open_cache(recipe: Recipe, cache_dir: str, check_source: bool = True) -> Corpus:
-    """Returns the prepared cache. Raises CacheError if it is missing or damaged, or the files that it was made from
-    have changed, and InputError if the source's files are missing."""
+    """Returns the prepared cache. Raises CacheError if it is missing or damaged, or the files that
+    it was made from have changed, and InputError if the source's files are missing."""
     files = recipe.files() if check_source else []
     folder = recipe.folder(cache_dir)
     if not folder.is_dir():
-        raise CacheError(f"there is no token cache {folder} for this configuration: run `prepare` first")
+        raise CacheError(
+            f"there is no token cache {folder} for this configuration: run `prepare` first"
+        )
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         damage = _first_damage(folder, manifest)
@@ -163,7 +172,9 @@ def open_cache(recipe: Recipe, cache_dir: str, check_source: bool = True) -> Cor
 
 def _first_damage(folder: Path, manifest: dict[str, Any]) -> str | None:
     """Returns what is wrong with the files that the manifest lists."""
-    expected = {folder / "tokenizer" / name: digest for name, digest in manifest["tokenizer"].items()}
+    expected = {
+        folder / "tokenizer" / name: digest for name, digest in manifest["tokenizer"].items()
+    }
     for split in SPLITS:
         held = manifest["splits"][split]
         size, path = held["tokens"] * np.dtype(manifest["dtype"]).itemsize, folder / f"{split}.bin"
@@ -218,8 +229,8 @@ def read_documents(recipe: Recipe, corpus: Corpus, split: str) -> Documents:
 
 
 def build_cache(recipe: Recipe, cache_dir: str, report: Callable[[str], None]) -> Corpus:
-    """Tokenizes into a new cache, which replaces an older one of the same recipe. Raises InputError if another
-    process is building it, the disk is full, or the source is unreadable or empty."""
+    """Tokenizes into a new cache, which replaces an older one of the same recipe. Raises InputError
+    if another process is building it, the disk is full, or the source is unreadable or empty."""
     folder = recipe.folder(cache_dir)
     temporary = folder.with_name(folder.name + ".tmp")
     with _lock(folder):
@@ -246,9 +257,13 @@ def _lock(folder: Path) -> TextIO:
         lock = folder.with_name(folder.name + ".lock").open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise InputError(f"another `prepare` is filling {folder} right now: wait until it is done") from None
+        raise InputError(
+            f"another `prepare` is filling {folder} right now: wait until it is done"
+        ) from None
     except OSError as error:
-        raise InputError(f"data.cache_dir {str(folder.parent)!r} cannot be written: {error.strerror}") from error
+        raise InputError(
+            f"data.cache_dir {str(folder.parent)!r} cannot be written: {error.strerror}"
+        ) from error
     return lock
 
 
@@ -264,7 +279,10 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
     tokenizer.save_pretrained(folder / "tokenizer")
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
     sources, whole = recipe.source.parts(), recipe.source.whole
-    writers = {split: _SplitWriter(folder / split, len(tokenizer), dtype, sources, whole) for split in SPLITS}
+    writers = {
+        split: _SplitWriter(folder / split, len(tokenizer), dtype, sources, whole)
+        for split in SPLITS
+    }
     started = reported = time.monotonic()
     for part, source in sources.items():
         for documents in batches_of(source):
@@ -291,7 +309,9 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
         "files": files,
     }
     if "" not in sources:  # a mixture: one source after another
-        manifest["parts"] = {part: {split: writers[split].parts[part] for split in SPLITS} for part in sources}
+        manifest["parts"] = {
+            part: {split: writers[split].parts[part] for split in SPLITS} for part in sources
+        }
     if (num_bytes := splits["validation"]["bytes"]) and not whole:
         # where only some labels count, a loss per byte has no meaning
         counts = writers["train"].counts + 1  # of a model of token frequencies alone
@@ -304,7 +324,9 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
 class _SplitWriter:
     """Writes one split's files, `path` with a suffix for each kind, and counts what is in them."""
 
-    def __init__(self, path: Path, vocab_size: int, dtype: np.dtype, parts: Iterable[str], whole: bool) -> None:
+    def __init__(
+        self, path: Path, vocab_size: int, dtype: np.dtype, parts: Iterable[str], whole: bool
+    ) -> None:
         self.parts = {part: dict.fromkeys(COUNTS, 0) for part in parts}
         self.counts = np.zeros(vocab_size, dtype=np.int64)  # of each token
         self._path, self._dtype, self._whole = path, dtype, whole
@@ -333,7 +355,9 @@ class _SplitWriter:
         """Returns the split's entry in the manifest, when its files are on the disk."""
         if self._whole:
             self._append("starts", np.cumsum(self._lengths, dtype=np.int64))
-        entry: dict[str, Any] = {key: sum(counts[key] for counts in self.parts.values()) for key in COUNTS}
+        entry: dict[str, Any] = {
+            key: sum(counts[key] for counts in self.parts.values()) for key in COUNTS
+        }
         for kind, hashed in self._sha256.items():
             with self._path.with_suffix(f".{kind}").open("rb") as file:
                 os.fsync(file.fileno())

@@ -4,11 +4,10 @@
 plans name the matrices, which adapters move: `q_proj` becomes `q_proj.base_layer`. The plans are
 rewritten, and each pair of adapter matrices is sharded like the matrix that it changes.
 
-    style of the matrix    its weight    lora_A (rank, in)    lora_B (out, rank)
-    colwise                rows          replicated           rows
-    rowwise                columns       columns              replicated
-    experts                by expert     by expert            by expert
-    packed_colwise         rows          replicated           replicated, each rank takes its rows"""
+    style of the matrix    its weight    lora_A (rank, in)    lora_B (out, rank) colwise
+    rows          replicated           rows rowwise                columns       columns
+    replicated experts                by expert     by expert            by expert packed_colwise
+    rows          replicated           replicated, each rank takes its rows"""
 
 from __future__ import annotations
 
@@ -43,16 +42,18 @@ class AdapterConfig:
     """LoRA adapters; everything else in the model is frozen.
 
     Args:
-        targets: Names of the linear layers and stacked expert parameters that get an adapter, such as [q_proj, v_proj];
-            a longer name (layers.0.self_attn.q_proj) selects one layer. all-linear: all of them but the output layer,
-            routers, and layers whose weight a kernel reads (out_proj of Mamba).
+        targets: Names of the linear layers and stacked expert parameters that get an adapter, such
+            as [q_proj, v_proj]; a longer name (layers.0.self_attn.q_proj) selects one layer.
+            all-linear: all of them but the output layer, routers, and layers whose weight a kernel
+            reads (out_proj of Mamba).
         rank: Width of the adapters.
         alpha: Scale of the update: alpha / rank, or with rslora alpha / sqrt(rank).
         dropout: Dropout probability of an adapter's input. 0: off, as it must be for experts.
         rslora: Scale by the square root of the rank, which keeps large ranks stable.
         dora: Learn the length of each output row besides its direction (DoRA); not under tensor
             parallelism and not for experts.
-        trainable: Names of modules that are trained in full besides, such as [embed_tokens, lm_head, norm].
+        trainable: Names of modules that are trained in full besides, such as [embed_tokens,
+            lm_head, norm].
         quantize: nf4 stores the frozen linear layers, but for the output layer and stacked experts,
             in 4 bits with double quantization (QLoRA); not under tensor parallelism. null: off."""
 
@@ -73,7 +74,10 @@ def add_adapters(model: Any, config: AdapterConfig) -> PreTrainedModel:
     from peft import LoraConfig
 
     if not hasattr(model, "add_adapter"):
-        raise InputError(f"model.adapter needs a model of transformers, not {type(model).__name__}: set it to null")
+        raise InputError(
+            f"model.adapter needs a model of transformers, not {type(model).__name__}: set it to"
+            " null"
+        )
     check_least("model.adapter", rank=(config.rank, 1), dropout=(config.dropout, 0.0))
     known = {name for name, module in model.named_modules() if [*module.parameters()]}
     trained: list[nn.Module] = []
@@ -119,7 +123,9 @@ def _targets(model: PreTrainedModel, config: AdapterConfig) -> tuple[list[str], 
             stacked.add(name)
     if not linear | stacked:
         name = type(model).__name__
-        raise InputError(f"model.adapter: {name} has neither linear layers nor stacked experts: set it to null")
+        raise InputError(
+            f"model.adapter: {name} has neither linear layers nor stacked experts: set it to null"
+        )
     if config.targets == ALL_LINEAR:
         for name, layer in layers.items():
             if stacked and _short(name) in OF_EXPERTS:

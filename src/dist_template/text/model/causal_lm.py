@@ -36,17 +36,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 EXTRA = "extra"  # key of model.architecture
-ROPE, POSITIONS = "rope_parameters", "max_position_embeddings"  # what may differ from pretrained weights
+# what may differ from pretrained weights
+ROPE, POSITIONS = ("rope_parameters", "max_position_embeddings")
 
 
 def causal_lm_config(
-    architecture: Mapping[str, object], pretrained: str | None, attention: Attention | None, data: Any
+    architecture: Mapping[str, object],
+    pretrained: str | None,
+    attention: Attention | None,
+    data: Any,
 ) -> PreTrainedConfig:
-    """Returns the transformers configuration; also called before any process starts, to find errors early.
+    """Returns the transformers configuration; also called before any process starts, to find errors
+    early.
 
     Args:
-        architecture: `model_type` and fields of its configuration; with `pretrained`, `rope_parameters` of a longer
-            context alone.
+        architecture: `model_type` and fields of its configuration; with `pretrained`,
+            `rope_parameters` of a longer context alone.
         pretrained: A local folder or hub name. None: from scratch.
         attention: The attention kernel. None: the model's default.
         data: Gives `vocab_size`, `eos_token_id` and `seq_len`.
@@ -77,32 +82,44 @@ def causal_lm_config(
     return set_attention(config, attention)
 
 
-def _with_rope(config: PreTrainedConfig, architecture: Mapping[str, Any], seq_len: int) -> PreTrainedConfig:
-    """Returns the configuration of weights with the rotary embedding of `architecture`, as YaRN extends a context
-    (arXiv:2309.00071). What is not given stays: the base, the rotated share, and the length trained before, which
-    transformers would take to be the new one.
+def _with_rope(
+    config: PreTrainedConfig, architecture: Mapping[str, Any], seq_len: int
+) -> PreTrainedConfig:
+    """Returns the configuration of weights with the rotary embedding of `architecture`, as YaRN
+    extends a context (arXiv:2309.00071). What is not given stays: the base, the rotated share, and
+    the length trained before, which transformers would take to be the new one.
 
-    Raises InputError if another field differs from the weights', or the model has no such embedding."""
+    Raises InputError if another field differs from the weights', or the model has no such
+    embedding."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     before, rope = getattr(config, ROPE, None) or {}, architecture[ROPE]
     kinds = sorted({"default", *ROPE_INIT_FUNCTIONS})
-    if "rope_theta" not in before or not isinstance(rope, dict) or rope.get("rope_type") not in kinds:
+    if (
+        "rope_theta" not in before
+        or not isinstance(rope, dict)
+        or rope.get("rope_type") not in kinds
+    ):
         raise InputError(
-            f"model.architecture.{ROPE} is {rope}, and the weights of model.pretrained have {before}: give"
-            f" `rope_type`, one of {', '.join(kinds)}, and its keys, for weights with one such set"
+            f"model.architecture.{ROPE} is {rope}, and the weights of model.pretrained have"
+            f" {before}: give `rope_type`, one of {', '.join(kinds)}, and its keys, for weights"
+            " with one such set"
         )
     for key in sorted(architecture.keys() - {ROPE, POSITIONS}):
         if (own := getattr(config, key, None)) != architecture[key]:
             raise InputError(
-                f"model.architecture.{key} is {architecture[key]!r}, and the weights of model.pretrained have {own!r}:"
-                f" only {ROPE} and {POSITIONS} may differ from theirs; remove it"
+                f"model.architecture.{key} is {architecture[key]!r}, and the weights of"
+                f" model.pretrained have {own!r}: only {ROPE} and {POSITIONS} may differ from"
+                " theirs; remove it"
             )
     trained = getattr(config, POSITIONS, seq_len)
     kept = {key: before[key] for key in ("rope_theta", "partial_rotary_factor") if key in before}
     if rope.get("rope_type") in ("llama3", "longrope", "yarn"):
         kept[f"original_{POSITIONS}"] = before.get(f"original_{POSITIONS}", trained)
-    fields = config.to_dict() | {POSITIONS: architecture.get(POSITIONS, max(trained, seq_len)), ROPE: kept | rope}
+    fields = config.to_dict() | {
+        POSITIONS: architecture.get(POSITIONS, max(trained, seq_len)),
+        ROPE: kept | rope,
+    }
     try:
         return type(config).from_dict(fields)
     except Exception as error:  # each architecture refuses in its own way
@@ -110,8 +127,9 @@ def _with_rope(config: PreTrainedConfig, architecture: Mapping[str, Any], seq_le
 
 
 def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int) -> nn.Module:
-    """Returns the model of `config` with room for `vocab_size` tokens, in fp32; of a reward model's weights, a reward
-    model. Where torch's default device is `meta`, the weights are read later, by the ranks that need them."""
+    """Returns the model of `config` with room for `vocab_size` tokens, in fp32; of a reward model's
+    weights, a reward model. Where torch's default device is `meta`, the weights are read later, by
+    the ranks that need them."""
     from transformers import GenerationConfig
 
     kind = auto_class(config)
@@ -120,12 +138,16 @@ def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int)
     if pretrained and not is_meta:
         try:
             model: Any = kind.from_pretrained(
-                pretrained, config=config, dtype=torch.float32, trust_remote_code=False,
+                pretrained,
+                config=config,
+                dtype=torch.float32,
+                trust_remote_code=False,
                 use_safetensors=True,
-            )  # fmt: skip
+            )
         except (OSError, ValueError, LookupError, SafetensorError) as error:
             raise _cannot_load(pretrained, error) from error
-        # Published embeddings are often padded beyond their tokenizer: only a larger vocabulary needs new rows.
+        # Published embeddings are often padded beyond their tokenizer: only a larger vocabulary
+        # needs new rows.
         if model.get_input_embeddings().num_embeddings < vocab_size:
             model.resize_token_embeddings(vocab_size)
     else:
@@ -140,7 +162,10 @@ def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int)
             raise InputError(f"{what}: {type(error).__name__}: {reason(error)}") from error
         _fill_hash_tables(model)
     if published and (missing := published.write_into(model)):
-        _note(f"{pretrained} has no {missing[0]} ({len(missing)} such tensors): they start from random values")
+        _note(
+            f"{pretrained} has no {missing[0]} ({len(missing)} such tensors): they start from"
+            " random values"
+        )
     if pretrained and model.can_generate():  # not with the weights, which are read later
         with contextlib.suppress(OSError):  # there is no generation_config.json
             model.generation_config = GenerationConfig.from_pretrained(pretrained)
@@ -150,15 +175,20 @@ def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int)
 
 
 def read_modules(model: Any, pretrained: str) -> None:
-    """Lets the modules of multi-token prediction in `model` have the weights in the files of `pretrained`, read as the
-    model's own. Raises InputError if they cannot be loaded."""
+    """Lets the modules of multi-token prediction in `model` have the weights in the files of
+    `pretrained`, read as the model's own. Raises InputError if they cannot be loaded."""
     if torch.get_default_device().type == "meta" and not is_recording():
         return
     if getattr(model.config, "quantization_config", None):
-        raise InputError(f"model.mtp: {pretrained} has quantized weights: set null, or give weights in 16 bits")
+        raise InputError(
+            f"model.mtp: {pretrained} has quantized weights: set null, or give weights in 16 bits"
+        )
     published = _published(pretrained, auto_class(model.config, with_modules=True), model.config)
     if missing := published.write_into(model, f"{MTP}.layers."):
-        what = f"{pretrained} has no weights of modules that predict later tokens ({missing[0]}, {len(missing)} in all)"
+        what = (
+            f"{pretrained} has no weights of modules that predict later tokens ({missing[0]},"
+            f" {len(missing)} in all)"
+        )
         _note(f"{what}: they start from random values")
 
 
@@ -171,23 +201,30 @@ def _note(text: str) -> None:
 
 @torch.no_grad()
 def _fill_hash_tables(model: nn.Module) -> None:
-    """Draws the experts of each token in DeepSeek-V4's hash routers, each token's all different (Roller et al.,
-    arXiv:2106.04426). transformers (5.23) leaves the table 0: all tokens would go to the first expert."""
+    """Draws the experts of each token in DeepSeek-V4's hash routers, each token's all different
+    (Roller et al., arXiv:2106.04426). transformers (5.23) leaves the table 0: all tokens would go
+    to the first expert."""
     for name, table in model.named_buffers():
         if name.endswith("tid2eid"):
             num = len(model.get_parameter(name.replace("tid2eid", "weight")))
-            table.copy_(torch.rand(len(table), num, device=table.device).topk(table.shape[1]).indices)
+            table.copy_(
+                torch.rand(len(table), num, device=table.device).topk(table.shape[1]).indices
+            )
 
 
 def freeze_untrained(model: nn.Module) -> list[str]:
-    """Freezes modules whose `forward` runs under torch.no_grad or returns whole numbers, and returns their names: no
-    gradient reaches them, for which DDP stops and ZeRO decays their weights. transformers (5.23) has no loss of the
-    indexers of DeepSeek-V3.2, V4 and GLM-5, which choose the attended tokens."""
+    """Freezes modules whose `forward` runs under torch.no_grad or returns whole numbers, and
+    returns their names: no gradient reaches them, for which DDP stops and ZeRO decays their
+    weights. transformers (5.23) has no loss of the indexers of DeepSeek-V3.2, V4 and GLM-5, which
+    choose the attended tokens."""
     found: list[str] = []
     for name, module in model.named_modules():
         forward: Any = type(module).forward
         cells = getattr(forward, "__closure__", None) or ()
-        is_without = any(isinstance(getattr(cell.cell_contents, "__self__", None), torch.no_grad) for cell in cells)
+        is_without = any(
+            isinstance(getattr(cell.cell_contents, "__self__", None), torch.no_grad)
+            for cell in cells
+        )
         is_without |= getattr(forward, "__annotations__", {}).get("return") is torch.LongTensor
         if is_without and any(True for _ in module.parameters()):
             module.requires_grad_(False)
@@ -205,13 +242,17 @@ def _published(name: str, kind: Any, config: PreTrainedConfig) -> PublishedWeigh
 
 
 def auto_class(config: PreTrainedConfig, with_modules: bool = False) -> Any:
-    """Returns transformers' class for the weights of `config`: a language model, or a reward model. `with_modules`, its
-    `from_config` adds the modules of multi-token prediction."""
+    """Returns transformers' class for the weights of `config`: a language model, or a reward model.
+    `with_modules`, its `from_config` adds the modules of multi-token prediction."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    kind: Any = AutoModelForSequenceClassification if has_reward_head(config) else AutoModelForCausalLM
+    kind: Any = (
+        AutoModelForSequenceClassification if has_reward_head(config) else AutoModelForCausalLM
+    )
     if with_modules:
-        return SimpleNamespace(from_config=lambda *given, **options: add_modules(kind.from_config(*given, **options)))
+        return SimpleNamespace(
+            from_config=lambda *given, **options: add_modules(kind.from_config(*given, **options))
+        )
     return kind
 
 
@@ -226,8 +267,8 @@ def _cannot_load(name: str, error: Exception) -> InputError:
 
 
 def checked_fields(architecture: Mapping[str, object]) -> dict[str, object]:
-    """Returns the fields of a configuration, including `extra`'s, without `model_type`. Raises InputError if neither
-    the configuration class nor the model reads such a key."""
+    """Returns the fields of a configuration, including `extra`'s, without `model_type`. Raises
+    InputError if neither the configuration class nor the model reads such a key."""
     from transformers import CONFIG_MAPPING
 
     fields = {key: value for key, value in architecture.items() if key not in ("model_type", EXTRA)}
@@ -235,7 +276,9 @@ def checked_fields(architecture: Mapping[str, object]) -> dict[str, object]:
     if not isinstance(extra, dict):
         raise InputError(f"model.architecture.{EXTRA} is {extra!r}; give keys and their values")
     kind = architecture.get("model_type")
-    if isinstance(kind, str) and kind in CONFIG_MAPPING:  # an unknown type is refused by transformers
+    if (
+        isinstance(kind, str) and kind in CONFIG_MAPPING
+    ):  # an unknown type is refused by transformers
         config_class = CONFIG_MAPPING[kind]
         known = {field.name for field in dataclasses.fields(config_class)}
         if fields.keys() - known:  # reading the code takes longer than the rest of the check
@@ -252,11 +295,17 @@ def checked_fields(architecture: Mapping[str, object]) -> dict[str, object]:
 
 @cache
 def _names_in_code(config_class: type[PreTrainedConfig]) -> set[str]:
-    """Returns a configuration's aliases and older names, and the keys that only the model's code reads: Qwen3-MoE's
-    `head_dim` is no field in transformers 5.23."""
+    """Returns a configuration's aliases and older names, and the keys that only the model's code
+    reads: Qwen3-MoE's `head_dim` is no field in transformers 5.23."""
     known = config_class.attribute_map.keys() | set(config_class.attribute_map.values())
-    code = [inspect.getsource(base) for base in config_class.__mro__ if base.__module__.startswith("transformers.")]
+    code = [
+        inspect.getsource(base)
+        for base in config_class.__mro__
+        if base.__module__.startswith("transformers.")
+    ]
     model = find_spec(config_class.__module__.replace(".configuration_", ".modeling_"))
     if model and model.origin:
         code.append(Path(model.origin).read_text(encoding="utf-8"))
-    return known | set(re.findall(r'(?:\b(?:text_)?config(?:\.|, ")|kwargs\.(?:pop|get)\(")(\w+)', "".join(code)))
+    return known | set(
+        re.findall(r'(?:\b(?:text_)?config(?:\.|, ")|kwargs\.(?:pop|get)\(")(\w+)', "".join(code))
+    )

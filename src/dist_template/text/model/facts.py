@@ -1,4 +1,5 @@
-"""The figures of a language model of transformers that estimates are computed from, and its tensor-parallel plan."""
+"""The figures of a language model of transformers that estimates are computed from, and its
+tensor-parallel plan."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def facts_of(model: PreTrainedModel, packed: nn.Module) -> tuple[Size, Facts]:
-    """Returns the sizes of a model on one rank, and the figures on which its memory and messages depend.
+    """Returns the sizes of a model on one rank, and the figures on which its memory and messages
+    depend.
 
     Args:
         model: On any device; weights are not read.
@@ -48,12 +50,25 @@ def facts_of(model: PreTrainedModel, packed: nn.Module) -> tuple[Size, Facts]:
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     facts = Facts(
-        world_size=1, parameters=size.total, trainable=size.trainable, in_4_bits=size.in_4_bits, matrices=size.matrices,
-        embedding=size.embedding, experts=sum(experts.values()), tp_replicates=replicated, block=block,
-        block_experts=block_experts, layers=len(blocks), predicted=size.predicted, width=config.hidden_size,
-        vocab_size=head.weight.shape[0], moe_layers=len(moe), experts_per_token=size.experts_per_token or 0,
-        tp_widths=sum(reduced), heads=(heads, key_heads, head_dim),
-    )  # fmt: skip
+        world_size=1,
+        parameters=size.total,
+        trainable=size.trainable,
+        in_4_bits=size.in_4_bits,
+        matrices=size.matrices,
+        embedding=size.embedding,
+        experts=sum(experts.values()),
+        tp_replicates=replicated,
+        block=block,
+        block_experts=block_experts,
+        layers=len(blocks),
+        predicted=size.predicted,
+        width=config.hidden_size,
+        vocab_size=head.weight.shape[0],
+        moe_layers=len(moe),
+        experts_per_token=size.experts_per_token or 0,
+        tp_widths=sum(reduced),
+        heads=(heads, key_heads, head_dim),
+    )
     return size, facts
 
 

@@ -3,8 +3,8 @@
 Logits and their gradients take 12 bytes per token and vocabulary entry: 51 GB for 32,768 tokens and
 a vocabulary of 131,072. Here the backbone runs first, and then the output layer on one chunk at a
 time: logits, loss and gradients. Only the gradients are stored. The backward pass multiplies them
-by the gradient of the sum, one number, so nothing is computed twice (the idea of Liger, arXiv:2410.10989).
-The weight's gradient is accumulated in float32; results differ by rounding.
+by the gradient of the sum, one number, so nothing is computed twice (the idea of Liger,
+arXiv:2410.10989). The weight's gradient is accumulated in float32; results differ by rounding.
 
 `torch.nn.functional.linear_cross_entropy` (torch 2.13) also computes in chunks, but it returns
 cross entropy alone: no accuracy, no customised `loss` or `sums`.
@@ -31,9 +31,10 @@ Sums = Callable[[Tensor, Tensor], dict[str, Tensor]]
 def without_head(model: Any) -> Generator[Callable[[Tensor], Tensor]]:
     """Inside, a forward pass of `model` returns the output layer's input, (B, T, D).
 
-    The layer's hooks run, so FSDP2 and ZeRO see a normal forward pass. The layer computes one token, and a hook returns
-    its input in place of the logits. Yields a function that returns the result of the forward pass, its argument; it
-    raises InputError if the logits were changed after the layer, because the loss would not contain the change."""
+    The layer's hooks run, so FSDP2 and ZeRO see a normal forward pass. The layer computes one
+    token, and a hook returns its input in place of the logits. Yields a function that returns the
+    result of the forward pass, its argument; it raises InputError if the logits were changed after
+    the layer, because the loss would not contain the change."""
     given: list[Tensor] = []
 
     def shorten(head: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
@@ -66,21 +67,27 @@ def without_head(model: Any) -> Generator[Callable[[Tensor], Tensor]]:
 class ChunkedLoss(nn.Module):
     """Runs the output layer and `sums` on one chunk of tokens at a time.
 
-    A module without parameters, because ZeRO-3 gathers the "external parameters" of a module around its forward and
-    backward pass. It must be in the LightningModule before DeepSpeed's engine is created.
+    A module without parameters, because ZeRO-3 gathers the "external parameters" of a module around
+    its forward and backward pass. It must be in the LightningModule before DeepSpeed's engine is
+    created.
 
     Args:
         model: A model with an output layer (`get_output_embeddings`) or without.
         teacher: Another, whose logits `blend` gets too. None: there is none.
         blend: Maps the sums, the logits of both, and the labels of a chunk to other sums.
-        sums: Maps logits (1, N, V) and labels (1, N) to sums () by name. The first is minimized; the others are metrics
-            without a gradient. Only the output layer's input and weights get a gradient from the first.
+        sums: Maps logits (1, N, V) and labels (1, N) to sums () by name. The first is minimized;
+            the others are metrics without a gradient. Only the output layer's input and weights get
+            a gradient from the first.
         size: N. None: all tokens are computed at once."""
 
     def __init__(
-        self, model: nn.Module, sums: Sums, size: int | None, teacher: nn.Module | None = None,
+        self,
+        model: nn.Module,
+        sums: Sums,
+        size: int | None,
+        teacher: nn.Module | None = None,
         blend: Callable[..., dict[str, Tensor]] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         # as submodules their weights would get second names in checkpoints
         self._unregistered: Any = (head_of(model), head_of(teacher))
@@ -96,12 +103,16 @@ class ChunkedLoss(nn.Module):
         has_head = self._unregistered[0] is not None
         return has_head and self.size is not None and labels.numel() > self.size
 
-    def forward(self, hidden: Tensor, labels: Tensor, expected: Tensor | None = None) -> dict[str, Tensor]:
-        """Returns sums by name of `hidden` (B, T, D), of `without_head`, and labels (B, T); `expected`: a teacher's."""
+    def forward(
+        self, hidden: Tensor, labels: Tensor, expected: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Returns sums by name of `hidden` (B, T, D), of `without_head`, and labels (B, T);
+        `expected`: a teacher's."""
         head, of_teacher = self._unregistered
         for each in (head, of_teacher):
             if isinstance(each, FSDPModule):
-                each.unshard()  # no-op if the forward pass kept the weights (transformers' plans do)
+                # no-op if the forward pass kept the weights (transformers' plans do)
+                each.unshard()
         # of equal size: compiled for one shape
         num = -(-labels.numel() // (self.size or labels.numel()))
         tensors = [hidden.flatten(0, 1), labels.flatten()]
@@ -145,9 +156,12 @@ class _GradientsAtOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sums: Callable[..., list[Tensor]], chunks: Iterable[tuple[Tensor, ...]], hidden: Tensor,
+        ctx: Any,
+        sums: Callable[..., list[Tensor]],
+        chunks: Iterable[tuple[Tensor, ...]],
+        hidden: Tensor,
         *weights: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         results, of_hidden, of_weights = [], [], []
         with torch.enable_grad():
             for part, *others in chunks:
@@ -171,5 +185,6 @@ class _GradientsAtOnce(torch.autograd.Function):
         (of_hidden, of_weights), ctx.gradients = ctx.gradients, None
         pairs = zip(of_weights, ctx.dtypes, strict=True)
         of_weights = [gradient.mul_(upstream[0]).to(dtype) for gradient, dtype in pairs]
-        # In float32: rounded to bfloat16, the number would scale all gradients below by up to 0.4 % too much.
+        # In float32: rounded to bfloat16, the number would scale all gradients below by up to 0.4 %
+        # too much.
         return None, None, (of_hidden.float() * upstream[0]).to(of_hidden.dtype), *of_weights

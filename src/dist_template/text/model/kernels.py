@@ -27,7 +27,8 @@ from ...parallel.sequence import IS_SHARD, WHOLE, masks_of_all
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# (documents + 1,) int32: start of each document among the B*T tokens, and B*T; (0,) for cross-document attention.
+# (documents + 1,) int32: start of each document among the B*T tokens, and B*T; (0,) for
+# cross-document attention.
 BOUNDS = "cu_seq_lens"
 
 Attention = Literal["sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "eager"]
@@ -40,7 +41,10 @@ def set_attention(config: PreTrainedConfig, attention: Attention | None) -> PreT
 
     name = f"is_{attention}_available".replace("flash_attention", "flash_attn")
     if not getattr(utils, name, lambda: True)():
-        raise InputError(f"model.attention {attention} needs its package and an NVIDIA GPU: set sdpa or flex_attention")
+        raise InputError(
+            f"model.attention {attention} needs its package and an NVIDIA GPU: set sdpa or"
+            " flex_attention"
+        )
     if attention:
         compat.set_attention(config, attention)
     return config
@@ -50,7 +54,8 @@ def set_attention(config: PreTrainedConfig, attention: Attention | None) -> PreT
 def known_documents(
     model: nn.Module, batch: Mapping[str, Tensor], compiled: bool = False
 ) -> Generator[dict[str, object]]:
-    """Inside, transformers does not search for documents; yields keyword arguments for the model's `forward`.
+    """Inside, transformers does not search for documents; yields keyword arguments for the model's
+    `forward`.
 
     Args:
         model: A model of transformers.

@@ -1,9 +1,11 @@
-"""Multi-token prediction: modules that predict later tokens than the next one (DeepSeek-V3, arXiv:2412.19437, 2.2).
+"""Multi-token prediction: modules that predict later tokens than the next one (DeepSeek-V3,
+arXiv:2412.19437, 2.2).
 
-Module k combines the hidden state of token i, from the module before or the model, with the embedding of token i + k,
-runs a block and predicts token i + k + 1 by the model's own output layer. transformers (5.23) has the modules, and runs
-them to draft tokens; its loss of them fails. Here they run inside of the model's forward pass, before its output layer,
-so that every strategy gathers, divides and recomputes them as the model's own blocks, with the last block's masks and
+Module k combines the hidden state of token i, from the module before or the model, with the
+embedding of token i + k, runs a block and predicts token i + k + 1 by the model's own output layer.
+transformers (5.23) has the modules, and runs them to draft tokens; its loss of them fails. Here
+they run inside of the model's forward pass, before its output layer, so that every strategy
+gathers, divides and recomputes them as the model's own blocks, with the last block's masks and
 positions.
 
 Shapes: B sequences, T tokens of a sequence, W width, D modules."""
@@ -42,8 +44,8 @@ class MtpConfig:
     """Multi-token prediction by the `num_mtp_layers` modules of the model's architecture.
 
     Args:
-        weight: Weight of the modules' mean loss beside the model's own; 0.3 for DeepSeek-V3's first 10 T tokens, then
-            0.1 (arXiv:2412.19437, section 4.2). Or phases by consumed tokens.
+        weight: Weight of the modules' mean loss beside the model's own; 0.3 for DeepSeek-V3's first
+            10 T tokens, then 0.1 (arXiv:2412.19437, section 4.2). Or phases by consumed tokens.
     """
 
     weight: ByTokens = 0.3
@@ -53,7 +55,8 @@ class MtpConfig:
 
 
 class Predictor(nn.Module):
-    """The modules, and an embedding that shares the model's weight: in a pipeline the last stage has a copy of it."""
+    """The modules, and an embedding that shares the model's weight: in a pipeline the last stage
+    has a copy of it."""
 
     def __init__(self, model: Any, number: int) -> None:
         super().__init__()
@@ -61,7 +64,10 @@ class Predictor(nn.Module):
 
         embedding = model.get_input_embeddings()
         if type(embedding) is not nn.Embedding:
-            raise InputError(f"model.mtp: the embedding of {type(model).__name__} is of a class of its own: set null")
+            raise InputError(
+                f"model.mtp: the embedding of {type(model).__name__} is of a class of its own: set"
+                " null"
+            )
         self.depth = number
         try:
             self.layers = MtpModel(model, number).layers
@@ -84,18 +90,23 @@ class Predictor(nn.Module):
 
     @contextmanager
     def predicting(self, given: list[Tensor]) -> Generator[None]:
-        """Inside, the model's output has the modules' predictions after its own. Lightning removes hooks that stay."""
+        """Inside, the model's output has the modules' predictions after its own. Lightning removes
+        hooks that stay."""
 
         def keep_options(block: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             self.options = dict(options)
             hidden = self.options.pop("hidden_states", *args[:1])
             if hidden.dim() != 3:
                 shape = f"hidden states of shape {[*hidden.shape]}, not (B, T, W)"
-                raise InputError(f"model.mtp: {type(block).__name__} has {shape}: set model.mtp null")
+                raise InputError(
+                    f"model.mtp: {type(block).__name__} has {shape}: set model.mtp null"
+                )
 
         self.given, (block, head) = given, self._ends
         hooks = [block.register_forward_pre_hook(keep_options, with_kwargs=True)]
-        hooks += [head.register_forward_pre_hook(lambda _, inputs: (self(inputs[0]),), prepend=True)]
+        hooks += [
+            head.register_forward_pre_hook(lambda _, inputs: (self(inputs[0]),), prepend=True)
+        ]
         for layer in self.layers.children():  # on the first stage of a pipeline, none
             hooks.append(layer.get_submodule("mtp_block").register_forward_hook(_hidden_alone))
         try:
@@ -106,7 +117,8 @@ class Predictor(nn.Module):
             self.given, self.options = [], {}
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Maps hidden states (B, T, W) to (B + B D, T, W): these, and what each module makes of them."""
+        """Maps hidden states (B, T, W) to (B + B D, T, W): these, and what each module makes of
+        them."""
         found = [hidden]
         for layer, tokens in zip(self.layers, self.given, strict=True):
             found.append(layer(self.embed_tokens(tokens), found[-1], **self.options))
@@ -114,25 +126,39 @@ class Predictor(nn.Module):
 
 
 def _hidden_alone(block: nn.Module, inputs: Any, output: Any) -> Any:
-    """Returns a block's hidden states, without what it returns beside them (GLM-5: the indices of attended tokens)."""
+    """Returns a block's hidden states, without what it returns beside them (GLM-5: the indices of
+    attended tokens)."""
     return output[0] if isinstance(output, tuple) else output
 
 
 def add_modules(model: Any) -> nn.Module:
-    """Adds the modules to a model of transformers, and to its plans. Raises InputError if its architecture has none."""
+    """Adds the modules to a model of transformers, and to its plans. Raises InputError if its
+    architecture has none."""
     config = getattr(model, "config", None)
     number = getattr(config, "num_mtp_layers", None) or 0
     if not number:
-        where = "in model.architecture or the config.json of model.pretrained, and a model type that has it"
+        where = (
+            "in model.architecture or the config.json of model.pretrained, and a model type that"
+            " has it"
+        )
         raise InputError(f"model.mtp needs num_mtp_layers of 1 or more, {where}")
-    for name in ("layer_types", "mlp_layer_types"):  # unless the architecture names others, a module has the last block
+    for name in (
+        "layer_types",
+        "mlp_layer_types",
+    ):  # unless the architecture names others, a module has the last block
         if (kinds := getattr(config, name, None)) and not getattr(config, f"mtp_{name}", None):
             setattr(config, f"mtp_{name}", kinds[-1:] * number)
     model.add_module(NAME, Predictor(model, number))
     names = {each: name for name, each in model.named_modules()}
-    blocks, embedding = names[find_blocks(model)[0]].removesuffix("0"), names[model.get_input_embeddings()]
-    parts = {name for pairs in (model.named_modules(), model.named_parameters()) for name, _ in pairs}
-    parts = {re.sub(r"\.\d+", ".*", name) for name in parts}  # transformers warns of a rule for none
+    blocks, embedding = (
+        names[find_blocks(model)[0]].removesuffix("0"),
+        names[model.get_input_embeddings()],
+    )
+    parts = {
+        name for pairs in (model.named_modules(), model.named_parameters()) for name, _ in pairs
+    }
+    # transformers warns of a rule for none
+    parts = {re.sub(r"\.\d+", ".*", name) for name in parts}
     for plan in PLANS:
         rules = dict(getattr(model, plan, None) or {})
         for name, style in [*rules.items()]:
@@ -146,19 +172,25 @@ def add_modules(model: Any) -> nn.Module:
 
 
 def published(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors with names and layouts of files. There the modules are the layers after the model's, each with a
-    copy of the embedding and of the output layer, as transformers, vLLM and SGLang read them."""
+    """Returns tensors with names and layouts of files. There the modules are the layers after the
+    model's, each with a copy of the embedding and of the output layer, as transformers, vLLM and
+    SGLang read them."""
     found, modules = compat.to_published(model, tensors), getattr(model, NAME, None)
     if modules is None:
         return found
     names = {id(each): f"{name}.weight" for name, each in model.named_modules()}
     embedding, head = names[id(model.get_input_embeddings())], names[id(head_of(model))]
-    copies = {"embed_tokens": embedding, "shared_head.head": embedding if model.config.tie_word_embeddings else head}
+    copies = {
+        "embed_tokens": embedding,
+        "shared_head.head": embedding if model.config.tie_word_embeddings else head,
+    }
     block, first = f"{model.base_model_prefix}.layers.{{}}.{{}}", model.config.num_hidden_layers
     result: dict[str, Tensor] = {}
     for name, tensor in found.items():
         if own := re.fullmatch(rf"{NAME}\.layers\.(\d+)\.(?:mtp_block\.)?(.*)", name):
-            name = block.format(first + int(own[1]), own[2].replace("post_norm.", "shared_head.norm."))
+            name = block.format(
+                first + int(own[1]), own[2].replace("post_norm.", "shared_head.norm.")
+            )
         result[name] = tensor
         for k in range(modules.depth):
             for copied, shared in copies.items():
@@ -172,7 +204,8 @@ def names_to_save(model: Any) -> list[str]:
     modules = getattr(model, NAME, None)
     if modules is None:
         return compat.names_to_save(model)
-    shared, modules.embed_tokens = modules.embed_tokens, None  # transformers refuses what it has not tied itself
+    # transformers refuses what it has not tied itself
+    shared, modules.embed_tokens = (modules.embed_tokens, None)
     try:
         return compat.names_to_save(model)
     finally:
@@ -180,7 +213,8 @@ def names_to_save(model: Any) -> list[str]:
 
 
 def name_in_model(key: str, config: Any) -> str | None:
-    """Returns the model's name for a key of a file: the inverse of `published`. None: a copy of what the model has."""
+    """Returns the model's name for a key of a file: the inverse of `published`. None: a copy of
+    what the model has."""
     found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", key)
     number = int(found[1]) - config.get_text_config().num_hidden_layers if found else -1
     if not found or number < 0:
@@ -192,7 +226,8 @@ def name_in_model(key: str, config: Any) -> str | None:
 
 
 def look_ahead(batch: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
-    """Returns the batch with the tokens (B, T) that each module is given, and its labels: none in another document."""
+    """Returns the batch with the tokens (B, T) that each module is given, and its labels: none in
+    another document."""
     found = dict(batch)
     tokens, labels, positions = (batch[name] for name in ("input_ids", "labels", "position_ids"))
     for k in range(1, depth + 1):
@@ -204,17 +239,23 @@ def look_ahead(batch: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
 
 
 def sums_with_predictions(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns `sums` of a micro-batch, before them what is minimized, and after them `mtp_loss`, the modules' mean.
+    """Returns `sums` of a micro-batch, before them what is minimized, and after them `mtp_loss`,
+    the modules' mean.
 
-    In evaluation also ACCEPTED, the tokens that the modules predict as the model itself does one step later, which
-    speculative decoding would accept, and COMPARED."""
-    depth, loss, modules = module.predicted_ahead, module.chunked_loss, module.model.get_submodule(NAME)
+    In evaluation also ACCEPTED, the tokens that the modules predict as the model itself does one
+    step later, which speculative decoding would accept, and COMPARED."""
+    depth, loss, modules = (
+        module.predicted_ahead,
+        module.chunked_loss,
+        module.model.get_submodule(NAME),
+    )
     given, labels = [], [batch["labels"]]
     for k in range(1, depth + 1):
         given.append(batch[f"{NAME}_input_ids_{k}"])
         labels.append(batch[f"{NAME}_labels_{k}"])
     sums_of: Callable[[Tensor, Tensor], dict[str, Tensor]] = module.sums
-    # The other stages of a pipeline have a module without parameters, and end before the output layer.
+    # The other stages of a pipeline have a module without parameters, and end before the output
+    # layer.
     with modules.predicting(given) if isinstance(modules, Predictor) else nullcontext():
         if loss.applies_to(batch["labels"]):
             with without_head(module.model) as hidden_states:
@@ -236,12 +277,14 @@ def sums_with_predictions(module: Any, batch: dict[str, Tensor]) -> dict[str, Te
 
 
 def accepted(tokens: list[Tensor], labels: list[Tensor], group: dist.ProcessGroup | None) -> Tensor:
-    """Returns (2, D, B, T): which of the modules' most probable tokens the model predicts too, and which count.
+    """Returns (2, D, B, T): which of the modules' most probable tokens the model predicts too, and
+    which count.
 
     Args:
         tokens: (B, T) each, of the model and of each module.
         labels: Likewise.
-        group: The ranks that have T tokens each of longer sequences. None: sequences are on one rank."""
+        group: The ranks that have T tokens each of longer sequences. None: sequences are on one
+            rank."""
     own, (num, start) = tokens[0].contiguous(), (tokens[0].shape[1], 0)
     if group is not None:
         of_ranks = [torch.empty_like(own) for _ in range(group.size())]

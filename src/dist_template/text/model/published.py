@@ -1,8 +1,8 @@
-"""Published weights, read one tensor at a time: safetensors files are memory-mapped. A rank reads its slices of sharded
-tensors that are not converted, and all of those that it makes.
+"""Published weights, read one tensor at a time: safetensors files are memory-mapped. A rank reads
+its slices of sharded tensors that are not converted, and all of those that it makes.
 
-transformers renames, stacks and splits the tensors of the files; its `from_pretrained` reads all in one process. Only
-what is in safetensors files is read: other formats can run code."""
+transformers renames, stacks and splits the tensors of the files; its `from_pretrained` reads all in
+one process. Only what is in safetensors files is read: other formats can run code."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig, PreTrainedModel
 
-EXACT = [(dtype, torch.float32) for dtype in (torch.float32, torch.float16, torch.bfloat16)]  # casts
-NOISE = 1e-9**0.5  # of new rows, in standard deviations of the others: as transformers, which takes their covariance
+# casts
+EXACT = [(dtype, torch.float32) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+# of new rows, in standard deviations of the others: as transformers, which takes their covariance
+NOISE = 1e-9**0.5
 
 
 class PublishedWeights:
@@ -51,10 +53,14 @@ class PublishedWeights:
         self._sources: dict[str, tuple[list[str], str | None]] = {}
 
     def write_into(self, model: PreTrainedModel, prefix: str = "") -> list[str]:
-        """Lets the recorded `model` have these weights, of the names with `prefix`; returns the names of those that it
-        has and the files do not."""
+        """Lets the recorded `model` have these weights, of the names with `prefix`; returns the
+        names of those that it has and the files do not."""
         self._sources = compat.sources_of_weights(model, list(self._slices))
-        tensors = {name: each for name, each in model.state_dict(keep_vars=True).items() if name.startswith(prefix)}
+        tensors = {
+            name: each
+            for name, each in model.state_dict(keep_vars=True).items()
+            if name.startswith(prefix)
+        }
         found: dict[int, str] = {}  # of a shared tensor, the first name in the files
         for name in filter(self._sources.get, tensors):
             tensor = tensors[name]
@@ -62,21 +68,30 @@ class PublishedWeights:
             if first == name:
                 (key, *others), pattern = self._sources[name]
                 values, how, what = self._slices[key][...], self._read_into, name
-                if not (others or pattern) and values.shape == tensor.shape and (values.dtype, tensor.dtype) in EXACT:
+                if (
+                    not (others or pattern)
+                    and values.shape == tensor.shape
+                    and (values.dtype, tensor.dtype) in EXACT
+                ):
                     how, what = copy_shard, self._slices[key]
                 if not write_later(how, [tensor], what, is_random=True):
                     how(tensor.data, what)  # a constructor has put it on the host
             elif not torch.equal(self.read(first), self.read(name)):
-                raise NotImplementedError(f"{first} and {name} share a parameter, and differ in {self.name}")
+                raise NotImplementedError(
+                    f"{first} and {name} share a parameter, and differ in {self.name}"
+                )
         return [name for name, tensor in tensors.items() if id(tensor) not in found]
 
     def differing(self, expected: Mapping[str, Any], dtype: torch.dtype) -> Iterator[str]:
-        """Yields the names of weights that are not those in `expected`, which may be stored, in `dtype`."""
+        """Yields the names of weights that are not those in `expected`, which may be stored, in
+        `dtype`."""
         model = self._skeleton = self._on_meta()
         self._sources = compat.sources_of_weights(model, list(self._slices))
         dtypes = compat.loaded_dtypes(model, dtype)
         for name in names_to_save(model):
-            if not self._sources.get(name) or not self.read(name).equal(expected[name][...].to(dtypes[name]).float()):
+            if not self._sources.get(name) or not self.read(name).equal(
+                expected[name][...].to(dtypes[name]).float()
+            ):
                 yield name
 
     def _on_meta(self) -> PreTrainedModel:

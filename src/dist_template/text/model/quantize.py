@@ -1,8 +1,9 @@
 """QLoRA: frozen linear layers in 4 bits (NF4 with double quantization, arXiv:2305.14314).
 
-bitsandbytes' own layer keeps the scales in a Python object beside the weight, which is lost on the meta device and in a
-shard. Here packed weights and scales are tensors of the module, bytes that every strategy sends and shards like any
-frozen parameter; the rank that makes a weight quantizes it, and bitsandbytes multiplies."""
+bitsandbytes' own layer keeps the scales in a Python object beside the weight, which is lost on the
+meta device and in a shard. Here packed weights and scales are tensors of the module, bytes that
+every strategy sends and shards like any frozen parameter; the rank that makes a weight quantizes
+it, and bitsandbytes multiplies."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ def _quantized(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return packed, state.absmax, state.state2.absmax, state.offset.reshape(1)
 
 
-def _quantize_into(packed: Tensor, scales: Tensor, nested: Tensor, offset: Tensor, weight: Tensor) -> None:
+def _quantize_into(
+    packed: Tensor, scales: Tensor, nested: Tensor, offset: Tensor, weight: Tensor
+) -> None:
     for target, values in zip((packed, scales, nested, offset), _quantized(weight), strict=True):
         target.copy_(values)
 
@@ -107,7 +110,9 @@ def dequantize(model: nn.Module) -> None:
     replace_layers(model, lambda layer: isinstance(layer, Linear4bit), Linear4bit.dequantized)
 
 
-def replace_layers(model: nn.Module, chosen: Callable[[nn.Module], bool], make: Callable[[Any], nn.Module]) -> None:
+def replace_layers(
+    model: nn.Module, chosen: Callable[[nn.Module], bool], make: Callable[[Any], nn.Module]
+) -> None:
     """Replaces each layer of `model` for which `chosen(layer)` by `make(layer)`."""
     for parent in [*model.modules()]:
         for name, child in [*parent.named_children()]:

@@ -1,7 +1,8 @@
-"""Reward models: a language model whose output layer is replaced by a head with one output, the reward.
+"""Reward models: a language model whose output layer is replaced by a head with one output, the
+reward.
 
-transformers' classes for it end with ForSequenceClassification. They return the head's output at the last token that is
-not padding; several sequences of a packed row need it at other tokens too.
+transformers' classes for it end with ForSequenceClassification. They return the head's output at
+the last token that is not padding; several sequences of a packed row need it at other tokens too.
 
 Shapes: B sequences, T tokens of a sequence."""
 
@@ -25,7 +26,8 @@ HEAD = "score"  # their head; encoders, which have others, do not read text from
 
 
 def has_reward_head(config: PreTrainedConfig) -> bool:
-    """Returns whether the weights of a configuration have such a head in place of an output layer."""
+    """Returns whether the weights of a configuration have such a head in place of an output
+    layer."""
     return any(name.endswith(REWARDS) for name in config.architectures or ())
 
 
@@ -34,8 +36,9 @@ def is_reward_model(model: nn.Module) -> bool:
 
 
 def reward_model(model: Any, data: Any) -> PreTrainedModel:
-    """Returns a language model of transformers with a new head, initialized by the library, in place of its output
-    layer; a reward model stays. Raises InputError if transformers has no such class, or the head has more outputs."""
+    """Returns a language model of transformers with a new head, initialized by the library, in
+    place of its output layer; a reward model stays. Raises InputError if transformers has no such
+    class, or the head has more outputs."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     config: Any = getattr(model, "config", None)
@@ -49,8 +52,8 @@ def reward_model(model: Any, data: Any) -> PreTrainedModel:
         if not hasattr(found, HEAD) or type(found.base_model) is not type(model.base_model):
             which = getattr(config, "model_type", type(model).__name__)
             raise InputError(
-                f"model.preference.loss reward: transformers has no class with a reward head for {which}:"
-                " take weights of another architecture"
+                "model.preference.loss reward: transformers has no class with a reward head for"
+                f" {which}: take weights of another architecture"
             )
         setattr(found, found.base_model_prefix, model.base_model)
         found.score = nn.Linear(found.score.in_features, 1, bias=False)
@@ -58,12 +61,13 @@ def reward_model(model: Any, data: Any) -> PreTrainedModel:
         found.train(model.training)
     elif found.score.out_features != 1:
         raise InputError(
-            f"model.preference.loss reward: the weights have a head of {found.score.out_features} outputs, and a"
-            " reward is one: take other weights as model.pretrained"
+            f"model.preference.loss reward: the weights have a head of {found.score.out_features}"
+            " outputs, and a reward is one: take other weights as model.pretrained"
         )
     tokenizer = getattr(data, "text_tokenizer", None)
     padding = getattr(tokenizer, "pad_token_id", None)
-    config.get_text_config().pad_token_id = data.eos_token_id if padding is None else padding  # as trl
+    # as trl
+    config.get_text_config().pad_token_id = data.eos_token_id if padding is None else padding
     config.problem_type = "regression"  # else vLLM returns the reward's sigmoid
     return found
 
@@ -72,13 +76,16 @@ def refuse_reward_model(model: nn.Module, name: str | None) -> None:
     """Raises InputError if weights that are to give next tokens cannot."""
     if is_reward_model(model):
         why = "is a reward model, which scores and has no output layer"
-        raise InputError(f"model.pretrained {name!r} {why}: set model.preference.loss reward, or give other weights")
+        raise InputError(
+            f"model.pretrained {name!r} {why}: set model.preference.loss reward, or give other"
+            " weights"
+        )
 
 
 @contextmanager
 def every_reward(model: Any) -> Generator[None]:
-    """Inside, the logits of a forward pass of `model` are the head's output at each token, (B, T, 1). FSDP2's and
-    ZeRO's hooks, which run later, take them for the model's output."""
+    """Inside, the logits of a forward pass of `model` are the head's output at each token, (B, T,
+    1). FSDP2's and ZeRO's hooks, which run later, take them for the model's output."""
     found: list[Tensor] = []
 
     def replace(model: nn.Module, inputs: object, output: Any) -> Any:

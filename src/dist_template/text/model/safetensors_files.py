@@ -1,7 +1,8 @@
-"""Writes weights for transformers a few tensors at a time: as safetensors in the layout that `from_pretrained` reads.
+"""Writes weights for transformers a few tensors at a time: as safetensors in the layout that
+`from_pretrained` reads.
 
-`save_pretrained` needs all weights in memory, and a copy of a file's bytes. Here the files' headers are written first,
-from shapes on the meta device, and then each tensor at its offset."""
+`save_pretrained` needs all weights in memory, and a copy of a file's bytes. Here the files' headers
+are written first, from shapes on the meta device, and then each tensor at its offset."""
 
 import json
 import re
@@ -23,35 +24,50 @@ INDEX = "model.safetensors.index.json"
 ROOM = 1.3  # of a model's memory: for activations and the largest tensors
 # safetensors' names
 DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 Names = list[str]
 
 
 def larger_than_memory(build: Callable[[], nn.Module]) -> nn.Module | None:
-    """Returns a model of transformers on the meta device if the host has no memory for it; else None."""
+    """Returns a model of transformers on the meta device if the host has no memory for it; else
+    None."""
     try:
         with torch.device("meta"):
             model = build()
     except (NotImplementedError, RuntimeError):  # its constructor reads values
         return None
     needed = ROOM * sum(tensor.nbytes for tensor in model.state_dict().values())
-    free = min(psutil.virtual_memory().available, memory_limit() - psutil.Process().memory_info().rss)
+    free = min(
+        psutil.virtual_memory().available, memory_limit() - psutil.Process().memory_info().rss
+    )
     return model if needed > free and hasattr(model, "save_pretrained") else None
 
 
-def write_weights(model: Any, tensors: dict[str, Any], dtype: torch.dtype, size: str, folder: Path) -> None:
-    """Writes configuration and weights into `folder`, in files of at most `size` bytes (5GB) if no tensor is larger.
-    `tensors` are the values of `model`, in memory or stored, each of which is removed once it is written; `model` is
-    moved to the meta device and cast."""
+def write_weights(
+    model: Any, tensors: dict[str, Any], dtype: torch.dtype, size: str, folder: Path
+) -> None:
+    """Writes configuration and weights into `folder`, in files of at most `size` bytes (5GB) if no
+    tensor is larger. `tensors` are the values of `model`, in memory or stored, each of which is
+    removed once it is written; `model` is moved to the meta device and cast."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     model.to("meta")
     dtypes = compat.loaded_dtypes(model, dtype)
     names = names_to_save(model)
-    if not any(name.startswith(f"{MTP}.") for name in names):  # else vLLM, SGLang and transformers expect them
+    if not any(
+        name.startswith(f"{MTP}.") for name in names
+    ):  # else vLLM, SGLang and transformers expect them
         for key in {"num_mtp_layers", "num_nextn_predict_layers"} & {*dir(model.config)}:
             setattr(model.config, key, 0)
     model.to(dtype).save_pretrained(folder, state_dict={})  # the configurations
@@ -78,7 +94,9 @@ def _allocate(meta: Mapping[str, Tensor], folder: Path, size: str) -> dict[str, 
     places = {}
     for file, names in split.filename_to_tensors.items():
         header, end = dict[str, Any](__metadata__={"format": "pt"}), 0
-        for name in sorted(names, key=lambda name: -meta[name].itemsize):  # each is aligned to its type
+        for name in sorted(
+            names, key=lambda name: -meta[name].itemsize
+        ):  # each is aligned to its type
             begin, end = end, end + meta[name].nbytes
             entry = {"dtype": DTYPES[meta[name].dtype], "shape": list(meta[name].shape)}
             header[name] = entry | {"data_offsets": [begin, end]}
@@ -90,14 +108,20 @@ def _allocate(meta: Mapping[str, Tensor], folder: Path, size: str) -> dict[str, 
         for name in names:
             places[name] = folder / file, 8 + len(text) + header[name]["data_offsets"][0]
     if split.is_sharded:
-        metadata = {"total_parameters": sum(tensor.numel() for tensor in meta.values()), **split.metadata}
+        metadata = {
+            "total_parameters": sum(tensor.numel() for tensor in meta.values()),
+            **split.metadata,
+        }
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
-        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (folder / INDEX).write_text(
+            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
     return places
 
 
 def _groups(model: Any, meta: Mapping[str, Tensor]) -> list[Names]:
-    """Returns the smallest groups of tensors that are converted by themselves: one, a block, or all."""
+    """Returns the smallest groups of tensors that are converted by themselves: one, a block, or
+    all."""
 
     def shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
         return {name: tensor.shape for name, tensor in published(model, dict(tensors)).items()}

@@ -5,8 +5,9 @@
         class_path: Chat
         init_args: {paths: [chats/*.jsonl]}
 
-A document is one conversation as JSON: `messages`, and `tools` where the record has some; or one pair: `prompt`,
-`chosen` and `rejected`, all texts or all lists of messages. A message that says whether it counts has `train`."""
+A document is one conversation as JSON: `messages`, and `tools` where the record has some; or one
+pair: `prompt`, `chosen` and `rejected`, all texts or all lists of messages. A message that says
+whether it counts has `train`."""
 
 from __future__ import annotations
 
@@ -31,10 +32,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as Tokenizer
 
 SHAPES = (
-    "messages: [{role, content}, …]; conversations: [{from, value}, …]; prompt and completion; or instruction, input"
+    "messages: [{role, content}, …]; conversations: [{from, value}, …]; prompt and completion; or "
+    "instruction, input"
     " and output (other names: data.source.columns)"
 )
-ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool"}  # in a template
+# in a template
+ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool"}
 ANSWERS = ("chosen", "rejected")
 
 
@@ -42,9 +45,10 @@ ANSWERS = ("chosen", "rejected")
 class Chat(Source):
     """Conversations; only the assistant's turns contribute to the loss.
 
-    A record has `messages` with role and content, `conversations` with from and value, `prompt` and `completion`, or
-    Alpaca's `instruction`, `input` and `output`, with `system` and `history`. `tools`, a list or JSON, may be beside
-    them. A message with `train` false or `weight` 0 does not count, one with true or 1 does.
+    A record has `messages` with role and content, `conversations` with from and value, `prompt` and
+    `completion`, or Alpaca's `instruction`, `input` and `output`, with `system` and `history`.
+    `tools`, a list or JSON, may be beside them. A message with `train` false or `weight` 0 does not
+    count, one with true or 1 does.
 
     Args:
         paths: Files or glob patterns: jsonl or JSON arrays, also .gz and .zst, or .parquet.
@@ -52,7 +56,8 @@ class Chat(Source):
         config: The data set's configuration. null: its default.
         split: The data set's split to read; train, validation and test splits are made from it.
         revision: The commit or tag of the data set to read. null: the newest.
-        columns: Other names of keys, of a record or a message, as {prompt: question, role: speaker}.
+        columns: Other names of keys, of a record or a message, as {prompt: question, role:
+            speaker}.
         train_on: The tokens that count in the loss. assistant: all turns of `roles`. last: the last
             of them. all: every token.
         roles: Whose turns count.
@@ -61,9 +66,17 @@ class Chat(Source):
 
     whole = True
     fields: ClassVar[tuple[str, ...]] = (
-        "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "history",
+        "messages",
+        "conversations",
+        "prompt",
+        "completion",
+        "instruction",
+        "input",
+        "output",
+        "system",
+        "history",
         "tools",
-    )  # fmt: skip
+    )
 
     paths: list[str] = field(default_factory=list)
     name: str | None = None
@@ -78,14 +91,19 @@ class Chat(Source):
     def __post_init__(self) -> None:
         if bool(self.paths) == bool(self.name):
             kind = type(self).__name__
-            raise InputError(f"data.source {kind} needs either paths, of files, or name, of a data set of the hub")
+            raise InputError(
+                f"data.source {kind} needs either paths, of files, or name, of a data set of the"
+                " hub"
+            )
 
     def documents(self) -> Iterator[tuple[str, str]]:
         records: Iterator[Named] = iter(())
         if self.name:
             records = hub_records(self.name, self.config, self.split, self.revision)
         columns = [*self.fields, *self.columns.values()]
-        for name, record in chain(records, *(records_of(path, columns) for path in matching(self.paths))):
+        for name, record in chain(
+            records, *(records_of(path, columns) for path in matching(self.paths))
+        ):
             document = self.document_of(name, renamed(record, self.columns))
             yield name, json.dumps(document, ensure_ascii=False)
 
@@ -102,7 +120,9 @@ class Chat(Source):
             raise wrong(name, f"has only {', '.join(sorted(record)) or 'no key'}: give {SHAPES}")
         if not any(message.get(COUNTS, message["role"] in self.roles) for message in messages):
             who = " or ".join(self.roles)
-            raise wrong(name, f"has no {who} turn that counts, on which the model is trained: remove it")
+            raise wrong(
+                name, f"has no {who} turn that counts, on which the model is trained: remove it"
+            )
         tools = record.get("tools")
         try:
             tools = json.loads(tools) if isinstance(tools, str) and tools else tools
@@ -111,7 +131,8 @@ class Chat(Source):
         return {"messages": messages, "tools": tools} if tools else {"messages": messages}
 
     def _messages(self, name: str, turns: object, role: str) -> list[Message]:
-        """Returns messages with role, content and, where the record says it, `train`; a text is one of `role`."""
+        """Returns messages with role, content and, where the record says it, `train`; a text is one
+        of `role`."""
         messages = []
         for turn in turns if isinstance(turns, list) else [{"role": role, "content": turns}]:
             others = renamed(turn, self.columns) if isinstance(turn, dict) else {}
@@ -124,10 +145,16 @@ class Chat(Source):
             if not isinstance(content, str) and not (content is None and others.get("tool_calls")):
                 raise wrong(name, f"has a turn of {role!r} whose content is no text")
             if counts not in (None, 0, 1):
-                raise wrong(name, f"has a turn of {role!r} with weight {counts!r}: give 0 or 1, or train true or false")
+                raise wrong(
+                    name,
+                    f"has a turn of {role!r} with weight {counts!r}: give 0 or 1, or train true or"
+                    " false",
+                )
             message = {"role": ROLES.get(role, role), "content": content or ""}
             message |= {} if counts is None else {COUNTS: bool(counts)}
-            messages.append(message | {key: value for key, value in others.items() if value is not None})
+            messages.append(
+                message | {key: value for key, value in others.items() if value is not None}
+            )
         return messages
 
     def files(self) -> list[Path]:
@@ -142,33 +169,47 @@ class Chat(Source):
         tokenizer.chat_template = tokenizer.chat_template or template.text
         return tokenizer
 
-    def encode(self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents) -> list[Encoded]:
+    def encode(
+        self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents
+    ) -> list[Encoded]:
         template = training_template(tokenizer, self.template, self.train_on)
         return encode(tokenizer, template, self.train_on, self.roles, documents)
 
     def spans(self, tokenizer: Tokenizer, name: str, text: str) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields a conversation's tokens in spans: trained on, of prompts, or of answers with why they do not count."""
-        template, talk = training_template(tokenizer, self.template, self.train_on), json.loads(text)
+        """Yields a conversation's tokens in spans: trained on, of prompts, or of answers with why
+        they do not count."""
+        template, talk = (
+            training_template(tokenizer, self.template, self.train_on),
+            json.loads(text),
+        )
         (whole,) = encode(tokenizer, template, self.train_on, self.roles, [(name, text)])
         counted: Any = whole.counted
         kinds = np.where(counted, "trained on", "of prompts").astype(object)
         for why in ("not by train_on", "not by train or weight", "not by roles"):
             turns = []
             for turn in talk["messages"]:
-                turns.append(turn | {COUNTS: turn["role"] == "assistant" and _why_not(turn, self.roles) == why})
+                turns.append(
+                    turn
+                    | {COUNTS: turn["role"] == "assistant" and _why_not(turn, self.roles) == why}
+                )
             alone = [(name, json.dumps(talk | {"messages": turns}))]
-            with suppress(InputError):  # there are none, or the template changes them when others follow
+            with suppress(
+                InputError
+            ):  # there are none, or the template changes them when others follow
                 (part,) = encode(tokenizer, template, "assistant", self.roles, alone)
                 kinds[part.counted & ~counted] = why
         edges = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1
         yield from zip(kinds[[0, *edges]], np.split(whole.ids, edges), strict=True)
 
     def encode_prompt(self, tokenizer: Tokenizer, prompt: str) -> list[int]:
-        """Returns the tokens of a conversation that starts with `prompt`, up to the answer without reasoning."""
+        """Returns the tokens of a conversation that starts with `prompt`, up to the answer without
+        reasoning."""
         if not tokenizer.chat_template:  # pairs of texts need none
             return tokenizer.encode(prompt)
         user = [{"role": "user", "content": prompt}]
-        rendered: Any = tokenizer.apply_chat_template(user, add_generation_prompt=True, **NO_REASONING)
+        rendered: Any = tokenizer.apply_chat_template(
+            user, add_generation_prompt=True, **NO_REASONING
+        )
         return rendered["input_ids"]
 
 
@@ -185,7 +226,8 @@ def renamed(record: Record, columns: dict[str, str]) -> Record:
 
 
 def turns_of_alpaca(record: Record) -> list[Message]:
-    """Returns the turns of Alpaca's shape: `input` follows `instruction` in a line of its own, as in LLaMA-Factory."""
+    """Returns the turns of Alpaca's shape: `input` follows `instruction` in a line of its own, as
+    in LLaMA-Factory."""
     turns = [{"role": "system", "content": record["system"]}] if record.get("system") else []
     asked = "\n".join(filter(None, [record["instruction"], record.get("input")]))
     for question, answer in [*(record.get("history") or []), (asked, record["output"])]:
@@ -225,10 +267,17 @@ class Preferences(Chat):
                 chosen, rejected = prompt + chosen, prompt + rejected
             start = _num_equal(chosen, rejected)
             prompt, chosen, rejected = chosen[:start], chosen[start:], rejected[start:]
-            if any([message["role"] for message in answer[:1]] != ["assistant"] for answer in (chosen, rejected)):
-                raise wrong(name, "has answers that do not start with an assistant's turn: edit them")
+            if any(
+                [message["role"] for message in answer[:1]] != ["assistant"]
+                for answer in (chosen, rejected)
+            ):
+                raise wrong(
+                    name, "has answers that do not start with an assistant's turn: edit them"
+                )
         if not prompt or {type(prompt), type(chosen), type(rejected)} not in ({str}, {list}):
-            raise wrong(name, "needs prompt, chosen and rejected in one form: texts, or lists of messages")
+            raise wrong(
+                name, "needs prompt, chosen and rejected in one form: texts, or lists of messages"
+            )
         return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
     def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
@@ -236,10 +285,13 @@ class Preferences(Chat):
             tokenizer.chat_template = training_template(tokenizer, self.template, "all").text
         return tokenizer
 
-    def encode(self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents) -> list[Encoded]:
-        """Returns the tokens of both sequences of each pair, and which are an answer's. The answers start where one of
-        them differs from the prompt alone. That may be before the prompt's end (as in trl): a tokenizer may join its
-        last characters with an answer's first. The first token of a sequence is no label."""
+    def encode(
+        self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents
+    ) -> list[Encoded]:
+        """Returns the tokens of both sequences of each pair, and which are an answer's. The answers
+        start where one of them differs from the prompt alone. That may be before the prompt's end
+        (as in trl): a tokenizer may join its last characters with an answer's first. The first
+        token of a sequence is no label."""
         # a text source that shares the tokenizer sets it
         tokenizer.backend_tokenizer.encode_special_tokens = False
         encoded = []
@@ -248,7 +300,10 @@ class Preferences(Chat):
             prompt, end = pair["prompt"], tokenizer.eos_token
             is_text = isinstance(prompt, str)
             if is_text:
-                rendered = [prompt, *(prompt + pair[key].removesuffix(end) + end for key in ANSWERS)]
+                rendered = [
+                    prompt,
+                    *(prompt + pair[key].removesuffix(end) + end for key in ANSWERS),
+                ]
             else:
                 rendered = self._rendered(tokenizer, name, pair)
             prompt, chosen, rejected = tokenizer(rendered, add_special_tokens=is_text)["input_ids"]
@@ -265,17 +320,22 @@ class Preferences(Chat):
         render = partial(tokenizer.apply_chat_template, chat_template=template.text, tokenize=False)
         prompt = pair["prompt"]
         try:
-            return [render(prompt, add_generation_prompt=True), *(render(prompt + pair[key]) for key in ANSWERS)]
+            return [
+                render(prompt, add_generation_prompt=True),
+                *(render(prompt + pair[key]) for key in ANSWERS),
+            ]
         except Exception as error:  # a template raises errors of Jinja and of Python
             raise wrong(name, f"is refused by {template.name}: {first_line(error)}") from error
 
 
 class Ratings(Preferences):
-    """Answers that people found good or bad, each by itself; `model.preference.loss` kto has their loss.
+    """Answers that people found good or bad, each by itself; `model.preference.loss` kto has their
+    loss.
 
-    A record has `prompt`, `completion` and `label`, true or false; texts or messages as in Preferences. A document is
-    stored as a pair: the answer, and another record's answer to the same prompt, by which the loss estimates the
-    model's distance from its reference. Whether the first token counts, which is no label, is `label`."""
+    A record has `prompt`, `completion` and `label`, true or false; texts or messages as in
+    Preferences. A document is stored as a pair: the answer, and another record's answer to the same
+    prompt, by which the loss estimates the model's distance from its reference. Whether the first
+    token counts, which is no label, is `label`."""
 
     ratings = True
     fields = ("prompt", "completion", "label")
@@ -286,7 +346,10 @@ class Ratings(Preferences):
             labels.add(json.loads(text)["label"])
             yield name, text
         if len(labels) == 1:
-            raise InputError(f"data.source Ratings has only answers of label {str(*labels).lower()}: give both kinds")
+            raise InputError(
+                f"data.source Ratings has only answers of label {str(*labels).lower()}: give both"
+                " kinds"
+            )
 
     def document_of(self, name: str, record: Record) -> dict[str, object]:
         prompt, completion, label = map(record.get, self.fields)
@@ -296,18 +359,28 @@ class Ratings(Preferences):
             prompt = self._messages(name, prompt or [], "user")
             completion = self._messages(name, completion, "assistant")
         if not prompt or not completion or {type(prompt), type(completion)} not in ({str}, {list}):
-            raise wrong(name, "needs prompt and completion in one form: texts, or lists of messages")
+            raise wrong(
+                name, "needs prompt and completion in one form: texts, or lists of messages"
+            )
         return {"prompt": prompt, "completion": completion, "label": label}
 
-    def encode(self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents) -> list[Encoded]:
-        """Returns tokens of pairs: the other answer is the last before with another text, over the batch (trl)."""
+    def encode(
+        self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents
+    ) -> list[Encoded]:
+        """Returns tokens of pairs: the other answer is the last before with another text, over the
+        batch (trl)."""
         rated, pairs = [json.loads(text) for _, text in documents], []
         for number, (name, _) in enumerate(documents):
             completion = rated[number]["completion"]
             before = (rated[number - back]["completion"] for back in range(1, len(rated)))
-            other = next((each for each in before if type(each) is type(completion) and each != completion), None)
+            other = next(
+                (each for each in before if type(each) is type(completion) and each != completion),
+                None,
+            )
             if other is None:
-                raise wrong(name, "has the only answer among its neighbours: give other answers too")
+                raise wrong(
+                    name, "has the only answer among its neighbours: give other answers too"
+                )
             pair = {"prompt": rated[number]["prompt"], "chosen": completion, "rejected": other}
             pairs.append((name, json.dumps(pair)))
         encoded = super().encode(spec, tokenizer, pairs)

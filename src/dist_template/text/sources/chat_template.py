@@ -1,9 +1,10 @@
 """Encodes conversations by a chat template, and finds the tokens that count.
 
-A message counts from the end of the prompt that a server renders before it to the end of its turn. What the template
-writes before an answer, such as an empty reasoning block, is the prompt's. A template that writes earlier turns
-differently once others follow cannot be divided so. For the families that it knows, trl has forms of the published
-templates that keep earlier turns, or mark answers by `{% generation %}` tags."""
+A message counts from the end of the prompt that a server renders before it to the end of its turn.
+What the template writes before an answer, such as an empty reasoning block, is the prompt's. A
+template that writes earlier turns differently once others follow cannot be divided so. For the
+families that it knows, trl has forms of the published templates that keep earlier turns, or mark
+answers by `{% generation %}` tags."""
 
 from __future__ import annotations
 
@@ -27,17 +28,23 @@ Message = dict[str, Any]  # role and content, and what else a turn has, such as 
 Render = Callable[..., str]  # of a list of messages
 TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 HELP = (
-    "set data.source.train_on to last, or give data.source.template, a .jinja file with {% generation %} tags around"
+    "set data.source.train_on to last, or give data.source.template, a .jinja file with {% "
+    "generation %} tags around"
     " the assistant's turns"
 )
 COUNTS = "train"  # key of a message in a document: whether it counts, whatever its role
-NO_REASONING: dict[str, Any] = {"enable_thinking": False, "thinking": False}  # variables of published templates
+# variables of published templates
+NO_REASONING: dict[str, Any] = {"enable_thinking": False, "thinking": False}
 OPENED = re.compile(r"<think>\s*$")  # a prompt that demands reasoning
-PROBE = [{"role": role, "content": content} for role, content in zip(("user", "assistant") * 2, "abcd", strict=True)]
+PROBE = [
+    {"role": role, "content": content}
+    for role, content in zip(("user", "assistant") * 2, "abcd", strict=True)
+]
 
 
 class Template(NamedTuple):
-    """A chat template: its Jinja source, a name for messages, and whether tags mark the assistant's turns."""
+    """A chat template: its Jinja source, a name for messages, and whether tags mark the assistant's
+    turns."""
 
     text: str
     name: str
@@ -53,8 +60,9 @@ class Span(NamedTuple):
 
 
 def training_template(tokenizer: Tokenizer, file: str | None, train_on: str) -> Template:
-    """Returns the template that conversations are encoded by for training: `file`, or the tokenizer's; trl's form of it
-    if earlier turns change in it. Raises InputError if there is no template."""
+    """Returns the template that conversations are encoded by for training: `file`, or the
+    tokenizer's; trl's form of it if earlier turns change in it. Raises InputError if there is no
+    template."""
     if file:
         text = Path(file).read_text(encoding="utf-8")
         return Template(text, file, bool(TAG.search(text)))
@@ -81,7 +89,9 @@ def training_template(tokenizer: Tokenizer, file: str | None, train_on: str) -> 
 def _divides(tokenizer: Tokenizer, template: Template, train_on: str) -> bool:
     """Returns whether the answers of a conversation can be found without tags."""
     try:
-        encode(tokenizer, template, train_on, ["assistant"], [("", json.dumps({"messages": PROBE}))])
+        encode(
+            tokenizer, template, train_on, ["assistant"], [("", json.dumps({"messages": PROBE}))]
+        )
     except InputError:
         return False
     return True
@@ -90,15 +100,17 @@ def _divides(tokenizer: Tokenizer, template: Template, train_on: str) -> bool:
 def encode(
     tokenizer: Tokenizer, template: Template, train_on: str, roles: list[str], documents: Documents
 ) -> list[Encoded]:
-    """Returns the tokens of conversations, which are JSON, and which of them count. Raises InputError if the template
-    refuses a conversation, changes its turns, or marks nothing in it."""
+    """Returns the tokens of conversations, which are JSON, and which of them count. Raises
+    InputError if the template refuses a conversation, changes its turns, or marks nothing in it."""
     # A text source that shares the tokenizer sets it; a template's special tokens are such.
     tokenizer.backend_tokenizer.encode_special_tokens = False
     encoded, ends = [], tuple(tokenizer.get_added_vocab())
     for name, text in documents:
         conversation = json.loads(text)
         messages, tools = conversation["messages"], conversation.get("tools")
-        numbers = [n for n, message in enumerate(messages) if message.pop(COUNTS, message["role"] in roles)]
+        numbers = [
+            n for n, message in enumerate(messages) if message.pop(COUNTS, message["role"] in roles)
+        ]
         if train_on == "last":
             numbers = numbers[-1:]
         render = partial(tokenizer.apply_chat_template, tools=tools, chat_template=template.text)
@@ -108,7 +120,10 @@ def encode(
                 return_assistant_tokens_mask=template.has_tags,
                 tokenizer_kwargs={"return_offsets_mapping": True},
             )
-            ids, offsets = np.array(out["input_ids"], dtype=np.int64), np.array(out["offset_mapping"])
+            ids, offsets = (
+                np.array(out["input_ids"], dtype=np.int64),
+                np.array(out["offset_mapping"]),
+            )
             counted = np.ones(len(ids), dtype=bool)
             if train_on != "all":
                 as_text: Any = partial(render, tokenize=False)
@@ -125,10 +140,15 @@ def encode(
 
 
 def _spans(
-    render: Render, ends: tuple[str, ...], template: Template, messages: list[Message], numbers: list[int]
+    render: Render,
+    ends: tuple[str, ...],
+    template: Template,
+    messages: list[Message],
+    numbers: list[int],
 ) -> Iterator[Span]:
-    """Yields where messages are in the text of a conversation; `ends` are tokens that may end a turn. With tags, a span
-    is only where their mask is read. Raises InputError if a turn does not follow its prompt, changes, or has no end."""
+    """Yields where messages are in the text of a conversation; `ends` are tokens that may end a
+    turn. With tags, a span is only where their mask is read. Raises InputError if a turn does not
+    follow its prompt, changes, or has no end."""
     text = render(messages)
     for number in numbers:
         turn = render(messages[: number + 1]).rstrip()  # no label follows the token that ends it
@@ -138,15 +158,21 @@ def _spans(
         else:  # nothing asks for it
             prompt = turn[: turn.rfind(messages[number]["content"].strip())]
         if template.has_tags and is_answer:
-            following = [n for n in range(number + 1, len(messages)) if messages[n]["role"] == "assistant"]
+            following = [
+                n for n in range(number + 1, len(messages)) if messages[n]["role"] == "assistant"
+            ]
             end = len(render(messages[: following[0]])) if following else len(text)
             prompt = prompt or render(messages[:number])
-        elif prompt and text.startswith(turn) and (turn.endswith(ends) or _goes_on(turn, messages[number])):
+        elif (
+            prompt
+            and text.startswith(turn)
+            and (turn.endswith(ends) or _goes_on(turn, messages[number]))
+        ):
             end = len(turn)
         else:
             raise InputError(
-                f"message {number + 1} does not continue a server's prompt, changes when others follow, or has no end:"
-                f" {HELP}"
+                f"message {number + 1} does not continue a server's prompt, changes when others"
+                f" follow, or has no end: {HELP}"
             )
         yield Span(number + 1, len(prompt), end)
 
@@ -158,7 +184,8 @@ def _goes_on(turn: str, message: Message) -> bool:
 
 
 def _prompt(render: Render, messages: list[Message], turn: str, template: Template) -> str:
-    """Returns the longest of the prompts for an answer that `turn` continues: with reasoning or not; else ""."""
+    """Returns the longest of the prompts for an answer that `turn` continues: with reasoning or
+    not; else ""."""
     served = render(messages, add_generation_prompt=True)
     prompts = [served, OPENED.sub("", served)]
     if "thinking" in template.text:
@@ -167,8 +194,9 @@ def _prompt(render: Render, messages: list[Message], turn: str, template: Templa
 
 
 def _tokens(spans: Iterator[Span], offsets: np.ndarray) -> np.ndarray:
-    """Returns which tokens are in a span; `offsets` (tokens, 2) are their starts and ends in the text. Raises
-    InputError if a token has characters of a prompt and of an answer: a server divides them otherwise."""
+    """Returns which tokens are in a span; `offsets` (tokens, 2) are their starts and ends in the
+    text. Raises InputError if a token has characters of a prompt and of an answer: a server divides
+    them otherwise."""
     starts, ends = offsets.T
     counted = np.zeros(len(offsets), dtype=bool)
     for number, start, end in spans:

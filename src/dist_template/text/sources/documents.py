@@ -1,11 +1,13 @@
-"""Sources of documents. A new source is one class in the project's `data.py`, and three lines of YAML.
+"""Sources of documents. A new source is one class in the project's `data.py`, and three lines of
+YAML.
 
     data:
       source:
         class_path: Jsonl
         init_args: {paths: [corpus/*.jsonl]}
 
-A source's attributes are its constructor's arguments. They name its cache: other arguments get another cache."""
+A source's attributes are its constructor's arguments. They name its cache: other arguments get
+another cache."""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ class Source(Choice, ABC):
         """Returns the tokenizer that encodes and is saved with the tokens."""
         return tokenizer
 
-    def encode(self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents) -> list[Encoded]:
+    def encode(
+        self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents
+    ) -> list[Encoded]:
         """Returns the tokens of each document; EOS ends each."""
         texts = [text for _, text in documents]
         end = tokenizer.eos_token_id
@@ -106,8 +110,9 @@ class FileSource(Source):
     """Base class of sources that read files.
 
     Args:
-        paths: Files or glob patterns, `**` for any depth: `[corpus/**/*.txt, s3://bucket/corpus/*.txt]`. Files in a
-            store, at any address of fsspec, are copied to `~/.cache/dist_template/data`."""
+        paths: Files or glob patterns, `**` for any depth: `[corpus/**/*.txt,
+            s3://bucket/corpus/*.txt]`. Files in a store, at any address of fsspec, are copied to
+            `~/.cache/dist_template/data`."""
 
     paths: list[str]
 
@@ -120,7 +125,8 @@ class TextFiles(FileSource):
     """Plain text or source code in UTF-8.
 
     Args:
-        separator: What ends a document inside a file, such as "\\n\\n". null: each file is one document."""
+        separator: What ends a document inside a file, such as "\\n\\n". null: each file is one
+            document."""
 
     separator: str | None = None
 
@@ -161,7 +167,8 @@ class HubDataset(Source):
         config: The data set's configuration. null: its default.
         split: The split to read; train, validation and test splits are made from it.
         field: The column that holds the text.
-        revision: The commit or tag to read, so that the data cannot change underneath. null: the newest."""
+        revision: The commit or tag to read, so that the data cannot change underneath. null: the
+            newest."""
 
     name: str
     config: str | None = None
@@ -170,7 +177,9 @@ class HubDataset(Source):
     revision: str | None = None
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        return _documents(hub_records(self.name, self.config, self.split, self.revision), self.field)
+        return _documents(
+            hub_records(self.name, self.config, self.split, self.revision), self.field
+        )
 
 
 def _documents(records: Iterable[Named], field: str) -> Iterator[tuple[str, str]]:
@@ -179,7 +188,9 @@ def _documents(records: Iterable[Named], field: str) -> Iterator[tuple[str, str]
         text = record.get(field)
         if not isinstance(text, str):
             keys = ", ".join(sorted(record)) or "no key"
-            raise InputError(f"data.source.field {field!r} names no text in {name}, which has {keys}")
+            raise InputError(
+                f"data.source.field {field!r} names no text in {name}, which has {keys}"
+            )
         yield name, text
 
 
@@ -199,7 +210,9 @@ def texts_of(source: Source) -> Iterator[tuple[str, str]]:
             found = True
             yield name, text.encode(errors="replace").decode()
     if not found:
-        raise InputError(f"data.source {type(source).__name__} has no text in it: point it at other files")
+        raise InputError(
+            f"data.source {type(source).__name__} has no text in it: point it at other files"
+        )
 
 
 def batches_of(source: Source) -> Iterator[Documents]:

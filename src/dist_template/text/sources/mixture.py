@@ -1,10 +1,11 @@
 """Mixture: several sources in one corpus, with weights that may change when a run resumes.
 
 The cache holds the documents of one source after another, and so are rows numbered: weights do not
-change it. Which row is at a position of the stream of samples follows in closed form. Until position t, a source with
-share s(u) of the samples at u has given round(integral of s to t) rows. Within a block of positions, it is random which
-source is next; a source's own rows are shuffled anew for each of its epochs. `interleave_datasets` of `datasets` draws
-each document at random: it has no row of a position without reading all before, which a resume on other ranks needs.
+change it. Which row is at a position of the stream of samples follows in closed form. Until
+position t, a source with share s(u) of the samples at u has given round(integral of s to t) rows.
+Within a block of positions, it is random which source is next; a source's own rows are shuffled
+anew for each of its epochs. `interleave_datasets` of `datasets` draws each document at random: it
+has no row of a position without reading all before, which a resume on other ranks needs.
 
     position    0 1 2 3 4 5 6 7 | 8 …          blocks of `BLOCK` samples
     rows of     w w c w w w c w | …            web (weight 3) and code (weight 1)"""
@@ -52,7 +53,9 @@ class Mixture(Source):
             raise InputError(f"data.source.sources has {what}: train on one after the other")
         values = [*self.weights.values()]
         if self.weights.keys() != self.sources.keys() or not any(values) or min(values) < 0:
-            each = f"give each of {', '.join(self.sources)} a number of at least 0, and not 0 to all"
+            each = (
+                f"give each of {', '.join(self.sources)} a number of at least 0, and not 0 to all"
+            )
             raise InputError(f"data.source.weights is {self.weights}: {each}")
 
     def parts(self) -> dict[str, Source]:
@@ -83,15 +86,21 @@ class MixtureOrder:
     """Maps a position of the stream to the number of its row."""
 
     sizes: dict[str, int]  # number of rows of each source, in the order in which rows are numbered
-    changes: list[tuple[int, Weights]]  # pairs of a position and the weights from there on; the first is at 0
+    # pairs of a position and the weights from there on; the first is at 0
+    changes: list[tuple[int, Weights]]
     seed: int  # of the shuffles
 
     def __post_init__(self) -> None:
         starts = np.cumsum([0, *self.sizes.values()]).tolist()
         self._starts = dict(zip(self.sizes, starts, strict=False))
         self._rows = {}
-        for name, size in self.sizes.items():  # a source's order depends on its name, not on the other sources
-            self._rows[name] = lru_cache(maxsize=2)(partial(shuffled, size, self.seed, crc32(name.encode())))
+        for (
+            name,
+            size,
+        ) in self.sizes.items():  # a source's order depends on its name, not on the other sources
+            self._rows[name] = lru_cache(maxsize=2)(
+                partial(shuffled, size, self.seed, crc32(name.encode()))
+            )
         self._block, self._first = np.zeros(0, dtype=np.int64), 0  # the newest, and its position
 
     def __call__(self, position: int) -> int:

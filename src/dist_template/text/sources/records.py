@@ -1,7 +1,8 @@
 """Finds files by glob patterns and reads records: JSON files, Parquet tables, hub data sets.
 
-A reader yields pairs of a name, `file:number`, and a record. JSON is read without `datasets`: that package is an extra,
-and its reader gives all records of a file the same keys, which would change the tokens of conversations."""
+A reader yields pairs of a name, `file:number`, and a record. JSON is read without `datasets`: that
+package is an extra, and its reader gives all records of a file the same keys, which would change
+the tokens of conversations."""
 
 import glob
 import json
@@ -23,11 +24,15 @@ Named = tuple[str, Record]  # name for messages, and the record
 
 
 def matching(patterns: list[str]) -> list[Path]:
-    """Returns the files that glob patterns match, sorted, each once; copies of those in a store. Raises InputError if a
-    pattern matches no file."""
+    """Returns the files that glob patterns match, sorted, each once; copies of those in a store.
+    Raises InputError if a pattern matches no file."""
     found: dict[str, str] = {}  # by the file itself: links may give it several names
     for pattern in patterns:
-        names = _copied(pattern) if "://" in pattern else glob.iglob(str(Path(pattern).expanduser()), recursive=True)
+        names = (
+            _copied(pattern)
+            if "://" in pattern
+            else glob.iglob(str(Path(pattern).expanduser()), recursive=True)
+        )
         files = filter(os.path.isfile, names)
         names = {os.path.realpath(path): path for path in sorted(files, reverse=True)}
         if not names:
@@ -42,23 +47,36 @@ def matching(patterns: list[str]) -> list[Path]:
 
 
 def _copied(pattern: str) -> list[str]:
-    """Copies the files of an address (s3://bucket/*.jsonl, any of fsspec) that are not here, or have changed there, and
-    returns their names here. Options of the store come from the environment."""
+    """Copies the files of an address (s3://bucket/*.jsonl, any of fsspec) that are not here, or
+    have changed there, and returns their names here. Options of the store come from the
+    environment."""
     if re.search(r"//[^/]*@", pattern):
-        raise InputError("data.source.paths has an address with a user, which would be recorded: use the environment")
+        raise InputError(
+            "data.source.paths has an address with a user, which would be recorded: use the"
+            " environment"
+        )
     protocol = pattern.partition("://")[0]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dist_template", "data")
-    copies = {"cache_storage": str(cache / protocol), "check_files": True, "cache_mapper": partial(quote, safe="")}
+    cache = Path(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dist_template", "data"
+    )
+    copies = {
+        "cache_storage": str(cache / protocol),
+        "check_files": True,
+        "cache_mapper": partial(quote, safe=""),
+    }
     options = {"filecache": copies, protocol: {"use_listings_cache": False}}
     try:
         with fsspec.open_files(f"filecache::{pattern}", **options) as files:
             return [file.name for file in files]
     except Exception as error:  # each file system has errors of its own
-        raise InputError(f"data.source.paths has {pattern!r}, which cannot be read: {first_line(error)}") from error
+        raise InputError(
+            f"data.source.paths has {pattern!r}, which cannot be read: {first_line(error)}"
+        ) from error
 
 
 def records_of(path: Path, fields: Collection[str]) -> Iterator[Named]:
-    """Yields the records of a file: .parquet, with those columns of `fields` that it has; else JSON."""
+    """Yields the records of a file: .parquet, with those columns of `fields` that it has; else
+    JSON."""
     records, number = _rows(path, fields) if path.suffix == ".parquet" else _json(path), 0
     try:
         for number, record in enumerate(records, start=1):
@@ -99,7 +117,9 @@ def hub_records(name: str, config: str | None, split: str, revision: str | None)
     import datasets  # 1.5 s: only for this source
 
     try:
-        records = datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
+        records = datasets.load_dataset(
+            name, config, split=split, revision=revision, streaming=True
+        )
         for number, record in enumerate(records, start=1):
             yield f"{name}:{number}", record
     except Exception as error:

@@ -46,7 +46,9 @@ class Diagnosis(Callback):
             self._history = read_run(self.folder, limit=MAX_ENTRIES)
             self._last = time.monotonic()
 
-    def on_log_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]) -> None:
+    def on_log_step(
+        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
+    ) -> None:
         self._add(trainer, metrics)
         if time.monotonic() - self._last >= self.every_s:
             self._diagnose(trainer)
@@ -62,7 +64,9 @@ class Diagnosis(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._diagnose(trainer)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
         is_decided = isinstance(exception, InputError | Ended)
         # hooks.py prints all findings of a crash.
         self._diagnose(trainer, prints=is_decided or not isinstance(exception, Exception))
@@ -80,7 +84,9 @@ class Diagnosis(Callback):
         self._open = diagnose(self._history)
         console, new = console_of(trainer), []
         if console:  # the most severe finding is the first
-            console.worst = self._open[0].title if self._open and self._open[0].level != "info" else ""
+            console.worst = (
+                self._open[0].title if self._open and self._open[0].level != "info" else ""
+            )
         for finding in self._open:
             identity = (finding.rule, finding.level, str(finding.ranks))
             if identity not in self._reported:

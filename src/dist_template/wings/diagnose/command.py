@@ -14,7 +14,8 @@ from .finding import as_text, counted
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Prints the findings of each given run, the most severe first. Raises InputError if a run does not exist."""
+    """Prints the findings of each given run, the most severe first. Raises InputError if a run does
+    not exist."""
     parser = Flags("diagnose", description=__doc__)
     runs = "runs/<name>/<id>, or a folder: its newest run"
     parser.add_argument("runs", nargs="*", type=Path, default=[Path("runs")], help=runs)
@@ -37,13 +38,15 @@ def main(argv: list[str], project: Project) -> None:
 
 
 def newest(folder: Path) -> Path:
-    """Returns `folder` if it is a run folder, its copy if it is in a store, otherwise the run below it that was
-    written last. Raises InputError if there is no run."""
+    """Returns `folder` if it is a run folder, its copy if it is in a store, otherwise the run below
+    it that was written last. Raises InputError if there is no run."""
     folder = Path(local_copy(folder))
     if (folder / RunFile.CONFIG).exists():
         return folder
     if last_write(folder) is not None:
-        raise InputError(f"{folder} has no {RunFile.CONFIG}, which most rules need; give another run")
+        raise InputError(
+            f"{folder} has no {RunFile.CONFIG}, which most rules need; give another run"
+        )
     written: dict[Path, float] = {}  # run: its last write
     for config in [*folder.glob(f"*/{RunFile.CONFIG}"), *folder.glob(f"*/*/{RunFile.CONFIG}")]:
         written[config.parent] = last_write(config.parent) or 0.0

@@ -31,9 +31,9 @@ def registered_rules() -> dict[str, Rule]:
 
 
 def diagnose(history: History) -> list[Finding]:
-    """Returns the findings, sorted by level, then by confidence, then in the order of the rules. A finding is dropped
-    if another one of the same or a higher level explains it. A rule that raises becomes a finding of level info,
-    because it must not end a training."""
+    """Returns the findings, sorted by level, then by confidence, then in the order of the rules. A
+    finding is dropped if another one of the same or a higher level explains it. A rule that raises
+    becomes a finding of level info, because it must not end a training."""
     found: list[Finding] = []
     for name, rule in (RULES | registered_rules()).items():
         try:
@@ -46,7 +46,9 @@ def diagnose(history: History) -> list[Finding]:
         for other in each.explains:
             explained[other] = min(LEVELS.index(each.level), explained.get(other, len(LEVELS)))
     kept = [
-        applicable(each, history) for each in found if LEVELS.index(each.level) < explained.get(each.rule, len(LEVELS))
+        applicable(each, history)
+        for each in found
+        if LEVELS.index(each.level) < explained.get(each.rule, len(LEVELS))
     ]
     return sorted(kept, key=lambda finding: finding.weight)
 
@@ -58,6 +60,11 @@ def applicable(finding: Finding, history: History) -> Finding:
 
     def exists(change: Change) -> bool:
         section, _, name = change.key.partition(".")
-        return section not in ("model", "data") or name.partition(".")[0] in history.config.get(section, {})
+        return section not in ("model", "data") or name.partition(".")[0] in history.config.get(
+            section, {}
+        )
 
-    return replace(finding, causes=[replace(each, changes=[*filter(exists, each.changes)]) for each in finding.causes])
+    return replace(
+        finding,
+        causes=[replace(each, changes=[*filter(exists, each.changes)]) for each in finding.causes],
+    )

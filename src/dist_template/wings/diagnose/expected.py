@@ -75,9 +75,9 @@ def settled_after(history: History) -> float:
 
 
 def usual_rate(history: History) -> float:
-    """Returns the usual peak learning rate of AdamW for the model's size (if not known, 10 M). 0.003239 - 0.0001395
-    ln(N) for N parameters without embeddings (Kaplan et al., arXiv:2001.08361, appendix D.6), right within a factor of
-    a few; less from pretrained weights."""
+    """Returns the usual peak learning rate of AdamW for the model's size (if not known, 10 M).
+    0.003239 - 0.0001395 ln(N) for N parameters without embeddings (Kaplan et al., arXiv:2001.08361,
+    appendix D.6), right within a factor of a few; less from pretrained weights."""
     parameters = history.fact("parameters.total", 1e7) - (history.fact("parameters.embedding") or 0)
     rate = max(0.003239 - 0.0001395 * math.log(max(parameters, 1000)), 2e-5)  # the fit ends at 10 B
     if history.key("model.pretrained"):
@@ -87,11 +87,16 @@ def usual_rate(history: History) -> float:
 
 def highest(given: Any) -> float:
     """Returns a key's value, or the highest of its phases by consumed tokens."""
-    return max((phase["value"] for phase in given), default=0.0) if isinstance(given, list) else given or 0.0
+    return (
+        max((phase["value"] for phase in given), default=0.0)
+        if isinstance(given, list)
+        else given or 0.0
+    )
 
 
 def peak_rate(history: History) -> float:
-    """Returns the configured peak learning rate, or else the highest one recorded; 0 if neither is known."""
+    """Returns the configured peak learning rate, or else the highest one recorded; 0 if neither is
+    known."""
     recorded = metric(history, "train/learning_rate").values
     return highest(history.key("model.optim.learning_rate")) or float(recorded.max(initial=0.0))
 
@@ -102,8 +107,8 @@ def rate_is_high(history: History) -> bool:
 
 
 def lower_rate(history: History, stable_until: float = math.inf) -> list[Change]:
-    """Proposes a lower peak learning rate: if `stable_until`, the last step at which training was stable, is in the
-    warm-up, at most half of its rate."""
+    """Proposes a lower peak learning rate: if `stable_until`, the last step at which training was
+    stable, is in the warm-up, at most half of its rate."""
     now, usual = peak_rate(history), usual_rate(history)
     rates = metric(history, "train/learning_rate")
     if not now:

@@ -50,14 +50,18 @@ class Finding:
     """One problem of a run."""
 
     rule: str  # a stable identifier
-    level: Level  # error: the run is worthless or will fail; warning: it loses time or quality, or is at risk
+    # error: the run is worthless or will fail; warning: it loses time or quality, or is at risk
+    level: Level
     confidence: Confidence  # certain: counted or measured; likely: a healthy run does not do this
     title: str  # what is wrong, in a few words, without figures
     evidence: str  # what was observed, in one or two sentences: values, steps, ranks
     causes: Sequence[Cause] = ()  # the likeliest first
-    steps: tuple[int, int] | None = None  # the first and the last that show it; None: it is not about steps
+    steps: tuple[int, int] | None = (
+        None  # the first and the last that show it; None: it is not about steps
+    )
     ranks: Sequence[int] = ()  # that show it; (): all, or not known
-    explains: Sequence[str] = field(default=(), compare=False)  # rules whose findings are consequences, and dropped
+    # rules whose findings are consequences, and dropped
+    explains: Sequence[str] = field(default=(), compare=False)
 
     @property
     def weight(self) -> tuple[int, int]:
@@ -117,4 +121,6 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 def _wrapped(text: str, start: str) -> list[str]:
     indent = " " * len(start)
-    return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=indent, break_long_words=False)
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=start, subsequent_indent=indent, break_long_words=False
+    )

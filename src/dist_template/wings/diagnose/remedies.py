@@ -51,10 +51,12 @@ class MemoryUse:
         return freed
 
 
-def memory_use(history: History, memory: dict[str, Any], phase: str = "", is_first: bool = False) -> MemoryUse:
-    """Divides the measured memory of a rank into parts; if not measured, returns the estimate. `memory` is what
-    callbacks/crash.py recorded, `phase` in which the rank ran out of memory. `is_first`: no optimizer step had been
-    completed, which creates AdamW's state."""
+def memory_use(
+    history: History, memory: dict[str, Any], phase: str = "", is_first: bool = False
+) -> MemoryUse:
+    """Divides the measured memory of a rank into parts; if not measured, returns the estimate.
+    `memory` is what callbacks/crash.py recorded, `phase` in which the rank ran out of memory.
+    `is_first`: no optimizer step had been completed, which creates AdamW's state."""
     sharding, run = figures_of(history)
     estimated, parts = parts_of(history), sharding.state(run)
     measured = {name: GIB * (memory.get(f"{name}_gib") or 0.0) for name in MEASURED}
@@ -93,7 +95,11 @@ def remedies(use: MemoryUse) -> list[Cause]:
             found.append(Cause(saving.sentence, changes))
     if (unused := use.parts.get("fragmentation", 0.0)) > SPARE * use.total:
         variable = "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
-        found.append(Cause(f"{unused / GIB:.1f} GiB are reserved but unused, between tensors: set {variable}."))
+        found.append(
+            Cause(
+                f"{unused / GIB:.1f} GiB are reserved but unused, between tensors: set {variable}."
+            )
+        )
     return found
 
 
@@ -108,7 +114,10 @@ def _savings(use: MemoryUse) -> Iterator[Saving]:
             to -= 1
         now = max(sharding.rows(run) // size, 1)
         more = f"{size // to * now} accumulated instead of {now}"
-        sentence = f"Smaller micro-batches, {more}: same global batch, same loss curve, a step takes somewhat longer."
+        sentence = (
+            f"Smaller micro-batches, {more}: same global batch, same loss curve, a step takes"
+            " somewhat longer."
+        )
         yield Saving(sentence, {"data.micro_batch_size": (size, to)})
     savings = list(sharding.savings(run))
     yield from filter(lambda saving: not saving.is_on_host, savings)
@@ -116,7 +125,10 @@ def _savings(use: MemoryUse) -> Iterator[Saving]:
         sentence = "Matrix products in bf16: faster; see docs/strategies/numerics.md."
         yield Saving(sentence, {"trainer.precision": (run.precision, "bf16-mixed")})
     if run.checkpointing != "full" and run.layers > 1:  # `full` works with every strategy
-        sentence = "Activation checkpointing: backward recomputes each block, about a third more compute, same loss."
+        sentence = (
+            "Activation checkpointing: backward recomputes each block, about a third more"
+            " compute, same loss."
+        )
         yield Saving(sentence, {"model.blocks.checkpointing": (run.checkpointing, "full")})
     if not run.on_host:
         yield from filter(lambda saving: saving.is_on_host, savings)

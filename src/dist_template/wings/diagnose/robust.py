@@ -49,7 +49,12 @@ def binned(series: Series) -> Series:
     if len(series) <= NUM_BINS:
         return series
     parts = np.array_split(np.arange(len(series)), NUM_BINS)
-    return Series(*(np.array([median(column[part]) for part in parts]) for column in (series.steps, series.values)))
+    return Series(
+        *(
+            np.array([median(column[part]) for part in parts])
+            for column in (series.steps, series.values)
+        )
+    )
 
 
 def rising_share(series: Series) -> float:

@@ -25,7 +25,8 @@ VERBS = ("fit", "validate", "test", "predict", "prepare")
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Renders and submits a run, or asks about a submitted one. Raises Ended if it ends in an error."""
+    """Renders and submits a run, or asks about a submitted one. Raises Ended if it ends in an
+    error."""
     if argv[1:2] and argv[1] in ("status", "logs", "stop"):
         folder = Path(" ".join(argv[2:])).absolute() / "launch"
         record = _read(folder)
@@ -64,9 +65,13 @@ def parse(argv: list[str]) -> tuple[Namespace, list[str]]:
         f"       {program('launch')} status|logs|stop RUN",
         epilog=f"Every other key is fit's, `cluster` too: see `{program('fit')} --help`.",
     )
-    parser.add_argument("--on", choices=[*registered(GROUP)], required=True, help="launcher or scheduler")
+    parser.add_argument(
+        "--on", choices=[*registered(GROUP)], required=True, help="launcher or scheduler"
+    )
     parser.add_argument("--verb", choices=VERBS, default="fit", help="what is started (fit)")
-    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print files and command, no more")
+    parser.add_argument(
+        "--dry-run", "--dry_run", action="store_true", help="print files and command, no more"
+    )
     return parser.parse_known_args(argv)
 
 
@@ -93,4 +98,6 @@ def write(job: Job, on: str, files: dict[str, str]) -> Record:
 
 
 def _read(folder: Path) -> Record:
-    return read_mapping(folder / RECORD, "give a run that `launch` has started, as runs/<name>/<id>")
+    return read_mapping(
+        folder / RECORD, "give a run that `launch` has started, as runs/<name>/<id>"
+    )

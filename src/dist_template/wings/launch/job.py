@@ -69,8 +69,9 @@ def exports(environment: dict[str, str]) -> str:
 
 
 def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> Job:
-    """Reads a configuration, and makes the checks of `fit` for the machines that it describes. `on_hosts`: the target
-    starts the nodes that `cluster` names; else a scheduler chooses as many."""
+    """Reads a configuration, and makes the checks of `fit` for the machines that it describes.
+    `on_hosts`: the target starts the nodes that `cluster` names; else a scheduler chooses as
+    many."""
     from ...cli.fit import WithoutTrainer
     from ...cli.limits import Machine, violations
     from ..preflight.interval import of_job
@@ -100,7 +101,19 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
     interval = ""
     if verb == "fit":
         interval = of_job(settings, cli.model, data, run.parent, nodes, int(devices))
-    return Job(project.package, verb, flags, site, run, nodes, int(devices), hosts, accelerator, data, interval)
+    return Job(
+        project.package,
+        verb,
+        flags,
+        site,
+        run,
+        nodes,
+        int(devices),
+        hosts,
+        accelerator,
+        data,
+        interval,
+    )
 
 
 def project_file(name: str) -> str:

@@ -36,14 +36,21 @@ class OnNodes(Target):
     def check(self, job: Job) -> None:
         """Raises InputError if the run is active, or a node or the data is not ready."""
         job.require_data()
-        if job.files.exists() and any(RUNNING in line for line in _send(job.hosts, job.site.ssh, job.files, 0)):
+        if job.files.exists() and any(
+            RUNNING in line for line in _send(job.hosts, job.site.ssh, job.files, 0)
+        ):
             what = f"`{program('launch')} stop {job.run}` ends it; or set another {Variable.RUN_ID}"
             raise InputError(f"{job.run} is running: {what}")
         folder, runs, commands = shlex.quote(str(job.folder)), shlex.quote(str(job.run.parent)), []
         for node in range(max(1, len(job.hosts))):
-            test = f"import dist_template, socket; socket.create_server(('', {0 if node else job.port}))"
+            test = (
+                "import dist_template, socket; socket.create_server(('',"
+                f" {0 if node else job.port}))"
+            )
             writes = f"cd {folder} && mkdir -p {runs} && test -w {runs}"
-            commands.append(f"{exports(job.environment)}\n{writes} && {shlex.join([job.python, '-c', test])}")
+            commands.append(
+                f"{exports(job.environment)}\n{writes} && {shlex.join([job.python, '-c', test])}"
+            )
         for host, code, why in _on_all(job.hosts, job.site.ssh, commands):
             if code != 0:
                 raise InputError(f"{host} is not ready: {why}; edit cluster.hosts, ssh or port")
@@ -56,11 +63,14 @@ class OnNodes(Target):
             readers.append(Thread(target=_show, args=(job, node, nodes[node])))
             readers[node].start()
         for number in (*STOP, signal.SIGINT):
-            signal.signal(number, lambda number, _: _send(job.hosts, job.site.ssh, job.files, number))
+            signal.signal(
+                number, lambda number, _: _send(job.hosts, job.site.ssh, job.files, number)
+            )
         codes = []
         for node, reader in zip(nodes, readers, strict=True):
             reader.join()
-            code = node.wait()  # 128 + a signal's number is a shell's; 255 is ssh's, connection lost
+            # 128 + a signal's number is a shell's; 255 is ssh's, connection lost
+            code = node.wait()
             codes.append(128 - code if code > Exit.INTERRUPTED else code)
         code = Exit.of_all(codes)
         if code and not (job.site.min_nodes and Exit.DONE in codes):
@@ -138,8 +148,9 @@ def _show(job: Job, node: int, process: Process) -> None:
 
 
 def _send(hosts: list[str], ssh: str, folder: Path, number: int) -> list[str]:
-    """Sends a signal to each node's process; 0 only asks for it. Returns a line for each node. Another process may have
-    the number by now: the process of the run has its id in the environment."""
+    """Sends a signal to each node's process; 0 only asks for it. Returns a line for each node.
+    Another process may have the number by now: the process of the run has its id in the
+    environment."""
     commands, lines, run = [], [], shlex.quote(f"{Variable.RUN_ID}={folder.parent.name}")
     for node in range(max(1, len(hosts))):
         read = f"read -r pid <{shlex.quote(str(folder))}/node-{node}.pid"
@@ -152,7 +163,8 @@ def _send(hosts: list[str], ssh: str, folder: Path, number: int) -> list[str]:
 
 
 def _on_all(hosts: list[str], ssh: str, commands: list[str]) -> list[tuple[str, int | None, str]]:
-    """Runs a command on each host; returns the host, the exit code (None: no answer) and its last line of errors."""
+    """Runs a command on each host; returns the host, the exit code (None: no answer) and its last
+    line of errors."""
     started, found = [], []
     for host, command in zip(hosts or [HERE], commands, strict=True):
         try:

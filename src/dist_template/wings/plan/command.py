@@ -15,8 +15,19 @@ if TYPE_CHECKING:
     from .planner import Planner
 
 GB, BEST = 1e9, 3  # strategies whose flags are shown
-HEAD = ["devices", "strategy", "micro-batch", "checkpointing", "state", "activations", "other",
-        "total", "fits", "sent", "step s"]  # fmt: skip
+HEAD = [
+    "devices",
+    "strategy",
+    "micro-batch",
+    "checkpointing",
+    "state",
+    "activations",
+    "other",
+    "total",
+    "fits",
+    "sent",
+    "step s",
+]
 NOTE = """
 GB are 10^9 bytes of one device; it needs the larger of logits and backward.
 Not calibrated on a GPU: state is right within 5 % and activations within 15 % on CPU processes;
@@ -27,7 +38,10 @@ def main(argv: list[str], project: Project) -> None:
     """Prints all strategies on a machine, their memory and traffic, and the flags of the best."""
     parser = sizes.parser("plan", str(__doc__))
     parser.add_argument("--memory", help="of a device, as 80GB (10^9) or 80GiB (2^30)")
-    speed, reached = in_range(float, 0.001), "TFLOP/s that matrix products reach (default: 600, an H100 in 16 bits)"
+    speed, reached = (
+        in_range(float, 0.001),
+        "TFLOP/s that matrix products reach (default: 600, an H100 in 16 bits)",
+    )
     parser.add_argument("--tflops", type=speed, default=600.0, help=reached)
     rates = "GB/s that a device sends within a node, and to others (default: 300 40)"
     parser.add_argument("--bandwidth", type=speed, nargs=2, default=[300.0, 40.0], help=rates)
@@ -50,7 +64,9 @@ def main(argv: list[str], project: Project) -> None:
     if not str(devices).isdigit():
         raise InputError(f"trainer.devices is {devices}: give a node's devices, as --devices 8")
     within, between = own.bandwidth
-    machine = Machine(nodes, int(devices), site.memory_bytes, 1e12 * own.tflops, 1e9 * within, 1e9 * between)
+    machine = Machine(
+        nodes, int(devices), site.memory_bytes, 1e12 * own.tflops, 1e9 * within, 1e9 * between
+    )
     planner = Planner(cli.model, cli.datamodule, trainer, described)
     options = planner.options(machine)
     show(planner, options)
@@ -59,11 +75,12 @@ def main(argv: list[str], project: Project) -> None:
 
 
 def show(planner: Planner, options: list[Planned]) -> None:
-    """Prints strategies, the flags of the first that fit, and the parts of the best one's memory."""
+    """Prints strategies, the flags of the first that fit, and the parts of the best one's
+    memory."""
     size, data = planner.traced.size, planner.data
     title = (
-        f"{size.total / 1e6:,.1f} M parameters, {size.trainable / 1e6:,.1f} M of them trained, a step of"
-        f" {options[0].facts.global_batch_size} sequences of {data.seq_len} tokens\n"
+        f"{size.total / 1e6:,.1f} M parameters, {size.trainable / 1e6:,.1f} M of them trained, a"
+        f" step of {options[0].facts.global_batch_size} sequences of {data.seq_len} tokens\n"
     )
     print(Table(title, HEAD, list(map(_row, options)), NOTE).as_text())
     for name, why in planner.failed.items():
@@ -77,7 +94,9 @@ def show(planner: Planner, options: list[Planned]) -> None:
         print("\nNothing fits: more devices, more memory or a shorter data.seq_len are needed.")
     best = (fitting or options)[0]
     head, lines = [f"GB of {_where(best)}"], dict[str, list[str]]()
-    for option in planner.by_checkpointing(best.candidate, best.machine, best.facts.micro_batch_size):
+    for option in planner.by_checkpointing(
+        best.candidate, best.machine, best.facts.micro_batch_size
+    ):
         head.append(f"checkpointing {option.facts.checkpointing}")
         for name, bytes_ in (option.parts() | {"total": option.total()}).items():
             lines.setdefault(name, [name]).append(f"{bytes_ / GB:.2f}")
@@ -95,4 +114,9 @@ def _row(option: Planned) -> list[str]:
     state, kept = sum(parts[name] for name in option.sharding.STATE), parts["activations"]
     for size in (state, kept, total - state - kept, total):
         row.append(f"{size / GB:.1f}")
-    return [*row, "yes" if option.fits else "no", f"{option.sent() / GB:.1f}", f"{option.seconds():.2f}"]
+    return [
+        *row,
+        "yes" if option.fits else "no",
+        f"{option.sent() / GB:.1f}",
+        f"{option.seconds():.2f}",
+    ]

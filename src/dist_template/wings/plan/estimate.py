@@ -44,7 +44,9 @@ class Planned:
     def parts(self) -> dict[str, float]:
         """Returns STATE, MOVING, buffers and the allowance for what is not counted."""
         memory = self.sharding.memory(self.facts)
-        buffers = sum(size for name, size in memory.items() if name not in (*self.sharding.STATE, *MOVING))
+        buffers = sum(
+            size for name, size in memory.items() if name not in (*self.sharding.STATE, *MOVING)
+        )
         kept, logits, backward = (memory[name] for name in MOVING)
         allowance = CONTEXT + FRAGMENTATION * (kept + max(logits, backward) + buffers)
         parts = {name: memory[name] for name in (*self.sharding.STATE, *MOVING)}
@@ -65,7 +67,8 @@ class Planned:
 
     @property
     def order(self) -> Any:
-        """Sort key: fitting first, then time (three digits), recomputation; within a strategy, the micro-batch."""
+        """Sort key: fitting first, then time (three digits), recomputation; within a strategy, the
+        micro-batch."""
         if not self.fits:
             return 1, self.total()
         took, recomputed = float(f"{self.seconds():.3g}"), RECOMPUTED[self.facts.checkpointing]
@@ -76,10 +79,13 @@ class Planned:
         return sum(one.sent for one in self.sharding.traffic(self.facts))
 
     def seconds(self) -> float:
-        """Returns the time of an optimizer step. What no computation waits for is hidden behind it."""
+        """Returns the time of an optimizer step. What no computation waits for is hidden behind
+        it."""
         facts, sharding = self.facts, self.sharding
         tokens = facts.global_batch_size * facts.seq_len / facts.world_size
-        compute = tokens * self.flops_per_token * RECOMPUTED[facts.checkpointing] / self.machine.flops
+        compute = (
+            tokens * self.flops_per_token * RECOMPUTED[facts.checkpointing] / self.machine.flops
+        )
         compute *= sharding.slowdown(facts)
         hidden = exposed = 0.0
         for one in sharding.traffic(facts):

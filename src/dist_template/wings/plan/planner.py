@@ -21,11 +21,14 @@ class Planner:
         self._trainer, self._described = trainer, described
         self.traced = Traced(module, data, described.accelerator != "cpu")
         self._config = module.build_config(self.traced.data)
-        self._stages = cache(lambda candidate, world: candidate.sharding.stage_facts(self.traced.model, world))
+        self._stages = cache(
+            lambda candidate, world: candidate.sharding.stage_facts(self.traced.model, world)
+        )
         self.failed: dict[str, str] = {}  # strategy and checkpointing -> why their trace fails
 
     def options(self, machine: Machine) -> list[Planned]:
-        """Returns the best micro-batch, checkpointing and schedule of each strategy, the best first."""
+        """Returns the best micro-batch, checkpointing and schedule of each strategy, the best
+        first."""
         best: dict[str, Planned] = {}
         for candidate, rows in self._accepted(machine).items():
             for size in (size for size in (1, 2, 4, 8, 16, 32, 64) if rows % size == 0):
@@ -35,11 +38,12 @@ class Planner:
                         best[name] = option
         if not best:
             raise InputError(f"plan cannot trace this model: {next(iter(self.failed.values()))}")
-        return sorted(best.values(), key=lambda option: option.order[:3])  # then as `candidates` yields them
+        # then as `candidates` yields them
+        return sorted(best.values(), key=lambda option: option.order[:3])
 
     def by_checkpointing(self, candidate: Candidate, machine: Machine, rows: int) -> list[Planned]:
-        """Returns the estimates with micro-batches of `rows` sequences; without a checkpointing whose
-        trace fails, as `failed` explains."""
+        """Returns the estimates with micro-batches of `rows` sequences; without a checkpointing
+        whose trace fails, as `failed` explains."""
         found = []
         for mode in RECOMPUTED:
             option = self.option(candidate, machine, rows, mode)
@@ -80,10 +84,17 @@ class Planner:
         """Returns the estimate with micro-batches of `rows` sequences."""
         world = machine.nodes * machine.devices
         facts = replace(
-            self.traced.facts, world_size=world, matrices=self.traced.facts.matrices * self._module.optim.uses_muon,
-            precision=self._described.precision, checkpointing=mode, micro_batch_size=rows, seq_len=self.data.seq_len,
-            global_batch_size=self.data.batch_sizes[1], loss_chunk=self._module.loss_chunk,
-            on_host=self._described.accelerator == "cpu", pipeline=self._stages(candidate, world),
+            self.traced.facts,
+            world_size=world,
+            matrices=self.traced.facts.matrices * self._module.optim.uses_muon,
+            precision=self._described.precision,
+            checkpointing=mode,
+            micro_batch_size=rows,
+            seq_len=self.data.seq_len,
+            global_batch_size=self.data.batch_sizes[1],
+            loss_chunk=self._module.loss_chunk,
+            on_host=self._described.accelerator == "cpu",
+            pipeline=self._stages(candidate, world),
             traced=lambda run: self.traced.activations(rows, *run, mode),
-        )  # fmt: skip
+        )
         return Planned(candidate, machine, facts, self.traced.flops_per_token)

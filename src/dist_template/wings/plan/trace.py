@@ -1,8 +1,9 @@
 """A model without memory: its sizes, and the bytes of its activations.
 
-The full model is on the meta device. Of it a model with one block of each kind is traced forward and backward, then one
-with two of a kind: the difference is a block. Gradients of parameters are not computed: what is counted is activations,
-their gradients, and the 16-bit copies of weights that autocast keeps."""
+The full model is on the meta device. Of it a model with one block of each kind is traced forward
+and backward, then one with two of a kind: the difference is a block. Gradients of parameters are
+not computed: what is counted is activations, their gradients, and the 16-bit copies of weights that
+autocast keeps."""
 
 from __future__ import annotations
 
@@ -43,14 +44,19 @@ class Traced:
             self._blocks = find_blocks(model)
         if not self._blocks or not hasattr(model, "tp_plan"):
             kinds = f"{type(module).__name__} with {type(data).__name__}"
-            raise InputError(f"plan traces language models of transformers, and {kinds} has no such model")
+            raise InputError(
+                f"plan traces language models of transformers, and {kinds} has no such model"
+            )
         self._module, self._on_gpu, self._seq_len = module, on_gpu, data.seq_len
         self._masks = getattr(data, "cross_document_attention", None) is False  # documents apart
         self.model: PreTrainedModel = model
-        self._modules: Any = getattr(model, "mtp", None)  # each of its modules runs a block, the last ones found
+        # each of its modules runs a block, the last ones found
+        self._modules: Any = getattr(model, "mtp", None)
         if self._modules is not None:
             del self._blocks[-self._modules.depth :]
-        self._kinds: dict[tuple[object, ...], list[int]] = {}  # blocks with parameters of the same shapes
+        self._kinds: dict[
+            tuple[object, ...], list[int]
+        ] = {}  # blocks with parameters of the same shapes
         for number, block in enumerate(self._blocks):
             shapes = tuple((name, p.shape) for name, p in block.named_parameters())
             self._kinds.setdefault(shapes, []).append(number)
@@ -62,9 +68,12 @@ class Traced:
         self.flops_per_token = self.size.flops_per_token(self._seq_len) or 0.0
         cast_experts()
 
-    def activations(self, rows: int, half: bool, casts: bool, tp: int, mode: str) -> tuple[float, float]:
+    def activations(
+        self, rows: int, half: bool, casts: bool, tp: int, mode: str
+    ) -> tuple[float, float]:
         """Returns the bytes of `rows` sequences that forward keeps, and the most in backward, with
-        weights of 16 bits (`half`) or cast, on `tp` tensor-parallel ranks, checkpointed by `mode`."""
+        weights of 16 bits (`half`) or cast, on `tp` tensor-parallel ranks, checkpointed by
+        `mode`."""
         one = more = self._all_blocks(1, half, casts, tp, mode)
         if casts and not half:  # copies of weights do not grow with the tokens
             more = self._all_blocks(2, half, casts, tp, mode) - one
@@ -79,10 +88,15 @@ class Traced:
                 total = total + len(others) * (longer - base)
         return total
 
-    def _trace(self, numbers: tuple[int, ...], rows: int, half: bool, casts: bool, tp: int, mode: Any) -> Tensor:
+    def _trace(
+        self, numbers: tuple[int, ...], rows: int, half: bool, casts: bool, tp: int, mode: Any
+    ) -> Tensor:
         """Returns (2,): the bytes at the end of forward, and the peak of backward."""
         short, leaf = self._short(numbers, tp), []
-        wrap_blocks(short, replace(self._module.blocks, checkpointing=mode, checkpoint_every=1, compile=False))
+        wrap_blocks(
+            short,
+            replace(self._module.blocks, checkpointing=mode, checkpoint_every=1, compile=False),
+        )
 
         def detach(*given: Any) -> Tensor:
             leaf.append(given[-1].detach().requires_grad_())

@@ -1,6 +1,7 @@
 """Measures all ranks before the first step, and names those that are slower than the others.
 
-No value is drawn from a global generator, and no process group remains: training is the same with and without."""
+No value is drawn from a global generator, and no process group remains: training is the same with
+and without."""
 
 import json
 import platform
@@ -32,14 +33,16 @@ DEVICE = (8192, torch.bfloat16, 2**28, 2.0)
 
 @dataclass(eq=False)
 class Preflight(Callback):
-    """Multiplies matrices, copies memory and joins all-reduces on every rank, for some seconds, and compares.
+    """Multiplies matrices, copies memory and joins all-reduces on every rank, for some seconds, and
+    compares.
 
     Args:
         enabled: null: on several nodes.
         least_share: Of the median; a slower rank is named, with its host, device and figure.
         refuse: Exit with code 78 in place of a warning.
         device_mtbf_h: Hours between two failures of a device, for the best interval of checkpoints.
-        disk_gb_s: GB/s with which a node writes a checkpoint, for the same, until a run has measured it.
+        disk_gb_s: GB/s with which a node writes a checkpoint, for the same, until a run has
+            measured it.
         folder: Where `preflight.json` is written."""
 
     enabled: bool | None = None
@@ -63,8 +66,15 @@ class Preflight(Callback):
             record = {"time": begun, "seconds": time.time() - begun, "slow": found, "ranks": ranks}
             (folder := Path(self.folder)).mkdir(parents=True, exist_ok=True)
             write_atomically(folder / FILE, json.dumps(record, indent=1))
-            known = [f"{name} {ranks[0][name]:.3g} {unit}" for name, (unit, _) in FIGURES.items() if name in ranks[0]]
-            print(f"preflight         {len(ranks)} ranks in {record['seconds']:.1f} s; rank 0: {', '.join(known)}")
+            known = [
+                f"{name} {ranks[0][name]:.3g} {unit}"
+                for name, (unit, _) in FIGURES.items()
+                if name in ranks[0]
+            ]
+            print(
+                f"preflight         {len(ranks)} ranks in {record['seconds']:.1f} s; rank 0:"
+                f" {', '.join(known)}"
+            )
             for sentence in found:
                 print(f"preflight: {sentence}", flush=True)
         if found and self.refuse:
@@ -83,8 +93,12 @@ def measure(device: torch.device, num_nodes: int) -> list[dict[str, Any]]:
         buffer = torch.zeros(elements, device=device)
         half, other = buffer.chunk(2)
         # zeros would need less power than training does
-        matrix = torch.randn(width, width, device=device, generator=torch.Generator(device).manual_seed(0)).to(dtype)
-        own["matmul"] = 2 * width**3 / 1e12 / _seconds(lambda: torch.mm(matrix, matrix), device, limit_s)
+        matrix = torch.randn(
+            width, width, device=device, generator=torch.Generator(device).manual_seed(0)
+        ).to(dtype)
+        own["matmul"] = (
+            2 * width**3 / 1e12 / _seconds(lambda: torch.mm(matrix, matrix), device, limit_s)
+        )
         own["copy"] = buffer.nbytes / 1e9 / _seconds(lambda: half.copy_(other), device, limit_s / 4)
     except Exception as error:  # memory that another process uses, a kernel that the device lacks
         own["error"] = reason(error)
@@ -94,16 +108,16 @@ def measure(device: torch.device, num_nodes: int) -> list[dict[str, Any]]:
 
 
 def _all_reduces(buffer: Tensor, num_nodes: int) -> dict[str, float]:
-    """Returns the bus bandwidths of all-reduces, in GB/s, as nccl-tests computes them: within a node on its first rank,
-    of all ranks on rank 0. Collective."""
+    """Returns the bus bandwidths of all-reduces, in GB/s, as nccl-tests computes them: within a
+    node on its first rank, of all ranks on rank 0. Collective."""
     found, world = dict[str, float](), dist.get_world_size() if dist.is_initialized() else 1
     for size, figure in {world // num_nodes: "node", world: "world"}.items():
         if size == 1:
             continue
         first, group = dist.get_rank() // size * size, None
         if size < world:
-            # The node's ranks alone create a group, whose name in the store is a hash of their order: descending ranks
-            # are not those of a group that training creates.
+            # The node's ranks alone create a group, whose name in the store is a hash of their
+            # order: descending ranks are not those of a group that training creates.
             ranks = [*reversed(range(first, first + size))]
             group = dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False)
         took_s = _seconds(partial(dist.all_reduce, buffer, group=group), buffer.device)
@@ -115,7 +129,8 @@ def _all_reduces(buffer: Tensor, num_nodes: int) -> dict[str, float]:
 
 
 def _seconds(work: Callable[[], object], device: torch.device, limit_s: float = 0.0) -> float:
-    """Returns the median of the second half of at least six calls: the first one connects, and clocks change."""
+    """Returns the median of the second half of at least six calls: the first one connects, and
+    clocks change."""
     took, end = list[float](), time.perf_counter() + limit_s
     while len(took) < 6 or time.perf_counter() < end:
         begun = time.perf_counter()

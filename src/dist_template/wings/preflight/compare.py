@@ -19,11 +19,12 @@ FIGURES = {  # of a rank: unit, what it measures
 
 
 def slow(ranks: list[dict[str, Any]], share: float, num_nodes: int) -> list[str]:
-    """Returns a sentence for each figure below `share` of the median of equal devices, for a slow network, and for each
-    rank that could not be measured.
+    """Returns a sentence for each figure below `share` of the median of equal devices, for a slow
+    network, and for each rank that could not be measured.
 
-    Expected over nodes is 330 GB/s of bus bandwidth on H100, with InfiniBand or EFA (NVIDIA/NVSentinel, pull request
-    837, measured 335 with EFA and 328 with TCPXO). Below 150, a cause is worth a search."""
+    Expected over nodes is 330 GB/s of bus bandwidth on H100, with InfiniBand or EFA
+    (NVIDIA/NVSentinel, pull request 837, measured 335 with EFA and 328 with TCPXO). Below 150, a
+    cause is worth a search."""
     found, of_devices = list[str](), defaultdict[tuple[str, str], dict[int, float]](dict)
     for number, rank in enumerate(ranks):
         for figure in FIGURES.keys() & rank.keys():
@@ -32,12 +33,16 @@ def slow(ranks: list[dict[str, Any]], share: float, num_nodes: int) -> list[str]
             found.append(f"rank {number} on {rank['host']} was not measured: {rank['error']}")
     device, world = ranks[0]["device"], ranks[0].get("world", 330.0)
     if "H100" in device and num_nodes > 1 and world < 150:
-        found.append(f"all-reduces of all ranks ({device}) reach {world:.3g} GB/s; expected is 330 GB/s")
+        found.append(
+            f"all-reduces of all ranks ({device}) reach {world:.3g} GB/s; expected is 330 GB/s"
+        )
     for (figure, device), figures in sorted(of_devices.items()):
         (unit, what), middle = FIGURES[figure], median(figures.values())
         for number, value in figures.items():
             if value < share * middle:
-                it = f"{what} at {value:.3g} {unit}, {value / middle:.2f} of the median {middle:.3g}"
+                it = (
+                    f"{what} at {value:.3g} {unit}, {value / middle:.2f} of the median {middle:.3g}"
+                )
                 found.append(f"rank {number} on {ranks[number]['host']} ({device}): {it}")
     return found
 
@@ -46,6 +51,8 @@ def slow_machine(history: History) -> Iterator[Finding]:
     """Rule of diagnosis: what `preflight` found before the newest attempt's first step."""
     path = history.folder / FILE
     for sentence in read_mapping(path, "remove it")["slow"] if path.exists() else ():
-        cause = Cause("A GPU is throttled, a link is degraded, or another job runs there: exclude that node.")
+        cause = Cause(
+            "A GPU is throttled, a link is degraded, or another job runs there: exclude that node."
+        )
         title = "a machine was slow before the first step"
         yield Finding("slow_machine", "warning", "certain", title, f"{sentence}.", [cause])

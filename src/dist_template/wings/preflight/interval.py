@@ -1,7 +1,7 @@
 """The interval of checkpoints that loses least to saves and failures. Without torch.
 
-Young, "A first order approximation to the optimum checkpoint interval" (1974), and Daly, "A higher order estimate of
-the optimum checkpoint interval for restart dumps" (2006)."""
+Young, "A first order approximation to the optimum checkpoint interval" (1974), and Daly, "A higher
+order estimate of the optimum checkpoint interval for restart dumps" (2006)."""
 
 import math
 from contextlib import suppress
@@ -18,12 +18,14 @@ from ..history import History, read_run
 DEVICE_MTBF_H = 50_700.0
 DISK_GB_S = 2.0  # of a node, on a shared file system
 HOST_GB_S = 25.0  # of a device to its host's memory: what training waits for if a thread writes
-LEAST_S, BYTES = 0.1, 12  # of any save; of a trained parameter: its weight and AdamW's two moments, in fp32
+# of any save; of a trained parameter: its weight and AdamW's two moments, in fp32
+LEAST_S, BYTES = (0.1, 12)
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Seconds that training waits for a save, between two failures of the job, and of a step (0: unknown)."""
+    """Seconds that training waits for a save, between two failures of the job, and of a step (0:
+    unknown)."""
 
     save_s: float
     mtbf_s: float
@@ -33,11 +35,18 @@ class Interval:
     def best_s(self) -> float:
         """Seconds of training between two saves, by Daly's equation 37."""
         x = min(1.0, self.save_s / (2 * self.mtbf_s))
-        return 2 * self.mtbf_s * (math.sqrt(x) * (1 + math.sqrt(x) / 3 + x / 9) - x) if x < 1 else self.mtbf_s
+        return (
+            2 * self.mtbf_s * (math.sqrt(x) * (1 + math.sqrt(x) / 3 + x / 9) - x)
+            if x < 1
+            else self.mtbf_s
+        )
 
     def lost(self, every_s: float) -> float:
-        """Returns the share of the time that saves and repeated steps take, by Daly's equation 20."""
-        return 1 - every_s / self.mtbf_s / math.expm1(min(700, (every_s + self.save_s) / self.mtbf_s))
+        """Returns the share of the time that saves and repeated steps take, by Daly's equation
+        20."""
+        return 1 - every_s / self.mtbf_s / math.expm1(
+            min(700, (every_s + self.save_s) / self.mtbf_s)
+        )
 
     def at(self, every_s: float) -> str:
         steps = f"{max(1, round(every_s / self.step_s)):,} steps, " if self.step_s else ""
@@ -48,15 +57,23 @@ class Interval:
         return f"best {self.at(self.best_s)} ({known})"
 
 
-def estimated(trained: int, settings: Any, nodes: int, devices: int, step_s: float = 0.0) -> Interval:
-    """Returns the interval of a run of `settings` that has not started, from the bytes of its checkpoint."""
-    speed = devices * HOST_GB_S if settings.last_checkpoint.asynchronous else settings.preflight.disk_gb_s
+def estimated(
+    trained: int, settings: Any, nodes: int, devices: int, step_s: float = 0.0
+) -> Interval:
+    """Returns the interval of a run of `settings` that has not started, from the bytes of its
+    checkpoint."""
+    speed = (
+        devices * HOST_GB_S
+        if settings.last_checkpoint.asynchronous
+        else settings.preflight.disk_gb_s
+    )
     mtbf_s = 3600 * settings.preflight.device_mtbf_h / (nodes * devices)
     return Interval(LEAST_S + BYTES * trained / 1e9 / nodes / speed, mtbf_s, step_s)
 
 
 def of_job(settings: Any, model: object, data: object, runs: Path, nodes: int, devices: int) -> str:
-    """Returns a job's interval, measured by the newest run in `runs` or estimated; "" if neither is possible."""
+    """Returns a job's interval, measured by the newest run in `runs` or estimated; "" if neither is
+    possible."""
     written = sorted(runs.glob(f"*/{RunFile.GOODPUT}"), key=lambda file: file.stat().st_mtime)
     with suppress(InputError):  # a damaged run, or a model that `plan` does not trace
         for file in written[-1:]:
@@ -71,12 +88,17 @@ def of_job(settings: Any, model: object, data: object, runs: Path, nodes: int, d
 
 def of_run(history: History, world_size: int = 0) -> Interval | None:
     """Returns the interval by the measured stall of a run's saves; None if it has none."""
-    saves = math.ceil(last_step(history) / (history.key("last_checkpoint.every_n_steps") or 1))  # and one at the end
+    # and one at the end
+    saves = math.ceil(last_step(history) / (history.key("last_checkpoint.every_n_steps") or 1))
     spent_s, seconds = history.goodput.get("checkpoint", 0.0), step_s(history)
     if not (saves and spent_s and seconds > 0):
         return None
     devices = world_size or history.fact("machine.world_size") or 1
-    return Interval(spent_s / saves, 3600 * history.key("preflight.device_mtbf_h", DEVICE_MTBF_H) / devices, seconds)
+    return Interval(
+        spent_s / saves,
+        3600 * history.key("preflight.device_mtbf_h", DEVICE_MTBF_H) / devices,
+        seconds,
+    )
 
 
 def compared(history: History) -> str:

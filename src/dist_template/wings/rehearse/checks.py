@@ -25,7 +25,8 @@ class Check(NamedTuple):
 
 
 def run_checks(runs: Runs, checks: Iterable[Check]) -> Iterator[Result]:
-    """Runs the trainings that each check needs and no earlier one has run; stops when one of them fails."""
+    """Runs the trainings that each check needs and no earlier one has run; stops when one of them
+    fails."""
     for check in checks:
         started, failure = time.perf_counter(), None
         verdict: Verdict = "pass"
@@ -35,9 +36,15 @@ def run_checks(runs: Runs, checks: Iterable[Check]) -> Iterator[Result]:
         except NotEqual as found:
             got, where, cause, verdict = found.got, found.where, found.cause, found.verdict
         except RunFailed as error:
-            got, cause, verdict = "a training failed", f"{error}; the checks that follow are not run", "FAIL"
+            got, cause, verdict = (
+                "a training failed",
+                f"{error}; the checks that follow are not run",
+                "FAIL",
+            )
             failure = error
-        yield Result(check.name, check.expected, got, verdict, where, time.perf_counter() - started, cause)
+        yield Result(
+            check.name, check.expected, got, verdict, where, time.perf_counter() - started, cause
+        )
         if failure:
             return
 
@@ -51,7 +58,9 @@ def no_leakage(runs: Runs) -> str:
         if key:
             seen = {"documents": "another document", "future": "a later token"}[what]
             forward = f"forward ({places.get('forward', '?')}) shows a token {seen}"
-            raise NotEqual("outputs change", f"the first change is in {with_location(key, places)}; {forward}")
+            raise NotEqual(
+                "outputs change", f"the first change is in {with_location(key, places)}; {forward}"
+            )
     if not found:
         raise NotOffered("forward does not return one row of logits for each token")
     return f"{' and '.join(found)}: no output changes"
@@ -73,7 +82,10 @@ def every_gradient(runs: Runs) -> str:
         if name in one.start and found[name].any() and one.start[name].equal(one.end[name]):
             optimizer = f"configure_optimizers, {one.places.get('configure_optimizers', '?')}"
             what = f"{name} gets gradients ({one.owner(name)}), and no step changes it"
-            raise NotEqual("a parameter never changes", f"{what}: give it to the optimizer ({optimizer}); {frozen}")
+            raise NotEqual(
+                "a parameter never changes",
+                f"{what}: give it to the optimizer ({optimizer}); {frozen}",
+            )
     return f"{len(found)} parameters"
 
 
@@ -82,7 +94,9 @@ def every_gradient(runs: Runs) -> str:
 
 def starting_weights(runs: Runs) -> str:
     if name := compare.first_difference(runs.one.start, runs.strategy.start):
-        raise NotEqual("strategy differs from one process", f"first in {name}; {runs.strategy.owner(name)}")
+        raise NotEqual(
+            "strategy differs from one process", f"first in {name}; {runs.strategy.owner(name)}"
+        )
     return f"{len(runs.one.start)} tensors, bit-identical"
 
 
@@ -131,7 +145,9 @@ def refuse_draws(record: RunRecord) -> None:
     """Raises NotOffered if a step draws random numbers other than dropout's, which is off."""
     if record.draws:
         why = "draws random numbers other than torch's dropout, which differ between ranks"
-        raise NotOffered(f"training_step ({record.places.get('training_step')}) or a module {why}: turn that off")
+        raise NotOffered(
+            f"training_step ({record.places.get('training_step')}) or a module {why}: turn that off"
+        )
 
 
 def each_gradient(runs: Runs) -> str:
@@ -162,9 +178,18 @@ def evaluation(runs: Runs) -> str:
             difference, each = compare.relative_difference(want, metrics)
             if metrics and difference > EVALUATION:
                 name = _first_above(each, EVALUATION)
-                where = f"step {step} of {other.folder.name!r} has {name} {metrics[name]:.6g}, not {want.get(name)}"
-                cause = f"the same rows in other {means} have another result: add up values and counts over all {means}"
-                cause += f" and divide once, at the end (validation_step, {runs.one.places.get('validation_step')})"
+                where = (
+                    f"step {step} of {other.folder.name!r} has {name} {metrics[name]:.6g}, not"
+                    f" {want.get(name)}"
+                )
+                cause = (
+                    f"the same rows in other {means} have another result: add up values and counts"
+                    f" over all {means}"
+                )
+                cause += (
+                    " and divide once, at the end (validation_step,"
+                    f" {runs.one.places.get('validation_step')})"
+                )
                 raise NotEqual(f"{name} differs", cause, where)
     if not num:
         raise NotOffered("no metric is logged in validation")
@@ -183,7 +208,9 @@ def kill_and_resume(runs: Runs) -> str:
     difference, each = compare.relative_difference(runs.uninterrupted.loss, runs.resumed.loss)
     if difference > 0:
         cause = compare.trace_resumed(runs.uninterrupted, runs.resumed)
-        raise NotEqual(f"losses differ by {difference:.1e}", cause, f"from step {_first_above(each, 0)} on")
+        raise NotEqual(
+            f"losses differ by {difference:.1e}", cause, f"from step {_first_above(each, 0)} on"
+        )
     if lost := compare.lost_at_the_end(runs.uninterrupted, runs.resumed):
         raise NotEqual("losses agree, other state does not", lost)
     return f"steps {first}-{max(each)} bit-identical"
@@ -206,7 +233,11 @@ CHECKS = (
     Check("accumulation = one big batch", f"loss within {LOSS:.0e}", accumulation),
     Check("loss curve = one process", f"within {LOSS:.0e}", loss_curve),
     Check("gradient norm = one process", f"within {GRAD_NORM:.0e}", gradient_norm),
-    Check("each gradient = one process", f"within {compare.GRADIENT:.0e} of the largest", each_gradient),
+    Check(
+        "each gradient = one process",
+        f"within {compare.GRADIENT:.0e} of the largest",
+        each_gradient,
+    ),
     Check("ranks agree on what they share", "equal parameters, buffers", shared_tensors),
     Check("evaluation = one big batch", f"within {EVALUATION:.0e}", evaluation),
     Check("kill and resume = uninterrupted", "bit-identical losses", kill_and_resume),

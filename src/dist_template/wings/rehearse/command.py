@@ -28,9 +28,9 @@ REAL_SIZES = "the real sizes fit together"
 
 
 def main(argv: list[str], project: Project, prelude: Callable[[], None] | None = None) -> None:
-    """Checks the sizes of a configuration without running it, then trains it small. `prelude` is called in each process
-    before anything else; tests inject faults with it. Raises InputError if the configuration cannot be read or made
-    small, and SystemExit with 1 if a check fails."""
+    """Checks the sizes of a configuration without running it, then trains it small. `prelude` is
+    called in each process before anything else; tests inject faults with it. Raises InputError if
+    the configuration cannot be read or made small, and SystemExit with 1 if a check fails."""
     options, flags = rehearse_flags().parse_known_args(argv[1:])
     from ...cli.limits import Machine, violations
     from ...model.proof import remember
@@ -84,7 +84,9 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     if not report.ok:
         sys.exit(Exit.FAILED)
     if machine and not options.only:  # the model is proven under the strategy: `fit` is silent
-        if file := remember(project.folder, model_config, trainer["strategy"], machine.world_size, cli.model):
+        if file := remember(
+            project.folder, model_config, trainer["strategy"], machine.world_size, cli.model
+        ):
             print(f"{file} has it")
 
 
@@ -103,21 +105,28 @@ def rehearse_flags() -> argparse.ArgumentParser:
     parser = sizes.parser("rehearse", str(__doc__), exit_codes)
     processes = "CPU processes (default: the minimum for the strategy)"
     parser.add_argument("--processes", type=in_range(int, 1, 1024), help=processes)
-    parser.add_argument("--output", help="folder for the report and all runs (default: runs/rehearsals/<time>)")
+    parser.add_argument(
+        "--output", help="folder for the report and all runs (default: runs/rehearsals/<time>)"
+    )
     gpu = "also check it on fake GPUs, which compute on this machine; needs g++, once"
     parser.add_argument("--gpu", action="store_true", help=gpu)
     keep = "read data.source with data.tokenizer instead of generated text"
     parser.add_argument("--keep_data", action="store_true", help=keep)
-    parser.add_argument("--only", default="", help="run only the checks with this in their name (default: all)")
+    parser.add_argument(
+        "--only", default="", help="run only the checks with this in their name (default: all)"
+    )
     return parser
 
 
 def make_small(
-    options: argparse.Namespace, flags: list[str], folder: Path, project: Project,
+    options: argparse.Namespace,
+    flags: list[str],
+    folder: Path,
+    project: Project,
     prelude: Callable[[], None] | None = None,
-) -> tuple[WithoutTrainer, PretrainedConfig | None, Runs]:  # fmt: skip
-    """Returns the configuration's objects, the full-size model's configuration, and the trainings. Raises InputError if
-    the configuration cannot be read or made small."""
+) -> tuple[WithoutTrainer, PretrainedConfig | None, Runs]:
+    """Returns the configuration's objects, the full-size model's configuration, and the trainings.
+    Raises InputError if the configuration cannot be read or made small."""
     import yaml
 
     from ...cli.fit import WithoutTrainer

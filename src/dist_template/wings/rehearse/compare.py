@@ -1,8 +1,9 @@
 """Compares two trainings, and names the first difference and the code to inspect.
 
-`trace` compares two trainings that start equal, in the order of execution: starting weights, samples, forward passes,
-gradients. `trace_resumed` compares an uninterrupted training with a resumed one: samples, random state, weights and
-buffers, Python attributes, learning rates. Below them is what they compare."""
+`trace` compares two trainings that start equal, in the order of execution: starting weights,
+samples, forward passes, gradients. `trace_resumed` compares an uninterrupted training with a
+resumed one: samples, random state, weights and buffers, Python attributes, learning rates. Below
+them is what they compare."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -50,8 +51,14 @@ def disagreement(record: RunRecord, found: tuple[int, str, int, int]) -> str:
     if not step:
         return f"{what}: it differs from what rank 0 built"
     if name in record.tensors("gradients"):
-        return f"{what}: its gradient is not reduced over these ranks, or something other than the optimizer changes it"
-    return f"{what}: each rank computes it from its own data: all-reduce it, or use data that all ranks have"
+        return (
+            f"{what}: its gradient is not reduced over these ranks, or something other than the"
+            " optimizer changes it"
+        )
+    return (
+        f"{what}: each rank computes it from its own data: all-reduce it, or use data that all"
+        " ranks have"
+    )
 
 
 def _first_gradient(expected: RunRecord, got: RunRecord) -> str:
@@ -76,8 +83,8 @@ def _first_gradient(expected: RunRecord, got: RunRecord) -> str:
     # The module that comes last in forward is the first in backward.
     name = max(differing, key=lambda each: order.get(each.rpartition(".")[0], -1))
     return (
-        f"the first gradients differ in {len(differing)} of {len(want)} parameters; backward first reaches"
-        f" {name} ({differing[name]}; {got.owner(name)})"
+        f"the first gradients differ in {len(differing)} of {len(want)} parameters; backward first"
+        f" reaches {name} ({differing[name]}; {got.owner(name)})"
     )
 
 
@@ -100,7 +107,9 @@ def trace_resumed(uninterrupted: RunRecord, resumed: RunRecord) -> str:
     for step in range(before, max(resumed.loss)):
         expected, got = uninterrupted.after(step, "rates", 0), resumed.after(step, "rates", 0)
         if expected != got and len(expected) == len(got):
-            what = f"the learning rate of step {step + 1} is {got[0]:.4g} instead of {expected[0]:.4g}"
+            what = (
+                f"the learning rate of step {step + 1} is {got[0]:.4g} instead of {expected[0]:.4g}"
+            )
             return f"{what}: the schedule's state is not restored"
     return (
         "samples, random state, weights, Python attributes and learning rate are restored: inspect"
@@ -112,15 +121,21 @@ def lost_at_the_end(uninterrupted: RunRecord, resumed: RunRecord) -> str:
     """Describes a tensor, such as an average, that differs after a resume with equal losses."""
     last = max(uninterrupted.loss, default=0)
     if text := _lost(uninterrupted, resumed, last, "tensors"):
-        why = "it is not persistent, or changes after the checkpoint is written (in on_train_batch_end)"
+        why = (
+            "it is not persistent, or changes after the checkpoint is written (in"
+            " on_train_batch_end)"
+        )
         return f"{text} ends with another value after a resume: {why}"
     if text := _lost(uninterrupted, resumed, last, "python", "tensor"):
         return f"no checkpoint holds {text}: {NOT_SAVED}"
     return ""
 
 
-def _lost(uninterrupted: RunRecord, resumed: RunRecord, step: int, kind: str, prefix: str = "") -> str:
-    """Names the first state that changed during training and differs after the resume, or returns ""."""
+def _lost(
+    uninterrupted: RunRecord, resumed: RunRecord, step: int, kind: str, prefix: str = ""
+) -> str:
+    """Names the first state that changed during training and differs after the resume, or returns
+    ""."""
     for rank in range(resumed.size):
         start = uninterrupted.after(0, kind, rank)
         want, have = uninterrupted.after(step, kind, rank), resumed.after(step, kind, rank)
@@ -136,9 +151,11 @@ def _lost(uninterrupted: RunRecord, resumed: RunRecord, step: int, kind: str, pr
 # ---- what is compared ---------------------------------------------------------------------------
 
 
-def relative_difference(expected: Mapping[K, float], got: Mapping[K, float]) -> tuple[float, dict[K, float]]:
-    """Returns (largest relative difference, relative difference of each step or metric of `got`). It is infinite for
-    one that `expected` lacks, and for NaN."""
+def relative_difference(
+    expected: Mapping[K, float], got: Mapping[K, float]
+) -> tuple[float, dict[K, float]]:
+    """Returns (largest relative difference, relative difference of each step or metric of `got`).
+    It is infinite for one that `expected` lacks, and for NaN."""
     each: dict[K, float] = {}
     for key, value in got.items():
         want = expected.get(key, float("nan"))
@@ -154,7 +171,9 @@ def first_difference(expected: Tensors, got: Tensors, tolerance: float = 0.0) ->
     return ""
 
 
-def differences(expected: Tensors, got: Tensors, tolerance: float, floor: float = 0.0) -> dict[str, str]:
+def differences(
+    expected: Tensors, got: Tensors, tolerance: float, floor: float = 0.0
+) -> dict[str, str]:
     """Returns {name: how it differs}; `tolerance` is relative to a tensor's largest value, or to
     `floor` if that is larger."""
     found: dict[str, str] = {}
@@ -175,7 +194,8 @@ def _largest(tensor: Tensor) -> float:
 
 
 def gradients(expected: RunRecord, got: RunRecord, factor: float = 1.0) -> dict[str, str]:
-    """Returns {parameter: how it differs} of the gradients of the first step, `expected`'s times `factor`."""
+    """Returns {parameter: how it differs} of the gradients of the first step, `expected`'s times
+    `factor`."""
     want, have = expected.tensors("gradients"), got.tensors("gradients")
     want = {name: tensor * factor for name, tensor in want.items()}
     floor = NOISE * max(map(_largest, want.values()), default=0.0)
@@ -196,7 +216,8 @@ def samples(expected: RunRecord, got: RunRecord) -> str:
 
 
 def replicas(record: RunRecord) -> tuple[int, str, int, int] | None:
-    """Returns (step, tensor, rank, other rank) of the first parameter or buffer whose replicas differ, or None."""
+    """Returns (step, tensor, rank, other rank) of the first parameter or buffer whose replicas
+    differ, or None."""
     steps: dict[int, dict[str, dict[int, tuple[str, str]]]] = {}  # {step: {tensor: {rank: …}}}
     for rank in range(record.size):
         for event in record.events("step", rank):
@@ -214,8 +235,8 @@ def replicas(record: RunRecord) -> tuple[int, str, int, int] | None:
 
 
 def forward_pass(expected: RunRecord, got: RunRecord) -> str:
-    """Describes where forward passes of the first step first differ, on any rank; "" if nowhere. Micro-batches are
-    matched by their sequences."""
+    """Describes where forward passes of the first step first differ, on any rank; "" if nowhere.
+    Micro-batches are matched by their sequences."""
     wanted = expected.forward_passes()
     for rank, have in got.forward_passes():
         for _, want in wanted:
@@ -226,9 +247,9 @@ def forward_pass(expected: RunRecord, got: RunRecord) -> str:
 
 
 def _first_different_output(expected: ForwardPass, got: ForwardPass) -> str:
-    """Returns the first tensor of a forward pass that differs; "" if none does, or the rows differ. A rank's tokens of
-    each sequence are compared with the part of it that is nearest. Tensors that are sharded otherwise, or not ordered
-    by row, have other shapes and are skipped."""
+    """Returns the first tensor of a forward pass that differs; "" if none does, or the rows differ.
+    A rank's tokens of each sequence are compared with the part of it that is nearest. Tensors that
+    are sharded otherwise, or not ordered by row, have other shapes and are skipped."""
     rows, other_rows = len(expected["rows"]), len(got["rows"])
     common = min(rows, other_rows)
     if expected["rows"][:common] != got["rows"][:common]:

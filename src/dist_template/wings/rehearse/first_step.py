@@ -64,7 +64,9 @@ class FirstStep(Callback):
         self._hooks = ForwardHooks(pl_module, tensors)
         places: dict[str, str] = {}
         for name, module in pl_module.named_modules():
-            if type(module).forward is not nn.Module.forward:  # a list, or a module of another stage
+            if (
+                type(module).forward is not nn.Module.forward
+            ):  # a list, or a module of another stage
                 places[name] = f"{type(module).__name__}, {location(module.forward)}"
         for name in METHODS:
             places[name] = location(getattr(pl_module, name))
@@ -77,7 +79,9 @@ class FirstStep(Callback):
         places["batches"] = _of_user([data, pl_module], BATCH_HOOKS)
         self._save("places", places)
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: object, batch: object, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: object, batch: object, batch_idx: int
+    ) -> None:
         if self._hooks:
             self._passes.append({"rows": [*map(fingerprint, samples_in(batch))], "tensors": {}})
 

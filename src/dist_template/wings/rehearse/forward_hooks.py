@@ -21,7 +21,9 @@ class ForwardHooks:
                unsharded, on the host, in execution order
     choose     returns the dictionary that a pass writes; None: skip it. Default: `tensors`"""
 
-    def __init__(self, root: nn.Module, choose: Callable[[], dict[str, Tensor] | None] | None = None) -> None:
+    def __init__(
+        self, root: nn.Module, choose: Callable[[], dict[str, Tensor] | None] | None = None
+    ) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._choose = choose or (lambda: self.tensors)
         self._handles: list[RemovableHandle] = []

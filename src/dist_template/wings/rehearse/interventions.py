@@ -28,9 +28,9 @@ TOLERANCE = 1e-4  # relative to the largest value: tokens of other experts chang
 
 
 class RaggedLabels(Callback):
-    """Masks a different share of the labels in each row, from none to most of them. With full rows, a loss that is
-    averaged per rank instead of over the tokens of the global batch would be correct by accident. The mask depends on
-    the row alone, not on the number of ranks."""
+    """Masks a different share of the labels in each row, from none to most of them. With full rows,
+    a loss that is averaged per rank instead of over the tokens of the global batch would be correct
+    by accident. The mask depends on the row alone, not on the number of ranks."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         data = trainer.datamodule  # ty: ignore[missing-attribute]
@@ -74,20 +74,24 @@ class NotANumber(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for parameter in filter(lambda each: each.requires_grad, pl_module.parameters()):
-            parameter.register_hook(lambda grad: grad * float("nan") if trainer.global_step + 1 == self.step else grad)
+            parameter.register_hook(
+                lambda grad: grad * float("nan") if trainer.global_step + 1 == self.step else grad
+            )
 
 
 class LeakageTest(Callback):
-    """Writes leakage.pt: {"documents": …, "future": …}, each the first tensor that changes, or "". It changes tokens
-    that must not be visible, and compares the outputs of the others. Keys as in `ForwardHooks.tensors`. A test that the
-    module or its batch does not allow is missing."""
+    """Writes leakage.pt: {"documents": …, "future": …}, each the first tensor that changes, or "".
+    It changes tokens that must not be visible, and compares the outputs of the others. Keys as in
+    `ForwardHooks.tensors`. A test that the module or its batch does not allow is missing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._batch: Any = None
         self._arguments: tuple = ()  # of the first forward
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: nn.Module, batch: Any, batch_idx: int
+    ) -> None:
         if self._batch is None:
             self._batch = batch
 
@@ -99,7 +103,11 @@ class LeakageTest(Callback):
 
     @torch.no_grad()
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not self._arguments or not isinstance(self._batch, dict) or "input_ids" not in self._batch:
+        if (
+            not self._arguments
+            or not isinstance(self._batch, dict)
+            or "input_ids" not in self._batch
+        ):
             return
         tokens = self._batch["input_ids"]
         starts = self._batch.get("position_ids", torch.ones_like(tokens)) == 0  # of documents
@@ -111,9 +119,13 @@ class LeakageTest(Callback):
 
         def outputs(is_changed: Tensor) -> dict[str, Tensor]:
             changed = tokens.clone()
-            changed[is_changed] = changed[is_changed].apply_(lambda token: following.get(token, token))
+            changed[is_changed] = changed[is_changed].apply_(
+                lambda token: following.get(token, token)
+            )
             hooks = ForwardHooks(pl_module)
-            args, kwargs = apply_to_collection(self._arguments, Tensor, lambda t: changed if t is tokens else t)
+            args, kwargs = apply_to_collection(
+                self._arguments, Tensor, lambda t: changed if t is tokens else t
+            )
             pl_module(*args, **kwargs)
             hooks.remove()
             return hooks.tensors
@@ -135,9 +147,11 @@ class LeakageTest(Callback):
         torch.save(found, self.folder / "leakage.pt")
 
 
-def _first_change(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], is_compared: Tensor) -> str:
-    """Returns the first tensor that changes for the tokens of (B, T) `is_compared`, or "". A tensor inside may change
-    for tokens that its layer masks next: the logits (key "") decide."""
+def _first_change(
+    expected: Mapping[str, Tensor], got: Mapping[str, Tensor], is_compared: Tensor
+) -> str:
+    """Returns the first tensor that changes for the tokens of (B, T) `is_compared`, or "". A tensor
+    inside may change for tokens that its layer masks next: the logits (key "") decide."""
     changes: list[str] = []
     for key, want in expected.items():
         have = got.get(key)

@@ -50,16 +50,21 @@ class RunRecord:
         causes: list[int] = []
         for rank in failed:
             answer = self.answers[rank]
-            if not (answer.startswith("stopped:") or "gloo" in answer or another_rank_is_gone(answer)):
+            if not (
+                answer.startswith("stopped:") or "gloo" in answer or another_rank_is_gone(answer)
+            ):
                 causes.append(rank)
         return [*causes, *failed, 0][0]
 
     @property
     def error(self) -> str:
-        """The error of `failed_rank`, with the rank, or the watchdog's sentence; "" if no rank failed."""
+        """The error of `failed_rank`, with the rank, or the watchdog's sentence; "" if no rank
+        failed."""
         rank, answer = self.failed_rank, self.answers[self.failed_rank]
         if self.hung:
-            said = re.findall("^no progress for [^;\n]+: .*", "\n".join(map(self.log, self.answers)), re.MULTILINE)
+            said = re.findall(
+                "^no progress for [^;\n]+: .*", "\n".join(map(self.log, self.answers)), re.MULTILINE
+            )
             return [answer.removeprefix("hung: "), *said][-1]
         if answer.startswith("killed:"):
             answer += f"; the last line of its log: {self.last_line(rank)}"
@@ -139,7 +144,8 @@ class RunRecord:
         return self.metric("train/grad_norm")
 
     def eval(self, stage: str = "validate") -> dict[int, dict[str, float]]:
-        """Returns {optimizer step: metrics} of validations, or of the stage `sanity_check` or `test`."""
+        """Returns {optimizer step: metrics} of validations, or of the stage `sanity_check` or
+        `test`."""
         return {e["step"]: e["metrics"] for e in self.events("eval") if e["stage"] == stage}
 
     def rows(self) -> dict[int, list[str]]:
@@ -169,14 +175,18 @@ class RunRecord:
 
     @cached_property
     def device(self) -> dict[str, Any]:
-        """What fake devices reported, see gpu/observer.py; of each event the rank where it came most often."""
+        """What fake devices reported, see gpu/observer.py; of each event the rank where it came
+        most often."""
         found, plain = dict[tuple, int](), 1
         for rank in range(self.size):
             content = json.loads((self.folder / f"events{rank}.json").read_text(encoding="utf-8"))
             plain = max(plain, content["plain"])
             for *key, count in content["events"]:
                 found[*key,] = max(found.get((*key,), 0), count)
-        return {"plain": plain, "events": [DeviceEvent(*key, count) for key, count in found.items()]}
+        return {
+            "plain": plain,
+            "events": [DeviceEvent(*key, count) for key, count in found.items()],
+        }
 
     # ---- tensors -----------------------------------------------------------------------------
 
@@ -187,7 +197,9 @@ class RunRecord:
 
     def forward_passes(self) -> list[tuple[int, ForwardPass]]:
         """Returns (rank, forward pass) of each micro-batch of the first step."""
-        return [(rank, each) for rank in range(self.size) for each in self.tensors(f"forward{rank}")]
+        return [
+            (rank, each) for rank in range(self.size) for each in self.tensors(f"forward{rank}")
+        ]
 
     @cached_property
     def start(self) -> dict[str, Tensor]:

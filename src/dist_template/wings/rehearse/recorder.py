@@ -2,9 +2,9 @@
 
 Writes lines of JSON into `rank<N>.jsonl`, each with an `event`:
 
-    run         folder, dp_rank (data-parallel rank)
-    rows        step, micro_batch, rows (a hash of each sequence), random (of the random state before them)
-    step        step, metrics (that the module logged), tensors (see `replica_hashes`), rates, python;
+    run         folder, dp_rank (data-parallel rank) rows        step, micro_batch, rows (a hash of
+    each sequence), random (of the random state before them) step        step, metrics (that the
+    module logged), tensors (see `replica_hashes`), rates, python;
                 also before the first step
     eval        step, stage (sanity_check, validate, test), metrics
 
@@ -36,7 +36,8 @@ NO_STATE |= {"_external_params"}  # ZeRO-3 notes what else a module reads
 
 
 class Recorder(Callback):
-    """Records into `folder`, without changing the training; `run` is the run folder. log_every_n_steps should be 1."""
+    """Records into `folder`, without changing the training; `run` is the run folder.
+    log_every_n_steps should be 1."""
 
     def __init__(self, folder: Path, rank: int, run: Path) -> None:
         self.folder = folder
@@ -52,12 +53,24 @@ class Recorder(Callback):
         self._save_weights("start", pl_module)
         self._write_step(trainer, pl_module, {})
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: object, batch: object, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: object, batch: object, batch_idx: int
+    ) -> None:
         rows = [*map(fingerprint, samples_in(batch))]
-        state = _digest((torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())))
-        self._write("rows", step=trainer.global_step + 1, micro_batch=batch_idx, rows=rows, random=state)
+        state = _digest(
+            (
+                torch.get_rng_state().numpy().tobytes(),
+                random.getstate(),
+                repr(np.random.get_state()),
+            )
+        )
+        self._write(
+            "rows", step=trainer.global_step + 1, micro_batch=batch_idx, rows=rows, random=state
+        )
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
+    ) -> None:
         if trainer.global_step != self._recorded_step:
             self._write_step(trainer, pl_module, metrics_of(pl_module).latest)
 
@@ -70,7 +83,9 @@ class Recorder(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._save_weights("end", pl_module)
 
-    def _write_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: Mapping[str, float]) -> None:
+    def _write_step(
+        self, trainer: L.Trainer, module: L.LightningModule, metrics: Mapping[str, float]
+    ) -> None:
         self._recorded_step = trainer.global_step
         groups = itertools.chain(*(optimizer.param_groups for optimizer in trainer.optimizers))
         self._write(
@@ -99,9 +114,9 @@ def samples_in(batch: Any) -> Tensor:
 
 
 def replica_hashes(tensors: Iterable[tuple[str, Tensor | None]]) -> dict[str, tuple[str, str]]:
-    """Returns {name: (shard, hash)} of this rank's tensors. Ranks with the same shard of a tensor must have the same
-    hash. `shard` is "" for an unsharded tensor, and its coordinate for a sharded one. ZeRO-3's partitions are skipped:
-    no two ranks hold the same."""
+    """Returns {name: (shard, hash)} of this rank's tensors. Ranks with the same shard of a tensor
+    must have the same hash. `shard` is "" for an unsharded tensor, and its coordinate for a sharded
+    one. ZeRO-3's partitions are skipped: no two ranks hold the same."""
     found: dict[str, tuple[str, str]] = {}
     for name, tensor in tensors:
         if tensor is not None and (place := shard_of(tensor).place) is not None:
@@ -110,8 +125,9 @@ def replica_hashes(tensors: Iterable[tuple[str, Tensor | None]]) -> dict[str, tu
 
 
 def python_state(trainer: L.Trainer, module: nn.Module) -> dict[str, str]:
-    """Returns {"NAME.attribute": text or hash} of numbers, tensors and dictionaries of them that the module, its
-    submodules and the user's callbacks have as attributes, without parameters, buffers and Lightning's attributes."""
+    """Returns {"NAME.attribute": text or hash} of numbers, tensors and dictionaries of them that
+    the module, its submodules and the user's callbacks have as attributes, without parameters,
+    buffers and Lightning's attributes."""
     owners: list[tuple[str, object]] = [*module.named_modules()]
     library = __name__.split(".")[0]
     for callback in trainer.callbacks:  # ty: ignore[missing-attribute]

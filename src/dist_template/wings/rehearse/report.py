@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-Verdict = Literal["pass", "FAIL", "limit"]  # limit: the strategy or model does not support the check; no failure
+# limit: the strategy or model does not support the check; no failure
+Verdict = Literal["pass", "FAIL", "limit"]
 WIDTHS = (7, 36, 6, 0)  # verdict, check, seconds, what was found
 
 
@@ -57,14 +58,22 @@ class Report:
         print(f"{title}\n", flush=True)
 
     def add(self, result: Result) -> None:
-        cells = result.verdict, result.check, f"{result.time_s:.1f} s", f"{result.got} ({result.expected})"
+        cells = (
+            result.verdict,
+            result.check,
+            f"{result.time_s:.1f} s",
+            f"{result.got} ({result.expected})",
+        )
         print("  ".join(map(str.ljust, cells, WIDTHS)).rstrip(), flush=True)
         sentence = result.sentence
         for earlier in self.results:
             if result.cause and earlier.cause == result.cause:
                 sentence = f"{result.where}: see {earlier.check!r}"
         if sentence:
-            print(textwrap.fill(sentence, 118, initial_indent="    -> ", subsequent_indent="       "), flush=True)
+            print(
+                textwrap.fill(sentence, 118, initial_indent="    -> ", subsequent_indent="       "),
+                flush=True,
+            )
         self.results.append(result)
 
     @property
@@ -74,10 +83,18 @@ class Report:
     def end(self, folder: Path) -> None:
         """Prints the summary, and writes rehearsal.json into `folder`."""
         count = Counter(result.verdict for result in self.results)
-        summary = "all checks hold" if self.ok else f"{count['FAIL']} of {len(self.results)} checks FAILED"
+        summary = (
+            "all checks hold"
+            if self.ok
+            else f"{count['FAIL']} of {len(self.results)} checks FAILED"
+        )
         summary += f", {count['limit']} not possible here" if count["limit"] else ""
         seconds = time.perf_counter() - self._started
         print(f"\n{summary}; {seconds:.0f} s; logs and configurations are in {folder}")
-        found = {"title": self.title, "ok": self.ok, "checks": [asdict(result) for result in self.results]}
+        found = {
+            "title": self.title,
+            "ok": self.ok,
+            "checks": [asdict(result) for result in self.results],
+        }
         folder.mkdir(parents=True, exist_ok=True)  # checks without a training have not made it
         (folder / "rehearsal.json").write_text(json.dumps(found, indent=2) + "\n", "utf-8")

@@ -1,14 +1,11 @@
 """The trainings of a rehearsal. Each runs once, when a check first needs it.
 
-    one            one process, with gradient accumulation
-    big            one process, each global batch as one micro-batch
-    strategy       the chosen strategy
-    uninterrupted  the chosen strategy, with the model's dropout; `strategy` if it has none
-    killed         the same, killed
-    resumed        the same, resumed from the last checkpoint of killed
-    cpu            the chosen strategy, with steps that log nothing
-    gpu            the same on fake GPUs
-    gpu_resumed    the same, resumed from gpu's first checkpoint, with a NaN step; gpu_prediction continues prompts
+    one            one process, with gradient accumulation big            one process, each global
+    batch as one micro-batch strategy       the chosen strategy uninterrupted  the chosen strategy,
+    with the model's dropout; `strategy` if it has none killed         the same, killed resumed
+    the same, resumed from the last checkpoint of killed cpu            the chosen strategy, with
+    steps that log nothing gpu            the same on fake GPUs gpu_resumed    the same, resumed
+    from gpu's first checkpoint, with a NaN step; gpu_prediction continues prompts
 
 Dropout is off except in uninterrupted, killed and resumed, because random masks differ between
 ranks. Each training has a folder with its `config.yaml`, with which `fit` repeats it."""
@@ -33,7 +30,9 @@ class RunFailed(Exception):
     """The training or tool `name` did not end as expected."""
 
     def __init__(self, name: str, record: RunRecord) -> None:
-        super().__init__(f"run {name!r}, {record.error}; see {record.folder}/rank{record.failed_rank}.log")
+        super().__init__(
+            f"run {name!r}, {record.error}; see {record.folder}/rank{record.failed_rank}.log"
+        )
         self.refusal = record.refusal
 
 
@@ -73,7 +72,9 @@ class Runs:
     @property
     def killed(self) -> RunRecord:
         before_next_checkpoint = 2 * SAVED_STEP - 1
-        return self._run("killed", self.small.config, KillAt(before_next_checkpoint), has_dropout=True)
+        return self._run(
+            "killed", self.small.config, KillAt(before_next_checkpoint), has_dropout=True
+        )
 
     @property
     def resumed(self) -> RunRecord:
@@ -91,7 +92,9 @@ class Runs:
     @property
     def gpu_resumed(self) -> RunRecord:
         config = self.small.with_plain_steps("gpu")
-        return self._run("gpu_resumed", config, NotANumber(NAN_STEP), checkpoint=self._first_saved())
+        return self._run(
+            "gpu_resumed", config, NotANumber(NAN_STEP), checkpoint=self._first_saved()
+        )
 
     @property
     def gpu_prediction(self) -> RunRecord:
@@ -102,9 +105,13 @@ class Runs:
         return str(min((self.gpu.run / "checkpoints").glob("step*")))
 
     def export(self) -> str:
-        """Exports the trained model; returns how it differs from the trained one; raises RunFailed."""
+        """Exports the trained model; returns how it differs from the trained one; raises
+        RunFailed."""
         trained = self.strategy
-        flags = [f"--config={trained.folder / 'config.yaml'}", f"--checkpoint={trained.run / 'checkpoints'}"]
+        flags = [
+            f"--config={trained.folder / 'config.yaml'}",
+            f"--checkpoint={trained.run / 'checkpoints'}",
+        ]
         if self.small.config["model"].get("adapter"):
             flags.append("--adapter=merged")
         record = self._tool("export", *flags, f"--output={self.folder / 'exported'}")
@@ -119,9 +126,14 @@ class Runs:
         return record
 
     def _run(
-        self, name: str, config: Config, *more: Callback, checkpoint: str = "", has_dropout: bool = False,
+        self,
+        name: str,
+        config: Config,
+        *more: Callback,
+        checkpoint: str = "",
+        has_dropout: bool = False,
         verb: str = "fit",
-    ) -> RunRecord:  # fmt: skip
+    ) -> RunRecord:
         if name not in self.known:
             # `last` is searched among the runs of one name.
             run = config["run"] | {"name": "killed" if checkpoint == "last" else name}
@@ -131,7 +143,13 @@ class Runs:
             callbacks = [RaggedLabels(), *more, FirstStep(folder, not has_dropout)]
             run_on = run_on_devices if config["trainer"]["accelerator"] == "gpu" else run_ranks
             self.known[name] = run_on(
-                num, self.project, argv, folder, callbacks=callbacks, prelude=self.prelude, timeout_s=None
+                num,
+                self.project,
+                argv,
+                folder,
+                callbacks=callbacks,
+                prelude=self.prelude,
+                timeout_s=None,
             )
         record = self.known[name]
         if not (record.was_killed if name == "killed" else record.ok):

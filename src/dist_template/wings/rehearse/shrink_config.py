@@ -34,7 +34,9 @@ class Small:
     config: Config  # each training changes some of it
     processes: int  # ranks of the chosen strategy
     data_parallel: int  # data-parallel ranks among them
-    accumulation: int  # micro-batches of a step, and blocks of the model: one for each stage of a pipeline
+    accumulation: (
+        int  # micro-batches of a step, and blocks of the model: one for each stage of a pipeline
+    )
     notes: list[str]  # differences from production, a sentence each
     micro_batches: int = 1  # of a step in production
 
@@ -44,12 +46,14 @@ class Small:
         return "micro_batch_size" in self.config["data"]
 
     def on_one_process(self, is_big: bool = False) -> Config:
-        """Returns the same training on one process; with `is_big`, the global batch is one micro-batch."""
+        """Returns the same training on one process; with `is_big`, the global batch is one
+        micro-batch."""
         config = copy.deepcopy(self.config)
         data, trainer = config["data"], config["trainer"]
         batches = self.accumulation * self.data_parallel
         per_step = 1 if is_big else batches
-        trainer |= {"devices": 1, "strategy": "auto", "limit_val_batches": per_step}  # the same rows
+        # the same rows
+        trainer |= {"devices": 1, "strategy": "auto", "limit_val_batches": per_step}
         if self.is_text:
             data["micro_batch_size"] = MICRO_BATCH_SIZE * (batches if is_big else 1)
         else:
@@ -59,7 +63,8 @@ class Small:
         return config
 
     def with_plain_steps(self, accelerator: str) -> Config:
-        """Returns the same training with steps that log nothing; a step that is not a number is skipped."""
+        """Returns the same training with steps that log nothing; a step that is not a number is
+        skipped."""
         config = copy.deepcopy(self.config)
         config["trainer"] |= {"accelerator": accelerator, "log_every_n_steps": STEPS // 2}
         config.get("numerics", {})["on_non_finite"] = "skip"
@@ -67,12 +72,16 @@ class Small:
 
 
 def shrink(
-    given: Config, model_config: PretrainedConfig | None, folder: Path, processes: int | None = None,
+    given: Config,
+    model_config: PretrainedConfig | None,
+    folder: Path,
+    processes: int | None = None,
     keep_data: bool = False,
-) -> Small:  # fmt: skip
-    """Returns the small configuration of `given`, the production one with every key resolved. `folder` is the
-    destination of text and runs. `keep_data` keeps the configured source and tokenizer. Raises InputError if the
-    strategy does not work on `processes`; None: the fewest that it needs."""
+) -> Small:
+    """Returns the small configuration of `given`, the production one with every key resolved.
+    `folder` is the destination of text and runs. `keep_data` keeps the configured source and
+    tokenizer. Raises InputError if the strategy does not work on `processes`; None: the fewest that
+    it needs."""
     config = copy.deepcopy(given)
     spec = config["trainer"]["strategy"]
     shrunk = shrunk_strategy(spec, processes)
@@ -84,14 +93,31 @@ def shrink(
             shrunk.arguments["process_group_backend"] = None  # the default of a CPU
     elif spec == "auto":
         spec = "ddp"
-    config["run"] |= {"root": str(folder / "runs"), "name": "rehearsal", "report": False, "store": None}
+    config["run"] |= {
+        "root": str(folder / "runs"),
+        "name": "rehearsal",
+        "report": False,
+        "store": None,
+    }
     config["trainer"] |= {
-        "accelerator": "cpu", "devices": num, "num_nodes": 1, "precision": "32-true",
-        "strategy": spec, "max_steps": STEPS, "max_epochs": None, "max_time": None,
-        "min_steps": None, "min_epochs": None, "limit_train_batches": None,
-        "val_check_interval": STEPS // 2, "limit_val_batches": small.accumulation,
-        "num_sanity_val_steps": 0, "logger": False, "log_every_n_steps": 1, "profiler": None,
-    }  # fmt: skip
+        "accelerator": "cpu",
+        "devices": num,
+        "num_nodes": 1,
+        "precision": "32-true",
+        "strategy": spec,
+        "max_steps": STEPS,
+        "max_epochs": None,
+        "max_time": None,
+        "min_steps": None,
+        "min_epochs": None,
+        "limit_train_batches": None,
+        "val_check_interval": STEPS // 2,
+        "limit_val_batches": small.accumulation,
+        "num_sanity_val_steps": 0,
+        "logger": False,
+        "log_every_n_steps": 1,
+        "profiler": None,
+    }
     if small.is_text:
         _shrink_data(small, folder, keep_data)
     else:
@@ -118,7 +144,9 @@ def _shrink_data(small: Small, folder: Path, keep_data: bool) -> None:
     sizes: Any = global_batch_size
     if isinstance(phases := data["global_batch_size"], list):
         least = min(phase["value"] for phase in phases)  # the others become twice the least
-        phases = [phase | {"value": 1 + (phase["value"] > least), "multiple": None} for phase in phases]
+        phases = [
+            phase | {"value": 1 + (phase["value"] > least), "multiple": None} for phase in phases
+        ]
         sizes = _shrink_phases(small, phases, 2 * global_batch_size)
     values: Config = {
         "seq_len": min(data["seq_len"], SEQ_LEN),
@@ -139,21 +167,30 @@ def _shrink_data(small: Small, folder: Path, keep_data: bool) -> None:
 
 
 def _shrink_phases(small: Small, given: Any, most: float | None = None) -> Any:
-    """Returns a value (by_tokens.py) whose phases end in the first half of the steps, and whose highest is `most`."""
+    """Returns a value (by_tokens.py) whose phases end in the first half of the steps, and whose
+    highest is `most`."""
     if not isinstance(given, list):
         return given if most is None else most
-    tokens = MICRO_BATCH_SIZE * small.data_parallel * small.accumulation * min(small.config["data"]["seq_len"], SEQ_LEN)
+    tokens = (
+        MICRO_BATCH_SIZE
+        * small.data_parallel
+        * small.accumulation
+        * min(small.config["data"]["seq_len"], SEQ_LEN)
+    )
     scale, highest = tokens * STEPS / 2 / max(phase["until"] or 1 for phase in given), 1.0
     if most is not None:
         highest = most / max(phase["value"] for phase in given)
     for phase in given:
-        phase |= {"value": phase["value"] * highest, "until": phase["until"] and phase["until"] * scale}
+        phase |= {
+            "value": phase["value"] * highest,
+            "until": phase["until"] and phase["until"] * scale,
+        }
     return given
 
 
 def write_texts(folder: Path, size: int) -> None:
-    """Writes a deterministic text of `size` bytes whose lines are documents. Most documents are shorter than a row, so
-    that leakage between documents has an effect."""
+    """Writes a deterministic text of `size` bytes whose lines are documents. Most documents are
+    shorter than a row, so that leakage between documents has an effect."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
     lines: list[str] = []
@@ -176,7 +213,9 @@ def _shrink_model(small: Small, model_config: PretrainedConfig | None, given: Co
         architecture = model.get("architecture") or {}
         extra = {EXTRA: architecture[EXTRA]} if EXTRA in architecture else {}
         seq_len = data.get("seq_len", SEQ_LEN)
-        model["architecture"] = shrink_architecture(model_config, seq_len, small.accumulation) | extra
+        model["architecture"] = (
+            shrink_architecture(model_config, seq_len, small.accumulation) | extra
+        )
     if isinstance(model.get("optim"), dict):
         warmup = model["optim"].get("warmup", 0)
         rate = _shrink_phases(small, model["optim"].get("learning_rate"), 3e-3)

@@ -1,8 +1,9 @@
 """Shrinks a transformers architecture: few narrow layers and few experts, with the same structure.
 
-It keeps every kind of layer (dense and sparse, full and sliding attention), grouped heads, expert groups and tied
-embeddings. Heads and experts stay divisible by 2, the small size of tensor and expert parallelism. Fields have
-transformers' standard names, which a configuration's `attribute_map` translates."""
+It keeps every kind of layer (dense and sparse, full and sliding attention), grouped heads, expert
+groups and tied embeddings. Heads and experts stay divisible by 2, the small size of tensor and
+expert parallelism. Fields have transformers' standard names, which a configuration's
+`attribute_map` translates."""
 
 from __future__ import annotations
 
@@ -15,23 +16,76 @@ if TYPE_CHECKING:
 Fields = dict[str, Any]  # of a transformers configuration
 NUM_EXPERTS = 4
 SIZES = {  # field: maximum; fields that a configuration lacks are skipped
-    "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-    "head_dim": 16, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-    "v_head_dim": 16, "n_inner": 64, "ffn_dim": 64, "ffn_hidden_size": 64, "word_embed_proj_dim": 32,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "num_experts_per_tok": 2, "n_shared_experts": 1, "num_mtp_layers": 1, "num_nextn_predict_layers": 1,
-    "num_experts_per_token": 2, "moe_topk": 2, "zero_expert_num": 2, "expert_ffn_hidden_size": 16,
-    "shared_intermediate_size": 32, "rotary_dim": 8, "lru_width": 32, "attention_window_size": 8,
-    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16, "d_model": 32,
-    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_layers": 2, "decoder_layers": 2,
-    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "index_n_heads": 2, "index_head_dim": 16,
-    "d_kv": 16, "d_ff": 64, "dff": 64, "intermediate_size_mlp": 64, "dense_intermediate_size": 64,
-    "router_hidden_size": 16, "moe_shared_expert_intermediate_size": 16, "swa_num_attention_heads": 4,
-    "swa_head_dim": 16, "swa_num_key_value_heads": 2, "o_lora_rank": 16, "num_layers_per_stack": 2, "num_layers": 2,
-    "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
-}  # fmt: skip
-# Numbers of tokens that a layer looks back on, or selects: where they exceed the sequence, nothing is left out.
-WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size", "keep_window_size", "index_topk")
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "head_dim": 16,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_inner": 64,
+    "ffn_dim": 64,
+    "ffn_hidden_size": 64,
+    "word_embed_proj_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "num_mtp_layers": 1,
+    "num_nextn_predict_layers": 1,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "zero_expert_num": 2,
+    "expert_ffn_hidden_size": 16,
+    "shared_intermediate_size": 32,
+    "rotary_dim": 8,
+    "lru_width": 32,
+    "attention_window_size": 8,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+    "d_model": 32,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "d_kv": 16,
+    "d_ff": 64,
+    "dff": 64,
+    "intermediate_size_mlp": 64,
+    "dense_intermediate_size": 64,
+    "router_hidden_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "swa_num_attention_heads": 4,
+    "swa_head_dim": 16,
+    "swa_num_key_value_heads": 2,
+    "o_lora_rank": 16,
+    "num_layers_per_stack": 2,
+    "num_layers": 2,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+}
+# Numbers of tokens that a layer looks back on, or selects: where they exceed the sequence, nothing
+# is left out.
+WINDOWS = (
+    "sliding_window",
+    "sliding_window_size",
+    "attention_chunk_size",
+    "keep_window_size",
+    "index_topk",
+)
 OF_INDICES = ("layers", "idxs")  # names of lists that have the numbers of some layers
 NOT_KEPT = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
 
@@ -53,7 +107,9 @@ def shrink_architecture(config: PretrainedConfig, seq_len: int, min_layers: int 
     for name in WINDOWS:
         if size := _size(config, name):
             small[name] = min(size, window)
-    if rates := getattr(config, "compress_rates", None):  # DeepSeek-V4's tokens of a compressed entry
+    if rates := getattr(
+        config, "compress_rates", None
+    ):  # DeepSeek-V4's tokens of a compressed entry
         small["compress_rates"] = {name: min(rate, window) for name, rate in rates.items()}
     if _size(config, "max_position_embeddings"):
         small["max_position_embeddings"] = seq_len

@@ -1,4 +1,5 @@
-"""Runs one command as one rank. Importing this module hides GPUs from the process, or gives it fake ones."""
+"""Runs one command as one rank. Importing this module hides GPUs from the process, or gives it fake
+ones."""
 
 import contextlib
 import faulthandler
@@ -48,7 +49,8 @@ if ON_DEVICES:
 
 # Modules that most trainings import lazily. Muon imports torch's compiler: two seconds.
 SLOW = """deepspeed deepspeed.runtime.zero.muon.muon_optimizer torch.distributed.fsdp torch.profiler
-    torch.utils.tensorboard transformers.distributed transformers.generation.utils transformers.optimization
+    torch.utils.tensorboard transformers.distributed transformers.generation.utils
+    transformers.optimization
     transformers.models.deepseek_v3.modeling_deepseek_v3 transformers.models.llama.modeling_llama
     dist_template.text.datamodule dist_template.text.module"""
 for _slow in (*SLOW.split(), *(callback.module for callback in always_on().values())):
@@ -59,10 +61,16 @@ gc.freeze()  # a forked rank's collections do not visit, and so copy, what all r
 
 
 def serve(
-    connection: Connection, argv: list[str], project: Project, record: Path, environment: dict[str, str],
-    callbacks: Sequence[Callback], prelude: Callable[[], None] | None,
-) -> None:  # fmt: skip
-    """Runs a command, sends how it ended ("done", "refused: …" for bad input, or an error), and exits."""
+    connection: Connection,
+    argv: list[str],
+    project: Project,
+    record: Path,
+    environment: dict[str, str],
+    callbacks: Sequence[Callback],
+    prelude: Callable[[], None] | None,
+) -> None:
+    """Runs a command, sends how it ended ("done", "refused: …" for bad input, or an error), and
+    exits."""
     os.environ.update(environment)
     # The platform's default, so that loader workers are children of this rank and exit with it.
     multiprocessing.set_start_method(None, force=True)
@@ -90,7 +98,8 @@ def serve(
         connection.send(answer)
         if answer == "done":  # after an error, the other ranks notice the closed sockets
             with contextlib.suppress(EOFError, OSError):
-                connection.recv()  # until all ranks are killed: rank 0 hosts the store that the others still need
+                # until all ranks are killed: rank 0 hosts the store that the others still need
+                connection.recv()
     os._exit(0)  # exit handlers of libraries could wait for ranks that have exited
 
 
@@ -118,7 +127,12 @@ class _RecordedCLI(CLI):
     """The command line, with the recorder and the given callbacks as the last callbacks."""
 
     def __init__(
-        self, project: Project, argv: list[str], record: Path, rank: int, callbacks: Sequence[Callback]
+        self,
+        project: Project,
+        argv: list[str],
+        record: Path,
+        rank: int,
+        callbacks: Sequence[Callback],
     ) -> None:
         self.record, self.rank, self.callbacks = record, rank, callbacks
         super().__init__(project, argv, run=True)

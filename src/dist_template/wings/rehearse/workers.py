@@ -3,9 +3,10 @@
     record = run_ranks(2, project, ["fit", "--config=…"], folder, callbacks=[KillAt(5)])
     record.check().loss         # {step: loss}
 
-Each command gets new processes, so that no process group, cache or random state remains from the previous one. They are
-forked from a process that has imported torch, Lightning, transformers and DeepSpeed (multiprocessing's "forkserver"): a
-start takes 0.1 s instead of 6 s. They have torchrun's environment variables, so that Lightning starts no processes."""
+Each command gets new processes, so that no process group, cache or random state remains from the
+previous one. They are forked from a process that has imported torch, Lightning, transformers and
+DeepSpeed (multiprocessing's "forkserver"): a start takes 0.1 s instead of 6 s. They have torchrun's
+environment variables, so that Lightning starts no processes."""
 
 from __future__ import annotations
 
@@ -45,15 +46,24 @@ def clean_processes() -> ForkServerContext | SpawnContext:
 
 
 def run_ranks(
-    num: int, project: Project, argv: Sequence[str], record: Path, *, timeout_s: float | None = 300.0,
-    callbacks: Sequence[Callback] = (), prelude: Callable[[], None] | None = None, run_id: str | None = None,
-) -> RunRecord:  # fmt: skip
-    """Runs a verb and its flags on `num` ranks of one thread and waits for it; the record has a rank's error.
+    num: int,
+    project: Project,
+    argv: Sequence[str],
+    record: Path,
+    *,
+    timeout_s: float | None = 300.0,
+    callbacks: Sequence[Callback] = (),
+    prelude: Callable[[], None] | None = None,
+    run_id: str | None = None,
+) -> RunRecord:
+    """Runs a verb and its flags on `num` ranks of one thread and waits for it; the record has a
+    rank's error.
 
-    With one rank, there is no process group; verbs other than TRAINING_VERBS run on one. `record` is a new folder for
-    the record and the ranks' logs, `run_id` the name of the run folder, by default `record`'s. The ranks are killed
-    after `timeout_s` seconds; None: never. `callbacks`, which must pickle, are appended to the trainer's, and `prelude`
-    is called in each worker before the command; tests inject faults with it."""
+    With one rank, there is no process group; verbs other than TRAINING_VERBS run on one. `record`
+    is a new folder for the record and the ranks' logs, `run_id` the name of the run folder, by
+    default `record`'s. The ranks are killed after `timeout_s` seconds; None: never. `callbacks`,
+    which must pickle, are appended to the trainer's, and `prelude` is called in each worker before
+    the command; tests inject faults with it."""
     record.mkdir(parents=True, exist_ok=True)
     context, port = clean_processes(), str(free_port())
     num = num if argv[0] in TRAINING_VERBS else 1
@@ -62,12 +72,17 @@ def run_ranks(
     try:
         for rank in range(num):
             environment = {  # torchrun's variables
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0",
-                "WORLD_SIZE": str(num), "LOCAL_WORLD_SIZE": str(num),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "GROUP_RANK": "0",
+                "WORLD_SIZE": str(num),
+                "LOCAL_WORLD_SIZE": str(num),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
                 "TORCHELASTIC_RUN_ID": f"rehearsal-{os.getpid()}-{port}",
-                Variable.RUN_ID: run_id or record.name, Variable.STARTED: str(time.time()),
-            }  # fmt: skip
+                Variable.RUN_ID: run_id or record.name,
+                Variable.STARTED: str(time.time()),
+            }
             ours, theirs = context.Pipe()
             job = ([*argv], project, record.absolute(), environment, callbacks, prelude)
             process = context.Process(target=_serve, args=(theirs, *job), name=f"rank {rank}")
@@ -83,7 +98,9 @@ def run_ranks(
             pipe.close()
 
 
-def _wait(processes: list[BaseProcess], pipes: list[Connection], timeout_s: float | None) -> dict[int, str]:
+def _wait(
+    processes: list[BaseProcess], pipes: list[Connection], timeout_s: float | None
+) -> dict[int, str]:
     """Returns how each rank ended: "done", its error, its exit code, or that it did not end."""
     answers: dict[int, str] = {}
     deadline = time.monotonic() + timeout_s if timeout_s else float("inf")
@@ -100,7 +117,11 @@ def _wait(processes: list[BaseProcess], pipes: list[Connection], timeout_s: floa
                     processes[rank].join(5)
                     answers[rank] = f"killed: exit code {processes[rank].exitcode}"
         if not ready:
-            why = "stopped: another rank had failed" if has_failed else f"hung: no end after {timeout_s or 0:.0f} s"
+            why = (
+                "stopped: another rank had failed"
+                if has_failed
+                else f"hung: no end after {timeout_s or 0:.0f} s"
+            )
             answers |= dict.fromkeys(waiting, why)
         elif {*answers.values()} - {"done"}:
             deadline = min(deadline, time.monotonic() + GRACE_S)

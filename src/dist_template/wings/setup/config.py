@@ -1,4 +1,5 @@
-"""`config`: lists the configurations that --config reads by a name, shows one, or copies one into the project.
+"""`config`: lists the configurations that --config reads by a name, shows one, or copies one into
+the project.
 
 config list                    the library's and the project's, with a line each
 config show strategy/fsdp2     the file that --config strategy/fsdp2 reads
@@ -17,7 +18,8 @@ PROJECT = Path("configs")
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Runs `list`, `show NAME` or `copy NAME`. Raises InputError without such a configuration, or if a copy exists."""
+    """Runs `list`, `show NAME` or `copy NAME`. Raises InputError without such a configuration, or
+    if a copy exists."""
     parser = Flags("config", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("list", "show", "copy"))
     parser.add_argument("name", nargs="?", default="", help="of the list, such as strategy/fsdp2")
@@ -45,10 +47,15 @@ def _copy(file: Path) -> None:
     is_shipped = SHIPPED in file.parents
     copy = PROJECT / file.relative_to(SHIPPED) if is_shipped else file
     if copy.exists():
-        raise InputError(f"config copy: {copy} is yours already: edit it, or remove it for the library's")
+        raise InputError(
+            f"config copy: {copy} is yours already: edit it, or remove it for the library's"
+        )
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(copy, file.read_text("utf-8"))
     except OSError as error:
         raise InputError(f"config copy: {copy} cannot be written: {reason(error)}") from error
-    print(f"written to {copy}: from now on --config {copy.relative_to(PROJECT).with_suffix('')} reads it")
+    print(
+        f"written to {copy}: from now on --config {copy.relative_to(PROJECT).with_suffix('')}"
+        " reads it"
+    )

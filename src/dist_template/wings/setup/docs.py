@@ -1,6 +1,7 @@
 """`docs`: lists the pages of the installed version's documentation, or shows one, offline.
 
-A wheel installs them into share/doc/dist-template; a checkout, or vendor/dist-template, has docs/."""
+A wheel installs them into share/doc/dist-template; a checkout, or vendor/dist-template, has
+docs/."""
 
 import pydoc
 import site
@@ -24,17 +25,22 @@ def main(argv: list[str], project: Project) -> None:
         elif f"/{page}".endswith(f"/{name}"):
             shown.append(text)
     if not shown:
-        generated = f" here, as `make docs` writes it (`{program('fit')} --help` has the keys)" * (name == "reference")
+        generated = f" here, as `make docs` writes it (`{program('fit')} --help` has the keys)" * (
+            name == "reference"
+        )
         raise InputError(f"there is no page {name!r}{generated}: `{program('docs')}` lists all")
     with suppress(BrokenPipeError):  # of `docs | head`
         pydoc.pager("\n".join(shown) + "\n")
 
 
 def folder_of_pages() -> Path:
-    """Returns the folder of the installed version's pages. Raises InputError where there are none."""
+    """Returns the folder of the installed version's pages. Raises InputError where there are
+    none."""
     package, installed = Path(__file__).parents[2], "share/doc/dist-template"
     bases = (package.parent, sysconfig.get_path("data"), site.getuserbase())
     for place in (package.parents[1] / "docs", *(Path(base, installed) for base in bases)):
         if (place / "index.md").is_file():
             return place
-    raise InputError("no page is installed here; the project's README.md has the address of the documentation")
+    raise InputError(
+        "no page is installed here; the project's README.md has the address of the documentation"
+    )

@@ -31,7 +31,9 @@ LOCK, CHOSEN = "lock-cpu.txt", "pyproject.toml"
 def main(argv: list[str], project: Project) -> None:
     """Runs all checks, prints a line per finding, and exits with 1 if there is a problem."""
     parser = Flags("doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="findings and environment, to compare machines")
+    parser.add_argument(
+        "--json", action="store_true", help="findings and environment, to compare machines"
+    )
     given, flags = parser.parse_known_args(argv[1:])
     checks = {
         "versions": check_versions(),
@@ -76,7 +78,8 @@ def check_versions() -> Findings:
 
 
 def check_packages(project: Path) -> Findings:
-    """Compares the installed versions with the lock, pins and blocked ones in pyproject.toml; any torch fits."""
+    """Compares the installed versions with the lock, pins and blocked ones in pyproject.toml; any
+    torch fits."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -93,9 +96,15 @@ def check_packages(project: Path) -> Findings:
     table = tomllib.loads(chosen.read_text(encoding="utf-8")).get("tool", {}).get("environment", {})
     pins |= {canonicalize_name(name): version for name, version in table.get("pins", {}).items()}
     has = {name: installed.get(name, "missing").split("+")[0] for name in pins}
-    wrong = [f"{name} {has[name]} (locked: {pins[name]})" for name in pins if has[name] != pins[name]]
+    wrong = [
+        f"{name} {has[name]} (locked: {pins[name]})" for name in pins if has[name] != pins[name]
+    ]
     if wrong:
-        yield PROBLEM, f"{len(wrong)} of {len(pins)} differ: {', '.join(wrong)}", f"make setup, or change {CHOSEN}"
+        yield (
+            PROBLEM,
+            f"{len(wrong)} of {len(pins)} differ: {', '.join(wrong)}",
+            f"make setup, or change {CHOSEN}",
+        )
     else:
         yield OK, f"{len(pins)} as {LOCK} has them", ""
     todo = "remove this environment, change your passwords and tokens, then make setup"
@@ -111,7 +120,9 @@ def check_gpus() -> Findings:
 
     version, number = comparable()["driver"], torch.cuda.device_count() or "no"
     build = torch.version.cuda or torch.version.hip or "none"
-    found = f"torch {torch.__version__}, its CUDA {build}, driver {version or 'none'}, {number} GPU(s)"
+    found = (
+        f"torch {torch.__version__}, its CUDA {build}, driver {version or 'none'}, {number} GPU(s)"
+    )
     if version and not torch.cuda.is_available():
         yield PROBLEM, found, "install torch's build for this driver, or unset CUDA_VISIBLE_DEVICES"
     else:
@@ -138,8 +149,12 @@ def check_disks(folders: dict[str, Path]) -> Findings:
 
 
 def check_limits() -> Findings:
-    """NCCL and loader workers fill Docker's 64 MiB of /dev/shm; ranks, caches and workers open files."""
-    size, (soft, _) = shutil.disk_usage("/dev/shm").total / GIB, resource.getrlimit(resource.RLIMIT_NOFILE)
+    """NCCL and loader workers fill Docker's 64 MiB of /dev/shm; ranks, caches and workers open
+    files."""
+    size, (soft, _) = (
+        shutil.disk_usage("/dev/shm").total / GIB,
+        resource.getrlimit(resource.RLIMIT_NOFILE),
+    )
     todo = ""
     if size < 1:
         todo = "docker run --shm-size 8g, or mount -o remount,size=8G /dev/shm"

@@ -37,10 +37,14 @@ def main(argv: list[str], project: Project) -> None:
 
 
 def show_turns(source: Any, tokenizer: Any) -> None:
-    """Prints the first conversations, and the first with each kind of tokens, with marks and numbers."""
+    """Prints the first conversations, and the first with each kind of tokens, with marks and
+    numbers."""
     colours = ("\033[32m", "\033[0m"), ("\033[33m", "\033[0m")
     trained, other = colours if sys.stdout.isatty() else (("[[", "]]"), ("((", "))"))
-    print(f"the first, and the first of each kind: {'trained on'.join(trained)}, {'an answer that is not'.join(other)}")
+    print(
+        f"the first, and the first of each kind: {'trained on'.join(trained)},"
+        f" {'an answer that is not'.join(other)}"
+    )
     seen = set[str]()
     for number, (name, text) in enumerate(islice(source.documents(), NUM_READ)):
         tokens, shown = Counter[str](), ""
@@ -49,5 +53,9 @@ def show_turns(source: Any, tokenizer: Any) -> None:
             start, end = {"trained on": trained, "of prompts": ("", "")}.get(kind, other)
             shown += start + tokenizer.decode(ids) + end
         if number < NUM_SHOWN or not tokens.keys() <= seen:
-            print(f"{name}, tokens: " + ", ".join(f"{num} {kind}" for kind, num in tokens.items()), shown, sep="\n")
+            print(
+                f"{name}, tokens: " + ", ".join(f"{num} {kind}" for kind, num in tokens.items()),
+                shown,
+                sep="\n",
+            )
         seen |= tokens.keys()

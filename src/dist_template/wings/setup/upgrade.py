@@ -22,8 +22,12 @@ RECORD = ".cruft.json"  # in cruft's format; the template's hook post_gen_projec
 def main(argv: list[str], project: Project) -> None:
     """Merges the template's new version as one commit. Raises InputError if there are conflicts."""
     flags = Flags("upgrade", description=__doc__)
-    flags.add_argument("--to", help="a tag or commit; default: the newest release, else the last commit")
-    flags.add_argument("--trust", action="store_true", help="run the template's hooks on this machine")
+    flags.add_argument(
+        "--to", help="a tag or commit; default: the newest release, else the last commit"
+    )
+    flags.add_argument(
+        "--trust", action="store_true", help="run the template's hooks on this machine"
+    )
     given = flags.parse_args(argv[1:])
     require("cookiecutter", "upgrade", extra="upgrade")
     root = project.folder.absolute().parent
@@ -42,28 +46,42 @@ def main(argv: list[str], project: Project) -> None:
         new = given.to or next(releases, None) or _git(clone, "rev-parse", "HEAD")
         commits = []
         for version in (record["commit"], new):
-            commits.append(_git(clone, "rev-parse", "--verify", f"{version}^{{commit}}", check=False))
+            commits.append(
+                _git(clone, "rev-parse", "--verify", f"{version}^{{commit}}", check=False)
+            )
             if not commits[-1]:
-                raise InputError(f"the template {address} has no {version}: edit {RECORD}, or give another TO")
-        if commits[1] in (commits[0], not given.to and _git(clone, "merge-base", *commits, check=False)):
+                raise InputError(
+                    f"the template {address} has no {version}: edit {RECORD}, or give another TO"
+                )
+        if commits[1] in (
+            commits[0],
+            not given.to and _git(clone, "merge-base", *commits, check=False),
+        ):
             print(f"nothing to upgrade: {address} has nothing newer than {old}")
             return
         before = _commit(root, record, old, commits[0], Path(name, "old"))
         new = new if new in tags else commits[1]  # by this name the project pins the library
         after = _commit(root, record, new, commits[1], Path(name, "new"), "-p", before)
-    done = _git(root, "cherry-pick", "--keep-redundant-commits", "-X", "no-renames", after, check=False)
+    done = _git(
+        root, "cherry-pick", "--keep-redundant-commits", "-X", "no-renames", after, check=False
+    )
     names = _git(root, "diff", "--name-only", "--diff-filter=U", "--relative").splitlines()
     if not names and not done:
         _git(root, "cherry-pick", after)  # raises InputError with git's reason
     for name in names[:]:
-        if not _git(root, "ls-tree", after, name):  # the template removed it, and the user has edited it
+        if not _git(
+            root, "ls-tree", after, name
+        ):  # the template removed it, and the user has edited it
             _git(root, "add", "--", name)
             print(f"{name}: your edits stay")
             names.remove(name)
     if done or not names and _git(root, "-c", "core.editor=true", "cherry-pick", "--continue"):
         print(f"upgraded from {old} to {new} in one commit: `git show --stat` lists it")
         return
-    why = "edit and `git add` these, then `git cherry-pick --continue` and `make setup` (--abort undoes the upgrade)"
+    why = (
+        "edit and `git add` these, then `git cherry-pick --continue` and `make setup` (--abort"
+        " undoes the upgrade)"
+    )
     raise InputError(f"upgraded from {old} to {new} with conflicts in {', '.join(names)}: {why}")
 
 
@@ -76,18 +94,29 @@ def read_record(root: Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         what = f"{root / RECORD}, the record of the template's version and the answers,"
         raise InputError(f"{what} cannot be read: {first_line(error)}") from error
-    _git(root, "cat-file", "-e", f"HEAD:./{RECORD}")  # raises InputError if the project is not committed
+    # raises InputError if the project is not committed
+    _git(root, "cat-file", "-e", f"HEAD:./{RECORD}")
     if changed := _git(root, "status", "--porcelain", "--untracked-files=no"):
         name = changed.splitlines()[0].split(maxsplit=1)[-1]
         raise InputError(f"{name} has uncommitted changes: commit or stash them, then upgrade")
     return record
 
 
-def _commit(root: Path, record: dict[str, Any], version: str, commit: str, out: Path, *parent: str) -> str:
+def _commit(
+    root: Path, record: dict[str, Any], version: str, commit: str, out: Path, *parent: str
+) -> str:
     """Renders a version; returns a commit of it, on no branch. Raises InputError if it fails."""
     clone = out.parent / "template"
     _git(clone, "checkout", "--quiet", "--detach", commit)
-    command = [sys.executable, "-m", "cookiecutter", "--no-input", "--default-config", "--checkout", version]
+    command = [
+        sys.executable,
+        "-m",
+        "cookiecutter",
+        "--no-input",
+        "--default-config",
+        "--checkout",
+        version,
+    ]
     command += ["--output-dir", f"{out}/new", "--", str(clone), f"_origin={record['template']}"]
     command += [f"{key}={value}" for key, value in record["context"]["cookiecutter"].items()]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -97,16 +126,23 @@ def _commit(root: Path, record: dict[str, Any], version: str, commit: str, out: 
     place = out / "tree" / _git(root, "rev-parse", "--show-prefix")
     place.parent.mkdir(parents=True, exist_ok=True)
     next((out / "new").iterdir()).rename(place)
-    where = {"GIT_DIR": _git(root, "rev-parse", "--absolute-git-dir"), "GIT_INDEX_FILE": f"{out}/index"}
+    where = {
+        "GIT_DIR": _git(root, "rev-parse", "--absolute-git-dir"),
+        "GIT_INDEX_FILE": f"{out}/index",
+    }
     _git(out / "tree", "--work-tree=.", "add", "--all", "--force", ".", env=where)
     tree = _git(out / "tree", "write-tree", env=where)
     return _git(root, "commit-tree", tree, *parent, "-m", f"Upgrade to {version} of the template")
 
 
-def _git(where: Path, *arguments: str, check: bool = True, env: Mapping[str, str] | None = None) -> str:
+def _git(
+    where: Path, *arguments: str, check: bool = True, env: Mapping[str, str] | None = None
+) -> str:
     """Returns what git prints in the folder `where`, or "" if it fails without `check`."""
     command = ["git", "-C", str(where), *arguments]
-    done = subprocess.run(command, env={**os.environ, **(env or {})}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env={**os.environ, **(env or {})}, capture_output=True, text=True
+    )
     if check and done.returncode:
         raise InputError(f"`git {' '.join(arguments[:-1])}` fails: {' '.join(done.stderr.split())}")
     return "" if done.returncode else done.stdout.strip()

@@ -26,14 +26,18 @@ AGAINST_LATEST = "eval/loss not worse by 0.01"  # nats per token
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Promotes the run in `argv`, or rolls back. Raises InputError if the run, the registry or a flag cannot be used,
-    and Ended if a requirement does not hold, or the export differs from the trained model."""
-    about = f"""Evaluates a run, exports its model, and registers it. Unless --baseline and --require are given, it has
-        to be {AGAINST_LATEST!r} against the latest version, or {AGAINST_START!r} against the start."""
+    """Promotes the run in `argv`, or rolls back. Raises InputError if the run, the registry or a
+    flag cannot be used, and Ended if a requirement does not hold, or the export differs from the
+    trained model."""
+    about = f"""Evaluates a run, exports its model, and registers it. Unless
+        --baseline and --require are given, it has to be {AGAINST_LATEST!r} against the latest
+        version, or {AGAINST_START!r} against the start."""
     parser = Flags("promote", description=about)
     parser.add_argument("run", nargs="?", help="a run's folder, runs/<name>/<id>")
     parser.add_argument("--registry", default="registry", help="folder of the versions")
-    parser.add_argument("--roll_back", action="store_true", help="withdraw the latest version, serve the one before")
+    parser.add_argument(
+        "--roll_back", action="store_true", help="withdraw the latest version, serve the one before"
+    )
     evaluate.add_flags(parser)
     given = parser.parse_args(argv[1:], Namespace(name="promotion"))
     registry = Registry(Path(given.registry))
@@ -53,7 +57,12 @@ def main(argv: list[str], project: Project) -> None:
         evaluate.run(given, project)
         export.main(["export", str(run), "--adapter=merged", "--output", str(exported)], project)
         found = json.loads((run / "evaluation" / "promotion.json").read_text(encoding="utf-8"))
-        known = {"run": given.run, "baseline": given.baseline, "required": given.require, "figures": found}
+        known = {
+            "run": given.run,
+            "baseline": given.baseline,
+            "required": given.require,
+            "figures": found,
+        }
         version = registry.add(exported, known)
     except OSError as error:
         raise InputError(f"--registry {given.registry!r}: {reason(error)}; give another") from error
@@ -74,14 +83,19 @@ class Registry:
 
     def numbers(self) -> list[int]:
         """Returns the numbers of all versions, sorted."""
-        return sorted(int(path.name[1:]) for path in self.folder.glob("v*/") if path.name[1:].isdecimal())
+        return sorted(
+            int(path.name[1:]) for path in self.folder.glob("v*/") if path.name[1:].isdecimal()
+        )
 
     def add(self, exported: Path, facts: dict[str, object]) -> Path:
-        """Renames an exported folder on the same disk to the next version, now the latest; returns it."""
+        """Renames an exported folder on the same disk to the next version, now the latest; returns
+        it."""
         digests = {}
         for path in sorted(filter(Path.is_file, exported.rglob("*"))):
             with path.open("rb") as file:
-                digests[str(path.relative_to(exported))] = hashlib.file_digest(file, "sha256").hexdigest()
+                digests[str(path.relative_to(exported))] = hashlib.file_digest(
+                    file, "sha256"
+                ).hexdigest()
         time = datetime.now(UTC).isoformat(timespec="seconds")
         known = {"time": time, **facts, "sha256": digests}
         write_atomically(exported / "version.json", json.dumps(known, indent=2))
@@ -90,8 +104,8 @@ class Registry:
         return folder
 
     def roll_back(self) -> tuple[Path, Path]:
-        """Withdraws the latest version; the newest one before it that is not withdrawn replaces it. Raises InputError
-        if there is no earlier version."""
+        """Withdraws the latest version; the newest one before it that is not withdrawn replaces it.
+        Raises InputError if there is no earlier version."""
         latest = self.latest
         if latest is None:
             raise InputError(f"--registry {str(self.folder)!r} has no version: promote a run first")

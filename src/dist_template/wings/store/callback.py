@@ -29,20 +29,29 @@ SKIPPED = re.compile(r"(.*/)?(\..*|lock\.json|wandb/.*|[^/]*\.ckpt/.*)")
 class Store(Callback):
     """Uploads each committed checkpoint and the run's files to `run.store`, in the background.
 
-    Every rank uploads the files that it has hashed; rank 0 uploads the manifest when all are in the store. The next
-    checkpoint waits for the upload of the one before. If the store fails, training continues.
+    Every rank uploads the files that it has hashed; rank 0 uploads the manifest when all are in the
+    store. The next checkpoint waits for the upload of the one before. If the store fails, training
+    continues.
 
     Args:
         address: Folder of the runs in the store; `run.store` sets it. null: off.
-        keep: How many of the newest checkpoints to keep in the store, at least 1. Best ones are kept as on the disk.
+        keep: How many of the newest checkpoints to keep in the store, at least 1. Best ones are
+            kept as on the disk.
         every_s: Seconds between two uploads of the run's files, at log steps.
         folder: The run's folder."""
 
     timeout_s = 600.0  # for which the upload of a checkpoint is tried again
 
-    def __init__(self, address: str | None = None, keep: int = 2, every_s: float = 60.0, folder: str = "{run}") -> None:
+    def __init__(
+        self,
+        address: str | None = None,
+        keep: int = 2,
+        every_s: float = 60.0,
+        folder: str = "{run}",
+    ) -> None:
         self.address, self.keep, self.every_s, self.folder = address, keep, every_s, Path(folder)
-        self.behind, self.failed, self.waited_s = 0, 0, 0.0  # checkpoints; failures in a row; seconds in all
+        # checkpoints; failures in a row; seconds in all
+        self.behind, self.failed, self.waited_s = (0, 0, 0.0)
         self._run: Remote | None = None
         self._group: dist.ProcessGroup | None = None
         self._upload: Future[None] | None = None  # of the last checkpoint
@@ -57,13 +66,15 @@ class Store(Callback):
         if trainer.is_global_zero:
             UPLOADS[self.folder] = partial(upload_files, run, self.folder, {})
         if dist.is_initialized():
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s + 600))
+            self._group = dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=self.timeout_s + 600)
+            )
 
     # ---- checkpoints -------------------------------------------------------------------------
 
     def on_commit(self, path: Path, own: dict[str, list[int]]) -> None:
-        """Starts the upload of a checkpoint, in which this rank has hashed the files `own`, after the upload before; on
-        every rank, in the thread that saves."""
+        """Starts the upload of a checkpoint, in which this rank has hashed the files `own`, after
+        the upload before; on every rank, in the thread that saves."""
         if self._run is not None:
             self.settle()
             self.behind += 1
@@ -90,7 +101,8 @@ class Store(Callback):
             self._report(f"{what} is not in the store: {reason(error)}; training continues")
 
     def _upload_checkpoint(self, checkpoints: Remote, path: Path, files: list[str]) -> None:
-        """Uploads this rank's files, then rank 0 the manifest. Collective; raises InputError on all ranks."""
+        """Uploads this rank's files, then rank 0 the manifest. Collective; raises InputError on all
+        ranks."""
         remote, why = checkpoints / path.name, ""
         try:
             for file in files:
@@ -112,12 +124,16 @@ class Store(Callback):
             for name in ("behind", "failed", "waited_s"):
                 metrics_of(module).put(f"health/store_{name}", getattr(self, name))
 
-    def on_log_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]) -> None:
+    def on_log_step(
+        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
+    ) -> None:
         if self.folder in UPLOADS and time.monotonic() - self._last >= self.every_s:
             self._last = time.monotonic()
             self._thread.submit(self._try, "a file of the run", UPLOADS[self.folder])
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
         if isinstance(exception, Ended) or trainer.world_size == 1:  # else a rank may be gone
             self.settle()
 
@@ -135,8 +151,8 @@ class Store(Callback):
 
 
 def retain(checkpoints: Remote, newest: Path, keep: int) -> None:
-    """Deletes steps before the newest `keep`, later ones if training went back, or best ones that the disk has no more,
-    as `newest` is one; and what killed uploads have left."""
+    """Deletes steps before the newest `keep`, later ones if training went back, or best ones that
+    the disk has no more, as `newest` is one; and what killed uploads have left."""
     sizes, kind = checkpoints.sizes(), newest.name[:4]
     names = sorted({path.split("/")[0] for path in sizes if path.startswith(kind)}, reverse=True)
     complete = [name for name in names if f"{name}/{MANIFEST}" in sizes and name <= newest.name]
@@ -148,7 +164,8 @@ def retain(checkpoints: Remote, newest: Path, keep: int) -> None:
 
 
 def upload_files(run: Remote, folder: Path, sent: dict[str, tuple[int, int]]) -> None:
-    """Uploads the files of a run that have changed; `sent` has the time and size of what the store has."""
+    """Uploads the files of a run that have changed; `sent` has the time and size of what the store
+    has."""
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
         if SKIPPED.fullmatch(name) or not file.is_file():

@@ -1,6 +1,8 @@
-"""Hooks of the store, see dist_template.hooks, its rule, and copies of runs for other verbs. Without torch.
+"""Hooks of the store, see dist_template.hooks, its rule, and copies of runs for other verbs.
+Without torch.
 
-A copy has a run's small files and the manifests of its checkpoints; ranks that load a checkpoint fetch its files."""
+A copy has a run's small files and the manifests of its checkpoints; ranks that load a checkpoint
+fetch its files."""
 
 import json
 import os
@@ -17,12 +19,14 @@ from ..diagnose.finding import Cause, Finding
 from ..history import History
 from .remote import CHECKPOINTS, MANIFEST, UPLOADS, Remote
 
-RUN = re.compile(r"(\w{2,}):/{1,2}(.+?)(/checkpoints/(?:best-)?step\d{8,}\.ckpt)?/*")  # s3:/… is an address as a Path
+# s3:/… is an address as a Path
+RUN = re.compile(r"(\w{2,}):/{1,2}(.+?)(/checkpoints/(?:best-)?step\d{8,}\.ckpt)?/*")
 FETCH_S = 120.0  # for which the download of a file is tried again
 
 
 def at_start(settings: Namespace, verb: str | None) -> None:
-    """Checks `run.store`, and copies what this disk lacks of the run that is continued or evaluated."""
+    """Checks `run.store`, and copies what this disk lacks of the run that is continued or
+    evaluated."""
     given, store, run = settings.get("ckpt_path"), settings.run.store, settings.run
     if "store" in settings:
         settings.store.address = store and f"{store.rstrip('/')}/{run.name}"
@@ -30,7 +34,10 @@ def at_start(settings: Namespace, verb: str | None) -> None:
     if verb and given and "://" in given:
         settings.ckpt_path = local_copy(given, "--ckpt_path")
     elif verb and runs and not settings.trainer.fast_dev_run:
-        is_first = sum(int(os.environ.get(name) or 0) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK")) == 0
+        is_first = (
+            sum(int(os.environ.get(name) or 0) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
+            == 0
+        )
         if verb == "fit" and is_first:
             runs.check()
         run_id = os.environ.get(Variable.RUN_ID) or os.environ.get("SLURM_JOB_ID")
@@ -61,12 +68,15 @@ def at_run_end(run: Path, error: BaseException | None) -> None:
 
 
 def local_copy(given: str | Path, key: str = "RUN") -> str:
-    """Returns `given`, or a local copy of the run or the checkpoint at a store's address. Raises InputError."""
+    """Returns `given`, or a local copy of the run or the checkpoint at a store's address. Raises
+    InputError."""
     if not (found := RUN.fullmatch(str(given))):
         return str(given)
     protocol, path, checkpoint = found.groups("")
     run = Remote(f"{protocol}://{path}", key)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dist_template", "store")
+    cache = Path(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dist_template", "store"
+    )
     folder = cache / protocol / path.strip("/")
     copy = folder / checkpoint.strip("/")
     if RunFile.CONFIG in run.sizes():
@@ -78,7 +88,8 @@ def local_copy(given: str | Path, key: str = "RUN") -> str:
 
 
 def copy_run(run: Remote, folder: Path, has_files: bool, last: Path, best: Path) -> None:
-    """Copies manifests that are newer than those here, or missing here, and files that are missing or shorter here."""
+    """Copies manifests that are newer than those here, or missing here, and files that are missing
+    or shorter here."""
     for path, written in checkpoints(run).items():
         name = path.split("/")[-2]
         file = (best if name.startswith("best") else last) / name / MANIFEST
@@ -86,13 +97,20 @@ def copy_run(run: Remote, folder: Path, has_files: bool, last: Path, best: Path)
             (run / path).get(file)
     for path, size in run.sizes().items() if has_files else ():
         file = folder / path
-        if not path.startswith(f"{CHECKPOINTS}/") and not (file.exists() and file.stat().st_size >= size):
+        if not path.startswith(f"{CHECKPOINTS}/") and not (
+            file.exists() and file.stat().st_size >= size
+        ):
             (run / path).get(file)
 
 
 def checkpoints(folder: Remote) -> dict[str, float]:
-    """Returns when the complete checkpoints below a folder were written, by the paths of their manifests in it."""
-    return {path: time_of((folder / path).read()) for path in folder.sizes() if path.endswith(f".ckpt/{MANIFEST}")}
+    """Returns when the complete checkpoints below a folder were written, by the paths of their
+    manifests in it."""
+    return {
+        path: time_of((folder / path).read())
+        for path in folder.sizes()
+        if path.endswith(f".ckpt/{MANIFEST}")
+    }
 
 
 def time_of(manifest: bytes) -> float:
@@ -107,6 +125,19 @@ def store_refuses(history: History) -> Iterator[Finding]:
     """Rule of diagnosis: the store refuses checkpoints."""
     failed = history.metrics["health/store_failed"]
     if len(failed) and failed.last:
-        evidence = f"The last {failed.last:.0f} uploads to {history.key('run.store')} failed; the log has the reasons."
-        cause = Cause("The store refuses or does not answer: credentials expired, a quota is used up, no network.")
-        yield Finding("store_refuses", "error", "certain", "checkpoints are not in the store", evidence, [cause])
+        evidence = (
+            f"The last {failed.last:.0f} uploads to {history.key('run.store')} failed; the log has"
+            " the reasons."
+        )
+        cause = Cause(
+            "The store refuses or does not answer: credentials expired, a quota is used up, no"
+            " network."
+        )
+        yield Finding(
+            "store_refuses",
+            "error",
+            "certain",
+            "checkpoints are not in the store",
+            evidence,
+            [cause],
+        )

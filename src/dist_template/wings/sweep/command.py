@@ -31,10 +31,14 @@ def main(argv: list[str], project: Project) -> None:
     """Runs the sweep of `argv`, or resumes it; raises Ended if it was stopped."""
     made = Flags("sweep", epilog="and fit's flags")
     made.add_argument("--space", required=True, help="YAML of keys of fit with their values")
-    made.add_argument("--trials", type=in_range(int, 1), default=16, help="in all, of all processes")
+    made.add_argument(
+        "--trials", type=in_range(int, 1), default=16, help="in all, of all processes"
+    )
     made.add_argument("--sampler", choices=("tpe", "random", "grid"), default="tpe")
     made.add_argument("--pruner", choices=("median", "hyperband", "none"), default="median")
-    made.add_argument("--prune_after", type=in_range(int, 0), default=0, help="optimizer steps of every trial")
+    made.add_argument(
+        "--prune_after", type=in_range(int, 0), default=0, help="optimizer steps of every trial"
+    )
     made.add_argument("--name", help="of the folder in run.root; default: <run.name>-<space>")
     given, flags = made.parse_known_args(argv[1:])
     require("optuna", "sweep", extra="sweep")
@@ -59,7 +63,9 @@ def _checked(given: Namespace, flags: list[str], project: Project) -> tuple[Path
         try:
             distribution(entry)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{where}: {key} is {shown(entry)} ({reason(error)}); give one of {FORMS}") from error
+            raise InputError(
+                f"{where}: {key} is {shown(entry)} ({reason(error)}); give one of {FORMS}"
+            ) from error
     ends = {key: next(iter(entry.values())) for key, entry in space.items()}
     if given.sampler == "grid":
         if any("choice" not in entry for entry in space.values()):
@@ -75,7 +81,8 @@ def _checked(given: Namespace, flags: list[str], project: Project) -> tuple[Path
     definition = {key: vars(given)[key] for key in ("sampler", "pruner", "prune_after")}
     definition |= {"space": space, "flags": flags, "metric": best.monitor, "mode": best.mode}
     definition["name"] = given.name or f"{config.run.name}-{Path(given.space).stem}"
-    WithoutTrainer.of(["sweep", *flags, f"--run.name={definition['name']}"], project)  # refuses a wrong name
+    # refuses a wrong name
+    WithoutTrainer.of(["sweep", *flags, f"--run.name={definition['name']}"], project)
     folder = Path(config.run.root) / definition["name"]
     folder.mkdir(parents=True, exist_ok=True)
     return folder, definition | {"of": config.run.name}
@@ -94,5 +101,10 @@ def _write_best(sweep: Sweep) -> None:
     start = f"{program('fit')} --config {folder / 'best.yaml'}"
     config["run"]["name"] = sweep.definition["of"]
     config["trainer"]["callbacks"].pop()  # Pruning, which is the last
-    write_atomically(folder / "best.yaml", f"# {best}\n#   {start}\n{yaml.safe_dump(config, sort_keys=False)}")
-    print(f"best           {best}\ntrain with it  {start}\nall trials     optuna-dashboard {folder / 'journal.log'}")
+    write_atomically(
+        folder / "best.yaml", f"# {best}\n#   {start}\n{yaml.safe_dump(config, sort_keys=False)}"
+    )
+    print(
+        f"best           {best}\ntrain with it  {start}\nall trials     optuna-dashboard"
+        f" {folder / 'journal.log'}"
+    )

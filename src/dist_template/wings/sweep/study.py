@@ -32,8 +32,8 @@ KILLS = 3  # after so many a trial has failed
 
 
 class Sweep:
-    """The sweep in `folder`: journal.log, and the run of each trial in trial-0000, trial-0001, … `definition`: space,
-    flags of fit, sampler, pruner, metric; None: the journal's."""
+    """The sweep in `folder`: journal.log, and the run of each trial in trial-0000, trial-0001, …
+    `definition`: space, flags of fit, sampler, pruner, metric; None: the journal's."""
 
     def __init__(self, folder: Path, definition: dict[str, Any] | None = None) -> None:
         warnings.filterwarnings("ignore", "BruteForceSampler is experimental")
@@ -52,9 +52,11 @@ class Sweep:
         self._storage = optuna.storages.JournalStorage(backend)
         if definition:
             study = optuna.create_study(
-                storage=self._storage, study_name="", load_if_exists=True,
+                storage=self._storage,
+                study_name="",
+                load_if_exists=True,
                 direction="maximize" if definition["mode"] == "max" else "minimize",
-            )  # fmt: skip
+            )
             if study.user_attrs.get("definition", definition) != definition:
                 raise InputError(f"{folder} has trials of another space or flags; set --name")
             study.set_user_attr("definition", definition)
@@ -69,7 +71,9 @@ class Sweep:
             "hyperband": pruners.HyperbandPruner(first),
             "none": pruners.NopPruner(),
         }[self.definition["pruner"]]
-        return optuna.load_study(storage=self._storage, study_name="", sampler=sampler, pruner=pruner)
+        return optuna.load_study(
+            storage=self._storage, study_name="", sampler=sampler, pruner=pruner
+        )
 
     def trial(self, number: int) -> optuna.Trial:
         """Returns an unfinished trial to add to, in any process."""
@@ -156,7 +160,9 @@ def start(argv: list[str], folder: Path) -> int:
     variables = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
     variables[Variable.RUN_ID] = folder.name
     with (folder / "output.txt").open("a") as output:
-        process = subprocess.Popen(argv, env=variables, stdout=output, stderr=output, preexec_fn=end_with_parent)
+        process = subprocess.Popen(
+            argv, env=variables, stdout=output, stderr=output, preexec_fn=end_with_parent
+        )
     for each in STOP:
         signal.signal(each, lambda number, frame: process.send_signal(number))
     return process.wait()

@@ -11,8 +11,8 @@ from .tables import tables
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Writes report.html about the runs in `argv`, for `report` or `compare`. Raises InputError if one is not a run
-    folder, the page cannot be written, or `compare` has one run."""
+    """Writes report.html about the runs in `argv`, for `report` or `compare`. Raises InputError if
+    one is not a run folder, the page cannot be written, or `compare` has one run."""
     verb, *flags = argv
     parser = Flags(verb, description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="a run's folder, runs/<name>/<id>")

@@ -41,14 +41,16 @@ def figures(histories: list[History], names: list[str]) -> dict[str, list[Trace]
             for run, history in enumerate(histories):
                 trace = _trace(history, metric, len(histories) > 1, run, number)
                 if trace:
-                    trace["name"] = html.escape(metric if len(histories) == 1 else f"{names[run]} {metric}")
+                    trace["name"] = html.escape(
+                        metric if len(histories) == 1 else f"{names[run]} {metric}"
+                    )
                     found.setdefault(title, []).append(trace)
     return found
 
 
 def _trace(history: History, metric: str, is_compared: bool, run: int, number: int) -> Trace:
-    """Returns a curve, {} without a finite value; NaN and infinities are gaps. Colours are the metrics of one run, or
-    several runs, with dashed metrics."""
+    """Returns a curve, {} without a finite value; NaN and infinities are gaps. Colours are the
+    metrics of one run, or several runs, with dashed metrics."""
     series = history.metrics[metric]
     if not len(series.finite()):
         return {}

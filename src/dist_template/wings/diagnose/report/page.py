@@ -1,6 +1,7 @@
 """Writes report.html about one run or several.
 
-page.html is a Jinja template, which escapes all texts of a run (names, messages); plotly draws the curves."""
+page.html is a Jinja template, which escapes all texts of a run (names, messages); plotly draws the
+curves."""
 
 import os
 from pathlib import Path
@@ -18,7 +19,12 @@ HTML = "report.html"
 FOLDER = Path(__file__).parent
 LINE = "rgba(128,128,128,0.25)"
 AXIS = {"gridcolor": LINE, "zerolinecolor": LINE, "automargin": True}
-SCALE = {"label": "log", "method": "relayout", "args": [{"yaxis.type": "log"}], "args2": [{"yaxis.type": "linear"}]}
+SCALE = {
+    "label": "log",
+    "method": "relayout",
+    "args": [{"yaxis.type": "log"}],
+    "args2": [{"yaxis.type": "linear"}],
+}
 LAYOUT = {
     "font": {"size": 12, "color": "#7d868f"},  # can be read on the light page and the dark one
     "paper_bgcolor": "rgba(0,0,0,0)",
@@ -26,16 +32,28 @@ LAYOUT = {
     "margin": {"l": 44, "r": 12, "t": 34, "b": 36},
     "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
     "hovermode": "x unified",
-    "updatemenus": [{"type": "buttons", "showactive": False, "x": 1, "xanchor": "right", "y": 1.2, "buttons": [SCALE]}],
+    "updatemenus": [
+        {
+            "type": "buttons",
+            "showactive": False,
+            "x": 1,
+            "xanchor": "right",
+            "y": 1.2,
+            "buttons": [SCALE],
+        }
+    ],
     "xaxis": {**AXIS, "title": {"text": "optimizer step"}},
     "yaxis": AXIS,
 }
 
 
-def write(folders: list[Path], output: Path, plotly: str | None = None) -> tuple[list[History], list[list[Finding]]]:
-    """Writes a report on the runs in `folders` into `output`, which is created if it does not exist, and returns the
-    histories and findings. `plotly`: where the page loads plotly.js from; None: `run.plotly` of the first run. Raises
-    InputError if one of `folders` is not the folder of a run, or plotly is not installed."""
+def write(
+    folders: list[Path], output: Path, plotly: str | None = None
+) -> tuple[list[History], list[list[Finding]]]:
+    """Writes a report on the runs in `folders` into `output`, which is created if it does not
+    exist, and returns the histories and findings. `plotly`: where the page loads plotly.js from;
+    None: `run.plotly` of the first run. Raises InputError if one of `folders` is not the folder of
+    a run, or plotly is not installed."""
     require("plotly", "the report", extra="report")
     histories = [read_run(folder.absolute()) for folder in folders]
     findings = list(map(diagnose, histories))
@@ -54,8 +72,9 @@ def names_of(histories: list[History]) -> list[str]:
 
 
 def link(where: str, history: History, output: Path) -> str:
-    """Returns the address of plotly.js (4.8 MB) for a page in `output`; "" if the page contains it. The shared file is
-    in `run.root`, which can be copied with the pages; it is written once. Outside it is next to the page."""
+    """Returns the address of plotly.js (4.8 MB) for a page in `output`; "" if the page contains it.
+    The shared file is in `run.root`, which can be copied with the pages; it is written once.
+    Outside it is next to the page."""
     from plotly.offline import get_plotlyjs, get_plotlyjs_version
 
     name, output = f"plotly-{get_plotlyjs_version()}.min.js", output.absolute()
@@ -82,13 +101,25 @@ def page(histories: list[History], findings: list[list[Finding]], link: str = ""
     names = names_of(histories)
     runs = []
     for history, name, found in zip(histories, names, findings, strict=True):
-        runs.append({"name": name, "progress": progress(history), "counted": counted(found), "findings": found})
+        runs.append(
+            {
+                "name": name,
+                "progress": progress(history),
+                "counted": counted(found),
+                "findings": found,
+            }
+        )
     environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True)
     return environment.get_template("page.html").render(
         title=names[0] if len(runs) == 1 else f"{len(runs)} runs compared",
-        css=Markup((FOLDER / "page.css").read_text("utf-8")), link=link, library=Markup("" if link else get_plotlyjs()),
-        runs=runs, figures=figures(histories, names), drawn=_drawn, tables=tables(histories, names),
-    )  # fmt: skip
+        css=Markup((FOLDER / "page.css").read_text("utf-8")),
+        link=link,
+        library=Markup("" if link else get_plotlyjs()),
+        runs=runs,
+        figures=figures(histories, names),
+        drawn=_drawn,
+        tables=tables(histories, names),
+    )
 
 
 def _drawn(traces: list[Trace], number: int) -> str:

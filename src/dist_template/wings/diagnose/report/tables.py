@@ -15,18 +15,34 @@ from ..expected import last_step
 
 NOT_SET = "–"  # the run has no such figure, or its configuration no such key
 NUM_INCIDENTS = 20
-PATHS = ("run.", "ckpt_path.", "config.", "data.cache_dir.")  # keys of paths, which change no result
+# keys of paths, which change no result
+PATHS = ("run.", "ckpt_path.", "config.", "data.cache_dir.")
 # Keys of environment.json that are shown even if all runs have the same value.
 ENVIRONMENT = (
-    "time", "host", "platform", "cpu_count", "gpus", "driver", "cuda", "nccl", "python",
-    "git_commit", "packages.torch", "packages.lightning", "packages.transformers", "packages.deepspeed",
-)  # fmt: skip
+    "time",
+    "host",
+    "platform",
+    "cpu_count",
+    "gpus",
+    "driver",
+    "cuda",
+    "nccl",
+    "python",
+    "git_commit",
+    "packages.torch",
+    "packages.lightning",
+    "packages.transformers",
+    "packages.deepspeed",
+)
 OF_AN_ATTEMPT = ("command.", "job_started.", "job_ends.")  # differ between any two attempts
 AT_TOKENS = ("train/loss", "eval/loss", "eval/bits_per_byte", "eval/token_accuracy")
 FACTS = {
-    "parameters": "parameters.total", "strategy": "training.strategy", "processes": "machine.world_size",
-    "device": "machine.device", "precision": "training.precision",
-}  # fmt: skip
+    "parameters": "parameters.total",
+    "strategy": "training.strategy",
+    "processes": "machine.world_size",
+    "device": "machine.device",
+    "precision": "training.precision",
+}
 SPEEDS = {"tokens/s": ("perf/tokens_per_s", "{:,.0f}"), "MFU": ("perf/mfu", "{:.1%}")}
 
 
@@ -36,8 +52,14 @@ def tables(histories: list[History], names: list[str]) -> list[Table]:
     made = [
         Table("Results", ["", *names], _rows([_results(history) for history in histories])),
         _at_equal_tokens(histories, names),
-        Table("Where the time went", ["", *names], _rows([_goodput(history) for history in histories])),
-        Table("Values by consumed tokens", ["", *names], _rows([_phases(history) for history in histories])),
+        Table(
+            "Where the time went", ["", *names], _rows([_goodput(history) for history in histories])
+        ),
+        Table(
+            "Values by consumed tokens",
+            ["", *names],
+            _rows([_phases(history) for history in histories]),
+        ),
         _settings(histories, names),
         _events(histories, names),
         Table("Environment", ["", *names], _differing(environments, OF_AN_ATTEMPT, ENVIRONMENT)),
@@ -46,7 +68,8 @@ def tables(histories: list[History], names: list[str]) -> list[Table]:
 
 
 def _results(history: History) -> dict[str, object]:
-    """Returns what was trained, the last losses and figures of speed, memory and time, as far as they are known."""
+    """Returns what was trained, the last losses and figures of speed, memory and time, as far as
+    they are known."""
     found: dict[str, object] = {"optimizer steps": f"{last_step(history):,}"}
     for name, fact in FACTS.items():
         if known := history.fact(fact):
@@ -90,7 +113,9 @@ def _at_equal_tokens(histories: list[History], names: list[str]) -> Table:
             reached = series[tokens <= least * (1 + 1e-9)]
             if len(reached):
                 columns[-1][name] = f"{reached.last:.5g}"
-    return Table(f"At {least:,.0f} tokens, the length of the shortest run", ["", *names], _rows(columns))
+    return Table(
+        f"At {least:,.0f} tokens, the length of the shortest run", ["", *names], _rows(columns)
+    )
 
 
 def _goodput(history: History) -> dict[str, object]:
@@ -98,14 +123,17 @@ def _goodput(history: History) -> dict[str, object]:
     found: dict[str, object] = {}
     for kind, seconds in history.goodput.items():
         if seconds:
-            found[kind.replace("_", " ")] = f"{seconds / sum(history.goodput.values()):.1%}, {_duration(seconds)}"
+            found[kind.replace("_", " ")] = (
+                f"{seconds / sum(history.goodput.values()):.1%}, {_duration(seconds)}"
+            )
     if interval := compared(history):
         found["interval of checkpoints"] = interval
     return found
 
 
 def _settings(histories: list[History], names: list[str]) -> Table:
-    """Lists the keys of the configuration that differ between the runs, or from the defaults of one run."""
+    """Lists the keys of the configuration that differ between the runs, or from the defaults of one
+    run."""
     trees, head = [history.portable_config() for history in histories], names
     if len(histories) == 1:
         trees.append(flatten(histories[0].defaults))
@@ -140,14 +168,22 @@ def _events(histories: list[History], names: list[str]) -> Table:
             for key in ("decision", "loss", "limit", "gradient_norm", "suspects"):
                 if incident.get(key) is not None:
                     what.append(f"{key} {shown(incident[key])}")
-            rows.append([name, str(incident.get("step", "")), str(incident.get("kind", "")), ", ".join(what)])
+            rows.append(
+                [
+                    name,
+                    str(incident.get("step", "")),
+                    str(incident.get("kind", "")),
+                    ", ".join(what),
+                ]
+            )
     return Table("Crashes and incidents", ["run", "step", "kind", "what"], rows)
 
 
 def _differing(
     trees: list[dict[str, object]], skipped: tuple[str, ...], always: Collection[str] = ()
 ) -> list[list[str]]:
-    """Returns rows for the keys whose values differ, and for those in `always`, without those below `skipped`."""
+    """Returns rows for the keys whose values differ, and for those in `always`, without those below
+    `skipped`."""
     rows = []
     for row in _rows(trees):
         if not f"{row[0]}.".startswith(skipped) and (row[0] in always or len(set(row[1:])) > 1):

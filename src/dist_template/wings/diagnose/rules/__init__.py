@@ -3,10 +3,20 @@
 from . import crashes, experts, loss, resources
 
 ALL = (
-    crashes.out_of_memory, crashes.crashed, crashes.loss_not_finite,
-    loss.loss_diverges, loss.early_loss_jump, loss.loss_spikes, loss.loss_not_decreasing,
+    crashes.out_of_memory,
+    crashes.crashed,
+    crashes.loss_not_finite,
+    loss.loss_diverges,
+    loss.early_loss_jump,
+    loss.loss_spikes,
+    loss.loss_not_decreasing,
     loss.labels_masked,
-    experts.experts_unused, experts.experts_overloaded,
-    resources.memory_grows, resources.waits_for_data, resources.slow_rank, resources.fp32_on_gpu,
-    resources.checkpoint_overhead_high, resources.validation_overhead_high,
-)  # fmt: skip
+    experts.experts_unused,
+    experts.experts_overloaded,
+    resources.memory_grows,
+    resources.waits_for_data,
+    resources.slow_rank,
+    resources.fp32_on_gpu,
+    resources.checkpoint_overhead_high,
+    resources.validation_overhead_high,
+)

@@ -26,7 +26,11 @@ def _last_crashes(history: History, kind: str) -> list[dict[str, Any]]:
     started = history.environment.get("time")
     if started and datetime.strptime(started, "%Y-%m-%dT%H:%M:%S%z").timestamp() > last:
         return []
-    crashes = [crash for crash in history.crashes if crash["time"] > last - SAME_CRASH_S and crash["kind"] == kind]
+    crashes = [
+        crash
+        for crash in history.crashes
+        if crash["time"] > last - SAME_CRASH_S and crash["kind"] == kind
+    ]
     return sorted(crashes, key=lambda crash: crash["rank"])
 
 
@@ -47,7 +51,9 @@ def out_of_memory(history: History) -> Iterator[Finding]:
         evidence += f"; {as_size(GIB * used)} of {as_size(GIB * total)} were in use"
     used_by = "The size of the model is not known: it was not built yet."
     if history.fact("parameters.total"):
-        use = memory_use(history, memory, worst["phase"], is_first=worst["step"] == worst["first_step"])
+        use = memory_use(
+            history, memory, worst["phase"], is_first=worst["step"] == worst["first_step"]
+        )
         causes = remedies(use)
         parts = []
         for name, size in sorted(use.parts.items(), key=lambda part: -part[1]):
@@ -56,7 +62,17 @@ def out_of_memory(history: History) -> Iterator[Finding]:
         used_by = f"Used by: {', '.join(parts)}."
     evidence, ranks = f"{evidence}. {used_by}", [crash["rank"] for crash in crashes]
     explains = ("crashed",)
-    yield Finding("out_of_memory", "error", "certain", "out of memory", evidence, causes, (step, step), ranks, explains)
+    yield Finding(
+        "out_of_memory",
+        "error",
+        "certain",
+        "out of memory",
+        evidence,
+        causes,
+        (step, step),
+        ranks,
+        explains,
+    )
 
 
 def crashed(history: History) -> Iterator[Finding]:
@@ -92,7 +108,9 @@ def loss_not_finite(history: History) -> Iterator[Finding]:
     title, ranks = "the loss or the gradient is not finite", sorted(suspects)
     causes = _why_not_finite(history, steps[0], origin, ranks, incidents)
     span, explains = (steps[0], steps[-1]), ("loss_diverges", "loss_spikes", "early_loss_jump")
-    yield Finding("loss_not_finite", level, "certain", title, f"{evidence}.", causes, span, ranks, explains)
+    yield Finding(
+        "loss_not_finite", level, "certain", title, f"{evidence}.", causes, span, ranks, explains
+    )
 
 
 def _why_not_finite(
@@ -118,5 +136,8 @@ def _why_not_finite(
         hardware = f"Always rank {ranks[0]}, with different samples: its hardware may be defective."
         causes.insert(0, Cause(hardware))
     skip = Change("numerics.on_non_finite", history.key("numerics.on_non_finite"), "skip")
-    damaged = "The samples of that step are damaged: inspect their rows (incidents.jsonl), or skip such steps."
+    damaged = (
+        "The samples of that step are damaged: inspect their rows (incidents.jsonl), or skip such"
+        " steps."
+    )
     return [*causes, Cause(damaged, [skip])]

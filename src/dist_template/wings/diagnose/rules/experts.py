@@ -54,8 +54,8 @@ def experts_unused(history: History) -> Iterator[Finding]:
 
 
 def experts_overloaded(history: History) -> Iterator[Finding]:
-    """Reports a load above the geometric mean of an even load (1) and the highest one. A load that still falls is
-    reported at the end of training alone: balancing takes time."""
+    """Reports a load above the geometric mean of an even load (1) and the highest one. A load that
+    still falls is reported at the end of training alone: balancing takes time."""
     load = expected.settled(history, "moe/expert_load_max_over_mean")
     experts, chosen = history.fact("model.experts"), history.fact("model.experts_per_token")
     if len(load) < MIN_POINTS or not experts or not chosen:
@@ -64,7 +64,11 @@ def experts_overloaded(history: History) -> Iterator[Finding]:
     falls = robust.rising_share(expected.metric(history, "moe/expert_load_max_over_mean")) < FALLING
     if last < math.sqrt(highest) or (falls and load.steps[-1] < expected.max_steps(history)):
         return
-    evidence = f"The busiest expert gets {last:.1f} times the mean load at the last log steps; at most"
+    evidence = (
+        f"The busiest expert gets {last:.1f} times the mean load at the last log steps; at most"
+    )
     evidence += f" {highest:.3g} times are possible (experts / experts per token)."
     title, steps = "one expert gets most of the tokens", robust.span(load)
-    yield Finding("experts_overloaded", "warning", "likely", title, evidence, _balancing(history), steps)
+    yield Finding(
+        "experts_overloaded", "warning", "likely", title, evidence, _balancing(history), steps
+    )

@@ -38,11 +38,17 @@ def loss_diverges(history: History) -> Iterator[Finding]:
     rise, noise = end - lowest, robust.noise(loss.values) * (1 + FEW / len(loss))
     is_high = rise > max(NOISE_SIGMAS * noise, RISE * abs(lowest))
     is_lost = end > LOST * max(robust.head(loss), MIN_LOSS)
-    if not (is_high and best < len(curve) - 3) and not is_lost or _is_best_validation(history, loss):
+    if (
+        not (is_high and best < len(curve) - 3)
+        and not is_lost
+        or _is_best_validation(history, loss)
+    ):
         return
     is_lost = end > first or rise > 0.5 * max(first - lowest, 0.0)
     level, confidence = "error" if is_lost else "warning", "certain" if end > first else "likely"
-    evidence = f"train/loss was {lowest:.4g} around step {step} and is {end:.4g} at step {loss.steps[-1]}"
+    evidence = (
+        f"train/loss was {lowest:.4g} around step {step} and is {end:.4g} at step {loss.steps[-1]}"
+    )
     evidence += f" (first value: {first:.4g})."
     causes, steps = expected.instability_causes(history, step), (step, int(loss.steps[-1]))
     explains = ("loss_spikes", "early_loss_jump", "loss_not_decreasing", "experts_unused")
@@ -51,7 +57,8 @@ def loss_diverges(history: History) -> Iterator[Finding]:
 
 
 def _is_best_validation(history: History, loss: Series) -> bool:
-    """Returns whether the run's last validation, at the end of `loss`, is its best: the model still learns."""
+    """Returns whether the run's last validation, at the end of `loss`, is its best: the model still
+    learns."""
     validated = expected.metric(history, "eval/loss")
     if len(validated) < 2 or validated.steps[-1] < loss.steps[-2]:
         return False
@@ -72,12 +79,16 @@ def early_loss_jump(history: History) -> Iterator[Finding]:
     limit = max(SPIKE_SIGMAS * robust.noise(loss.values), JUMP * lowest[top])
     if values[top] - lowest[top] <= limit or stays[top] < JUMP_STAYS * lowest[top]:
         return
-    evidence = f"train/loss was {lowest[top]:.4g}, then {values[top]:.4g} at step {early.steps[top]}"
+    evidence = (
+        f"train/loss was {lowest[top]:.4g}, then {values[top]:.4g} at step {early.steps[top]}"
+    )
     evidence += f", and is {robust.tail(loss):.4g} at step {loss.steps[-1]}."
     stable_until = float(early.steps[int(np.argmin(values[: top + 1]))])
     causes = expected.instability_causes(history, stable_until)[:2]
     title, steps = "the loss jumped in the first steps", robust.span(early[: top + 1])
-    yield Finding("early_loss_jump", "warning", "likely", title, evidence, causes, steps, (), ("loss_spikes",))
+    yield Finding(
+        "early_loss_jump", "warning", "likely", title, evidence, causes, steps, (), ("loss_spikes",)
+    )
 
 
 def loss_spikes(history: History) -> Iterator[Finding]:
@@ -97,7 +108,10 @@ def loss_spikes(history: History) -> Iterator[Finding]:
     # The loss recovers at the next log step: the weights were not damaged, so the samples were.
     if num_spikes > ISOLATED * found.sum() and not expected.rate_is_high(history):
         causes = [causes[-1], *causes[:-1]]
-    evidence = f"{num_spikes} spikes; the highest is {spikes.values[worst]:.4g} at step {spikes.steps[worst]}"
+    evidence = (
+        f"{num_spikes} spikes; the highest is {spikes.values[worst]:.4g} at step"
+        f" {spikes.steps[worst]}"
+    )
     evidence += f", where {usual[found][worst]:.4g} was usual."
     title, steps = "the loss has spikes", robust.span(spikes)
     yield Finding("loss_spikes", "warning", "likely", title, evidence, causes, steps)
@@ -113,7 +127,10 @@ def loss_not_decreasing(history: History) -> Iterator[Finding]:
     is_trained = first < UNTRAINED * uniform or history.key("model.pretrained")
     if is_trained or abs(first - last) > NO_DECREASE * first:
         return
-    evidence = f"train/loss was {first:.4g} at step {loss.steps[0]} and is {last:.4g} at step {loss.steps[-1]}"
+    evidence = (
+        f"train/loss was {first:.4g} at step {loss.steps[0]} and is {last:.4g} at step"
+        f" {loss.steps[-1]}"
+    )
     if uniform:
         evidence += f"; ln(vocabulary) is {uniform:.4g}"
     confidence = "certain" if first - last < NO_DECREASE / 3 * first else "likely"
@@ -126,7 +143,10 @@ def _why_not_decreasing(history: History) -> Iterator[Cause]:
     """Yields what is known from the facts first, then what the metrics suggest."""
     total = history.fact("parameters.total", 0)
     trainable = history.fact("parameters.trainable", 0)
-    norms, rates = expected.metric(history, "train/grad_norm"), expected.metric(history, "train/learning_rate")
+    norms, rates = (
+        expected.metric(history, "train/grad_norm"),
+        expected.metric(history, "train/learning_rate"),
+    )
     now, usual = expected.peak_rate(history), robust.rounded(expected.usual_rate(history))
     # AdamW moves a weight by at most the learning rate in each step.
     moved = float((rates.values * np.diff(rates.steps, prepend=0)).sum())
@@ -138,14 +158,22 @@ def _why_not_decreasing(history: History) -> Iterator[Cause]:
     if len(norms) and not robust.tail(norms):
         yield Cause("The gradient is 0: look for .detach() and no_grad in module.py.")
     elif len(rates) and moved < expected.WEIGHT / 10:
-        sentence = f"The learning rate is too low: all steps together can move a weight by at most {moved:.1g}"
+        sentence = (
+            "The learning rate is too low: all steps together can move a weight by at most"
+            f" {moved:.1g}"
+        )
         higher = [Change("model.optim.learning_rate", now, usual)] if 0 < now < usual else []
         yield Cause(f"{sentence}; initial weights are around {expected.WEIGHT}.", higher)
     elif expected.rate_is_high(history):
         compared = f"{now:.2g}, where {usual:.1g} is usual"
-        sentence = f"The learning rate is too high: {compared}; the first steps destroyed the initial weights."
+        sentence = (
+            f"The learning rate is too high: {compared}; the first steps destroyed the initial"
+            " weights."
+        )
         yield Cause(sentence, expected.lower_rate(history))
-    yield Cause("The labels do not match the inputs: inspect a batch (shift, tokenizer, shuffled labels).")
+    yield Cause(
+        "The labels do not match the inputs: inspect a batch (shift, tokenizer, shuffled labels)."
+    )
 
 
 def labels_masked(history: History) -> Iterator[Finding]:
@@ -162,4 +190,12 @@ def labels_masked(history: History) -> Iterator[Finding]:
         Cause("seq_len truncates the answers.", longer),
     ]
     explains = ("loss_not_decreasing",)
-    yield Finding("labels_masked", "error", "certain", "no label counts", "The loss is 0.", causes, explains=explains)
+    yield Finding(
+        "labels_masked",
+        "error",
+        "certain",
+        "no label counts",
+        "The loss is 0.",
+        causes,
+        explains=explains,
+    )

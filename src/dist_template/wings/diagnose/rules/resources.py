@@ -1,4 +1,5 @@
-"""Rules about time and memory: data loading, slow ranks, precision, leaks, checkpoints, validations."""
+"""Rules about time and memory: data loading, slow ranks, precision, leaks, checkpoints,
+validations."""
 
 from collections.abc import Iterator
 
@@ -33,8 +34,12 @@ def memory_grows(history: History) -> Iterator[Finding]:
     if last - robust.median(used.values[third:-third]) < (last - first) / 4:
         return  # a leak grows as much in the second half; allocators grow at the start
     begin, end = robust.span(used)
-    evidence = f"memory/allocated_gib went from {first:.2f} to {last:.2f} between steps {begin} and {end}."
-    cause = Cause("A tensor of every step is kept: a list of losses, or a sum of losses without .detach().")
+    evidence = (
+        f"memory/allocated_gib went from {first:.2f} to {last:.2f} between steps {begin} and {end}."
+    )
+    cause = Cause(
+        "A tensor of every step is kept: a list of losses, or a sum of losses without .detach()."
+    )
     title = "memory grows from step to step"
     yield Finding("memory_grows", "warning", "likely", title, evidence, [cause], (begin, end))
 
@@ -56,7 +61,10 @@ def waits_for_data(history: History) -> Iterator[Finding]:
         Cause(f"data.cache_dir ({cache}) is on a slow disk: copy it to a local disk.", [move]),
         *expected.known_waits(history),
     ]
-    evidence = f"{share:.0%} of each step is spent waiting for the next batch (median of perf/data_wait_share)."
+    evidence = (
+        f"{share:.0%} of each step is spent waiting for the next batch (median of"
+        " perf/data_wait_share)."
+    )
     confidence, title = "certain" if share >= WAITS_LONG else "likely", "training waits for data"
     steps = robust.span(waits)
     yield Finding("waits_for_data", "warning", confidence, title, evidence, causes, steps)
@@ -78,15 +86,31 @@ def slow_rank(history: History) -> Iterator[Finding]:
     host = f" on {hosts[rank]}" if rank < len(hosts) else ""
     causes = [
         Cause(f"The machine{host} runs another job, or has a failing disk or too few cores."),
-        Cause("Its GPU is throttled: cooling or power; `nvidia-smi -q -d PERFORMANCE` there names the reason."),
+        Cause(
+            "Its GPU is throttled: cooling or power; `nvidia-smi -q -d PERFORMANCE` there names"
+            " the reason."
+        ),
         Cause("Its shard of the data takes longer: longer rows, or a slower disk."),
         *expected.known_waits(history),
     ]
-    evidence = f"Rank {rank}{host} takes {times:.2f} times the median rank's own time, and was the slowest at"
+    evidence = (
+        f"Rank {rank}{host} takes {times:.2f} times the median rank's own time, and was the"
+        " slowest at"
+    )
     evidence += f" {counts.max()} of {len(which)} log steps."
     confidence = "certain" if same >= ALWAYS_SAME_RANK and times > 1.5 else "likely"
     title, steps = f"all ranks wait for rank {rank}{host}", robust.span(when_slowest)
-    yield Finding("slow_rank", "warning", confidence, title, evidence, causes, steps, [rank], ("waits_for_data",))
+    yield Finding(
+        "slow_rank",
+        "warning",
+        confidence,
+        title,
+        evidence,
+        causes,
+        steps,
+        [rank],
+        ("waits_for_data",),
+    )
 
 
 def fp32_on_gpu(history: History) -> Iterator[Finding]:
@@ -117,7 +141,12 @@ def _overhead(history: History, kind: str, num: int, limit: float, key: str) -> 
     total_s -= history.goodput.get("start", 0.0) + history.goodput.get("restart", 0.0)
     if total_s <= SHORT_RUN_S:
         limit *= 2
-    if num < MIN_NUMBER or not isinstance(every, int) or not step_s > 0 or spent_s <= limit * total_s:
+    if (
+        num < MIN_NUMBER
+        or not isinstance(every, int)
+        or not step_s > 0
+        or spent_s <= limit * total_s
+    ):
         return
     each_s = spent_s / num
     to = int(robust.rounded(min(each_s / (TARGET * step_s), expected.max_steps(history) / 4)))
@@ -127,7 +156,9 @@ def _overhead(history: History, kind: str, num: int, limit: float, key: str) -> 
     if kind == "checkpoint" and not history.key("last_checkpoint.asynchronous"):
         change = Change("last_checkpoint.asynchronous", False, True)
         causes.append(Cause("Training waits until each checkpoint is written.", [change]))
-    evidence = f"{spent_s / total_s:.0%} of {total_s:.0f} s: {num} {kind}s of {each_s:.2g} s, one every"
+    evidence = (
+        f"{spent_s / total_s:.0%} of {total_s:.0f} s: {num} {kind}s of {each_s:.2g} s, one every"
+    )
     evidence += f" {every} steps of {step_s:.3g} s."
     rule, title = f"{kind}_overhead_high", f"{kind}s take too much time"
     explains = ("waits_for_data",)  # the data loader's restart after each is counted as waiting

@@ -13,7 +13,8 @@ Record = dict[str, Any]  # on: the target's name; id: the scheduler's of the job
 
 
 class Target:
-    """Base of the launchers and schedulers. `folder` is RUN/launch, `record` is launch.json's content.
+    """Base of the launchers and schedulers. `folder` is RUN/launch, `record` is launch.json's
+    content.
 
     `render` returns the files by name, `commands` the commands that start the job, `status` its
     state; `stop` asks the run to save and exit with 75."""
@@ -31,7 +32,8 @@ class Target:
 
     def submit(self, job: Job) -> str:
         """Starts the job. Returns the scheduler's identifier, which the command prints by default;
-        a launcher returns "" when all processes have ended, and raises Ended by another code than 0."""
+        a launcher returns "" when all processes have ended, and raises Ended by another code than
+        0."""
         return ask(*self.commands(job)[0])
 
     def logs(self, record: Record, folder: Path) -> str:

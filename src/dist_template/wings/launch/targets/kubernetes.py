@@ -1,7 +1,8 @@
 """Kubernetes: a pod per node, as a Job or a JobSet.
 
-kubernetes.template has the manifests, in YAML. In each pod launch/torchrun.sh starts the processes; the first pod hosts
-their rendezvous. The failure policy is docs/recovery/killed.md in Kubernetes' terms."""
+kubernetes.template has the manifests, in YAML. In each pod launch/torchrun.sh starts the processes;
+the first pod hosts their rendezvous. The failure policy is docs/recovery/killed.md in Kubernetes'
+terms."""
 
 import json
 import re
@@ -23,13 +24,16 @@ class Kubernetes(Target):
     """Objects of Kubernetes, applied and deleted by kubectl."""
 
     def render(self, job: Job) -> dict[str, str]:
-        """Returns the manifests. Raises InputError if something is not given, or a secret is, by its value."""
+        """Returns the manifests. Raises InputError if something is not given, or a secret is, by
+        its value."""
         _check(job)
         words = {word: json.dumps(value) for word, value in _values(job).items()}
         template = Path(__file__).with_suffix(".template").read_text(encoding="utf-8")
         objects = yaml.safe_load(Template(template).substitute(words))[job.site.kubernetes.kind]
         # a copy without references, which YAML would write as anchors
-        return {FILE: yaml.safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False, width=100)}
+        return {
+            FILE: yaml.safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False, width=100)
+        }
 
     def commands(self, job: Job) -> list[list[str]]:
         return [["kubectl", "apply", "--filename", str(job.files / FILE)]]
@@ -63,13 +67,18 @@ def _check(job: Job) -> None:
         raise InputError("cluster.partition is not given; Kueue needs the name of a LocalQueue")
     for name, reference in site.kubernetes.secrets.items():
         if not re.fullmatch(r"[a-z0-9.-]+/[\w.-]+", reference):  # its text may be the secret
-            raise InputError(f"cluster.kubernetes.secrets.{name} is not a reference; give SECRET/KEY")
+            raise InputError(
+                f"cluster.kubernetes.secrets.{name} is not a reference; give SECRET/KEY"
+            )
     words = [word for word in job.arguments if not word.startswith("--cluster.kubernetes.secrets.")]
     for name, text in site.environment.items():
         words.append(f"--cluster.environment.{name}={text}")
     for word, shown in zip(words, redacted_command(words), strict=True):
         if word != shown:
-            where, what = "the command", "put it into a Secret and name that in cluster.kubernetes.secrets"
+            where, what = (
+                "the command",
+                "put it into a Secret and name that in cluster.kubernetes.secrets",
+            )
             if word.startswith("--"):
                 where = word.partition("=")[0]
             raise InputError(f"{where} has a secret, which the manifest would show; {what}")
@@ -80,14 +89,19 @@ def _values(job: Job) -> dict[str, object]:
     site, kubernetes, name = job.site, job.site.kubernetes, _name(job)
     first = f"{name}-0" if kubernetes.kind == "Job" else f"{name}-node-0-0"
     settings = {"NNODES": job.nodes, "NPROC": job.devices, "PYTHON": "python", **job.environment}
-    settings |= {"RDZV_ENDPOINT": f"{first}.{name}:{job.port}", "SHUTDOWN_TIMEOUT": max(site.save_s - 15, 1)}
+    settings |= {
+        "RDZV_ENDPOINT": f"{first}.{name}:{job.port}",
+        "SHUTDOWN_TIMEOUT": max(site.save_s - 15, 1),
+    }
     address = {"fieldRef": {"fieldPath": "status.podIP"}}
     environment: list[object] = [{"name": "LOCAL_ADDR", "valueFrom": address}]
     for key, value in settings.items():
         environment.append({"name": key, "value": str(value)})
     for variable, reference in kubernetes.secrets.items():
         secret, _, key = reference.partition("/")
-        environment.append({"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
+        environment.append(
+            {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+        )
     volumes: list[object] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     for number, mount in enumerate(site.mounts):
@@ -98,11 +112,19 @@ def _values(job: Job) -> dict[str, object]:
     if job.accelerator != "cpu":
         resources[kubernetes.device] = str(job.devices)
     return {
-        "name": name, "queue": {"kueue.x-k8s.io/queue-name": site.partition} if kubernetes.gang else {},
-        "image": site.image, "arguments": job.arguments, "environment": environment, "resources": resources,
-        "volumes": volumes, "mounts": mounts, "pod": kubernetes.pod, "nodes": job.nodes,
-        "limit": {"activeDeadlineSeconds": site.time_limit_s} if site.time_limit_s else {}, "grace_s": site.save_s,
-    }  # fmt: skip
+        "name": name,
+        "queue": {"kueue.x-k8s.io/queue-name": site.partition} if kubernetes.gang else {},
+        "image": site.image,
+        "arguments": job.arguments,
+        "environment": environment,
+        "resources": resources,
+        "volumes": volumes,
+        "mounts": mounts,
+        "pod": kubernetes.pod,
+        "nodes": job.nodes,
+        "limit": {"activeDeadlineSeconds": site.time_limit_s} if site.time_limit_s else {},
+        "grace_s": site.save_s,
+    }
 
 
 def _name(job: Job) -> str:

@@ -1,4 +1,5 @@
-"""Ray Train: a TorchTrainer whose workers each start a process of a verb, with torchrun's variables.
+"""Ray Train: a TorchTrainer whose workers each start a process of a verb, with torchrun's
+variables.
 
 Ray calls a worker's function in a thread, where Python handles no signals. It places and restarts
 the workers; a restarted run resumes from its own checkpoint."""
@@ -27,7 +28,15 @@ class Ray(OnNodes):
     def render(self, job: Job) -> dict[str, str]:
         """Returns node.sh, whose command is the driver: `main` with the command of a process."""
         settings = [f"{name}={value}" for name, value in job.environment.items()]
-        process = ["env", f"--chdir={job.folder}", *settings, job.python, "-m", job.package, *job.arguments]
+        process = [
+            "env",
+            f"--chdir={job.folder}",
+            *settings,
+            job.python,
+            "-m",
+            job.package,
+            *job.arguments,
+        ]
         driver = [job.python, "-m", __name__, str(job.nodes * job.devices), job.accelerator]
         return script(job, shlex.join([*driver, *process]))
 

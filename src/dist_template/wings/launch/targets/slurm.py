@@ -1,4 +1,5 @@
-"""Slurm: sbatch with launch/slurm.sh; its #SBATCH lines are the defaults, this run's options override them."""
+"""Slurm: sbatch with launch/slurm.sh; its #SBATCH lines are the defaults, this run's options
+override them."""
 
 import re
 import shlex
@@ -22,7 +23,9 @@ class Slurm(Target):
             settings["SRUN_FLAGS"] = f"{flags} --container-workdir={job.folder}"
         elif job.site.container:
             gpu = "--nv " if job.accelerator == "cuda" else ""
-            settings["CONTAINER"] = f"apptainer exec {gpu}--bind {mounts} --pwd {job.folder} {image}"
+            settings["CONTAINER"] = (
+                f"apptainer exec {gpu}--bind {mounts} --pwd {job.folder} {image}"
+            )
         settings |= {"DIST_PACKAGE": job.package, **job.environment}
         lines += [f"cd {shlex.quote(str(job.folder))}", exports(settings)]
         lines.append("# Each task of an array is a run.")

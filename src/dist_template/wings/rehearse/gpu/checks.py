@@ -1,4 +1,5 @@
-"""What `rehearse --gpu` checks, on what devices reported (events.py) and the curves of CPU processes."""
+"""What `rehearse --gpu` checks, on what devices reported (events.py) and the curves of CPU
+processes."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -9,22 +10,29 @@ from ..report import NotEqual
 from ..runs import Runs
 from ..shrink_config import NAN_STEP, STEPS
 
-WAITS, WAIT_MS = ("SYNC", "EVENT_WAIT"), 0.1  # order of magnitude: until the host has launched what follows
+# order of magnitude: until the host has launched what follows
+WAITS, WAIT_MS = (("SYNC", "EVENT_WAIT"), 0.1)
 MEANING = {  # kind or operation: how users write it, or what to do
     "aten::_local_scalar_dense": "reads a value: .item(), float(), if, print",
     "D2H blocking copy": "copies to the host: .cpu(), .tolist(), print",
-    "H2D blocking copy": "copies from the host: torch.tensor(..., device=...), .to() of a host tensor",
+    "H2D blocking copy": "copies from the host: torch.tensor(..., device=...), .to() of a host "
+    "tensor",
     "H2D_PAGEABLE": "copies from memory that is not pinned",
     "aten::nonzero": "needs a size from the device: nonzero, a mask as an index",
     "nccl barrier": "waits for all ranks",
-    "EARLY_READ": "reads pinned memory before its copy has arrived: wait for an event, or copy without non_blocking",
+    "EARLY_READ": "reads pinned memory before its copy has arrived: wait for an event, or copy "
+    "without non_blocking",
     "RACE_H2D": "overwrites pinned memory while its copy to the device is under way",
-    "NCCL_MIXED_GROUP": "sends messages and collectives by one group, where NCCL orders them: use two",
+    "NCCL_MIXED_GROUP": "sends messages and collectives by one group, where NCCL orders them: use "
+    "two",
 }
 
 
 def trains(runs: Runs) -> str:
-    return f"{STEPS} steps on {runs.gpu.size} fake GPUs; not shown: kernels, speed, compilation, memory, NCCL's timing"
+    return (
+        f"{STEPS} steps on {runs.gpu.size} fake GPUs; not shown: kernels, speed, compilation,"
+        " memory, NCCL's timing"
+    )
 
 
 def curves(runs: Runs) -> str:
@@ -32,7 +40,10 @@ def curves(runs: Runs) -> str:
         want, have = getattr(runs.cpu, series), getattr(runs.gpu, series)
         if not (found := relative_difference(want, have)[0]) <= tolerance:
             refuse_draws(runs.strategy)
-            cause = "it depends on memory that nothing has written (torch.empty), an early copy, or a branch on is_cuda"
+            cause = (
+                "it depends on memory that nothing has written (torch.empty), an early copy, or a"
+                " branch on is_cuda"
+            )
             raise NotEqual(f"{series} differs by {found:.1e}", cause, f"{have} instead of {want}")
     return f"{len(runs.gpu.loss)} log steps"
 
@@ -45,29 +56,49 @@ def waiting(runs: Runs) -> dict[str, float]:
 def waits(runs: Runs) -> str:
     if found := waiting(runs):
         num = runs.small.micro_batches
-        cost = f"some {WAIT_MS} ms each, {sum(found.values()) * num * WAIT_MS:.2g} ms a step of {num} micro-batches"
+        cost = (
+            f"some {WAIT_MS} ms each, {sum(found.values()) * num * WAIT_MS:.2g} ms a step of {num}"
+            " micro-batches"
+        )
         raise NotEqual(f"{len(found)} lines wait", f"{_text(found)}; {cost}")
-    return f"none; {sum(_lines(runs, WAITS, 'plain', 'library').values()):.2g} a micro-batch are the strategy's"
+    return (
+        f"none; {sum(_lines(runs, WAITS, 'plain', 'library').values()):.2g} a micro-batch are the"
+        " strategy's"
+    )
 
 
 def copies(runs: Runs) -> str:
     if found := _lines(runs, ("EARLY_READ", "RACE_H2D", "NCCL_MIXED_GROUP")):
         raise NotEqual("memory or a group is used meanwhile", _text(found))
-    if found := _lines(runs, ("SYNC", "H2D_PAGEABLE"), "batch") | _lines(runs, ("H2D_PAGEABLE",), "plain", "user"):
-        where = f"set pin_memory of loaders, and pin what hooks make ({runs.gpu.places.get('batches')})"
+    if found := _lines(runs, ("SYNC", "H2D_PAGEABLE"), "batch") | _lines(
+        runs, ("H2D_PAGEABLE",), "plain", "user"
+    ):
+        where = (
+            f"set pin_memory of loaders, and pin what hooks make ({runs.gpu.places.get('batches')})"
+        )
         raise NotEqual("not from pinned memory", f"{_text(found)}: {where}")
     return "nothing waits"
 
 
 def around(runs: Runs) -> str:
-    predicts = ", prediction" if runs.small.config["data"].get("prompts") and runs.gpu_prediction else ""
-    for got, expected, end in ((runs.gpu, runs.cpu, STEPS + 1), (runs.gpu_resumed, runs.gpu, NAN_STEP)):
+    predicts = (
+        ", prediction" if runs.small.config["data"].get("prompts") and runs.gpu_prediction else ""
+    )
+    for got, expected, end in (
+        (runs.gpu, runs.cpu, STEPS + 1),
+        (runs.gpu_resumed, runs.gpu, NAN_STEP),
+    ):
         for step, metrics in got.eval().items():
             found = relative_difference(expected.eval().get(step, metrics), metrics)[0]
             if step < end and not found <= EVALUATION:
-                raise NotEqual(f"evaluation differs by {found:.1e}", f"step {step} of {got.folder.name!r}")
+                raise NotEqual(
+                    f"evaluation differs by {found:.1e}", f"step {step} of {got.folder.name!r}"
+                )
     if any(loss != loss for loss in runs.gpu_resumed.loss.values()):
-        raise NotEqual("the loss is not a number", f"the gradients of step {NAN_STEP} were not, and it was not skipped")
+        raise NotEqual(
+            "the loss is not a number",
+            f"the gradients of step {NAN_STEP} were not, and it was not skipped",
+        )
     return f"validation, checkpoint, resume, NaN step{predicts}, end"
 
 

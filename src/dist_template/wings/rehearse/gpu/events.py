@@ -1,4 +1,5 @@
-"""What the fake device reports, by phase of training, and by the line that caused it and its owner."""
+"""What the fake device reports, by phase of training, and by the line that caused it and its
+owner."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from typing import NamedTuple
 from ....project import is_users
 from ...values import short
 
-# Kinds: SYNC and EVENT_WAIT, the host waits; H2D_PAGEABLE, it copies slowly; RACE_H2D, pinned memory was written
-# while a copy read it; EARLY_READ, it was read before a copy arrived; FP32, waits without bf16; NCCL_*: refused.
+# Kinds: SYNC and EVENT_WAIT, the host waits; H2D_PAGEABLE, it copies slowly; RACE_H2D, pinned
+# memory was written while a copy read it; EARLY_READ, it was read before a copy arrived; FP32,
+# waits without bf16; NCCL_*: refused.
 OURS = re.compile("/dist_template/|/transformers/distributed/")  # the lines of strategies
 SKIPPED = re.compile("/wings/rehearse/gpu/|/compat/fake_cuda.py$")
 PHASES = (  # of the innermost such frame on the stack: its function, its file's end, the phase
@@ -31,7 +33,9 @@ class Event(NamedTuple):
     phase: str  # start, warm-up, plain, log, end, background save, or one of PHASES
     kind: str
     operation: str
-    owner: str  # of the innermost line that is the project's or this library's: "user", "library", or "" without any
+    # of the innermost line that is the project's or this library's: "user", "library", or ""
+    # without any
+    owner: str
     place: str  # that line: file:line function
     inner: str  # the innermost line outside of torch
     count: int
@@ -45,7 +49,8 @@ class Events:
         self.found = Counter[tuple[str, ...]]()
 
     def record(self, kind: str, operation: str, detail: str) -> str:
-        """Called by the device in the thread of an event; returns its place. `detail` of RACE_H2D: the copy's place."""
+        """Called by the device in the thread of an event; returns its place. `detail` of RACE_H2D:
+        the copy's place."""
         owner = place = inner = phase = ""
         frame: FrameType | None = inspect.currentframe()
         while frame is not None:
@@ -56,8 +61,13 @@ class Events:
                 if not inner and "/torch/" not in file:
                     inner = f"{short(file)}:{line} {name}"
                 if not owner and (OURS.search(file) or is_users(file)):
-                    owner, place = "user" if is_users(file) else "library", f"{short(file)}:{line} {name}"
-                phase = phase or next((p for f, end, p in PHASES if name == f and file.endswith(end)), "")
+                    owner, place = (
+                        "user" if is_users(file) else "library",
+                        f"{short(file)}:{line} {name}",
+                    )
+                phase = phase or next(
+                    (p for f, end, p in PHASES if name == f and file.endswith(end)), ""
+                )
             frame = frame.f_back
         if threading.current_thread().name.startswith("checkpoint"):
             phase = "background save"

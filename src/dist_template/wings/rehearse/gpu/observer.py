@@ -11,16 +11,21 @@ WARM_UP = 2  # steps in which buckets, traces and buffers are made
 
 
 class Observer(Recorder):
-    """Records metrics of log steps and validations, and `events<rank>.json`: plain, how many micro-batches log nothing,
-    and events (see events.py)."""
+    """Records metrics of log steps and validations, and `events<rank>.json`: plain, how many
+    micro-batches log nothing, and events (see events.py)."""
 
     plain = 0
 
     def on_train_start(self, trainer: Any, pl_module: object) -> None:
         EVENTS.phase = "warm-up"
 
-    def on_train_batch_start(self, trainer: Any, pl_module: object, batch: object, batch_idx: int) -> None:
-        step, is_last = trainer.global_step + 1, (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: object, batch: object, batch_idx: int
+    ) -> None:
+        step, is_last = (
+            trainer.global_step + 1,
+            (batch_idx + 1) % trainer.accumulate_grad_batches == 0,
+        )
         EVENTS.phase = ("plain", "log")[is_last and step % trainer.log_every_n_steps == 0]
         if step <= WARM_UP:
             EVENTS.phase = "warm-up"
@@ -36,5 +41,10 @@ class Observer(Recorder):
         EVENTS.phase = "end"
 
     def teardown(self, trainer: Any, *_: object, **__: object) -> None:
-        found = {"plain": self.plain, "events": [[*key, count] for key, count in EVENTS.found.items()]}
-        (self.folder / f"events{trainer.global_rank}.json").write_text(json.dumps(found), encoding="utf-8")
+        found = {
+            "plain": self.plain,
+            "events": [[*key, count] for key, count in EVENTS.found.items()],
+        }
+        (self.folder / f"events{trainer.global_rank}.json").write_text(
+            json.dumps(found), encoding="utf-8"
+        )

@@ -12,8 +12,9 @@ BASELINE = "run, checkpoint, folder, hub name or start"
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Evaluates the run in `argv` and writes RUN/evaluation/<name>.json and .parquet. Raises InputError if a model, a
-    requirement or the data cannot be used, and Ended if a requirement is not met."""
+    """Evaluates the run in `argv` and writes RUN/evaluation/<name>.json and .parquet. Raises
+    InputError if a model, a requirement or the data cannot be used, and Ended if a requirement is
+    not met."""
     parser = Flags("evaluate")
     parser.add_argument("run", help="a run's folder, or a checkpoint in one")
     parser.add_argument("--name", help="of the files; default: the split and the baseline")
@@ -26,10 +27,25 @@ def add_flags(parser: Flags) -> None:
     add = parser.add_argument
     add("--baseline", help=BASELINE)
     add("--split", choices=("validation", "test"), default="test")
-    add("--require", action="append", default=[], help="such as 'eval/loss better'; else exit code 2")
-    add("--tasks", nargs="+", default=[], metavar="NAME", help="of lm-eval, besides the likelihood of the split")
+    add(
+        "--require",
+        action="append",
+        default=[],
+        help="such as 'eval/loss better'; else exit code 2",
+    )
+    add(
+        "--tasks",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="of lm-eval, besides the likelihood of the split",
+    )
     add("--task_folder", help="of the tasks' YAML files; default: lm-eval's own tasks")
-    add("--chat_template", action="store_true", help="put the chat template around the tasks' prompts")
+    add(
+        "--chat_template",
+        action="store_true",
+        help="put the chat template around the tasks' prompts",
+    )
     add("--limit", type=in_range(int, 1), help="the first samples of each task; default: all")
 
 

@@ -1,4 +1,5 @@
-"""Scores every document or pair of a split: a callback of `test` and `validate`, under any strategy."""
+"""Scores every document or pair of a split: a callback of `test` and `validate`, under any
+strategy."""
 
 import copy
 import hashlib
@@ -16,14 +17,16 @@ from ....errors import InputError
 from ....text.batches.rows import NOT_COUNTED
 from ....weights import from_all_ranks
 
-PAIR_FIGURES = {"reward_accuracy": "rewards/accuracy", "reward_margin": "rewards/margin"}  # names of the metrics
-ACCEPTANCE = ("mtp_accepted", "mtp_compared")  # tokens that modules of multi-token prediction predict
+# names of the metrics
+PAIR_FIGURES = {"reward_accuracy": "rewards/accuracy", "reward_margin": "rewards/margin"}
+# tokens that modules of multi-token prediction predict
+ACCEPTANCE = ("mtp_accepted", "mtp_compared")
 
 
 class DocumentScores(Callback):
-    """Writes a table of the documents: name, source, bytes, tokens, and nats of the model. Of pairs, nats are the loss,
-    tokens the pairs themselves, and `reward_accuracy` and `reward_margin` are columns too; of multi-token prediction
-    ACCEPTANCE.
+    """Writes a table of the documents: name, source, bytes, tokens, and nats of the model. Of
+    pairs, nats are the loss, tokens the pairs themselves, and `reward_accuracy` and `reward_margin`
+    are columns too; of multi-token prediction ACCEPTANCE.
 
     Args:
         path: The .parquet file to write; its index is the hash of the text."""
@@ -70,9 +73,14 @@ class DocumentScores(Callback):
         self.module.sums = self.module.chunked_loss.sums = record
 
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Tensor | Mapping | None,
-        batch: Any, batch_idx: int, dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Tensor | Mapping | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
         if self.data.source.pairs:
             rows = [self.rows.numbers_of(row) for row in self.data.eval_rows if row >= 0]
             values = [self.pairs["loss"], torch.ones_like(self.pairs["loss"])]
@@ -83,7 +91,8 @@ class DocumentScores(Callback):
             self.start = None
             return
         counted = batch["labels"].flatten().cpu().numpy() != NOT_COUNTED
-        nats = torch.cat(self.nats)[: len(counted)].double().cpu().numpy()  # (B x T,), before the modules'
+        # (B x T,), before the modules'
+        nats = torch.cat(self.nats)[: len(counted)].double().cpu().numpy()
         self.nats.clear()
         inputs, labels, _ = map(torch.from_numpy, self.rows.read(self.data.eval_rows))
         shard = getattr(trainer.strategy, "shard_batch", dict)
@@ -95,7 +104,9 @@ class DocumentScores(Callback):
         self.totals[1] += np.bincount(numbers, minlength=len(ends))
         if len(self.figures) > 2:
             numbers = np.searchsorted(ends, part["input_ids"].flatten(), side="right")
-            for row, values in zip(self.totals[2:], self.module.accepted.sum(1).flatten(1).cpu(), strict=True):
+            for row, values in zip(
+                self.totals[2:], self.module.accepted.sum(1).flatten(1).cpu(), strict=True
+            ):
                 row += np.bincount(numbers, values, len(ends) + 1)[: len(ends)]
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -106,7 +117,10 @@ class DocumentScores(Callback):
             return
         import pandas as pd
 
-        columns: dict[str, object] = {"sample": self.documents.names, "source": self.documents.sources}
+        columns: dict[str, object] = {
+            "sample": self.documents.names,
+            "source": self.documents.sources,
+        }
         columns |= zip(self.figures, np.sum([*by_rank.values()], axis=0), strict=True)
         tokenizer = self.data.text_tokenizer.backend_tokenizer.to_str().encode()
         columns["tokenizer"] = hashlib.sha256(tokenizer).hexdigest()

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 def evaluate(given: argparse.Namespace, name: str, project: Project) -> list[Comparison]:
-    """Writes <name>.json and .parquet, a row for each model and sample; returns the comparisons. Raises InputError if
-    a name is no model, or there are too few documents."""
+    """Writes <name>.json and .parquet, a row for each model and sample; returns the comparisons.
+    Raises InputError if a name is no model, or there are too few documents."""
     run, split = find(given.run, project), given.split
     models = [run]
     if given.baseline:
@@ -59,7 +59,14 @@ def evaluate(given: argparse.Namespace, name: str, project: Project) -> list[Com
                 values += tasks.values_of(number, trained.load_trained(weights, project), given)
     finally:
         shutil.rmtree(work)
-    return write(folder / name, [model.name for model in models], in_common(tables, split), values, data.corpus, split)
+    return write(
+        folder / name,
+        [model.name for model in models],
+        in_common(tables, split),
+        values,
+        data.corpus,
+        split,
+    )
 
 
 class Model(NamedTuple):
@@ -72,7 +79,8 @@ class Model(NamedTuple):
 
 
 def find(name: str, project: Project, run: Path | None = None) -> Model:
-    """Finds the model of RUN, or of `--baseline`: a folder is then evaluated on the data of `run`."""
+    """Finds the model of RUN, or of `--baseline`: a folder is then evaluated on the data of
+    `run`."""
     if run and name == "start":
         return Model(name, run)
     if run and trained.is_pretrained(name):
@@ -85,8 +93,9 @@ def find(name: str, project: Project, run: Path | None = None) -> Model:
 def score_documents(
     model: Model, split: str, project: Project, work: Path, tokenizer: PreTrainedTokenizerFast
 ) -> DataFrame:
-    """Returns the table of DocumentScores, of `test` or `validate` by the model's own strategy. A folder is evaluated
-    in one process, with the run's token cache if it has its `tokenizer`. Raises Ended if it fails."""
+    """Returns the table of DocumentScores, of `test` or `validate` by the model's own strategy. A
+    folder is evaluated in one process, with the run's token cache if it has its `tokenizer`. Raises
+    Ended if it fails."""
     from transformers import AutoConfig
 
     config = read_mapping(model.run / RunFile.CONFIG, "restore it", yaml.safe_load)
@@ -114,7 +123,10 @@ def score_documents(
         why = f"evaluate: {model.name} was not evaluated; the reason is above"
         raise Ended(Exit(code) if code in [*Exit] else Exit.FAILED, why)
     if not scores.exists():  # without documents the verb tests nothing
-        raise InputError(f"{model.name} has an empty {split} split: give --split, or train with data.{split}_share")
+        raise InputError(
+            f"{model.name} has an empty {split} split: give --split, or train with"
+            f" data.{split}_share"
+        )
     from pandas import read_parquet
 
     return read_parquet(scores)
@@ -139,10 +151,15 @@ def in_common(tables: list[DataFrame], split: str) -> list[DataFrame]:
 
 
 def write(
-    path: Path, names: list[str], tables: list[DataFrame], values: list[tuple[object, ...]], corpus: Corpus, split: str
+    path: Path,
+    names: list[str],
+    tables: list[DataFrame],
+    values: list[tuple[object, ...]],
+    corpus: Corpus,
+    split: str,
 ) -> list[Comparison]:
-    """Compares the models and writes `path` with .json and .parquet. Of conversations (`is_whole`) only some tokens
-    count, so they are compared by tokens alone."""
+    """Compares the models and writes `path` with .json and .parquet. Of conversations (`is_whole`)
+    only some tokens count, so they are compared by tokens alone."""
     from pandas import DataFrame, concat
 
     is_whole, measured = corpus.is_whole(split), DataFrame(values, columns=tasks.COLUMNS)
@@ -150,11 +167,15 @@ def write(
     models, rows = [], [measured]
     for number, (name, table) in enumerate(zip(names, tables, strict=True)):
         figures = figures_of(table, is_whole)
-        figures |= measured[measured["model"] == number].groupby("measure")["value"].mean().to_dict()
+        figures |= (
+            measured[measured["model"] == number].groupby("measure")["value"].mean().to_dict()
+        )
         models.append({"model": name, "figures": figures, "is_baseline": number > 0})
         for measure in ("nats", *PAIR_FIGURES, *ACCEPTANCE):
             if measure in table:
-                rows.append(table.assign(model=number, measure=measure, value=table[measure]).reset_index())
+                rows.append(
+                    table.assign(model=number, measure=measure, value=table[measure]).reset_index()
+                )
         print(f"{name}: " + "  ".join(f"{key} {value:.4f}" for key, value in figures.items()))
     found = {"split": split, "documents": len(tables[0]), "models": models}
     found["comparisons"] = list(map(asdict, comparisons))
@@ -195,19 +216,27 @@ class Measure(NamedTuple):
 
 
 def measures_of(table: DataFrame, is_whole: bool) -> dict[str, Measure]:
-    """Returns the measures of a model's documents by name; bits per byte only of text, whose tokens all count."""
+    """Returns the measures of a model's documents by name; bits per byte only of text, whose tokens
+    all count."""
     nats = table["nats"].to_numpy()
     found = {"loss": Measure(nats, table["tokens"].to_numpy())}
     if not is_whole:
         found["bits_per_byte"] = Measure(nats, table["bytes"].to_numpy() * math.log(2))
     for name in PAIR_FIGURES:
         if name in table:
-            found[name] = Measure(table[name].to_numpy(), np.ones(len(table)), lower_is_better=False)
+            found[name] = Measure(
+                table[name].to_numpy(), np.ones(len(table)), lower_is_better=False
+            )
     if set(ACCEPTANCE) <= {*table}:
-        found["mtp_acceptance"] = Measure(*(table[name].to_numpy() for name in ACCEPTANCE), lower_is_better=False)
+        found["mtp_acceptance"] = Measure(
+            *(table[name].to_numpy() for name in ACCEPTANCE), lower_is_better=False
+        )
     return found
 
 
 def figures_of(table: DataFrame, is_whole: bool) -> dict[str, float]:
     """Returns the value of each measure for a model."""
-    return {name: float(one.values.sum() / one.weights.sum()) for name, one in measures_of(table, is_whole).items()}
+    return {
+        name: float(one.values.sum() / one.weights.sum())
+        for name, one in measures_of(table, is_whole).items()
+    }

@@ -21,8 +21,8 @@ REQUIREMENT = re.compile(r"(\S+) (better|not worse by (\d*\.?\d+))")
 
 @dataclass
 class Comparison:
-    """The difference of a measure with its 95 % interval, `low` to `high`. `detectable` is the smallest difference that
-    these samples show with a power of 80 %."""
+    """The difference of a measure with its 95 % interval, `low` to `high`. `detectable` is the
+    smallest difference that these samples show with a power of 80 %."""
 
     name: str
     samples: int
@@ -54,8 +54,8 @@ def parse(requirement: str) -> tuple[str, float | None]:
 
 
 def failure(requirement: str, comparisons: Sequence[Comparison]) -> str | None:
-    """Returns why a requirement does not hold, in one sentence; None: it holds. Raises InputError if its measure was
-    not compared, or a task has to be named."""
+    """Returns why a requirement does not hold, in one sentence; None: it holds. Raises InputError
+    if its measure was not compared, or a task has to be named."""
     name, margin = parse(requirement)
     found = [each for each in comparisons if f"/{each.name}".endswith(f"/{name}")]
     if len(found) != 1:
@@ -70,11 +70,15 @@ def failure(requirement: str, comparisons: Sequence[Comparison]) -> str | None:
 
 
 def compare(
-    name: str, run: np.ndarray, baseline: np.ndarray, weights: np.ndarray, lower_is_better: bool = True,
+    name: str,
+    run: np.ndarray,
+    baseline: np.ndarray,
+    weights: np.ndarray,
+    lower_is_better: bool = True,
     num_tests: int = 1,
-) -> Comparison:  # fmt: skip
-    """Compares a measure of run and baseline, (S,); a figure is a sum of values over one of weights. The verdict is
-    corrected for the number of tests (Bonferroni)."""
+) -> Comparison:
+    """Compares a measure of run and baseline, (S,); a figure is a sum of values over one of
+    weights. The verdict is corrected for the number of tests (Bonferroni)."""
     from scipy import stats
 
     num, total = len(weights), weights.sum()
@@ -93,5 +97,7 @@ def compare(
     if abs(difference) > max(critical * error + correction, ROUNDING * abs(theirs)):
         verdict = "better" if (difference < 0) == lower_is_better else "worse"
     detectable = (critical + stats.norm.ppf(POWER)) * error + correction
-    figures: Any = map(float, (ours, theirs, difference, difference - margin, difference + margin, detectable))
+    figures: Any = map(
+        float, (ours, theirs, difference, difference - margin, difference + margin, detectable)
+    )
     return Comparison(name, num, lower_is_better, *figures, verdict)

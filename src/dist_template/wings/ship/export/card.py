@@ -11,8 +11,8 @@ FIGURES = ("eval/loss", "eval/bits_per_byte", "test/loss", "test/bits_per_byte")
 
 
 def write_card(folder: Path, trained: Trained, form: str, verified: str, license: str) -> None:
-    """Writes README.md into `folder`. `form`: format and type. `verified`: how the folder compares with the trained
-    model. `license`: an identifier of the hub, or `unknown`."""
+    """Writes README.md into `folder`. `form`: format and type. `verified`: how the folder compares
+    with the trained model. `license`: an identifier of the hub, or `unknown`."""
     from huggingface_hub import ModelCardData
 
     run, title, results = History(Path()), folder.name, list[Path]()
@@ -20,7 +20,9 @@ def write_card(folder: Path, trained: Trained, form: str, verified: str, license
         run = read_run(trained.run)
         title, results = run.name, sorted(trained.run.glob("evaluation/*.json"))
     parent = getattr(trained.module, "pretrained", None)
-    task = "text-classification" if getattr(trained.module, "reads_ends", False) else "text-generation"
+    task = (
+        "text-classification" if getattr(trained.module, "reads_ends", False) else "text-generation"
+    )
     front = ModelCardData(license=license, pipeline_tag=task, library_name="transformers")
     if parent and not Path(parent).exists():
         front.base_model = parent

@@ -1,8 +1,9 @@
 """`export`: converts a checkpoint to a folder for transformers or peft.
 
-One process reads a checkpoint of any strategy into the model that the configuration builds, if it fits
-in memory. The weights are written a few at a time, in transformers' layout on disk, which differs from
-the one in memory (experts are stacked there). The folder is read again and compared (gate.py)."""
+One process reads a checkpoint of any strategy into the model that the configuration builds, if it
+fits in memory. The weights are written a few at a time, in transformers' layout on disk, which
+differs from the one in memory (experts are stacked there). The folder is read again and compared
+(gate.py)."""
 
 import re
 import shutil
@@ -28,8 +29,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Writes the folder that `--output` names. Raises InputError if the checkpoint cannot be read or is another
-    model's, the folder is not empty, the disk is full, or what was written is not what was trained."""
+    """Writes the folder that `--output` names. Raises InputError if the checkpoint cannot be read
+    or is another model's, the folder is not empty, the disk is full, or what was written is not
+    what was trained."""
     verb, *flags = argv
     if flags and not flags[0].startswith("-"):  # export RUN, or a checkpoint in one
         config, checkpoint, _ = of_run(flags[0], project, verb)
@@ -37,16 +39,24 @@ def main(argv: list[str], project: Project) -> None:
     cli = Export(project, flags, run=False, verb=verb)
     settings, output = cli.config, Path(cli.config.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise InputError(f"--output {str(output)!r} exists and is not an empty folder; give another")
+        raise InputError(
+            f"--output {str(output)!r} exists and is not an empty folder; give another"
+        )
     if not re.fullmatch(r"[1-9]\d*[KMGT]B", settings.max_shard_size):
-        raise InputError(f"--max_shard_size is {settings.max_shard_size!r}: give a number with KB, MB, GB or TB")
+        raise InputError(
+            f"--max_shard_size is {settings.max_shard_size!r}: give a number with KB, MB, GB or TB"
+        )
     path = verified_checkpoint(settings.checkpoint, "--checkpoint", cli.unfilled)
     found = trained(cli, path, run_of(path), may_be_stored=not getattr(cli.model, "adapter", None))
     with written_at_once(output) as folder:
         if not settings.mtp and getattr(cli.model, "mtp", None):
             del found.model.mtp
-            found.stored = {name: each for name, each in found.stored.items() if not name.startswith("mtp.")}
-        form, proof = write(found, settings.adapter == "merged", settings.dtype, folder, settings.max_shard_size)
+            found.stored = {
+                name: each for name, each in found.stored.items() if not name.startswith("mtp.")
+            }
+        form, proof = write(
+            found, settings.adapter == "merged", settings.dtype, folder, settings.max_shard_size
+        )
         write_card(folder, found, form, proof, settings.license)
     print(f"{path}\n  -> {output}  {form}, {proof}")
 
@@ -56,21 +66,36 @@ class Export(WithoutTrainer):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
-        add, checkpoint = parser.add_argument, "Of any strategy; or `last` or `best` of the newest run."
+        add, checkpoint = (
+            parser.add_argument,
+            "Of any strategy; or `last` or `best` of the newest run.",
+        )
         add("--checkpoint", required=True, help=checkpoint)
         add("--output", required=True, help="The folder to write; it must be new or empty.")
         add("--dtype", choices=DTYPES, default=DTYPES[0], help="Type of the weights in the folder.")
-        add("--adapter", choices=["peft", "merged"], default="peft", help="peft's folder, or merged into the base.")
-        predicting = "Whether the folder has the modules of model.mtp, by which servers decode speculatively."
+        add(
+            "--adapter",
+            choices=["peft", "merged"],
+            default="peft",
+            help="peft's folder, or merged into the base.",
+        )
+        predicting = (
+            "Whether the folder has the modules of model.mtp, by which servers decode"
+            " speculatively."
+        )
         add("--mtp", type=bool, default=True, help=predicting)
-        add("--max_shard_size", default="50GB", help="Largest file of weights, such as 5GB; default: transformers'.")
+        add(
+            "--max_shard_size",
+            default="50GB",
+            help="Largest file of weights, such as 5GB; default: transformers'.",
+        )
         add("--license", default="unknown", help="Licence in the model card, as the hub names it.")
 
 
 @contextmanager
 def written_at_once(output: Path) -> Generator[Path]:
-    """Yields a temporary folder, which is renamed to `output` on success and removed otherwise. Raises InputError if
-    the disk is full, or the folder cannot be written."""
+    """Yields a temporary folder, which is renamed to `output` on success and removed otherwise.
+    Raises InputError if the disk is full, or the folder cannot be written."""
     folder = output.with_name(f".{output.name}.unfinished")
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed export
     try:
@@ -89,8 +114,11 @@ def written_at_once(output: Path) -> Generator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write(found: Trained, merged: bool, dtype: str, folder: Path, size: str = "50GB") -> tuple[str, str]:
-    """Writes model and tokenizer into `folder`; returns in words its form and how it was verified."""
+def write(
+    found: Trained, merged: bool, dtype: str, folder: Path, size: str = "50GB"
+) -> tuple[str, str]:
+    """Writes model and tokenizer into `folder`; returns in words its form and how it was
+    verified."""
     model, has_adapter = found.model, bool(getattr(found.module, "adapter", None))
     if found.tokenizer:
         found.tokenizer.save_pretrained(folder)
@@ -104,7 +132,9 @@ def write(found: Trained, merged: bool, dtype: str, folder: Path, size: str = "5
         return f"peft, {dtype}", gate.check(Trained(adapted, found.tokenizer, str(folder)), dtype)
     if has_adapter:
         merge(model)
-    write_pretrained(model, dict(found.stored or model.state_dict()), getattr(torch, dtype), size, folder)
+    write_pretrained(
+        model, dict(found.stored or model.state_dict()), getattr(torch, dtype), size, folder
+    )
     if found.stored:
         return f"hf, {dtype}", gate.check_weights(found, dtype, folder)
     return f"hf, {dtype}", gate.check(from_folder(str(folder), "--output"), dtype)

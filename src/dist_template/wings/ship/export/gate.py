@@ -59,8 +59,9 @@ class Gate:
         self.logits = torch.empty(0) if trained.stored else _logits(trained.model, self.tokens)
 
     def check(self, exported: Trained, dtype: str) -> str:
-        """Returns in words how far `exported`, loaded from its folder, is from the trained model. Raises InputError
-        if it has other tokens, another chat template or type than `dtype`, or other logits."""
+        """Returns in words how far `exported`, loaded from its folder, is from the trained model.
+        Raises InputError if it has other tokens, another chat template or type than `dtype`, or
+        other logits."""
         model = exported.model
         self._check_tokenizer(exported.tokenizer)
         if not hasattr(model, "peft_config") and str(model.dtype) != f"torch.{dtype}":
@@ -81,13 +82,16 @@ class Gate:
         return f"largest difference to the trained model's logits {largest:.1e} {over}"
 
     def check_weights(self, trained: Trained, dtype: str, folder: Path) -> str:
-        """Compares each weight, as transformers loads it, with the checkpoint's, for a model that does not fit in
-        memory. Raises InputError as `check` does, and for another configuration."""
+        """Compares each weight, as transformers loads it, with the checkpoint's, for a model that
+        does not fit in memory. Raises InputError as `check` does, and for another configuration."""
         from transformers import AutoConfig, AutoTokenizer
 
         if self.tokenizer:
             self._check_tokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
-        config, expected = AutoConfig.from_pretrained(folder, trust_remote_code=False), trained.model.config
+        config, expected = (
+            AutoConfig.from_pretrained(folder, trust_remote_code=False),
+            trained.model.config,
+        )
         config.name_or_path = expected.name_or_path
         if (found := config.to_dict()) != expected.to_dict():
             names = [name for name, value in expected.to_dict().items() if found.get(name) != value]
@@ -109,7 +113,10 @@ class Gate:
 @torch.no_grad()
 def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
     """Returns the logits of the last positions, which have the most context."""
-    found = [model(input_ids=part, use_cache=False).logits[:, -COMPARED:].float() for part in tokens.split(AT_ONCE)]
+    found = [
+        model(input_ids=part, use_cache=False).logits[:, -COMPARED:].float()
+        for part in tokens.split(AT_ONCE)
+    ]
     return torch.cat(found)
 
 

@@ -42,8 +42,9 @@ class Trained:
 
 
 def load_trained(name: str, project: Project) -> Trained:
-    """Loads MODEL, an argument: the folder of a run, whose newest checkpoint is read; a checkpoint in one; a folder of
-    `export` or of transformers; or a name on the Hugging Face hub. Raises InputError for anything else."""
+    """Loads MODEL, an argument: the folder of a run, whose newest checkpoint is read; a checkpoint
+    in one; a folder of `export` or of transformers; or a name on the Hugging Face hub. Raises
+    InputError for anything else."""
     if is_pretrained(name):
         return from_folder(name, "MODEL")
     flags, checkpoint, run = of_run(name, project, "MODEL")
@@ -73,12 +74,15 @@ def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path
         if inside is None and path.is_dir():
             raise
         if inside is None:
-            raise InputError(f"{key} {name!r} is not in a run's folder, with its {RunFile.CONFIG}") from no_run
+            raise InputError(
+                f"{key} {name!r} is not in a run's folder, with its {RunFile.CONFIG}"
+            ) from no_run
         run = inside
     keys = read(str(run / RunFile.CONFIG))
     for key in OF_FIT:
         keys.pop(key, None)
-    flags = ["--config", yaml.safe_dump(keys, default_flow_style=True)]  # a mapping in braces is no file
+    # a mapping in braces is no file
+    flags = ["--config", yaml.safe_dump(keys, default_flow_style=True)]
     if not is_checkpoint:
         path = Path(keys["last_checkpoint"]["dirpath"].replace("{run}", str(run)))
     return flags, path, run
@@ -86,12 +90,17 @@ def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path
 
 def run_of(checkpoint: Path) -> Path | None:
     """Returns the folder of the run that wrote a checkpoint."""
-    return next((each for each in checkpoint.absolute().parents if (each / RunFile.CONFIG).is_file()), None)
+    return next(
+        (each for each in checkpoint.absolute().parents if (each / RunFile.CONFIG).is_file()), None
+    )
 
 
-def trained(cli: WithoutTrainer, path: Path, run: Path | None = None, may_be_stored: bool = False) -> Trained:
-    """Returns the model of a configuration with the weights of the verified checkpoint `path`; with `may_be_stored`, on
-    the meta device if it does not fit in memory. Raises InputError if the checkpoint is another model's."""
+def trained(
+    cli: WithoutTrainer, path: Path, run: Path | None = None, may_be_stored: bool = False
+) -> Trained:
+    """Returns the model of a configuration with the weights of the verified checkpoint `path`; with
+    `may_be_stored`, on the meta device if it does not fit in memory. Raises InputError if the
+    checkpoint is another model's."""
     module, data = cli.model, cli.datamodule
     if not hasattr(module, "build_model"):
         raise InputError(f"{type(module).__name__} has no build_model to export")
@@ -101,9 +110,12 @@ def trained(cli: WithoutTrainer, path: Path, run: Path | None = None, may_be_sto
     build = partial(getattr(module, "build_network", module.build_model), data)
     model: Any = larger_than_memory(build) if may_be_stored else None
     if model is None:
-        model = getattr(module, "build_on_host", module.build_model)(data)  # the base of adapters may be from scratch
+        # the base of adapters may be from scratch
+        model = getattr(module, "build_on_host", module.build_model)(data)
     module.model = model
-    stored = {name.removeprefix("model."): tensor for name, tensor in load_full(path, module).items()}
+    stored = {
+        name.removeprefix("model."): tensor for name, tensor in load_full(path, module).items()
+    }
     tokenizer = getattr(data, "text_tokenizer", None)
     return Trained(model.eval(), tokenizer, str(path), run, module, data, stored)
 
@@ -118,7 +130,10 @@ def from_folder(name: str, key: str) -> Trained:
         from peft import PeftConfig
 
         if PeftConfig.from_pretrained(name).task_type == "SEQ_CLS":
-            raise InputError(f"{key} {name!r} has adapters of a reward model: give a folder of export --adapter merged")
+            raise InputError(
+                f"{key} {name!r} has adapters of a reward model: give a folder of export --adapter"
+                " merged"
+            )
     try:
         if not is_adapter:
             kind = auto_class(AutoConfig.from_pretrained(name, trust_remote_code=False))

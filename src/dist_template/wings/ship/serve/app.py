@@ -1,5 +1,5 @@
-"""One model behind OpenAI's API, by transformers' own handlers, with a key and a limit of requests. A reward model
-answers POST /pooling instead."""
+"""One model behind OpenAI's API, by transformers' own handlers, with a key and a limit of requests.
+A reward model answers POST /pooling instead."""
 
 from __future__ import annotations
 
@@ -29,20 +29,38 @@ if TYPE_CHECKING:
 
 CHAT, TEXT, SCORE = "/v1/chat/completions", "/v1/completions", "/pooling"
 MOST_BYTES = 1 << 20  # of a request: tokens of more take seconds, and delay other clients
-WINDOW = 64  # tokens that may hold a stop string; transformers' criterion makes tables of the vocabulary in seconds
+# tokens that may hold a stop string; transformers' criterion makes tables of the vocabulary in
+# seconds
+WINDOW = 64
 GREEDY = 0.01  # a lower temperature: logits divided by it overflow
 # What transformers' handlers, pydantic and a chat template raise about a request's fields.
-INVALID = (ArithmeticError, AttributeError, KeyError, RecursionError, TemplateError, TypeError, ValueError)
+INVALID = (
+    ArithmeticError,
+    AttributeError,
+    KeyError,
+    RecursionError,
+    TemplateError,
+    TypeError,
+    ValueError,
+)
 
 
 class App:
-    """An ASGI application. Requests have to present `key`, if it is not ""; `given` are the verb's flags."""
+    """An ASGI application. Requests have to present `key`, if it is not ""; `given` are the verb's
+    flags."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, key: str, given: argparse.Namespace
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        key: str,
+        given: argparse.Namespace,
     ) -> None:
         self._model, self._name = model, given.name
-        self._tokenizer, self._served = tokenizer, OneModel(model, tokenizer, given.name, given.max_tokens)
+        self._tokenizer, self._served = (
+            tokenizer,
+            OneModel(model, tokenizer, given.name, given.max_tokens),
+        )
         self._bearer = f"Bearer {key}".encode() if key else b""
         self._most, self._running = given.max_requests, 0
         self.stopping = threading.Event()  # set: every generation ends at its next token
@@ -92,7 +110,9 @@ class App:
             return torch.full((len(tokens),), is_last, device=tokens.device)
 
         if is_reward_model(self._model):
-            raise HTTPException(400, f"{self._name} scores answers and generates none: POST {SCORE}")
+            raise HTTPException(
+                400, f"{self._name} scores answers and generates none: POST {SCORE}"
+            )
         try:
             body = await _body(request)
             if body.get("temperature") is not None and body["temperature"] < GREEDY:

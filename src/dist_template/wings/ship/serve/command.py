@@ -1,4 +1,5 @@
-"""`serve`: answers OpenAI's API, or /pooling of a reward model, with what a run trained, exported and compared."""
+"""`serve`: answers OpenAI's API, or /pooling of a reward model, with what a run trained, exported
+and compared."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Serves until SIGTERM or Ctrl-C. Raises InputError if there is no model, it differs from what was trained, the
-    port is in use, or the extra is missing."""
+    """Serves until SIGTERM or Ctrl-C. Raises InputError if there is no model, it differs from what
+    was trained, the port is in use, or the extra is missing."""
     given = flags(argv[1:])
     require("fastapi", program("serve"), extra="serve")
     try:
@@ -53,7 +54,9 @@ def main(argv: list[str], project: Project) -> None:
 
     for number in STOP:  # uvicorn has handlers of its own, and raises what it received again
         signal.signal(number, signal.SIG_IGN)
-    config = uvicorn.Config(app, lifespan="off", log_level="info", timeout_graceful_shutdown=given.grace_s + 5)
+    config = uvicorn.Config(
+        app, lifespan="off", log_level="info", timeout_graceful_shutdown=given.grace_s + 5
+    )
     print(f"{given.name} is ready at http://{given.host}:{given.port}/v1", flush=True)
     Server(config).run(sockets=[listening])
 
@@ -63,7 +66,9 @@ def on_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
     import torch
 
     if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        for parameter in model.parameters():  # buffers keep fp32: rotary frequencies in bf16 are wrong in long texts
+        for parameter in (
+            model.parameters()
+        ):  # buffers keep fp32: rotary frequencies in bf16 are wrong in long texts
             if parameter.is_floating_point():
                 parameter.data = parameter.data.bfloat16()
     return model.to(torch.device(device))
@@ -71,16 +76,32 @@ def on_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
 
 def flags(argv: list[str]) -> argparse.Namespace:
     """Returns the parsed flags of the verb."""
-    parser = Flags("serve", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Flags(
+        "serve", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     add, count = parser.add_argument, in_range(int, 1)
     add("model", help="a run's folder, a checkpoint, or an exported folder")
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all")
     add("--port", type=in_range(int, 0, 65_535), default=8000, help="port to listen on")
     add("--name", help="the model's name in requests, instead of the run's or the folder's")
     add("--max_tokens", type=count, default=1024, help="most tokens of an answer")
-    add("--max_requests", type=count, default=32, help="requests at once; one more is answered with 429")
-    add("--grace_s", type=in_range(float, 0, 1e8), default=20.0, help="seconds for running requests after SIGTERM")
-    add("--api_key_env", default="SERVE_API_KEY", help="environment variable with the key that requests present")
+    add(
+        "--max_requests",
+        type=count,
+        default=32,
+        help="requests at once; one more is answered with 429",
+    )
+    add(
+        "--grace_s",
+        type=in_range(float, 0, 1e8),
+        default=20.0,
+        help="seconds for running requests after SIGTERM",
+    )
+    add(
+        "--api_key_env",
+        default="SERVE_API_KEY",
+        help="environment variable with the key that requests present",
+    )
     return parser.parse_args(argv)
 
 
@@ -100,7 +121,9 @@ def _compared(given: argparse.Namespace, project: Project) -> Trained:
         name = trained.run.parent.name
         folder = trained.run / "export" / Path(trained.path).stem
         if not folder.exists():
-            command.main(["export", trained.path, f"--output={folder}", "--adapter=merged"], project)
+            command.main(
+                ["export", trained.path, f"--output={folder}", "--adapter=merged"], project
+            )
         served = load_trained(str(folder), project)
         print(f"{folder}: {Gate(trained).check(served, 'float32')}", flush=True)
     if not served.tokenizer or not hasattr(served.model, "can_generate"):

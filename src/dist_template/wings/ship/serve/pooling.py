@@ -13,9 +13,12 @@ if TYPE_CHECKING:
 MOST_TEXTS = 64  # of a request: they are scored one by one
 
 
-def scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, body: dict[str, Any]) -> dict:
-    """Returns the answer to a request with `messages`, a conversation with its answer, or `input`, one or several texts
-    of prompt and answer. Texts end with EOS, as in training. Raises ValueError if a request is wrong."""
+def scored(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, body: dict[str, Any]
+) -> dict:
+    """Returns the answer to a request with `messages`, a conversation with its answer, or `input`,
+    one or several texts of prompt and answer. Texts end with EOS, as in training. Raises ValueError
+    if a request is wrong."""
     if body.get("model", name) != name:
         raise ValueError(f"the model is {name!r}; requested {body['model']!r}")
     if ("messages" in body) == ("input" in body):
@@ -25,7 +28,9 @@ def scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str
         sequences = [found["input_ids"]]
     else:
         texts = [body["input"]] if isinstance(body["input"], str) else body["input"]
-        is_right = isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)
+        is_right = (
+            isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)
+        )
         if not is_right or len(texts) > MOST_TEXTS:
             raise ValueError(f"input has to be a text or 1 to {MOST_TEXTS} texts")
         end = str(tokenizer.eos_token)
@@ -41,4 +46,10 @@ def scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str
             data.append({"index": index, "object": "pooling", "data": reward})
     num = sum(map(len, sequences))
     usage = {"prompt_tokens": num, "total_tokens": num, "completion_tokens": 0}
-    return {"object": "list", "created": int(time.time()), "model": name, "data": data, "usage": usage}
+    return {
+        "object": "list",
+        "created": int(time.time()),
+        "model": name,
+        "data": data,
+        "usage": usage,
+    }
