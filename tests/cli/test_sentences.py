@@ -105,7 +105,7 @@ FLAGS = {
     "--data.global_batch_size=9": "global_batch_size 9 .* micro_batch_size 2",
     "--trainer.accelerator=tpu": "trainer.accelerator 'tpu'.* this machine has no GPU",
     "--trainer.precision=transformer-engine": "trainer: .*transformer_engine",
-    "--trainer.strategy=ZeroStrategy": "invalid strategy name",
+    "--trainer.strategy=ZeroStrategy": "'ZeroStrategy' is no strategy; give ddp",
     f"{MESH} --model.architecture.num_key_value_heads=1": "heads 1 is not a multiple",
     f"{ZERO} --trainer.strategy.config=nowhere.json": "cannot read 'nowhere.json'",
     "--model.preference.beta=0.5": r"beta is 0.5 and has no effect \(data.source yields no pairs: "
@@ -119,7 +119,6 @@ FLAGS = {
     "--trainer.accumulate_grad_batches=2": "it is derived: edit data.global_batch_size",
     "--trainer.use_distributed_sampler=true": "remove the key",
     "--trainer.model_registry=mine": "--ckpt_path a folder",
-    "--trainer.strategy=deepspeed_stage_2": "strategy/zero2",
     "--trainer.callbacks={class_path: StochasticWeightAveraging, init_args: {swa_lrs: "
     "0.1}}": "EMAWeightAveraging",
     "--trainer.callbacks=[LearningRateFinder]": "model.optim.learning_rate",

@@ -10,7 +10,6 @@ ARGS = "--trainer.strategy.init_args"
 HOST = [f"{ARGS}.offload_optimizer=true", f"{ARGS}.offload_parameters=true"]
 NVME = [f"{ARGS}.offload_{what}_device=nvme" for what in ("optimizer", "params")]
 VARIANTS = {  # name -> file, flags
-    "zero1": ("zero2", [f"{ARGS}.stage=1"]),
     "zero2_offload": ("zero2", [f"{ARGS}.offload_optimizer=true"]),
     "zero3_offload": ("zero3", HOST),
     "zero3_nvme": ("zero3", [*HOST, *NVME]),

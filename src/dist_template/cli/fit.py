@@ -31,7 +31,7 @@ from ..model.optim import OptimConfig
 from ..observe.history.run import PLACEHOLDER, replaced
 from ..plugins import ask, loaded
 from ..project import Project
-from . import limits, ranges
+from . import limits, ranges, strategy_names
 from .defaults import TRAINER_DEFAULTS, always_on, hide_expected
 from .parser import OPTIMIZATION, ConfigFile, Parser, add_optimization, as_launched, inherit_rates
 from .run import RunConfig, check_checkpoint, check_writable, choose_run, write_predictions
@@ -74,7 +74,7 @@ class CLI(OpenCLI):
             save_config_callback=None,  # callbacks/record.py writes it, into the run's folder
             trainer_defaults=TRAINER_DEFAULTS,
             seed_everything_default=0,
-            args=args,
+            args=strategy_names.expanded(args),
             run=run,
             auto_configure_optimizers=False,  # the optimizer is built when there are parameters
         )
@@ -114,6 +114,7 @@ class CLI(OpenCLI):
         config = self.config = parser.parse_args(args)
         if self._verb:
             config = config[self._verb]
+        strategy_names.check(config.trainer.get("strategy"))
         ranges.check(config, model=self.model_class, data=self.datamodule_class)
         if config.get("optimizer"):
             given = parser.parse_args(args, defaults=False)  # without the default learning rate

@@ -21,7 +21,7 @@ from ..by_tokens import values_of
 from ..compat.lightning_cli import formatter_of, keys_of, takes_null
 from ..errors import InputError, is_first_on_node, reason, shortened
 from ..project import Choice, program
-from . import config_file
+from . import config_file, strategy_names
 
 __all__ = ["one_sentence"]
 
@@ -189,10 +189,12 @@ class ConfigFile(ActionConfigFile):
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: Any = None) -> None:
         content: dict[str, Any] = {}
-        if "://" not in str(values) and not str(values).startswith(
-            "{"
-        ):  # jsonargparse reads addresses and mappings
+        # jsonargparse reads addresses and mappings
+        if "://" not in str(values) and not str(values).startswith("{"):
             content, values = config_file.read(str(values)), str(config_file.locate(str(values)))
+        if named := strategy_names.replaced(content):
+            content = named
+            values = yaml.safe_dump(content)
         strategy = (content.get("trainer") or {}).get("strategy")
         if strategy and (not isinstance(strategy, dict) or "class_path" in strategy):
             cfg["trainer.strategy"] = None

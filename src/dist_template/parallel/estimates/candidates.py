@@ -15,7 +15,7 @@ __all__ = ["Candidate"]
 SCHEDULES = ("", "Interleaved1F1B")  # "": the file's, 1F1B
 OFFLOAD = {"offload_optimizer": True}
 ZERO: tuple[tuple[str, str, dict[str, Any]], ...] = (  # name, file, and options unlike the file's
-    ("zero1", "zero2", {"stage": 1}),
+    ("zero1", "zero1", {}),
     ("zero2", "zero2", {}),
     ("zero3", "zero3", {}),
     ("zero2, offload", "zero2", OFFLOAD),
