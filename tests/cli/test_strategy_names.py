@@ -82,6 +82,6 @@ def test_a_named_strategy_trains(flags: list[str], tmp_path: Path) -> None:
         done = run_in_subprocess("fit", *flags, *changed, *given)
         assert done.returncode == 0, done.stderr
         line = "trainer.strategy fsdp: --config strategy/fsdp2\n"
-        assert done.stderr.count(line) == number
+        assert done.stdout.count(line) == number
         losses.append(logged(only_run(root), "train/loss"))
     assert losses[0] == losses[1]

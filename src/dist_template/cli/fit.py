@@ -124,6 +124,7 @@ class CLI(OpenCLI):
         verb = self.subcommand
         self.unfilled = settings = self.config[verb] if verb else self.config
         as_launched(settings)
+        strategy_names.report()
         RunConfig(**vars(settings.run)).check(writes=verb is not None)
         ask("at_start", settings, verb if self.executes else None)
         self.run, checkpoint, message = choose_run(settings, verb)

@@ -4,10 +4,9 @@
 where there is one, else the library's. The flags after it change the file's arguments. Names of
 Lightning that are not listed (ddp, auto, ddp_find_unused_parameters_true …) are Lightning's own."""
 
-import sys
+import json
 from collections.abc import Mapping
 from difflib import get_close_matches
-from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -17,9 +16,12 @@ from lightning.pytorch.utilities import rank_zero_only
 from ..errors import InputError
 from . import config_file
 
-__all__ = ["check", "expanded", "replaced"]
+__all__ = ["check", "expanded", "replaced", "report"]
 
 KEY = "trainer.strategy"
+# Lines for `report`. A file is read by the parser of a verb, and again without the defaults.
+TAKEN: dict[str, None] = {}
+DEEPSPEED = "--deepspeed"  # FILE, as scripts of Hugging Face's Trainer take it
 OFFLOAD = {"offload_optimizer": True}
 OFFLOAD_ALL = OFFLOAD | {"offload_parameters": True}
 NVME = OFFLOAD_ALL | {"offload_optimizer_device": "nvme", "offload_params_device": "nvme"}
@@ -52,22 +54,31 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def expanded(args: list[str]) -> list[str]:
     """Returns the command line with `--config strategy/FILE` in place of each
-    `--trainer.strategy NAME`, at its place, so that later flags change that file's arguments."""
-    found, words = [], iter(args)
+    `--trainer.strategy NAME`, at its place, so that later flags change that file's arguments, and
+    with ZeroStrategy in place of `--deepspeed FILE`."""
+    found: list[str] = []
+    words = iter(args)
     for word in words:
         flag, is_joined, name = word.partition("=")
-        if flag != f"--{KEY}":
+        if flag not in (f"--{KEY}", DEEPSPEED):
             found.append(word)
             continue
         given = [word] if is_joined else [word, *islice(words, 1)]
         name = name if is_joined else given[-1]
+        if flag == DEEPSPEED:
+            if is_joined or len(given) == 2:
+                strategy = {"class_path": "ZeroStrategy", "init_args": {"config": name}}
+                # null first: no argument of an earlier strategy stays
+                found += [f"--{KEY}=null", f"--{KEY}={json.dumps(strategy)}"]
+                TAKEN[f"{KEY}: ZeroStrategy with --{KEY}.config {name}"] = None
+                continue
         if name not in NAMES:
             found += given
             continue
         file, arguments = NAMES[name]
         found += ["--config", f"strategy/{file}"]
         found += [f"--{KEY}.init_args.{key}={_text(value)}" for key, value in arguments.items()]
-        _report(name, file, _words(arguments))
+        TAKEN[_line(name)] = None
     return found
 
 
@@ -81,7 +92,7 @@ def replaced(content: Mapping[str, Any]) -> dict[str, Any] | None:
     file, arguments = NAMES[name]
     strategy = dict(config_file.read(f"strategy/{file}")["trainer"]["strategy"])
     strategy["init_args"] = {**(strategy.get("init_args") or {}), **arguments}
-    _report(name, file, _words(arguments))
+    TAKEN[_line(name)] = None
     if isinstance(trainer, dict):
         return {**content, "trainer": {**trainer, "strategy": strategy}}
     return {**content, KEY: strategy}
@@ -105,11 +116,14 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _words(arguments: Mapping[str, Any]) -> str:
-    return "".join(f" --{KEY}.{key} {_text(value)}" for key, value in arguments.items())
+def _line(name: str) -> str:
+    file, arguments = NAMES[name]
+    flags = "".join(f" --{KEY}.{key} {_text(value)}" for key, value in arguments.items())
+    return f"{KEY} {name}: --config strategy/{file}{flags}"
 
 
-@cache  # a file is read by the parser of a verb, and again without the defaults
-def _report(name: str, file: str, flags: str) -> None:
-    # standard error: what --print_config writes is a file
-    rank_zero_only(print)(f"{KEY} {name}: --config strategy/{file}{flags}", file=sys.stderr)
+def report() -> None:
+    """Prints a line for each name that the parser has read, once."""
+    for line in TAKEN:
+        rank_zero_only(print)(line)
+    TAKEN.clear()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     import lightning as L
 
+__all__ = ["Configured"]
+
 ARGS = "trainer.strategy.init_args"
 NOT_READ_YET: Final = object()  # the model's configuration needs the vocabulary of the data
 

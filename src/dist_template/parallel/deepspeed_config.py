@@ -15,10 +15,24 @@ from ..errors import InputError, reason
 from ..records import flatten
 from .configured import Configured
 
+__all__ = ["json_of"]
+
 AUTO = "auto"
 KEY = "trainer.strategy.init_args.config"
 Config = Mapping[str, Any]
 HALF_SECTION = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
+
+
+def json_of(strategy: Any, setup: Configured) -> dict[str, Any]:
+    """Returns what a strategy gives to DeepSpeed in the training of `setup`, without "auto". Raises
+    InputError if it is not DeepSpeed's, or its file conflicts with other keys."""
+    if not hasattr(strategy, "complete_config"):
+        name = strategy if isinstance(strategy, str) else type(strategy).__name__
+        raise InputError(
+            f"trainer.strategy {name} is not DeepSpeed's and has no JSON: give --config"
+            " strategy/zero1, zero2 or zero3"
+        )
+    return strategy.complete_config(setup)
 
 
 def read(config: str | Path | Config) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """`config`: lists the configurations that --config reads by a name, shows one, or copies one into
-the project.
+the project; writes a training's DeepSpeed JSON.
 
 config list                    the library's and the project's, with a line each
 config show strategy/fsdp2     the file that --config strategy/fsdp2 reads
-config copy strategy/fsdp2     writes it to configs/strategy/fsdp2.yaml, where it is yours"""
+config copy strategy/fsdp2     writes it to configs/strategy/fsdp2.yaml, where it is yours
+config deepspeed --config …    writes what fit would give to DeepSpeed; `config deepspeed --help`"""
 
 from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
@@ -12,16 +13,20 @@ from ...cli.config_file import locate, names, read
 from ...errors import InputError, reason
 from ...project import Flags, Project
 from ...records import write_atomically
+from . import deepspeed_json
 
 SHIPPED = Path(__file__).parents[2] / "configs"
 PROJECT = Path("configs")
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Runs `list`, `show NAME` or `copy NAME`. Raises InputError without such a configuration, or
-    if a copy exists."""
+    """Runs `list`, `show NAME`, `copy NAME` or `deepspeed`. Raises InputError without such a
+    configuration, or if a copy exists."""
+    if argv[1:2] == ["deepspeed"]:
+        deepspeed_json.main(argv[2:], project)
+        return
     parser = Flags("config", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("list", "show", "copy"))
+    parser.add_argument("action", choices=("list", "show", "copy", "deepspeed"))
     parser.add_argument("name", nargs="?", default="", help="of the list, such as strategy/fsdp2")
     given = parser.parse_args(argv[1:])
     if given.action == "list":
