@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from ..errors import Exit, reason
+from .launch import record_exit
 
 LIMIT_S = 60.0  # for destroying NCCL's communicators: another rank may be lost
 _codes: list[int] = []  # the exit code, once it is decided
@@ -42,6 +43,7 @@ def exit_process(code: int) -> NoReturn:
             print(f"note: the process groups could not be destroyed: {why}", file=sys.stderr)
         timer.cancel()
     _codes.append(code)
+    record_exit(code)
     sys.exit(code)
 
 

@@ -16,7 +16,7 @@ import threading
 import time
 
 from ..errors import Exit, is_first_on_node
-from .launch import Variable
+from .launch import Variable, record_exit
 
 __all__ = ["STOP", "end_with_parent", "listen"]
 
@@ -49,6 +49,7 @@ def listen() -> None:
     if signal.getsignal(signal.SIGTERM) is _nothing:
         return  # already
     job_started()
+    record_exit(-signal.SIGKILL)  # unless it exits by itself
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -101,6 +102,7 @@ def _read_signals(read: int) -> None:
                 if is_first_on_node():
                     sentence = "stopped with nothing to save; the same command resumes"
                     os.write(2, f"\n{signal.Signals(number).name}: {sentence}\n".encode())
+                record_exit(Exit.REQUEUE)
                 os._exit(Exit.REQUEUE)
             stop_request.number = stop_request.number or number
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from ..errors import InputError
+from . import hostfile
 from .redaction import redacted_environment
 
 __all__ = ["Site"]
@@ -14,6 +16,12 @@ __all__ = ["Site"]
 UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 SIZE = re.compile(r"(?=.*[1-9])(\d{1,9}(?:\.\d+)?) ?([KMGT])(i?)B")
 TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
+
+
+def check_host(name: str, where: str) -> None:
+    """Raises InputError if `name` could be read as an option or a script."""
+    if not re.fullmatch(r"[\w.@:%\[\]][\w.@:%\[\]-]*", name):
+        raise InputError(f"{where} has {name!r}; give a name as ssh knows it")
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,11 @@ class Site:
         save_s: Seconds before the time limit at which the run saves and exits with 75.
         hosts: Names of the nodes, as ssh knows them; the first one is the rendezvous's. []: this
             machine, or a scheduler chooses the nodes.
+        hostfile: In place of `hosts`: a file in the format of the deepspeed launcher, with a line
+            `name slots=N` for each node.
+        include: Hosts of the hostfile to use, as node1@node2; with --on deepspeed also slots, as
+            node1@node2:0,1. "": all.
+        exclude: Likewise, hosts or slots not to use. "": none.
         ssh: Command that runs a command on a host; its last words are the host and the command.
         master: Address of the first node for the other nodes. null: its name in `hosts`.
         port: TCP port of the first node for the rendezvous. null: one from the run's id.
@@ -74,6 +87,9 @@ class Site:
     time_limit: str | int | None = None
     save_s: int = 300
     hosts: list[str] = field(default_factory=list)
+    hostfile: str | None = None
+    include: str = ""
+    exclude: str = ""
     ssh: str = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=20"
     master: str | None = None
     port: int | None = None
@@ -92,21 +108,32 @@ class Site:
             if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
                 what = "give the name of a variable: letters, digits and _"
                 raise InputError(f"cluster.environment has {name!r}; {what}")
-        for key, name in [
-            *(("hosts", name) for name in self.hosts),
-            ("master", self.master or None),
-        ]:
-            if name is not None and not re.fullmatch(
-                r"[\w.@:%\[\]][\w.@:%\[\]-]*", name
-            ):  # no option or script
-                raise InputError(f"cluster.{key} has {name!r}; give a name as ssh knows it")
-            if self.hosts.count(name or "") > 1:
+        for name in self.hosts:
+            check_host(name, "cluster.hosts")
+            if self.hosts.count(name) > 1:
                 raise InputError(f"cluster.hosts has {name} twice; give each host once")
+        if self.master:
+            check_host(self.master, "cluster.master")
+        if self.hosts and self.hostfile:
+            raise InputError("cluster.hosts and cluster.hostfile are both given: remove one")
+        for key in ("include", "exclude"):
+            if getattr(self, key) and not self.hostfile:
+                raise InputError(f"cluster.{key} chooses from cluster.hostfile: give that, too")
+        if self.include and self.exclude:
+            raise InputError("cluster.include and cluster.exclude are both given: remove one")
         _ = self.memory_bytes  # raises InputError
         limit = self.time_limit_s
         if limit is not None and limit <= self.save_s:
             how = f"the run saves {self.save_s} s before it (cluster.save_s); give more time"
             raise InputError(f"cluster.time_limit is {limit} s, and {how}")
+
+    def slots(self) -> dict[str, int | None]:
+        """Returns the hosts to use, with their number of devices where a hostfile says it. Raises
+        InputError for a hostfile that cannot be used."""
+        if self.hostfile is None:
+            return dict.fromkeys(self.hosts)
+        slots = hostfile.read(self.hostfile, partial(check_host, where="cluster.hostfile"))
+        return {**hostfile.chosen(slots, self.include, self.exclude)}
 
     def without_secrets(self) -> Site:
         """Returns the site with a text in place of each secret in `environment`."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ..compat.stacks import locate
 from ..errors import Exit
 from .hang import find_stalled
+from .launch import record_exit
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -113,6 +114,7 @@ class WatchdogThread:
                 try:
                     self._report_hang(limit_s)
                 finally:
+                    record_exit(Exit.HUNG)
                     os._exit(Exit.HUNG)
 
     def _check_call(self) -> bool:

@@ -35,6 +35,7 @@ def main(argv: list[str], project: Project) -> None:
     given, flags = parse(argv[1:])
     to = target(given.on)
     job = describe(project, given.verb, flags, to.on_hosts)
+    _check_hostfile(job, given.on, to)
     files = to.render(job)
     if job.interval:
         print(job.interval, flush=True)
@@ -55,6 +56,17 @@ def main(argv: list[str], project: Project) -> None:
     if record["id"]:
         write_atomically(job.files / RECORD, json.dumps(record, indent=2))
         print(f"{given.on} has it as {record['id']}: {program('launch')} status {job.run}")
+
+
+def _check_hostfile(job: Job, on: str, to: Target) -> None:
+    """Raises InputError if the target does not read the hostfile, or slots of a host."""
+    if job.site.hostfile and not to.on_hosts:
+        raise InputError(f"--on {on} chooses its nodes itself: remove cluster.hostfile")
+    if ":" in job.site.include + job.site.exclude and not to.takes_slots:
+        raise InputError(
+            f"--on {on} uses all devices of a host: name hosts without slots in cluster.include and"
+            " cluster.exclude, or take --on deepspeed"
+        )
 
 
 def parse(argv: list[str]) -> tuple[Namespace, list[str]]:

@@ -3,6 +3,7 @@
 import shlex
 import sys
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,12 +82,18 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
     cli = WithoutTrainer.of([known, *flags, "--trainer.logger=false"], project, run=True)
     settings = cli.config_init[known]
     site, trainer, data = settings.cluster, vars(settings.trainer), cli.datamodule
-    nodes = site.nodes or len(site.hosts) or trainer["num_nodes"]
-    devices = site.devices_per_node or trainer["devices"]
+    slots = site.slots()
+    nodes = site.nodes or len(slots) or trainer["num_nodes"]
     if verb == "prepare":
-        nodes = devices = 1
-    if on_hosts and nodes > max(1, len(site.hosts)):
-        raise InputError(f"the job has {nodes} nodes; name as many in cluster.hosts")
+        nodes = 1
+    if on_hosts and nodes > max(1, len(slots)):
+        where = "cluster.hostfile" if site.hostfile else "cluster.hosts"
+        raise InputError(f"the job has {nodes} nodes; name as many in {where}")
+    hosts = [*slots][:nodes]
+    sizes = [slots[host] for host in hosts]
+    if len({*sizes}) > 1:
+        raise InputError(f"cluster.hostfile has hosts with {sizes} slots: use as many of each")
+    devices = 1 if verb == "prepare" else _devices(site, sizes, trainer["devices"])
     if not str(devices).isdigit() or int(devices) < 1:
         why = "give cluster.devices_per_node, the devices of one node"
         raise InputError(f"trainer.devices is {devices!r}; {why}")
@@ -96,7 +103,7 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
         setup = (machine, trainer, cli.model, data, model_config(cli), verb == "fit")
         if found := violations(*setup, saves_asynchronously=asynchronous):
             raise InputError(found[0])
-    hosts = site.hosts[:nodes] if on_hosts else []
+    hosts = hosts if on_hosts else []
     run, accelerator = cli.run.absolute(), machine.accelerator
     interval = ""
     if verb == "fit":
@@ -114,6 +121,18 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
         data,
         interval,
     )
+
+
+def _devices(site: Site, slots: Sequence[int | None], default: int | str) -> int | str:
+    """Returns the devices of a node. Raises InputError if they are not those of the hostfile."""
+    given = site.devices_per_node
+    of_file = slots[0] if slots else None
+    if given and of_file and given != of_file:
+        raise InputError(
+            f"cluster.devices_per_node is {given}, and cluster.hostfile gives {of_file} slots to"
+            " each host: remove the first, or edit the file"
+        )
+    return given or of_file or default
 
 
 def project_file(name: str) -> str:

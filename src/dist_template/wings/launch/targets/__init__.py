@@ -20,6 +20,7 @@ class Target:
     state; `stop` asks the run to save and exit with 75."""
 
     on_hosts = False  # True: it starts the nodes that `cluster` names; False: a scheduler does
+    takes_slots = False  # whether cluster.include and exclude may name slots of a host
 
     def render(self, job: Job) -> dict[str, str]:
         raise NotImplementedError

@@ -1,0 +1,60 @@
+"""Reads a hostfile: the nodes of a run in the format of the deepspeed launcher.
+
+    # a rack
+    node1 slots=8
+    node2 slots=8
+
+A slot is a device. `include` and `exclude` have that launcher's own syntax and are read by its own
+function."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import InputError, reason, require
+
+LINE = re.compile(r"(\S+)\s+slots=([1-9]\d*)")
+
+
+def read(path: str, check_name: Callable[[str], None]) -> dict[str, int]:
+    """Returns the number of slots of each host, in the order of the file. Raises InputError for a
+    file that cannot be read, a wrong line, a host that is there twice, and without a host;
+    `check_name` raises it for a name that is none."""
+    where, found = f"cluster.hostfile {path}", dict[str, int]()
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{where} cannot be read: {reason(error)}") from error
+    for number, text in enumerate(lines, 1):
+        line = text.partition("#")[0].strip()
+        if not line:
+            continue
+        if not (known := LINE.fullmatch(line)):
+            raise InputError(
+                f"{where}, line {number} is {line!r}: write `name slots=N`, the number of devices"
+            )
+        name, slots = known.groups()
+        check_name(name)
+        if name in found:
+            raise InputError(f"{where}, line {number} has {name} a second time: remove one line")
+        found[name] = int(slots)
+    if not found:
+        raise InputError(f"{where} names no host: write a line `name slots=N` for each")
+    return found
+
+
+def chosen(slots: dict[str, int], include: str, exclude: str) -> dict[str, int]:
+    """Returns the hosts that `include` or `exclude` leave, with the number of slots to use. Raises
+    InputError for a host or a slot that the file does not have."""
+    if not (include or exclude):
+        return slots
+    require("deepspeed", "cluster.include")
+    from deepspeed.launcher.runner import parse_inclusion_exclusion
+
+    try:
+        active = parse_inclusion_exclusion(dict(slots), include, exclude)
+    except ValueError as error:
+        raise InputError(f"cluster.include or cluster.exclude: {reason(error)}") from error
+    if not active:
+        raise InputError(f"cluster.exclude {exclude!r} leaves no host of cluster.hostfile")
+    return {host: len(used) for host, used in active.items()}
