@@ -87,7 +87,7 @@ def _resolved(flags: list[str], project: Project) -> dict[str, Any]:
 
 
 def _with_auto(config: dict[str, Any]) -> dict[str, Any]:
-    decided = dict.fromkeys(DECIDED_ELSEWHERE, AUTO)
+    decided: dict[str, Any] = dict.fromkeys(DECIDED_ELSEWHERE, AUTO)
     for section in ("bf16", "fp16"):
         # the reader switches on the one of its own precision
         decided[section] = {**config.get(section, {}), "enabled": AUTO}
