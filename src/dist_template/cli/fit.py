@@ -74,7 +74,7 @@ class CLI(OpenCLI):
             save_config_callback=None,  # callbacks/record.py writes it, into the run's folder
             trainer_defaults=TRAINER_DEFAULTS,
             seed_everything_default=0,
-            args=strategy_names.expanded(args),
+            args=args,
             run=run,
             auto_configure_optimizers=False,  # the optimizer is built when there are parameters
         )

@@ -107,10 +107,12 @@ class Parser(LightningArgumentParser):
                 found |= parser.keys()
         return found
 
-    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Reports what PyYAML raises for a value such as `!!int x` as well."""
+    def parse_args(self, args: Any = None, *others: Any, **kwargs: Any) -> Any:
+        """Reads names of strategies (strategy_names.py), and reports what PyYAML raises for a value
+        such as `!!int x` as well."""
         try:
-            found = super().parse_args(*args, **kwargs)
+            words = strategy_names.expanded(args) if isinstance(args, list) else args
+            found = super().parse_args(words, *others, **kwargs)
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             if isinstance(error, InputError):
                 raise

@@ -5,7 +5,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ...history import History, read_run
-from .trained import Trained
+from .onnx import EXAMPLE
+from .trained import GRAPH, Trained
 
 FIGURES = ("eval/loss", "eval/bits_per_byte", "test/loss", "test/bits_per_byte")
 
@@ -23,7 +24,8 @@ def write_card(folder: Path, trained: Trained, form: str, verified: str, license
     task = (
         "text-classification" if getattr(trained.module, "reads_ends", False) else "text-generation"
     )
-    front = ModelCardData(license=license, pipeline_tag=task, library_name="transformers")
+    library = "onnx" if (folder / GRAPH).is_file() else "transformers"
+    front = ModelCardData(license=license, pipeline_tag=task, library_name=library)
     if parent and not Path(parent).exists():
         front.base_model = parent
     rows = {
@@ -43,4 +45,6 @@ def write_card(folder: Path, trained: Trained, form: str, verified: str, license
             rows[f"{path.stem}: {each['name']}"] = each["sentence"]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value)
     text = f"---\n{front.to_yaml()}\n---\n\n# {title}\n\n| | |\n|---|---|\n{table}\n"
+    if (folder / GRAPH).is_file():
+        text += f"\n## Logits by onnxruntime\n\n```python\n{EXAMPLE}```\n"
     (folder / "README.md").write_text(text, encoding="utf-8")

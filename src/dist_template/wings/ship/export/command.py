@@ -1,4 +1,4 @@
-"""`export`: converts a checkpoint to a folder for transformers or peft.
+"""`export`: converts a checkpoint to a folder for transformers or peft, or to ONNX.
 
 One process reads a checkpoint of any strategy into the model that the configuration builds, if it
 fits in memory. The weights are written a few at a time, in transformers' layout on disk, which
@@ -22,10 +22,18 @@ from ....project import Project
 from ....text.model.safetensors_files import write_weights as write_pretrained
 from .adapter import merge, write_adapter
 from .card import write_card
-from .gate import Gate
+from .gate import SHAPES, Gate
+from .onnx import DTYPES as DTYPES_OF_ONNX
+from .onnx import OnnxModel, require_packages, write_onnx
 from .trained import Trained, from_folder, of_run, run_of, trained
 
-DTYPES = ("float32", "bfloat16", "float16")
+FORMATS = ("hf", "onnx")
+DTYPES = ("float32", "bfloat16", "float16", "int8")
+DTYPES_OF = {"hf": DTYPES[:3], "onnx": DTYPES_OF_ONNX}
+SAVED_MODEL = (
+    "--to {}: TensorFlow's SavedModel is not written: give --to onnx, or --to hf and make a program"
+    " that runs without the model's code of the folder (`docs evaluate` has the line)"
+)
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -38,6 +46,7 @@ def main(argv: list[str], project: Project) -> None:
         flags = [*config, f"--checkpoint={checkpoint}", *flags[1:]]
     cli = Export(project, flags, run=False, verb=verb)
     settings, output = cli.config, Path(cli.config.output)
+    _check_format(settings.to, settings.dtype)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(
             f"--output {str(output)!r} exists and is not an empty folder; give another"
@@ -47,22 +56,25 @@ def main(argv: list[str], project: Project) -> None:
             f"--max_shard_size is {settings.max_shard_size!r}: give a number with KB, MB, GB or TB"
         )
     path = verified_checkpoint(settings.checkpoint, "--checkpoint", cli.unfilled)
-    found = trained(cli, path, run_of(path), may_be_stored=not getattr(cli.model, "adapter", None))
+    may_be_stored = settings.to == "hf" and not getattr(cli.model, "adapter", None)
+    found = trained(cli, path, run_of(path), may_be_stored)
     with written_at_once(output) as folder:
-        if not settings.mtp and getattr(cli.model, "mtp", None):
+        if not (settings.mtp and settings.to == "hf") and getattr(cli.model, "mtp", None):
             del found.model.mtp
             found.stored = {
                 name: each for name, each in found.stored.items() if not name.startswith("mtp.")
             }
-        form, proof = write(
-            found, settings.adapter == "merged", settings.dtype, folder, settings.max_shard_size
-        )
+        if settings.to == "onnx":
+            form, proof = write_graph(found, settings.dtype, folder)
+        else:
+            merged, size = settings.adapter == "merged", settings.max_shard_size
+            form, proof = write(found, merged, settings.dtype, folder, size)
         write_card(folder, found, form, proof, settings.license)
     print(f"{path}\n  -> {output}  {form}, {proof}")
 
 
 class Export(WithoutTrainer):
-    """Adds seven keys to the keys of fit."""
+    """Adds eight keys to the keys of fit."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
@@ -72,12 +84,15 @@ class Export(WithoutTrainer):
         )
         add("--checkpoint", required=True, help=checkpoint)
         add("--output", required=True, help="The folder to write; it must be new or empty.")
-        add("--dtype", choices=DTYPES, default=DTYPES[0], help="Type of the weights in the folder.")
+        to = "hf: safetensors for transformers, or peft's. onnx: a graph for onnxruntime."
+        add("--to", default=FORMATS[0], help=to)
+        kinds = "Type of the weights in the folder; int8 with --to onnx alone."
+        add("--dtype", choices=DTYPES, default=DTYPES[0], help=kinds)
         add(
             "--adapter",
             choices=["peft", "merged"],
             default="peft",
-            help="peft's folder, or merged into the base.",
+            help="peft's folder, or merged into the base. --to onnx merges.",
         )
         predicting = (
             "Whether the folder has the modules of model.mtp, by which servers decode"
@@ -112,6 +127,45 @@ def written_at_once(output: Path) -> Generator[Path]:
         raise InputError(f"--output {str(output)!r} cannot be written: {reason(error)}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_graph(found: Trained, dtype: str, folder: Path) -> tuple[str, str]:
+    """Writes an ONNX graph and the tokenizer into `folder`; returns in words its form and how it
+    was verified."""
+    model = found.model
+    if not hasattr(model, "save_pretrained"):
+        name = type(model).__name__
+        raise InputError(f"--to onnx: {name} of build_model is not from transformers: give --to hf")
+    if found.tokenizer:
+        found.tokenizer.save_pretrained(folder)
+    gate = Gate(found, SHAPES)
+    if getattr(found.module, "adapter", None):
+        merge(model)
+    write_onnx(model, dtype, folder)
+    found.model = found.module.model = None  # one model in memory at a time
+    return f"onnx, {dtype}", gate.check(_of_graph(folder), dtype)
+
+
+def _of_graph(folder: Path) -> Trained:
+    from transformers import AutoTokenizer
+
+    tokenizer = None
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return Trained(OnnxModel(folder), tokenizer, str(folder))
+
+
+def _check_format(to: str, dtype: str) -> None:
+    """Raises InputError if the format or its type is none, or a package of it is not installed."""
+    if re.fullmatch("saved_?model|tf|tensorflow", to, re.IGNORECASE):
+        raise InputError(SAVED_MODEL.format(to))
+    if to not in FORMATS:
+        raise InputError(f"--to is {to!r}: give {' or '.join(FORMATS)}")
+    if dtype not in DTYPES_OF[to]:
+        allowed = ", ".join(DTYPES_OF[to])
+        raise InputError(f"--dtype {dtype} is not possible with --to {to}: give {allowed}")
+    if to == "onnx":
+        require_packages()
 
 
 def write(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....errors import InputError
 from ....text.model.causal_lm import auto_class
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPTS, LENGTH, COMPARED, AT_ONCE = 100, 24, 8, 20
+SHAPES = ((1, 1), (1, 7), (3, 20))  # rows and tokens that a graph with dynamic shapes must take
 OTHER = "the exported folder is not what was trained"
 EXACT = 1e-5  # largest difference of float32 logits, relative to the largest logit and to 1
 # Of smaller types: norm of the logits' difference, relative to their norm.
-ROUNDING = {"float16": 0.02, "bfloat16": 0.1}
+ROUNDING = {"float16": 0.02, "bfloat16": 0.1, "int8": 0.5}
 CHAT = [
     {"role": "user", "content": "A message of the user."},
     {"role": "assistant", "content": "A message of the assistant."},
@@ -45,9 +46,10 @@ def prompts_of(data: Any, number: int = PROMPTS) -> list[str]:
 
 
 class Gate:
-    """Keeps a trained model's logits for prompts; the model itself may be freed."""
+    """Keeps a trained model's logits for prompts; the model itself may be freed. `shapes`: rows and
+    tokens for which further logits are compared."""
 
-    def __init__(self, trained: Trained) -> None:
+    def __init__(self, trained: Trained, shapes: tuple[tuple[int, int], ...] = ()) -> None:
         self.tokenizer = trained.tokenizer
         self.texts = prompts_of(trained.data) if self.tokenizer else []
         ids = [self.tokenizer.encode(text) for text in self.texts]
@@ -57,6 +59,11 @@ class Gate:
         else:
             self.tokens = torch.arange(LENGTH).repeat(2, 1)
         self.logits = torch.empty(0) if trained.stored else _logits(trained.model, self.tokens)
+        self.shaped: list[tuple[Tensor, Tensor]] = []  # tokens, and logits of all positions
+        for rows, length in shapes:
+            tokens = self.tokens.flatten().repeat(rows * length)[: rows * length]
+            tokens = tokens.view(rows, length)
+            self.shaped.append((tokens, _logits(trained.model, tokens, compared=length)))
 
     def check(self, exported: Trained, dtype: str) -> str:
         """Returns in words how far `exported`, loaded from its folder, is from the trained model.
@@ -64,18 +71,18 @@ class Gate:
         other logits."""
         model = exported.model
         self._check_tokenizer(exported.tokenizer)
-        if not hasattr(model, "peft_config") and str(model.dtype) != f"torch.{dtype}":
+        is_cast = dtype != "int8" and not hasattr(model, "peft_config")
+        if is_cast and str(model.dtype) != f"torch.{dtype}":
             raise InputError(f"{OTHER}: its weights are {model.dtype}, and --dtype is {dtype}")
         logits = _logits(model, self.tokens)
-        change = logits - self.logits
-        largest, scale = change.abs().max().item(), max(1.0, self.logits.abs().max().item())
-        if dtype == "float32":
-            is_equal = largest <= EXACT * scale
-        else:
-            is_equal = (change.norm() / self.logits.norm()).item() <= ROUNDING[dtype]
-        if not is_equal:
-            raise InputError(f"{OTHER}: its logits differ by up to {largest:.1e}")
+        largest = _difference(logits, self.logits, dtype)
+        for tokens, expected in self.shaped:
+            found = _logits(model, tokens, compared=tokens.shape[1])
+            largest = max(largest, _difference(found, expected, dtype))
         over = f"over {len(logits)} prompts"
+        if self.shaped:
+            over += f" and {', '.join(f'{len(each)} x {each.shape[1]}' for each, _ in self.shaped)}"
+            over += " tokens"
         if logits.shape[-1] > 1:  # else they are rewards
             equal = (logits.argmax(-1) == self.logits.argmax(-1)).float().mean().item()
             over += f", {equal:.1%} of the greedy tokens equal"
@@ -110,11 +117,24 @@ class Gate:
             raise InputError(f"{OTHER}: its chat template gives {chat!r}, not {expected!r}")
 
 
+def _difference(logits: Tensor, expected: Tensor, dtype: str) -> float:
+    """Returns the largest difference. Raises InputError if it is more than rounding."""
+    change = logits - expected
+    largest, scale = change.abs().max().item(), max(1.0, expected.abs().max().item())
+    if dtype == "float32":
+        is_equal = largest <= EXACT * scale
+    else:
+        is_equal = (change.norm() / expected.norm()).item() <= ROUNDING[dtype]
+    if not is_equal:
+        raise InputError(f"{OTHER}: its logits differ by up to {largest:.1e}")
+    return largest
+
+
 @torch.no_grad()
-def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+def _logits(model: Any, tokens: Tensor, compared: int = COMPARED) -> Tensor:
     """Returns the logits of the last positions, which have the most context."""
     found = [
-        model(input_ids=part, use_cache=False).logits[:, -COMPARED:].float()
+        model(input_ids=part, use_cache=False).logits[:, -compared:].float()
         for part in tokens.split(AT_ONCE)
     ]
     return torch.cat(found)

@@ -21,6 +21,7 @@ from ...diagnose.command import newest
 from ...store.hooks import local_copy
 
 OF_FIT = ("trainer", "ckpt_path", "weights_only")  # keys that one process without a Trainer ignores
+GRAPH = "model.onnx"  # of a folder of export --to onnx
 FILES = ("config.json", "adapter_config.json")  # of folders of transformers and peft
 
 
@@ -124,6 +125,8 @@ def from_folder(name: str, key: str) -> Trained:
     """Returns the model and tokenizer of a folder of `export` or transformers, or of the hub."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    if (Path(name) / GRAPH).is_file():
+        raise InputError(f"{key} {name!r} has an ONNX graph: give a folder of export --to hf")
     kind: Any = AutoModelForCausalLM
     if is_adapter := (Path(name) / FILES[1]).is_file():
         require("peft", f"{key} {name!r}", extra="adapters")
