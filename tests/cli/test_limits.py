@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from dist_template import AdapterConfig, BlockConfig, OptimConfig
 from dist_template.strategies import MeshStrategy, ZeroStrategy
 from dist_template.text import Preferences
-from tests.support.library import Machine, violations
+from tests.support.library import SCHEDULES, Machine, violations
 from tests.support.limits import LLAMA, violations_of
 from tests.support.strategies import NAMES, settings_of
 
@@ -48,6 +48,7 @@ AutoModel = AutoConfig.for_model
 HEADS_12 = AutoModel("llama", num_attention_heads=12, hidden_size=768)
 FP64, FP16 = (Machine("cuda", 8, precision=name) for name in ("64-true", "16-mixed"))
 SELECTIVE = LanguageModule(blocks=BlockConfig("selective"))
+COMPILED = LanguageModule(blocks=BlockConfig(compile=True))
 ROWS_12, ROWS_6 = (DataModule(global_batch_size=n, micro_batch_size=1) for n in (12, 6))
 OFFLOAD = {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
 BATCH = {"train_micro_batch_size_per_gpu": 7, "zero_optimization": {"stage": 2}}
@@ -55,6 +56,8 @@ HALF = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}
 NF4 = LanguageModule(adapter=AdapterConfig(quantize="nf4"))
 PAIRS = DataModule(Preferences(paths=["pairs.jsonl"]), global_batch_size=1024, micro_batch_size=1)
 ROUNDS: Any = {"pp_schedule": "Interleaved1F1B"}
+ZERO_BUBBLE: Any = {"pp_schedule": "InterleavedZeroBubble"}
+DUAL: Any = {"pp_schedule": "DualPipeV"}
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     (mesh(fsdp_size=3), "fsdp_size 3 .* does not make 8"),
     (mesh(dp_replicate_size="auto"), "only one size can be auto"),
@@ -99,6 +102,27 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
         pipeline(config=AutoModel("llama", num_hidden_layers=3), **ROUNDS),
         "3 blocks cannot be divided into 4 stages: lower .*pp_size, or",
     ),
+    (
+        pipeline(rows=20, **ZERO_BUBBLE),
+        "5 micro-batches .* InterleavedZeroBubble needs a multiple of",
+    ),
+    (pipeline(rows=8, **DUAL), "has 2 micro-batches .* DualPipeV needs 4 or more, one for each st"),
+    (pipeline(**ZERO_BUBBLE, pp_stages_per_rank=1), "per_rank 1: InterleavedZeroBubble needs 2 or"),
+    (
+        pipeline(**DUAL, module=SELECTIVE),
+        "selective does not work with pp_schedule DualPipeV, .*full",
+    ),
+    (
+        pipeline(**DUAL, module=COMPILED),
+        "compile true does not work with pp_schedule DualPipeV, wh",
+    ),
+    (pipeline(pp_layers=[10, 12]), r"pp_layers \[10, 12\] sums to 22: give 2 .* model's 32 blocks"),
+    (
+        pipeline(pp_layers=[32, 0]),
+        r"pp_layers \[32, 0\] gives a stage 0 blocks: give 2 numbers of 1",
+    ),
+    (pipeline(pp_layers=[10, 10, 12]), "pp_layers .* has 3 numbers: give 2 numbers .* or even"),
+    (pipeline(pp_layers=[16, 16], **DUAL), "pp_layers .* has 2 numbers: give 4 numbers"),
     (pipeline(cpu_offload=True), "cpu_offload true does not work in a pipeline: set it to false"),
     (pipeline(module=NF4), "adapter.quantize does not work in a pipeline: set it to null, or pp_"),
     (pipeline(data=PAIRS), "Preferences does not work in a pipeline: set .*pp_size to 1"),
@@ -146,7 +170,11 @@ POSSIBLE: list[dict[str, Any]] = [
     mesh(config=None),  # an own model
     mesh(tp_size=2, tp_plan=PLAN, config=NO_PLAN),
     mesh(ep_size="auto", config=DEEPSEEK),
-    *(pipeline(rows=16, pp_schedule=schedule) for schedule in ("1F1B", "Interleaved1F1B")),
+    *(pipeline(rows=16, pp_schedule=schedule) for schedule in SCHEDULES),
+    pipeline(rows=4, pp_schedule="GPipe"),
+    pipeline(rows=4, pp_schedule="ZBVZeroBubble"),
+    pipeline(pp_layers=[20, 12]),
+    pipeline(rows=16, pp_layers=[8, 8, 10, 6], **DUAL),
     {"machine": FP16},
     {"max_steps": -1, "max_epochs": 3},
     {"max_steps": -1, "max_time": "00:01:00:00", **module(schedule="constant", warmup=10)},

@@ -18,7 +18,7 @@ from tests.support import house
 
 COMPAT = Path(dist_template.__file__).parent / "compat"
 FILES = """lightning torch deepspeed transformers torchrun lightning_cli fake_tensors recording
-    published""".split()
+    published pipelining""".split()
 
 # The first part of a place stands for a package.
 SHORT = {"L": "lightning.pytorch", "F": "lightning.fabric", "D": "torch.distributed"}
@@ -56,6 +56,15 @@ FUNCTIONS = {
     "D.checkpoint:FileSystemReader._get_metadata_path": "self rank",
     "D.distributed_c10d:_set_pg_timeout": "timeout group",
     "D.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback": "self",
+    "D.pipelining._backward:stage_backward_input": "stage_outputs_or_loss output_grads input_values"
+    " weights",
+    "D.pipelining._backward:construct_reverse_graph": "roots",
+    "D.pipelining._backward:reverse_closure": "roots target_nodes reverse_edges_dict",
+    "D.pipelining._backward:_get_grad_fn_or_grad_acc": "t",
+    "D.pipelining:PipelineStage._setup_forward_recv_info": "self num_microbatches has_backward",
+    "D.pipelining:PipelineStage._setup_backward_recv_info": "self num_microbatches",
+    "D.pipelining:PipelineStage.backward_maybe_with_nosync": "self backward_type bwd_kwargs"
+    " last_backward",
     "torch.utils.data.dataloader:_BaseDataLoaderIter._next_data": "self",
     "torch.amp:GradScaler._get_scale_async": "self",
     "torch.utils._pytree:tree_map": "func tree rests is_leaf",

@@ -119,8 +119,14 @@ STAGES = [
     (2, "1F1B", LLAMA),
     (4, "1F1B", LLAMA),
     (2, "Interleaved1F1B", LLAMA),
+    (4, "GPipe", LLAMA),
+    (2, "InterleavedZeroBubble", LLAMA),
+    (2, "ZBVZeroBubble", LLAMA),
+    (4, "ZBVZeroBubble", LLAMA),
+    (4, "DualPipeV", LLAMA),
     (2, "1F1B", PREDICTING),
     (4, "1F1B", PREDICTING),
+    (2, "DualPipeV", PREDICTING),
 ]
 
 

@@ -61,9 +61,11 @@ class MeshStrategy(MeshRanks):
         cp_size: Ranks that share each sequence, for sequences that are too long for one device;
             divides fsdp_size, data.seq_len and the attention heads. 1: off.
         pp_size: Ranks that each hold some of the blocks (pipeline parallelism). 1: off.
-        pp_schedule: The order of micro-batches: 1F1B, or Interleaved1F1B with several stages on
-            each rank.
-        pp_stages_per_rank: Stages of each rank in Interleaved1F1B.
+        pp_schedule: The order of micro-batches. GPipe, 1F1B: one stage on each rank.
+            Interleaved1F1B, InterleavedZeroBubble: several. ZBVZeroBubble, DualPipeV: two, of which
+            rank 0 has the first and the last. Zero bubble and DualPipeV compute the gradients of
+            weights while they would wait.
+        pp_stages_per_rank: Stages of each rank in the interleaved schedules, 2 or more.
         pp_layers: Blocks of each stage, in order. even: equally many. cost: fewer in the last
             stage, which has the output layer.
         tp_plan: Overrides the model's plan: module or parameter name to a style of transformers.

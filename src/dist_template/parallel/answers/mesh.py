@@ -9,7 +9,15 @@ from ...by_tokens import divisor_of, values_of
 from ...errors import InputError
 from ..configured import ARGS, NOT_READ_YET, Configured
 from ..mesh_sizes import AXES, Axis, MeshSizes, data_parallel_size, sizes_of
-from ..pipeline.stages import Layers, Schedule, stages_per_rank
+from ..pipeline.stages import (
+    ONE_STAGE,
+    SPLIT_BACKWARD,
+    Layers,
+    Schedule,
+    needed_micro_batches,
+    stages_per_rank,
+    wrong_layers,
+)
 from .plain import Plain, selective_refusal
 
 QUERIES = ("q_proj", "q_b_proj", "qkv_proj", "query_key_value")  # whose columns are heads
@@ -79,22 +87,46 @@ class Mesh(Plain):
 
 def _pipeline(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
     """Blocks and micro-batches for every stage, and one pass of the model in a step."""
-    stages = sizes.pp * stages_per_rank(mesh.pp_schedule, mesh.pp_stages_per_rank)
-    if (num := getattr(setup.text_config, "num_hidden_layers", stages)) < stages:
+    schedule = mesh.pp_schedule
+    per_rank = stages_per_rank(schedule, mesh.pp_stages_per_rank)
+    stages = sizes.pp * per_rank
+    if schedule not in ONE_STAGE and per_rank < 2:
+        yield (
+            f"{ARGS}.pp_stages_per_rank {per_rank}: {schedule} needs 2 or more; edit it, or set"
+            " pp_schedule 1F1B"
+        )
+    config, num = setup.text_config, None
+    if not hasattr(config, "decoder_layers"):  # else num_hidden_layers is the encoder's
+        num = getattr(config, "num_hidden_layers", None)
+    if num is not None and num < stages:
         way_out = f"lower {ARGS}.pp_size, or set another pp_schedule"
         yield f"the model's {num} blocks cannot be divided into {stages} stages: {way_out}"
+    elif isinstance(mesh.pp_layers, list) and (why := wrong_layers(mesh.pp_layers, stages, num)):
+        yield f"{ARGS}.{why}"
+    if schedule in SPLIT_BACKWARD:
+        for key, value, instead in (
+            ("blocks.compile", True, "false"),
+            ("blocks.checkpointing", "selective", "full or none"),
+        ):
+            if setup.setting(key) == value:
+                yield (
+                    f"model.{key} {str(value).lower()} does not work with pp_schedule {schedule},"
+                    " which computes gradients of inputs and of weights in two passes: set it to"
+                    f" {instead}, or {ARGS}.pp_schedule to 1F1B or Interleaved1F1B"
+                )
     rows, micro = (getattr(setup.data, f"{name}_batch_size", None) for name in ("global", "micro"))
     if setup.trains and rows and micro:
         together = micro * mesh.data_parallel(setup.machine.world_size)
+        least, multiple = needed_micro_batches(schedule, sizes.pp)
         batches, needs = int(min(values_of(rows))) // together, ""
-        if mesh.pp_schedule == "1F1B" and batches < stages:
-            needs = f"{stages} or more, one for each stage"
-        elif mesh.pp_schedule != "1F1B" and (batches := divisor_of(rows) // together) % sizes.pp:
-            needs = f"a multiple of {sizes.pp}"
+        if multiple > 1 and (of_all := divisor_of(rows) // together) % multiple:
+            batches, needs = of_all, f"a multiple of {multiple}"
+        elif batches < least:
+            needs = f"{least} or more, one for each stage"
         if needs:
             yield (
                 f"an optimizer step has {batches} micro-batches (global_batch_size /"
-                f" micro_batch_size / data-parallel ranks), and {mesh.pp_schedule} needs {needs}:"
+                f" micro_batch_size / data-parallel ranks), and {schedule} needs {needs}:"
                 f" edit data.micro_batch_size, data.global_batch_size or {ARGS}.pp_schedule"
             )
     if mesh.cpu_offload:

@@ -12,7 +12,9 @@ from .plain import Estimate
 
 __all__ = ["Candidate"]
 
-SCHEDULES = ("", "Interleaved1F1B")  # "": the file's, 1F1B
+# "": the file's, 1F1B. GPipe and InterleavedZeroBubble wait as long as 1F1B and DualPipeV, and keep
+# more activations.
+SCHEDULES = ("", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
 OFFLOAD = {"offload_optimizer": True}
 ZERO: tuple[tuple[str, str, dict[str, Any]], ...] = (  # name, file, and options unlike the file's
     ("zero1", "zero1", {}),

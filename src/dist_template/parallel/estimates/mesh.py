@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..answers.mesh import Mesh
 from ..configured import ARGS
 from ..mesh_sizes import MeshSizes
-from ..pipeline.stages import StageFacts
+from ..pipeline.stages import SPLIT_BACKWARD, V_SHAPED, StageFacts, needed_micro_batches
 from .facts import STATE, BlockRun, Facts, Saving, Sent
 from .plain import SLOWER, Estimate
 
@@ -20,8 +20,8 @@ class Stages(NamedTuple):
     largest: float = 1.0  # share of the parameters on the rank that has most
     mean: float = 1.0  # share of the parameters on a rank, with the copies of tied ones
     blocks: int = 0  # on the rank that has most
-    kept: float = 1.0  # micro-batches whose activations the first rank keeps, which keeps most
-    kept_at_end: float = 1.0  # the same of the last rank
+    kept: float = 1.0  # micro-batches whose activations the rank keeps that keeps most
+    kept_at_end: float = 1.0  # the same of the rank that has the last stage
     crossings: int = 0  # pairs of stages between which messages are sent
 
 
@@ -37,9 +37,7 @@ class MeshEstimate(Mesh, Estimate):
         return facts_of(model, pp, self.pp_schedule, self.pp_stages_per_rank, self.pp_layers)
 
     def stages(self, facts: Facts) -> Stages:
-        """Returns the stages that a run recorded, or `plan` made; one stage if none. A rank keeps
-        what runs before its first backward pass (Narayanan et al., arXiv:2104.04473, section
-        2.2)."""
+        """Returns the stages that a run recorded, or `plan` made; one stage if none."""
         if not facts.pipeline or self.sizes(facts.world_size).pp == 1:
             return Stages(blocks=facts.layers)
         stages, m = facts.pipeline["stages"], self.accumulation(facts)
@@ -48,14 +46,17 @@ class MeshEstimate(Mesh, Estimate):
         for own in stages:
             sizes.append(sum(map(facts.pipeline["parameters"].__getitem__, own)))
             blocks.append(sum(map(facts.pipeline["blocks"].__getitem__, own)))
-        blocks[-1] += facts.predicted  # after the last stage's
+        last = next(rank for rank, own in enumerate(stages) if p * v - 1 in own)
+        blocks[last] += facts.predicted  # after the last stage's
+        schedule = facts.pipeline["schedule"]
+        most, at_end = kept_micro_batches(schedule, p, v, m)
         return Stages(
             largest=max(sizes) / facts.parameters,
             mean=sum(sizes) / facts.parameters / p,
             blocks=max(blocks),
-            kept=min(p + (p - 1) * (v > 1) / v, m),
-            kept_at_end=min(((v - 1) * p + 1) / v, m),
-            crossings=v * p - 1,
+            kept=min(most, m),
+            kept_at_end=min(at_end, m),
+            crossings=2 * (p - 1) if schedule in V_SHAPED else v * p - 1,
         )
 
     # ---- memory ----------------------------------------------------------------------------------
@@ -156,10 +157,21 @@ class MeshEstimate(Mesh, Estimate):
                 yield from axis.traffic(facts)
 
     def allows(self, facts: Facts) -> bool:
+        """Returns whether `fit` accepts it and the formulas apply: a schedule that splits the
+        backward pass recomputes a block twice, and ZBVZeroBubble waits longer with few
+        micro-batches."""
         sizes, m = self.sizes(facts.world_size), self.accumulation(facts)
-        if facts.checkpointing == "selective" and sizes.ep > 1 or m < sizes.pp:
+        if facts.checkpointing == "selective" and sizes.ep > 1:
             return False
-        return sizes.pp == 1 or self.pp_schedule == "1F1B" or m % sizes.pp == 0
+        if sizes.pp == 1:
+            return True
+        least, multiple = needed_micro_batches(self.pp_schedule, sizes.pp)
+        least = max(least, sizes.pp)
+        if self.pp_schedule in SPLIT_BACKWARD and facts.checkpointing != "none":
+            return False
+        if self.pp_schedule == "ZBVZeroBubble":
+            least = (3 * sizes.pp + 1) // 2
+        return m >= least and m % multiple == 0
 
     def slowdown(self, facts: Facts) -> float:
         stages, pp = self.stages(facts), self.sizes(facts.world_size).pp
@@ -169,6 +181,26 @@ class MeshEstimate(Mesh, Estimate):
     def on_host(self, facts: Facts) -> tuple[float, float]:
         share = self.share(facts) * self.cpu_offload
         return facts.trainable * share, facts.parameters * share
+
+
+def kept_micro_batches(schedule: str, p: int, v: int, m: int) -> tuple[float, float]:
+    """Returns of how many micro-batches a rank keeps activations: the rank that keeps most, and the
+    one that has the last stage.
+
+    A rank keeps what runs before its first backward pass (Narayanan et al., arXiv:2104.04473,
+    section 2.2). If gradients of weights are computed later, gradients of activations are kept for
+    them: in the pass as many as activations, then half of them."""
+    if schedule == "GPipe":
+        return m, m
+    if schedule in ("1F1B", "Interleaved1F1B"):
+        return p + (p - 1) * (v > 1) / v, ((v - 1) * p + 1) / v
+    if schedule == "InterleavedZeroBubble":
+        most = p + (p + 1) / v / 2
+    elif schedule == "ZBVZeroBubble":
+        return (3 * p - 1) / 2, p + 1 / 2
+    else:
+        most = p + 1 / 2
+    return most, most
 
 
 def _pipeline(mesh: MeshEstimate, sizes: MeshSizes, facts: Facts) -> Iterator[Sent]:

@@ -152,7 +152,9 @@ class Division:
         ends = {0: parts.before, last: parts.after}
         local = [module for stage in here for module in ends.get(stage, ())]
         kept, before, after = map(_ids, (local, parts.before, parts.after))
-        tied = before & after  # has a copy on both ends
+        tied = before & after
+        if 0 in here and last in here:  # one parameter; on two ranks each end has a copy
+            tied = set()
         self._shared = list({id(p): (m, n) for m, n, p in _owners(local) if id(p) in tied}.values())
 
         for number, block in enumerate(blocks):

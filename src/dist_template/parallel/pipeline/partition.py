@@ -9,7 +9,15 @@ from torch import nn
 
 from ...errors import InputError
 from ..blocks import find_blocks
-from .stages import Layers, StageFacts, bounds_between, divided, stage_facts, stages_per_rank
+from .stages import (
+    Layers,
+    StageFacts,
+    bounds_between,
+    divided,
+    stage_facts,
+    stages_per_rank,
+    wrong_layers,
+)
 
 
 @dataclass(frozen=True)
@@ -66,17 +74,15 @@ def blocks_of_stages(model: nn.Module, num_stages: int, layers: Layers) -> list[
     InputError if they do not fit."""
     parts = ModelParts.of(model)
     num, last = len(parts.blocks), 0.0
-    fits = num_stages <= num
     if isinstance(layers, list):
-        fits = len(layers) == num_stages and sum(layers) == num and min(layers) > 0
-    if not fits:
-        which = (
-            f"pp_layers {layers} cannot divide {num} blocks into {num_stages} stages (pp_size x"
-            " stages per rank)"
-        )
-        raise InputError(f"{which}: give a number of blocks for each stage, or set pp_size lower")
-    if isinstance(layers, list):
+        if why := wrong_layers(layers, num_stages, num):
+            raise InputError(why)
         return layers
+    if num_stages > num:
+        raise InputError(
+            f"{num} blocks cannot be divided into {num_stages} stages (pp_size x stages per rank):"
+            " set pp_size lower, or another pp_schedule"
+        )
     if layers == "cost":
         last = _size(parts.after) * num / max(_size([*parts.blocks]), 1)
     return divided(num, last, num_stages)

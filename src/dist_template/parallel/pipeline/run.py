@@ -34,7 +34,7 @@ from ..mesh_ranks import MeshRanks
 from ..run_strategy import Layers, T
 from .division import Division, StageEnd
 from .schedule import SCHEDULES, AddedLoss, Stage, unreduced
-from .stages import StageFacts
+from .stages import ONE_STAGE, StageFacts
 
 Args = tuple[object, ...]  # of a step
 Shapes = tuple[object, ...]
@@ -58,19 +58,24 @@ class Pipeline(Layers):
         if self.messages is dist.group.WORLD:  # a mesh takes it where a dimension has all ranks
             self.messages = dist.new_group()
         self.batch_group = strategy.stages.get_group("of_stage")
-        self.ranks = dist.get_process_group_ranks(self.group)  # rank i has the stages i, i + p, …
-        self.last = self.ranks[-1]
-        self._ends = None  # this rank's pair of a first and a last stage
-        for pair in strategy.stages.mesh[[0, -1]].T.tolist():
-            group = dist.new_group(pair)  # of all ranks, in one order
-            if dist.get_rank() in pair:
-                self._ends = group
+        self.rank_of: dict[int, int] = {}  # of each stage
+        ranks = dist.get_process_group_ranks(self.group)
+        for rank, stages in zip(ranks, facts["stages"], strict=True):
+            self.rank_of |= dict.fromkeys(stages, rank)
+        self.last = self.rank_of[self.num_stages - 1]
+        self._ends = None  # this rank's pair of a first and a last stage, if they are on two ranks
+        if self.last != self.rank_of[0]:
+            for pair in strategy.stages.mesh[[0, -1]].T.tolist():
+                group = dist.new_group(pair)  # of all ranks, in one order
+                if dist.get_rank() in pair:
+                    self._ends = group
         self._queue: list[Args] = []  # arguments of `training_step`, by micro-batch
         self._schedules: dict[Shapes, tuple[Any, list[Stage]]] = {}
         self._hidden: dict[
             tuple[int, Shapes], tuple[torch.Size, torch.dtype]
         ] = {}  # shape and type that a stage gets
         self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._kept: Tensor | None = None  # what a stage gives the next one on this rank
         if generation := getattr(model, "generation_config", None):
             generation.use_cache = False  # a rank has the cache of its own blocks alone
         division.gate(model)
@@ -138,7 +143,7 @@ class Pipeline(Layers):
         for name, weight, value in self.module.balancer.losses(batch):
             self.module.track(name, value)
             loss = loss + weight * value
-        return AddedLoss.apply(hidden, (loss / num).float()) if loss.requires_grad else hidden
+        return AddedLoss.apply(hidden, (loss / num).float() if loss.requires_grad else None)
 
     def _schedule_of(
         self, step: Callable[..., object], queue: list[Args]
@@ -163,7 +168,7 @@ class Pipeline(Layers):
         stages = [Stage(self, number, first) for number in self.here]
         options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
         made = SCHEDULES[self.schedule](
-            stages[0] if self.schedule == "1F1B" else stages, len(queue), **options
+            stages[0] if self.schedule in ONE_STAGE else stages, len(queue), **options
         )
         self._schedules[key] = made, stages
         return made, stages
@@ -251,7 +256,10 @@ class Pipeline(Layers):
         """Returns what the stage before has sent, for a batch of the shapes `key`."""
         if stage == 0:
             return None
-        source = self.ranks[(stage - 1) % len(self.ranks)]
+        if stage - 1 in self.here:
+            received, self._kept = self._kept, None
+            return received
+        source = self.rank_of[stage - 1]
         if (stage, key) not in self._hidden:
             box: list[Any] = [None]
             dist.recv_object_list(box, source, self.messages)
@@ -265,7 +273,10 @@ class Pipeline(Layers):
         hidden = self.running.sent.detach().contiguous()
         is_known = (stage + 1, key) in self._hidden
         self._hidden[stage + 1, key] = found = hidden.shape, hidden.dtype
-        target = self.ranks[(stage + 1) % len(self.ranks)]
+        if stage + 1 in self.here:
+            self._kept = hidden
+            return
+        target = self.rank_of[stage + 1]
         if not is_known:
             dist.send_object_list([found], target, self.messages)
         for work, _ in self._sending:  # the one before

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.utils.checkpoint import GraphExecGroup
 
+from ...compat.pipelining import PatchedStage
 from .stages import Schedule
 
 SCHEDULES: dict[Schedule, type[Any]] = {
-    "1F1B": Schedule1F1B,
-    "Interleaved1F1B": ScheduleInterleaved1F1B,
+    name: get_schedule_class(name) for name in get_args(Schedule)
 }
 
 
-class Stage(PipelineStage):
+class Stage(PatchedStage):
     """torch's stage, which runs a function of this rank in place of a module. The sizes of its
     messages are given: torch would run the model twice to find them."""
 
@@ -42,21 +42,28 @@ class Stage(PipelineStage):
         self._number = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        # Checkpointing recomputes a block once here, and not for each of its weights.
+        with GraphExecGroup():
+            super().backward_weight_one_chunk(*args, **kwargs)
+
     def forward_maybe_with_nosync(self, *args: Tensor, **_: object) -> Tensor:
         return self.run(self, self._number, None if self.is_first else args[0])
 
 
 class AddedLoss(torch.autograd.Function):
     """Returns hidden states, and gives a loss of their stage the gradient 1 in the backward pass.
-    The idea is Megatron-LM's MoEAuxLossAutoScaler."""
+    The idea is Megatron-LM's MoEAuxLossAutoScaler. The result shares memory with `hidden` and is no
+    view of it: after a split backward pass torch (2.13) detaches a stage's output in place."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, loss: Tensor) -> Tensor:
-        return hidden.view_as(hidden)
+    def forward(ctx: FunctionCtx, hidden: Tensor, loss: Tensor | None) -> Tensor:
+        return hidden.new_empty(0).set_(hidden)  # ty: ignore[invalid-argument-type]
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        return gradients[0], torch.ones((), device=gradients[0].device)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+        is_needed = ctx.needs_input_grad[1]
+        return gradients[0], torch.ones((), device=gradients[0].device) if is_needed else None
 
 
 @contextmanager
