@@ -28,8 +28,11 @@ ARCHITECTURES = {
     "qwen3": f"{{model_type: qwen3, {SMALL}, head_dim: 16}}",
     "deepseek_v3": MODELS["deepseek_v3"],  # a mixture of experts
     "dense deepseek_v3": DENSE,
-    "gemma3": f"{{model_type: gemma3_text, {SMALL}, head_dim: 16}}",
     "olmo2": f"{{model_type: olmo2, {SMALL}}}",
+}
+OTHERS = {  # a sliding window, a recurrent state
+    "gemma3": f"{{model_type: gemma3_text, {SMALL}, head_dim: 16, sliding_window: 8}}",
+    "mamba": "{model_type: mamba, hidden_size: 32, num_hidden_layers: 2, state_size: 8}",
 }
 
 
@@ -37,7 +40,8 @@ ARCHITECTURES = {
 def fitted(flags: list[str], tmp_path: Path) -> Any:
     def fit(architecture: str, *further: str) -> Trained:
         short = ["--trainer.max_steps=2", "--trainer.limit_val_batches=0", *further]
-        short.append(f"--model.architecture={ARCHITECTURES[architecture]}")
+        sizes = (ARCHITECTURES | OTHERS)[architecture]
+        short.append(f"--model.architecture={sizes}")
         assert run("fit", *flags, *short) == 0
         return load_trained(str(only_run(tmp_path)), OURS)
 
@@ -77,6 +81,30 @@ def test_an_exported_model_gives_the_trained_logits_in_onnxruntime(
     together = graph(input_ids=padded, attention_mask=mask, position_ids=places)
     assert (together.logits[:1, 4:] - alone).abs().max() < 1e-5
     _check_card(tmp_path / "out", ours)
+
+
+@pytest.mark.nightly
+def test_a_graph_of_one_length_alone_is_refused(
+    fitted: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fitted("mamba")
+    argv = [str(only_run(tmp_path)), "--to=onnx", f"--output={tmp_path}/out"]
+    sentence = "--to onnx: the graph of MambaForCausalLM does not run in onnxruntime ("
+    assert sentence in refused("export", argv, capfd) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.nightly
+def test_a_graph_without_a_cache_gives_the_trained_logits(
+    fitted: Any, tmp_path: Path, capsys: Any
+) -> None:
+    ours = fitted("gemma3").model
+    graph = exported(tmp_path)
+    assert "onnx, float32, without a cache, largest difference" in capsys.readouterr().out
+    for rows, length in ((1, 1), (5, 21)):
+        tokens = torch.randint(250, (rows, length))
+        with torch.no_grad():
+            expected = ours(input_ids=tokens).logits
+        assert (graph(input_ids=tokens).logits - expected).abs().max() < 1e-5
 
 
 def _check_card(folder: Path, ours: Any) -> None:

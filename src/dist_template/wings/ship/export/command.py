@@ -143,7 +143,16 @@ def write_graph(found: Trained, dtype: str, folder: Path) -> tuple[str, str]:
         merge(model)
     write_onnx(model, dtype, folder)
     found.model = found.module.model = None  # one model in memory at a time
-    return f"onnx, {dtype}", gate.check(_of_graph(folder), dtype)
+    try:
+        graph = _of_graph(folder)
+        proof = gate.check(graph, dtype)
+    except RuntimeError as error:  # onnxruntime's errors derive from it, or are of pybind11
+        raise InputError(
+            f"--to onnx: the graph of {type(model).__name__} does not run in onnxruntime"
+            f" ({reason(error)}): give --to hf"
+        ) from error
+    form = f"onnx, {dtype}" if graph.model.cache else f"onnx, {dtype}, without a cache"
+    return form, proof
 
 
 def _of_graph(folder: Path) -> Trained:

@@ -1,7 +1,9 @@
 """ONNX: one graph by transformers' own exporter, with a key-value cache, and its runner.
 
-Batch and length are dynamic. A prompt is run with a cache of length 0; padding is on the left. The
-weights are in model.onnx.data beside the graph, so that no limit of protobuf (2 GB) applies."""
+Batch and length are dynamic. A prompt is run with a cache of length 0; padding is on the left.
+Models with sliding windows get a graph of `input_ids` alone, without a cache and for rows without
+padding. The weights are in model.onnx.data beside the graph, so that no limit of protobuf (2 GB)
+applies."""
 
 from __future__ import annotations
 
@@ -65,7 +67,11 @@ def write_onnx(model: PreTrainedModel, dtype: str, folder: Path) -> None:
         with redirect_stdout(StringIO()):
             given = {"input_ids": tokens, "attention_mask": mask}
             stages: Any = decompose_for_generation(model, given, steps, multi_token_decode=True)
-            exporters.OnnxExporter().export(*stages["decode"], config).save_pretrained(folder)
+            model_of_stage, inputs = stages["decode"]
+            if not _has_plain_cache(inputs):
+                model_of_stage, inputs = model, {"input_ids": tokens}
+                model.config.use_cache = False
+            exporters.OnnxExporter().export(model_of_stage, inputs, config).save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
     except Exception as error:  # of torch.export, onnxscript and onnxruntime
         if isinstance(error, OSError):  # a full disk: numpy's error has no number
@@ -79,12 +85,21 @@ def write_onnx(model: PreTrainedModel, dtype: str, folder: Path) -> None:
         logging.disable(logging.NOTSET)
 
 
+def _has_plain_cache(inputs: dict[str, Any]) -> bool:
+    """Returns whether each layer caches keys and values alone, of all tokens. A graph of a sliding
+    window or a recurrent state would need inputs that differ from one model to the next."""
+    layers = getattr(inputs.get("past_key_values"), "layers", [])
+    return bool(layers) and all(type(each).__name__ == "DynamicLayer" for each in layers)
+
+
 class OnnxModel:
     """An exported graph in onnxruntime on the CPU, called like a model of transformers."""
 
     def __init__(self, folder: Path) -> None:
+        import onnxruntime
         from transformers.exporters import ExportedModel
 
+        onnxruntime.set_default_logger_severity(4)  # an error of a graph is raised, too
         self.exported: Any = ExportedModel.from_pretrained(folder, device="cpu")
         self.config, self.dtype = self.exported.config, self.exported.dtype
         inputs = self.exported.runners["model"].session.get_inputs()
@@ -104,6 +119,8 @@ class OnnxModel:
         from transformers import DynamicCache
 
         num_rows, length = input_ids.shape
+        if not self.cache:
+            return self.exported(input_ids=input_ids)
         if past_key_values is None:
             empty = []
             for _, heads, _, width in self.cache:
