@@ -13,6 +13,7 @@ from .record import RESULTS, Options, page, table, write
 PARTS = {
     "step": "what a training loop costs per step, on one process",
     "dist": "two processes against the same strategy, hand-written",
+    "balance": "work by load: the slowest rank over the mean, a step with a slow rank",
     "checkpoint": "how long saving keeps training waiting",
     "startup": "until help, a refusal, the first step",
     "scale": "a start, a save and a hang of thousands of ranks, which one machine plays",

@@ -362,6 +362,7 @@ PRINTED = {
     "--model.optim.schedule=constant": "model.optim.schedule cosine -> constant",
     "--trainer.gradient_clip_val=0.5": "trainer.gradient_clip_val 1.0 -> 0.5",
     "--trainer.precision=bf16-mixed": "trainer.precision 32-true -> bf16-mixed",
+    "--data.balance=true": "data.balance False -> True",
 }
 
 

@@ -9,7 +9,9 @@ is its next `global_batch_size` entries, however they are distributed over ranks
     rank     | 0  0  1 1 | 0  0  1 1 |                  2 ranks, micro_batch_size = 2
     rank     | 0  0  0 0 | 0  0  0 0 |                  1 rank, micro_batch_size = 2, accumulating 2
 
-So a run resumes on another number of ranks with exactly the next samples. A global batch that grows
+So a run resumes on another number of ranks with exactly the next samples. With `costs` or `speeds`,
+equal_work.py assigns each global batch in another way: the same samples form a step, and ranks
+finish it at the same time. A global batch that grows
 (by_tokens.py) is a function of the consumed samples too. Its stream has no epochs: it ends with
 `trainer.max_steps`."""
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -31,6 +33,7 @@ from ..by_tokens import Phase, batch_at
 from ..compat.epochs import begin_step
 from ..compat.lightning import batch_progress
 from ..model.any_module import callbacks_of, metrics_of
+from .equal_work import assign, counts_of
 
 PADDING = -1  # a number that stands for no row: its labels are ignored
 MANY = 1 << 27  # rows: a shuffled array of more takes each rank half a GB and several seconds
@@ -45,7 +48,12 @@ class GlobalOrder(Sampler[list[int]]):
     after the loader is made. Without a `seed` rows are not shuffled.
 
     `stream` returns the row at a position of the stream. It replaces the order by epochs. Where the
-    global batch has phases by consumed tokens, `seq_len` a sample, there is no end."""
+    global batch has phases by consumed tokens, `seq_len` a sample, there is no end.
+
+    `costs` returns the work of given rows: then ranks get equal work. `speeds` returns the ranks'
+    relative speeds in the step at a position of the stream, None: all are equally fast. A fast rank
+    gets more rows, and more of the work. `drawn` is the position behind the newest step of which a
+    batch was read."""
 
     num_rows: int
     global_batch_size: int | list[Phase]
@@ -57,9 +65,12 @@ class GlobalOrder(Sampler[list[int]]):
     repeat_first_batch: bool = False
     stream: Callable[[int], int] | None = None
     seq_len: int = 1
+    costs: Callable[[list[int]], np.ndarray] | None = None
+    speeds: Callable[[int], Sequence[float] | None] | None = None
 
     def __post_init__(self) -> None:
         self.samples_per_batch = self.micro_batch_size * self.world_size
+        self.drawn = 0
 
     def __len__(self) -> int:
         if isinstance(self.global_batch_size, list):
@@ -76,12 +87,42 @@ class GlobalOrder(Sampler[list[int]]):
             position += size
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self.world_size > 1 and (self.costs or self.speeds):
+            yield from self._balanced()
+            return
         start = self.consumed()
         for batch in range(len(self)):
             position = start + batch * self.samples_per_batch
             if self.repeat_first_batch:
                 position %= batch_at(self.global_batch_size, 0)
             yield self._entries(position + self.rank * self.micro_batch_size, self.micro_batch_size)
+
+    def _balanced(self) -> Iterator[list[int]]:
+        """Yields this rank's batches where `costs` or `speeds` decide which samples it gets."""
+        position, batches_left = self.consumed(), len(self)
+        for accumulation in self.accumulations():
+            if batches_left < accumulation:
+                return
+            batches_left -= accumulation
+            rows = self._rows_of_step(position, accumulation)
+            speeds = self.speeds(position) if self.speeds else None
+            position += len(rows)
+            self.drawn = position
+            costs = self.costs(rows) if self.costs else np.ones(len(rows))
+            counts = counts_of(len(rows), accumulation, speeds, self.world_size)
+            assigned = assign(costs, counts, speeds or [1.0] * self.world_size)
+            for batch in assigned[self.rank]:
+                yield [rows[sample] for sample in batch]
+
+    def _rows_of_step(self, position: int, accumulation: int) -> list[int]:
+        """Returns the rows of the global batch that starts at `position`, of all ranks."""
+        size = self.samples_per_batch
+        if not self.repeat_first_batch:
+            return self._entries(position, accumulation * size)
+        first, rows = batch_at(self.global_batch_size, 0), list[int]()
+        for at in range(position, position + accumulation * size, size):
+            rows += self._entries(at % first, size)
+        return rows
 
     def _entries(self, position: int, count: int) -> list[int]:
         """Returns `count` entries of the stream from `position` on."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
+import numpy as np
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -39,7 +40,8 @@ class SampleOrder(Callback):
     Training takes the next `batch_size` x ranks x `trainer.accumulate_grad_batches` samples in each
     optimizer step, shuffled anew for each epoch if the loader shuffles: the same samples on any
     number of ranks, and the next ones after a resume. Samples that fill no step at an epoch's end
-    come first in the next epoch. Validation and test are distributed over the ranks.
+    come first in the next epoch. Validation and test are distributed over the ranks. If the dataset
+    has `costs`, a number per sample, ranks get equal work in each step, of equally many samples.
 
     A loader with an iterable dataset, with a sampler of its own, or of another class (torchdata's
     StatefulDataLoader, whose state Lightning saves itself) is not changed, nor is a datamodule with
@@ -95,7 +97,7 @@ class SampleOrder(Callback):
         accumulation = self._trainer.accumulate_grad_batches
         per_batch = loader.batch_size * self._num_ranks
         self.global_batch_size = per_batch * accumulation
-        num = len(loader.dataset)
+        num, costs = len(loader.dataset), getattr(loader.dataset, "costs", None)
         if num < self.global_batch_size:
             raise InputError(
                 f"the training set has {num} samples, and an optimizer step takes"
@@ -119,6 +121,7 @@ class SampleOrder(Callback):
             self._num_ranks,
             self._settings["seed"],
             consumed=lambda: self.consumed_samples,
+            costs=None if costs is None else np.asarray(costs).__getitem__,
         )
         return _like(loader, _Resumable(loader.dataset, order), drop_last=True)
 

@@ -16,6 +16,7 @@ from ..model.flops import peak
 from ..records import GIB
 
 OWN = "rank/own_step_s"  # of each rank, sent to all
+WORK = "rank/work"  # likewise, in tokens
 MEMORY = ("memory/allocated_gib", "memory/reserved_gib", "memory/peak_share")  # likewise
 
 
@@ -26,9 +27,10 @@ class Throughput(Callback):
     that waits for the device. Validation and checkpoints are excluded from it, with the wait for
     the batch after them.
 
-    rank/* compares each rank's own time for a step, by the host's clock: waiting for its loader,
-    then forward. On a GPU it shows slow hosts, not slow GPUs. In a forward pass with collectives
-    ranks wait for each other: then only a slow loader shows.
+    rank/* compares the work that ranks are assigned, by the lengths of their documents, and each
+    rank's own time for a step, by the host's clock: waiting for its loader, then forward. On a GPU
+    it shows slow hosts, not slow GPUs. In a forward pass with collectives ranks wait for each
+    other: then only a slow loader shows.
 
     memory/* is the largest of all ranks: the peak of torch's allocator since the last log step, or
     the resident memory of a CPU process and its share of the memory of the host (or control group)
@@ -100,6 +102,8 @@ class Throughput(Callback):
                     metrics.put("perf/mfu", tflops / self._peak_tflops)
         if trainer.world_size > 1:
             metrics.put_of_rank(OWN, self._own_s / steps)
+            if take_work := getattr(data_of(trainer), "take_work", None):
+                metrics.put_of_rank(WORK, take_work())
         for name, value in zip(MEMORY, self._memory_now(module.device), strict=True):
             metrics.put_of_rank(name, value)
         self._window_s = self._wait_s = self._own_s = 0.0
@@ -113,6 +117,8 @@ class Throughput(Callback):
             slowest = max(times_s)
             metrics["rank/slowest"] = times_s.index(slowest)
             metrics["rank/slowest_over_median"] = slowest / statistics.median_low(times_s)
+        if (works := of_ranks.get(WORK)) and sum(works):
+            metrics["rank/work_over_mean"] = max(works) / statistics.fmean(works)
         for name in MEMORY:
             metrics[name] = max(of_ranks[name])
 

@@ -47,6 +47,7 @@ RULES = (  # what is allowed, least, most, keys
         FINITE,
         """trainer.val_check_interval model.optim.learning_rate
         model.optim.eps model.adapter.alpha model.preference.beta model.distillation.temperature
+        data.rank_speeds
         cluster.time_limit preflight.device_mtbf_h preflight.disk_gb_s trainer.limit_train_batches
         lr_scheduler.gamma lr_scheduler.max_lr lr_scheduler.power lr_scheduler.div_factor
         lr_scheduler.final_div_factor""",

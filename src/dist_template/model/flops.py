@@ -75,6 +75,14 @@ class Size:
             return None
         return self._multiplied + 12 * (self.layers + self.predicted) * self.width * seq_len
 
+    @property
+    def attention_tokens(self) -> float | None:
+        """Length in tokens of a document whose causal attention costs as much as all else."""
+        rest, with_one_token = self.flops_per_token(0), self.flops_per_token(1)
+        if rest is None or with_one_token is None:
+            return None
+        return 2 * rest / (with_one_token - rest)  # a causal mask halves attention's operations
+
     @classmethod
     def of(cls, model: nn.Module) -> Size:
         """Returns unsharded sizes under any strategy; shared parameters once, no communication."""

@@ -24,19 +24,31 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from ..by_tokens import Phase, batch_at, divisor_of, values_of
 from ..callbacks.global_order import ConsumedSamples, GlobalOrder, eval_batches, source_of
+from ..callbacks.rank_speeds import MeasureSpeeds, RankSpeeds
 from ..cluster.signals import isolate_worker
 from ..compat.epochs import begin_step, make_resumable
+from ..model.any_module import size_of
 from ..parallel import run_strategy
 from .batches.loader import COUNTED, Accumulations, Counted, StepLoader, TokensPerMicroBatch
-from .batches.rows import ROWS, PackedRows, PairRows, Rows, WholeRows, last_answers, packing_of
+from .batches.rows import (
+    ATTENTION_TOKENS,
+    ROWS,
+    PackedRows,
+    PairRows,
+    Rows,
+    WholeRows,
+    last_answers,
+    packing_of,
+)
 from .cache.token_cache import (
     SPLITS,
     CacheError,
@@ -48,6 +60,7 @@ from .cache.token_cache import (
     read_documents,
 )
 from .limits import check_numbers, check_rows
+from .model.kernels import BOUNDS
 from .model.mtp import look_ahead
 from .sources import chat  # noqa: F401  (so that YAML knows the names of its sources)
 from .sources.documents import Source, StandardLibrary
@@ -68,6 +81,8 @@ DECISIVE = (
     "seed",
     "cross_document_attention",
     "repeat_first_batch",
+    "balance",
+    "rank_speeds",
 )
 
 
@@ -92,6 +107,11 @@ class PackedText(L.LightningDataModule):
         cross_document_attention: Let tokens attend to earlier documents in their row, as some
             kernels must.
         num_workers: Processes per rank that read rows. 0, faster for text: the training process.
+        balance: Assign the rows of each global batch so that ranks get equal work: attention's
+            grows with the squares of documents' lengths. Which rows form a step does not change.
+        rank_speeds: Relative speed of each data-parallel rank, such as [1, 1, 0.5, 0.5]: a slow one
+            gets fewer rows of each step, a fast one more than micro_batch_size. `measured`: by
+            the ranks' own times in the first steps of a run. null: all are equally fast.
         repeat_first_batch: true trains on one global batch repeatedly, which a model must learn.
         seed: Seed of the order of rows. Splits do not depend on it.
         prompts: What `predict`, and the sample after each validation, continue. [] turns both
@@ -111,6 +131,8 @@ class PackedText(L.LightningDataModule):
     repeat_first_batch: bool = False
     seed: int = 0
     prompts: list[str] = field(default_factory=lambda: ["def", "import", "class"])
+    balance: bool = False
+    rank_speeds: list[float] | Literal["measured"] | None = None
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -124,6 +146,10 @@ class PackedText(L.LightningDataModule):
         self._corpus: Corpus | None = None
         self._consumed: ConsumedSamples | None = None
         self._mixing: MixtureOrder | None = None  # the order of a mixture's rows
+        self._speeds: RankSpeeds | None = None  # of data-parallel ranks, where `rank_speeds` is set
+        self._order: GlobalOrder | None = None
+        self._attention_tokens: float = ATTENTION_TOKENS
+        self._work = 0.0  # see `take_work`
         self._sizes: dict[str, int] = {}  # rows of each source in the split that is evaluated
         self._counted: Counted | None = None  # of the optimizer step that the newest batch starts
         self._tokens, self._tokens_per_micro_batch = TokensPerMicroBatch(), torch.ones(())
@@ -279,12 +305,23 @@ class PackedText(L.LightningDataModule):
                 self.rows_of("train").sizes, [(0, self.source.weights)], self.seed
             )
             self._consumed.figures = self._mixing.epochs
+        self._speeds = None
+        if self.rank_speeds:
+            given = None if isinstance(self.rank_speeds, str) else self.rank_speeds
+            self._speeds = RankSpeeds(self.world_size, given)
+            if given is None:
+                measure = MeasureSpeeds(self._speeds, self._drawn, self._rows_so_far)
+                measure.attach(self.trainer)
 
     # ---- batches ---------------------------------------------------------------------------------
 
     def train_dataloader(self) -> DataLoader:
         rows = self.rows_of("train")
-        order = GlobalOrder(
+        module = getattr(self.trainer, "lightning_module", None)
+        if self.world_size > 1 and module is not None:
+            self._attention_tokens = size_of(module).attention_tokens or ATTENTION_TOKENS
+        rows.attention_tokens = self._attention_tokens
+        self._order = order = GlobalOrder(
             len(rows),
             self.global_batch_size,
             self.micro_batch_size,
@@ -295,6 +332,8 @@ class PackedText(L.LightningDataModule):
             repeat_first_batch=self.repeat_first_batch,
             stream=self._mixing,
             seq_len=self.seq_len,
+            costs=rows.work if self.balance else None,
+            speeds=self._speeds.at if self._speeds else None,
         )
         return self._loader(rows, order, order.accumulations)
 
@@ -312,6 +351,8 @@ class PackedText(L.LightningDataModule):
             if isinstance(self.global_batch_size, list):
                 begin_step(self.trainer, self._counted.step[1])
         if self.trainer is not None and self.trainer.training:
+            if self.world_size > 1:
+                self._work += _work_of(batch, self._attention_tokens)
             self.step_rows = [*self.step_rows, rows] if self._counted is None else [rows]
         elif rows:
             self.eval_rows = rows
@@ -329,6 +370,18 @@ class PackedText(L.LightningDataModule):
         if self.trainer is None or not self.trainer.training:
             return batch
         return batch | {"tokens_per_micro_batch": self._tokens_per_micro_batch}
+
+    def take_work(self) -> float:
+        """Returns the work of this rank's batches since the last call, in tokens: attention's grows
+        with the squares of documents' lengths."""
+        work, self._work = self._work, 0.0
+        return work
+
+    def _drawn(self) -> int:
+        return self._order.drawn if self._order else 0
+
+    def _rows_so_far(self) -> int:
+        return sum(map(len, self.step_rows))
 
     def teardown(self, stage: str) -> None:
         self._tokens.close()
@@ -385,12 +438,26 @@ class PackedText(L.LightningDataModule):
         state = self._consumed.as_state(self.trainer)
         if self._mixing:
             state["mixture"] = self._mixing.changes
+        if self._speeds and self._speeds.is_measured:
+            state["rank_speeds"] = self._speeds.changes
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._consumed:
             self._consumed.load(state_dict)
+        if self._speeds:
+            self._speeds.load(state_dict.get("rank_speeds", []))
         if {"data.source", "data.seq_len"}.intersection(self.changed_settings):
             return  # other rows: a mixture has the present weights
         if self._mixing and "mixture" in state_dict:
             self._mixing.resume(state_dict["mixture"], state_dict["consumed_samples"])
+
+
+def _work_of(batch: Batch, attention_tokens: float) -> float:
+    """Returns the work of a batch, in tokens, as `Rows.work` has it of its rows."""
+    if "input_ids" not in batch:  # a changed batch, which `transform` returned
+        return 0.0
+    lengths = np.diff(batch[BOUNDS].numpy()) if BOUNDS in batch else np.zeros(0)
+    return batch["input_ids"].numel() + float(np.square(lengths, dtype=np.float64).sum()) / (
+        attention_tokens
+    )

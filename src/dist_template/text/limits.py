@@ -44,10 +44,46 @@ def check_numbers(data: Any, world_size: int) -> None:
             f" is not a multiple of micro_batch_size {data.micro_batch_size} x data_parallel"
             f" {world_size} = {together}; edit data.global_batch_size or data.micro_batch_size"
         )
+    _check_balance(data, world_size)
     if isinstance(limit, int) and limit % (divisor // together) and not data.trainer.fast_dev_run:
         raise InputError(
             f"trainer.limit_train_batches {limit} ends an epoch within an optimizer step: give a"
             f" multiple of {divisor // together}, the micro-batches of a step"
+        )
+
+
+def _check_balance(data: Any, world_size: int) -> None:
+    """Refuses data.balance and data.rank_speeds where they change nothing, or cannot be."""
+    if data.balance and data.cross_document_attention:
+        raise InputError(
+            "data.balance has no effect with data.cross_document_attention true, where all rows"
+            " have equal work: set one of them to false"
+        )
+    speeds = data.rank_speeds
+    if speeds is None:
+        return
+    key = f"data.rank_speeds {speeds}"
+    if world_size == 1:
+        raise InputError(f"{key} has no effect on one data-parallel rank: remove it")
+    if isinstance(speeds, str):
+        if data.micro_batch_size == 1:
+            raise InputError(
+                f"{key} has no effect with data.micro_batch_size 1, because each rank needs a row"
+                " in each micro-batch: raise data.micro_batch_size, or remove it"
+            )
+        return
+    if len(speeds) != world_size or min(speeds) <= 0:
+        raise InputError(
+            f"{key}: give one number above 0 for each of the {world_size} data-parallel ranks, or"
+            " measured"
+        )
+    rows = data.batch_sizes[0]
+    accumulation = rows // (data.micro_batch_size * world_size)
+    if rows * min(speeds) / sum(speeds) < accumulation:
+        raise InputError(
+            f"{key} leaves rank {speeds.index(min(speeds))} without a row in some of the"
+            f" {accumulation} micro-batches of a step of {rows} rows: raise data.micro_batch_size,"
+            " or edit the speeds"
         )
 
 

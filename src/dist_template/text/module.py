@@ -22,6 +22,7 @@ from ..model.any_module import value_now
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
 from ..parallel import run_strategy
+from ..parallel.answers.plain import measured_refusal
 from ..parallel.configured import NOT_READ_YET
 from ..parallel.place import in_full
 from .batches.rows import PAIRS
@@ -178,6 +179,8 @@ class TextModule(TrainingModule):
                 "model.preference.loss kto and data.source Ratings need each other: set both, or"
                 " neither"
             )
+        if setup.trains and self.preference.loss == "kto":
+            yield from measured_refusal(setup, "model.preference.loss kto")
         if setup.trains and self.distillation and has_pairs(setup.data):
             yield (
                 "model.distillation learns from texts or conversations, and data.source yields"

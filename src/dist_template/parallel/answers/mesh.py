@@ -18,7 +18,7 @@ from ..pipeline.stages import (
     stages_per_rank,
     wrong_layers,
 )
-from .plain import Plain, selective_refusal
+from .plain import Plain, measured_refusal, selective_refusal
 
 QUERIES = ("q_proj", "q_b_proj", "qkv_proj", "query_key_value")  # whose columns are heads
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
@@ -129,6 +129,9 @@ def _pipeline(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
                 f" micro_batch_size / data-parallel ranks), and {schedule} needs {needs}:"
                 f" edit data.micro_batch_size, data.global_batch_size or {ARGS}.pp_schedule"
             )
+    if getattr(setup.data, "rank_speeds", None):
+        why = "does not work in a pipeline, whose micro-batches have one shape"
+        yield f"data.rank_speeds {why}: remove it, or set {ARGS}.pp_size to 1"
     if mesh.cpu_offload:
         yield f"{ARGS}.cpu_offload true does not work in a pipeline: set it to false"
     if setup.setting("adapter.quantize"):
@@ -187,6 +190,7 @@ def _expert(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
             why = f"is not a multiple of ep_size {size}, and no expert is split"
             yield f"the model's {name} {number} {why}: edit {ARGS}.ep_size, or model.architecture"
     yield from selective_refusal(setup, "ep_size > 1")
+    yield from measured_refusal(setup, "ep_size > 1")
 
 
 def _sequence(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:

@@ -43,6 +43,10 @@ class Plain:
         if self.precisions and given not in self.precisions:
             choice = f"{', '.join(self.precisions[:-1])} or {self.precisions[-1]}"
             yield f"trainer.precision {given!r} does not exist under {self.name}: set {choice}"
+        if setup.setting("blocks.compile"):
+            yield from measured_refusal(
+                setup, "model.blocks.compile", "whose first steps compile and are no measure"
+            )
         if not self.is_replicated:
             return
         for start, files in REPLACED.items():
@@ -62,3 +66,16 @@ def selective_refusal(setup: Configured, what: str) -> Iterator[str]:
     if setup.setting("blocks.checkpointing") == "selective":
         why = f"{what}, which communicates inside of a block again in backward"
         yield f"model.blocks.checkpointing 'selective' does not work with {why}: set full"
+
+
+def measured_refusal(
+    setup: Configured,
+    what: str,
+    why: str = "where ranks wait for each other inside of a forward pass",
+) -> Iterator[str]:
+    """Refuses to measure the ranks' speeds where a rank's own time cannot be told."""
+    if getattr(setup.data, "rank_speeds", None) == "measured":
+        yield (
+            f"data.rank_speeds measured does not work with {what}, {why}: give a number for each"
+            " data-parallel rank"
+        )

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from ...errors import InputError, require
 from ..configured import ARGS, Configured
 from ..deepspeed_config import resolve
-from .plain import Plain, selective_refusal
+from .plain import Plain, measured_refusal, selective_refusal
 
 BUCKET = 200_000_000  # elements of DeepSpeed's reduce bucket
 SECTIONS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
@@ -137,6 +137,7 @@ class Zero(Plain):
                 yield str(error)
         if self.stage == 3:
             yield from selective_refusal(setup, "ZeRO stage 3")
+            yield from measured_refusal(setup, "ZeRO stage 3")
 
 
 def _small_config(config: str | Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,9 @@ from ..sources.chat_template import last_turn
 
 ROWS = "rows"  # key of a batch: its rows' numbers, a list, which stays on the host
 PAIRS = "pairs"  # key of a batch of pairs: where they are in it (PairRows)
+# Length in tokens of a document whose causal attention costs as much as all else: 12 x a width of
+# 1,024. Per layer, attention takes 2 L^2 d operations for L tokens and width d, the rest 24 L d^2.
+ATTENTION_TOKENS = 12_288
 
 
 @dataclass(eq=False)
@@ -41,6 +44,7 @@ class Rows(Dataset):
         # still mapped; slicing np.memmap itself takes several times as long
         self.tokens = np.asarray(self.tokens)
         self.sizes: dict[str, int] = {}
+        self.attention_tokens: float = ATTENTION_TOKENS  # of the model that is trained
 
     def __len__(self) -> int:
         return sum(self.sizes.values())
@@ -60,8 +64,22 @@ class Rows(Dataset):
         batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: bounds}
         return {name: torch.from_numpy(values) for name, values in batch.items()} | {ROWS: rows}
 
+    def work(self, rows: list[int]) -> np.ndarray:
+        """Returns (rows,) the work for each row, in tokens. Attention's grows with the square of
+        each document's length."""
+        work = np.full(len(rows), float(self.seq_len))
+        if not self.cross_document_attention:
+            for index, row in enumerate(rows):
+                squares = np.square(self.lengths(row), dtype=np.int64).sum()
+                work[index] += squares / self.attention_tokens
+        return work
+
     def read(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns inputs (B, T), labels (B, T) and the boundaries of documents as int32."""
+        raise NotImplementedError
+
+    def lengths(self, row: int) -> np.ndarray:
+        """Returns the lengths of a row's documents; padding is one too."""
         raise NotImplementedError
 
 
@@ -95,6 +113,10 @@ class PackedRows(Rows):
         for label, overlap in zip(labels, overlaps, strict=True):
             label[:overlap] = NOT_COUNTED
         return inputs, labels, self._bounds(inputs)
+
+    def lengths(self, row: int) -> np.ndarray:
+        start, _ = self._place(row)
+        return np.diff(self._bounds(self.tokens[None, start : start + self.seq_len]))
 
     def _bounds(self, inputs: np.ndarray) -> np.ndarray:
         """Returns the boundaries of documents: EOS ends one, and so does a row."""
@@ -235,6 +257,10 @@ class WholeRows(Rows):
             if end < row_end:  # padding is a document too
                 bounds.append(row_end)
         return inputs, labels, np.array(bounds, dtype=np.int32)
+
+    def lengths(self, row: int) -> np.ndarray:
+        lengths = [size for _, size in self.documents_of(row)]
+        return np.array([*lengths, self.seq_len - sum(lengths)])
 
     def numbers_of(self, row: int) -> np.ndarray:
         """Returns the numbers of a row's documents in their split."""

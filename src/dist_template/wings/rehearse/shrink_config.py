@@ -154,6 +154,7 @@ def _shrink_data(small: Small, folder: Path, keep_data: bool) -> None:
         "micro_batch_size": MICRO_BATCH_SIZE,
         "num_workers": min(data.get("num_workers", 0), 1),
         "prompts": data.get("prompts", [])[:1],
+        "rank_speeds": None,  # of production's ranks
     }
     if not keep_data:
         texts = folder.absolute() / "texts"

@@ -92,6 +92,7 @@ def slow_rank(history: History) -> Iterator[Finding]:
         ),
         Cause("Its shard of the data takes longer: longer rows, or a slower disk."),
         *expected.known_waits(history),
+        *_less_work(history),
     ]
     evidence = (
         f"Rank {rank}{host} takes {times:.2f} times the median rank's own time, and was the"
@@ -111,6 +112,16 @@ def slow_rank(history: History) -> Iterator[Finding]:
         [rank],
         ("waits_for_data",),
     )
+
+
+def _less_work(history: History) -> list[Cause]:
+    """Returns what helps where a rank stays slow; only text in micro-batches of several rows."""
+    is_set = history.key("data.rank_speeds") is not None
+    if is_set or (history.key("data.micro_batch_size") or 1) < 2:
+        return []
+    note = "a number for each data-parallel rank under ZeRO-3 and expert parallelism"
+    change = Change("data.rank_speeds", None, "measured", note)
+    return [Cause("The rank stays slow: give it fewer rows.", [change])]
 
 
 def fp32_on_gpu(history: History) -> Iterator[Finding]:
