@@ -3,6 +3,7 @@
 # ruff: noqa: F401
 from dist_template.wings.diagnose import engine
 from dist_template.wings.diagnose.finding import as_text
+from dist_template.wings.diagnose.report.curves import figures
 from dist_template.wings.diagnose.report.tables import tables
 from dist_template.wings.launch.job import Job
 from dist_template.wings.launch.job import describe as describe_job

@@ -12,6 +12,7 @@ PLACES = {  # public name -> the module that defines it, in the order for a Trai
     "Numerics": "callbacks.numerics",
     "Replicas": "callbacks.replicas",
     "Throughput": "callbacks.throughput",
+    "GpuGauges": "callbacks.gpu",
     "TrainingLog": "callbacks.training_log",
     "Console": "callbacks.console",
     "LastCheckpoint": "callbacks.checkpoint",

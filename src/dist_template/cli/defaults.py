@@ -21,6 +21,7 @@ OBSERVERS = {
     "numerics": "callbacks.numerics:Numerics",
     "replicas": "callbacks.replicas:Replicas",
     "throughput": "callbacks.throughput:Throughput",
+    "gpu": "callbacks.gpu:GpuGauges",
     "experts": "callbacks.experts:Experts",
     "training_log": "callbacks.training_log:TrainingLog",
     "console": "callbacks.console:Console",

@@ -77,7 +77,7 @@ RULES = (  # what is allowed, least, most, keys
         "0 to 100,000,000 seconds",
         0,
         1e8,
-        """watchdog.timeout_s watchdog.start_timeout_s
+        """watchdog.timeout_s watchdog.start_timeout_s gpu.every_s
         trainer.logger.init_timeout_s trainer.logger.finish_timeout_s""",
     ),
     ("1 to 100,000", 1, 100_000, "trainer.num_nodes cluster.nodes cluster.devices_per_node"),

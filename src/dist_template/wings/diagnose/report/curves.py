@@ -16,7 +16,17 @@ PANELS = {  # title: metrics
     "Tokens per second, all processes": ("perf/tokens_per_s",),
     "MFU, share of the hardware's peak": ("perf/mfu",),
     "Waiting for data, share of a step": ("perf/data_wait_share",),
+    "GPU utilization: share of the time with a running kernel": (
+        "gpu/utilization",
+        "gpu/utilization_min",
+    ),
     "Memory of the fullest process, GiB": ("memory/allocated_gib", "memory/reserved_gib"),
+    "Memory in use on a GPU, by all processes, GiB": (
+        "gpu/memory_used_gib",
+        "gpu/memory_used_gib_max",
+    ),
+    "Power of a GPU, W": ("gpu/power_w", "gpu/power_w_max"),
+    "Temperature of a GPU, °C": ("gpu/temperature_c", "gpu/temperature_c_max"),
     "Slowest process, times the median": ("rank/slowest_over_median",),
     "Busiest expert, times the mean load": ("moe/expert_load_max_over_mean",),
 }
