@@ -170,6 +170,10 @@ EXPORTED = "--model.pretrained={llama}"  # the weights of the healthy training o
 FSDP2 = ["--data.micro_batch_size=8", "--config=strategy/fsdp2"]
 LONG = ["--data.global_batch_size=64", "--data.micro_batch_size=64", "--data.seq_len=256"]
 FOUR = ["--data.global_batch_size=4", "--data.micro_batch_size=4"]
+BF16 = "--trainer.precision=bf16-mixed"
+HALF_HELD_OUT = ["--data.validation_share=0.4", f"{VALIDATE}=15"]
+ONE = ["--data.global_batch_size=1", "--data.micro_batch_size=1", "--data.seq_len=16"]
+CONSTANT = "--model.optim.schedule=constant"
 EVERY_STEP, EVERY_SECOND = "--last_checkpoint.every_n_steps=1", f"{VALIDATE}=2"
 
 # ---- the text: random sentences, which can be learned in part ------------------------------------
@@ -202,8 +206,10 @@ def noise(seed: int) -> str:
     return "".join(chr(chance.randint(0x3400, 0x9FFF)) for _ in range(200))
 
 
-TEXTS: dict[str, Callable[[int], str]] = {  # each of 300 documents
+FEW = 10  # documents of "few"; others have 300
+TEXTS: dict[str, Callable[[int], str]] = {
     "text": sentences,
+    "few": sentences,
     "damaged": lambda number: noise(number) if number % 40 == 7 else sentences(number),
 }
 
@@ -224,6 +230,8 @@ class Training:
     plant: Callable[[], None] | None = None  # a function above
     attempts: Sequence[Sequence[Callback]] = ((),)  # callbacks of each attempt
     machine: dict[str, Any] | None = None  # facts in the run's folder of what this machine lacks
+    # metrics of every log step in the run's folder, of what this machine lacks
+    measured: dict[str, float] | None = None
 
 
 HEALTHY = [
@@ -266,7 +274,19 @@ FAULTS = [
     Training("masked_labels", [], "labels_masked", says="mask covers", plant=mask_all_labels),
     Training("damaged_documents", [QWEN3, EACH_STEP, *FOUR], "loss_spikes", says="samples",
              text="damaged"),
+    Training("overfitting", [QWEN3, f"{RATE}=0.01", "--trainer.max_steps=150", *HALF_HELD_OUT],
+             "overfits", "config", says="stop early", text="few"),
+    Training("oscillating", [QWEN3, f"{RATE}=0.2", CONSTANT, *ONE, EACH_STEP], "loss_oscillates",
+             RATE[2:], says="swings"),
     # speed and memory
+    Training("idle_gpu", [BF16], "gpu_utilization_low", "data.num_workers",
+             says="training waits for data", plant=read_slowly, machine=H100,
+             measured={"gpu/utilization": 0.31, "memory/peak_share": 0.8}),
+    Training("eager_attention", [BF16, "--model.attention=eager"], "gpu_compute_slow",
+             "model.attention", says="sdpa", machine=H100,
+             measured={"gpu/utilization": 0.97, "perf/mfu": 0.11, "memory/peak_share": 0.8}),
+    Training("nearly_full", [], "memory_nearly_full", BATCH,
+             measured={"memory/peak_share": 0.97}),
     Training("slow_rank", DDP, "slow_rank", says="The machine on ", ranks=2, plant=compute_slowly),
     Training("slow_loader", [], "waits_for_data", "data.num_workers", plant=read_slowly),
     Training("fp32_on_gpu", [], "fp32_on_gpu", "trainer.precision", machine=H100),
@@ -310,7 +330,16 @@ class Trainings:
                 facts = json.loads(path.read_text("utf-8"))
                 facts["machine"] = facts.get("machine", {}) | training.machine
                 path.write_text(json.dumps(facts), "utf-8")
+            if training.measured:
+                self._measure(run / "metrics.jsonl", training.measured)
         return run
+
+    def _measure(self, path: Path, measured: dict[str, float]) -> None:
+        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        for line in lines:
+            if "train/loss" in line:
+                line.update(measured)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
 
     def _make(self, training: Training) -> None:
         flags = [*self.flags, f"--trainer.devices={training.ranks}", self._source(training.text)]
@@ -331,7 +360,7 @@ class Trainings:
         folder = self.folder / "texts" / text
         if not folder.exists():
             folder.mkdir(parents=True)
-            for number in range(300):
+            for number in range(FEW if text == "few" else 300):
                 (folder / f"{number:04}.txt").write_text(TEXTS[text](number), encoding="utf-8")
         return f"--data.source.paths=[{folder}/*.txt]"
 

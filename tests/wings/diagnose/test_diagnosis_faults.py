@@ -30,7 +30,7 @@ from tests.support.wings import as_text, engine
 each_of, ids = pytest.mark.parametrize, attrgetter("name")
 # The faults that are a key's, and cured in seconds. A fault in the code remains.
 CURABLE = """learning_rate_x100 learning_rate_x0.001 router_collapse dead_expert
-    router_collapse_by_weights expensive_checkpoints""".split()
+    router_collapse_by_weights expensive_checkpoints overfitting""".split()
 DAILY = [fault for fault in FAULTS if fault.name == "learning_rate_x100"]
 
 
@@ -116,7 +116,9 @@ NEAR_MISSES: dict[str, dict[str, Any]] = {
     "loss_spikes": column(LOSS, lambda done: noisy(loss(done), 0.03)),
     # fine-tuning: the first loss is low
     "loss_not_decreasing": column(LOSS, lambda done: noisy(np.full_like(done, 3.0), 0.002)),
+    "loss_oscillates": column(LOSS, lambda done: noisy(loss(done), 0.05)),
     "labels_masked": column(LOSS, 0.2),
+    "memory_nearly_full": column("memory/peak_share", 0.94),
     "experts_unused": column("moe/unused_experts", 3.0),
     "experts_overloaded": column("moe/expert_load_max_over_mean", 2.5),  # at most 4
     # an allocator that grows in the first quarter, and by single pages after it

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from ..pipeline.stages import StageFacts
 
-__all__ = ["Facts", "Saving"]
+__all__ = ["Facts", "Saving", "Sent"]
 
 STATE = ("weights", "gradients", "optimizer state")  # parts of `Estimate.memory`
 

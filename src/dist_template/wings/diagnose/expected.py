@@ -133,12 +133,18 @@ def instability_causes(history: History, stable_until: float = math.inf) -> list
         change = Change("model.optim.warmup", history.key("model.optim.warmup", 0), longer, "steps")
         is_first = warmup < 2 and now <= HOPELESS * usual
         causes.insert(0 if is_first else 1, Cause("The warm-up is too short.", [change]))
-    if not history.key("trainer.gradient_clip_val", 1.0):
-        clip = Change("trainer.gradient_clip_val", None, 1.0)
-        causes.append(Cause("Gradients are not clipped.", [clip]))
+    causes += not_clipped(history)
     skip = Change("numerics.on_spike", "off", "skip")
     damaged = "The samples of that step are damaged: inspect them, or skip such steps."
     return [*causes, Cause(damaged, [skip])]
+
+
+def not_clipped(history: History) -> list[Cause]:
+    """Returns the cause that gradients are not clipped, if they are not."""
+    if history.key("trainer.gradient_clip_val", 1.0):
+        return []
+    clip = Change("trainer.gradient_clip_val", None, 1.0)
+    return [Cause("Gradients are not clipped.", [clip])]
 
 
 def known_waits(history: History) -> list[Cause]:

@@ -8,7 +8,7 @@ from ...observe.crash import record_of
 from ...observe.history.run import RunFile
 from ..history import History, read_run
 
-OF_MEMORY = ("out_of_memory", "memory_grows")
+OF_MEMORY = ("out_of_memory", "memory_grows", "memory_nearly_full")
 NUM_FINDINGS = 3  # that are printed at the end of a run
 
 

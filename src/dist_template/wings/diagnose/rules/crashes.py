@@ -61,7 +61,7 @@ def out_of_memory(history: History) -> Iterator[Finding]:
                 parts.append(f"{name} {as_size(size)}")
         used_by = f"Used by: {', '.join(parts)}."
     evidence, ranks = f"{evidence}. {used_by}", [crash["rank"] for crash in crashes]
-    explains = ("crashed",)
+    explains = ("crashed", "memory_nearly_full")
     yield Finding(
         "out_of_memory",
         "error",

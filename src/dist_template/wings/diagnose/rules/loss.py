@@ -21,6 +21,8 @@ SPIKE_SIGMAS, SPIKE_SHARE = 6.0, 0.15  # above the running median: in noise, and
 WIDTH = 9  # log steps of a running median
 ISOLATED = 0.7  # of the spikes' log steps have no spike next to them
 NO_DECREASE = 0.03  # of the first loss: any sensible learning rate decreases it by more
+SWINGS = 0.08  # of the loss, between log steps; healthy runs of 1,000 tokens a step have 0.03
+USUAL_TOKENS = 2**15  # of an optimizer step; with fewer, a larger batch is proposed
 
 UNTRAINED = 0.8  # of ln(vocabulary): an untrained model has a higher loss
 
@@ -198,4 +200,34 @@ def labels_masked(history: History) -> Iterator[Finding]:
         "The loss is 0.",
         causes,
         explains=explains,
+    )
+
+
+def loss_oscillates(history: History) -> Iterator[Finding]:
+    """Reports a loss that goes up and down between log steps, and does not fall."""
+    loss = expected.settled(history, "train/loss")
+    if len(loss) < 2 * WIDTH:
+        return
+    usual, swing = robust.median(loss.values), robust.noise(loss.values)
+    fell = robust.head(loss) - robust.tail(loss)
+    if usual < MIN_LOSS or swing < SWINGS * usual or fell > swing:
+        return
+    first = expected.metric(history, "train/loss").values[0]
+    evidence = (
+        f"train/loss swings by {swing:.2g} around {usual:.4g} between log steps, and its median"
+        f" does not fall (first value: {first:.4g})."
+    )
+    lower = expected.lower_rate(history)
+    causes = [Cause("The learning rate is too high: steps jump over the minimum.", lower)]
+    tokens = history.fact("data.tokens_per_step")
+    size = history.key("data.global_batch_size")
+    if isinstance(size, int) and (not tokens or tokens < USUAL_TOKENS):
+        few = f"An optimizer step has few samples ({size} sequences"
+        few += f", {tokens:,} tokens)" if tokens else ")"
+        larger = Change("data.global_batch_size", size, 4 * size)
+        causes.append(Cause(f"{few}: a larger batch has less noise.", [larger]))
+    causes += expected.not_clipped(history)
+    title, steps, explains = "the loss oscillates", robust.span(loss), ("loss_spikes",)
+    yield Finding(
+        "loss_oscillates", "warning", "likely", title, evidence, causes, steps, (), explains
     )

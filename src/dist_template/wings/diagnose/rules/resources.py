@@ -8,12 +8,14 @@ import numpy as np
 from ...history import History
 from .. import expected, robust
 from ..finding import Cause, Change, Finding
+from ..remedies import memory_use, remedies
 
 MIN_POINTS = 4  # log steps after the first
 WAITS, WAITS_LONG = 0.1, 0.3  # share of a step that is spent waiting for the next batch
 MIN_WAIT_S = 0.015  # per step; shorter waits are the training loop itself
 SLOW_RANK = 1.25  # times the median rank; equal machines differ by some hundredths
 SAME_RANK, ALWAYS_SAME_RANK = 0.7, 0.9  # share of the log steps in which one rank is slowest
+FULL = 0.95  # of the device's memory: the rest is for fragmentation and a longer batch
 GROWTH = 0.1  # of the memory allocated at the start
 MIN_MEMORY_POINTS = 20
 STEADY = 0.9  # share of pairs of medians in which the later one is higher
@@ -21,6 +23,28 @@ CHECKPOINTS, VALIDATIONS = 0.1, 0.2  # largest share of the time
 SHORT_RUN_S = 60.0  # a shorter run may spend twice the share
 TARGET = 0.05  # share of the time at the proposed interval
 MIN_NUMBER = 3  # checkpoints or validations, before their cost is judged
+
+
+def memory_nearly_full(history: History) -> Iterator[Finding]:
+    """Reports a device whose memory is nearly full: a longer batch or fragmentation ends the run.
+
+    The newest peaks count, because a run may begin with less. On a CPU the share is the host's, and
+    the limit is the same: beyond it the kernel kills the process."""
+    share = expected.metric(history, "memory/peak_share")
+    if not len(share) or share.last <= FULL:
+        return
+    causes = []
+    if history.fact("parameters.total"):
+        causes = remedies(memory_use(history, {}))
+    size = history.key("data.micro_batch_size") or 1
+    if not causes and size > 1:
+        to = max(each for each in range(1, size) if size % each == 0)
+        sentence = "The micro-batch is too large; a smaller one, accumulated, has the same batch."
+        causes = [Cause(sentence, [Change("data.micro_batch_size", size, to)])]
+    evidence = f"memory/peak_share is {share.last:.1%} at step {share.steps[-1]}; above {FULL:.0%}"
+    evidence += " a longer batch or fragmentation runs out of memory."
+    title, steps = "memory is nearly full", robust.span(share[share.values > FULL])
+    yield Finding("memory_nearly_full", "warning", "certain", title, evidence, causes, steps)
 
 
 def memory_grows(history: History) -> Iterator[Finding]:
