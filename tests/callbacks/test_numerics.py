@@ -114,7 +114,7 @@ def judged(guard: Numerics, norm: float, scaler: Any) -> str:
     guard._uses_deepspeed = False
     values = torch.tensor([2.0, norm, math.inf, float(not math.isfinite(norm))])
     try:
-        guard._act_on(trainer, StepCheck(values, step=3))
+        guard._act_on(trainer, None, StepCheck(values, step=3))
     except Ended as ended:
         return ended.code.name
     return "continues"

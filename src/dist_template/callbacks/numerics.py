@@ -34,8 +34,11 @@ from ..layout import local_shard, total_norm
 from ..model.any_module import metrics_of, tracks_metrics
 from ..observe.history.run import RunFile
 from ..project import in_run
+from ..records import write_atomically
+from .first_bad import MicroBatch, find_first_bad
 
 MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation, of a normal distribution
+MOST_SEARCHES = 3  # of an attempt for the first non-finite number: each takes about a step
 Policy = Literal["stop", "skip"]
 
 
@@ -48,6 +51,7 @@ class StepCheck:
     arrived: Any = None  # a CUDA event
     step: int = 0
     rows: Any = ()  # of this rank, one list for each micro-batch
+    micro_batches: Any = ()  # of this rank: MicroBatch, for the search of first_bad.py
 
     @classmethod
     def copy(cls, values: Tensor) -> StepCheck:
@@ -119,7 +123,8 @@ class Numerics(Callback):
         self._loss: Tensor | None = None  # () of this rank, over this step's micro-batches so far
         self._check: StepCheck | None = None  # of the current step
         self._pending: StepCheck | None = None  # of the step before, until the host reads it
-        self._in_a_row = self._num_skipped = 0
+        self._micro_batches: list[MicroBatch] = []  # of the current step
+        self._in_a_row = self._num_skipped = self._num_searches = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"recent": self._recent.cpu(), "steps": self._steps, "left_out": self._num_skipped}
@@ -138,10 +143,17 @@ class Numerics(Callback):
         self._recent = self._recent.to(pl_module.device)
         self._no_limit = self._no_limit.to(pl_module.device)
         self._loss = self._check = self._pending = None
-        self._in_a_row = 0
+        self._micro_batches = []
+        self._in_a_row = self._num_searches = 0
         self._num_ranks = trainer.world_size
         self._uses_deepspeed = hasattr(trainer.precision_plugin, "skip_step")
         replace_clipping(pl_module, partial(self._clip_and_check, trainer, pl_module))
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if pl_module.automatic_optimization:
+            self._micro_batches.append(MicroBatch(batch, batch_idx, None))
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
         if not pl_module.automatic_optimization:
@@ -149,6 +161,8 @@ class Numerics(Callback):
         loss = loss.detach().float()
         if scaler := getattr(trainer.precision_plugin, "scaler", None):
             loss = loss / loss_scale(scaler)
+        if self._micro_batches:
+            self._micro_batches[-1] = self._micro_batches[-1]._replace(loss=loss)
         # Lightning has divided the loss by the accumulation.
         self._loss = loss if self._loss is None else self._loss + loss
 
@@ -207,6 +221,7 @@ class Numerics(Callback):
         if accumulates(trainer) or self._check is None:
             return
         check, self._check = self._check, None
+        check.micro_batches, self._micro_batches = self._micro_batches, []
         check.step, check.rows = trainer.global_step, getattr(trainer.datamodule, "step_rows", [])
         if self._uses_deepspeed:  # it has read the norm, and may have skipped the step by itself
             overflowed, norm = trainer.precision_plugin.outcome(pl_module)
@@ -217,7 +232,7 @@ class Numerics(Callback):
                 self.skipped = torch.ones((), device=pl_module.device)
         else:
             check, self._pending = self._pending, check
-        self._act_on(trainer, check)
+        self._act_on(trainer, pl_module, check)
 
     def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
         metrics["health/skipped_steps"] = self._num_skipped
@@ -235,14 +250,14 @@ class Numerics(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         pending, self._pending = self._pending, None
-        self._act_on(trainer, pending)
+        self._act_on(trainer, pl_module, pending)
 
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         vars(pl_module).pop("configure_gradient_clipping", None)
         for optimizer in trainer.optimizers if stage == "fit" else ():
             vars(optimizer).pop("found_inf", None)
 
-    def _act_on(self, trainer: Any, check: StepCheck | None) -> None:
+    def _act_on(self, trainer: Any, module: Any, check: StepCheck | None) -> None:
         """Records an anomalous step and reacts as configured, equally on all ranks. Raises Ended to
         stop."""
         if check is None:
@@ -274,6 +289,7 @@ class Numerics(Callback):
             "limit": check.limit,
             "gradient_norm": None if check.norm < 0 else check.norm,
             "suspects": check.suspects,
+            "first_bad": None,
             "ranks": [{"rank": rank, "loss": check.losses[rank], **each} for rank, each in ranks],
         }
         sentence = f"step {check.step} was skipped: loss {check.loss:.4g}"
@@ -283,14 +299,39 @@ class Numerics(Callback):
             sentence += f", gradient norm {check.norm:.4g}"
         if check.suspects:
             sentence += f", from rank {', '.join(map(str, check.suspects))}"
-        sentence += f"; see {folder / RunFile.INCIDENTS}"
+        file = folder / RunFile.INCIDENTS
         if trainer.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / RunFile.INCIDENTS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(incident) + "\n")  # with Python's NaN and Infinity
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(incident) + "\n")  # with Python's NaN and Infinity
+        # The incident is written by then: a search of broken code may hang.
+        if not check.is_spike and check.micro_batches and self._num_searches < MOST_SEARCHES:
+            self._num_searches += 1
+            found = find_first_bad(trainer, module, check.micro_batches)
+            sentence += f"; {_describe(found)}"
+            if found and trainer.is_global_zero:
+                _replace_last_line(file, json.dumps(incident | {"first_bad": found}))
+        sentence += f"; see {file}"
+        if trainer.is_global_zero:
             print(f"\nnumerics: {sentence}", flush=True)
         if decision == "stop":
             raise Ended(Exit.NON_FINITE, f"training stopped: {sentence}")
+
+
+def _describe(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "a second forward pass of its batch was finite"
+    if found["what"] == "gradient":
+        return (
+            "its forward pass is finite; first non-finite gradient, in the backward pass: that of"
+            f" the output of {found['module']}"
+        )
+    return f"first non-finite {found['what']}: {found['module']}"
+
+
+def _replace_last_line(file: Path, line: str) -> None:
+    lines = file.read_text(encoding="utf-8").splitlines()
+    write_atomically(file, "\n".join([*lines[:-1], line]) + "\n")
 
 
 def _weights_are_finite(trainer: L.Trainer, module: Any) -> bool:

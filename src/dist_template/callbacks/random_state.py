@@ -45,15 +45,15 @@ class RandomState(Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         if self._restores and self._state is not None:
-            _set_state(self._state())
+            set_state(self._state())
         self._state, self._restores = None, False
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         if validation_may_follow(trainer):  # it draws next; in each step this would cost 25 µs
-            self._state = self._state or _get_state()
+            self._state = self._state or get_state()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._state = self._state or _get_state()
+        self._state = self._state or get_state()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._restores = True  # its loaders drew from the same generator before it started
@@ -61,7 +61,7 @@ class RandomState(Callback):
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: object, checkpoint: dict[str, object]
     ) -> None:
-        own = (self._state or _get_state())()
+        own = (self._state or get_state())()
         states = weights.to_rank_zero(own)
         if not states:  # rank 0 writes them; under ZeRO-3 each rank reads its own file
             states = [{}] * trainer.world_size
@@ -85,10 +85,10 @@ class RandomState(Callback):
         entropy = [torch.initial_seed(), checkpoint["global_step"], rank]
         seed = np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]
         torch.manual_seed(int(seed >> 1))
-        self._state = _get_state()
+        self._state = get_state()
 
 
-def _get_state() -> Callable[[], State]:
+def get_state() -> Callable[[], State]:
     """Copies the current state in microseconds; calling the result converts it to plain types."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     numpy = np.random.get_state(legacy=False)
@@ -107,7 +107,7 @@ def _as_plain(torch_state: Tensor, cuda: Tensor | None, python: Any, numpy: Any)
     }
 
 
-def _set_state(state: State) -> None:
+def set_state(state: State) -> None:
     version, internal, gauss = state["python"]
     numpy = state["numpy"] | {"state": {**state["numpy"]["state"]}}
     numpy["state"]["key"] = numpy["state"]["key"].numpy().astype(np.uint32)

@@ -53,6 +53,11 @@ class Layers:
         returns."""
         return step(*args)
 
+    def forward_only(self, step: Callable[..., T], args: tuple[object, ...]) -> T | None:
+        """Runs the module's `training_step`, which no backward pass of the engine follows; None on
+        the ranks without the model's output. Collective."""
+        return step(*args)
+
     def evaluate(self, step: Callable[..., T], args: tuple[object, ...]) -> T | None:
         """Runs the module's validation or test step. Collective."""
         return step(*args)
@@ -81,6 +86,11 @@ class RunDefaults:
     def lightning(self) -> Any:
         """Lightning's strategy."""
         return self
+
+    def forward_only(self, step: Callable[..., T], args: tuple[object, ...]) -> T | None:
+        """Runs the module's `training_step`, which no backward pass of the engine follows; None on
+        the ranks without the model's output. Collective."""
+        return self.layers.forward_only(step, args)
 
     @property
     def data_rank(self) -> DataRank:

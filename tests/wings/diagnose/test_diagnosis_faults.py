@@ -217,6 +217,10 @@ def test_the_likelier_cause_of_nan_comes_first() -> None:
     assert "model.layers.3.mlp" in stable.causes[0].sentence and stable.ranks == [0]
     unstable = found(incidents=first, config={RATE: 0.5})[rule]
     assert unstable.causes[0].changes[0].key == RATE
+    for what in ("weight", "data", "buffer", "gradient"):
+        of_rank = {"what": what, "module": "model.x", "ranks": [2]}
+        named = found(incidents=[incident(500, first_bad=of_rank)])[rule]
+        assert "model.x" in named.causes[0].sentence and "on rank 2" in named.evidence
     repeated = [incident(step, rank=3, decision="skip") for step in (500, 900)]
     assert "rank 3" in found(incidents=repeated)[rule].causes[0].sentence
 

@@ -204,6 +204,10 @@ class Pipeline(Layers):
             return self._run_stages(step, args)
         return step(*args)
 
+    @torch.no_grad()
+    def forward_only(self, step: Callable[..., T], args: Args) -> T | None:
+        return self._run_stages(step, args)
+
     def _run_stages(self, step: Callable[..., T], args: Args, runs_last: bool = True) -> T | None:
         """Runs `step` stage by stage; returns its result on the last stage, None elsewhere."""
         key = shapes_of(args)

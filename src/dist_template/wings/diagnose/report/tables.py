@@ -168,6 +168,8 @@ def _events(histories: list[History], names: list[str]) -> Table:
             for key in ("decision", "loss", "limit", "gradient_norm", "suspects"):
                 if incident.get(key) is not None:
                     what.append(f"{key} {shown(incident[key])}")
+            if first := incident.get("first_bad"):
+                what.append(f"first non-finite {first['what']} {first['module']}")
             rows.append(
                 [
                     name,

@@ -103,6 +103,7 @@ def loss_not_finite(history: History) -> Iterator[Finding]:
     evidence = f"{len(steps)} step{'s' * (len(steps) > 1)}, the first one {steps[0]}"
     if origin:
         evidence += f"; first non-finite {origin['what']}: {origin['module']}"
+        evidence += f", on rank {', '.join(map(str, origin['ranks']))}" if origin["ranks"] else ""
     is_error = not incidents or len(incidents) > 3 or incidents[-1]["decision"] == "stop"
     level: Level = "error" if is_error else "warning"
     title, ranks = "the loss or the gradient is not finite", sorted(suspects)
@@ -111,6 +112,16 @@ def loss_not_finite(history: History) -> Iterator[Finding]:
     yield Finding(
         "loss_not_finite", level, "certain", title, f"{evidence}.", causes, span, ranks, explains
     )
+
+
+ORIGINS = {  # what callbacks/first_bad.py found, with the name of the module or tensor
+    "weight": "The weight {} is not finite: something other than the optimizer wrote it.",
+    "data": "The data of the step are not finite, in {}: inspect its rows.",
+    "output": "{} is the first module with a non-finite output: check its code and its weights.",
+    "buffer": "The buffer {} is not finite: earlier data have damaged this statistic.",
+    "gradient": "The forward pass is finite, and the gradient of the output of {} is not: check"
+    " what reads it (a square root, a norm or a division at 0).",
+}
 
 
 def _why_not_finite(
@@ -129,8 +140,7 @@ def _why_not_finite(
         lower = expected.lower_rate(history, step - 1)
         causes.append(Cause("The learning rate is too high.", lower))
     if origin:
-        place = f"{origin['module']} is the first module with a non-finite {origin['what']}"
-        first = Cause(f"{place}: check its code and its weights.")
+        first = Cause(ORIGINS[origin["what"]].format(origin["module"]))
         causes.insert(len(causes) if is_unstable else 0, first)
     if len(incidents) > 1 and len(ranks) == 1:
         hardware = f"Always rank {ranks[0]}, with different samples: its hardware may be defective."
