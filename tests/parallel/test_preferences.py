@@ -32,8 +32,10 @@ def test_the_losses_of_four_steps_are_those_of_trl(loss: str, tmp_path: Path) ->
     source = "Ratings" if loss == "kto" else "Preferences"
     argv = ["fit", *pairs.flags(tmp_path, pairs.OF_TRL[loss], source), *RUN, "--data.seq_len=1024"]
     argv += [f"--model.preference.loss={loss}"]
+    argv += ["--model.preference.margin=0.7"] * (loss == "simpo")
     argv += ["--data.global_batch_size=1", "--data.micro_batch_size=1", "--trainer.devices=1"]
-    argv += ["--optimizer=torch.optim.SGD", "--optimizer.lr=0.5", "--optimizer.weight_decay=0"]
+    argv += ["--optimizer=torch.optim.SGD", "--optimizer.weight_decay=0"]
+    argv += [f"--optimizer.lr={pairs.RATES[loss]}"]
     argv += ["--model.optim.schedule=constant", "--trainer.gradient_clip_val=1e9"]
     argv += [f"--run.root={tmp_path / 'runs'}", f"--model.pretrained={tmp_path / 'model'}"]
     ours = Workers(1).run(argv, tmp_path / "ours").check()
@@ -96,7 +98,8 @@ def trained(
 STRATEGIES = ["ddp", "fsdp2", "tp", "zero2", "zero3"]
 DAILY = [("copy", "fsdp2"), ("adapters", "fsdp2")]
 CASES = [(kind, strategy) for kind in ("copy", "adapters") for strategy in STRATEGIES]
-CASES += [(kind, "fsdp2") for kind in ("ipo", "simpo", "orpo")]
+CASES += [("orpo", "fsdp2")]
+CASES += [(kind, name) for kind in ("ipo", "simpo") for name in ("fsdp2", "tp", "zero3")]
 CASES += [(kind, name) for kind in ("kto", "reward") for name in ("fsdp2", "tp", "zero3")]
 CASES += [("reward", "fsdp2_ep"), ("reward-adapters", "tp"), ("reward-adapters", "zero3")]
 

@@ -67,6 +67,8 @@ IN_TURNS = [
 ]  # a template ends with another token than EOS: it is read by a reward model
 KINDS = ("ipo", "simpo", "orpo", "kto", "reward")  # simpo compares with no reference
 OF_TRL = {"dpo": RECORDS, "kto": RATED, "orpo": ODDS, "reward": IN_TURNS}
+OF_TRL |= {"ipo": RECORDS, "simpo": RECORDS}
+RATES = dict.fromkeys(OF_TRL, 0.5) | {"ipo": 0.02, "simpo": 1.0}  # of plain SGD
 
 
 def losses_of_trl(kind: str, model: str, tokenizer: str, output: str) -> list[float]:
@@ -74,12 +76,19 @@ def losses_of_trl(kind: str, model: str, tokenizer: str, output: str) -> list[fl
     import transformers
     import trl
     from datasets import Dataset
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
     configs: Any = {"dpo": trl.DPOConfig, "kto": trl.KTOConfig, "orpo": ORPOConfig}
     trainers: Any = {"dpo": trl.DPOTrainer, "kto": trl.KTOTrainer, "orpo": ORPOTrainer}
     with_head: Any = transformers.AutoModelForCausalLM
     given: Any = {"beta": 0.1}
+    configs |= {"ipo": trl.DPOConfig, "simpo": CPOConfig}
+    trainers |= {"ipo": trl.DPOTrainer, "simpo": CPOTrainer}
+    if kind in ("ipo", "simpo"):
+        given["loss_type"] = kind
+    if kind == "simpo":  # without its term of the chosen answer's likelihood
+        given |= {"cpo_alpha": 0.0, "simpo_gamma": 0.7}
     if kind == "reward":
         configs, trainers, given = {kind: trl.RewardConfig}, {kind: trl.RewardTrainer}, {}
         with_head = transformers.AutoModelForSequenceClassification
@@ -87,7 +96,7 @@ def losses_of_trl(kind: str, model: str, tokenizer: str, output: str) -> list[fl
         output_dir=output,
         per_device_train_batch_size=8,
         max_steps=4,
-        learning_rate=0.5,
+        learning_rate=RATES[kind],
         optim="sgd",
         lr_scheduler_type="constant",
         max_grad_norm=1e9,
@@ -99,7 +108,7 @@ def losses_of_trl(kind: str, model: str, tokenizer: str, output: str) -> list[fl
         gradient_checkpointing=False,
         **given,
     )
-    models = [with_head.from_pretrained(model) for _ in range(1 + (kind in ("dpo", "kto")))]
+    models = [with_head.from_pretrained(model) for _ in range(1 + (kind in ("dpo", "ipo", "kto")))]
     tokens: Any = transformers.AutoTokenizer.from_pretrained(tokenizer)
     tokens.pad_token = tokens.eos_token
     trainer = trainers[kind](

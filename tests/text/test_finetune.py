@@ -258,6 +258,55 @@ def test_four_bit_layers_have_the_values_that_transformers_gives_them(tmp_path: 
     assert torch.equal(model(inputs_embeds=embedded).logits, logits)
 
 
+@pytest.mark.parametrize("kind", ["rslora", "dora", "none"])
+def test_adapters_train_as_those_of_peft(kind: str, tmp_path: Path) -> None:
+    """A plain loop of torch with `peft.get_peft_model`: equal losses, gradients and weights."""
+    from peft import LoraConfig, get_peft_model
+
+    built().save_pretrained(tmp_path)
+    variant: Any = {kind: True} if kind != "none" else {}
+    config = AdapterConfig(["q_proj", "o_proj", "up_proj"], rank=5, alpha=7.0, **variant)
+    data = SimpleNamespace(vocab_size=257, eos_token_id=0, seq_len=64)
+    ours = LanguageModule(pretrained=str(tmp_path), adapter=config).build_on_host(data)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    variant = {f"use_{kind}": True} if kind != "none" else {}
+    targets: Any = config.targets
+    peft_config = LoraConfig(
+        r=5, lora_alpha=7, target_modules=targets, task_type="CAUSAL_LM", **variant
+    )
+    theirs: Any = get_peft_model(base, peft_config)
+    prefix = "base_model.model."
+    expected = {n.removeprefix(prefix): p for n, p in theirs.named_parameters() if p.requires_grad}
+    got = {name: p for name, p in ours.named_parameters() if p.requires_grad}
+    assert got.keys() == expected.keys()
+    assert any("magnitude" in name for name in got) == (kind == "dora")
+    torch.manual_seed(5)
+    for name, parameter in got.items():
+        if "magnitude" in name:  # the norms of the rows of the loaded weights, of each its own
+            assert torch.allclose(parameter, expected[name], rtol=1e-6), name
+        elif "lora_B" in name:
+            parameter.data.normal_(std=0.3)
+        expected[name].data.copy_(parameter)
+    losses: list[list[float]] = [[], []]
+    models = [(ours, got), (theirs, expected)]
+    optimizers = [torch.optim.SGD(each.values(), lr=0.5) for _, each in models]
+    for step in range(3):
+        tokens = torch.arange(step, step + 26).view(2, 13) * 9 % 257
+        for i, (model, _) in enumerate(models):
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            losses[i].append(loss.item())
+            optimizers[i].zero_grad()
+            loss.backward()
+        for name, parameter in got.items():
+            gradient, known = parameter.grad, expected[name].grad
+            assert gradient is not None and known is not None and known.abs().max() > 0
+            assert torch.allclose(gradient, known, rtol=1e-6, atol=1e-7), name
+        for optimizer in optimizers:
+            optimizer.step()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0][2] != losses[0][0]
+
+
 @pytest.mark.parametrize(("key", "value"), [("quantize", "nf4"), ("dora", True)])
 def test_four_bits_and_dora_with_tensor_parallelism_are_refused(key: str, value: Any) -> None:
     module = LanguageModule(adapter=AdapterConfig(**{key: value}))

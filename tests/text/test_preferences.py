@@ -177,6 +177,24 @@ def test_a_head_is_new_and_not_every_architecture_has_one(tmp_path: Path) -> Non
         LanguageModule(llama | {"model_type": "olmoe"}, preference=preference).build_network(data)
 
 
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo", "orpo", "kto"])
+def test_a_key_of_another_loss_is_refused(loss: Any, tmp_path: Path) -> None:
+    """It has no effect; with the loss that reads it, it is taken."""
+    source = Ratings(["a.jsonl"]) if loss == "kto" else Preferences(["a.jsonl"])
+    setup: Any = SimpleNamespace(
+        trains=True, data=SimpleNamespace(source=source), model_config=object()
+    )
+    of = {"margin": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
+    for key, reads in of.items():
+        given: dict[str, Any] = {"loss": loss, key: 3.0}
+        module = LanguageModule(preference=PreferenceConfig(**given))
+        found = list(module.refusals(setup))
+        sentence = (
+            f"model.preference.{key} is 3.0 and has no effect (model.preference.loss is {loss}"
+        )
+        assert [each.startswith(sentence) for each in found] == [True] * (loss != reads), found
+
+
 LOSSES = {"dpo": -math.log(1 / (1 + math.exp(-0.5 * (-3.0 + 5.0))))}
 LOSSES |= {"ipo": ((-3.0 / 2 + 5.0) - 1.0) ** 2}
 ODDS = [math.exp(score) / (1 - math.exp(score)) for score in (-2.0, -7.0)]

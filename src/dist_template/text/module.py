@@ -173,6 +173,14 @@ class TextModule(TrainingModule):
             yield from without_effect("model.preference", self.preference, {"beta"}, why)
             if not has_pairs(setup.data):
                 yield "model.preference.loss reward learns from pairs: set data.source Preferences"
+        if setup.trains and has_pairs(setup.data):
+            loss, of_kto = self.preference.loss, {"desirable_weight", "undesirable_weight"}
+            if loss != "simpo":
+                why = f"model.preference.loss is {loss}: set simpo"
+                yield from without_effect("model.preference", self.preference, {"margin"}, why)
+            if loss != "kto":
+                why = f"model.preference.loss is {loss}: set kto"
+                yield from without_effect("model.preference", self.preference, of_kto, why)
         are_ratings = getattr(getattr(setup.data, "source", None), "ratings", False)
         if setup.trains and (self.preference.loss == "kto") != are_ratings:
             yield (
