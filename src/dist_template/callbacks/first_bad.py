@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import torch
@@ -45,12 +45,13 @@ KEPT = (
 )
 
 
-class MicroBatch(NamedTuple):
+@dataclass
+class MicroBatch:
     """What `training_step` was given, and the loss () of this rank, on the device."""
 
     batch: Any
     index: int
-    loss: Tensor | None
+    loss: Tensor | None = None  # until it is computed
 
 
 @dataclass

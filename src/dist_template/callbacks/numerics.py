@@ -153,7 +153,7 @@ class Numerics(Callback):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         if pl_module.automatic_optimization:
-            self._micro_batches.append(MicroBatch(batch, batch_idx, None))
+            self._micro_batches.append(MicroBatch(batch, batch_idx))
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
         if not pl_module.automatic_optimization:
@@ -162,7 +162,7 @@ class Numerics(Callback):
         if scaler := getattr(trainer.precision_plugin, "scaler", None):
             loss = loss / loss_scale(scaler)
         if self._micro_batches:
-            self._micro_batches[-1] = self._micro_batches[-1]._replace(loss=loss)
+            self._micro_batches[-1].loss = loss
         # Lightning has divided the loss by the accumulation.
         self._loss = loss if self._loss is None else self._loss + loss
 
