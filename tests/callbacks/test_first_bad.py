@@ -37,6 +37,8 @@ class Series(L.LightningModule):
         fault: What is not finite in step BAD_STEP: output, loss, gradient, data, weight. error: the
             loss, and the second forward pass raises."""
 
+    drawn: Tensor
+
     def __init__(self, fault: str = "output") -> None:
         super().__init__()
         self.fault, self.calls, self.seen = fault, 0, []
@@ -57,7 +59,8 @@ class Series(L.LightningModule):
         self.calls += 1
         self.seen.append(batch_idx)
         self.newest = batch
-        self.drawn += torch.tensor([random.random(), np.random.rand(), float(torch.rand(()))])
+        numbers = [random.random(), np.random.rand(), float(torch.rand(()))]
+        self.drawn.add_(torch.tensor(numbers))
         loss = F.mse_loss(self.head(self.inner(batch)), batch[:, :1])
         marked = bool((batch[:, 1] == 7).all())
         if self.fault == "error" and marked and self.calls > BAD_STEP + 1:
@@ -180,7 +183,8 @@ def break_norms(only_rank: int) -> None:
 
     def build_model(self: Any, data: Any) -> nn.Module:
         model = build(self, data)
-        model.get_submodule(f"model.{NORM}").broken = True
+        norm: Any = model.get_submodule(f"model.{NORM}")
+        norm.broken = True
         return model
 
     def broken(forward: Any) -> Any:
@@ -222,7 +226,8 @@ def test_every_strategy_names_the_module_and_trains_with_the_same_bits(
 
 
 def never_search(only_rank: int) -> None:
-    numerics.MOST_SEARCHES = 0
+    module: Any = numerics
+    module.MOST_SEARCHES = 0
     break_norms(only_rank)
 
 

@@ -271,9 +271,8 @@ def test_adapters_train_as_those_of_peft(kind: str, tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     variant = {f"use_{kind}": True} if kind != "none" else {}
     targets: Any = config.targets
-    peft_config = LoraConfig(
-        r=5, lora_alpha=7, target_modules=targets, task_type="CAUSAL_LM", **variant
-    )
+    options: Any = {"r": 5, "lora_alpha": 7, "target_modules": targets, "task_type": "CAUSAL_LM"}
+    peft_config = LoraConfig(**options, **variant)
     theirs: Any = get_peft_model(base, peft_config)
     prefix = "base_model.model."
     expected = {n.removeprefix(prefix): p for n, p in theirs.named_parameters() if p.requires_grad}

@@ -142,7 +142,7 @@ def test_smaller_weights_are_compared_too(
 
 @pytest.mark.nightly
 def test_adapters_are_merged(flags: list[str], tmp_path: Path, fitted: Any) -> None:
-    trained = fitted("llama", *adapter_flags("llama", 4))
+    trained = fitted("llama", *adapter_flags("all-linear"))
     tokens = torch.randint(250, (2, 9))
     with torch.no_grad():
         expected = trained.model(input_ids=tokens).logits

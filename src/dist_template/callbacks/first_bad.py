@@ -168,7 +168,8 @@ def _bad_call(trainer: Any, module: Any, micro_batches: list[MicroBatch]) -> Fou
     found = None
     takes_index = "batch_idx" in inspect.signature(module.training_step).parameters
     forward_only = run_strategy(trainer.strategy).forward_only
-    for number, (batch, index, _) in enumerate(micro_batches):
+    for number, micro_batch in enumerate(micro_batches):
+        given = (micro_batch.batch, *[micro_batch.index] * takes_index)
         passes = Passes()
         with ExitStack() as stack:
             for name, submodule in module.named_modules():
@@ -176,7 +177,7 @@ def _bad_call(trainer: Any, module: Any, micro_batches: list[MicroBatch]) -> Fou
                     hook = partial(passes.note, name)
                     handle = submodule.register_forward_hook(hook, with_kwargs=True)
                     stack.callback(handle.remove)
-            output = forward_only(module.training_step, (batch, *[index] * takes_index))
+            output = forward_only(module.training_step, given)
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if isinstance(loss, Tensor):  # else another stage of a pipeline has it
                 passes.note_loss(loss)

@@ -284,7 +284,8 @@ class ZeroStrategy(RunDefaults, OwnFormat, DeepSpeedStrategy):
 
     def forward_only(self, step: Callable[..., T], args: tuple[object, ...]) -> T | None:
         """Runs it by the engine, whose forward pass starts ZeRO-3's order of gathers anew."""
-        return self.training_step(*args)
+        output: Any = self.training_step(*args)
+        return output
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:

@@ -71,7 +71,8 @@ def write_onnx(model: PreTrainedModel, dtype: str, folder: Path) -> None:
             if not _has_plain_cache(inputs):
                 model_of_stage, inputs = model, {"input_ids": tokens}
                 model.config.use_cache = False
-            exporters.OnnxExporter().export(model_of_stage, inputs, config).save_pretrained(folder)
+            exporter: Any = exporters.OnnxExporter()
+            exporter.export(model_of_stage, inputs, config).save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
     except Exception as error:  # of torch.export, onnxscript and onnxruntime
         if isinstance(error, OSError):  # a full disk: numpy's error has no number
