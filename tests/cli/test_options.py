@@ -67,6 +67,10 @@ SHOWN: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "optimizer": ("ASGD", lambda cli: "optim.ASGD" in str(cli.model.optim.optimizer_class)),
     "lr_scheduler": ("ConstantLR", lambda cli: "ConstantLR" in str(vars(cli.model.optim))),
     "trainer.devices": ("1", lambda cli: cli.trainer.num_devices == 1),
+    "trainer.accumulate_grad_batches": (
+        "4",
+        lambda cli: cli.datamodule.global_batch_size == 4 * cli.datamodule.micro_batch_size,
+    ),
     "trainer.max_time": (
         "00:01:00:00",
         lambda cli: cli.config_init.fit.preemption.max_time == "00:01:00:00",
@@ -88,7 +92,7 @@ HONOURED = {f"trainer.{name}": value for name, value in KEPT.items()}
 HONOURED |= {f"trainer.{name}": value for name, (value, _) in NAMED.items()}
 HONOURED |= {key: value for key, (value, _) in SHOWN.items()}
 ELSEWHERE = {"config", "ckpt_path", "trainer.fast_dev_run"}  # test_cli.py, below
-REFUSED = "overfit_batches barebones accumulate_grad_batches use_distributed_sampler model_registry"
+REFUSED = "overfit_batches barebones use_distributed_sampler model_registry"
 
 
 class Plugin(LightningEnvironment):
@@ -144,6 +148,41 @@ def test_a_run_trains_by_the_named_optimizer_and_schedule(flags: list[str], tmp_
     settings = f"--config={only_run(tmp_path)}/config.yaml"
     assert run("fit", settings, "--trainer.max_steps=4", "--ckpt_path=last") == 0
     assert logged(only_run(tmp_path), "train/learning_rate")[4] == 0.03125
+
+
+@pytest.mark.slow
+def test_accumulated_micro_batches_train_as_one_large_batch(
+    flags: list[str], tmp_path: Path
+) -> None:
+    """Also where data.global_batch_size is another number: what is accumulated sets it."""
+    short = ["--trainer.max_steps=4", "--trainer.limit_val_batches=0"]
+    assert run("fit", *flags, *short, "--trainer.accumulate_grad_batches=3") == 0
+    accumulated = only_run(tmp_path)
+    config = yaml.safe_load((accumulated / "config.yaml").read_text("utf-8"))
+    assert config["data"]["global_batch_size"] == 6 and config["data"]["micro_batch_size"] == 2
+    large = ["--data.global_batch_size=6", "--data.micro_batch_size=6"]
+    assert run("fit", *flags, *short, *large, f"--run.root={tmp_path}/large") == 0
+    (at_once,) = (tmp_path / "large").glob("*/*/metrics.jsonl")
+    for name in ("train/loss", "train/grad_norm"):
+        found, expected = (logged(folder, name) for folder in (accumulated, at_once.parent))
+        assert list(found) == [1, 2, 3, 4] and found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_one_command_starts_a_training_and_continues_it(
+    flags: list[str], tmp_path: Path, capfd: Any
+) -> None:
+    flags += ["--ckpt_path=last", "--trainer.limit_val_batches=0"]
+    assert run("fit", *flags, "--trainer.max_steps=2") == 0
+    assert "no checkpoint under" in capfd.readouterr().out
+    assert run("fit", *flags, "--trainer.max_steps=4") == 0
+    assert "training starts at step 0" not in capfd.readouterr().out
+    assert list(logged(only_run(tmp_path), "train/loss")) == [1, 2, 3, 4]
+    (saved,) = (only_run(tmp_path) / "checkpoints").glob("step*4.ckpt")
+    for each in saved.parent.glob("*.ckpt"):
+        (each / "manifest.json").write_text("{")
+    error = refused("fit", flags, capfd)
+    assert "no checkpoint" in error, "what is damaged is no reason to start anew"
 
 
 # Lightning checks these itself, and most of them take -1, "auto" or null besides.

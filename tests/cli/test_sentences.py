@@ -95,7 +95,7 @@ FLAGS = {
     "--data.source.paths=[{here}/empty.txt]": "no text in it",
     "--data.seq_len=1000000": "seq_len",
     "--ckpt_path=nowhere.ckpt": "nowhere.ckpt.* does not exist",
-    "--ckpt_path=last": "no checkpoint under",
+    "--ckpt_path=best": "no checkpoint under",
     "--ckpt_path={here}/file": "is not a checkpoint",
     "--model.pretrained=./nowhere": "nowhere",
     # what cannot work together: test_limits.py has the rest
@@ -116,7 +116,8 @@ FLAGS = {
     # what is replaced, with what to use
     "--trainer.overfit_batches=4": "data.repeat_first_batch true",
     "--trainer.barebones=true": "remove the key",
-    "--trainer.accumulate_grad_batches=2": "it is derived: edit data.global_batch_size",
+    "--trainer.accumulate_grad_batches=2 --data.global_batch_size=[{value: 4, until: 100}, "
+    "{value: 8}]": "accumulate_grad_batches 2 and phases of data.global_batch_size both give",
     "--trainer.use_distributed_sampler=true": "remove the key",
     "--trainer.model_registry=mine": "--ckpt_path a folder",
     "--trainer.callbacks={class_path: StochasticWeightAveraging, init_args: {swa_lrs: "

@@ -160,6 +160,7 @@ class CLI(OpenCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         self._pass_optimization()
+        self._accumulate()
         self._check_limits()
         key = "gradient_clip_val"
         if (
@@ -191,6 +192,23 @@ class CLI(OpenCLI):
                 name = type(self.model).__name__
                 raise InputError(f"--{key}: {name} has no `optim`; edit its configure_optimizers")
             setattr(self.model.optim, f"{key}_class", chosen.as_dict())
+
+    def _accumulate(self) -> None:
+        """Lets trainer.accumulate_grad_batches set data.global_batch_size, as a user of Lightning
+        expects: micro-batch x data-parallel ranks x that number, also in config.yaml."""
+        if self.subcommand != "fit":
+            return
+        given = self._machine, self._trainer_arguments, self.model, self.datamodule
+        size = limits.accumulated_batch(*given)
+        if size is None or size == self.datamodule.global_batch_size:
+            return
+        batches = self._trainer_arguments["accumulate_grad_batches"]
+        rank_zero_only(print)(
+            f"trainer.accumulate_grad_batches {batches}: data.global_batch_size is {size}"
+            f" (before: {self.datamodule.global_batch_size})"
+        )
+        self.datamodule.global_batch_size = size
+        self.resolved_config()["data"]["global_batch_size"] = size
 
     def _check_limits(self, *model_config: Any) -> None:
         """Refuses what cannot work; called again when the model's configuration is known."""

@@ -114,7 +114,8 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
     may be empty.
 
     `verb` is one of Lightning's; None: a tool. `last`, and an evaluation of a run's weights, use an
-    existing folder.
+    existing folder. As in Lightning, a training with `last` and without a checkpoint starts anew:
+    one command starts a training and continues it.
 
     Raises InputError if there is no such checkpoint, or all of the run are damaged."""
     given, evaluates = settings.get("ckpt_path"), verb not in (None, "fit")
@@ -124,6 +125,14 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
     if evaluates and not given and (not settings.model.get("pretrained") or _last_writes(settings)):
         given = "best or last"
     checkpoint, message, run = given, "", None
+    if (
+        given == "last"
+        and not evaluates
+        and not any(manifest.found(folder) for _, folder in _folders(settings))
+    ):
+        parent = RunConfig(**vars(settings.run)).parent
+        message = f"there is no checkpoint under {parent}/*/checkpoints: training starts at step 0"
+        settings.ckpt_path = checkpoint = given = None
     if given in ("last", "best", "best or last"):
         newest, path = newest_checkpoint(given, settings)
         checkpoint = str(path)
@@ -152,11 +161,17 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
 def _last_writes(settings: Any) -> dict[Path, float]:
     """Returns {run: time of its newest checkpoint} of the runs of run.name that have one."""
     found: dict[Path, float] = {}
-    for run in sorted(RunConfig(**vars(settings.run)).parent.glob("*")):
-        folder = Path(replaced(settings.last_checkpoint.dirpath, PLACEHOLDER, str(run)))
+    for run, folder in _folders(settings):
         if path := manifest.newest(folder):
             found[run] = manifest.read(path)["time"]
     return found
+
+
+def _folders(settings: Any) -> list[tuple[Path, Path]]:
+    """Returns the runs of run.name, each with its folder of checkpoints."""
+    runs = sorted(RunConfig(**vars(settings.run)).parent.glob("*"))
+    path = settings.last_checkpoint.dirpath
+    return [(run, Path(replaced(path, PLACEHOLDER, str(run)))) for run in runs]
 
 
 def newest_checkpoint(which: str, settings: Any) -> tuple[Path, Path]:

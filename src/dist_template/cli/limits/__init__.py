@@ -23,7 +23,7 @@ from ...parallel.configured import NOT_READ_YET
 from . import options, proven, training
 from .machine import Machine, Setup
 
-__all__ = ["Machine", "refusal_of_strategy", "violations"]
+__all__ = ["Machine", "accumulated_batch", "refusal_of_strategy", "violations"]
 
 TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     options.replaced_keys,
@@ -70,3 +70,11 @@ def refusal_of_strategy(
     for_training = replace(setup, trains=True)
     found = chain(training.precision(setup), training.strategy(setup), proven.refused(for_training))
     return next(found, "")
+
+
+def accumulated_batch(
+    machine: Machine, trainer: Mapping[str, Any], module: L.LightningModule, data: Any
+) -> int | None:
+    """Returns data.global_batch_size as `trainer.accumulate_grad_batches` sets it; None if it does
+    not. Raises InputError if both cannot hold."""
+    return training.accumulated(Setup(machine, trainer, module, data, None, trains=True))

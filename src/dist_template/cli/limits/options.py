@@ -18,22 +18,17 @@ from .machine import Setup
 REPLACED: dict[str, tuple[Any, str]] = {
     "overfit_batches": (0.0, "set data.repeat_first_batch true, as --config preset/overfit does"),
     "barebones": (False, "it forbids loggers, checkpoints and callbacks: remove the key"),
-    "accumulate_grad_batches": (
-        1,
-        "it is derived: edit data.global_batch_size, data.micro_batch_size or the number of"
-        " processes",
-    ),
     "use_distributed_sampler": (False, "data.py or SampleOrder shards the samples: remove the key"),
     "model_registry": (None, "remove the key, and give --ckpt_path a folder"),
 }
-OF_AN_ORDER = ("overfit_batches", "accumulate_grad_batches")  # the Trainer's without an order
+OF_AN_ORDER = ("overfit_batches",)  # the Trainer's without an order
 REFUSED_CALLBACKS = {
     StochasticWeightAveraging: "set model.optim.schedule warmup_stable_decay, or use "
     "EMAWeightAveraging",
     LearningRateFinder: "compare runs with different model.optim.learning_rate by the verb "
     "`compare`",
     BatchSizeFinder: "compare runs with different data.micro_batch_size by the verb `compare`",
-    GradientAccumulationScheduler: "accumulation is derived: edit data.global_batch_size",
+    GradientAccumulationScheduler: "give phases of data.global_batch_size",
 }
 
 

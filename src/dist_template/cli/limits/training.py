@@ -32,6 +32,25 @@ def batches(setup: Setup) -> Iterator[str]:
         yield str(error)
 
 
+def accumulated(setup: Setup) -> int | None:
+    """Returns the sequences of an optimizer step that `trainer.accumulate_grad_batches` asks for
+    with a data module that derives the accumulation; None if it asks for nothing. Raises
+    InputError if the batch grows."""
+    batches = setup.trainer.get("accumulate_grad_batches") or 1
+    if batches == 1 or not setup.trains or not hasattr(setup.data, "micro_batch_size"):
+        return None
+    if isinstance(setup.data.global_batch_size, list):
+        raise InputError(
+            f"trainer.accumulate_grad_batches {batches} and phases of data.global_batch_size both"
+            " give the accumulation: remove one"
+        )
+    try:
+        ranks = setup.sharding.data_parallel(setup.machine.world_size)
+    except InputError:
+        return None  # the strategy reports that its sizes do not fit
+    return batches * setup.data.micro_batch_size * ranks
+
+
 def optimization(setup: Setup) -> Iterator[str]:
     """Builds the optimizer and the schedule for two layers: optim.py and torch check arguments."""
     optim, steps = setup.optim, setup.num_steps

@@ -113,6 +113,7 @@ def shrink(
         "limit_train_batches": None,
         "val_check_interval": STEPS // 2,
         "limit_val_batches": small.accumulation,
+        "accumulate_grad_batches": 1 if small.is_text else small.accumulation,
         "num_sanity_val_steps": 0,
         "logger": False,
         "log_every_n_steps": 1,
@@ -121,7 +122,6 @@ def shrink(
     if small.is_text:
         _shrink_data(small, folder, keep_data)
     else:
-        config["trainer"]["accumulate_grad_batches"] = small.accumulation
         notes.append("data has no micro_batch_size: its samples and batches stay as they are")
     _shrink_model(small, model_config, given)
     if "watchdog" in config:
