@@ -23,6 +23,7 @@ class Server:
         given = (["serve", str(model), f"--port={port}", *flags], log, os.environ | environment)
         self.process = clean_processes().Process(target=_serve, args=given)
         self.process.start()
+        self.states: list[str] = []  # what /ready has answered
         end = time.monotonic() + 120
         while not self._is_ready():
             if time.monotonic() > end:
@@ -32,7 +33,9 @@ class Server:
 
     def _is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", timeout=1).status_code == 200
+            answer = httpx.get(f"{self.url}/ready", timeout=1)
+            self.states.append(answer.json()["status"])
+            return answer.status_code == 200
         except httpx.HTTPError:
             return False
 

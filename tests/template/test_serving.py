@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from dist_template.wings.ship.serve import command
+from dist_template.wings.ship.serve.service import HEALTH, METRICS, READY
 
 from .conftest import ROOT, SOURCE, BakedProject
 
@@ -47,7 +48,7 @@ def test_compose_serves_on_loopback_and_waits_for_running_requests() -> None:
     assert service["ports"] == ["127.0.0.1:8000:8000"] and service["cap_drop"] == ["ALL"]
     probe = service["healthcheck"]["test"]
     ast.parse(probe[3])
-    assert probe[:3] == ["CMD", "python", "-c"] and "127.0.0.1:8000/health" in probe[3]
+    assert probe[:3] == ["CMD", "python", "-c"] and "127.0.0.1:8000/ready" in probe[3]
     given = command.flags(service["command"][1:])
     assert int(service["stop_grace_period"].rstrip("s")) > given.grace_s and given.host == "0.0.0.0"
     assert given.api_key_env in service["environment"]
@@ -73,6 +74,7 @@ def wrong_objects(text: str) -> list[str]:
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     kinds = ("startupProbe", "livenessProbe", "readinessProbe")
     probes = [container[name]["httpGet"] for name in kinds]
+    scraped = deployment["template"]["metadata"]["annotations"]
     asked = {probe["port"] for probe in probes} | {port["targetPort"] for port in service["ports"]}
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     target = scaler["scaleTargetRef"]["name"]
@@ -84,7 +86,13 @@ def wrong_objects(text: str) -> list[str]:
     holds = {
         "selectors match the pods' labels": all(each.items() <= labels for each in selectors),
         "probes and the service name the port": asked == set(ports),
-        "probes ask for /health": all(probe["path"] == "/health" for probe in probes),
+        "it is ready when the model is": [probe["path"] for probe in probes]
+        == [READY, HEALTH, READY],
+        "Prometheus finds the metrics": (
+            scraped["prometheus.io/scrape"] == "true"
+            and scraped["prometheus.io/path"] == METRICS
+            and [scraped["prometheus.io/port"]] == [str(port) for port in ports.values()]
+        ),
         "each mount has a volume": mounts == {volume["name"] for volume in pod["volumes"]},
         "the deployment is scaled": target == items["Deployment"]["metadata"]["name"],
         "a range of replicas": 1 <= scaler["minReplicas"] <= scaler["maxReplicas"],
@@ -100,7 +108,13 @@ def wrong_objects(text: str) -> list[str]:
 TWICE = "minReplicas: 2\n      minReplica"
 WRONG = {  # text, another, what is then wrong
     "another label": ("selector: { app: serve }", "selector: { app: server }", "selectors match"),
-    "another port": ("containerPort: 8000", "containerPort: 8080", "it listens"),
+    "another port": ("--host=0.0.0.0, ", "--host=0.0.0.0, --port=8080, ", "it listens"),
+    "not ready, but asked": (
+        "readinessProbe: { httpGet: { path: /ready",
+        "readinessProbe: { httpGet: { path: /health",
+        "it is ready when",
+    ),
+    "no metrics": ("prometheus.io/path: /metrics", "prometheus.io/path: /", "Prometheus finds"),
     "a misspelt field": ("minReplicas: 2", f"{TWICE}: 2", "Additional properties"),
     "a volume less": ("- { name: tmp, emptyDir: {} }", "", "each mount has a volume"),
     "no grace": ("PeriodSeconds: 40", "PeriodSeconds: 20", "it has its grace"),

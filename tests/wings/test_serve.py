@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dist_template.wings.ship.serve.app import App
+from dist_template.wings.ship.serve.service import Service
 from tests.support.chats import TAGGED, tokenizer
 from tests.support.runs import only_run, refused, run
 from tests.support.serving import Server
@@ -176,14 +178,15 @@ def test_more_requests_than_allowed_get_a_429(server: Server) -> None:
     assert set(codes) == {200, 429} and codes.count(200) >= LIMITS["max_requests"]
 
 
-def answer(app: App, path: str, body: Any, key: str = "") -> httpx.Response:
+def answer(app: Any, path: str, body: Any = None, key: str = "") -> httpx.Response:
+    """What an application answers: to a POST of `body`, or to a GET."""
     options: Any = {"transport": httpx.ASGITransport(app), "base_url": "http://tiny"}
 
     async def post() -> httpx.Response:
         async with httpx.AsyncClient(
             **options, headers={"Authorization": f"Bearer {key}"}
         ) as client:
-            return await client.post(path, json=body)
+            return await (client.get(path) if body is None else client.post(path, json=body))
 
     return asyncio.run(post())
 
@@ -202,6 +205,67 @@ def test_an_error_of_a_generation_is_a_500(folder: Path, monkeypatch: Any) -> No
     streamed = answer(app, TEXT, {"prompt": "a", "max_tokens": 1, "stream": True}).text
     error = json.loads(streamed.strip().rpartition("data: ")[2])["error"]
     assert error == {"message": 'no "logits', "type": "server_error", "code": 500}
+
+
+def samples(text: str) -> dict[str, float]:
+    """Values of Prometheus' text format; each sample's metric has a HELP and a TYPE before it."""
+    found: dict[str, float] = {}
+    families = set[str]()
+    for line in text.splitlines():
+        if line.startswith("# TYPE "):
+            families.add(line.split()[2])
+        elif not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            family = name.partition("{")[0]
+            assert family in families or family.rpartition("_")[0] in families, line
+            found[name] = float(value)
+    assert text.endswith("\n") and text.count("# HELP") == len(families)
+    return found
+
+
+def test_readiness_and_metrics_of_a_service(folder: Path) -> None:
+    service = Service(LIMITS["max_requests"])
+
+    def get(path: str) -> httpx.Response:
+        return answer(service, path)
+
+    def metrics() -> dict[str, float]:
+        return samples(get("/metrics").text)
+
+    assert get("/health").status_code == 200, "it lives, and loads the model"
+    assert (get("/ready").status_code, get("/ready").json()) == (503, {"status": "loading"})
+    early = answer(service, TEXT, {"prompt": "a"})
+    assert early.status_code == 503 and "being loaded" in early.json()["error"]["message"]
+    assert metrics()["serve_ready"] == 0
+
+    parts: Any = (AutoModelForCausalLM, AutoTokenizer)
+    model, tokens = (part.from_pretrained(folder) for part in parts)
+    service.start(App(model, tokens, KEY, argparse.Namespace(name="tiny", **LIMITS)))
+    assert (get("/ready").status_code, get("/ready").json()) == (200, {"status": "ready"})
+    for given in ({"prompt": "once", "max_tokens": 5}, {"prompt": "a", "max_tokens": "many"}):
+        answer(service, TEXT, given | {"temperature": 0}, KEY)
+    answer(service, TEXT, {"prompt": "a", "max_tokens": 7, "stream": True}, KEY)
+    assert answer(service, "/any/../path", {}, KEY).status_code == 404
+    assert get("/metrics").headers["content-type"].startswith("text/plain; version=0.0.4")
+    found = metrics()
+    requests = {name: value for name, value in found.items() if "requests_total" in name}
+    expected = {(TEXT, 200): 2, (TEXT, 400): 1, (TEXT, 503): 1, ("other", 404): 1}
+    assert requests == {
+        f'serve_requests_total{{path="{path}",code="{code}"}}': number
+        for (path, code), number in expected.items()
+    }
+    size = len(tokens("once")["input_ids"]) + len(tokens("a")["input_ids"])
+    assert found['serve_tokens_total{kind="prompt"}'] == size
+    assert found['serve_tokens_total{kind="completion"}'] == 5 + 7
+    assert found["serve_request_seconds_count"] == 2 and found["serve_request_seconds_sum"] > 0
+    assert found["serve_running_requests"] == 0 and found["serve_ready"] == 1
+    assert found["serve_max_requests"] == LIMITS["max_requests"]
+
+    server: Any = SimpleNamespace(should_exit=False)
+    service.stop(server, grace_s=60)
+    assert (get("/ready").status_code, get("/ready").json()) == (503, {"status": "stopping"})
+    while not server.should_exit:
+        time.sleep(0.01)  # no request runs, so it does not wait for the grace
 
 
 SCORED: dict[str, dict[str, Any]] = {
@@ -252,7 +316,7 @@ def test_a_reward_model_scores_and_generates_nothing(folder: Path, tmp_path: Pat
 def test_a_request_given_up_frees_the_model_and_sigterm_ends_a_stream(tmp_path: Path) -> None:
     """90,000 tokens take minutes; the process ends with 0."""
     model = chat_model(tmp_path / "long", positions=100_000)
-    limits = ("--max_tokens=90000", "--grace_s=0.5", "--max_requests=1")
+    limits = ("--max_tokens=90000", "--grace_s=2", "--max_requests=1")
     server, log = Server(model, tmp_path / "log", *limits), tmp_path / "log"
     asked = fields(max_tokens=90_000, temperature=0)
     streamed: Any = fields(max_tokens=90_000, temperature=0, stream=True) | {"timeout": 30}
@@ -274,6 +338,11 @@ def test_a_request_given_up_frees_the_model_and_sigterm_ends_a_stream(tmp_path: 
         texts = answer.iter_text()
         next(texts)
         server.process.terminate()
+        while (ready := httpx.get(f"{server.url}/ready")).status_code == 200:
+            time.sleep(0.01)  # until the signal has arrived
+        assert (ready.status_code, ready.json()) == (503, {"status": "stopping"})
+        late = httpx.post(server.url + TEXT, **fields(max_tokens=1))
+        assert late.status_code == 503 and "is stopping" in late.json()["error"]["message"]
         assert "".join(texts).endswith("data: [DONE]\n\n"), "the stream was ended"
     server.process.join(10)
     assert server.process.exitcode == 0 and "Traceback" not in log.read_text(), log.read_text()
@@ -290,6 +359,7 @@ def test_a_run_is_served_and_a_fault_is_refused(flags: Any, tmp_path: Path, capf
     assert answer["model"] == "mine" and answer["usage"]["completion_tokens"] == 3
     messages = [{"role": "user", "content": SECRET}]
     assert "chat template" in httpx.post(server.url + CHAT, json={"messages": messages}).text
+    assert {*server.states} == {"loading", "ready"}, "not ready while it exports and compares"
     assert server.stop() == 0
     assert "largest difference to the trained model's logits" in (tmp_path / "log").read_text()
 

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from ....compat.transformers_serving import OneModel
 from ....text.model.reward import is_reward_model
+from .answers import CHAT, MODELS, SCORE, TEXT, error_response
 from .pooling import scored
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CHAT, TEXT, SCORE = "/v1/chat/completions", "/v1/completions", "/pooling"
 MOST_BYTES = 1 << 20  # of a request: tokens of more take seconds, and delay other clients
 # tokens that may hold a stop string; transformers' criterion makes tables of the vocabulary in
 # seconds
@@ -67,14 +67,15 @@ class App:
         listed = {"id": given.name, "object": "model", "created": 0, "owned_by": ""}
 
         def refused(request: Request, refusal: Exception) -> Response:
-            return _error(getattr(refusal, "status_code", 500), getattr(refusal, "detail", ""))
+            return error_response(
+                getattr(refusal, "status_code", 500), getattr(refusal, "detail", "")
+            )
 
         routes = [
             Route(CHAT, self._generate, methods=["POST"]),
             Route(TEXT, self._generate, methods=["POST"]),
             Route(SCORE, self._score, methods=["POST"]),
-            Route("/v1/models", JSONResponse({"object": "list", "data": [listed]})),
-            Route("/health", JSONResponse({"status": "ok"})),
+            Route(MODELS, JSONResponse({"object": "list", "data": [listed]})),
         ]
         self._routes = Starlette(routes=routes, exception_handlers={HTTPException: refused})
 
@@ -82,12 +83,14 @@ class App:
         path, presented = scope["path"], dict(scope["headers"]).get(b"authorization", b"")
         is_open = not path.startswith("/v1/") and path != SCORE
         if self._bearer and not is_open and not hmac.compare_digest(self._bearer, presented):
-            return await _error(401, "the API key is missing or wrong")(scope, receive, send)
+            return await error_response(401, "the API key is missing or wrong")(
+                scope, receive, send
+            )
         if path not in (CHAT, TEXT, SCORE):
             return await self._routes(scope, receive, send)
         if self._running >= self._most:
             why = f"{self._most} requests are being answered; try again later"
-            return await _error(429, why)(scope, receive, send)
+            return await error_response(429, why)(scope, receive, send)
         scope["is_over"] = is_over = threading.Event()
         self._running += 1
         try:
@@ -99,10 +102,12 @@ class App:
     async def _generate(self, request: Request) -> Response:
         is_over: threading.Event = request.scope["is_over"]
         stops, generated = list[str](), 0
+        counted: dict[str, int] = request.scope.setdefault("tokens", {})
 
         def criterion(tokens: Tensor, scores: object) -> Tensor:  # called after each token
             nonlocal generated
             generated += 1
+            counted.update(prompt=tokens.shape[1] - generated, completion=generated)
             is_last = is_over.is_set() or self.stopping.is_set()
             if stops:
                 text = self._tokenizer.decode(tokens[0, -min(generated, WINDOW) :])
@@ -132,7 +137,9 @@ class App:
             raise HTTPException(400, f"{self._name} generates answers and scores none: POST {CHAT}")
         try:
             given = self._model, self._tokenizer, self._name, await _body(request)
-            return JSONResponse(await asyncio.to_thread(scored, *given))
+            answer = await asyncio.to_thread(scored, *given)
+            request.scope.setdefault("tokens", {})["prompt"] = answer["usage"]["prompt_tokens"]
+            return JSONResponse(answer)
         except INVALID as error:
             raise HTTPException(400, f"the request cannot be answered: {error!r}") from error
 
@@ -144,9 +151,3 @@ async def _body(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict) or "generation_config" in body:
         raise ValueError("the body has to be an object, without generation_config")
     return body
-
-
-def _error(code: int, sentence: str) -> Response:
-    """Returns an error in OpenAI's form; a sentence repeats little of what was sent."""
-    kind = "invalid_request_error" if code < 500 else "server_error"
-    return JSONResponse({"error": {"message": sentence[:300], "type": kind, "code": code}}, code)

@@ -4,12 +4,12 @@ and compared."""
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import socket
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from ....cluster.signals import STOP
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..export.trained import Trained
+    from .app import App
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -34,31 +35,44 @@ def main(argv: list[str], project: Project) -> None:
     except (OSError, OverflowError) as error:
         why = f"cannot be used: {reason(error)}; give another"
         raise InputError(f"--host {given.host} --port {given.port} {why}") from error
+    import uvicorn
+
+    from .service import Service, is_of_a_client
+
+    service = Service(given.max_requests)
+    config = uvicorn.Config(
+        service, lifespan="off", log_level="info", timeout_graceful_shutdown=given.grace_s + 5
+    )
+    # Not the start and end of its thread, nor what a cluster asks every few seconds.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.access").addFilter(is_of_a_client)
+    server = uvicorn.Server(config)
+    # It answers /health while this thread loads the model: a signal ends the process until then.
+    answering = threading.Thread(target=server.run, args=([listening],), name="http")
+    answering.start()
+    try:
+        service.start(_application(given, project))
+    except BaseException:
+        server.should_exit = True
+        answering.join()
+        raise
+    for number in (*STOP, signal.SIGINT):
+        signal.signal(number, lambda *_: service.stop(server, given.grace_s))
+    print(f"{given.name} is ready at http://{given.host}:{given.port}/v1", flush=True)
+    answering.join()
+
+
+def _application(given: argparse.Namespace, project: Project) -> App:
+    """Loads and compares the model, and returns what answers for it."""
     served = _compared(given, project)
     import torch
-    import uvicorn
 
     from .app import App
 
     model = on_device(served.model, "cuda" if torch.cuda.is_available() else "cpu")
     if model.can_generate():
         model.generation_config.do_sample = True  # as vLLM and OpenAI; not at temperature 0
-    app = App(model, served.tokenizer, os.environ.get(given.api_key_env, ""), given)
-
-    class Server(uvicorn.Server):
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            timer = threading.Timer(given.grace_s, app.stopping.set)
-            timer.daemon = True
-            timer.start()
-            super().handle_exit(sig, frame)
-
-    for number in STOP:  # uvicorn has handlers of its own, and raises what it received again
-        signal.signal(number, signal.SIG_IGN)
-    config = uvicorn.Config(
-        app, lifespan="off", log_level="info", timeout_graceful_shutdown=given.grace_s + 5
-    )
-    print(f"{given.name} is ready at http://{given.host}:{given.port}/v1", flush=True)
-    Server(config).run(sockets=[listening])
+    return App(model, served.tokenizer, os.environ.get(given.api_key_env, ""), given)
 
 
 def on_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
