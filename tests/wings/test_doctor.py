@@ -73,6 +73,35 @@ def test_limits_and_torch_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> N
     assert one(doctor.check_limits(), WARNING, "open files: 1024") == "ulimit -n 4096"
 
 
+def test_gpus_cuda_and_cudnn_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch reports of eight GPUs, in place of a machine with them."""
+    card = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85_017_493_504)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91300)
+    monkeypatch.setattr(doctor, "comparable", lambda: {"driver": "580.82"})
+    found = "CUDA 13.0, its cuDNN 91300, driver 580.82, 8 GPU(s): 8 x NVIDIA H100 80GB HBM3 with 79"
+    assert one(doctor.check_gpus(), OK, found) == ""
+
+
+def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder as Linux has it in /sys."""
+    monkeypatch.setattr(doctor, "INFINIBAND", tmp_path)
+    monkeypatch.setattr(socket, "gethostbyname", lambda host: "127.0.0.1")
+    one(doctor.check_network(), OK, "no InfiniBand: nodes would exchange by Ethernet")
+    for device, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        port = tmp_path / device / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    (_, (verdict, active, _), _) = doctor.check_network()
+    assert (verdict, active) == (OK, "InfiniBand: mlx5_0 port 1 (400 Gb/sec (4X NDR))")
+    todo = one(doctor.check_network(), WARNING, "not active: mlx5_1 port 1 (1: DOWN)")
+    assert "ibstat" in todo
+
+
 def test_disks(monkeypatch: pytest.MonkeyPatch) -> None:
     for gib, verdict in ((100, OK), (10, WARNING), (0.5, PROBLEM)):
         usage = SimpleNamespace(free=gib * 2**30)

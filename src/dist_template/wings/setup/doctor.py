@@ -12,6 +12,7 @@ import socket
 import sys
 import tempfile
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ..values import GIB
 
 Findings = Iterator[tuple[str, str, str]]
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
+INFINIBAND = Path("/sys/class/infiniband")
 LOCK, CHOSEN = "lock-cpu.txt", "pyproject.toml"
 
 
@@ -115,14 +117,20 @@ def check_packages(project: Path) -> Findings:
 
 
 def check_gpus() -> Findings:
-    """torch's build fits the driver."""
+    """Reports the GPUs, CUDA and cuDNN; torch's build has to fit the driver."""
     import torch
 
     version, number = comparable()["driver"], torch.cuda.device_count() or "no"
     build = torch.version.cuda or torch.version.hip or "none"
+    cudnn = torch.backends.cudnn.version() or "none"
     found = (
-        f"torch {torch.__version__}, its CUDA {build}, driver {version or 'none'}, {number} GPU(s)"
+        f"torch {torch.__version__}, its CUDA {build}, its cuDNN {cudnn}, driver"
+        f" {version or 'none'}, {number} GPU(s)"
     )
+    if torch.cuda.is_available():
+        devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        names = Counter(f"{one.name} with {one.total_memory / GIB:.0f} GiB" for one in devices)
+        found += ": " + ", ".join(f"{many} x {name}" for name, many in names.items())
     if version and not torch.cuda.is_available():
         yield PROBLEM, found, "install torch's build for this driver, or unset CUDA_VISIBLE_DEVICES"
     else:
@@ -164,7 +172,9 @@ def check_limits() -> Findings:
 
 
 def check_network() -> Findings:
-    """Ranks meet at the address to which the host's name resolves: an interface has to have it."""
+    """Ranks meet at the address to which the host's name resolves: an interface has to have it.
+    NCCL sends by InfiniBand where a port is active, else by Ethernet."""
+    yield from _infiniband()
     host, interfaces = socket.gethostname(), {}
     for interface, addresses in psutil.net_if_addrs().items():
         interfaces |= {one.address: interface for one in addresses}
@@ -178,3 +188,26 @@ def check_network() -> Findings:
         yield OK, found, ""
     else:
         yield WARNING, found, "correct /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+
+
+def _infiniband() -> Findings:
+    """Reports InfiniBand's ports (RoCE has them too), as Linux lists them; without a port nothing
+    is wrong."""
+    active, down = list[str](), list[str]()
+    for port in sorted(INFINIBAND.glob("*/ports/*")):
+        name = f"{port.parents[1].name} port {port.name}"
+        state, rate = (
+            (port / file).read_text("utf-8").strip() if (port / file).is_file() else "unknown"
+            for file in ("state", "rate")
+        )
+        if "ACTIVE" in state:
+            active.append(f"{name} ({rate})")
+        else:
+            down.append(f"{name} ({state})")
+    if down:
+        todo = "check cable and switch; ibstat has more. NCCL_DEBUG=INFO shows what NCCL uses"
+        yield WARNING, f"InfiniBand ports that are not active: {', '.join(down)}", todo
+    if active:
+        yield OK, f"InfiniBand: {', '.join(active)}", ""
+    elif not down:
+        yield OK, "no InfiniBand: nodes would exchange by Ethernet", ""
