@@ -8,7 +8,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,10 +24,9 @@ from tests import ROOT
 from tests.support import launched as of
 from tests.support import runs
 from tests.support.extras import write_metadata
-from tests.support.injury import OF_A_LAUNCHER
 from tests.support.launched import STEPS, Launched, one_machine, site
 from tests.support.line import main
-from tests.support.runs import PACKAGE, PROJECT, logged, only_run, refused, run
+from tests.support.runs import PACKAGE, PROJECT, logged, refused, run
 from tests.support.wings import launch_target as target
 
 DOCS = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")
@@ -169,35 +167,6 @@ def test_a_runs_id_is_one_folders_name(name: str, flags: Any, tmp_path: Path, ca
     os.environ["DIST_RUN_ID"] = name
     assert main(["fit", *flags]) == Exit.BAD_INPUT
     assert "DIST_RUN_ID" in capsys.readouterr().err and not list(tmp_path.glob("runs/*"))
-
-
-ACCELERATE = "accelerate launch --cpu --num_processes 2 --num_machines 1 --mixed_precision no -m"
-HOSTFILE = "--no_ssh --node_rank 0 --master_addr 127.0.0.1 --hostfile {folder}/hosts"
-RDZV = "--rdzv-backend c10d --rdzv-endpoint localhost:0"
-OWN = {
-    "torchrun": "torchrun --nproc_per_node 2 -m",
-    "torchrun c10d": f"torchrun {RDZV} --nproc_per_node 2 -m",
-    "accelerate": ACCELERATE,
-    "deepspeed": "deepspeed --num_gpus 2 --module",
-    "deepspeed hostfile": f"deepspeed {HOSTFILE} --module",
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("launcher", OWN)
-def test_launchers_of_others_train(launcher: str, flags: Any, losses: Any, tmp_path: Path) -> None:
-    """Nobody names the run here: the ranks take their launcher's start for its folder."""
-    (tmp_path / "hosts").write_text("localhost slots=2\n")
-    program, *words = OWN[launcher].format(folder=tmp_path).split()
-    own = [*flags, *STEPS, "--trainer.devices=2"]
-    command = [str(Path(sys.executable).parent / program), *words, PACKAGE, "fit", *own]
-    if launcher.startswith("torchrun"):  # the first `python` on PATH may be another
-        command[:1] = [sys.executable, "-m", "torch.distributed.run"]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(OF_A_LAUNCHER)}
-    options: Any = {"capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run(command, cwd=PROJECT, env=kept | of.ENVIRONMENT, **options)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert logged(only_run(tmp_path), "train/loss") == pytest.approx(losses, abs=1e-6)
 
 
 def test_a_signal_reaches_the_started_process_alone(tmp_path: Path) -> None:

@@ -210,9 +210,13 @@ class ConfigFile(ActionConfigFile):
 
 def as_launched(settings: Namespace) -> None:
     """Sets devices and nodes as the launcher does; passes max_time to the preemption callback."""
-    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun's; it may change at an elastic restart
-        settings.trainer.devices = int(os.environ["LOCAL_WORLD_SIZE"])
+    # torchrun's and accelerate's, which may change at an elastic restart; the deepspeed launcher's
+    local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    if local_size and "WORLD_SIZE" in os.environ:
+        settings.trainer.devices = int(local_size)
         settings.trainer.num_nodes = int(os.environ["WORLD_SIZE"]) // settings.trainer.devices
+        if "CROSS_RANK" in os.environ:  # the deepspeed launcher's number of the node
+            os.environ.setdefault("NODE_RANK", os.environ["CROSS_RANK"])
     trainer = settings.trainer
     if trainer.max_time is not None:  # Lightning would stop within an accumulation, with code 0
         settings.preemption.max_time, trainer.max_time = trainer.max_time, None

@@ -84,22 +84,21 @@ def new_run(settings: Any) -> Path:
     """Returns a new run folder, the same on every rank; it is created at the first write.
 
     A launcher or scheduler sets the run's id, so that the folder stays the same after a restart;
-    the ranks that torchrun, accelerate or deepspeed starts on one node take their launcher's start.
+    the ranks that torchrun, accelerate or deepspeed starts on one node take their launcher's start,
+    on several nodes rank 0's.
 
-    Raises InputError if the variable DIST_RUN_ID is not the name of a folder, or is missing on
-    several nodes."""
+    Raises InputError if the variable DIST_RUN_ID is not the name of a folder."""
     run_id = os.environ.get(Variable.RUN_ID) or os.environ.get("SLURM_JOB_ID")
     if not run_id:
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         size = os.environ.get("WORLD_SIZE", "1")
         if "RANK" in os.environ and size != "1":
-            if size != (os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or size):
-                raise InputError(
-                    f"several nodes need {Variable.RUN_ID}: give it the same new name on every node"
-                )
-            launcher = psutil.Process(os.getppid())
-            started = time.localtime(launcher.create_time())
-            run_id = f"{time.strftime('%Y%m%d-%H%M%S', started)}-{launcher.pid}"
+            if size == (os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or size):
+                launcher = psutil.Process(os.getppid())
+                started = time.localtime(launcher.create_time())
+                run_id = f"{time.strftime('%Y%m%d-%H%M%S', started)}-{launcher.pid}"
+            else:
+                run_id = _agreed(run_id, settings)
     is_too_long = len(os.fsencode(run_id)) > 255  # bytes, in the file systems of Linux and macOS
     if Path(run_id).name != run_id or run_id == ".." or is_too_long or CONTROL.search(run_id):
         raise InputError(
@@ -107,6 +106,18 @@ def new_run(settings: Any) -> Path:
         )
     os.environ[Variable.RUN_ID] = run_id
     return RunConfig(**vars(settings.run)).parent / run_id
+
+
+def _agreed(run_id: str, settings: Any) -> str:
+    """Returns rank 0's id on all nodes of a launcher that sets none, such as the deepspeed
+    launcher's hostfile. Collective."""
+    from ..cluster.rendezvous import agreed  # imports torch
+
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise InputError(
+            f"several nodes need {Variable.RUN_ID}: give it the same new name on every node"
+        )
+    return agreed("run id", run_id, settings.watchdog.start_timeout_s)
 
 
 def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:

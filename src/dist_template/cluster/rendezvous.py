@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning import Trainer
 
 T = TypeVar("T")
+_first_stores: list[dist.Store] = []
 
 
 @dataclass
@@ -84,6 +85,23 @@ class Rendezvous:
             with suppress(RuntimeError):  # another rank is lost
                 ranks = range(self.world_size) if ranks is None else ranks
                 self.store.wait([f"left/{rank}" for rank in ranks], timedelta(seconds=5))
+
+
+def agreed(key: str, value: str, timeout_s: float) -> str:
+    """Returns rank 0's value of `key` on every rank that a launcher has started, before Lightning
+    knows of the ranks. Collective; raises Ended if rank 0 does not answer in time."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = _open(address, port, rank, world_size, timeout_s)
+    _first_stores.append(store)  # the ranks' next stores share rank 0's server
+    # an agent's store outlives a restart
+    key = f"{key} {os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    try:
+        if rank == 0:
+            store.set(key, value)
+        return store.get(key).decode()
+    except (dist.DistStoreError, dist.DistNetworkError):
+        raise _rank_zero_missing(rank, world_size, timeout_s) from None
 
 
 def before_first_collective(
