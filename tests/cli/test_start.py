@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dist_template import InputError, Project, plugins
-from dist_template.cli import config_file
+from dist_template.cli import config_file, keys
 from dist_template.cli import main as command_line
 from dist_template.cli.verbs import verbs
 from tests.support.extras import without_extras, write_metadata
-from tests.support.line import command
+from tests.support.line import OURS, command
 from tests.support.runs import PACKAGE, PROJECT, only_run, refused, run
 from tests.support.wings import engine
 
@@ -47,6 +48,47 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     lines = listed.splitlines()
     assert [line.split()[0] for line in lines] == [*verbs()]
     assert all(len(line.split()) > 4 and len(line) <= 120 for line in lines), "each has its line"
+
+
+MISSPELT = {
+    "--trainr.max_steps=5": "--trainr.max_steps is not a key .*; did you mean trainer.max_steps?",
+    "--trainer.max_step=5": "--trainer.max_step is not .*; did you mean trainer.max_steps?",
+    "--model.optim.learning_rat=1": "did you mean model.optim.learning_rate?",
+    "--data.seq_lenn=4": "did you mean data.seq_len?",
+    "--cluster.hostfil=x": "did you mean cluster.hostfile?",
+    "--numerics.patienc=4": "did you mean numerics.patience?",
+    "--config=wrong.yaml": "--config wrong.yaml: best_checkpoint.kep is not a key of this program",
+    "-c wrong.yaml": "did you mean best_checkpoint.keep?",
+    "--nowhere=1": "--nowhere is not a key of this program; see --help for every key",
+}
+
+
+@pytest.mark.parametrize("given", MISSPELT)
+def test_a_misspelt_key_is_refused_before_torch_is_imported(given: str, tmp_path: Path) -> None:
+    (tmp_path / "wrong.yaml").write_text("best_checkpoint: {kep: 3}")
+    code = (
+        "import sys; from tests.support.line import command; code = command(sys.argv[1:]);"
+        "print(code, 'torch' in sys.modules)"
+    )
+    shown = python(tmp_path, "-c", code, "fit", *given.split())
+    assert shown.stdout == "2 False\n", shown.stdout + shown.stderr
+    assert re.fullmatch(f"error: .*{MISSPELT[given]}.*\n".replace("?", "\\?"), shown.stderr)
+
+
+def test_every_key_of_a_resolved_configuration_passes_the_early_check(capsys: Any) -> None:
+    """As typed and in a file: what the parser knows is not refused before it."""
+    configs = ["strategy/fsdp2", "preset/early_stopping", "recipe/deepseek_v3", "logger/wandb"]
+    flags = [f"--config={name}" for name in configs]
+    with pytest.raises(SystemExit):
+        run("fit", *flags, "--print_config")
+    resolved = yaml.safe_load(capsys.readouterr().out)
+    paths = [*keys._paths(resolved)]
+    assert len(paths) > 150
+    for verb in ("fit", "validate", "plan", "launch"):
+        keys.check([verb, *(f"--{path}=1" for path in paths)], OURS)
+    own = ["--trainer.callbacks+=X", "--model.architecture.hidden_sise=1", "--data.source.nmae=x"]
+    keys.check(["fit", *own, "--trainer.strategy=zero1", "--deepspeed=x", "-h"], OURS)
+    keys.check(["plan", "--memory=80GB", "--nodes", "2"], OURS)
 
 
 def test_every_verb_refuses_a_python_without_packages(tmp_path: Path) -> None:

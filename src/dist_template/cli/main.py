@@ -106,6 +106,9 @@ def _start(argv: list[str], project: Project) -> None:
         folder = project.folder.absolute().parent
         cure = f"`make setup` in {folder} builds .venv, `source .venv/bin/activate` activates it"
         raise InputError(f"{sys.executable} has no {', '.join(lacking)}: {cure}")
+    from . import keys  # needs yaml
+
+    keys.check(argv, project)
     if verb in TRAINING:
         hide_warnings()
         WATCHDOG.start(START_TIMEOUT_S)  # an import from a file server may hang

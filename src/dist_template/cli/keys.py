@@ -1,0 +1,205 @@
+"""Finds unknown sections and misspelt keys before torch is imported, which takes seconds.
+
+The arguments of the classes are read as source text. What is not certain there passes: the parser,
+which imports the classes, checks it later and says the same."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec, resolve_name
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..project import Project
+from . import config_file
+from .defaults import always_on
+from .verbs import TRAINING
+
+LIBRARY = __name__.partition(".")[0]
+LAZY = {LIBRARY, f"{LIBRARY}.text"}  # modules whose `PLACES` name the files of their classes
+OF_CLASSES = ("class_path", "init_args", "dict_kwargs")
+NEAR = 0.8  # likeness of two keys, as in parser.py
+SECTIONS = {
+    "trainer": "lightning.pytorch.trainer.trainer:Trainer",
+    "run": f"{LIBRARY}.cli.run:RunConfig",
+    "cluster": f"{LIBRARY}.cluster.site:Site",
+}
+# Keys without keys below them, and those whose class is chosen.
+OTHERS = {"optimizer", "lr_scheduler", "config", "help", "print_config", "seed_everything"}
+OTHERS |= {"deepspeed", *config_file.OF_SOME_VERBS}
+Place = tuple[str, str]  # of a class: module, name
+Arguments = dict[str, Place | None]  # and of the dataclass whose fields are keys below this one
+
+
+def check(argv: list[str], project: Project) -> None:
+    """Checks the flags and files of `argv`, a verb and what follows it. Raises InputError for a
+    section that is none, a key that is near a known one, and a file that cannot be read."""
+    places = _places(project)
+    known = places.keys() | OTHERS
+    for path, where in _given(argv[1:], is_training=argv[0] in TRAINING):
+        section, _, rest = path.rstrip("+").partition(".")
+        is_own = where == "--" and argv[0] not in TRAINING and "." not in path
+        if section not in known and not is_own:  # another verb has flags of its own
+            near = get_close_matches(section, known, 1, NEAR)
+            hint = f"; did you mean {'.'.join([near[0], rest]).rstrip('.')}?" if near else ";"
+            what = f"{where}{path} is not a key of this program"
+            raise InputError(f"{what}{hint} see --help for every key")
+        _refuse_misspelt(path, where, places)
+
+
+def _given(flags: list[str], is_training: bool) -> Iterator[tuple[str, str]]:
+    """Yields each key, dotted, and where it is given, as the beginning of a sentence. A file that
+    cannot be read is refused for a verb of training; another verb has flags to check before."""
+    for number, word in enumerate(flags):
+        name, has_value, value = word.partition("=")
+        if name in ("-c", "--config"):
+            if not has_value:
+                value = "".join(flags[number + 1 : number + 2])
+            if not value or "://" in value or value.startswith("{"):
+                continue  # jsonargparse reads addresses and mappings
+            try:
+                content = config_file.read(value)
+            except InputError:
+                if is_training:
+                    raise
+                continue
+            for path in _paths(content):
+                yield path, f"--config {value}: "
+        elif name.startswith("--"):
+            yield name.removeprefix("--"), "--"
+
+
+def _paths(content: dict[str, Any]) -> Iterator[str]:
+    for name, value in content.items():
+        if not (isinstance(value, dict) and value):
+            yield str(name)
+        else:
+            yield from (f"{name}.{path}" for path in _paths(value))
+
+
+def _refuse_misspelt(key: str, where: str, places: dict[str, Place]) -> None:
+    """Raises InputError if a name in the dotted `key` is unknown and near a known one."""
+    path, *names = key.split(".")
+    place = places.get(path)
+    for name in names:
+        known = place and _arguments(*place)
+        if not known or name in OF_CLASSES:
+            return
+        if name.rstrip("+") not in known:
+            near = get_close_matches(f"{path}.{name}", [f"{path}.{one}" for one in known], 1, NEAR)
+            if near:
+                what = f"{where}{path}.{name} is not a key of this program"
+                raise InputError(f"{what}; did you mean {near[0]}? see --help for every key")
+            return
+        path, place = f"{path}.{name}", known.get(name)
+
+
+def _places(project: Project) -> dict[str, Place]:
+    """Returns where the class of each section is defined."""
+    places = SECTIONS | {key: point.value for key, point in always_on().items()}
+    found = {}
+    for key, value in places.items():
+        module, _, name = value.partition(":")
+        found[key] = (module, name)
+    for key, given in (("model", project.module), ("data", project.data)):
+        module, _, name = given.partition(":")
+        found[key] = (resolve_name(module, project.package), name)
+    return found
+
+
+@cache
+def _arguments(module: str, name: str) -> Arguments | None:
+    """Returns what the class accepts; None if that cannot be read."""
+    found = _definition(module, name)
+    return None if found is None else _of_class(*found)
+
+
+@cache
+def _definition(module: str, name: str) -> tuple[ast.ClassDef, str] | None:
+    """Returns the class that `name` is in a module, as source text, and the module that defines it;
+    None if that cannot be found."""
+    file = _file_of(module)
+    if file is None:
+        return None
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):  # the import will report it
+        return None
+    alias, is_in_module, attribute = name.rpartition(".")
+    for node in ast.walk(tree):
+        if is_in_module and isinstance(node, ast.Import):  # import lightning as L
+            for one in node.names:
+                if (one.asname or one.name) == alias:
+                    return _definition(one.name, attribute)
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return node, module
+        if isinstance(node, ast.ImportFrom) and name in [one.name for one in node.names]:
+            origin = resolve_name("." * node.level + (node.module or ""), package)
+            if origin in LAZY:
+                place = importlib.import_module(origin).PLACES.get(name)
+                origin = f"{LIBRARY}.{place}" if place else ""
+            return _definition(origin, name)
+    return None
+
+
+def _file_of(module: str) -> Path | None:
+    root, *parts = module.split(".")
+    spec = find_spec(root) if root else None
+    for folder in (spec.submodule_search_locations if spec else None) or ():
+        path = Path(folder, *parts)
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
+
+
+def _of_class(node: ast.ClassDef, module: str) -> Arguments | None:
+    init = next(
+        (n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None
+    )
+    if init is None and _is_dataclass(node):
+        fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
+        known = {ast.unparse(n.target): _below(n, n.value, module) for n in fields}
+        for base in node.bases:
+            above = _definition(module, ast.unparse(base))
+            if above is None:
+                return None
+            if _is_dataclass(above[0]):  # others add no argument
+                inherited = _of_class(*above)
+                if inherited is None:
+                    return None
+                known = inherited | known
+        return known
+    found: Arguments = {}
+    if init:
+        given = init.args
+        places = [*given.posonlyargs, *given.args][1:]
+        defaults: list[ast.expr | None] = [None] * (len(places) - len(given.defaults))
+        pairs = [*zip(places, [*defaults, *given.defaults], strict=True)]
+        pairs += zip(given.kwonlyargs, given.kw_defaults, strict=True)
+        found = {argument.arg: _below(argument, default, module) for argument, default in pairs}
+        if given.kwarg is None:
+            return found
+        rest = [n.value for n in ast.walk(init) if isinstance(n, ast.Attribute | ast.Subscript)]
+        if given.kwarg.arg in map(ast.unparse, rest):
+            return None  # it takes arguments out of **kwargs by name
+    if not node.bases:
+        return found
+    inherited = _arguments(module, ast.unparse(node.bases[0])) if len(node.bases) == 1 else None
+    return None if inherited is None else inherited | found
+
+
+def _is_dataclass(node: ast.ClassDef) -> bool:
+    return any("dataclass" in ast.unparse(one) for one in node.decorator_list)
+
+
+def _below(given: ast.arg | ast.AnnAssign, default: ast.expr | None, module: str) -> Place | None:
+    """Returns where the dataclass is whose fields are keys below this argument: its annotation is
+    also its default's class, so that the value is no other class's."""
+    kind = given.annotation and ast.unparse(given.annotation)
+    is_own = isinstance(default, ast.Call) and ast.unparse(default.func) == kind
+    return (module, str(kind)) if is_own else None
