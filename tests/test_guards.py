@@ -2,18 +2,15 @@
 
 A guard is removed in a copy of the repository: one text of one file is replaced by another."""
 
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from tests.support.repository import copied, outcome
+
 ROOT = Path(__file__).parents[1]
-COPIED = ("src", "tests", "{{cookiecutter.project_slug}}", "demonstrations")
 PAGE = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
 ROWS = {  # promise: file of its guard, and test
     promise: (Path("src", "dist_template", file), f"tests/{test}")
@@ -83,30 +80,6 @@ def test_every_guard_and_test_of_the_page_exists() -> None:
         paths = [ROOT / folder / file for folder in ("src/dist_template", "tests", ".")]
         (path,) = [path for path in paths if path.exists()]
         assert re.search(rf"(def|class) {name}", path.read_text(encoding="utf-8")), (file, name)
-
-
-def copied(folder: Path) -> Path:
-    for name in COPIED:
-        skipped = shutil.ignore_patterns("__pycache__", "*.egg-info")
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=skipped)
-    shutil.copy(ROOT / "pyproject.toml", folder)
-    return folder
-
-
-def outcome(folder: Path, *tests: str) -> str:
-    """Runs tests in `folder`; returns pytest's last line."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
-    environment["PYTHONPATH"] = str(folder / "src")
-    flags = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not nightly"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", *flags, *tests],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return [ended.stderr, *ended.stdout.strip().splitlines()][-1]
 
 
 @pytest.mark.nightly

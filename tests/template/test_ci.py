@@ -49,6 +49,8 @@ def test_the_pipeline_trains_on_two_processes_continues_and_evaluates(tmp_path: 
     """Its last three commands as they are, with a small configuration and this environment."""
     project = copied_project(tmp_path)
     shutil.copy(SOURCE / "Makefile", project)
+    for number in range(100, 150):  # `evaluate` compares 20 documents or more
+        (project / "texts" / f"{number}.txt").write_text(f"{number} is a number. " * 30, "utf-8")
     (project / "small.yaml").write_text(SMALL, "utf-8")
     python = project / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
