@@ -136,6 +136,7 @@ SERVING = "template/test_serving.py::"
 JSON = "wings/test_deepspeed_json.py::"
 FAKE_GPU = "parallel/test_fake_cuda.py::test_a_fit_equals_the_cpus_and_waits_as_the_table_says"
 REMEDIES = "callbacks/test_crashes.py::test_out_of_memory_has_cures"
+EXAMPLES = ("llama3_8b_qlora", "llama3_8b_lora", "llama2_13b_zero2", "llama3_70b_zero3")
 CI = "template/test_ci.py::"
 
 
@@ -391,17 +392,16 @@ ROWS: dict[str, Row] = {
     ),
     "B13": Row(
         [
-            f"{PLAN}test_an_example_is_as_planned",
+            *(f"{PLAN}test_an_example_is_as_planned[{name}]" for name in EXAMPLES),
             f"{PLAN}test_fit_would_accept_an_example_on_its_machine",
             "parallel/test_adapters.py::test_adapters_train_as_one_process",
             "parallel/test_adapters.py::test_a_variant_trains_as_one",  # in 4 bits
             "text/test_finetune.py::test_four_bit_layers_have_the_values_that_transformers_gives_them",
         ],
         [
-            config("example/llama3_8b_qlora"),
-            config("example/qwen3_600m_lora"),
+            *(config(f"example/{name}") for name in EXAMPLES),
             key("model.adapter"),
-            file("docs/plan.md", "`example/llama3_8b_qlora`"),
+            file("docs/plan.md", *(f"`example/{name}`" for name in EXAMPLES)),
         ],
     ),
     "C1": Row(

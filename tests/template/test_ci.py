@@ -66,5 +66,5 @@ def test_the_pipeline_trains_on_two_processes_continues_and_evaluates(tmp_path: 
     assert max(steps) == 30 and len(steps) == len({*steps}), "the second continued the first"
     facts = json.loads((run / "facts.json").read_text("utf-8"))
     assert facts["machine"]["world_size"] == 2
-    assert "better" in output("sh", "-c", evaluate, cwd=project, **given)
+    assert "better with" in output("sh", "-c", evaluate, cwd=project, **given)
     assert [*(run / "evaluation").glob("*.json")]

@@ -216,12 +216,19 @@ LLAMA_3: dict[str, Any] = {"model_type": "llama", "hidden_size": 4096, "intermed
 LLAMA_3 |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMA_3 |= {"vocab_size": 128_256, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
 LLAMA_3 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+LLAMA_70B = LLAMA_3 | {"hidden_size": 8192, "intermediate_size": 28_672}
+LLAMA_70B |= {"num_hidden_layers": 80, "num_attention_heads": 64}
+LLAMA_2: dict[str, Any] = {"model_type": "llama", "hidden_size": 5120, "intermediate_size": 13_824}
+LLAMA_2 |= {"num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 40}
+LLAMA_2 |= {"vocab_size": 32_000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 QWEN_30B = QWEN | {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144}
 QWEN_30B |= {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
 QWEN_30B |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 QWEN_30B |= {"norm_topk_prob": True, "router_aux_loss_coef": 0.001}
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {  # weights: parameters, and config.json's sizes
     "Qwen/Qwen3-0.6B": (596_049_920, SMALL),
+    "meta-llama/Llama-2-13b-chat-hf": (13_015_864_320, LLAMA_2),
+    "meta-llama/Llama-3.1-70B-Instruct": (70_553_706_496, LLAMA_70B),
     "meta-llama/Llama-3.1-8B-Instruct": (8_030_261_248, LLAMA_3),
     "Qwen/Qwen3-30B-A3B": (30_532_122_624, QWEN_30B),
 }
@@ -245,7 +252,7 @@ def typed(name: str, folder: Path) -> list[str]:
 
 def test_every_example_has_a_row_and_names_its_tokenizer_and_machine() -> None:
     rows = EXAMPLE_ROW.findall((ROOT / "docs" / "plan.md").read_text("utf-8"))
-    assert sorted(row[0] for row in rows) == EXAMPLES and len(EXAMPLES) == 4
+    assert sorted(row[0] for row in rows) == EXAMPLES and len(EXAMPLES) == 7
     for name in EXAMPLES:
         given = content(name)
         trainer, site, data = given["trainer"], given["cluster"], given["data"]

@@ -224,7 +224,7 @@ def samples(text: str) -> dict[str, float]:
 
 
 def test_readiness_and_metrics_of_a_service(folder: Path) -> None:
-    service = Service(LIMITS["max_requests"])
+    service = Service(int(LIMITS["max_requests"]))
 
     def get(path: str) -> httpx.Response:
         return answer(service, path)

@@ -4,6 +4,7 @@ the labels are paths and status codes, which need no escapes."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -62,7 +63,7 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
 
-def _family(name: str, kind: str, meaning: str, samples: dict[str, float]) -> list[str]:
+def _family(name: str, kind: str, meaning: str, samples: Mapping[str, float]) -> list[str]:
     """Returns the lines of one metric; keys of `samples` follow its name: a suffix or labels."""
     head = [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]
     return [*head, *(f"{name}{rest} {value}" for rest, value in samples.items())]
