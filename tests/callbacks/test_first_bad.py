@@ -175,10 +175,13 @@ def break_norms(only_rank: int) -> None:
     original, build = LanguageModule.training_step, LanguageModule.build_model
 
     def training_step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        if self.global_step + 1 == BAD_STEP and self.global_rank == only_rank:
-            state["bad"] = state["bad"] if state["bad"] is not None else batch["input_ids"].clone()
-        # by content: ZeRO-3 passes other tensors
-        state["now"] = state["bad"] is not None and torch.equal(batch["input_ids"], state["bad"])
+        ids = batch["input_ids"]
+        is_first = state["bad"] is None and self.global_step + 1 == BAD_STEP
+        if is_first and self.global_rank == only_rank:
+            state["bad"] = batch_idx, ids.clone()
+        # by content too: other micro-batches of the step may hold the same row
+        index, bad = state["bad"] or (None, None)
+        state["now"] = index == batch_idx and torch.equal(ids, bad)
         return original(self, batch, batch_idx)
 
     def build_model(self: Any, data: Any) -> nn.Module:

@@ -67,7 +67,9 @@ IN_TURNS = [
 ]  # a template ends with another token than EOS: it is read by a reward model
 KINDS = ("ipo", "simpo", "orpo", "kto", "reward")  # simpo compares with no reference
 OF_TRL = {"dpo": RECORDS, "kto": RATED, "orpo": ODDS, "reward": IN_TURNS}
-OF_TRL |= {"ipo": RECORDS, "simpo": RECORDS}
+# CPOTrainer starts a prompt with BOS if it has none: a prompt that has it, for both.
+STARTED = [record | {"prompt": f"<|im_start|>{record['prompt']}"} for record in RECORDS]
+OF_TRL |= {"ipo": RECORDS, "simpo": STARTED}
 RATES = dict.fromkeys(OF_TRL, 0.5) | {"ipo": 0.02, "simpo": 1.0}  # of plain SGD
 
 

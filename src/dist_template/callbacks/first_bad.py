@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from ..layout import local_shard
 from ..model.any_module import metrics_of
 from ..model.metrics import MetricBuffer
 from ..parallel import run_strategy
+from ..parallel.run_strategy import Layers
 from .random_state import get_state, set_state
 
 MOST_MICRO_BATCHES = 8  # that are searched if no loss of a micro-batch shows which one it is
@@ -57,19 +58,22 @@ class MicroBatch:
 @dataclass
 class Found:
     """The first non-finite number of one rank: `what` is weight, data, output, buffer or gradient,
-    `module` the name of its module or tensor, `place` its position in the order of execution."""
+    `module` the name of its module or tensor, `place` its position in the order of execution: the
+    micro-batch, the first block of the pipeline stage, the call in it."""
 
     what: str
     module: str
-    place: tuple[int, int] = (0, 0)
+    place: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass
 class Passes:
     """What hooks have noted of the passes of a micro-batch, each () bool on the device."""
 
+    layers: Layers  # of this rank
     # name, whether inputs are finite, whether outputs are, in the order in which modules return
     calls: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
+    first_blocks: list[int] = field(default_factory=list)  # of the stage of each call
     # name of the module, whether its output's gradient is finite, in the order of the backward pass
     gradients: list[tuple[str, Tensor]] = field(default_factory=list)
     first: Tensor | None = None  # the first activation with a gradient
@@ -77,7 +81,8 @@ class Passes:
 
     def note(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Is a forward hook of `module`."""
-        if not self.is_forward:
+        first_block = self.layers.first_block_of_pass()
+        if not self.is_forward or first_block is None:
             return
         outputs = list(_floats(output))
         for tensor in outputs:
@@ -87,6 +92,7 @@ class Passes:
         # A mask has minus infinities. In any other tensor they were in an earlier output already.
         inputs = [_without_masked(each) for each in _floats((args, kwargs))]
         self.calls.append((name, _are_finite(inputs), _are_finite(outputs)))
+        self.first_blocks.append(first_block)
 
     def _note_gradient(self, name: str, gradient: Tensor) -> None:
         self.gradients.append((name, _are_finite([gradient])))
@@ -96,6 +102,7 @@ class Passes:
         before = [both.to(device) for _, *each in self.calls for both in each]
         is_finite = torch.stack(before).all() if before else torch.tensor(True, device=device)
         self.calls.append((LOSS, is_finite, _are_finite([loss])))
+        self.first_blocks.append(max(self.first_blocks, default=0))
 
 
 def find_first_bad(
@@ -144,7 +151,7 @@ def _bad_data(micro_batches: list[MicroBatch]) -> Found | None:
     for number, micro_batch in enumerate(micro_batches):
         for name, tensor in _named_floats(micro_batch.batch, "batch"):
             if not _are_finite([_without_masked(tensor)]):
-                return Found("data", name, (number, 0))
+                return Found("data", name, (number, 0, 0))
     return None
 
 
@@ -166,18 +173,18 @@ def _chosen(trainer: Any, micro_batches: list[MicroBatch]) -> list[int]:
 def _bad_call(trainer: Any, module: Any, micro_batches: list[MicroBatch]) -> Found | None:
     """Runs the micro-batches under hooks. All ranks run the same number of passes."""
     found = None
+    layers = run_strategy(trainer.strategy).layers
     takes_index = "batch_idx" in inspect.signature(module.training_step).parameters
-    forward_only = run_strategy(trainer.strategy).forward_only
     for number, micro_batch in enumerate(micro_batches):
         given = (micro_batch.batch, *[micro_batch.index] * takes_index)
-        passes = Passes()
+        passes = Passes(layers)
         with ExitStack() as stack:
             for name, submodule in module.named_modules():
                 if name:
                     hook = partial(passes.note, name)
                     handle = submodule.register_forward_hook(hook, with_kwargs=True)
                     stack.callback(handle.remove)
-            output = forward_only(module.training_step, given)
+            output = layers.forward_only(module.training_step, given)
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if isinstance(loss, Tensor):  # else another stage of a pipeline has it
                 passes.note_loss(loss)
@@ -190,20 +197,21 @@ def _bad_call(trainer: Any, module: Any, micro_batches: list[MicroBatch]) -> Fou
 
 
 def _first_of(module: nn.Module, passes: Passes, number: int) -> Found | None:
-    for place, (name, inputs, outputs) in enumerate(passes.calls):
+    for call, (name, inputs, outputs) in enumerate(passes.calls):
+        place = (number, passes.first_blocks[call], call)
         if inputs and not outputs:
             for key, buffer in dict(module.named_buffers()).items():
                 if key.rpartition(".")[0] == name and not _are_finite([_without_masked(buffer)]):
-                    return Found("buffer", key, (number, place))
-            return Found("output", name, (number, place))
-    for place, (name, is_finite) in enumerate(passes.gradients):
+                    return Found("buffer", key, place)
+            return Found("output", name, place)
+    for call, (name, is_finite) in enumerate(passes.gradients):
         if not is_finite:
-            return Found("gradient", name, (number, len(passes.calls) + place))
+            return Found("gradient", name, (number, 0, len(passes.calls) + call))
     return None
 
 
 @contextmanager
-def _unchanged(trainer: Any, module: Any) -> Iterator[None]:
+def _unchanged(trainer: Any, module: Any) -> Generator[None]:
     """Restores what a `training_step` changes besides gradients: random state, buffers, attributes
     of modules (of torchmetrics, too) and what it logs."""
     with ExitStack() as stack:

@@ -71,6 +71,11 @@ class Layers:
         `newest` + 1; None in a module of another rank's layers."""
         return newest
 
+    def first_block_of_pass(self) -> int | None:
+        """Returns the number of the first block of the stage that runs, 0 without a pipeline; None
+        in a module of another stage, which is passed over."""
+        return 0
+
 
 class RunDefaults:
     """The answers of DDP, one device and other strategies of Lightning's."""
@@ -86,11 +91,6 @@ class RunDefaults:
     def lightning(self) -> Any:
         """Lightning's strategy."""
         return self
-
-    def forward_only(self, step: Callable[..., T], args: tuple[object, ...]) -> T | None:
-        """Runs the module's `training_step`, which no backward pass of the engine follows; None on
-        the ranks without the model's output. Collective."""
-        return self.layers.forward_only(step, args)
 
     @property
     def data_rank(self) -> DataRank:

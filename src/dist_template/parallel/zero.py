@@ -29,7 +29,7 @@ from ..layout import refuse_scalars
 from . import deepspeed_config as config_file
 from .configured import Configured, Hardware
 from .own_format import OwnFormat
-from .run_strategy import RunDefaults, T
+from .run_strategy import RunDefaults
 from .starting import Start
 
 # module.py leaves clipping to DeepSpeed; DeepSpeed 0.19 with torch 2.13
@@ -281,11 +281,6 @@ class ZeroStrategy(RunDefaults, OwnFormat, DeepSpeedStrategy):
     def handles_gradient_accumulation(self) -> bool:
         """False: the module's `optimizer_step` would run in every micro-batch (ZeroPrecision)."""
         return False
-
-    def forward_only(self, step: Callable[..., T], args: tuple[object, ...]) -> T | None:
-        """Runs it by the engine, whose forward pass starts ZeRO-3's order of gathers anew."""
-        output: Any = self.training_step(*args)
-        return output
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:

@@ -310,6 +310,9 @@ class Pipeline(Layers):
             return None
         return self.running.micro_batch
 
+    def first_block_of_pass(self) -> int | None:
+        return self.running.start if self.running.is_inside else None
+
 
 def shapes_of(args: object) -> Shapes:
     """Returns the shapes of the tensors of a batch that has rows; hidden states follow from them.
