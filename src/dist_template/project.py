@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from .errors import InputError
 
-__all__ = ["Flags", "Project", "is_users", "program"]
+__all__ = ["Flags", "Project", "has_command_line", "is_users", "program"]
 
 _program = __name__.split(".")[0]  # the started package, for messages only
 

@@ -6,7 +6,9 @@ from pathlib import Path
 from ...errors import InputError
 from ...observe.crash import record_of
 from ...observe.history.run import RunFile
+from ...project import has_command_line
 from ..history import History, read_run
+from .next_commands import next_commands
 
 OF_MEMORY = ("out_of_memory", "memory_grows", "memory_nearly_full")
 NUM_FINDINGS = 3  # that are printed at the end of a run
@@ -35,10 +37,14 @@ def at_run_end(run: Path, error: BaseException | None) -> None:
     """Writes the report, and prints the first findings of a run that has finished."""
     from .report.page import HTML, write
 
-    if not (run / RunFile.CONFIG).exists() or not read_run(run).key("run.report", True):
+    if not (run / RunFile.CONFIG).exists():
         return
-    _, (findings,) = write([run], run)
-    print(f"report            {run / HTML}", flush=True)
-    if error is None:
-        for finding in findings[:NUM_FINDINGS]:
+    history = read_run(run)
+    if history.key("run.report", True):
+        _, (findings,) = write([run], run)
+        print(f"report            {run / HTML}", flush=True)
+        for finding in findings[:NUM_FINDINGS] if error is None else ():
             print(f"finding           {finding.line}")
+    if error is None and has_command_line():
+        for what, command in next_commands(history).items():
+            print(f"{what:<18}{command}")

@@ -6,12 +6,14 @@ from itertools import chain
 
 import numpy as np
 
+from ....project import has_command_line
 from ....records import flatten
 from ....table import Table
 from ...history import History
 from ...preflight.interval import compared
 from ...values import shown
 from ..expected import last_step
+from ..next_commands import next_commands
 
 NOT_SET = "–"  # the run has no such figure, or its configuration no such key
 NUM_INCIDENTS = 20
@@ -46,6 +48,14 @@ FACTS = {
 SPEEDS = {"tokens/s": ("perf/tokens_per_s", "{:,.0f}"), "MFU": ("perf/mfu", "{:.1%}")}
 
 
+def _next(histories: list[History]) -> Table:
+    """Returns the next commands of the one run of a report."""
+    rows = []
+    if len(histories) == 1 and has_command_line():
+        rows = [list(pair) for pair in next_commands(histories[0]).items()]
+    return Table("Next", ["", "command"], rows)
+
+
 def tables(histories: list[History], names: list[str]) -> list[Table]:
     """Returns the tables that have rows."""
     environments = [flatten(history.environment) for history in histories]
@@ -60,6 +70,7 @@ def tables(histories: list[History], names: list[str]) -> list[Table]:
             ["", *names],
             _rows([_phases(history) for history in histories]),
         ),
+        _next(histories),
         _settings(histories, names),
         _events(histories, names),
         Table("Environment", ["", *names], _differing(environments, OF_AN_ATTEMPT, ENVIRONMENT)),

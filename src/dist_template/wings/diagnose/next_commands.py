@@ -1,0 +1,45 @@
+"""The commands that a finished run can be continued with: printed at its end, and in its report.
+
+Each is typed with the run's own folder and needs only what the run has written."""
+
+from pathlib import Path
+
+from ...project import program
+from ..history import History
+
+TEXT = "data.tokenizer"  # a key of runs of language models, which can be served
+NEWEST_STEP = "train/loss"
+
+
+def next_commands(history: History) -> dict[str, str]:
+    """Returns what each command does, and the command."""
+    run, found = _typed(history.folder), dict[str, str]()
+    if any(history.folder.glob("events.out.tfevents.*")):
+        found["TensorBoard"] = f"tensorboard --logdir {_typed(history.folder.parent)}"
+    if not _has_checkpoint(history):
+        return found
+    config = f"--config {run}/config.yaml --ckpt_path last"
+    if history.key(TEXT) is not None:
+        found["evaluate"] = f"{program('evaluate')} {run} --baseline start"
+        found["generate"] = f"{program('predict')} {config}"
+        found["export"] = f"{program('export')} {run} --output {run}/export/model"
+        found["serve"] = f"{program('serve')} {run}"
+    else:
+        found["evaluate"] = f"{program('validate')} {config}"
+    steps = history.metrics[NEWEST_STEP].steps
+    if len(steps) and (history.key("trainer.max_steps") or -1) > 0:
+        more = f"--trainer.max_steps {2 * int(steps[-1])}"
+    else:
+        more = f"--trainer.max_epochs {2 * int(history.key('trainer.max_epochs') or 1)}"
+    found["continue training"] = f"{program('fit')} {config} {more}"
+    return found
+
+
+def _typed(folder: Path) -> str:
+    """Returns the folder as a user in the current one types it."""
+    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
+
+
+def _has_checkpoint(history: History) -> bool:
+    given = str(history.key("last_checkpoint.dirpath") or "{run}/checkpoints")
+    return any(Path(given.replace("{run}", str(history.folder))).glob("*.ckpt"))

@@ -1,0 +1,66 @@
+"""The commands at the end of a run work as they are printed, and the report has them."""
+
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_template import Project
+from dist_template.cli import main as command_line
+from tests.support.classifier import PLAIN
+from tests.support.line import OURS, PACKAGE
+from tests.support.runs import only_run, run
+
+TYPED = ("evaluate", "generate", "export", "continue training")  # serve and TensorBoard wait
+
+
+def printed(text: str) -> dict[str, str]:
+    pattern = r"^(TensorBoard|evaluate|generate|export|serve|continue training) +(\S.*)$"
+    return dict(re.findall(pattern, text, re.MULTILINE))
+
+
+def typed(command: str, project: Project = OURS) -> int:
+    python, flag, package, *argv = shlex.split(command)
+    assert [python, flag, package] == ["python", "-m", project.package]
+    os.environ.pop("DIST_RUN_ID", None)
+    return command_line.run(argv, project)
+
+
+@pytest.mark.slow
+def test_the_next_commands_of_a_language_model_work(
+    flags: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    # 20 documents to compare; the last --run.report counts
+    more = ["--data.test_share=0.4", "--run.report=true", "--trainer.max_steps=2"]
+    assert run("fit", *flags, *more, "--trainer.limit_val_batches=1") == 0
+    found = printed(capsys.readouterr().out)
+    assert [*found] == ["TensorBoard", *TYPED[:3], "serve", TYPED[3]]
+    folder = only_run(tmp_path)
+    page = (folder / "report.html").read_text("utf-8")
+    assert f"{PACKAGE} export {folder}" in page and "--trainer.max_steps 4" in page
+    for name in TYPED:
+        assert typed(found[name]) == 0, capsys.readouterr().err
+    assert "finished after step 4" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_next_commands_of_a_plain_module_work(tmp_path: Path, capsys: Any) -> None:
+    fit = f"python -m {PLAIN.package} fit --run.root={tmp_path}/runs --trainer.accelerator=cpu"
+    fit += " --trainer.devices=1 --trainer.max_epochs=1 --best_checkpoint.monitor=val_loss"
+    assert typed(fit, PLAIN) == 0
+    found = printed(capsys.readouterr().out)
+    assert [*found] == ["TensorBoard", "evaluate", "continue training"]
+    assert found["continue training"].endswith("--trainer.max_epochs 2")
+    for name in ("evaluate", "continue training"):
+        assert typed(found[name], PLAIN) == 0, capsys.readouterr().err
+
+
+def test_a_run_without_a_checkpoint_has_no_command_that_needs_one(
+    flags: list[str], capsys: Any
+) -> None:
+    none = ["--trainer.enable_checkpointing=false", "--trainer.logger=false"]
+    assert run("fit", *flags, *none, "--trainer.max_steps=1") == 0
+    assert printed(capsys.readouterr().out) == {}
