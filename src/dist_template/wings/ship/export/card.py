@@ -11,9 +11,12 @@ from .trained import GRAPH, Trained
 FIGURES = ("eval/loss", "eval/bits_per_byte", "test/loss", "test/bits_per_byte")
 
 
-def write_card(folder: Path, trained: Trained, form: str, verified: str, license: str) -> None:
+def write_card(
+    folder: Path, trained: Trained, form: str, verified: str, license: str, code: str = EXAMPLE
+) -> None:
     """Writes README.md into `folder`. `form`: format and type. `verified`: how the folder compares
-    with the trained model. `license`: an identifier of the hub, or `unknown`."""
+    with the trained model. `license`: an identifier of the hub, or `unknown`. `code`: lines that
+    run a graph."""
     from huggingface_hub import ModelCardData
 
     run, title, results = History(Path()), folder.name, list[Path]()
@@ -24,6 +27,8 @@ def write_card(folder: Path, trained: Trained, form: str, verified: str, license
     task = (
         "text-classification" if getattr(trained.module, "reads_ends", False) else "text-generation"
     )
+    if not hasattr(trained.module, "build_model"):
+        task = None
     library = "onnx" if (folder / GRAPH).is_file() else "transformers"
     front = ModelCardData(license=license, pipeline_tag=task, library_name=library)
     if parent and not Path(parent).exists():
@@ -46,5 +51,5 @@ def write_card(folder: Path, trained: Trained, form: str, verified: str, license
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value)
     text = f"---\n{front.to_yaml()}\n---\n\n# {title}\n\n| | |\n|---|---|\n{table}\n"
     if (folder / GRAPH).is_file():
-        text += f"\n## Logits by onnxruntime\n\n```python\n{EXAMPLE}```\n"
+        text += f"\n## By onnxruntime\n\n```python\n{code}```\n"
     (folder / "README.md").write_text(text, encoding="utf-8")

@@ -20,6 +20,7 @@ from ....cli.run import verified_checkpoint
 from ....errors import InputError, reason
 from ....project import Project
 from ....text.model.safetensors_files import write_weights as write_pretrained
+from . import plain_module
 from .adapter import merge, write_adapter
 from .card import write_card
 from .gate import SHAPES, Gate
@@ -56,6 +57,8 @@ def main(argv: list[str], project: Project) -> None:
             f"--max_shard_size is {settings.max_shard_size!r}: give a number with KB, MB, GB or TB"
         )
     path = verified_checkpoint(settings.checkpoint, "--checkpoint", cli.unfilled)
+    if settings.to == "onnx" and not hasattr(cli.model, "build_model"):
+        return _write_plain(cli, path, output)
     may_be_stored = settings.to == "hf" and not getattr(cli.model, "adapter", None)
     found = trained(cli, path, run_of(path), may_be_stored)
     with written_at_once(output) as folder:
@@ -153,6 +156,20 @@ def write_graph(found: Trained, dtype: str, folder: Path) -> tuple[str, str]:
         ) from error
     form = f"onnx, {dtype}" if graph.model.cache else f"onnx, {dtype}, without a cache"
     return form, proof
+
+
+def _write_plain(cli: WithoutTrainer, checkpoint: Path, output: Path) -> None:
+    """Writes the graph of a LightningModule that builds no model of transformers, and its card."""
+    module, settings = cli.model, cli.config
+    if settings.dtype != "float32":
+        raise InputError(f"--dtype {settings.dtype}: a plain module is exported as float32")
+    plain_module.load(module, checkpoint)
+    with written_at_once(output) as folder:
+        proof = plain_module.write_plain(module, cli.datamodule, folder)
+        found = Trained(module, None, str(checkpoint), run_of(checkpoint), module, cli.datamodule)
+        code = plain_module.example(plain_module.names_of(folder))
+        write_card(folder, found, "onnx, float32", proof, settings.license, code)
+    print(f"{checkpoint}\n  -> {output}  onnx, float32, {proof}")
 
 
 def _of_graph(folder: Path) -> Trained:

@@ -104,7 +104,10 @@ def trained(
     checkpoint is another model's."""
     module, data = cli.model, cli.datamodule
     if not hasattr(module, "build_model"):
-        raise InputError(f"{type(module).__name__} has no build_model to export")
+        raise InputError(
+            f"{type(module).__name__} has no build_model to export: `export --to onnx` exports its"
+            " forward"
+        )
     if hasattr(data, "require"):
         data.require()
     torch.manual_seed(torch.initial_seed())
