@@ -64,12 +64,22 @@ def test_a_projects_file_of_that_name_is_taken(
     assert strategy_of(capsys, f"{FLAGS}=fsdp")["init_args"]["cpu_offload"]
 
 
-@pytest.mark.parametrize("name, near", [("fdsp2", "fsdp2"), ("zero_3", "zero3"), ("dpp", "ddp")])
+@pytest.mark.parametrize(
+    "name, near", [("fdsp2", "fsdp2"), ("zero_3", "zero3"), ("dpp", "ddp"), ("FSDP", "fsdp")]
+)
 def test_an_unknown_name_is_one_sentence(
     name: str, near: str, flags: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     sentence = refused("fit", [*flags, FLAGS, name], capfd)
     assert f"trainer.strategy {name!r} is no strategy; did you mean {near}? Or ddp," in sentence
+
+
+def test_a_key_of_a_strategy_that_is_only_a_name_is_one_sentence(
+    flags: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    sentence = refused("fit", [*flags, f"{FLAGS}=ddp", f"{FLAGS}.config=ds.json"], capfd)
+    assert "trainer.strategy is the name 'ddp', which takes no --trainer.strategy.KEY" in sentence
+    assert "--deepspeed FILE for a DeepSpeed JSON" in sentence
 
 
 @pytest.mark.slow

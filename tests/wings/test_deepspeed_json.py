@@ -60,6 +60,12 @@ ZERO_3 = {
 GUIDES = {"zero2": ZERO_2, "zero3": ZERO_3}
 
 
+def has_fp16() -> bool:
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    return bool(CPU_Accelerator().is_fp16_supported())
+
+
 def written(folder: Path, *flags: str) -> Any:
     file = folder / "ds_config.json"
     assert run("config", "deepspeed", *flags, f"--output={file}") == 0
@@ -152,6 +158,20 @@ def test_the_guides_json_in_fp16_is_taken_for_gpus(flags: list[str], tmp_path: P
         key: MEMORY[key] for key in MEMORY if key != "fp16"
     }
     assert config["fp16"]["enabled"] and config["train_micro_batch_size_per_gpu"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(has_fp16(), reason="this CPU has fp16, and trains")
+def test_the_guides_json_in_fp16_is_one_sentence_on_a_cpu(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "guide.json"
+    file.write_text(json.dumps(MEMORY))
+    given = [f"--deepspeed={file}", "--trainer.precision=16-true"]
+    batch = ["--data.global_batch_size=32", "--data.micro_batch_size=8"]
+    assert run("prepare", *flags) == 0
+    sentence = refused("fit", [*flags, *given, *batch], capfd)
+    assert "trainer.precision '16-true': this CPU has no fp16 for DeepSpeed; train on" in sentence
 
 
 WRONG = {

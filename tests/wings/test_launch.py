@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from dist_template.cluster.site import Site
-from dist_template.errors import Exit
+from dist_template.errors import Exit, InputError
 from dist_template.wings.launch import command, nodes
 from tests import ROOT
 from tests.support import launched as of
@@ -129,6 +129,121 @@ def test_bad_input_is_refused(sentence: str, flags: Flags, tmp_path: Path, capfd
     assert not list(tmp_path.glob("runs/*/*")), "nothing is half-written"
 
 
+HOSTFILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "line 2 is 'b': write `name slots=N`": ("a slots=1\nb\n", {}),
+    "line 1 is 'a slots=0': write": ("a slots=0\n", {}),
+    "line 1 is 'a slots=-1': write": ("a slots=-1\n", {}),
+    "line 1 is 'a slots=2 max_slots=4': write": ("a slots=2 max_slots=4\n", {}),
+    "line 3 has a a second time: remove": ("a slots=1\n# b\na slots=1\n", {}),
+    " names no host: write": ("# none\n\n", {}),
+    "cluster.hostfile has '-oProxyCommand=x'; give a name": ("-oProxyCommand=x slots=1\n", {}),
+    "Hostname 'c' not found in hostfile": ("a slots=1\n", {"include": "c"}),
+    "No slot '1' specified on host 'a'": ("a slots=1\n", {"include": "a:1"}),
+    "cluster.include or cluster.exclude: ": ("a slots=1\n", {"include": "a:x"}),
+    "cluster.exclude 'a' leaves no host": ("a slots=1\n", {"exclude": "a"}),
+    "include and cluster.exclude are both given": ("a slots=1\n", {"include": "a", "exclude": "b"}),
+    "cluster.hosts and cluster.hostfile are both given": ("a slots=1\n", {"hosts": ["a"]}),
+}
+
+
+@pytest.mark.parametrize("sentence", HOSTFILES)
+def test_a_wrong_hostfile_is_named_with_its_line(sentence: str, tmp_path: Path) -> None:
+    text, keys = HOSTFILES[sentence]
+    (file := tmp_path / "hosts.txt").write_text(text)
+    with pytest.raises(InputError, match=re.escape(sentence)) as refusal:
+        Site(hostfile=str(file), **keys).slots()
+    if "line " in sentence:
+        assert str(refusal.value).startswith(f"cluster.hostfile {file}, line ")
+
+
+NOT_OF_THE_JOB: dict[str, tuple[str, dict[str, Any]]] = {
+    "has hosts with [2, 1] slots: use as many": ("a slots=2\nb slots=1\n", {}),
+    "the job has 3 nodes; name as many in cluster.hostfile": ("a slots=1\n", {"nodes": 3}),
+    "is 4, and cluster.hostfile gives 2 slots": ("a slots=2\n", {"devices_per_node": 4}),
+    "--on ssh uses all devices of a host": ("a slots=2\n", {"include": "a:0"}),
+    "cannot be read: [Errno 2] No such file": ("", {"hostfile": "no.txt"}),
+}
+
+
+@pytest.mark.parametrize("sentence", NOT_OF_THE_JOB)
+def test_a_hostfile_is_refused(sentence: str, flags: Flags, tmp_path: Path, capfd: Any) -> None:
+    text, keys = NOT_OF_THE_JOB[sentence]
+    (file := tmp_path / "hosts.txt").write_text(text)
+    where = site(tmp_path, **{"hostfile": str(file), **keys})
+    found = refused("launch", ["--on=ssh", "--dry-run", *flags, where], capfd)
+    assert sentence in found and not list(tmp_path.glob("runs/*/*"))
+
+
+def test_a_scheduler_takes_no_hostfile(flags: Flags, tmp_path: Path, capfd: Any) -> None:
+    (tmp_path / "hosts.txt").write_text("a slots=1\n")
+    where = site(tmp_path, hostfile=f"{tmp_path}/hosts.txt")
+    for on in ("slurm", "ray"):
+        found = refused("launch", [f"--on={on}", "--dry-run", *flags, where], capfd)
+        assert f"--on {on} chooses its nodes itself: remove cluster.hostfile" in found
+    found = refused("launch", ["--on=ssh", "--dry-run", *flags, site(tmp_path, include="a")], capfd)
+    assert "cluster.include chooses from cluster.hostfile: give that, too" in found
+
+
+RACK = "# a rack\na slots=4  # the first\n\nb\tslots=4\nc slots=4\n"
+CHOSEN: list[tuple[dict[str, Any], dict[str, list[int]]]] = [  # keys of the site, the nodes' slots
+    ({}, {"a": [0, 1, 2, 3], "b": [0, 1, 2, 3], "c": [0, 1, 2, 3]}),
+    ({"nodes": 2}, {"a": [0, 1, 2, 3], "b": [0, 1, 2, 3]}),  # for c the ranks would wait
+    ({"exclude": "a"}, {"b": [0, 1, 2, 3], "c": [0, 1, 2, 3]}),
+    ({"include": "c@a"}, {"a": [0, 1, 2, 3], "c": [0, 1, 2, 3]}),
+    ({"include": "a:0,1@b:0,1"}, {"a": [0, 1], "b": [0, 1]}),
+    ({"include": "a:0,1@b:2,3"}, {"a": [0, 1], "b": [2, 3]}),
+    ({"exclude": "a:0,1@b:3,2@c"}, {"a": [2, 3], "b": [0, 1]}),
+]
+
+
+@pytest.mark.parametrize(("keys", "expected"), CHOSEN)
+def test_deepspeeds_launcher_gets_the_nodes_and_slots_of_the_job(
+    keys: Any, expected: Any, flags: Flags, tmp_path: Path, capsys: Any
+) -> None:
+    """As the launcher itself reads the rendered hostfile and its --include."""
+    from deepspeed.launcher import runner
+
+    (tmp_path / "rack").write_text(RACK)
+    where = site(tmp_path, hostfile=f"{tmp_path}/rack", **keys)
+    lines = dry_run(capsys, tmp_path, "--on=deepspeed", *flags, where)
+    (tmp_path / "rendered").write_text("\n".join(line for line in lines if " slots=" in line))
+    (line,) = (line for line in lines if "deepspeed.launcher.runner" in line)
+    start = shlex.split(line.replace("$NODE_RANK", "1"))
+    own = runner.parse_args(start[start.index("deepspeed.launcher.runner") + 1 :])
+    pool = runner.fetch_hostfile(str(tmp_path / "rendered"))
+    assert runner.parse_inclusion_exclusion(pool, own.include, own.exclude) == expected
+    sizes = [f"--trainer.devices={len(expected['b' if 'b' in expected else 'a'])}"]
+    assert own.user_args[-2:] == [*sizes, f"--trainer.num_nodes={len(expected)}"]
+    assert own.no_ssh and own.module and own.user_script == PACKAGE
+
+
+def test_prepare_runs_once_by_every_launcher(flags: Flags, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "rack").write_text(RACK)
+    where = site(tmp_path, hostfile=f"{tmp_path}/rack")
+    for on, expected in (("deepspeed", "a slots=1"), ("accelerate", "num_processes: 1")):
+        lines = dry_run(capsys, tmp_path, f"--on={on}", "--verb=prepare", *flags, where)
+        assert expected in lines and not any(line.startswith("b slots") for line in lines)
+
+
+def test_accelerates_launcher_gets_sizes_and_the_rendezvous(
+    flags: Flags, tmp_path: Path, capsys: Any
+) -> None:
+    """As accelerate reads the rendered configuration."""
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    where = site(tmp_path, hosts=["me@a", "b", "c"], devices_per_node=4, port=2345)
+    lines = dry_run(capsys, tmp_path, "--on=accelerate", *flags, where)
+    begin = next(at for at, line in enumerate(lines) if line.endswith("/launch/accelerate.yaml"))
+    end = next(at for at, line in enumerate(lines) if at > begin and not line)
+    (tmp_path / "read.yaml").write_text("\n".join(lines[begin:end]))
+    read: Any = load_config_from_file(str(tmp_path / "read.yaml"))
+    assert [read.num_machines, read.num_processes] == [3, 12]
+    assert [read.main_process_ip, read.main_process_port] == ["a", 2345]
+    (start,) = (line for line in lines if "accelerate.commands.launch" in line)
+    assert '--machine_rank "$NODE_RANK" -m trainer_dev fit' in start
+    assert "--trainer.devices=4 --trainer.num_nodes=3" in start
+
+
 SSH: Any = target("ssh")
 
 
@@ -210,7 +325,7 @@ def test_two_hosts_train_as_one_and_refuse_another(flags: Any, tmp_path: Path, c
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("on", ["ssh", "torchrun"])
+@pytest.mark.parametrize("on", ["ssh", "torchrun", "accelerate", "deepspeed"])
 def test_launchers_have_equal_results(on: str, flags: Any, losses: Any, tmp_path: Path) -> None:
     def start(name: str, flags: Flags, environment: dict[str, str]) -> Launched:
         where = of.hosts(tmp_path, environment=environment)

@@ -82,6 +82,7 @@ class CLI(OpenCLI):
     # ---- the configuration -------------------------------------------------------------------
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        strategy_names.TAKEN.clear()
         # allow_abbrev would accept the beginning of a key.
         parser = Parser(verb=self._name, **kwargs, allow_abbrev=False)
         parser.section = self._section

@@ -166,6 +166,8 @@ def one_sentence(text: str, keys: set[str]) -> str:
     key = re.search(r'Parser key "([\w.]+)"', text)
     at = f"{key[1]}: " if key else ""
     if found := re.search(r"Expected a dot import path string: (\w+)", text):
+        if key and key[1] == strategy_names.KEY and strategy_names.is_name(found[1]):
+            return strategy_names.without_keys(found[1])
         known = [kind.__name__ for base in BASES for kind in _below(base)]
         near = get_close_matches(found[1], known, 1)
         hint = f" did you mean {near[0]}?" if near else ""

@@ -100,15 +100,28 @@ def replaced(content: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def check(strategy: object) -> None:
     """Raises InputError if `trainer.strategy` is a name that neither NAMES nor Lightning has."""
-    known = {"auto", *NAMES, *StrategyRegistry.available_strategies()}
-    if not isinstance(strategy, str) or strategy in known:
+    if not isinstance(strategy, str) or is_name(strategy):
         return
-    near = get_close_matches(strategy, known, 1)
+    known = {"auto", *NAMES, *StrategyRegistry.available_strategies()}
+    near = get_close_matches(strategy.lower(), known, 1)
     hint = f"did you mean {near[0]}? Or" if near else ""
     allowed = "ddp, fsdp2, zero1, zero2, zero3, a file as in --config strategy/fsdp2"
     raise InputError(
         f"{KEY} {strategy!r} is no strategy; {hint or 'give'} {allowed} (`config list` has all), or"
         " a class path"
+    )
+
+
+def is_name(name: str) -> bool:
+    """Returns whether Lightning has a strategy of this name, or NAMES."""
+    return name in {"auto", *NAMES, *StrategyRegistry.available_strategies()}
+
+
+def without_keys(name: str) -> str:
+    """Returns the sentence for a `--trainer.strategy.KEY` whose strategy is only a name."""
+    return (
+        f"{KEY} is the name {name!r}, which takes no --{KEY}.KEY: give --config strategy/FILE or"
+        f" --{KEY} NAME first, as in --{KEY} zero3, or {DEEPSPEED} FILE for a DeepSpeed JSON"
     )
 
 

@@ -43,11 +43,12 @@ def read(path: str, check_name: Callable[[str], None]) -> dict[str, int]:
     return found
 
 
-def chosen(slots: dict[str, int], include: str, exclude: str) -> dict[str, int]:
-    """Returns the hosts that `include` or `exclude` leave, with the number of slots to use. Raises
-    InputError for a host or a slot that the file does not have."""
+def chosen(slots: dict[str, int], include: str, exclude: str) -> dict[str, list[int]]:
+    """Returns the hosts that `include` or `exclude` leave, with the slots to use: their numbers, as
+    CUDA_VISIBLE_DEVICES has them. Raises InputError for a host or a slot that the file does not
+    have."""
     if not (include or exclude):
-        return slots
+        return {host: [*range(count)] for host, count in slots.items()}
     require("deepspeed", "cluster.include")
     from deepspeed.launcher.runner import parse_inclusion_exclusion
 
@@ -57,4 +58,4 @@ def chosen(slots: dict[str, int], include: str, exclude: str) -> dict[str, int]:
         raise InputError(f"cluster.include or cluster.exclude: {reason(error)}") from error
     if not active:
         raise InputError(f"cluster.exclude {exclude!r} leaves no host of cluster.hostfile")
-    return {host: len(used) for host, used in active.items()}
+    return {host: [*used] for host, used in active.items()}

@@ -127,13 +127,13 @@ class Site:
             how = f"the run saves {self.save_s} s before it (cluster.save_s); give more time"
             raise InputError(f"cluster.time_limit is {limit} s, and {how}")
 
-    def slots(self) -> dict[str, int | None]:
-        """Returns the hosts to use, with their number of devices where a hostfile says it. Raises
-        InputError for a hostfile that cannot be used."""
+    def slots(self) -> dict[str, list[int]]:
+        """Returns the hosts to use, with the numbers of their devices where a hostfile says them,
+        else []. Raises InputError for a hostfile that cannot be used."""
         if self.hostfile is None:
-            return dict.fromkeys(self.hosts)
+            return {host: [] for host in self.hosts}
         slots = hostfile.read(self.hostfile, partial(check_host, where="cluster.hostfile"))
-        return {**hostfile.chosen(slots, self.include, self.exclude)}
+        return hostfile.chosen(slots, self.include, self.exclude)
 
     def without_secrets(self) -> Site:
         """Returns the site with a text in place of each secret in `environment`."""

@@ -24,7 +24,7 @@ from ..compat import deepspeed as compat
 from ..compat.deepspeed import EnginePrecision, set_deepspeed_config, start_deepspeed
 from ..compat.lightning import accumulates
 from ..compat.torch import drop_weak_references
-from ..errors import require
+from ..errors import InputError, require
 from ..layout import refuse_scalars
 from . import deepspeed_config as config_file
 from .configured import Configured, Hardware
@@ -217,6 +217,13 @@ class ZeroStrategy(RunDefaults, OwnFormat, DeepSpeedStrategy):
         # There may be a GPU that is not to be used.
         if deepspeed.accelerator.get_accelerator().device_name() != "cpu":
             deepspeed.accelerator.set_accelerator(CPU_Accelerator())
+        precision = self.precision_plugin.precision
+        is_fp16 = config_file.HALF_SECTION.get(precision) == "fp16"
+        if is_fp16 and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
+            raise InputError(
+                f"trainer.precision {precision!r}: this CPU has no fp16 for DeepSpeed; train on"
+                " GPUs, or set bf16-mixed here and bf16 in a DeepSpeed JSON"
+            )
         compat.without_shared_memory_collectives()
         reset_seed()
         self.set_world_ranks()

@@ -90,7 +90,7 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
         where = "cluster.hostfile" if site.hostfile else "cluster.hosts"
         raise InputError(f"the job has {nodes} nodes; name as many in {where}")
     hosts = [*slots][:nodes]
-    sizes = [slots[host] for host in hosts]
+    sizes = [len(slots[host]) for host in hosts]
     if len({*sizes}) > 1:
         raise InputError(f"cluster.hostfile has hosts with {sizes} slots: use as many of each")
     devices = 1 if verb == "prepare" else _devices(site, sizes, trainer["devices"])
@@ -123,10 +123,10 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
     )
 
 
-def _devices(site: Site, slots: Sequence[int | None], default: int | str) -> int | str:
+def _devices(site: Site, slots: Sequence[int], default: int | str) -> int | str:
     """Returns the devices of a node. Raises InputError if they are not those of the hostfile."""
     given = site.devices_per_node
-    of_file = slots[0] if slots else None
+    of_file = slots[0] if slots else 0  # 0: cluster.hosts says no number
     if given and of_file and given != of_file:
         raise InputError(
             f"cluster.devices_per_node is {given}, and cluster.hostfile gives {of_file} slots to"

@@ -2,16 +2,14 @@
 
 SIGTERM and SIGUSR1 end the launchers of accelerate and deepspeed, which kill their ranks, and they
 exit with 1, whatever a rank has exited with. Here signals go to the ranks, which save, and each
-rank writes its exit code into a file (cluster/launch.py).
-"""
-
-from __future__ import annotations
+rank writes its exit code into a file (cluster/launch.py)."""
 
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -28,19 +26,38 @@ def main(command: list[str]) -> int:
         launcher = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)
 
         def forward(number: int, _: object) -> None:
-            """Sends a signal to the processes to which the launcher has given a rank, without
-            their own children; to all if there are none yet."""
-            found = psutil.Process(launcher.pid).children(recursive=True)
-            ranked = {process.pid for process in found if "LOCAL_RANK" in process.environ()}
-            ranks = [one for one in found if one.pid in ranked and one.ppid() not in ranked]
-            for process in ranks or [*found, launcher]:
-                process.send_signal(number)
+            """Sends a signal to the ranks, to all processes if there are none yet."""
+            for process in _ranks(launcher.pid):
+                # It may have exited since: an exception here would end all ranks.
+                with suppress(psutil.Error):
+                    process.send_signal(number)
 
         for number in (*STOP, signal.SIGINT):
             signal.signal(number, forward)
         code = launcher.wait()
         codes = [int(file.read_text()) for file in Path(folder).iterdir()]
     return Exit.of_all(codes or [code])
+
+
+def _ranks(launcher: int) -> list[psutil.Process]:
+    """Returns the processes to which the launcher has given a rank, without their own children; the
+    launcher and all its processes if there are none yet."""
+    try:
+        started = psutil.Process(launcher)
+        found = started.children(recursive=True)
+    except psutil.Error:  # it has exited
+        return []
+    ranked: dict[int, psutil.Process] = {}
+    for process in found:
+        with suppress(psutil.Error):
+            if "LOCAL_RANK" in process.environ():
+                ranked[process.pid] = process
+    ranks = []
+    for process in ranked.values():
+        with suppress(psutil.Error):
+            if process.ppid() not in ranked:
+                ranks.append(process)
+    return ranks or [*found, started]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Their own ways to other nodes are not used: pdsh and mpirun lose exit codes and 
 starts a node's launcher below ranks.py, which passes both on."""
 
 import shlex
-from pathlib import Path
 
 import yaml
 
@@ -47,17 +46,28 @@ class Deepspeed(OnNodes):
 
     def render(self, job: Job) -> dict[str, str]:
         require("deepspeed", "--on deepspeed")
-        if job.site.hostfile:
-            hostfile = Path(job.site.hostfile).read_text(encoding="utf-8")
-        else:
-            names = job.hosts or ["localhost"]
-            hostfile = "".join(f"{host} slots={job.devices}\n" for host in names)
+        hostfile, include = _hosts(job)
         launcher = ["deepspeed.launcher.runner", "--no_ssh", "--log_level=error"]
         launcher += ["--hostfile", str(job.files / "hostfile")]
         launcher += ["--master_addr", job.master, "--master_port", str(job.port)]
-        launcher += [f"--include={job.site.include}", f"--exclude={job.site.exclude}"]
+        launcher += [f"--include={include}"] if include else []
         process = ["--no_local_rank", "--module", job.package, *arguments(job)]
         return {**script(job, _start(job, launcher, "node_rank", process)), "hostfile": hostfile}
+
+
+def _hosts(job: Job) -> tuple[str, str]:
+    """Returns the hostfile of the job's own nodes and devices, in the order of NODE_RANK, and the
+    slots to include; "" for the first ones of each host.
+
+    The user's hostfile may have more nodes than cluster.nodes, for which the launcher's ranks would
+    wait, and a host may be user@name, which the syntax of --include cannot say."""
+    known, lines, included, are_first = job.site.slots(), [], [], True
+    for host in job.hosts or ["localhost"]:
+        used = (known.get(host) or [*range(job.devices)])[: job.devices]
+        are_first = are_first and used == [*range(len(used))]
+        lines.append(f"{host} slots={max(used) + 1}\n")
+        included.append(f"{host}:{','.join(map(str, used))}")
+    return "".join(lines), "" if are_first else "@".join(included)
 
 
 def _start(job: Job, launcher: list[str], rank_flag: str, process: list[str]) -> str:

@@ -18,8 +18,8 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ....checkpoint.formats import load_full
 from ....errors import InputError, reason
@@ -130,8 +130,8 @@ def _compared(module: L.LightningModule, inputs: dict[str, Tensor], folder: Path
     for size in sizes:
         given = {key: torch.cat([each] * (1 + size))[:size] for key, each in inputs.items()}
         with torch.no_grad():
-            expected = pytree.tree_leaves(copy.deepcopy(module)(**given))
-        tensors = [each for each in expected if isinstance(each, Tensor)]
+            tensors: list[Tensor] = []
+            apply_to_collection(copy.deepcopy(module)(**given), Tensor, tensors.append)
         feeds = {key: each.numpy() for key, each in given.items() if key in known}
         try:
             outputs = session.run(None, feeds)
