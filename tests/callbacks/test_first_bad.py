@@ -180,7 +180,7 @@ def break_norms(only_rank: int) -> None:
         if is_first and self.global_rank == only_rank:
             state["bad"] = batch_idx, ids.clone()
         # by content too: other micro-batches of the step may hold the same row
-        index, bad = state["bad"] or (None, None)
+        index, bad = state["bad"] or (None, torch.empty(0))
         state["now"] = index == batch_idx and torch.equal(ids, bad)
         return original(self, batch, batch_idx)
 

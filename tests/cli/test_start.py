@@ -75,6 +75,29 @@ def test_a_misspelt_key_is_refused_before_torch_is_imported(given: str, tmp_path
     assert re.fullmatch(f"error: .*{MISSPELT[given]}.*\n".replace("?", "\\?"), shown.stderr)
 
 
+USERS = {  # modules whose classes accept `widths`, near a name that is read
+    "kwargs": "class M:\n    def __init__(self, width=1, **rest):\n        f(**rest)",
+    "twice": "class M:\n    def __init__(self, width=1): ...\nM = N",
+    "condition": "if True:\n    class M:\n        def __init__(self, width=1): ...",
+    "method": "class M:\n    if True:\n        def __init__(self, width=1): ...",
+    "decorator": "@other\nclass M:\n    def __init__(self, width=1): ...",
+    "new": "class M:\n    def __init__(self, width=1): ...\n    def __new__(cls, widths=1): ...",
+    "metaclass": "class M(metaclass=X):\n    def __init__(self, width=1): ...",
+    "star": "from somewhere import *\nclass M:\n    def __init__(self, width=1): ...",
+}
+
+
+@pytest.mark.parametrize("case", USERS)
+def test_what_is_not_certain_from_the_source_is_left_to_the_parser(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"of_{case}").mkdir()
+    (tmp_path / f"of_{case}" / "__init__.py").touch()
+    (tmp_path / f"of_{case}" / "module.py").write_text(f"import lightning as L\n{USERS[case]}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    keys.check(["fit", "--model.widths=3"], Project(f"of_{case}", ".module:M"))
+
+
 def test_every_key_of_a_resolved_configuration_passes_the_early_check(capsys: Any) -> None:
     """As typed and in a file: what the parser knows is not refused before it."""
     configs = ["strategy/fsdp2", "preset/early_stopping", "recipe/deepseek_v3", "logger/wandb"]

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from lightning.pytorch.strategies import StrategyRegistry
 
-from dist_template.cli.strategy_names import NAMES
+from dist_template.cli.strategy_names import NAMES, TAKEN
 from tests.support.runs import logged, only_run, refused, run, run_in_subprocess
 
 FLAGS = "--trainer.strategy"
@@ -47,7 +47,7 @@ def test_later_flags_and_files_change_the_named_strategy(tmp_path: Path, capsys:
     offloaded = [FLAGS, "deepspeed_stage_3_offload", f"{FLAGS}.offload_parameters=false"]
     arguments = strategy_of(capsys, *offloaded)["init_args"]
     assert arguments["offload_optimizer"] and not arguments["offload_parameters"]
-    assert strategy_of(capsys, f"{FLAGS}=fsdp", f"{FLAGS}=ddp") == "ddp"
+    assert strategy_of(capsys, f"{FLAGS}=fsdp", f"{FLAGS}=ddp") == "ddp" and not TAKEN
     own = tmp_path / "own.yaml"
     own.write_text("trainer: {strategy: hsdp}")
     later = strategy_of(capsys, f"--config={own}", f"{FLAGS}=zero3")

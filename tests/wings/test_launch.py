@@ -334,6 +334,16 @@ def test_launchers_have_equal_results(on: str, flags: Any, losses: Any, tmp_path
     assert (line := of.row(on, flags, losses, start)) in DOCS, line
 
 
+@pytest.mark.nightly
+def test_a_part_of_a_hostfile_trains(flags: Any, losses: Any, tmp_path: Path) -> None:
+    """Two of three hosts: the launcher of each node waits for the other's rank alone."""
+    (tmp_path / "rack").write_text("down slots=1\nnode1 slots=1\nnode2 slots=1\nnode3 slots=1\n")
+    keys = {"hostfile": f"{tmp_path}/rack", "exclude": "down", "nodes": 2}
+    launched = Launched(tmp_path, "deepspeed", *flags, of.hosts(tmp_path, (), **keys), *STEPS)
+    assert launched.end() == Exit.DONE, launched.out.read_text()[-3000:]
+    assert logged(launched.run, "train/loss") == pytest.approx(losses, abs=1e-6)
+
+
 LSF = """#!/bin/sh
 echo "$(basename $0) $@" >> {folder}/called
 case $0 in *bsub) echo 17;; *bjobs) echo "17 RUN";; *bkill) echo signalled;; esac

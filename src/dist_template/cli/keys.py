@@ -130,20 +130,43 @@ def _definition(module: str, name: str) -> tuple[ast.ClassDef, str] | None:
     except (OSError, ValueError, SyntaxError):  # the import will report it
         return None
     alias, is_in_module, attribute = name.rpartition(".")
-    for node in ast.walk(tree):
-        if is_in_module and isinstance(node, ast.Import):  # import lightning as L
-            for one in node.names:
-                if (one.asname or one.name) == alias:
-                    return _definition(one.name, attribute)
+    if is_in_module:  # import lightning as L
+        modules = [one for node in tree.body if isinstance(node, ast.Import) for one in node.names]
+        named = [one.name for one in modules if (one.asname or one.name) == alias]
+        return _definition(named[0], attribute) if len(named) == 1 else None
+    # Lightning's star import is of its own version and authors
+    has_star = any("import *" in ast.unparse(node) for node in tree.body if _imports(node))
+    if _times_bound(tree, name) != 1 or (has_star and module.partition(".")[0] != "lightning"):
+        return None
+    for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return node, module
-        if isinstance(node, ast.ImportFrom) and name in [one.name for one in node.names]:
-            origin = resolve_name("." * node.level + (node.module or ""), package)
-            if origin in LAZY:
-                place = importlib.import_module(origin).PLACES.get(name)
-                origin = f"{LIBRARY}.{place}" if place else ""
-            return _definition(origin, name)
-    return None
+        if isinstance(node, ast.ImportFrom):
+            for one in node.names:
+                if (one.asname or one.name) == name:
+                    origin = resolve_name("." * node.level + (node.module or ""), package)
+                    if origin in LAZY:
+                        place = importlib.import_module(origin).PLACES.get(one.name)
+                        origin = f"{LIBRARY}.{place}" if place else ""
+                    return _definition(origin, one.name)
+    return None  # it is bound under a condition
+
+
+def _imports(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ImportFrom)
+
+
+def _times_bound(tree: ast.Module, name: str) -> int:
+    """Returns how often a module binds a name, below conditions too."""
+    found = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found += node.name == name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found += [one.asname or one.name for one in node.names].count(name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found += node.id == name
+    return found
 
 
 def _file_of(module: str) -> Path | None:
@@ -157,10 +180,21 @@ def _file_of(module: str) -> Path | None:
     return None
 
 
+# Statements of a class whose meaning for its constructor is known.
+PLAIN = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Assign, ast.AnnAssign, ast.Expr, ast.Pass)
+
+
 def _of_class(node: ast.ClassDef, module: str) -> Arguments | None:
-    init = next(
-        (n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None
-    )
+    """Returns what the constructor accepts; None if something may change that: a decorator, a
+    metaclass, `__new__`, a condition, arguments that are read out of **kwargs."""
+    is_certain = not node.keywords and all(isinstance(each, PLAIN) for each in node.body)
+    decorators = [ast.unparse(each).partition("(")[0] for each in node.decorator_list]
+    functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+    names = [each.name for each in functions]
+    is_certain = is_certain and {*decorators} <= {"dataclass", "dataclasses.dataclass"}
+    if not is_certain or "__new__" in names or names.count("__init__") > 1:
+        return None
+    init = next((each for each in functions if each.name == "__init__"), None)
     if init is None and _is_dataclass(node):
         fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
         known = {ast.unparse(n.target): _below(n, n.value, module) for n in fields}
@@ -184,13 +218,25 @@ def _of_class(node: ast.ClassDef, module: str) -> Arguments | None:
         found = {argument.arg: _below(argument, default, module) for argument, default in pairs}
         if given.kwarg is None:
             return found
-        rest = [n.value for n in ast.walk(init) if isinstance(n, ast.Attribute | ast.Subscript)]
-        if given.kwarg.arg in map(ast.unparse, rest):
-            return None  # it takes arguments out of **kwargs by name
+        if init.decorator_list or not _is_passed_on(init, given.kwarg.arg):
+            return None  # it takes arguments out of **kwargs
     if not node.bases:
         return found
     inherited = _arguments(module, ast.unparse(node.bases[0])) if len(node.bases) == 1 else None
     return None if inherited is None else inherited | found
+
+
+def _is_passed_on(init: ast.FunctionDef, name: str) -> bool:
+    """Returns whether **`name` is only given to the base class's constructor, once."""
+    uses = [n for n in ast.walk(init) if isinstance(n, ast.Name) and n.id == name]
+    calls = [n for n in ast.walk(init) if isinstance(n, ast.Call)]
+    passed = [
+        each
+        for each in calls
+        if ast.unparse(each.func) == "super().__init__"
+        and any(one.arg is None and ast.unparse(one.value) == name for one in each.keywords)
+    ]
+    return len(uses) == len(passed) == 1
 
 
 def _is_dataclass(node: ast.ClassDef) -> bool:

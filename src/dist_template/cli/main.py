@@ -15,6 +15,7 @@ from ..cluster.messages import hide_warnings
 from ..cluster.watchdog import START_TIMEOUT_S, WATCHDOG
 from ..errors import Ended, Exit, InputError, another_rank_is_gone, local_rank, reason, shortened
 from ..lazy import without_collections
+from ..plugins import LIBRARY
 from ..project import Project
 from .verbs import TRAINING, verbs
 
@@ -106,9 +107,10 @@ def _start(argv: list[str], project: Project) -> None:
         folder = project.folder.absolute().parent
         cure = f"`make setup` in {folder} builds .venv, `source .venv/bin/activate` activates it"
         raise InputError(f"{sys.executable} has no {', '.join(lacking)}: {cure}")
-    from . import keys  # needs yaml
+    if known[verb].point.module.startswith(f"{LIBRARY}."):  # others may have keys of their own
+        from . import keys  # needs yaml
 
-    keys.check(argv, project)
+        keys.check(argv, project)
     if verb in TRAINING:
         hide_warnings()
         WATCHDOG.start(START_TIMEOUT_S)  # an import from a file server may hang

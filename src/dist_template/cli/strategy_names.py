@@ -63,6 +63,7 @@ def expanded(args: list[str]) -> list[str]:
         if flag not in (f"--{KEY}", DEEPSPEED):
             found.append(word)
             continue
+        TAKEN.clear()  # of a flag before, which this one replaces
         given = [word] if is_joined else [word, *islice(words, 1)]
         name = name if is_joined else given[-1]
         if flag == DEEPSPEED:

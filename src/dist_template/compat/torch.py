@@ -18,9 +18,23 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import _muon
 from torch.optim import optimizer as _optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
-__all__ = ["tree_leaves", "tree_map"]  # torch has no public pytree module (2.13)
+__all__ = [
+    "keystr",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+]  # torch has no public pytree module (2.13)
 
 # Operations whose results activation checkpointing keeps: torch has public names for the matrix
 # products alone.

@@ -19,7 +19,7 @@ from .metrics import MetricBuffer
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["metrics_of", "results_of"]
+__all__ = ["metrics_of", "network_of", "results_of"]
 
 T = TypeVar("T")
 

@@ -22,6 +22,8 @@ from .flops import Size
 from .metrics import MetricBuffer
 from .optim import OptimConfig, build_optimizer, build_schedule
 
+__all__ = ["TrainingModule"]
+
 NOT_DECISIVE = re.compile(
     r"_.*|vocab_size|max_position_embeddings|.*token_id|transformers_version|architectures|.*dtype|"
     r"use_cache|output_.*|return_dict|.*label.*"

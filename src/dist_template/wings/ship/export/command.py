@@ -57,7 +57,7 @@ def main(argv: list[str], project: Project) -> None:
             f"--max_shard_size is {settings.max_shard_size!r}: give a number with KB, MB, GB or TB"
         )
     path = verified_checkpoint(settings.checkpoint, "--checkpoint", cli.unfilled)
-    if settings.to == "onnx" and not hasattr(cli.model, "build_model"):
+    if settings.to == "onnx" and plain_module.is_plain(cli.model):
         return _write_plain(cli, path, output)
     may_be_stored = settings.to == "hf" and not getattr(cli.model, "adapter", None)
     found = trained(cli, path, run_of(path), may_be_stored)
@@ -160,16 +160,18 @@ def write_graph(found: Trained, dtype: str, folder: Path) -> tuple[str, str]:
 
 def _write_plain(cli: WithoutTrainer, checkpoint: Path, output: Path) -> None:
     """Writes the graph of a LightningModule that builds no model of transformers, and its card."""
-    module, settings = cli.model, cli.config
+    module, data, settings = cli.model, cli.datamodule, cli.config
     if settings.dtype != "float32":
-        raise InputError(f"--dtype {settings.dtype}: a plain module is exported as float32")
-    plain_module.load(module, checkpoint)
+        raise InputError(
+            f"--dtype {settings.dtype} is for models of transformers: a plain module keeps its"
+            " types; give --dtype float32"
+        )
     with written_at_once(output) as folder:
-        proof = plain_module.write_plain(module, cli.datamodule, folder)
-        found = Trained(module, None, str(checkpoint), run_of(checkpoint), module, cli.datamodule)
-        code = plain_module.example(plain_module.names_of(folder))
-        write_card(folder, found, "onnx, float32", proof, settings.license, code)
-    print(f"{checkpoint}\n  -> {output}  onnx, float32, {proof}")
+        exported = plain_module.write_plain(module, data, checkpoint, folder)
+        found = Trained(module, None, str(checkpoint), run_of(checkpoint), module, data)
+        code = plain_module.example(exported)
+        write_card(folder, found, "onnx", exported.verified, settings.license, code)
+    print(f"{checkpoint}\n  -> {output}  onnx, {exported.verified}")
 
 
 def _of_graph(folder: Path) -> Trained:
