@@ -520,7 +520,7 @@ ROWS: dict[str, Row] = {
     "C12": Row(
         [
             "wings/test_export_onnx.py::test_an_exported_model_gives_the_trained_logits_in_onnxruntime",
-            "wings/test_export_plain.py::test_a_plain_classifier_exports_to_its_own_outputs",
+            "wings/test_export_plain.py::test_the_verb_writes_a_graph_with_its_card",
             "wings/test_export_onnx.py::test_what_cannot_be_exported_is_one_sentence",
             "wings/test_export_gate.py::test_a_program_for_a_saved_model_gives_its_logits",
         ],
