@@ -103,8 +103,7 @@ def check(strategy: object) -> None:
     """Raises InputError if `trainer.strategy` is a name that neither NAMES nor Lightning has."""
     if not isinstance(strategy, str) or is_name(strategy):
         return
-    known = {"auto", *NAMES, *StrategyRegistry.available_strategies()}
-    near = get_close_matches(strategy.lower(), known, 1)
+    near = get_close_matches(strategy.lower(), _known(), 1)
     hint = f"did you mean {near[0]}? Or" if near else ""
     allowed = "ddp, fsdp2, zero1, zero2, zero3, a file as in --config strategy/fsdp2"
     raise InputError(
@@ -115,7 +114,11 @@ def check(strategy: object) -> None:
 
 def is_name(name: str) -> bool:
     """Returns whether Lightning has a strategy of this name, or NAMES."""
-    return name in {"auto", *NAMES, *StrategyRegistry.available_strategies()}
+    return name in _known()
+
+
+def _known() -> set[str]:
+    return {"auto", *NAMES, *StrategyRegistry.available_strategies()}
 
 
 def without_keys(name: str) -> str:

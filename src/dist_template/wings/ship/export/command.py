@@ -135,9 +135,8 @@ def written_at_once(output: Path) -> Generator[Path]:
 def write_graph(found: Trained, dtype: str, folder: Path) -> tuple[str, str]:
     """Writes an ONNX graph and the tokenizer into `folder`; returns in words its form and how it
     was verified."""
-    model = found.model
+    model, name = found.model, type(found.model).__name__
     if not hasattr(model, "save_pretrained"):
-        name = type(model).__name__
         raise InputError(f"--to onnx: {name} of build_model is not from transformers: give --to hf")
     if found.tokenizer:
         found.tokenizer.save_pretrained(folder)
@@ -145,13 +144,14 @@ def write_graph(found: Trained, dtype: str, folder: Path) -> tuple[str, str]:
     if getattr(found.module, "adapter", None):
         merge(model)
     write_onnx(model, dtype, folder)
+    del model
     found.model = found.module.model = None  # one model in memory at a time
     try:
         graph = _of_graph(folder)
         proof = gate.check(graph, dtype)
     except RuntimeError as error:  # onnxruntime's errors derive from it, or are of pybind11
         raise InputError(
-            f"--to onnx: the graph of {type(model).__name__} does not run in onnxruntime"
+            f"--to onnx: the graph of {name} does not run in onnxruntime"
             f" ({reason(error)}): give --to hf"
         ) from error
     form = f"onnx, {dtype}" if graph.model.cache else f"onnx, {dtype}, without a cache"
