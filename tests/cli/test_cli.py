@@ -314,3 +314,23 @@ def test_a_run_writes_no_secret(flags: Any, tmp_path: Path, monkeypatch: Any, ca
     assert [path for path in written if b"s3cr3t" in path.read_bytes()] == []
     shown = capfd.readouterr()
     assert "s3cr3t" not in shown.out + shown.err
+
+
+MUON = ("--optimizer=Muon", "--optimizer={class_path: Muon}", "--config={folder}/muon.yaml")
+
+
+@pytest.mark.parametrize("flag", MUON)
+def test_an_optimizers_name_is_torchs_where_another_package_has_it_too(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Muon(torch.optim.Optimizer):
+        """As DeepSpeed's, which a rehearsal and ZeRO import."""
+
+    globals()["Muon"] = Muon  # jsonargparse does not count local classes
+    Muon.__qualname__ = "Muon"
+    (tmp_path / "muon.yaml").write_text("optimizer:\n  class_path: Muon\n")
+    try:
+        config = parsed(capsys, flag.replace("{folder}", str(tmp_path)))
+    finally:
+        del globals()["Muon"]
+    assert config["optimizer"]["class_path"] == "torch.optim.Muon"

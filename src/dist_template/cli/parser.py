@@ -1,5 +1,6 @@
 """The parser of --config files and flags, with errors in one sentence."""
 
+import json
 import os
 import re
 import sys
@@ -14,6 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LRSchedulerTypeTuple
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
+from torch import optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -41,6 +43,8 @@ OPTIMIZATION = {  # key: base classes, the argument that optim.py passes, help
         " ReduceLROnPlateau after each validation. null: model.optim.schedule.",
     ),
 }
+
+OPTIMIZER_FLAGS = ("--optimizer", "--optimizer.class_path")
 
 TYPES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text"}
 TYPES["NoneType"] = "null"
@@ -111,7 +115,9 @@ class Parser(LightningArgumentParser):
         """Reads names of strategies (strategy_names.py), and reports what PyYAML raises for a value
         such as `!!int x` as well."""
         try:
-            words = strategy_names.expanded(args) if isinstance(args, list) else args
+            words = args
+            if isinstance(args, list):
+                words = _with_torchs_optimizer(strategy_names.expanded(args))
             found = super().parse_args(words, *others, **kwargs)
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             if isinstance(error, InputError):
@@ -186,6 +192,33 @@ def _below(kind: type) -> Iterator[type]:
         yield from _below(below)
 
 
+def _with_torchs_optimizer(args: list[str]) -> list[str]:
+    """Returns the command line with torch's class in place of its bare name after `--optimizer`."""
+    found: list[str] = []
+    for word in args:
+        flag, _, name = word.partition("=")
+        if found and found[-1] in OPTIMIZER_FLAGS:
+            word = _in_torch(word)
+        elif flag in OPTIMIZER_FLAGS and name:
+            word = f"{flag}={_in_torch(name)}"
+        found.append(word)
+    return found
+
+
+def _in_torch(name: str) -> str:
+    """Returns the import path of torch's optimizer; another name unchanged. Other packages that are
+    imported may have an optimizer of the same name (DeepSpeed has a Muon), and jsonargparse then
+    takes none."""
+    if name.startswith("{"):  # a class and its arguments, in one flag
+        given = yaml.safe_load(name)
+        if not isinstance(given, dict) or not isinstance(given.get("class_path"), str):
+            return name
+        return json.dumps({**given, "class_path": _in_torch(given["class_path"])})
+    if "." in name or not isinstance(getattr(optim, name, None), type):
+        return name
+    return f"{optim.__name__}.{name}"
+
+
 class ConfigFile(ActionConfigFile):
     """A --config file whose strategy replaces the one of an earlier file.
 
@@ -198,6 +231,12 @@ class ConfigFile(ActionConfigFile):
             content, values = config_file.read(str(values)), str(config_file.locate(str(values)))
         if named := strategy_names.replaced(content):
             content = named
+            values = yaml.safe_dump(content)
+        if isinstance(content.get("optimizer"), str):
+            content["optimizer"] = _in_torch(content["optimizer"])
+            values = yaml.safe_dump(content)
+        elif isinstance(given := content.get("optimizer"), dict) and "class_path" in given:
+            given["class_path"] = _in_torch(str(given["class_path"]))
             values = yaml.safe_dump(content)
         strategy = (content.get("trainer") or {}).get("strategy")
         if strategy and (not isinstance(strategy, dict) or "class_path" in strategy):
