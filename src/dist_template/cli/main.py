@@ -17,6 +17,7 @@ from ..errors import Ended, Exit, InputError, another_rank_is_gone, local_rank, 
 from ..lazy import without_collections
 from ..plugins import LIBRARY
 from ..project import Project
+from ..terminal import plain_output
 from .verbs import TRAINING, verbs
 
 # Tensors of 2 MiB and more in host memory get huge pages; torch reads this at its first allocation.
@@ -66,6 +67,11 @@ def main(module: str, data: str, package: str | None, argv: list[str] | None = N
 
 def run(argv: list[str], project: Project) -> int:
     """Runs a verb; returns the exit code. Raises errors other than bad input."""
+    with plain_output():
+        return _run(argv, project)
+
+
+def _run(argv: list[str], project: Project) -> int:
     project.start()
     try:
         if not argv or argv[0] in ("-h", "--help"):
@@ -121,9 +127,10 @@ def _start(argv: list[str], project: Project) -> None:
 
 def command(argv: list[str], project: Project) -> int:
     """Runs a verb; an unexpected error is reported in a few lines instead of a traceback."""
-    try:
-        return run(argv, project)
-    except Exception as error:
-        from ..observe.crash import print_crash
+    with plain_output():
+        try:
+            return run(argv, project)
+        except Exception as error:
+            from ..observe.crash import print_crash
 
-        return print_crash(error)
+            return print_crash(error)

@@ -25,14 +25,17 @@ def main(argv: list[str], project: Project) -> None:
     if hasattr(source, "spans") and not source.pairs:
         return show_turns(source, corpus.tokenizer)
     start, end = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
-    print(f"the first of the train split; {start}trained on{end}:")
+    for part in ("the first of the train split; ", start, "trained on", end, ":\n"):
+        print(part, end="")
     tokens, counted = corpus.tokens("train"), corpus.counted("train")
     starts = corpus.starts("train")
     for first, last in list(zip(starts, starts[1:], strict=False))[:NUM_SHOWN]:
         edges = np.flatnonzero(np.diff(counted[first:last])) + first + 1
         for a, b in zip([first, *edges], [*edges, last], strict=True):
             text = corpus.tokenizer.decode(tokens[a:b])
-            print(f"{start}{text}{end}" if counted[a] else text, end="")
+            # a colour is written alone: in a text it would be the text's, and shown as a code
+            for part in (start, text, end) if counted[a] else (text,):
+                print(part, end="")
         print()
 
 
@@ -41,21 +44,21 @@ def show_turns(source: Any, tokenizer: Any) -> None:
     numbers."""
     colours = ("\033[32m", "\033[0m"), ("\033[33m", "\033[0m")
     trained, other = colours if sys.stdout.isatty() else (("[[", "]]"), ("((", "))"))
-    print(
-        f"the first, and the first of each kind: {'trained on'.join(trained)},"
-        f" {'an answer that is not'.join(other)}"
-    )
+    print("the first, and the first of each kind: ", end="")
+    for part in (trained[0], "trained on", trained[1], ", "):
+        print(part, end="")
+    for part in (other[0], "an answer that is not", other[1], "\n"):
+        print(part, end="")
     seen = set[str]()
     for number, (name, text) in enumerate(islice(source.documents(), NUM_READ)):
-        tokens, shown = Counter[str](), ""
+        tokens, shown = Counter[str](), list[str]()
         for kind, ids in source.spans(tokenizer, name, text):
             tokens[kind] += len(ids)
             start, end = {"trained on": trained, "of prompts": ("", "")}.get(kind, other)
-            shown += start + tokenizer.decode(ids) + end
+            shown += [start, tokenizer.decode(ids), end]
         if number < NUM_SHOWN or not tokens.keys() <= seen:
-            print(
-                f"{name}, tokens: " + ", ".join(f"{num} {kind}" for kind, num in tokens.items()),
-                shown,
-                sep="\n",
-            )
+            print(f"{name}, tokens: " + ", ".join(f"{num} {kind}" for kind, num in tokens.items()))
+            for part in shown:  # a colour alone, as above
+                print(part, end="")
+            print()
         seen |= tokens.keys()

@@ -41,7 +41,11 @@ def main(argv: list[str], project: Project) -> None:
 
     service = Service(given.max_requests)
     config = uvicorn.Config(
-        service, lifespan="off", log_level="info", timeout_graceful_shutdown=given.grace_s + 5
+        service,
+        lifespan="off",
+        log_level="info",
+        timeout_graceful_shutdown=given.grace_s + 5,
+        use_colors=False,  # output is plain text (terminal.py)
     )
     # Not the start and end of its thread, nor what a cluster asks every few seconds.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

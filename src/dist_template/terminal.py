@@ -1,0 +1,61 @@
+"""Output as plain text: a run, a store or a plugin of somebody else cannot steer the terminal.
+
+An escape sequence moves the cursor, changes the window's title or writes into the clipboard. What a
+verb prints passes `PlainText`, which shows control characters as codes. This is the only place: no
+verb has to remember it."""
+
+import os
+import re
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["plain_output"]
+
+# C0 without tab and line feed, DEL, C1; marks that separate or reverse what is shown; halves of
+# surrogate pairs, which no stream can encode
+CONTROL = re.compile("[\0-\x08\v-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# What this library and progress bars (tqdm) write at the start of a call of `write`, or alone: the
+# start of the line, and on a terminal an erased line, lines up, and the two colours of `prepare`.
+LINE_START = re.compile(r"\r(?: *\r)?")
+ON_TERMINAL = re.compile(r"\r(?:\x1b\[K| *\r)?|(?:\n|\x1b\[A|\x1b\[(?:0|32|33)m)+\Z")
+
+
+def plain(text: str) -> str:
+    """Returns a text with control characters as codes, as in \\x1b[2J."""
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r\n", "\n"))
+
+
+class PlainText:
+    """A text stream that writes plain text to another; everything else is the other's."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        own = (ON_TERMINAL if self.stream.isatty() else LINE_START).match(text)
+        start = own[0] if own else ""
+        self.stream.write(start + plain(text[len(start) :]))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextmanager
+def plain_output() -> Generator[None]:
+    """Inside, standard output and standard error are plain text."""
+    before = sys.stdout, sys.stderr
+    os.environ.setdefault("PYTHON_COLORS", "0")  # of argparse and tracebacks, from Python 3.13 on
+    sys.stdout, sys.stderr = (
+        stream if isinstance(stream, PlainText) else PlainText(stream) for stream in before
+    )
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
