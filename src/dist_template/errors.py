@@ -11,7 +11,17 @@ from collections.abc import Iterable
 from enum import IntEnum
 from importlib.util import find_spec
 
-__all__ = ["Ended", "Exit", "InputError", "another_rank_is_gone", "first_line", "reason", "require"]
+__all__ = [
+    "Ended",
+    "Exit",
+    "InputError",
+    "another_rank_is_gone",
+    "first_line",
+    "is_disk_full",
+    "reason",
+    "require",
+    "shortened",
+]
 
 
 class Exit(IntEnum):

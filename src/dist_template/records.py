@@ -9,9 +9,10 @@ from typing import Any
 
 from yaml import YAMLError
 
+from . import foreign
 from .errors import InputError, first_line
 
-__all__ = ["flatten", "read_mapping", "write_atomically"]
+__all__ = ["flatten", "read_mapping", "text_of", "write_atomically"]
 
 GIB = 2**30  # bytes
 
@@ -30,7 +31,7 @@ def write_atomically(path: Path, text: str, keep_earlier: bool = False) -> None:
 def text_of(path: Path) -> str:
     """Returns the content of a file of the system; "" if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return foreign.text_of(path, errors="replace")
     except OSError:
         return ""
 
@@ -39,12 +40,15 @@ def read_mapping(path: Path, cure: str, parse: Callable[[str], Any] = json.loads
     """Returns the object in a JSON file, or in another that `parse` reads; {} if it is null. Raises
     InputError, which ends with `cure`, if there is no such file or it is damaged."""
     try:
-        found = parse(path.read_text(encoding="utf-8"))
+        found = parse(foreign.text_of(path))
+        foreign.check_tree(found)
     except (OSError, ValueError, RecursionError, YAMLError) as error:
         raise InputError(f"{path} cannot be read ({first_line(error)}): {cure}") from error
-    if not isinstance(found or {}, dict):
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
         raise InputError(f"{path} is a {type(found).__name__}, and not an object: {cure}")
-    return found or {}
+    return found
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

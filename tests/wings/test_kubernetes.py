@@ -153,7 +153,10 @@ def test_kubectl_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     called = (tmp_path / "called").read_text().splitlines()
     assert [line.split()[0] for line in called] == ["apply", "get", "logs", "delete"]
     assert name == f"run-{START}" and f"dist-template/run={name}" in called[1]
-    assert called[3].endswith(str(tmp_path / "kubernetes.yaml"))
+    assert called[3] == f"delete --ignore-not-found service/{name} job/{name}"
+    (tmp_path / "kubernetes.yaml").write_text("kind: JobSet\n---\nkind: Deployment\n")
+    KUBERNETES.stop({"id": name}, tmp_path)
+    assert (tmp_path / "called").read_text().endswith(f"--ignore-not-found jobset/{name}\n")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(InputError, match="there is no kubectl on this machine; .*--dry-run"):
         KUBERNETES.submit(job())

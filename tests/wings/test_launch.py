@@ -270,6 +270,46 @@ def test_an_unready_node_is_named(flags: Any, tmp_path: Path, monkeypatch: Any, 
     assert status == "node1: no process\nhangs: no answer in 5 s"
 
 
+STRANGERS: dict[str, tuple[object, list[str]]] = {  # launch.json and flags -> what is said
+    "is a list, and not an object: give a run": ([], []),
+    "has no target and list of hosts": ({"hosts": []}, []),
+    "launch.json has '-oProxyCommand=touch x'; give a name": (
+        {"on": "ssh", "hosts": ["-oProxyCommand=touch x"], "ssh": "ssh"}, []),
+    "launch.json has \"{'a': 1}\"; give a name": (
+        {"on": "ssh", "hosts": [{"a": 1}], "ssh": "ssh"}, []),
+    "by 'touch x #', and the command is 'ssh -o BatchMode=yes": (
+        {"on": "ssh", "hosts": ["a"], "ssh": "touch x #"}, []),
+    "by 'touch x #', and the command is 'true': give the --config": (
+        {"on": "ssh", "hosts": ["a"], "ssh": "touch x #"}, ["--cluster.ssh=true"]),
+    "has the id '--all', which is no job's": ({"on": "slurm", "hosts": [], "id": "--all"}, []),
+    "'os:system' is no target of launch": ({"on": "os:system", "hosts": []}, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sentence", STRANGERS)
+def test_no_command_comes_from_a_runs_folder(
+    sentence: str, tmp_path: Path, monkeypatch: Any, capfd: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    record, flags = STRANGERS[sentence]
+    (tmp_path / "run" / "launch").mkdir(parents=True)
+    (tmp_path / "run" / "launch" / "launch.json").write_text(json.dumps(record))
+    for verb in ("status", "stop"):
+        assert sentence in refused("launch", [verb, "run", *flags], capfd)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_pid_that_is_no_number_is_no_process(tmp_path: Path) -> None:
+    folder = tmp_path / "one" / "launch"
+    folder.mkdir(parents=True)
+    for text in ("-1", "self", f"../{os.getpid()}", "$(touch x)", ""):
+        (folder / "node-0.pid").write_text(f"{text}\n")
+        assert SSH.stop({"hosts": [], "ssh": "ssh"}, folder) == "this machine: no process"
+    (folder / "node-0.pid").unlink()
+    os.mkfifo(folder / "node-0.pid")
+    assert SSH.status({"hosts": [], "ssh": "ssh"}, folder) == "this machine: no process"
+
+
 def test_units_of_memory_and_time() -> None:
     memory = [Site(device_memory=each).memory_bytes for each in ("80GB", "1.5 TiB")]
     assert memory == [80 * 10**9, 3 * 2**39]
@@ -312,9 +352,12 @@ def test_two_hosts_train_as_one_and_refuse_another(flags: Any, tmp_path: Path, c
             error = capsys.readouterr().err
             assert f"{first.run} is running: `" in error and "launch stop" in error
         assert [file.read_text() for file in kept] == texts
-        assert run("launch", "status", str(first.run)) == 0
+        assert run("launch", "status", str(first.run)) == Exit.BAD_INPUT  # by a script of its own
+        assert "give the --config of the launch, or --cluster.ssh" in capsys.readouterr().err
+        config = f"--config={tmp_path / 'site.yaml'}"
+        assert run("launch", "status", str(first.run), config) == 0
         assert capsys.readouterr().out == "node1: running\nnode2: running\n"
-        assert run("launch", "stop", str(first.run)) == 0
+        assert run("launch", "stop", str(first.run), f"--cluster.ssh={tmp_path / 'ssh'}") == 0
         assert first.end() == Exit.REQUEUE, first.out.read_text()[-3000:]
     finally:
         first.process.kill()

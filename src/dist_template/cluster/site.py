@@ -11,7 +11,7 @@ from ..errors import InputError
 from . import hostfile
 from .redaction import redacted_environment
 
-__all__ = ["Site"]
+__all__ = ["Site", "check_host"]
 
 UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 SIZE = re.compile(r"(?=.*[1-9])(\d{1,9}(?:\.\d+)?) ?([KMGT])(i?)B")

@@ -132,7 +132,7 @@ def read_lock(folder: Path) -> None:
 
 
 READERS: list[Callable[[Path], Any]] = [read_all, read_record, read_lock]
-READERS.append(lambda folder: launch._read(folder / "launch"))
+READERS.append(lambda folder: launch.read_record(folder / "launch"))
 READERS.append(lambda folder: Registry(folder).roll_back())
 
 

@@ -1,9 +1,13 @@
 """`launch`: renders a run's files for a launcher or scheduler, and submits them.
 
 launch --config FILE… --on TARGET [--dry-run]    a new run; RUN/launch has its files
-launch status|logs|stop RUN                      RUN is a run's folder, runs/<name>/<id>"""
+launch status|logs|stop RUN [--config FILE…]     RUN is a run's folder, runs/<name>/<id>
+
+What status and stop run on the hosts comes from the configuration and from flags, never from RUN:
+somebody else may have written it. launch.json says the target, the hosts and the scheduler's id."""
 
 import json
+import re
 import shlex
 import shutil
 from argparse import Namespace
@@ -11,9 +15,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from ...cli import config_file
 from ...cluster.launch import Variable
 from ...cluster.redaction import redacted_command
-from ...errors import Ended, InputError
+from ...cluster.site import Site, check_host
+from ...errors import Ended, InputError, shortened
+from ...foreign import refuse_links
 from ...plugins import registered
 from ...project import Flags, Project, program
 from ...records import read_mapping, write_atomically
@@ -28,8 +35,10 @@ def main(argv: list[str], project: Project) -> None:
     """Renders and submits a run, or asks about a submitted one. Raises Ended if it ends in an
     error."""
     if argv[1:2] and argv[1] in ("status", "logs", "stop"):
-        folder = Path(" ".join(argv[2:])).absolute() / "launch"
-        record = _read(folder)
+        asked = parse_asked(argv[1], argv[2:])
+        folder = asked.run.absolute() / "launch"
+        record = read_record(folder)
+        record["ssh"] = ssh_of(asked, record)
         print(getattr(target(record["on"]), argv[1])(record, folder))
         return
     given, flags = parse(argv[1:])
@@ -74,7 +83,7 @@ def parse(argv: list[str]) -> tuple[Namespace, list[str]]:
     parser = Flags(
         "launch",
         usage=f"{program('launch')} --config FILE… --on TARGET [--dry-run]\n"
-        f"       {program('launch')} status|logs|stop RUN",
+        f"       {program('launch')} status|logs|stop RUN [--config FILE…]",
         epilog=f"Every other key is fit's, `cluster` too: see `{program('fit')} --help`.",
     )
     parser.add_argument(
@@ -85,6 +94,36 @@ def parse(argv: list[str]) -> tuple[Namespace, list[str]]:
         "--dry-run", "--dry_run", action="store_true", help="print files and command, no more"
     )
     return parser.parse_known_args(argv)
+
+
+def parse_asked(what: str, argv: list[str]) -> Namespace:
+    """Returns the flags of `launch status`, `logs` and `stop`."""
+    parser = Flags(f"launch {what}")
+    parser.add_argument("run", type=Path, help="a run's folder, runs/<name>/<id>")
+    parser.add_argument(
+        "-c", "--config", action="append", default=[], help="as of the launch: for cluster.ssh"
+    )
+    parser.add_argument("--cluster.ssh", dest="ssh", help="command that reaches a host")
+    return parser.parse_args(argv)
+
+
+def ssh_of(asked: Namespace, record: Record) -> str:
+    """Returns the command that reaches a host: of the flags, else of the last configuration that
+    has it, else ssh. Raises InputError if the run was launched with another, which is not taken
+    from its folder."""
+    ssh = Site.ssh
+    for file in asked.config:
+        cluster = config_file.read(file).get("cluster")
+        if isinstance(cluster, dict):
+            ssh = str(cluster.get("ssh", ssh))
+    ssh = asked.ssh or ssh
+    if record["hosts"] and record.get("ssh", ssh) != ssh:
+        given = shortened(repr(record["ssh"]), 200)
+        raise InputError(
+            f"{asked.run} says that its hosts are reached by {given}, and the command is {ssh!r}:"
+            " give the --config of the launch, or --cluster.ssh; neither is taken from a run"
+        )
+    return ssh
 
 
 def show(job: Job, to: Target) -> None:
@@ -109,7 +148,21 @@ def write(job: Job, on: str, files: dict[str, str]) -> Record:
     return record
 
 
-def _read(folder: Path) -> Record:
-    return read_mapping(
-        folder / RECORD, "give a run that `launch` has started, as runs/<name>/<id>"
-    )
+def read_record(folder: Path) -> Record:
+    """Returns what RUN/launch/launch.json says, with the types and characters that `write` gives
+    it. Raises InputError: another program, or a stranger, has written it."""
+    cure = "give a run that `launch` has started, as runs/<name>/<id>"
+    if folder.is_dir():
+        refuse_links(folder.parent)
+    record, path = read_mapping(folder / RECORD, cure), folder / RECORD
+    hosts = record.get("hosts", [])
+    if not isinstance(record.get("on"), str) or not isinstance(hosts, list):
+        raise InputError(f"{path} has no target and list of hosts: {cure}")
+    for host in hosts:
+        check_host(host if isinstance(host, str) else repr(host), str(path))
+    job_id = record.get("id") or ""
+    if not isinstance(job_id, str) or not re.fullmatch(r"(?:[\w.][\w.:/@\[\]-]*)?", job_id):
+        raise InputError(
+            f"{path} has the id {shortened(repr(job_id), 100)}, which is no job's: {cure}"
+        )
+    return {**record, "hosts": hosts, "id": job_id}

@@ -153,7 +153,9 @@ def _send(hosts: list[str], ssh: str, folder: Path, number: int) -> list[str]:
     environment."""
     commands, lines, run = [], [], shlex.quote(f"{Variable.RUN_ID}={folder.parent.name}")
     for node in range(max(1, len(hosts))):
-        read = f"read -r pid <{shlex.quote(str(folder))}/node-{node}.pid"
+        file = f"{shlex.quote(str(folder))}/node-{node}.pid"
+        # a FIFO would wait, and a text that is no number may be a path below /proc, or a group
+        read = f"test -f {file} && read -r pid <{file} && case $pid in ''|*[!0-9]*) exit 1; esac"
         is_run = f'grep -zqxF -- {run} "/proc/$pid/environ"'
         commands.append(shlex.join(["sh", "-c", f'{read} && {is_run} && kill -{number:d} "$pid"']))
     for host, code, why in _on_all(hosts, ssh, commands):

@@ -9,7 +9,8 @@ from ....plugins import registered
 from ..job import Job
 
 GROUP = "dist_template.launch_targets"
-Record = dict[str, Any]  # on: the target's name; id: the scheduler's of the job, or ""; hosts; ssh
+# on: the target's name; id: the scheduler's of the job, or ""; hosts; ssh, which the user gives
+Record = dict[str, Any]
 
 
 class Target:
@@ -39,8 +40,9 @@ class Target:
 
     def logs(self, record: Record, folder: Path) -> str:
         """Returns the output of the run: by default, of all `*.log` files in the folder."""
-        files = sorted(folder.glob("*.log"))
-        return "\n".join(f"{file}:\n{file.read_text(encoding='utf-8')}" for file in files)
+        files = filter(Path.is_file, sorted(folder.glob("*.log")))
+        texts = [(file, file.read_text(encoding="utf-8", errors="replace")) for file in files]
+        return "\n".join(f"{file}:\n{text}" for file, text in texts)
 
 
 def ask(*words: str) -> str:

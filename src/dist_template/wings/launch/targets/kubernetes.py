@@ -13,6 +13,7 @@ import yaml
 
 from ....cluster.redaction import redacted_command
 from ....errors import InputError
+from ....records import text_of
 from ..job import Job
 from . import Record, Target, ask
 
@@ -49,8 +50,11 @@ class Kubernetes(Target):
         return ask("kubectl", "logs", "--prefix", "--tail=-1", f"--selector={LABEL}={record['id']}")
 
     def stop(self, record: Record, folder: Path) -> str:
-        """Deletes the objects; the pods save within their grace period."""
-        return ask("kubectl", "delete", "--filename", str(folder / FILE))
+        """Deletes the objects of the job by kind and name, whatever the manifest in the run's
+        folder lists; the pods save within their grace period."""
+        kinds = re.findall(r"^kind: (JobSet)$", text_of(folder / FILE), re.MULTILINE)
+        names = [f"{kind.lower()}/{record['id']}" for kind in kinds or ("Service", "Job")]
+        return ask("kubectl", "delete", "--ignore-not-found", *names)
 
 
 def _check(job: Job) -> None:
