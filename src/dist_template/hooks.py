@@ -13,7 +13,7 @@ An entry point of the group `dist_template.hooks` names a module with some of
         `settings`, the configuration. An InputError refuses the start. None: nothing will run.
     def fetch(address: str, files: list[str], folder: Path) -> str | None
         Fetches files of a checkpoint from `address` into its `folder`, which lacks them. Returns
-        why it could not, or None.
+        why it could not, or None; a StoreIsDown if the same command may succeed later.
 
 They are called in the order of the names of the entry points; of `at_start` and `fetch`, the first.
 If one of the others raises, one line reports it: the result and the exit code do not change."""
@@ -22,6 +22,12 @@ import sys
 
 from .errors import InputError, first_line
 from .plugins import HOOKS, registered
+
+__all__ = ["StoreIsDown"]
+
+
+class StoreIsDown(str):
+    """Why files could not be fetched, if the store does not answer: the job is to be relaunched."""
 
 
 def call(name: str, *arguments: object) -> list[str]:

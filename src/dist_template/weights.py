@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["from_all_ranks", "gather"]
+__all__ = ["broadcast", "from_all_ranks", "gather"]
 
 CHUNK = 1 << 26  # bytes of a file that ranks exchange at once
 T = TypeVar("T")

@@ -12,6 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from dist_template.wings.store import lock
 from dist_template.wings.store.callback import Store
 from dist_template.wings.values import free_port
 from tests.support.injury import STEPS, Training
@@ -46,7 +47,7 @@ class Saving:
 
     def __init__(self, address: str, folder: Path, rank: int = 0) -> None:
         self.folder, self.rank, self.callback = folder, rank, Store(address, folder=str(folder))
-        self.callback.timeout_s = 0.0
+        self.callback.timeout_s = lock.SETTLE_S = 0.0  # no other rank takes the lock at once
         self.trainer: Any = SimpleNamespace(fast_dev_run=False, callbacks=[self.callback])
         vars(self.trainer).update(is_global_zero=rank == 0, global_rank=rank)
         folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ detects accidents, not attacks; but no code in a checkpoint is run (untrusted.py
 
 With a store (`run.store`), the entry "checkpoint_store" is the address of the folder of
 checkpoints. A file that is missing on this disk is then another node's, or was lost: `agreed`
-fetches it where it is read."""
+fetches it where it is read, if the address is one that the user gave (wings/store/hooks.py)."""
 
 import json
 import os
@@ -16,7 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, reason
+from .. import foreign
+from ..errors import Ended, Exit, InputError, reason, shortened
+from ..hooks import StoreIsDown
 
 MANIFEST = "manifest.json"
 STORE = "checkpoint_store"  # entry of a manifest, and attribute of the callback that uploads
@@ -86,10 +88,12 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is missing, damaged, or of another format; the message says which."""
     try:
-        text = (path / MANIFEST).read_text(encoding="utf-8")
+        text = foreign.text_of(path / MANIFEST)
         manifest = json.loads(text)
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(f"it has no {MANIFEST}") from error
+    except OSError as error:
+        raise ValueError(f"its {MANIFEST} cannot be read: {reason(error)}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"its {MANIFEST} is damaged") from error
     if not isinstance(manifest, dict) or rendered(manifest) != text or "format" not in manifest:
@@ -98,6 +102,11 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"its format is {manifest['format']}, and this version reads {FORMAT}")
     if not _has_every_entry(manifest, path.name.startswith("best-")):
         raise ValueError(f"its {MANIFEST} is damaged")
+    for file in manifest["files"]:
+        if why := foreign.name_fault(file):
+            raise ValueError(f"its {MANIFEST} has a file {shortened(repr(file), 200)}: {why}")
+        if "/" in file:
+            foreign.inside(path, file)  # raises InputError, which is a ValueError
     if NAME.fullmatch(path.name) and manifest.get("step", step_of(path)) != step_of(path):
         raise ValueError(f"its manifest says step {manifest['step']}, and its name another")
     return manifest
@@ -143,7 +152,7 @@ def damage(path: Path, every_byte: bool = True, rank: int = 0, ranks: int = 1) -
     for file in list(files)[rank::ranks]:
         size, expected = files[file]
         try:
-            if (actual := (path / file).stat().st_size) != size:
+            if (actual := foreign.size_of(path / file)) != size:
                 return f"its {file} has {actual} bytes of {size}"
             if every_byte and crc32(path / file) != expected:
                 return f"its {file} is not what was written, by its CRC-32"
@@ -261,6 +270,9 @@ def _complete(path: Path, wanted: list[str], ranks: list[int]) -> str | None:
         source = next((rank for rank, lacks in enumerate(of_disks) if file not in lacks), None)
         if source is None:
             whys = [why for lacks, why in answers if why and file in lacks]
+            if down := next((why for why in whys if isinstance(why, StoreIsDown)), None):
+                # another checkpoint would be older: the same command loads this one later
+                raise Ended(Exit.REQUEUE, f"{path.name}: {down}")
             return [*whys, f"its {file} in the store is not what was written, by its CRC-32"][0]
         weights.pass_file(path / file, files[file][0], source, file in lacking)
     return None

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from ..errors import InputError
+from ..foreign import check_tree
 from ..project import program
 
 __all__ = ["locate", "names", "read"]
@@ -58,6 +59,7 @@ def read(path: str, flag: str = "--config") -> dict[str, Any]:
     where = f"{flag} {path}"
     try:
         content = yaml.load(locate(path).read_text(encoding="utf-8"), _Loader)
+        check_tree(content)
     except OSError as error:
         why = (
             f"seen from {Path.cwd()}: {error.strerror}{_near(path)} `{program('config list')}` has"

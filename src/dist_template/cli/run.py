@@ -20,6 +20,7 @@ from ..checkpoint import manifest
 from ..checkpoint.formats import format_of
 from ..cluster.launch import Variable
 from ..errors import InputError
+from ..foreign import refuse_links
 from ..observe.history.run import PLACEHOLDER, PlotlyJs, replaced
 
 __all__ = ["verified_checkpoint"]
@@ -155,6 +156,8 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
         message = f"{verb}: the weights come from model.pretrained; run.name has no checkpoint"
     if run is None:
         run = new_run(settings)
+    if run.is_dir():
+        refuse_links(run)  # what this run writes would change other files
     folder = Path(replaced(settings.last_checkpoint.dirpath, PLACEHOLDER, str(run)))
     if verb == "fit" and given != "last" and manifest.found(folder):
         if manifest.newest(folder) is None:  # starting again would hide it

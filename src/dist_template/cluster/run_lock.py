@@ -19,13 +19,14 @@ from pathlib import Path
 
 import psutil
 
+from .. import foreign
 from ..errors import Exit
 from ..records import write_atomically
 from .environment import machine
 from .launch import Variable
 from .watchdog import WATCHDOG
 
-__all__ = ["RunLock"]
+__all__ = ["RunLock", "is_alive", "this_process"]
 
 FILE = "lock.json"
 BEAT_S, LEASE_S, SETTLE_S = 5.0, 60.0, 0.3
@@ -43,6 +44,8 @@ class RunLock(AbstractContextManager):
         """Locks a run's folder; for rank 0. Returns why it is refused, or None."""
         self.release()
         path, claim = folder / FILE, this_process()
+        if os.path.lexists(path) and not path.is_file():
+            return f"{path} is not a file: move it away, and start again"
         folder.mkdir(parents=True, exist_ok=True)
         while read(path) != claim:
             with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
@@ -93,11 +96,11 @@ def this_process() -> Holder:
 def read(path: Path) -> Holder | None:
     """Returns the holder; {} if the file is incomplete or damaged, None if there is no file."""
     try:
-        holder = json.loads(path.read_text(encoding="utf-8"))
+        holder = json.loads(foreign.text_of(path))
         return holder if {"pid", "since"} <= holder.keys() else {}
     except FileNotFoundError:
         return None
-    except (ValueError, AttributeError, RecursionError):
+    except (OSError, ValueError, AttributeError, RecursionError):  # also of a folder, or a FIFO
         return {}
 
 
@@ -107,7 +110,7 @@ def refusal(path: Path, holder: Holder, claim: Holder) -> str | None:
     sentence = f"{path.parent} is in use by {process}: wait until it exits, or set another"
     sentence += f" {Variable.RUN_ID} or run.name"
     if holder.get("machine") == claim["machine"]:
-        return sentence if holder["pid"] != claim["pid"] and _is_alive(holder) else None
+        return sentence if holder["pid"] != claim["pid"] and is_alive(holder) else None
     if claim["launch"] and holder.get("launch") == claim["launch"]:
         return None
     print(
@@ -123,8 +126,9 @@ def refusal(path: Path, holder: Holder, claim: Holder) -> str | None:
     return None
 
 
-def _is_alive(holder: Mapping) -> bool:
-    with suppress(psutil.Error):
+def is_alive(holder: Mapping) -> bool:
+    """Returns whether a holder's process on this machine runs; its values may be of any type."""
+    with suppress(psutil.Error, LookupError, TypeError, ValueError, OverflowError):
         process = psutil.Process(holder["pid"])
         is_holder = abs(process.create_time() - holder["since"]) < 2
         return is_holder and process.status() != psutil.STATUS_ZOMBIE

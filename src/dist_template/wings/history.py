@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from ..errors import InputError
+from ..errors import InputError, first_line
+from ..foreign import refuse_links
 from ..observe.history import goodput
 from ..observe.history.run import RunFile, is_number, read_lines, without_folder
 from ..records import flatten, read_mapping
@@ -135,6 +137,22 @@ class History:
         self.crashes = sorted(crashes, key=lambda crash: str(crash.get("time")))
 
 
+@contextmanager
+def of_any_types(runs: Iterable[Path]) -> Generator[None]:
+    """Inside, raises InputError in place of the errors of values that no run writes: a stranger, or
+    another program, may have written a number as a list. TRACEBACK=1 shows the error itself."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise InputError(
+            f"a file of {', '.join(map(str, runs))} has a value that no run writes"
+            f" ({type(error).__name__}: {first_line(error)}): restore the run's files; TRACEBACK=1"
+            " shows where it is read"
+        ) from error
+
+
 def read_run(folder: Path, limit: int = 0) -> History:
     """Reads everything that `folder`, runs/<name>/<id>, has; missing parts are empty. `limit`:
     entries kept of a metric, see `Metrics`. Raises InputError if it is not the folder of a run."""
@@ -143,6 +161,7 @@ def read_run(folder: Path, limit: int = 0) -> History:
             f"{folder} is not the folder of a run: it has neither {RunFile.CONFIG} nor"
             f" {RunFile.METRICS}; give runs/<name>/<id>"
         )
+    refuse_links(folder)
     metrics = Metrics(limit)
     for line in read_lines(folder / RunFile.METRICS, "step"):
         metrics.add(line)

@@ -23,6 +23,7 @@ class RunFile(StrEnum):
     GOODPUT = "goodput.jsonl"
 
 
+MOST = 4 * 2**20  # characters of a line
 PLACEHOLDER = "{run}"  # stands for the run's folder in any text of a configuration
 PlotlyJs = Literal["shared", "inline", "cdn"]  # run.plotly: where a report loads plotly.js from
 
@@ -41,11 +42,11 @@ def _integer(digits: str) -> float:
 def read_lines(path: Path, *numbers: str) -> list[dict[str, Any]]:
     """Returns the objects of a JSONL file, if it exists; incomplete and damaged lines are skipped.
     `numbers` are keys that an object must have with a number."""
-    if not path.exists():
+    if not path.is_file():  # also of a FIFO, which would wait for a writer
         return []
     found = []
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
+        while line := file.readline(MOST):  # of a longer line, each part is damaged
             try:
                 read = json.loads(line, parse_int=_integer)
                 if isinstance(read, dict) and all(is_number(read[key]) for key in numbers):

@@ -1,12 +1,14 @@
 """`diagnose`: reports what is wrong with a run, the evidence, and which flag to change."""
 
 import json
+import os
 from pathlib import Path
 
 from ...errors import InputError
+from ...foreign import refuse_links
 from ...observe.history.run import RunFile
 from ...project import Flags, Project
-from ..history import last_write, read_run
+from ..history import last_write, of_any_types, read_run
 from ..store.hooks import local_copy
 from .engine import diagnose
 from .expected import last_step, progress
@@ -23,10 +25,13 @@ def main(argv: list[str], project: Project) -> None:
     given = parser.parse_args(argv[1:])
     lines, texts = [], []
     for folder in given.runs:
-        history = read_run(newest(folder))
-        findings, title = diagnose(history), f"{history.folder}: {progress(history)}"
-        plain = [finding.as_dict() for finding in findings]
-        lines.append({"run": str(history.folder), "step": last_step(history), "findings": plain})
+        run = newest(folder)
+        with of_any_types([run]):
+            history = read_run(run)
+            findings, title = diagnose(history), f"{history.folder}: {progress(history)}"
+            plain = [finding.as_dict() for finding in findings]
+            step = last_step(history)
+        lines.append({"run": str(history.folder), "step": step, "findings": plain})
         checked = f"checked {len(history.metrics.names)} metrics"
         if history.missing:
             checked += f"; {' and '.join(history.missing)} missing, so some rules were skipped"
@@ -41,7 +46,8 @@ def newest(folder: Path) -> Path:
     """Returns `folder` if it is a run folder, its copy if it is in a store, otherwise the run below
     it that was written last. Raises InputError if there is no run."""
     folder = Path(local_copy(folder))
-    if (folder / RunFile.CONFIG).exists():
+    if os.path.lexists(folder / RunFile.CONFIG):
+        refuse_links(folder)
         return folder
     if last_write(folder) is not None:
         raise InputError(

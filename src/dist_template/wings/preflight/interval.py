@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import InputError
 from ...observe.history.run import RunFile
 from ..diagnose.expected import last_step, step_s
-from ..history import History, read_run
+from ..history import History, of_any_types, read_run
 
 # Llama 3 (arXiv:2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 GPUs.
 DEVICE_MTBF_H = 50_700.0
@@ -77,7 +77,9 @@ def of_job(settings: Any, model: object, data: object, runs: Path, nodes: int, d
     written = sorted(runs.glob(f"*/{RunFile.GOODPUT}"), key=lambda file: file.stat().st_mtime)
     with suppress(InputError):  # a damaged run, or a model that `plan` does not trace
         for file in written[-1:]:
-            if found := of_run(history := read_run(file.parent), nodes * devices):
+            with of_any_types([file.parent]):
+                found = of_run(history := read_run(file.parent), nodes * devices)
+            if found:
                 return f"checkpoints: {found}, measured by {history.name}"
         from ..plan.trace import Traced
 
@@ -103,6 +105,7 @@ def of_run(history: History, world_size: int = 0) -> Interval | None:
 
 def compared(history: History) -> str:
     """Returns the interval that a run has used, and the best one; "" without saves."""
-    if not (found := of_run(history)):
+    found, every = of_run(history), history.key("last_checkpoint.every_n_steps")
+    if not found or not every:
         return ""
-    return f"{found.at(history.key('last_checkpoint.every_n_steps') * found.step_s)}; {found}"
+    return f"{found.at(every * found.step_s)}; {found}"

@@ -1,10 +1,12 @@
 """Uploads committed checkpoints and a run's files to `run.store`, in the background of training."""
 
+import atexit
 import re
 import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from copy import copy
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,10 +19,12 @@ from lightning.pytorch import Callback
 
 from ...callbacks.console import console_of
 from ...cluster.watchdog import WATCHDOG
-from ...errors import Ended, InputError, reason
+from ...errors import Ended, Exit, InputError, reason
 from ...model.any_module import metrics_of
-from ...weights import from_all_ranks
-from .remote import CHECKPOINTS, MANIFEST, UPLOADS, Remote
+from ...weights import broadcast, from_all_ranks
+from .hooks import DOWN_S
+from .lock import LOCKS, StoreLock
+from .remote import CHECKPOINTS, MANIFEST, UPLOADS, Remote, StoreDown
 
 MOST = 64 * 2**20  # bytes of a file of a run; larger ones are not uploaded
 SKIPPED = re.compile(r"(.*/)?(\..*|lock\.json|wandb/.*|[^/]*\.ckpt/.*)")
@@ -62,13 +66,35 @@ class Store(Callback):
             return
         run = self._run = Remote(self.address) / self.folder.name
         self.checkpoint_store = f"{run.address}/{CHECKPOINTS}"  # an entry of the manifests
-        self._trainer, self._thread = trainer, ThreadPoolExecutor(1, "store")
+        self._trainer = trainer
+        self._lock_run(run)
+        self._thread = ThreadPoolExecutor(1, "store")
         if trainer.is_global_zero:
             UPLOADS[self.folder] = partial(upload_files, run, self.folder, {})
         if dist.is_initialized():
             self._group = dist.new_group(
                 backend="gloo", timeout=timedelta(seconds=self.timeout_s + 600)
             )
+
+    def _lock_run(self, run: Remote) -> None:
+        """Locks the run in the store, on rank 0. Collective; raises InputError on all ranks if
+        another launch has it, and Ended if the store is down."""
+        why, is_down = None, False
+        if self._trainer.is_global_zero:
+            if earlier := LOCKS.pop(self.folder, None):  # of a training of this process
+                earlier.release()
+            waiting = copy(run)
+            waiting.until, waiting.waits_for_answers = time.monotonic() + DOWN_S, True
+            try:
+                lock = StoreLock(waiting)
+                if (why := lock.take()) is None:
+                    LOCKS[self.folder] = lock
+                    atexit.register(lock.release)  # if no hook at the end is called
+            except InputError as error:
+                why, is_down = str(error), isinstance(error, StoreDown)
+        why, is_down = broadcast((why, is_down))
+        if why:
+            raise Ended(Exit.REQUEUE, why) if is_down else InputError(why)
 
     # ---- checkpoints -------------------------------------------------------------------------
 
@@ -112,6 +138,8 @@ class Store(Callback):
         for failure in filter(None, from_all_ranks(why, self._group)):
             raise InputError(failure)
         if self._trainer.is_global_zero:
+            if self.folder in LOCKS and not LOCKS[self.folder].is_held():
+                raise InputError("another launch has taken the run over")
             UPLOADS[self.folder]()
             (remote / MANIFEST).put(path / MANIFEST)
             retain(checkpoints, path, self.keep)

@@ -13,26 +13,47 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...cluster.launch import Variable
-from ...errors import InputError
+from ...errors import Ended, Exit, InputError, shortened
+from ...foreign import refuse_links, text_of
+from ...hooks import StoreIsDown
 from ...observe.history.run import RunFile
 from ..diagnose.finding import Cause, Finding
 from ..history import History
-from .remote import CHECKPOINTS, MANIFEST, UPLOADS, Remote
+from .lock import LOCKS
+from .remote import CHECKPOINTS, MANIFEST, UPLOADS, Remote, StoreDown, is_below
 
 # s3:/… is an address as a Path
 RUN = re.compile(r"(\w{2,}):/{1,2}(.+?)(/checkpoints/(?:best-)?step\d{8,}\.ckpt)?/*")
+MANIFEST_OF_CHECKPOINT = re.compile(rf"(?:.*/)?(?:best-)?step\d{{8,}}\.ckpt/{MANIFEST}")
+MOST = 64 * 2**20  # bytes of a manifest
 FETCH_S = 120.0  # for which the download of a file is tried again
+DOWN_S = 300.0  # for which a training waits at its start for a store that does not answer
+# addresses that the user gave: `run.store`, or a run's; a manifest may name a folder below one
+OWN: set[str] = set()
 
 
 def at_start(settings: Namespace, verb: str | None) -> None:
     """Checks `run.store`, and copies what this disk lacks of the run that is continued or
-    evaluated."""
-    given, store, run = settings.get("ckpt_path"), settings.run.store, settings.run
+    evaluated. Raises Ended with the code of a relaunch if the store of a training is down."""
+    store, run = settings.run.store, settings.run
     if "store" in settings:
         settings.store.address = store and f"{store.rstrip('/')}/{run.name}"
-    runs = Remote(store) / run.name if store else None
+    if store:
+        OWN.add(store.rstrip("/"))
+    try:
+        _prepare(settings, verb, Remote(store) / run.name if store else None)
+    except StoreDown as error:
+        if verb != "fit":
+            raise
+        raise Ended(Exit.REQUEUE, f"{error}") from error
+
+
+def _prepare(settings: Namespace, verb: str | None, runs: Remote | None) -> None:
+    given, run = settings.get("ckpt_path"), settings.run
+    if verb == "fit" and runs:
+        runs.until, runs.waits_for_answers = time.monotonic() + DOWN_S, True
     if verb and given and "://" in given:
-        settings.ckpt_path = local_copy(given, "--ckpt_path")
+        settings.ckpt_path = local_copy(given, "--ckpt_path", waits=verb == "fit")
     elif verb and runs and not settings.trainer.fast_dev_run:
         is_first = (
             sum(int(os.environ.get(name) or 0) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
@@ -52,28 +73,42 @@ def at_start(settings: Namespace, verb: str | None) -> None:
 
 
 def fetch(address: str, files: list[str], folder: Path) -> str | None:
-    """Downloads the files of a checkpoint into its folder; returns why it could not, or None."""
+    """Downloads the files of a checkpoint into its folder; returns why it could not, or None. The
+    address is a manifest's, which may be a stranger's: it must be one that the user gave."""
+    if not is_below(address, OWN):
+        return (
+            f"its {files[0]} is not here, and the store that its manifest names,"
+            f" {shortened(address, 200)}, is not one that you gave: if it is yours, give the run's"
+            " address in it in place of the folder, or its prefix as --run.store"
+        )
+    remote = Remote(address, until=time.monotonic() + FETCH_S)
     for file in files:
         try:
-            (Remote(address, until=time.monotonic() + FETCH_S) / file).get(folder / file)
+            remote.get(file, folder)
         except InputError as error:
-            return f"its {file} cannot be fetched: {error}"
+            kind = StoreIsDown if isinstance(error, StoreDown) else str
+            return kind(f"its {file} cannot be fetched: {error}")
     return None
 
 
 def at_run_end(run: Path, error: BaseException | None) -> None:
-    """Uploads what was written after the last upload, such as the report."""
-    if run in UPLOADS:
-        UPLOADS[run]()
+    """Uploads what was written after the last upload, such as the report, and ends the lock."""
+    try:
+        if run in UPLOADS:
+            UPLOADS[run]()
+    finally:
+        if lock := LOCKS.pop(run, None):
+            lock.release()
 
 
-def local_copy(given: str | Path, key: str = "RUN") -> str:
+def local_copy(given: str | Path, key: str = "RUN", waits: bool = False) -> str:
     """Returns `given`, or a local copy of the run or the checkpoint at a store's address. Raises
-    InputError."""
+    InputError. `waits` for a store that is down."""
     if not (found := RUN.fullmatch(str(given))):
         return str(given)
     protocol, path, checkpoint = found.groups("")
-    run = Remote(f"{protocol}://{path}", key)
+    until = time.monotonic() + DOWN_S if waits else 0.0
+    run = Remote(f"{protocol}://{path}", key, until, waits_for_answers=waits)
     cache = Path(
         os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dist_template", "store"
     )
@@ -90,17 +125,21 @@ def local_copy(given: str | Path, key: str = "RUN") -> str:
 def copy_run(run: Remote, folder: Path, has_files: bool, last: Path, best: Path) -> None:
     """Copies manifests that are newer than those here, or missing here, and files that are missing
     or shorter here."""
+    OWN.add(run.address)
+    if folder.is_dir():
+        refuse_links(folder)
     for path, written in checkpoints(run).items():
         name = path.split("/")[-2]
-        file = (best if name.startswith("best") else last) / name / MANIFEST
-        if not file.exists() or time_of(file.read_bytes()) <= written:
-            (run / path).get(file)
+        checkpoint = (best if name.startswith("best") else last) / name
+        file = checkpoint / MANIFEST
+        if not file.exists() or time_of(text_here(file)) <= written:
+            (run / path.removesuffix(f"/{MANIFEST}")).get(MANIFEST, checkpoint)
     for path, size in run.sizes().items() if has_files else ():
         file = folder / path
-        if not path.startswith(f"{CHECKPOINTS}/") and not (
-            file.exists() and file.stat().st_size >= size
-        ):
-            (run / path).get(file)
+        if path.startswith((f"{CHECKPOINTS}/", ".")) or "/." in path:
+            continue  # hidden: the lock, or what a killed upload has left
+        if not (file.exists() and file.stat().st_size >= size):
+            run.get(path, folder)
 
 
 def checkpoints(folder: Remote) -> dict[str, float]:
@@ -108,16 +147,23 @@ def checkpoints(folder: Remote) -> dict[str, float]:
     manifests in it."""
     return {
         path: time_of((folder / path).read())
-        for path in folder.sizes()
-        if path.endswith(f".ckpt/{MANIFEST}")
+        for path, size in folder.sizes().items()
+        if MANIFEST_OF_CHECKPOINT.fullmatch(path) and size <= MOST
     }
 
 
-def time_of(manifest: bytes) -> float:
+def text_here(file: Path) -> str:
+    try:
+        return text_of(file)
+    except (OSError, ValueError):  # no file, or no text
+        return ""
+
+
+def time_of(manifest: bytes | str) -> float:
     """Returns when a checkpoint was written; 0 if its manifest is damaged."""
     try:
         return float(json.loads(manifest)["time"])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError, OverflowError):
         return 0.0
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ....errors import InputError
 from ....project import Flags, Project
+from ...history import of_any_types
 from ...store.hooks import local_copy
 from .page import HTML, names_of, write
 from .tables import tables
@@ -28,7 +29,8 @@ def main(argv: list[str], project: Project) -> None:
         raise InputError("a run is given twice; give each once")
     output = given.output or Path(os.path.commonpath([run.absolute() for run in runs]))
     try:
-        histories, findings = write(runs, output, given.plotly)
+        with of_any_types(runs):
+            histories, findings = write(runs, output, given.plotly)
     except OSError as error:
         why = f"{output}: {error}; give --output"
         raise InputError(f"the report cannot be written into {why}") from error

@@ -82,10 +82,13 @@ def link(where: str, history: History, output: Path) -> str:
         return ""
     if where == "cdn":
         return f"https://cdn.plot.ly/{name}"
-    folder, root = output, Path(str(history.key("run.root", ""))).name
+    folder = output
+    # A run names its root: it is used only if this run is in it, at the place that it names.
+    below = Path(str(history.key("run.root", ""))).name, str(history.key("run.name", ""))
     for parent in output.parents:
-        if root and parent.name == root:
-            folder = parent
+        if below[0] and parent.name == below[0]:
+            if parent / below[1] / history.folder.name == history.folder.absolute():
+                folder = parent
             break
     if not (folder / name).exists():
         write_atomically(folder / name, get_plotlyjs())

@@ -13,6 +13,7 @@ from ....cli.config_file import read
 from ....cli.fit import WithoutTrainer
 from ....cli.run import verified_checkpoint
 from ....errors import InputError, reason, require
+from ....foreign import size_of
 from ....observe.history.run import RunFile
 from ....project import Project
 from ....text.model.causal_lm import auto_class
@@ -79,13 +80,26 @@ def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path
                 f"{key} {name!r} is not in a run's folder, with its {RunFile.CONFIG}"
             ) from no_run
         run = inside
+    try:
+        size_of(run / RunFile.CONFIG)
+    except OSError as error:
+        raise InputError(f"{key} {name!r}: {reason(error)}; restore it") from error
     keys = read(str(run / RunFile.CONFIG))
-    for key in OF_FIT:
-        keys.pop(key, None)
+    for section in OF_FIT:
+        keys.pop(section, None)
+    if isinstance(keys.get("run"), dict):
+        keys["run"].pop("store", None)  # an address of whoever wrote the run: a user gives it
     # a mapping in braces is no file
     flags = ["--config", yaml.safe_dump(keys, default_flow_style=True)]
     if not is_checkpoint:
-        path = Path(keys["last_checkpoint"]["dirpath"].replace("{run}", str(run)))
+        saving = keys.get("last_checkpoint")
+        folder = saving.get("dirpath") if isinstance(saving, dict) else None
+        if not isinstance(folder, str):
+            raise InputError(
+                f"{key} {name!r}: {run / RunFile.CONFIG} has no last_checkpoint.dirpath; give a"
+                " checkpoint of the run"
+            )
+        path = Path(folder.replace("{run}", str(run)))
     return flags, path, run
 
 
