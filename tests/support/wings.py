@@ -11,7 +11,7 @@ from dist_template.wings.launch.targets import target as launch_target
 from dist_template.wings.plan.trace import Traced
 from dist_template.wings.rehearse.command import main as rehearse_main
 from dist_template.wings.rehearse.compare import first_difference
-from dist_template.wings.rehearse.interventions import KillAt
+from dist_template.wings.rehearse.interventions import KillAt, LeakageTest
 from dist_template.wings.rehearse.record import RunRecord
 from dist_template.wings.rehearse.report import Result
 from dist_template.wings.rehearse.runs import Runs

@@ -3,13 +3,17 @@
 
 transformers is imported late."""
 
+import functools
 import logging
 import re
+import sys
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from . import replaced
 from .torch import coordinate_of
+
+NUMBERS_OF_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 
 # transformers imports peft, and peft bitsandbytes, which reports a missing package on a CPU.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -39,6 +45,25 @@ def initialize(model: Any, layer: nn.Module) -> None:
     model._init_weights(layer)
 
 
+def wrap_attention(module: nn.Module, wrapper: Callable[..., Any]) -> None:
+    """Lets the kernel of an attention module run inside `wrapper(kernel, module, queries, …)`, once
+    however often it is called. Kernels are in a registry of the process; `eager` is a function of
+    the module's own file. A wrapper gets the calls of other models too."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+    kernel, file = attention_of(module) or "eager", sys.modules[type(module).__module__]
+    is_eager = kernel == "eager"
+    attend: Any = file.eager_attention_forward if is_eager else ALL_ATTENTION_FUNCTIONS[kernel]
+    if getattr(attend, "wrapper", None) is wrapper:
+        return
+    wrapped: Any = functools.wraps(attend)(functools.partial(wrapper, attend))
+    wrapped.wrapper = wrapper
+    if is_eager:
+        vars(file)["eager_attention_forward"] = wrapped
+    else:
+        AttentionInterface.register(kernel, wrapped)
+
+
 def names_of_blocks(model: nn.Module) -> set[str]:
     """Returns the class names of the model's repeated layers."""
     return set(getattr(model, "_no_split_modules", None) or ())
@@ -54,8 +79,6 @@ def reason_against_sequence_shards(model: Any) -> str:
     masked = {"full_attention", "sliding_attention", "chunked_attention"}
     if {*(getattr(config, "layer_types", None) or ())} - masked or model._is_stateful:
         return "layers other than attention to all tokens combine its tokens"
-    if getattr(config, "attn_temperature_tuning", False):
-        return "a layer of it numbers a rank's tokens as if they were all"
     is_dynamic = re.search("longrope|'dynamic'", str(getattr(config, "rope_parameters", None)))
     return "its rotary embedding depends on a batch's largest position" if is_dynamic else ""
 
@@ -134,6 +157,36 @@ def cast_experts() -> None:
         return grouped_mm(input, weight, offs)
 
     experts._grouped_mm = cast_and_multiply
+
+
+class ExpertFields(NamedTuple):
+    """The fields of a configuration that have the sizes of an expert's matrices."""
+
+    hidden: str
+    width: str
+
+
+def fields_of_experts(config: Any) -> ExpertFields | None:
+    """Returns the sizes of experts that torch's grouped products compute; None for a model without
+    experts, or that computes them otherwise. transformers decorates such experts, and lets a
+    configuration choose another way."""
+    chosen = getattr(config, "_experts_implementation", None)
+    numbers = [getattr(config, name, None) for name in NUMBERS_OF_EXPERTS]
+    if chosen not in (None, "grouped_mm") or not any(isinstance(each, int) for each in numbers):
+        return None
+    return _fields_in_code(type(config))
+
+
+@cache
+def _fields_in_code(config_class: type) -> ExpertFields | None:
+    file = find_spec(config_class.__module__.replace(".configuration_", ".modeling_"))
+    if file is None or file.origin is None:
+        return None
+    _, _, experts = Path(file.origin).read_text("utf-8").partition("@use_experts_implementation")
+    experts = re.split(r"\nclass |\ndef |\n@", experts, maxsplit=2)[1] if experts else ""
+    width = re.search(r"= config\.(\w*(?:intermediate|ffn)\w*)", experts)
+    hidden = re.search(r"hidden\w* = config\.(\w+)", experts)
+    return ExpertFields(hidden[1], width[1]) if width and hidden else None
 
 
 @contextmanager

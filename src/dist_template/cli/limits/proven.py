@@ -55,3 +55,9 @@ def notes(
             f" in its row (first in {where['documents']}); data.cross_document_attention true"
             " accepts it"
         )
+    if "place" in where:
+        yield (
+            f"warning: in a model of type {config.model_type!r} what a document gets depends on"
+            f" where in its row it is (first in {where['place']}): layers that choose tokens take"
+            " the first of those with equal scores"
+        )

@@ -23,6 +23,7 @@ from ...compat import transformers as compat
 from ...errors import InputError
 from ...parallel.mesh_sizes import SequenceAxis
 from ...parallel.sequence import IS_SHARD, WHOLE, masks_of_all
+from .positions import positions_of_documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -54,8 +55,8 @@ def set_attention(config: PreTrainedConfig, attention: Attention | None) -> PreT
 def known_documents(
     model: nn.Module, batch: Mapping[str, Tensor], compiled: bool = False
 ) -> Generator[dict[str, object]]:
-    """Inside, transformers does not search for documents; yields keyword arguments for the model's
-    `forward`.
+    """Inside, transformers does not search for documents, and counts positions within them; yields
+    keyword arguments for the model's `forward`.
 
     Args:
         model: A model of transformers.
@@ -81,7 +82,10 @@ def known_documents(
             yield {}
             return
         search, rows = masking_utils.find_packed_sequence_indices, positions.expand(num_rows, -1)
-        with masks_of_all(model, rows, search, False):  # reads from the device
+        with (
+            masks_of_all(model, rows, search, False),  # reads from the device
+            positions_of_documents(model, rows),
+        ):
             yield {}
         return
     is_packed = len(bounds) > (0 if compiled else num_rows + 1)  # a shape: known on the host
@@ -90,7 +94,10 @@ def known_documents(
     if is_flash and is_packed:
         arguments |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         arguments |= {"max_length_q": seq_len, "max_length_k": seq_len}
-    with masks_of_all(model, positions, _documents if is_packed else None, full is not None):
+    with (
+        masks_of_all(model, positions, _documents if is_packed else None, full is not None),
+        positions_of_documents(model, batch["position_ids"]),
+    ):
         yield arguments
 
 

@@ -56,7 +56,11 @@ def no_leakage(runs: Runs) -> str:
     found, places = runs.one.tensors("leakage"), runs.one.places
     for what, key in found.items():
         if key:
-            seen = {"documents": "another document", "future": "a later token"}[what]
+            seen = {
+                "documents": "another document",
+                "future": "a later token",
+                "place": "where in its row its document is",
+            }[what]
             forward = f"forward ({places.get('forward', '?')}) shows a token {seen}"
             raise NotEqual(
                 "outputs change", f"the first change is in {with_location(key, places)}; {forward}"

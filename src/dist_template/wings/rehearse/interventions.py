@@ -3,12 +3,13 @@
 RaggedLabels   masks a different share of the labels in each row
 KillAt         kills every rank
 NotANumber     makes a step's gradients NaN
-LeakageTest    tests whether a token's output depends on another document or on a later token"""
+LeakageTest    tests whether a token's output depends on another document, on a later token or on
+               where in its row its document is"""
 
 import functools
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ from torch import Tensor, nn
 
 from ...text.batches.rows import NOT_COUNTED
 from ...text.datamodule import PackedText
+from ...text.model.kernels import BOUNDS
 from .forward_hooks import ForwardHooks
+
+Moved = dict[int, Tensor]  # by the `id` of the tensor before
 
 MAX_MASKED_SHARE = 0.8
 TOLERANCE = 1e-4  # relative to the largest value: tokens of other experts change the order of sums
@@ -80,9 +84,11 @@ class NotANumber(Callback):
 
 
 class LeakageTest(Callback):
-    """Writes leakage.pt: {"documents": …, "future": …}, each the first tensor that changes, or "".
-    It changes tokens that must not be visible, and compares the outputs of the others. Keys as in
-    `ForwardHooks.tensors`. A test that the module or its batch does not allow is missing."""
+    """Writes leakage.pt: {"documents": …, "future": …, "place": …}, each the first tensor that
+    changes, or "". It changes tokens that must not be visible, and compares the outputs of the
+    others; and it moves the last document of each row to its front, where it is alone, and compares
+    that document's outputs. Keys as in `ForwardHooks.tensors`. A test that the module or its batch
+    does not allow is missing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -117,18 +123,19 @@ class LeakageTest(Callback):
         others = sorted({*tokens.flatten().tolist()} - {*ends})
         following = dict(zip(others, others[1:] + others[:1], strict=True))
 
+        def outputs_with(change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+            hooks = ForwardHooks(pl_module)
+            args, kwargs = apply_to_collection(self._arguments, Tensor, change)
+            pl_module(*args, **kwargs)
+            hooks.remove()
+            return hooks.tensors
+
         def outputs(is_changed: Tensor) -> dict[str, Tensor]:
             changed = tokens.clone()
             changed[is_changed] = changed[is_changed].apply_(
                 lambda token: following.get(token, token)
             )
-            hooks = ForwardHooks(pl_module)
-            args, kwargs = apply_to_collection(
-                self._arguments, Tensor, lambda t: changed if t is tokens else t
-            )
-            pl_module(*args, **kwargs)
-            hooks.remove()
-            return hooks.tensors
+            return outputs_with(lambda each: changed if each is tokens else each)
 
         pl_module.eval()
         found: dict[str, str] = {}
@@ -143,8 +150,41 @@ class LeakageTest(Callback):
             data = trainer.datamodule  # ty: ignore[missing-attribute]
             if earlier.any() and not getattr(data, "cross_document_attention", False):
                 found["documents"] = _first_change(expected, outputs(earlier), ~earlier)
+                if not found["documents"]:  # else it is no document alone
+                    order, moved = _last_document_first(self._batch, earlier)
+                    want = {key: _reordered(each, order) for key, each in expected.items()}
+                    found["place"] = _first_change(
+                        want,
+                        outputs_with(lambda each: moved.get(id(each), each)),
+                        ~earlier.gather(1, order),
+                    )
         pl_module.train()
         torch.save(found, self.folder / "leakage.pt")
+
+
+def _last_document_first(batch: Mapping[str, Any], earlier: Tensor) -> tuple[Tensor, Moved]:
+    """Moves the last document of each row of a batch to the front of its row.
+
+    Returns (B, T) where each token of a row comes from, and the changed tensors by the `id` of
+    those that they replace. `earlier` (B, T) are the tokens of the other documents."""
+    order = earlier.long().argsort(dim=1, stable=True)
+    moved = {id(each): _reordered(each, order) for each in batch.values() if _is_of(each, order)}
+    if isinstance(bounds := batch.get(BOUNDS), Tensor):
+        starts = torch.nonzero(moved[id(batch["position_ids"])].flatten() == 0).flatten()
+        ends = torch.tensor([earlier.numel()], device=starts.device)
+        moved[id(bounds)] = torch.cat([starts, ends]).to(bounds.dtype)
+    return order, moved
+
+
+def _is_of(value: object, tokens: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape[:2] == tokens.shape
+
+
+def _reordered(values: Tensor, order: Tensor) -> Tensor:
+    """Returns (B, T, …) values in the order (B, T) of their tokens; other tensors as they are."""
+    if not _is_of(values, order):
+        return values
+    return values[torch.arange(len(order), device=order.device)[:, None], order]
 
 
 def _first_change(
@@ -160,4 +200,6 @@ def _first_change(
         change = (want - have)[is_compared].abs().max().item()
         if not change <= TOLERANCE * want.abs().max().item():
             changes.append(key)
-    return changes[0] if "" in changes else ""
+    if "" not in changes:
+        return ""
+    return changes[0] or "the logits"
