@@ -159,7 +159,7 @@ class MeshStrategy(MeshRanks):
             )
             facts = facts_of(model, self.mesh_sizes.pp, *options)
             here = facts["stages"][self.stages.get_local_rank("pp")]
-            division = Division(model, bounds_between(facts["blocks"]), here)
+            division = Division(model, bounds_between(facts["blocks"]), here, self.root_device)
         has_plan = hasattr(model, "maybe_distribute_model") and model.fsdp_plan
         if has_plan and self.world_size > 1:
             shard_by_plan(model, self)

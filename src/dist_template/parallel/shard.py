@@ -35,6 +35,10 @@ FORGOTTEN = {
 }
 # types whose plans leave gradients of activations on one rank
 UNSOUND = ("inkling_text", "longcat_flash")
+# Modules whose output transformers (5.23) changes in place: under tensor parallelism it is a view
+# of a distributed tensor, of which autograd forbids that.
+CHANGED_IN_PLACE = {"llama4_text": ("shared_expert",)}
+CLIPPED = ("q_proj", "k_proj", "v_proj")  # by `clip_qkv`
 # of latent attention: complete on each rank
 BEFORE_HEADS = {"q_a_proj", "q_a_layernorm", "kv_a_layernorm", "indexer"}
 # Styles of modules that say nothing about the gradients of their own parameters
@@ -123,6 +127,21 @@ def complete_plan(model: PreTrainedModel, rules: dict[str, str]) -> None:
     model.tp_plan = model.tp_plan | missing  # the dict itself is the class's
 
 
+def copy_changed_outputs(model: PreTrainedModel) -> None:
+    """Lets the modules whose output the model changes in place return a copy of their own."""
+    config = model.config
+    changed = CHANGED_IN_PLACE.get(config.model_type, ())
+    if getattr(config, "clip_qkv", None) is not None:
+        changed += CLIPPED
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in changed:
+            module.register_forward_hook(_copied)
+
+
+def _copied(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    return output.clone()
+
+
 def pattern_of(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
@@ -162,6 +181,8 @@ def shard_by_plan(model: Any, strategy: MeshRanks) -> None:
     with compat.sharding(offload, prepare=lambda: weights.tie(ties)), _refusing(model):
         if (group := strategy.sequence_group) is not None:
             share_attention(model, sizes.cp, group)
+        if sizes.tp > 1:
+            copy_changed_outputs(model)
         model.maybe_distribute_model(model, config, mesh)
     weights.tie(ties)
 

@@ -12,8 +12,9 @@ model works whose blocks are in one nn.ModuleList, take hidden states first and 
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ...compat import wrap_method
@@ -77,12 +78,22 @@ class StagePass:
             raise StageEnd
 
 
-class RemoteModule(nn.Module):
-    """Takes the place of a module whose parameters are on another rank."""
+class RemoteParameter(NamedTuple):
+    """What models ask of a parameter outside of its module: Llama-4 moves its inputs to
+    `embed_tokens.weight.device` on every rank."""
 
-    def __init__(self, of: nn.Module) -> None:
+    device: torch.device
+    dtype: torch.dtype
+
+
+class RemoteModule(nn.Module):
+    """Takes the place of a module whose parameters are on another rank; `device` is this rank's."""
+
+    def __init__(self, of: nn.Module, device: torch.device) -> None:
         super().__init__()
         plain = {name: value for name, value in vars(of).items() if isinstance(value, PLAIN)}
+        for name, parameter in of.named_parameters(recurse=False):
+            plain[name] = RemoteParameter(device, parameter.dtype)
         vars(self).update(plain, training=of.training, of=type(of).__name__)
 
 
@@ -142,10 +153,12 @@ class Blocks(nn.ModuleList):
 
 class Division:
     """A model on the meta device, divided in place. `bounds` has the first block of each stage and
-    one more than its last, `here` the numbers of this rank's stages. Raises InputError if the model
-    cannot be divided."""
+    one more than its last, `here` the numbers of this rank's stages; `device` is this rank's. It
+    raises InputError if the model cannot be divided."""
 
-    def __init__(self, model: nn.Module, bounds: list[tuple[int, int]], here: list[int]) -> None:
+    def __init__(
+        self, model: nn.Module, bounds: list[tuple[int, int]], here: list[int], device: torch.device
+    ) -> None:
         parts, last = ModelParts.of(model), len(bounds) - 1
         blocks, self.bounds = parts.blocks, bounds
         self.stage = StagePass(len(blocks))  # that a forward pass runs
@@ -159,14 +172,15 @@ class Division:
 
         for number, block in enumerate(blocks):
             if not any(bounds[stage][0] <= number < bounds[stage][1] for stage in here):
-                blocks[number] = RemoteModule(block)
+                blocks[number] = RemoteModule(block, device)
         model.set_submodule(parts.path, Blocks(blocks, self.stage))
         self._gated: list[tuple[nn.Module, bool]] = []
         for module in parts.before + parts.after:
             is_before, is_local = module in parts.before, False
+            remote = RemoteModule(module, device)  # while it has its parameters
             for name, child in [*module.named_children()] if module not in local else ():
                 if not _ids([child]) & kept:  # beside the copy of a tied layer
-                    module.add_module(name, RemoteModule(child))
+                    module.add_module(name, RemoteModule(child, device))
             for owner, name, parameter in _owners([module]):
                 if id(parameter) in kept:
                     is_local = True
@@ -174,7 +188,7 @@ class Division:
                     setattr(owner, name, None)
             if not is_local:
                 name = next(name for name, each in model.named_modules() if each is module)
-                module = RemoteModule(module)
+                module = remote
                 model.set_submodule(name, module)
             self._gated.append((module, is_before))
         # Of each of this rank's stages, the modules with its parameters
