@@ -60,6 +60,11 @@ class Mesh(Plain):
     def data_parallel(self, world_size: int) -> int:
         return data_parallel_size(self.sizes(world_size))
 
+    def expert_parts(self, world_size: int) -> int:
+        """Tensor parallelism divides each expert, unless expert parallelism distributes them."""
+        sizes = self.sizes(world_size)
+        return sizes.tp if sizes.ep == 1 else 1
+
     def axes(self, world_size: int) -> list[str]:
         found = [axis.name for axis in self.active(world_size) if axis.is_proven]
         if "pp" in found:  # proof.json has it after the others

@@ -1,15 +1,18 @@
 """Strategies of Lightning's own, one device and DDP first."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from ...errors import InputError
 from ..configured import Configured
 
 # Lightning's strategies without support for CPUs or for transformers' plans, and files in their
 # place
 OF_MESH = "fsdp2, hsdp, fsdp2_tp or tp"
 REPLACED = {"deepspeed": "zero2 or zero3", "fsdp": OF_MESH, "modelparallel": OF_MESH}
+ROW_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,10 @@ class Plain:
         """Returns the dimensions of the sharding that are above one, as proof.json names them."""
         return ["ddp"] if world_size > 1 else []
 
+    def expert_parts(self, world_size: int) -> int:
+        """Returns over how many ranks the width of each expert is divided."""
+        return 1
+
     def reduced(self) -> tuple[dict[str, Any], list[str]]:
         """Returns the arguments for a rehearsal, and a sentence for each difference from
         production."""
@@ -47,6 +54,7 @@ class Plain:
             yield from measured_refusal(
                 setup, "model.blocks.compile", "whose first steps compile and are no measure"
             )
+        yield from self._widths_of_experts(setup)
         if not self.is_replicated:
             return
         for start, files in REPLACED.items():
@@ -58,6 +66,31 @@ class Plain:
                 f"trainer.strategy {self.name!r} is not supported, because it pickles the module:"
                 " set ddp"
             )
+
+    def _widths_of_experts(self, setup: Configured) -> Iterator[str]:
+        """The experts' grouped products (torch 2.13) need rows of a multiple of 16 bytes."""
+        from ...compat.transformers import fields_of_experts  # it imports torch
+
+        config = setup.text_config
+        if config is None or not (fields := fields_of_experts(config)):
+            return
+        try:
+            parts = self.expert_parts(setup.machine.world_size)
+        except InputError:
+            return  # of sizes that do not fit, which the strategy reports
+        bits = re.findall(r"16|32|64", setup.machine.precision)
+        multiple = ROW_BYTES * 8 // int(bits[0] if bits else 32)
+        for name, number in ((fields.width, parts), (fields.hidden, 1)):
+            size = getattr(config, name, None)
+            if not isinstance(size, int) or size % (multiple * number) == 0:
+                continue
+            shared = f" x {number} ranks that share an expert" if number > 1 else ""
+            yield (
+                f"model.architecture.{name} {size} is not a multiple of {multiple * number}, which"
+                f" grouped products of experts need ({multiple} numbers of {ROW_BYTES} bytes at"
+                f" trainer.precision {setup.machine.precision}{shared}): edit it"
+            )
+            return
 
 
 def selective_refusal(setup: Configured, what: str) -> Iterator[str]:
