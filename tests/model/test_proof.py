@@ -27,7 +27,10 @@ BIASED = {
     "right": ["tp"],
     "refused": {"fsdp+cp": "a bias"},
 }
-LLAMAS = {"llama": {"variants": [PLAIN, BIASED]}}
+CLIPPED = proof.switches_of(AutoConfig.for_model("olmo", clip_qkv=3.0))
+OLMO = {"switches": CLIPPED | {"clip_qkv": False}, "right": ["tp"], "refused": {}}
+CAPPED = {"switches": CLIPPED, "right": [], "refused": {"tp": "it dies"}}
+LLAMAS = {"olmo": {"variants": [OLMO, CAPPED]}, "llama": {"variants": [PLAIN, BIASED]}}
 TABLE: dict[str, Any] = {"versions": proof.versions(), "models": LLAMAS}
 
 
@@ -48,7 +51,11 @@ VERDICTS: Any = [
     ({}, "fsdp+pp", "refused", "it is odd"),  # a product of what is refused
     ({"attention_bias": True}, "fsdp+tp", "proven", ""),  # right under tp; the product without
     ({"attention_bias": True}, "fsdp+cp", "refused", "a bias"),
-    ({}, "fsdp+cp", "unproven", "fsdp+cp"),
+    ({}, "fsdp+cp", "refused", "a bias"),  # none that was tried is right
+    ({"mlp_bias": True}, "fsdp+cp", "refused", "a bias"),
+    ({"mlp_bias": True}, "pp", "refused", "it is odd"),  # switches that nobody tried
+    ({"mlp_bias": True}, "fsdp+pp", "refused", "it is odd"),
+    ({"mlp_bias": True}, "zero2", "unproven", "zero2"),
     ({"mlp_bias": True}, "tp", "unproven", "bias true"),
     ({"attention_bias": True}, "ddp", "proven", ""),  # no layer is divided
     ({}, "ddp", "proven", ""),  # what is refused with adapters holds for them only
@@ -67,6 +74,29 @@ def test_a_verdict(fields: dict[str, Any], axes: str, kind: str, why: str) -> No
     assert found.kind == kind and why in found.why
 
 
+def test_numbers_that_change_what_a_model_computes_are_switches(monkeypatch: Any) -> None:
+    def olmo(**fields: Any) -> Any:
+        return proof.verdict(AutoConfig.for_model("olmo", **fields), "tp")
+
+    assert olmo().kind == "proven"
+    assert olmo(clip_qkv=8.0) == ("refused", "it dies"), "a clip of another size"
+    assert olmo(clip_qkv=8.0, attention_bias=True) == ("refused", "it dies"), "with another switch"
+    monkeypatch.setitem(LLAMAS, "olmo", {"variants": [OLMO]})
+    assert olmo(clip_qkv=0.5) == ("unproven", "clip_qkv 0.5 of type 'olmo' under tp")
+    for kind, fields in {
+        "gemma2": {"attn_logit_softcapping": None},
+        "starcoder2": {"sliding_window": 8},
+        "granite": {"residual_multiplier": 0.2},
+        "deepseek_v3": {"q_lora_rank": None},
+        "gemma3n_text": {"num_hidden_layers": 5, "activation_sparsity_pattern": [0.5] * 5},
+    }.items():
+        plain = {name: value for name, value in fields.items() if name == "num_hidden_layers"}
+        one, other = (
+            proof.switches_of(AutoConfig.for_model(kind, **each)) for each in (plain, fields)
+        )
+        assert {name for name in one if one[name] != other[name]} == {*fields} - {*plain}, kind
+
+
 def test_another_version_is_unproven(monkeypatch: Any) -> None:
     monkeypatch.setattr(proof, "versions", lambda: {"transformers": "9.0", "torch": "2.13.0"})
     assert "transformers 9.0" in proof.verdict(llama(), "tp").why
@@ -77,7 +107,7 @@ def test_a_project_remembers_what_it_has_proven(tmp_path: Path, monkeypatch: Any
     config = llama(mlp_bias=True)
     proof.remember(tmp_path / "package", config, MeshStrategy(fsdp_size=1, tp_size=2), 2)
     assert proof.verdict(config, "tp", tmp_path).kind == "proven"
-    assert proof.verdict(config, "fsdp+cp", tmp_path).kind == "unproven"
+    assert proof.verdict(config, "zero2", tmp_path).kind == "unproven"
     both = llama(mlp_bias=True, attention_bias=True)
     assert proof.verdict(both, "tp", tmp_path).kind == "unproven"
     monkeypatch.setattr(proof, "versions", lambda: {"transformers": "9.0", "torch": "2.13.0"})
@@ -121,6 +151,13 @@ def test_fit_notes_what_is_not_proven(flags: list[str], monkeypatch: Any, capsys
     monkeypatch.setattr(proof, "verdict", lambda *_: unproven)
     assert run("fit", *flags, "--trainer.fast_dev_run=1") == 0
     assert f"note: not proven here: {unproven.why}. `" in capsys.readouterr().out
+
+
+def test_fit_warns_of_a_type_whose_documents_depend_on_their_place(monkeypatch: Any) -> None:
+    monkeypatch.setattr(proof, "leaks", lambda _: {"place": "the model.layers.0"})
+    data = SimpleNamespace(cross_document_attention=False)
+    (note,) = proven.notes(llama(), None, data, "ddp", 1, Path("nowhere/package"))
+    assert "depends on where in its row it is (first in the model.layers.0)" in note
 
 
 def test_the_shipped_table_is_of_the_pinned_versions_and_of_known_types() -> None:

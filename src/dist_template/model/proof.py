@@ -4,8 +4,10 @@
 process. A project adds what `rehearse` has proven there, in its own proven.json. Per type:
 
     variants    [{"switches": {field: value}, "right": [axes], "refused": {axes: why}}], the first
-    with the defaults leaks       the first layer in which a token depends on another document of
-    its row ("documents") not_run     why it does not train on one process
+                with the defaults
+    leaks       the first layer in which a token depends on another document of its row
+                ("documents"), or on where in the row its document is ("place")
+    not_run     why it does not train on one process
 
 Axes are the dimensions of a strategy that are larger than one, such as "fsdp+tp"; a training with
 adapters has them before these: "lora+fsdp+tp" (`axes_of`)."""
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -31,6 +34,12 @@ __all__ = ["remember"]
 PACKAGES = ("transformers", "torch")  # another release of one may change what a model computes
 LAYERS = ("layer_types", "layers_block_type")
 OF_MODELS = ("tp", "fsdp+ep", "fsdp+cp", "pp")  # whose result depends on what a model computes
+# Numbers that switch a part of the model on, where they are not null, 0 or, as a factor, 1.
+NUMBERS = re.compile(
+    r"clip_qkv|gradient_clipping|.*soft_?cap(ping)?|sliding_window|q_lora_rank|swiglu_limit|"
+    r".*_multiplier|logit_scale|logits_scaling|softmax_scale|.*_scaling_factor|"
+    r"route_scale|activation_sparsity_pattern"
+)
 FILE = "proven.json"
 
 
@@ -51,17 +60,17 @@ def verdict(config: PreTrainedConfig | None, axes: str, project: Path | None = N
         return Verdict("unproven", "a model that is not built from a transformers configuration")
     if project and _entry(config, axes) in _content(project).get("proven", []):
         return Verdict("proven")
-    table, kind, parts = _table(), config.model_type, set(axes.split("+"))
+    table, kind = _table(), config.model_type
     found = table["models"].get(kind, {})
     if not found.get("variants"):
         why = f": {found['not_run']}" if "not_run" in found else ""
         return Verdict("unproven", f"a model of type {kind!r}{why}")
     switches = switches_of(config)
     for variant in found["variants"]:
-        if variant["switches"] == switches and axes not in variant["right"]:
-            for refused, why in variant["refused"].items():
-                if parts.issuperset(refused.split("+")):
-                    return Verdict("refused", why)
+        if variant["switches"] == switches and (why := _refusal(variant, axes)):
+            return Verdict("refused", why)
+    if why := _always_refused(found["variants"], axes):
+        return Verdict("refused", why)
     if table["versions"] != versions():
         names = ", ".join(f"{name} {number}" for name, number in versions().items())
         proven = ", ".join(table["versions"].values())
@@ -69,15 +78,47 @@ def verdict(config: PreTrainedConfig | None, axes: str, project: Path | None = N
     first, *others = found["variants"]
     if axes not in first["right"]:
         return Verdict("unproven", f"a model of type {kind!r} under {axes}")
-    needed = {each for each in OF_MODELS if parts.issuperset(each.split("+"))}
-    right = [first]
+    needed, right = _of_models(axes), [first]
     for variant in others:
         if needed.issubset(variant["right"]):
             right.append(variant)
+    unproven = ""
     for name, value in switches.items():
-        if value not in [variant["switches"].get(name) for variant in right]:
-            return Verdict("unproven", f"{name} {json.dumps(value)} of type {kind!r} under {axes}")
-    return Verdict("proven")
+        if value in [variant["switches"].get(name) for variant in right]:
+            continue
+        if NUMBERS.fullmatch(name):  # a number decides by itself, whatever the other switches are
+            for variant in found["variants"]:
+                if variant["switches"].get(name) == value and (why := _refusal(variant, axes)):
+                    return Verdict("refused", why)
+            value = getattr(config.get_text_config(), name)
+        unproven = unproven or f"{name} {json.dumps(value)} of type {kind!r} under {axes}"
+    return Verdict("unproven", unproven) if unproven else Verdict("proven")
+
+
+def _refusal(variant: dict[str, Any], axes: str) -> str:
+    """Returns why a tried variant fails under `axes` or a part of them; "" if that is unknown."""
+    for refused, why in variant["refused"].items() if axes not in variant["right"] else ():
+        if {*axes.split("+")}.issuperset(refused.split("+")):
+            return why
+    return ""
+
+
+def _of_models(axes: str) -> set[str]:
+    """Returns the axes within `axes` whose result depends on what a model computes."""
+    parts = {*axes.split("+")}
+    return {each for each in OF_MODELS if parts.issuperset(each.split("+"))}
+
+
+def _always_refused(variants: list[dict[str, Any]], axes: str) -> str:
+    """Returns why each tried variant fails under `axes` or a part of them; "" if one is right.
+    Switches that nobody tried are taken to be no better."""
+    right = {each for variant in variants for each in variant["right"]}
+    for variant in variants:
+        for refused, why in variant["refused"].items():
+            is_part = {*axes.split("+")}.issuperset(refused.split("+"))
+            if is_part and not right & {axes, refused, *_of_models(refused)}:
+                return why
+    return ""
 
 
 def leaks(config: PreTrainedConfig) -> dict[str, str]:
@@ -125,14 +166,22 @@ def versions() -> dict[str, str]:
 
 
 def switches_of(config: PreTrainedConfig) -> dict[str, object]:
-    """Returns the fields that switch parts of the model on and off, and the kinds of its layers."""
+    """Returns the fields that switch parts of the model on and off, whether numbers are on that do
+    so, and the kinds of its layers."""
     switches: dict[str, object] = {}
     for name, value in sorted(vars(config.get_text_config()).items()):
         if isinstance(value, bool) and not NOT_DECISIVE.fullmatch(name):
             switches[name] = value
+        elif NUMBERS.fullmatch(name):
+            switches[name] = is_on(value)
         if name in LAYERS and value:
             switches[name] = sorted({str(each) for each in value})
     return switches
+
+
+def is_on(value: object) -> bool:
+    """Whether a number of a configuration changes what its model computes."""
+    return any(value) if isinstance(value, list) else value not in (None, 0, 1)
 
 
 def axes_of(strategy: Any, world_size: int, module: object = None) -> str:
