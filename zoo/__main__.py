@@ -2,7 +2,8 @@
 its page.
 
 Cases that a file in build/zoo has are not run again, so that a run that was stopped resumes;
-verdicts of other versions are run again. Types that it does not have keep their rows.
+verdicts of other versions are run again. Types, variants and strategies that it does not have keep
+their rows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -21,7 +23,7 @@ from . import ROOT
 from .arms import ARMS
 from .cases import Zoo
 from .page import page
-from .table import table, text
+from .table import merged, table, text
 
 
 def main() -> None:
@@ -31,6 +33,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--arms", default="", help="parts of the strategies' names, such as lora; default: all"
+    )
+    parser.add_argument(
+        "--variants", default="default,switched", help="default, switched or both, the default"
     )
     parser.add_argument(
         "--quick", type=Path, metavar="FOLDER", help="two cases; their table is FOLDER/proof.json"
@@ -46,12 +51,12 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     zoo = Zoo(given.quick / "zoo" if given.quick else ROOT / "build" / "zoo")
     with ThreadPoolExecutor(3) as pool:  # a case waits for messages of its ranks; four take longer
-        list(pool.map(zoo.run_type, kinds, [arms] * len(kinds)))
+        list(pool.map(partial(zoo.run_type, arms=arms, among=given.variants.split(",")), kinds))
     found, before = table(zoo.known.values()), proof._table()
     if (
         not given.quick and before["versions"] == found["versions"]
     ):  # types without a case in build/zoo
-        found["models"] = dict(sorted((before["models"] | found["models"]).items()))
+        found["models"] = merged(before["models"], found["models"])
     (given.quick or Path(proof.__file__).parents[1]).joinpath("proof.json").write_text(
         text(found), "utf-8"
     )

@@ -16,7 +16,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,10 @@ class Zoo:
             f"{kind:<24} {variant:<9} {arm:<16} {verdict} {more.get('why', '')[:160]}", flush=True
         )
 
-    def run_type(self, kind: str, arms: list[str]) -> None:
-        """Runs the cases of a type that have no verdict yet."""
+    def run_type(
+        self, kind: str, arms: list[str], among: Container[str] = ("default", "switched")
+    ) -> None:
+        """Runs the cases of a type, and of its variants in `among`, that have no verdict yet."""
         try:
             found = variants(kind)
         except Exception as error:  # of any class: a row
@@ -82,6 +84,8 @@ class Zoo:
             )
             return
         for variant, architecture in found.items():
+            if variant not in among:
+                continue
             chosen = [arm for arm in arms if variant == "default" or arm in OF_A_SWITCH]
             chosen = [arm for arm in chosen if {*ARMS[arm].plan} <= plans(architecture)]
             todo = [arm for arm in chosen if (kind, variant, arm) not in self.known]

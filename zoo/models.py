@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from dist_template.model import proof
 from dist_template.text.model.causal_lm import causal_lm, causal_lm_config
 from dist_template.wings.rehearse.shrink_model import shrink_architecture
 
@@ -24,21 +26,39 @@ DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "dropout_rate")
 # of the tokenizer Bytes: a prime
 VOCABULARY = SimpleNamespace(vocab_size=257, eos_token_id=256, seq_len=SEQ_LEN)
 MOST_PARAMETERS = 3_000_000
+# No powers of two; a rank's half of an expert's width is a multiple of 16 bytes, which torch's
+# grouped products need of each stride.
 ODD = {
     "hidden_size": 48,
-    "intermediate_size": 74,
-    "moe_intermediate_size": 22,
+    "intermediate_size": 72,
+    "moe_intermediate_size": 24,
+    "expert_ffn_hidden_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 40,
+    "shared_intermediate_size": 40,
+    "intermediate_size_mlp": 56,
+    "dense_intermediate_size": 56,
     "num_attention_heads": 6,
 }
 SWITCHES = re.compile(
     r".*(qk_?(layer)?norm|query_key_norm|use_.*norm|bias|sliding_window|sinks?|gate|gated|tie_word_embeddings|"
     r"norm_topk_prob|parallel_(residual|attn|block)|multi_query|new_decoder_architecture|residual_fp32|alibi|rope)"
 )
+FACTOR = re.compile(r".*(multiplier|scale|scaling|scaling_factor)")
+# Numbers that change what a model computes (`proof.NUMBERS`), where they are off: values that have
+# an effect in a small model. Where they are on, they are turned off.
+NUMBERS = [
+    (re.compile(r"clip_qkv|gradient_clipping"), 0.5),
+    (re.compile(r".*soft_?cap(ping)?"), 2.0),
+    (re.compile(r"sliding_window"), SEQ_LEN // 4),
+    (re.compile(r"q_lora_rank"), 12),
+    (FACTOR, 0.7),
+]
 # What a published configuration of the type has and its class does not set, or names in its own
 # way.
 _GEMMA4 = {
     "hidden_size": 48,
-    "intermediate_size": 74,
+    "intermediate_size": 72,
     "num_hidden_layers": 5,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
@@ -53,12 +73,12 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default",
     "rope_theta": 1e4}}},
     # with its 1.0, each step multiplies rounding by ten
-    "cpmant": {"dim_ff": 74, "dim_head": 8, "init_std": 0.1},
+    "cpmant": {"dim_ff": 72, "dim_head": 8, "init_std": 0.1},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 32},
     "gemma3n_text": _GEMMA4 | {
-        "num_kv_shared_layers": 0, "intermediate_size": [74] * 5,
+        "num_kv_shared_layers": 0, "intermediate_size": [72] * 5,
         "activation_sparsity_pattern": [0.5] * 5,
         "laurel_rank": 6, "altup_num_inputs": 2,
     },
@@ -69,6 +89,7 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
     "kimi_linear": {"linear_num_heads": 2, "linear_head_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"]},
+    "llama4_text": {"floor_scale": 4, "attn_scale": 1.0},  # of rows of 32 tokens, not of 8192
     "longcat_flash": {"qk_head_dim": 24, "head_dim": 8, "num_layers": NUM_BLOCKS},
     "mamba2": {"num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 16},
     "marian": {"decoder_vocab_size": 257, "decoder_start_token_id": 1},
@@ -162,16 +183,31 @@ def _plain(kind: str) -> dict[str, Any]:
 def _flips(kind: str, plain: dict[str, Any]) -> dict[str, Any]:
     """The switches of a type that can be turned, all at once where they allow it."""
     config = causal_lm_config(plain, None, None, VOCABULARY)
-    found = {
-        name: not value
-        for name, value in vars(config).items()
-        if isinstance(value, bool) and SWITCHES.fullmatch(name)
-    }
+    found: dict[str, list[Any]] = {}
+    for name, value in vars(config).items():
+        if isinstance(value, bool) and SWITCHES.fullmatch(name):
+            found[name] = [not value]
+        elif proof.NUMBERS.fullmatch(name):
+            found[name] = [*_other_numbers(name, value)]
     kept: dict[str, Any] = {}
-    for name, value in found.items():
-        if _runs(plain | kept | {name: value}):
-            kept[name] = value
+    for name, values in found.items():
+        for value in values:
+            if _runs(plain | kept | {name: value}):
+                kept[name] = value
+                break
     return kept
+
+
+def _other_numbers(name: str, value: Any) -> Iterator[Any]:
+    """Yields what turns a number on, or off: the first that the type allows is taken."""
+    if not proof.is_on(value):
+        yield from (number for pattern, number in NUMBERS if pattern.fullmatch(name))
+    elif isinstance(value, list):
+        yield [0.0] * len(value)
+    else:
+        yield None
+        if FACTOR.fullmatch(name):
+            yield 1.0
 
 
 def _runs(architecture: dict[str, Any]) -> bool:

@@ -15,7 +15,8 @@ DATA_PARALLEL = ("ddp", "fsdp", "zero2", "zero3")
 TABLE = """
 With {versions}, **{right}** of {cases} cases are right: losses within 1e-6,
 norms and evaluation within 1e-5, replicas equal bit by bit. `dp` is ddp, fsdp, zero2 and zero3; `*`
-marks what a switch of the model decides (biases, norms of queries and keys, tied embeddings). A
+marks what a switch of the model decides (biases, norms of queries and keys, tied embeddings, clips,
+windows). A
 strategy in neither column was not tried.
 
 | types | right | refused |
@@ -27,6 +28,8 @@ strategy in neither column was not tried.
   (ddp, fsdp, tp, ep, zero3){lora}. Other `targets`, `trainable` and `quantize` were not tried.
 - In these types a token depends on the documents before its own in a packed row, on one process
   too. `fit` warns; data.cross_document_attention true accepts it: {leaks}.
+- In these, layers choose tokens of equal scores by their order in the row, so that a document's
+  place matters: {places}.
 - The commonest reasons for a refusal: {reasons}. `fit` and `plan` print your model's.
 - Not tried: {composed} types that are made of several models. Not trained: {not_run}.
 
@@ -37,6 +40,7 @@ def page(found: dict[str, Any], axes: list[str]) -> str:
     """Returns docs/models.md with the table `found`: types with the same verdicts share a row."""
     reasons: dict[str, set[str]] = {}
     leaks: list[str] = []
+    places: list[str] = []
     composed: list[str] = []
     not_run: list[str] = []
     models = found["models"]
@@ -45,6 +49,7 @@ def page(found: dict[str, Any], axes: list[str]) -> str:
         if kind not in tried:
             (composed if COMPOSED in entry.get("not_run", "") else not_run).append(kind)
         leaks += [kind] * ("documents" in entry.get("leaks", {}))
+        places += [kind] * ("place" in entry.get("leaks", {}))
         for variant in entry.get("variants", []):
             for name, why in variant["refused"].items():
                 reasons.setdefault(f"{_general(why)} ({name.rpartition('+')[2]})", set()).add(kind)
@@ -63,6 +68,7 @@ def page(found: dict[str, Any], axes: list[str]) -> str:
         combined=_unlike(tried, COMBINED),
         lora=_unlike(tried, {name: (name.removeprefix("lora+"),) for name in adapted}),
         leaks=", ".join(leaks),
+        places=", ".join(places) or "none",
         reasons="; ".join(f"{why}: {len(kinds)} types" for why, kinds in commonest),
         composed=len(composed),
         not_run=", ".join(not_run),

@@ -42,6 +42,36 @@ def table(cases: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {"versions": proof.versions(), "models": tried}
 
 
+def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Returns the types of two tables, with what `found` has tried in place of what `before` has.
+
+    A type's first variant has its defaults, the second its switches the other way round. Verdicts
+    of strategies that were not tried again stay where the switches are the same."""
+    models = dict(before)
+    for kind, entry in found.items():
+        old = before.get(kind, {})
+        variants: list[dict[str, Any]] = [*old.get("variants", [])]
+        for variant in entry.get("variants", []):
+            switches = variant["switches"]
+            known = [each for each in variants if each["switches"] == switches]
+            if known:
+                _replace(known[0], variant)
+            elif variants and entry["variants"][0] is not variant:
+                variants[1:] = [variant]
+            else:
+                variants[:1] = [variant]
+        models[kind] = old | entry | ({"variants": variants} if variants else {})
+    return dict(sorted(models.items()))
+
+
+def _replace(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Puts the verdicts of `new` in place of those that `old` has of the same strategies."""
+    tried = {*new["right"], *new["refused"]}
+    old["right"] = [*new["right"], *(each for each in old["right"] if each not in tried)]
+    kept = {axes: why for axes, why in old["refused"].items() if axes not in tried}
+    old["refused"] = kept | new["refused"]
+
+
 def text(found: dict[str, Any]) -> str:
     """Returns the table as JSON, with a line for each type."""
     lines = [

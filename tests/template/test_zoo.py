@@ -17,7 +17,7 @@ from tests.support.tiers import NIGHTLY
 from zoo import cases as zoo
 from zoo.arms import OF_LORA, reference_of
 from zoo.models import variants
-from zoo.table import without_table
+from zoo.table import merged, without_table
 
 from .conftest import output
 
@@ -55,6 +55,7 @@ def count_positions_per_shard() -> None:
     vars(mesh_ranks)["shard_batch"] = local
 
 
+SPARSE = "gemma3n_text"
 OLMO2 = ("olmo2", "default", "cp", count_positions_per_shard, "rotary_emb")
 PHI = ("phi", "switched", "tp", forget_the_norms, "replicas differ")
 
@@ -69,6 +70,45 @@ def test_a_row_turns_red_without_its_mend(cases: zoo.Zoo, monkeypatch: Any, mend
     monkeypatch.setattr(zoo, "without_table", remove)
     found, sentence = verdict(cases, kind, variant, arm)
     assert found == "fault" and why in sentence, sentence
+
+
+@pytest.mark.slow
+def test_sizes_of_mixtures_are_no_powers_of_two() -> None:
+    for kind, width in {
+        "qwen3_moe": "moe_intermediate_size",
+        "mixtral": "intermediate_size",
+    }.items():
+        for architecture in variants(kind).values():
+            assert architecture["hidden_size"] == 48 and architecture[width] in (24, 72), kind
+
+
+@pytest.mark.slow
+def test_numbers_are_switched_too() -> None:
+    assert variants("olmo")["default"].get("clip_qkv") is None
+    assert variants("olmo")["switched"]["clip_qkv"] == 0.5
+    sparse = {name: each["activation_sparsity_pattern"] for name, each in variants(SPARSE).items()}
+    assert sparse == {"default": [0.5] * 5, "switched": [0.0] * 5}
+    assert variants("gemma2")["switched"]["attn_logit_softcapping"] is None
+    assert variants("starcoder2")["switched"]["sliding_window"] == 8
+
+
+def test_what_was_not_tried_again_stays() -> None:
+    off, on = {"bias": False, "clip": False}, {"bias": True, "clip": False}
+
+    def variant(switches: dict[str, bool], right: list[str], **refused: str) -> dict[str, Any]:
+        return {"switches": switches, "right": right, "refused": refused}
+
+    before = {
+        "a": {"leaks": {"documents": "x"}, "variants": [variant(off, ["tp"], pp="p", cp="c")]},
+        "b": {"variants": [variant(off, ["tp"])]},
+    }
+    before["a"]["variants"] += [variant(on, ["tp", "cp"])]
+    clipped = on | {"clip": True}
+    found = {"a": {"variants": [variant(off, ["pp"], tp="t"), variant(clipped, [])]}}
+    got = merged(before, found)
+    assert got["b"] == {"variants": [variant(off, ["tp"])]}
+    assert got["a"]["leaks"] == {"documents": "x"}
+    assert got["a"]["variants"] == [variant(off, ["pp"], cp="c", tp="t"), variant(clipped, [])]
 
 
 # ---- a sample of the table -----------------------------------------------------------------------
