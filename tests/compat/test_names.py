@@ -134,7 +134,10 @@ ATTRIBUTES = {
     "O.parameter_offload": "fwd_pre_hook get_param_coordinator",
     "Z.utils.tensor_fragment": "_hp_mapping lp_fragment_address",
     "O.stage_1_and_2": "_hp_optimizer_states_linked",
-    "H.configuration_utils": "_attn_implementation",
+    "H.configuration_utils": "_attn_implementation _experts_implementation",
+    "H.integrations.moe": "use_experts_implementation",
+    "H.models.llama4.modeling_llama4": "attn_temperature_tuning use_rope floor_scale attn_scale"
+    " eager_attention_forward",
     "H.modeling_utils": "_keys_to_ignore_on_save _from_config _no_split_modules _init_weights",
     "H.modeling_utils:PreTrainedModel": "_supports_attention_backend _supports_sdpa _is_stateful",
     "H.distributed.fsdp": "CPUOffloadPolicy",

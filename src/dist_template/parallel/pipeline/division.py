@@ -91,7 +91,10 @@ class RemoteModule(nn.Module):
 
     def __init__(self, of: nn.Module, device: torch.device) -> None:
         super().__init__()
-        plain = {name: value for name, value in vars(of).items() if isinstance(value, PLAIN)}
+        plain: dict[str, object] = {}
+        for name, value in vars(of).items():
+            if isinstance(value, PLAIN):
+                plain[name] = value
         for name, parameter in of.named_parameters(recurse=False):
             plain[name] = RemoteParameter(device, parameter.dtype)
         vars(self).update(plain, training=of.training, of=type(of).__name__)

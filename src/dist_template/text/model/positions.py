@@ -27,7 +27,8 @@ from ...compat import transformers as compat
 
 POSITIONS = "document_positions"  # keyword argument from a block to its attention kernel
 TUNING = "attn_temperature_tuning"
-Args, Options = tuple[object, ...], dict[str, Any]
+Args = tuple[object, ...]
+Options = dict[str, Any]
 # The embeddings of each model that has run, after its adapters were added and it was sharded.
 _PREPARED: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
 
@@ -49,11 +50,12 @@ def positions_of_documents(model: nn.Module, positions: Tensor) -> Generator[Non
 
 def _embeddings_of_rows(model: nn.Module) -> list[nn.Module]:
     """Returns the embeddings of positions in decoders whose `forward` takes no position_ids."""
-    return [
-        module.get_submodule("embed_positions")
-        for module in model.modules()
-        if "embed_positions" in module._modules and not _takes_positions(type(module))
-    ]
+    found: list[nn.Module] = []
+    for module in model.modules():
+        embedding = dict(module.named_children()).get("embed_positions")
+        if embedding is not None and not _takes_positions(type(module)):
+            found.append(embedding)
+    return found
 
 
 @cache
