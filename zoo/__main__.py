@@ -53,10 +53,8 @@ def main() -> None:
     with ThreadPoolExecutor(3) as pool:  # a case waits for messages of its ranks; four take longer
         list(pool.map(partial(zoo.run_type, arms=arms, among=given.variants.split(",")), kinds))
     found, before = table(zoo.known.values()), proof._table()
-    if (
-        not given.quick and before["versions"] == found["versions"]
-    ):  # types without a case in build/zoo
-        found["models"] = merged(before["models"], found["models"])
+    is_kept = not given.quick and before["versions"] == found["versions"]
+    found["models"] = merged(before["models"] if is_kept else {}, found["models"])
     (given.quick or Path(proof.__file__).parents[1]).joinpath("proof.json").write_text(
         text(found), "utf-8"
     )

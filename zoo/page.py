@@ -16,8 +16,7 @@ TABLE = """
 With {versions}, **{right}** of {cases} cases are right: losses within 1e-6,
 norms and evaluation within 1e-5, replicas equal bit by bit. `dp` is ddp, fsdp, zero2 and zero3; `*`
 marks what a switch of the model decides (biases, norms of queries and keys, tied embeddings, clips,
-windows). A
-strategy in neither column was not tried.
+windows). A strategy in neither column was not tried.
 
 | types | right | refused |
 |---|---|---|

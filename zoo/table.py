@@ -11,6 +11,7 @@ from dist_template.model import proof
 
 from .arms import ARMS
 
+NAME = "variant"  # key of a variant in a table that is not merged yet: default or switched
 # What says nothing of a type: a refusal of a small model's number of blocks, and rounding that
 # Adam's division amplifies, where all of the first step but the update agrees. `fit` calls these
 # cases unproven.
@@ -18,7 +19,7 @@ NOT_OF_A_TYPE = ("cannot be divided into", "first step agree, the update differs
 
 
 def table(cases: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the library's table (model/proof.py): a fault is a reason to refuse."""
+    """Returns the library's table (model/proof.py), to be merged: a fault is a reason to refuse."""
     models: dict[str, Any] = {}
     for case in sorted(cases, key=lambda each: (each["type"], each["variant"])):
         entry = models.setdefault(case["type"], {})
@@ -30,7 +31,8 @@ def table(cases: Iterable[dict[str, Any]]) -> dict[str, Any]:
             continue
         variants = entry.setdefault("variants", [])
         if not variants or variants[-1]["switches"] != case["switches"]:
-            variants.append({"switches": case["switches"], "right": [], "refused": {}})
+            new = {"switches": case["switches"], "right": [], "refused": {}}
+            variants.append(new | {NAME: case["variant"]})
         axes = ARMS[case["arm"]].axes
         if case["verdict"] == "right":
             variants[-1]["right"].append(axes)
@@ -52,14 +54,14 @@ def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
         old = before.get(kind, {})
         variants: list[dict[str, Any]] = [*old.get("variants", [])]
         for variant in entry.get("variants", []):
-            switches = variant["switches"]
+            name, switches = variant.pop(NAME), variant["switches"]
             known = [each for each in variants if each["switches"] == switches]
             if known:
                 _replace(known[0], variant)
-            elif variants and entry["variants"][0] is not variant:
-                variants[1:] = [variant]
-            else:
+            elif name == "default":
                 variants[:1] = [variant]
+            else:
+                variants[1:] = [variant]
         models[kind] = old | entry | ({"variants": variants} if variants else {})
     return dict(sorted(models.items()))
 

@@ -104,9 +104,11 @@ def test_what_was_not_tried_again_stays() -> None:
     }
     before["a"]["variants"] += [variant(on, ["tp", "cp"])]
     clipped = on | {"clip": True}
-    found = {"a": {"variants": [variant(off, ["pp"], tp="t"), variant(clipped, [])]}}
+    again = variant(off, ["pp"], tp="t") | {"variant": "default"}
+    other = variant(clipped, []) | {"variant": "switched"}
+    found = {"a": {"variants": [again, other]}, "b": {"variants": [dict(other)]}}
     got = merged(before, found)
-    assert got["b"] == {"variants": [variant(off, ["tp"])]}
+    assert got["b"]["variants"] == [variant(off, ["tp"]), variant(clipped, [])]
     assert got["a"]["leaks"] == {"documents": "x"}
     assert got["a"]["variants"] == [variant(off, ["pp"], cp="c", tp="t"), variant(clipped, [])]
 

@@ -87,7 +87,7 @@ class Plain:
             shared = f" x {number} ranks that share an expert" if number > 1 else ""
             yield (
                 f"model.architecture.{name} {size} is not a multiple of {multiple * number}, which"
-                f" grouped products of experts need ({multiple} numbers of {ROW_BYTES} bytes at"
+                f" grouped products of experts need ({multiple} numbers fill {ROW_BYTES} bytes at"
                 f" trainer.precision {setup.machine.precision}{shared}): edit it"
             )
             return
