@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from .parallel.run_strategy import is_strategy
 from .plugins import loaded
 
 if TYPE_CHECKING:
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["MeshStrategy", "ZeroStrategy"]  # noqa: F822  (by __getattr__)
 
 GROUP = "dist_template.strategies"
-CLASSES = loaded(GROUP)
+
+
+CLASSES = loaded(GROUP, is_strategy)
 
 
 def __getattr__(name: str) -> Any:
@@ -26,7 +29,9 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-for _kind in CLASSES.values():  # Lightning's registry has names with the class's arguments
+# Lightning's registry has names with the class's arguments; this library's classes come last, so
+# that no other one can take their names.
+for _kind in reversed(CLASSES.values()):
     for _name, _arguments in getattr(_kind, "NAMES", {}).items():
         StrategyRegistry.register(
             _name, _kind, (_kind.__doc__ or "").split("\n")[0], override=True, **_arguments

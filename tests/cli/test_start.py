@@ -292,7 +292,10 @@ def test_what_raises_changes_nothing(site: Path, flags: Any, tmp_path: Path, cap
         (site / "my_tools" / f"{name}.py").write_text(text)
         sys.modules.pop(f"my_tools.{name}", None)
     assert run("fit", *flags, "--trainer.max_steps=2") == 0
-    assert "at_run_end of my_tools failed: SystemExit: 7" in capfd.readouterr().err
+    assert (
+        "the plug-in my_tools of the package my-tools fails in at_run_end: SystemExit: 7"
+        in capfd.readouterr().err
+    )
     assert run("diagnose", str(only_run(tmp_path))) == 0
     assert "the rule short_run failed" in capfd.readouterr().out
 
@@ -362,18 +365,22 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_entry_points_of_packages_and_project_are_sorted(project: Path) -> None:
-    write_metadata(project.parent, "other", {GROUP: {"ab": "other:AB"}})
+def test_entry_points_are_the_projects_then_packages_by_their_names(project: Path) -> None:
+    write_metadata(project.parent, "other", {GROUP: {"aa": "other:AB"}})
+    write_metadata(project.parent, "another", {GROUP: {"z": "another:Z", "y": "another:Y"}})
     found = plugins.registered(GROUP)
-    assert list(found) == ["a", "ab", "b"] and found["b"] == EntryPoint("b", "a_trainer.b:B", GROUP)
+    assert list(found) == ["a", "b", "y", "z", "aa"]
+    assert found["b"].point == EntryPoint("b", "a_trainer.b:B", GROUP)
 
 
-def test_one_name_of_two_packages_is_refused_with_both(project: Path) -> None:
+def test_one_name_of_two_packages_is_the_firsts_and_a_line(project: Path, capsys: Any) -> None:
     write_metadata(project.parent, "other", {GROUP: {"b": "other:B"}})
-    with pytest.raises(InputError, match="a-trainer and other both have 'b' in the group"):
-        plugins.registered(GROUP)
-    with pytest.raises(InputError, match="dist_template and a-trainer both have 'a' in the group"):
-        plugins.registered(GROUP, taken={"a"})
+    plugins._noted.clear()
+    assert plugins.registered(GROUP)["b"].value == "a_trainer.b:B"
+    assert list(plugins.registered(GROUP, taken={"a"})) == ["b"]
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 2 and f"other: its 'b' of {GROUP} is skipped: a-tra" in printed
+    assert f"a-trainer: its 'a' of {GROUP} is skipped: dist-template has this name" in printed
 
 
 BROKEN = {

@@ -29,14 +29,13 @@ from torch.utils.serialization import config
 
 from .. import weights
 from ..compat.torch import tree_map
-from ..errors import InputError
+from ..errors import InputError, first_line
 from ..layout import full_shape
-from ..plugins import loaded
+from ..plugins import LIBRARY, note
 from .frozen import KEY, REFERENCE, exclude_frozen
 from .manifest import Needed, agreed
 from .optimizer import ANEW, by_name, is_by_name, report_missing_moments
 from .protocol import (
-    GROUP,
     Checkpoint,
     CheckpointFormat,
     Copy,
@@ -46,6 +45,7 @@ from .protocol import (
     Shapes,
     State,
     registered_format,
+    registered_formats,
 )
 from .stored import Mapped, Stored, copy_shard, copy_weights
 from .untrusted import agreed_on_errors, reading
@@ -63,7 +63,15 @@ def format_of(path: Path) -> type[CheckpointFormat] | None:
     file = path / FILE if path.is_dir() else path
     if file.is_file():
         return PlainFormat if zipfile.is_zipfile(file) else None
-    return next((format for format in loaded(GROUP).values() if format.is_at(path)), None)
+    for format in registered_formats().values():
+        try:
+            if format.is_at(path) is True:
+                return format
+        except Exception as error:  # another package's
+            if format.__module__.partition(".")[0] == LIBRARY:
+                raise
+            note(f"{format.__module__}.{format.__name__} fails in is_at: {first_line(error)}")
+    return None
 
 
 def format_for(strategy: Strategy) -> CheckpointFormat:

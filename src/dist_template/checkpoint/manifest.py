@@ -13,6 +13,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -255,14 +256,14 @@ def _complete(path: Path, wanted: list[str], ranks: list[int]) -> str | None:
     """Gets the `wanted` files of this rank's disk, among whose `ranks` they are divided: from the
     store, else from the disk of another node. Collective. Returns why one cannot be had, or
     None."""
-    from .. import plugins, weights
+    from .. import hooks, weights
 
     entries, why = read(path), None
     files: Files = entries["files"]
     lacking = _not_intact(path, files, wanted[ranks.index(weights.rank()) :: len(ranks)])
     if lacking:
-        why = plugins.ask("fetch", f"{entries[STORE]}/{path.name}", lacking, path)
-        lacking = _not_intact(path, files, lacking)
+        address = f"{entries[STORE]}/{path.name}"
+        lacking, why = hooks.fetch(address, lacking, path, partial(_not_intact, path, files))
     answers = weights.from_all_ranks((lacking, why))
     lost = sorted({file for lacks, _ in answers for file in lacks})
     of_disks = weights.from_all_ranks(_not_intact(path, files, lost))

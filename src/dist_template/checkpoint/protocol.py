@@ -33,9 +33,20 @@ def registered_format(strategy: Strategy) -> type[CheckpointFormat] | None:
     """Returns the format of a strategy's class, or of the class of Lightning's that writes the
     same; None: one file."""
     names = {kind.__name__ for kind in type(strategy).__mro__}
-    return next(
-        (each for name, each in loaded(GROUP).items() if names & {name, each.of_lightning}), None
-    )
+    for name, each in registered_formats().items():
+        if not names.isdisjoint({name, each.of_lightning}):
+            return each
+    return None
+
+
+def registered_formats() -> dict[str, type[CheckpointFormat]]:
+    """Returns the formats by the names of strategies' classes."""
+    return loaded(GROUP, is_format)
+
+
+def is_format(value: object) -> bool:
+    """a subclass of dist_template.checkpoint.protocol.CheckpointFormat"""
+    return isinstance(value, type) and issubclass(value, CheckpointFormat)
 
 
 @dataclass

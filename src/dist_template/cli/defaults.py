@@ -6,7 +6,7 @@ import warnings
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 
-from ..plugins import LIBRARY, registered
+from ..plugins import LIBRARY, OURS, Plugin, registered
 
 __all__ = ["always_on"]
 
@@ -35,15 +35,22 @@ SAVERS = {
 }
 
 
-def always_on() -> dict[str, EntryPoint]:
-    """Returns the callbacks of every run by key, in the order of calls. Raises InputError for a
-    key's second one."""
-    others = registered(CALLBACKS, taken=OBSERVERS.keys() | SAVERS.keys())
-    return _entry_points(OBSERVERS) | others | _entry_points(SAVERS)
+# Further keys at the top of a configuration, which no package's callback can have.
+TAKEN = """config help print_config print_shtab seed_everything trainer model data run cluster
+optimizer lr_scheduler ckpt_path weights_only verbose return_predictions deepspeed""".split()
 
 
-def _entry_points(places: dict[str, str]) -> dict[str, EntryPoint]:
-    return {key: EntryPoint(key, f"{LIBRARY}.{at}", CALLBACKS) for key, at in places.items()}
+def always_on() -> dict[str, Plugin]:
+    """Returns the callbacks of every run by key, in the order of calls."""
+    others = registered(CALLBACKS, taken={*OBSERVERS, *SAVERS, *TAKEN})
+    return _plugins(OBSERVERS) | others | _plugins(SAVERS)
+
+
+def _plugins(places: dict[str, str]) -> dict[str, Plugin]:
+    found = {}
+    for key, at in places.items():
+        found[key] = Plugin(EntryPoint(key, f"{LIBRARY}.{at}", CALLBACKS), OURS)
+    return found
 
 
 TRAINER_DEFAULTS: dict[str, object] = {

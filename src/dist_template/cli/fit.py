@@ -17,9 +17,11 @@ from typing import Any, Self
 
 import lightning as L
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from .. import hooks
 from ..cluster.run_lock import RUN_LOCK
 from ..cluster.site import Site
 from ..cluster.watchdog import WATCHDOG
@@ -29,18 +31,34 @@ from ..errors import InputError, reason
 from ..model import any_module
 from ..model.optim import OptimConfig
 from ..observe.history.run import PLACEHOLDER, replaced
-from ..plugins import ask, loaded
+from ..parallel.run_strategy import is_strategy
+from ..plugins import PluginError, loaded, note
 from ..project import Project
 from . import limits, ranges, strategy_names
 from .defaults import TRAINER_DEFAULTS, always_on, hide_expected
-from .parser import OPTIMIZATION, ConfigFile, Parser, add_optimization, as_launched, inherit_rates
+from .parser import (
+    OPTIMIZATION,
+    ConfigFile,
+    Parser,
+    add_callback,
+    add_optimization,
+    as_launched,
+    inherit_rates,
+)
 from .run import RunConfig, check_checkpoint, check_writable, choose_run, write_predictions
 from .trainer import complete
 
 __all__ = ["CLI", "WithoutTrainer"]
 
-for _group in ("strategies", "loggers"):  # known to `class_path` by their names
-    loaded(f"dist_template.{_group}")
+
+def is_logger(value: object) -> bool:
+    """a subclass of Lightning's Logger"""
+    return isinstance(value, type) and issubclass(value, Logger)
+
+
+# known to `class_path` by their names
+loaded("dist_template.strategies", is_strategy)
+loaded("dist_template.loggers", is_logger)
 hide_expected()
 
 
@@ -102,8 +120,11 @@ class CLI(OpenCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_class_arguments(RunConfig, "run")
         parser.add_class_arguments(Site, "cluster")
-        for key, callback in always_on().items():
-            parser.add_lightning_class_args(callback.load(), key)
+        for key, plugin in always_on().items():
+            try:
+                add_callback(parser, key, plugin)
+            except PluginError as error:
+                note(f"{error}; the run has no {key}")
         add_optimization(parser)
         if self._name != "fit":
             assert isinstance(parser, Parser)
@@ -127,7 +148,7 @@ class CLI(OpenCLI):
         as_launched(settings)
         strategy_names.report()
         RunConfig(**vars(settings.run)).check(writes=verb is not None)
-        ask("at_start", settings, verb if self.executes else None)
+        hooks.start(settings, verb if self.executes else None, self._check_configuration)
         self.run, checkpoint, message = choose_run(settings, verb)
         if message:
             rank_zero_only(print)(message)
@@ -144,6 +165,11 @@ class CLI(OpenCLI):
             self.config[verb] = filled
         else:
             self.config = filled
+
+    def _check_configuration(self) -> None:
+        """Raises if the configuration has values of other types than its keys."""
+        self.parser.validate(self.config)
+        ranges.check(self.unfilled, model=self.model_class, data=self.datamodule_class)
 
     # ---- the objects -------------------------------------------------------------------------
 

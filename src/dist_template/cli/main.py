@@ -13,9 +13,17 @@ from ..cluster import signals
 from ..cluster.exit import exit_process, skip_finalization
 from ..cluster.messages import hide_warnings
 from ..cluster.watchdog import START_TIMEOUT_S, WATCHDOG
-from ..errors import Ended, Exit, InputError, another_rank_is_gone, local_rank, reason, shortened
+from ..errors import (
+    Ended,
+    Exit,
+    InputError,
+    another_rank_is_gone,
+    first_line,
+    local_rank,
+    reason,
+    shortened,
+)
 from ..lazy import without_collections
-from ..plugins import LIBRARY
 from ..project import Project
 from ..terminal import plain_output
 from .verbs import TRAINING, verbs
@@ -113,7 +121,7 @@ def _start(argv: list[str], project: Project) -> None:
         folder = project.folder.absolute().parent
         cure = f"`make setup` in {folder} builds .venv, `source .venv/bin/activate` activates it"
         raise InputError(f"{sys.executable} has no {', '.join(lacking)}: {cure}")
-    if known[verb].point.module.startswith(f"{LIBRARY}."):  # others may have keys of their own
+    if known[verb].point.is_ours:  # others may have keys of their own
         from . import keys  # needs yaml
 
         keys.check(argv, project)
@@ -122,7 +130,19 @@ def _start(argv: list[str], project: Project) -> None:
         WATCHDOG.start(START_TIMEOUT_S)  # an import from a file server may hang
     with nullcontext() if known[verb].point.module in sys.modules else without_collections():
         function = known[verb].load()
-    function(argv, project)
+    try:
+        function(argv, project)
+    except (InputError, Ended, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        from ..observe.crash import own_lines
+
+        plugin = known[verb].point
+        if plugin.is_ours or own_lines(error):  # of the user's own package: the crash has its lines
+            raise
+        what = f"{type(error).__name__}: {first_line(error)}"
+        sentence = f"{plugin.label} fails: {what}; TRACEBACK=1 prints the traceback"
+        raise Ended(Exit.FAILED, sentence) from error
 
 
 def command(argv: list[str], project: Project) -> int:

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..by_tokens import values_of
-from ..compat.lightning_cli import formatter_of, keys_of, takes_null
+from ..compat.lightning_cli import formatter_of, keys_of, takes_null, wrap_instantiation
 from ..errors import InputError, is_first_on_node, reason, shortened
+from ..plugins import Plugin, PluginError, contained, note
 from ..project import Choice, program
 from . import config_file, strategy_names
 
@@ -247,6 +248,31 @@ class ConfigFile(ActionConfigFile):
                 del content[key]
             values = yaml.safe_dump(content)
         super().__call__(parser, cfg, values, option_string)
+
+
+def add_callback(parser: LightningArgumentParser, key: str, plugin: Plugin) -> None:
+    """Adds the arguments of a callback of every run. Raises PluginError if another package's cannot
+    be configured; one whose constructor fails later is replaced by a callback that does nothing."""
+    kind = plugin.load()
+    if not plugin.is_ours:
+        with contained(plugin, "cannot be configured"):
+            if not (isinstance(kind, type) and issubclass(kind, Callback)):
+                raise TypeError(f"{kind!r:.100} is no subclass of Lightning's Callback")
+            alone = LightningArgumentParser(exit_on_error=False)  # each argument needs a default
+            alone.add_lightning_class_args(kind, key)
+            alone.parse_args([])
+    parser.add_lightning_class_args(kind, key)
+    if not plugin.is_ours:
+
+        def guarded(instantiate: Callable[[], None], values: Namespace) -> None:
+            try:
+                with contained(plugin, "cannot be created"):
+                    instantiate()
+            except PluginError as error:
+                note(f"{error}; the run has no {key}")
+                values[key] = Callback()
+
+        wrap_instantiation(parser, key, guarded)
 
 
 def as_launched(settings: Namespace) -> None:

@@ -1,6 +1,7 @@
 """Private names of LightningCLI and of its parser. Verified on lightning 2.6 and jsonargparse 4.53;
 tests/compat/test_names.py checks them. Where a name is gone: AttributeError."""
 
+from collections.abc import Callable
 from typing import Any, get_args
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -46,3 +47,17 @@ def takes_null(action: Any) -> bool:
 def formatter_of(parser: LightningArgumentParser) -> Any:
     """Returns a new formatter of argparse, as `format_help` makes one."""
     return parser._get_formatter()
+
+
+def wrap_instantiation(
+    parser: LightningArgumentParser, key: str, around: Callable[[Callable[[], None], Any], None]
+) -> None:
+    """Lets `around(instantiate, values)` create the object of a section, where `values[key]` are
+    its arguments before, and the object afterwards. jsonargparse's `instantiators` need a call that
+    Lightning makes itself."""
+    groups: Any = parser.groups
+    group = groups[key]
+    instantiate = group.instantiate_class
+    group.instantiate_class = lambda group, values: around(
+        lambda: instantiate(group, values), values
+    )

@@ -131,3 +131,15 @@ class PlainStrategy(RunDefaults):
 def run_strategy(strategy: Strategy | RunDefaults) -> RunDefaults:
     """Returns the answers of `trainer.strategy`."""
     return strategy if isinstance(strategy, RunDefaults) else PlainStrategy(strategy)
+
+
+def is_strategy(value: object) -> bool:
+    """a subclass of Lightning's Strategy; its NAMES are names with arguments"""
+    from lightning.pytorch.strategies import Strategy
+
+    return (
+        isinstance(value, type)
+        and issubclass(value, Strategy)
+        and isinstance(names := getattr(value, "NAMES", {}), dict)
+        and all(isinstance(name, str) and isinstance(names[name], dict) for name in names)
+    )

@@ -12,6 +12,11 @@ GROUP = (
 )
 
 
+def is_sharding(value: object) -> bool:
+    """a subclass of dist_template.parallel.answers.plain.Plain"""
+    return isinstance(value, type) and issubclass(value, Plain)
+
+
 def sharding_of(strategy: Any) -> Plain:
     """Returns the configuration of `trainer.strategy`: a name, a class path with arguments, or a
     strategy that has been constructed."""
@@ -19,7 +24,7 @@ def sharding_of(strategy: Any) -> Plain:
         return strategy
     if isinstance(strategy, str):
         return Plain(name=strategy)
-    kinds = loaded(GROUP)
+    kinds = loaded(GROUP, is_sharding)
     if isinstance(strategy, Mapping):
         name = str(strategy["class_path"]).rpartition(".")[2]
         arguments = {**(strategy.get("init_args") or {}), **(strategy.get("dict_kwargs") or {})}

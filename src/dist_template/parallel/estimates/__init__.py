@@ -15,12 +15,17 @@ __all__ = ["Estimate", "estimate_of"]
 GROUP = "dist_template.estimates"
 
 
+def is_estimate(value: object) -> bool:
+    """a subclass of dist_template.parallel.estimates.plain.Estimate"""
+    return isinstance(value, type) and issubclass(value, Estimate)
+
+
 def estimate_of(strategy: Any, changes: Mapping[str, Any] | None = None) -> Estimate:
     """Returns the estimate of `trainer.strategy`, which `sharding_of` accepts too, with the
     `changes` of a `Saving`: keys with new values, of which those of other sections have no
     effect."""
     sharding = sharding_of(_changed(strategy, changes or {}))
-    if kind := loaded(GROUP).get(sharding.name):
+    if kind := loaded(GROUP, is_estimate).get(sharding.name):
         return kind.of(sharding.arguments)
     return Estimate(sharding.arguments, sharding.name, sharding.bases)
 

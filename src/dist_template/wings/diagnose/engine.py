@@ -5,14 +5,15 @@ entry points of the group `dist_template.rules`, which are reported after them. 
 nothing if its data are missing: too few steps, a metric or a fact that was not recorded.
 Each threshold is a constant next to its rule, with the reason for its value."""
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from ...errors import first_line
-from ...plugins import registered
+from ...plugins import Plugin, PluginError, contained, registered
 from ..history import History
-from .finding import LEVELS, Change, Finding
+from .finding import LEVELS, Change, Finding, as_text
 from .rules import ALL
 
 Rule = Callable[[History], Iterable[Finding]]
@@ -26,8 +27,23 @@ def registered_rules() -> dict[str, Rule]:
     """Returns the rules of other packages; each is imported when it is called."""
     rules: dict[str, Rule] = {}
     for name, point in registered(GROUP, taken=RULES).items():
-        rules[name] = lambda history, point=point: point.load()(history)
+        rules[name] = partial(_findings_of, point)
     return rules
+
+
+def _findings_of(plugin: Plugin, history: History) -> list[Finding]:
+    """Returns what a registered rule yields; raises what it raises, as a PluginError."""
+    rule = plugin.load()
+    if plugin.is_ours:
+        return [*rule(history)]
+    with contained(plugin, "fails"):
+        found = [*rule(history)]
+        for each in found:
+            if not isinstance(each, Finding) or each.level not in LEVELS:
+                raise TypeError(f"it yields {each!r:.100}, which is no Finding of a known level")
+            as_text([each])
+            json.dumps(each.as_dict())
+    return found
 
 
 def diagnose(history: History) -> list[Finding]:
@@ -40,6 +56,8 @@ def diagnose(history: History) -> list[Finding]:
             found += rule(history)
         except Exception as error:  # a rule may fail in any way
             raised = f"It raised {type(error).__name__}: {first_line(error)}."
+            if isinstance(error, PluginError):
+                raised = f"{error}."
             found.append(Finding(name, "info", "certain", f"the rule {name} failed", raised))
     explained: dict[str, int] = {}  # rule -> most severe level of what explains it
     for each in found:

@@ -87,7 +87,7 @@ def parse(argv: list[str]) -> tuple[Namespace, list[str]]:
         epilog=f"Every other key is fit's, `cluster` too: see `{program('fit')} --help`.",
     )
     parser.add_argument(
-        "--on", choices=[*registered(GROUP)], required=True, help="launcher or scheduler"
+        "--on", choices=sorted(registered(GROUP)), required=True, help="launcher or scheduler"
     )
     parser.add_argument("--verb", choices=VERBS, default="fit", help="what is started (fit)")
     parser.add_argument(

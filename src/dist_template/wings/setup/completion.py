@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ...cli.config_file import names
 from ...cli.verbs import verbs
+from ...plugins import PluginError, contained, note
 from ...project import Flags, Project
 from .docs import folder_of_pages
 
@@ -70,9 +71,13 @@ def main(argv: list[str], project: Project) -> None:
 def help_of(verb: str, flags: tuple[str, ...], project: Project) -> str:
     """Returns what a verb prints for each of these flags."""
     os.environ["COLUMNS"] = "400"  # a flag and its values in one line
-    function = verbs()[verb].load()
-    printed = io.StringIO()
-    for flag in flags:
-        with redirect_stdout(printed), suppress(SystemExit):
-            function([verb, flag], project)
+    plugin, printed = verbs()[verb].point, io.StringIO()
+    try:
+        function = verbs()[verb].load()
+        for flag in flags:
+            with contained(plugin, "cannot show its flags"):
+                with redirect_stdout(printed), suppress(SystemExit):
+                    function([verb, flag], project)
+    except PluginError as error:
+        note(f"{error}; it is completed without flags")
     return printed.getvalue()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import InputError, first_line
-from ....plugins import registered
+from ....plugins import PluginError, contained, registered
 from ..job import Job
 
 GROUP = "dist_template.launch_targets"
@@ -61,5 +61,12 @@ def target(name: str) -> Target:
     """Creates the target that is registered as `name`."""
     known = registered(GROUP)
     if name not in known:
-        raise InputError(f"{name!r} is no target of launch; allowed are {', '.join(known)}")
-    return known[name].load()()
+        allowed = ", ".join(sorted(known))
+        raise InputError(f"{name!r} is no target of launch; allowed are {allowed}")
+    plugin = known[name]
+    kind = plugin.load()
+    with contained(plugin, "cannot be created"):
+        made = kind()
+    if not isinstance(made, Target):
+        raise PluginError(f"{plugin.label} is no Target: {made!r:.100}")
+    return made

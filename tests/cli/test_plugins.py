@@ -1,0 +1,280 @@
+"""Broken and hostile packages: each is one line that names it, and the run is not changed."""
+
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from jsonargparse import Namespace
+
+from dist_template import InputError, hooks, plugins
+from dist_template.checkpoint import formats, protocol
+from dist_template.cli.fit import is_logger
+from dist_template.cli.verbs import verbs
+from dist_template.parallel import answers, estimates
+from dist_template.parallel.run_strategy import is_strategy
+from tests.support.extras import write_metadata
+from tests.support.line import command
+from tests.support.runs import only_run, run
+from tests.support.wings import engine
+
+
+class Hostile(NamedTuple):
+    """A package with one entry point: what its module contains, and what is printed about it; "":
+    nothing, in a training."""
+
+    group: str
+    source: str | bytes
+    said: str
+    name: str = "{package}"
+    value: str = "{module}"
+
+
+CALLBACK = "from lightning.pytorch import Callback\nclass Bad(Callback):\n    "
+FORMAT = "from dist_template.checkpoint.protocol import CheckpointFormat\n"
+OF_CLASS = "{module}:Bad"
+PACKAGES = {
+    # at import
+    "raises": Hostile("hooks", "1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
+    "exits": Hostile("hooks", "raise SystemExit(7)", "cannot be imported: SystemExit: 7"),
+    "is-no-python": Hostile("hooks", "def x(:", "cannot be imported: SyntaxError: invalid syntax"),
+    "is-no-text": Hostile("hooks", b"x = '\xff'", "cannot be imported: SyntaxError"),
+    "lacks-a-module": Hostile("hooks", "import nowhere_at_all", "ModuleNotFoundError: No module"),
+    "is-missing": Hostile("hooks", "", "ModuleNotFoundError", value="not_here.at_all"),
+    "lacks-a-name": Hostile("hooks", "", "cannot be imported: AttributeError", value="{module}:a"),
+    "recurses": Hostile("hooks", "def f(): f()\nf()", "cannot be imported: RecursionError"),
+    "prints": Hostile("hooks", "print('one\\ntwo')", "printed: one (and 1 more lines)"),
+    "is-of-a-base": Hostile("hooks", "class E(BaseException): ...\nraise E('x')", "imported: E: x"),
+    "moves": Hostile("hooks", "import os; os.chdir('/')", ""),
+    "takes-signals": Hostile("hooks", "import signal\nsignal.signal(15, lambda *_: None)", ""),
+    # a hook's call
+    "raises-at-start": Hostile(
+        "hooks", "def at_start(s, v): s.x.y", "fails in at_start: Attribute"
+    ),
+    "exits-at-start": Hostile("hooks", "def at_start(s, v): exit()", "in at_start: SystemExit"),
+    "takes-nothing": Hostile("hooks", "def at_start(): ...", "fails in at_start: TypeError"),
+    "returns-a-number": Hostile("hooks", "def at_start(s, v): return 7", "returns a int, and not"),
+    "removes-keys": Hostile(
+        "hooks", "def at_start(s, v): del s['run']", "cannot be: ValueError: run.name, run.plotly"
+    ),
+    "changes-types": Hostile(
+        "hooks", "def at_start(s, v): s.run.report = [3]", "has set keys to what they cannot be"
+    ),
+    "is-no-function": Hostile("hooks", "at_run_end = 3", "fails in at_run_end: TypeError"),
+    "fails-at-the-end": Hostile(
+        "hooks", "def at_run_end(run, error): exit(3)", "fails in at_run_end: SystemExit: 3"
+    ),
+    "returns-at-the-end": Hostile(
+        "hooks", "def at_run_end(run, error): return 'x'", "returns a str, and not None from at_ru"
+    ),
+    "aaa-is-called-store": Hostile(
+        "hooks", "def at_start(s, v): print('asked')", "printed: asked", name="store"
+    ),
+    # callbacks
+    "is-no-callback": Hostile("callbacks", "", "ModuleNotFoundError", value="nowhere:X"),
+    "is-no-class": Hostile(
+        "callbacks", "Bad = 3", "3 is no subclass of Lightning's", value=OF_CLASS
+    ),
+    "needs-an-argument": Hostile(
+        "callbacks", f"{CALLBACK}def __init__(self, a: int): ...", "configured", value=OF_CLASS
+    ),
+    "cannot-be-made": Hostile(
+        "callbacks", f"{CALLBACK}def __init__(self): 1 / 0", "created: ZeroDiv", value=OF_CLASS
+    ),
+    "is-the-trainer": Hostile(
+        "callbacks", "", "its 'trainer' of dist_template.callbacks is skipped", name="trainer"
+    ),
+    # names and values
+    "is-fit": Hostile("verbs", "", "its 'fit' of dist_template.verbs is skipped", name="fit"),
+    "is-doctor": Hostile("verbs", "", "'doctor' of dist_template.verbs is sk", name="doctor"),
+    "has-a-space": Hostile(
+        "verbs", "", "'has two' = 'a' of dist_template", name="has two", value="a"
+    ),
+    "value-has-a-space": Hostile("verbs", "", "'b c' of dist_template.verbs", value="b c"),
+    "value-is-empty": Hostile("verbs", "", "= '' of dist_template.verbs is skipped", value=""),
+    "is-a-flag": Hostile("verbs", "", "'--help' = 'x' of dist_template", name="--help", value="x"),
+    # what a strategy's name chooses
+    "is-no-strategy": Hostile("strategies", "Bad = dict", "; give a subclass of", value=OF_CLASS),
+    "is-meshs": Hostile("strategies", "", "its 'MeshStrategy' of", name="MeshStrategy"),
+    "is-no-logger": Hostile("loggers", "Bad = 3", "give a subclass of Light", value=OF_CLASS),
+    "is-no-sharding": Hostile("shardings", "Bad = 3", "give a subclass of dist", value=OF_CLASS),
+    "is-no-estimate": Hostile("estimates", "Bad = 3", "give a subclass of dist", value=OF_CLASS),
+    "is-no-format": Hostile("checkpoint_formats", "Bad = 3", "give a subclass", value=OF_CLASS),
+    "format-raises": Hostile(
+        "checkpoint_formats",
+        f"{FORMAT}class Bad(CheckpointFormat):\n    is_at = staticmethod(lambda path: path.x)",
+        "",
+        value=OF_CLASS,
+    ),
+    # rules of diagnosis
+    "rule-exits": Hostile("rules", "def Bad(h): exit(3)", "", value=OF_CLASS),
+    "rule-yields-text": Hostile("rules", "def Bad(h): yield 'x'", "", value=OF_CLASS),
+    "rule-is-a-number": Hostile("rules", "Bad = 3", "", value=OF_CLASS),
+}
+KINDS = {
+    "strategies": is_strategy,
+    "loggers": is_logger,
+    "shardings": answers.is_sharding,
+    "estimates": estimates.is_estimate,
+    "checkpoint_formats": protocol.is_format,
+}
+
+
+def install(folder: Path, package: str, given: Hostile) -> None:
+    module = f"of_{package.replace('-', '_')}"
+    source = given.source if isinstance(given.source, bytes) else given.source.encode()
+    (folder / f"{module}.py").write_bytes(source)
+    name, value = (
+        text.format(package=package.replace("-", "_"), module=module)
+        for text in (given.name, given.value)
+    )
+    write_metadata(folder, package, {f"dist_template.{given.group}": {name: value}})
+
+
+def forget() -> None:
+    plugins.loaded.cache_clear()
+    plugins._noted.clear()
+    hooks._broken.clear()
+    engine.registered_rules.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("of_")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    forget()
+    yield folder
+    forget()
+
+
+def line_of(package: str, printed: str) -> str:
+    """The only line that names the package."""
+    lines = printed.splitlines()
+    lines = [line for line in lines if re.match(rf"(error: )?(.* package )?{package}[: ]", line)]
+    assert len(lines) == 1, (package, printed)
+    return lines[0]
+
+
+@pytest.mark.slow
+def test_a_run_with_all_of_them_ends_as_without(
+    site: Path, flags: list[str], tmp_path: Path, capfd: Any
+) -> None:
+    for package, given in PACKAGES.items():
+        install(site, package, given)
+    (site / "without_metadata-1.0.dist-info").mkdir()
+    (site / "without_metadata-1.0.dist-info" / "METADATA").write_text("")
+    handlers, folder = [signal.getsignal(number) for number in plugins.HANDLED], Path.cwd()
+
+    store = tmp_path / "store"
+    words = ["--trainer.max_steps=3", f"--run.store=file://{store}"]
+    assert command(["fit", *flags, *words]) == 0
+    printed = capfd.readouterr().err
+    for package, given in PACKAGES.items():
+        if given.said and given.group in ("hooks", "callbacks"):
+            assert given.said in line_of(package, printed)
+    assert Path.cwd() == folder
+    assert [signal.getsignal(number) for number in plugins.HANDLED] == handlers
+    name = only_run(tmp_path).name
+    assert [*store.glob(f"*/{name}/checkpoints/step*.ckpt/manifest.json")], "the store is used"
+
+    known = verbs()
+    assert known["fit"].point.is_ours and known["doctor"].point.is_ours and "has two" not in known
+    for group, is_kind in KINDS.items():
+        found = plugins.loaded(f"dist_template.{group}", is_kind)
+        assert found and not any("no_" in name for name in found)
+    printed += capfd.readouterr().err
+    for package, given in PACKAGES.items():
+        if given.said and given.group in ("verbs", *KINDS):
+            assert given.said in line_of(package, printed)
+
+    assert formats.format_of(tmp_path) is None
+    assert "of_format_raises.Bad fails in is_at: " in capfd.readouterr().err
+    assert command(["diagnose", str(only_run(tmp_path))]) == 0
+    shown = capfd.readouterr().out
+    for package, given in PACKAGES.items():
+        if given.group == "rules":
+            assert f"the rule {package.replace('-', '_')} failed" in shown
+
+
+def test_metadata_that_cannot_be_read_hide_no_other_package(site: Path, capfd: Any) -> None:
+    broken = site / "without_an_equals_sign-1.0.dist-info"
+    broken.mkdir()
+    (broken / "entry_points.txt").write_text("[dist_template.hooks]\nnonsense\n")
+    install(site, "good", Hostile("verbs", "", ""))
+    assert "good" in verbs()
+    assert f"in {site}: its entry_points.txt cannot be read" in capfd.readouterr().err
+
+
+def test_at_start_of_every_package_is_called_and_its_changes_are_printed(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """`aa` sorts before the store; it had switched it off."""
+    sets = "def at_start(settings, verb):\n    settings.run.name += '{0}'\n"
+    install(site, "bb", Hostile("hooks", sets.format("B"), "", name="aa"))
+    install(site, "aa", Hostile("hooks", sets.format("A"), "", name="zz"))
+    seen: list[str] = []
+    ours = "dist_template.wings.store.hooks"
+    __import__(ours)
+    monkeypatch.setattr(sys.modules[ours], "at_start", lambda s, verb: seen.append(s.run.name))
+    settings = Namespace(run=Namespace(name="x", store=None))
+    hooks.start(settings, "fit", lambda: None)
+    assert settings.run.name == "xAB" and seen == ["xAB"], "packages by name, the store last"
+    printed = capfd.readouterr().err.splitlines()
+    assert printed == [
+        "the plug-in zz of the package aa has set run.name to 'xA'",
+        "the plug-in aa of the package bb has set run.name to 'xAB'",
+    ]
+
+
+def test_a_hook_may_refuse_the_start(site: Path) -> None:
+    source = "from dist_template import InputError\ndef at_start(s, v): raise InputError('no')"
+    install(site, "careful", Hostile("hooks", source, ""))
+    with pytest.raises(InputError, match="plug-in careful of the package careful refuses .*: no$"):
+        hooks.start(Namespace(run=Namespace()), "fit", lambda: None)
+
+
+def test_files_that_one_hook_does_not_fetch_are_asked_of_the_next(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = "def fetch(address, files, folder):\n    (folder / 'a').write_text('good')\n"
+    install(site, "aa", Hostile("hooks", "def fetch(address): ...", ""))
+    install(site, "bb", Hostile("hooks", "def fetch(*_): return 7", ""))
+    install(site, "cc", Hostile("hooks", "def fetch(*_): return None", ""))
+    install(site, "dd", Hostile("hooks", "def fetch(*_): exit()", ""))
+    install(site, "ee", Hostile("hooks", writes, ""))
+
+    def lacking(files: list[str]) -> list[str]:
+        return [file for file in files if not (tmp_path / file).exists()]
+
+    assert hooks.fetch("memory://x", ["a"], tmp_path, lacking) == ([], None)
+    files, why = hooks.fetch("memory://x", ["a", "b"], tmp_path, lacking)
+    assert files == ["b"] and "its b cannot be fetched" in str(why), "the store is asked last"
+
+
+VERBS = {
+    "1 / 0": (2, "error: the plug-in bad of the package bad cannot be imported: ZeroDivisionError"),
+    "x = 1": (2, "error: the plug-in bad of the package bad: of_bad has no function `main`"),
+    "def main(): ...": (1, "the plug-in bad of the package bad fails: TypeError: main() takes 0"),
+}
+
+
+@pytest.mark.parametrize("source", VERBS)
+def test_a_verb_that_is_broken_is_a_sentence(source: str, site: Path, capfd: Any) -> None:
+    install(site, "bad", Hostile("verbs", source, ""))
+    code, said = VERBS[source]
+    assert command(["bad"]) == code
+    assert said in line_of("bad", capfd.readouterr().err)
+
+
+def test_a_target_of_launch_that_is_broken_is_a_sentence(
+    site: Path, flags: list[str], capfd: Any
+) -> None:
+    install(site, "bad", Hostile("launch_targets", "Bad = dict", "", value=OF_CLASS))
+    assert run("launch", "--on=bad", "--dry-run", *flags) == 2
+    assert "the plug-in bad of the package bad is no Target: {}" in capfd.readouterr().err
