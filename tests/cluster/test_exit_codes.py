@@ -19,7 +19,7 @@ from lightning.pytorch import Callback
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from dist_template.cluster import torchrun
+from dist_template.cluster import signals, torchrun
 from dist_template.compat import torchrun as names
 from dist_template.errors import Exit
 from tests.support.runs import PACKAGE, PROJECT, clean_environment, logged, only_run, run, small
@@ -301,3 +301,44 @@ def test_where_nobody_has_set_the_threads_each_process_has_its_share(printed: st
     share = _suggested_max_num_threads(2)
     for rank in range(2):
         assert f"rank {rank} has {share} threads, {share} for a child\n" in printed
+
+
+class SendAt(Callback):
+    """Sends a signal to this process at the end of a step."""
+
+    def __init__(self, number: int, step: int = 5) -> None:
+        self.number, self.step = number, step
+
+    def on_train_batch_end(self, trainer: Any, *_: object) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+class RequestAt(SendAt):
+    """Asks for a stop as SIGTERM does; tests do not listen to signals."""
+
+    def on_train_batch_end(self, trainer: Any, *_: object) -> None:
+        if trainer.global_step >= self.step:
+            signals.stop_request.number = self.number
+
+
+@pytest.mark.slow
+def test_ctrl_c_and_sigterm_of_a_resumed_run_have_their_codes_and_the_runs_name(
+    flags: list[str], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning exits with 1 after Ctrl-C, which a sweep takes for a failed trial."""
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(signals.stop_request, "number", 0)
+    steps = ["--trainer.max_steps=400", "--last_checkpoint.every_n_steps=2"]
+    callback = f"--trainer.callbacks+={__name__}"
+    try:
+        sends = [f"{callback}.SendAt", f"--trainer.callbacks.number={signal.SIGINT.value}"]
+        assert run("fit", *flags, *steps, *sends) == Exit.INTERRUPTED
+    finally:
+        signal.signal(signal.SIGINT, before)
+    name = only_run(tmp_path).name
+    asks = [f"{callback}.RequestAt", f"--trainer.callbacks.number={signal.SIGTERM.value}"]
+    again = [*steps, *asks, "--trainer.callbacks.step=7", "--ckpt_path=last"]
+    assert run("fit", *flags, *again) == Exit.REQUEUE
+    assert f"set DIST_RUN_ID={name}." in capfd.readouterr().err
+    only_run(tmp_path)

@@ -103,12 +103,10 @@ class Preemption(Checkpoint):
         cause = signal.Signals(reason).name
         if reason == TIME_IS_UP:
             cause = f"preemption.max_time {self.max_time} is up"
-        raise Ended(
-            Exit.REQUEUE,
-            f"{cause}: {stopped} after step {trainer.global_step}. The same command resumes from"
-            f" {start}; without a scheduler that sets the run's name, set"
-            f" {Variable.RUN_ID}={os.environ.get(Variable.RUN_ID)}.",
-        )
+        how = f"The same command resumes from {start}"
+        if name := os.environ.get(Variable.RUN_ID):  # a user's own Trainer has none
+            how += f"; without a scheduler that sets the run's name, set {Variable.RUN_ID}={name}"
+        raise Ended(Exit.REQUEUE, f"{cause}: {stopped} after step {trainer.global_step}. {how}.")
 
 
 class Vote:

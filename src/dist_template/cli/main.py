@@ -106,6 +106,11 @@ def _run(argv: list[str], project: Project) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return Exit.INTERRUPTED
+    except SystemExit as error:
+        # Lightning (2.6.6) handles Ctrl-C in a training, and exits with 1, as after a failure
+        if not isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        return Exit.INTERRUPTED
     finally:
         WATCHDOG.stop()
 

@@ -150,6 +150,8 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
         checkpoint = str(path)
         if evaluates or given == "last":
             run = newest
+        if not evaluates and given == "last":
+            os.environ[Variable.RUN_ID] = run.name  # for the sentence of preemption.py
         if given != "last":
             message = f"{verb}: the weights come from {checkpoint}"
     elif evaluates and not given:
