@@ -36,6 +36,7 @@ class Exit(IntEnum):
     REQUEUE = 75  # relaunch the same command: preempted, out of time, or killed; the state is saved
     MISMATCH = 78  # do not retry on these machines: their environments differ
     INTERRUPTED = 130  # Ctrl-C
+    CLOSED_PIPE = 141  # the reader of the output has exited, as in `doctor | head -1`
 
     @classmethod
     def of_all(cls, codes: Iterable[int]) -> Exit:
@@ -97,7 +98,11 @@ def require(package: str, purpose: str, extra: str | None = None) -> None:
 
 def local_rank() -> int:
     """Returns the local rank from the launcher's environment variables, without imports."""
-    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0")
+    given = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    # cluster/launch.py refuses what is no number, or no rank of the node; one process reports that
+    most = os.environ.get("LOCAL_WORLD_SIZE") or "inf"
+    is_rank = given.isdecimal() and (not most.isdecimal() or int(given) < int(most))
+    return int(given) if is_rank else 0
 
 
 def is_first_on_node() -> bool:

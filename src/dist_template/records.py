@@ -1,8 +1,10 @@
 """Reads a run's small files, writes them atomically, flattens what is in them, and hashes files."""
 
+import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from yaml import YAMLError
 from . import foreign
 from .errors import InputError, first_line
 
-__all__ = ["flatten", "read_mapping", "text_of", "write_atomically"]
+__all__ = ["flatten", "read_mapping", "read_text", "text_of", "write_atomically"]
 
 GIB = 2**30  # bytes
 
@@ -26,6 +28,19 @@ def write_atomically(path: Path, text: str, keep_earlier: bool = False) -> None:
         earlier = len(list(path.parent.glob(f"{path.stem}.*{path.suffix}")))
         path.rename(path.with_name(f"{path.stem}.{earlier}{path.suffix}"))
     os.replace(temporary, path)
+
+
+def read_text(path: Path) -> str:
+    """Returns the content of a file that a user writes. Raises OSError for what would be waited
+    for, or fill the memory: a pipe, a device, a file of more than foreign.MOST_BYTES; ValueError
+    for other bytes than UTF-8."""
+    state = path.stat()
+    if not (stat.S_ISREG(state.st_mode) or stat.S_ISDIR(state.st_mode)):
+        raise OSError(errno.EINVAL, "it is a pipe or a device: write it into a file", str(path))
+    if state.st_size > foreign.MOST_BYTES:
+        why = f"it has {state.st_size} bytes, and at most {foreign.MOST_BYTES} are read"
+        raise OSError(errno.EFBIG, why, str(path))
+    return path.read_text(encoding="utf-8")
 
 
 def text_of(path: Path) -> str:

@@ -57,7 +57,7 @@ MISSPELT = {
     "--data.seq_lenn=4": "did you mean data.seq_len?",
     "--cluster.hostfil=x": "did you mean cluster.hostfile?",
     "--numerics.patienc=4": "did you mean numerics.patience?",
-    "--config=wrong.yaml": "--config wrong.yaml: best_checkpoint.kep is not a key of this program",
+    "--config=wrong.yaml": "--config wrong.yaml:1: best_checkpoint.kep is not a key of this",
     "-c wrong.yaml": "did you mean best_checkpoint.keep?",
     "--nowhere=1": "--nowhere is not a key of this program; see --help for every key",
 }
@@ -160,6 +160,7 @@ def test_training_imports_nothing_that_it_does_not_use(flags: list[str], tmp_pat
 
 FILES = {  # a file of --config: what the sentence has
     "data: [1": "x.yaml is not YAML",
+    "# nothing": "x.yaml is empty; give keys, as in",
     "- trainer\n- model": "x.yaml is a list: give keys",
     "run:\n  name: a\nmodel:\n  optim: {}\nrun: {}": "the key run twice, in lines 1 and 5",
     "model.optim.warmup: 1\nmodel: {optim: {warmup: 2}}": "has model and model.optim.warmup",
@@ -176,6 +177,43 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
         (tmp_path / "x.yaml").write_text(text, encoding="utf-8", errors="surrogatepass")
         with pytest.raises(InputError, match=sentence):
             config_file.read(f"{tmp_path}/x.yaml")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero", "/dev/stdin"):
+        with pytest.raises(InputError, match="cannot be read, .* it is a pipe or a device"):
+            config_file.read(str(path))
+    with pytest.raises(InputError, match="cannot be read, .* Is a directory"):
+        config_file.read(str(tmp_path))
+    (tmp_path / "big.yaml").touch()
+    os.truncate(tmp_path / "big.yaml", 2**40)
+    with pytest.raises(InputError, match="it has 1099511627776 bytes, and at most"):
+        config_file.read(f"{tmp_path}/big.yaml")
+
+
+def test_a_file_has_the_line_of_a_key(tmp_path: Path) -> None:
+    text = "# a comment\ntrainer:\n  max_steps: 3\nmodel.optim:\n  warmup: 4\n"
+    (tmp_path / "x.yaml").write_text(text)
+    found = {key: config_file.line_of(f"{tmp_path}/x.yaml", key) for key in ("trainer.max_steps",)}
+    found["model.optim.warmup"] = config_file.line_of(f"{tmp_path}/x.yaml", "model.optim.warmup")
+    assert found == {"trainer.max_steps": 3, "model.optim.warmup": 5}
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_ends_a_verb_quietly() -> None:
+    """As in `config list | head -1`, and where the verb writes each line at once."""
+    for argv in (["config", "list"], ["--help"]):
+        command = [sys.executable, "-m", PACKAGE, *argv]
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run(
+            command, cwd=PROJECT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+        )
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (141, ""), argv
+
+
+def test_a_misspelt_verb_has_the_nearest(capsys: Any) -> None:
+    assert command(["fitt"]) == 2
+    assert "'fitt' is not a verb of trainer_dev; did you mean fit? all" in capsys.readouterr().err
 
 
 LIBRARY = "'dist-template["

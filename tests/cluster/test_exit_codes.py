@@ -182,17 +182,19 @@ JOBS = [  # code, earlier restarts, requeued: stopped, hung or killed, but not a
 
 @pytest.mark.parametrize(("code", "earlier", "requeued"), JOBS)
 def test_a_job_is_requeued(tmp_path: Path, code: int, earlier: int, requeued: bool) -> None:
-    script(tmp_path / "srun", f'echo "$DIST_RUN_ID $@" > {tmp_path}/srun.called; exit {code}')
+    said = 'echo "$SRUN_CPUS_PER_TASK $DIST_RUN_ID $@"'  # which srun does not inherit by itself
+    script(tmp_path / "srun", f"{said} > {tmp_path}/srun.called; exit {code}")
     script(tmp_path / "scontrol", f'echo "$@" > {tmp_path}/scontrol.called')
     slurm = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(PROJECT), "SLURM_JOB_NUM_NODES": "3"}
     slurm |= {"SLURM_RESTART_COUNT": str(earlier), "SLURM_NTASKS_PER_NODE": "2"}
-    others = ("SLURM_", "DIST_", "MAX_")
+    slurm["SLURM_CPUS_PER_TASK"] = "6"
+    others = ("SLURM_", "SRUN_", "DIST_", "MAX_")
     env = {key: value for key, value in os.environ.items() if not key.startswith(others)}
     env |= slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "python"}
     command = ["bash", str(PROJECT / "launch" / "slurm.sh"), "fit", "--config", "x.yaml"]
     assert subprocess.run(command, env=env, capture_output=True, timeout=20).returncode == code
     called = (tmp_path / "srun.called").read_text().split()
-    assert called[0] == "slurm-7", "a requeued job resumes in its folder"
+    assert called[:2] == ["6", "slurm-7"], "a requeued job resumes in its folder"
     flags = ["--trainer.devices=2", "--trainer.num_nodes=3"]
     assert called[-6:] == [PACKAGE, "fit", "--config", "x.yaml", *flags]
     asked = tmp_path / "scontrol.called"

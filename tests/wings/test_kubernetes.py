@@ -100,6 +100,18 @@ def test_a_manifest_is_valid_and_fits_together(kind: str, gang: str | None) -> N
         assert template["spec"]["subdomain"] == name
 
 
+@pytest.mark.parametrize("kind", ["Job", "JobSet"])
+def test_a_name_that_kubernetes_refuses_is_a_sentence(kind: str) -> None:
+    """63 characters of a host name: the longest pod's."""
+    most = 63 - len("run-" if kind == "Job" else "run--node-0") - len("-1")
+    described = job(kind)
+    parent = described.run.parent
+    assert rendered(replace(described, run=parent / ("a" * most)))
+    for name in ("a" * (most + 1), "___"):
+        with pytest.raises(InputError, match="DIST_RUN_ID '.*' becomes the pod run-"):
+            KUBERNETES.render(replace(described, run=parent / name))
+
+
 @pytest.mark.parametrize("name", ["replicatedJobs", "enableDNSHostnames", "completionMode"])
 def test_a_misspelt_field_of_a_job_set_is_found(name: str) -> None:
     text = yaml.safe_dump(rendered(job("JobSet"))[0])

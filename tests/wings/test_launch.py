@@ -114,7 +114,15 @@ REFUSED: dict[str, dict[str, Any]] = {
     "cluster.hosts has a twice": {"hosts": ["a", "a"]},
     "the job has 3 nodes; name as many in cluster.hosts": {"hosts": ["a"], "nodes": 3},
     "cluster.time_limit is 300 s, and the run saves 300 s": {"time_limit": "00:05:00"},
-    "give seconds, HH:MM:SS or DAYS-HH:MM:SS": {"time_limit": "2h"},
+    "give minutes, MM:SS, HH:MM:SS, DAYS-HH, DAYS-HH:MM or": {"time_limit": "2h"},
+    "cluster.min_nodes is 3, and cluster.nodes is 2": {
+        "hosts": ["a", "b"],
+        "nodes": 2,
+        "min_nodes": 3,
+    },
+    "cluster.min_nodes is 2, and cluster.hosts has 1": {"hosts": ["a"], "min_nodes": 2},
+    "cluster.min_nodes is 2, and the job has 1 nodes": {"min_nodes": 2},
+    "cluster.kubernetes.pod has containers; this": {"kubernetes": {"pod": {"containers": []}}},
     "give cluster.image": {"container": "pyxis"},
     "cluster.environment has 'A=1\\nrm x;B'": {"environment": {"A=1\nrm x;B": "1"}},
     "cluster.hosts has '-oProxyCommand=x'": {"hosts": ["-oProxyCommand=x"]},
@@ -315,6 +323,33 @@ def test_units_of_memory_and_time() -> None:
     assert memory == [80 * 10**9, 3 * 2**39]
     times = ["1-00:00:01", "30:00", yaml.safe_load("24:00:00")]  # a number in YAML 1.1
     assert [Site(time_limit=each).time_limit_s for each in times] == [86_401, 1800, 86_400]
+
+
+SLURM_TIMES = {  # a job's TimeLimit by `sbatch --test-only` and `scontrol show job`, in seconds
+    "90": 90 * 60,
+    "12:30": 12 * 60 + 30,
+    "90:00": 90 * 60,
+    "1:02:03": 3723,
+    "100:00:00": 360_000,
+    "2-0": 2 * 86_400,
+    "1-12": 36 * 3600,
+    "1-12:00": 36 * 3600,
+    "1-12:34": 36 * 3600 + 34 * 60,
+    "1-12:34:56": 36 * 3600 + 34 * 60 + 56,
+}
+
+
+@pytest.mark.parametrize("given", SLURM_TIMES)
+def test_times_are_read_as_slurm_reads_them(given: str) -> None:
+    assert Site(time_limit=given).time_limit_s == SLURM_TIMES[given]
+
+
+@pytest.mark.parametrize(
+    "given", ["", "1-", "-5", "1:2:3:4", "1-1:1:1:1", "1:60", "1:2:99", "x", "²"]
+)
+def test_other_times_are_refused(given: str) -> None:
+    with pytest.raises(InputError, match="cluster.time_limit is"):
+        Site(time_limit=given)
 
 
 @pytest.mark.parametrize("name", ["../../x", "..", "a\nb", "x" * 256])

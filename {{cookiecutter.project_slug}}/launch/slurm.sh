@@ -19,6 +19,8 @@ cd "${SLURM_SUBMIT_DIR:?submit this with sbatch: sbatch launch/slurm.sh fit --co
 packages=(*/__main__.py); package=${DIST_PACKAGE:-${packages[*]%/__main__.py}}
 [[ $package != *" "* ]] || { echo "launch/slurm.sh: set DIST_PACKAGE to one of: $package" >&2; exit 2; }
 export DIST_RUN_ID=${DIST_RUN_ID:-slurm-$SLURM_JOB_ID} DIST_JOB_STARTED=$(date +%s)
+# srun has not inherited sbatch's --cpus-per-task since Slurm 22.05: without it a task would have one CPU.
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-$SLURM_CPUS_PER_TASK}
 # When one task has exited, the others have 60 s to exit with the same code; --kill-on-bad-exit would kill them while
 # they save. srun returns the highest code. The flags come after the --config files, which would override them.
 code=0

@@ -10,6 +10,7 @@ import yaml
 from ..errors import InputError
 from ..foreign import check_tree
 from ..project import program
+from ..records import read_text
 
 __all__ = ["locate", "names", "read"]
 
@@ -58,7 +59,7 @@ def read(path: str, flag: str = "--config") -> dict[str, Any]:
     not YAML, has no keys, or has a key twice."""
     where = f"{flag} {path}"
     try:
-        content = yaml.load(locate(path).read_text(encoding="utf-8"), _Loader)
+        content = yaml.load(read_text(locate(path)), _Loader)
         check_tree(content)
     except OSError as error:
         why = (
@@ -75,11 +76,24 @@ def read(path: str, flag: str = "--config") -> dict[str, Any]:
     except Exception as error:  # PyYAML's: YAMLError, ValueError, for `!!int x` also others
         raise InputError(f"{where} is not YAML: {' '.join(str(error).split())}") from error
     if content is None:
-        return {}
+        raise InputError(f"{where} is empty; give keys, as in `trainer: {{max_steps: 9}}`")
     if not isinstance(content, dict):
         kind = type(content).__name__
         raise InputError(f"{where} is a {kind}: give keys, as in `trainer: {{max_steps: 9}}`")
     return content
+
+
+def line_of(path: str, key: str) -> int:
+    """Returns the line in which the file `path`, which `read` accepts, has a dotted key."""
+    node, line = yaml.compose(read_text(locate(path)), yaml.SafeLoader), 1
+    while isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            if f"{key}.".startswith(f"{name.value}."):
+                key, line, node = key[len(name.value) + 1 :], name.start_mark.line + 1, value
+                break
+        else:  # merged by `<<`
+            return line
+    return line
 
 
 class _Loader(yaml.SafeLoader):

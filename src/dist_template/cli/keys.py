@@ -67,7 +67,7 @@ def _given(flags: list[str], is_training: bool) -> Iterator[tuple[str, str]]:
                     raise
                 continue
             for path in _paths(content):
-                yield path, f"--config {value}: "
+                yield path, f"--config {value}:{config_file.line_of(value, path)}: "
         elif name.startswith("--"):
             yield name.removeprefix("--"), "--"
 

@@ -8,9 +8,11 @@ import re
 import sys
 import traceback
 from contextlib import nullcontext
+from difflib import get_close_matches
 
 from ..cluster import signals
-from ..cluster.exit import exit_process, skip_finalization
+from ..cluster.exit import exit_process, is_output_closed, skip_finalization
+from ..cluster.launch import check_environment
 from ..cluster.messages import hide_warnings
 from ..cluster.watchdog import START_TIMEOUT_S, WATCHDOG
 from ..errors import (
@@ -119,8 +121,11 @@ def _start(argv: list[str], project: Project) -> None:
     """Checks a command line as far as this needs no torch, then imports and runs the verb."""
     verb, known = argv[0], verbs()
     if verb not in known:
-        allowed = ", ".join(known)
-        raise InputError(f"{verb!r} is not a verb of {project.package}; allowed are {allowed}.")
+        near = get_close_matches(verb, known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ";"
+        what = f"{verb!r} is not a verb of {project.package}{hint}"
+        raise InputError(f"{what} allowed are {', '.join(known)}.")
+    check_environment()
     lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if lacking:
         folder = project.folder.absolute().parent
@@ -156,6 +161,8 @@ def command(argv: list[str], project: Project) -> int:
         try:
             return run(argv, project)
         except Exception as error:
+            if isinstance(error, BrokenPipeError) and is_output_closed():
+                return Exit.CLOSED_PIPE
             from ..observe.crash import print_crash
 
             return print_crash(error)

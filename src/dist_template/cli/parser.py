@@ -223,7 +223,19 @@ def _in_torch(name: str) -> str:
 class ConfigFile(ActionConfigFile):
     """A --config file whose strategy replaces the one of an earlier file.
 
-    jsonargparse would merge the arguments that both classes have, such as a timeout."""
+    jsonargparse would merge the arguments that both classes have, such as a timeout. It would also
+    drop a key that does not exist if its value is {}."""
+
+    def _refuse_empty_sections(self, content: dict[str, Any], parser: Any, file: str) -> None:
+        keys = {action.dest for action in keys_of(parser)}
+        sections = {key.rpartition(".")[0] for key in keys if not key.endswith(".help")}
+        for path in _empty(content):
+            above = {path[: found.start()] for found in re.finditer(r"[.]", path)}
+            # below a key whose value is a mapping, names are free
+            if path not in sections | keys and not above & (keys - sections):
+                text = one_sentence(f"unrecognized arguments: --{path}", keys)
+                end = "" if text.endswith("?") else "; see --help for every key"
+                raise InputError(f"--config {file}: {text}{end}")
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: Any = None) -> None:
         content: dict[str, Any] = {}
@@ -239,6 +251,7 @@ class ConfigFile(ActionConfigFile):
         elif isinstance(given := content.get("optimizer"), dict) and "class_path" in given:
             given["class_path"] = _in_torch(str(given["class_path"]))
             values = yaml.safe_dump(content)
+        self._refuse_empty_sections(content, parser, str(values))
         strategy = (content.get("trainer") or {}).get("strategy")
         if strategy and (not isinstance(strategy, dict) or "class_path" in strategy):
             cfg["trainer.strategy"] = None
@@ -248,6 +261,15 @@ class ConfigFile(ActionConfigFile):
                 del content[key]
             values = yaml.safe_dump(content)
         super().__call__(parser, cfg, values, option_string)
+
+
+def _empty(content: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yields the dotted keys whose value is {}."""
+    for name, value in content.items():
+        if value == {} and isinstance(value, dict):
+            yield f"{prefix}{name}"
+        elif isinstance(value, dict) and "class_path" not in value:
+            yield from _empty(value, f"{prefix}{name}.")
 
 
 def add_callback(parser: LightningArgumentParser, key: str, plugin: Plugin) -> None:

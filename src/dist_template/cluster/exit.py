@@ -9,6 +9,7 @@ to the group any more, and under FSDP2 DTensor's caches do."""
 
 import atexit
 import os
+import select
 import sys
 import threading
 from contextlib import suppress
@@ -49,7 +50,29 @@ def exit_process(code: int) -> NoReturn:
 
 def _exit() -> None:
     if _codes:
+        code = _codes[0]
+        if code == Exit.DONE and is_output_closed():
+            code = Exit.CLOSED_PIPE
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # the reader has exited, or it is closed
                 stream.flush()
-        os._exit(_codes[0])
+        os._exit(code)
+
+
+def is_output_closed() -> bool:
+    """Returns whether the process that reads this one's output through a pipe has exited, after a
+    write of what is still buffered."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    except (AttributeError, OSError, ValueError):  # a full disk; closed by the program itself
+        return False
+    if not hasattr(select, "poll"):
+        return False
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)  # errors are reported without being asked for
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):  # no file, as in a notebook
+        return False

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import InputError, reason, require
+from ..records import read_text
 
 LINE = re.compile(r"(\S+)\s+slots=([1-9]\d*)")
 
@@ -22,7 +23,7 @@ def read(path: str, check_name: Callable[[str], None]) -> dict[str, int]:
     `check_name` raises it for a name that is none."""
     where, found = f"cluster.hostfile {path}", dict[str, int]()
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = read_text(Path(path)).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{where} cannot be read: {reason(error)}") from error
     for number, text in enumerate(lines, 1):

@@ -13,9 +13,16 @@ from .redaction import redacted_environment
 
 __all__ = ["Site", "check_host"]
 
+# Fields of a pod in wings/launch/targets/kubernetes.template, which would replace a user's.
+OF_PODS = frozenset(
+    """automountServiceAccountToken enableServiceLinks restartPolicy subdomain containers volumes
+    terminationGracePeriodSeconds securityContext""".split()
+)
 UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 SIZE = re.compile(r"(?=.*[1-9])(\d{1,9}(?:\.\d+)?) ?([KMGT])(i?)B")
-TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
+# Slurm's formats: minutes, minutes:seconds, hours:minutes:seconds, and after days and a dash
+# hours, hours:minutes, hours:minutes:seconds.
+TIME = re.compile(r"(?:(\d{1,6})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", re.ASCII)
 
 
 def check_host(name: str, where: str) -> None:
@@ -46,6 +53,14 @@ class Kubernetes:
     secrets: dict[str, str] = field(default_factory=dict)
     pod: dict[str, Any] = field(default_factory=dict)
 
+    def check(self) -> None:
+        """Raises InputError for a field of pods that this library sets itself."""
+        for name in OF_PODS.intersection(self.pod):
+            what = (
+                "this library sets it: remove it, or render the manifest by --dry-run and edit it"
+            )
+            raise InputError(f"cluster.kubernetes.pod has {name}; {what}")
+
 
 @dataclass(frozen=True)
 class Site:
@@ -58,7 +73,9 @@ class Site:
         devices_per_node: GPUs of a node, or CPU processes. null: trainer.devices.
         device_memory: Memory of one device with its unit, as 80GB (10^9 bytes) or 80GiB. For
             `plan`.
-        time_limit: Of the job, as 24:00:00, 1-12:00:00 or seconds. null: none, or the site's.
+        time_limit: Of the job, in Slurm's formats: minutes, MM:SS, HH:MM:SS, DAYS-HH, DAYS-HH:MM,
+            DAYS-HH:MM:SS. A number in YAML is seconds, as YAML reads an unquoted 24:00:00. null:
+            none, or the site's.
         save_s: Seconds before the time limit at which the run saves and exits with 75.
         hosts: Names of the nodes, as ssh knows them; the first one is the rendezvous's. []: this
             machine, or a scheduler chooses the nodes.
@@ -119,6 +136,13 @@ class Site:
         for key in ("include", "exclude"):
             if getattr(self, key) and not self.hostfile:
                 raise InputError(f"cluster.{key} chooses from cluster.hostfile: give that, too")
+        if self.min_nodes and self.min_nodes > (self.nodes or len(self.hosts) or self.min_nodes):
+            given = f"cluster.nodes is {self.nodes}"
+            if not self.nodes:
+                given = f"cluster.hosts has {len(self.hosts)}"
+            what = "give as many or fewer, or null"
+            raise InputError(f"cluster.min_nodes is {self.min_nodes}, and {given}: {what}")
+        self.kubernetes.check()
         if self.include and self.exclude:
             raise InputError("cluster.include and cluster.exclude are both given: remove one")
         _ = self.memory_bytes  # raises InputError
@@ -152,14 +176,20 @@ class Site:
 
     @property
     def time_limit_s(self) -> int | None:
-        """The time limit in seconds; YAML reads an unquoted 24:00:00 as its number of seconds."""
-        if self.time_limit is None:
-            return None
-        given = str(self.time_limit)
-        if given.isdigit():
-            return int(given)
-        if not (found := TIME.fullmatch(given)):
-            what = "give seconds, HH:MM:SS or DAYS-HH:MM:SS"
-            raise InputError(f"cluster.time_limit is {given!r}; {what}")
-        days, hours, minutes, seconds = map(int, found.groups(default=0))
-        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+        """The time limit in seconds. Slurm reads the numbers from the left: days, hours, minutes
+        after a dash; else the last one is seconds, and one alone minutes."""
+        if self.time_limit is None or isinstance(self.time_limit, int):
+            return self.time_limit
+        found = TIME.fullmatch(self.time_limit)
+        numbers = [int(number) for number in found.groups()[1:] if number] if found else []
+        # minutes and seconds after hours, and hours after days, are below 60 and 24 as written
+        if not found or any(number > 59 for number in numbers[1:]):
+            what = "give minutes, MM:SS, HH:MM:SS, DAYS-HH, DAYS-HH:MM or DAYS-HH:MM:SS"
+            raise InputError(f"cluster.time_limit is {self.time_limit!r}; {what}")
+        if found[1]:
+            hours, minutes, seconds = [*numbers, 0, 0][:3]
+        elif len(numbers) == 1:
+            hours, minutes, seconds = 0, numbers[0], 0
+        else:
+            hours, minutes, seconds = [0, *numbers][-3:]
+        return ((int(found[1] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..by_tokens import batch_at
 from ..errors import InputError, reason
-from ..records import flatten
+from ..records import flatten, read_text
 from .configured import Configured
 
 __all__ = ["json_of"]
@@ -40,7 +40,7 @@ def read(config: str | Path | Config) -> dict[str, Any]:
     if the file is missing, is no JSON object, or has no ZeRO stage."""
     if not isinstance(config, Mapping):
         try:
-            config = json.loads(Path(config).read_text(encoding="utf-8"))
+            config = json.loads(read_text(Path(config)))
         except (OSError, ValueError) as error:
             raise InputError(
                 f"{KEY}: cannot read {str(config)!r}: {reason(error)}; give a DeepSpeed JSON"

@@ -136,7 +136,7 @@ def add_modules(model: Any) -> nn.Module:
     architecture has none."""
     config = getattr(model, "config", None)
     number = getattr(config, "num_mtp_layers", None) or 0
-    if not number:
+    if number < 1:
         where = (
             "in model.architecture or the config.json of model.pretrained, and a model type that"
             " has it"

@@ -84,6 +84,11 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
     site, trainer, data = settings.cluster, vars(settings.trainer), cli.datamodule
     slots = site.slots()
     nodes = site.nodes or len(slots) or trainer["num_nodes"]
+    if site.min_nodes and site.min_nodes > nodes:
+        raise InputError(
+            f"cluster.min_nodes is {site.min_nodes}, and the job has {nodes} nodes: give as many or"
+            " fewer, or null"
+        )
     if verb == "prepare":
         nodes = 1
     if on_hosts and nodes > max(1, len(slots)):

@@ -16,7 +16,7 @@ from ...cluster.launch import Variable
 from ...errors import Ended, Exit, InputError, shortened
 from ...foreign import refuse_links, text_of
 from ...hooks import StoreIsDown
-from ...observe.history.run import RunFile
+from ...observe.history.run import PLACEHOLDER, RunFile
 from ..diagnose.finding import Cause, Finding
 from ..history import History
 from .lock import LOCKS
@@ -36,12 +36,16 @@ def at_start(settings: Namespace, verb: str | None) -> None:
     """Checks `run.store`, and copies what this disk lacks of the run that is continued or
     evaluated. Raises Ended with the code of a relaunch if the store of a training is down."""
     store, run = settings.run.store, settings.run
-    if "store" in settings:
-        settings.store.address = store and f"{store.rstrip('/')}/{run.name}"
-    if store:
+    if store is not None:
         OWN.add(store.rstrip("/"))
     try:
-        _prepare(settings, verb, Remote(store) / run.name if store else None)
+        runs = None if store is None else Remote(store) / run.name
+        if "store" in settings:
+            if settings.store.folder != PLACEHOLDER:  # its files would be uploaded
+                what = "it is the run's folder; remove the key"
+                raise InputError(f"store.folder is {settings.store.folder!r}: {what}")
+            settings.store.address = runs and runs.address
+        _prepare(settings, verb, runs)
     except StoreDown as error:
         if verb != "fit":
             raise

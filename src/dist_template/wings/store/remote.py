@@ -79,15 +79,22 @@ class Remote:
                 " s3://bucket/prefix, and credentials in the environment, such as"
                 " AWS_ACCESS_KEY_ID, or in the provider's own file"
             )
+        protocol, _, path = address.partition("://")
+        if protocol in ("file", "local") and not path.startswith(
+            "/"
+        ):  # each process has its own cwd
+            raise InputError(
+                f"{key} {address!r} is no absolute path: give {protocol}:///{path} or another"
+                " folder that all nodes see"
+            )
         self.address, self.key, self.until = address.rstrip("/"), key, until
         self.waits_for_answers = waits_for_answers
-        protocol = address.partition("://")[0]
         if protocol == "s3":
             require("s3fs", f"{key} {address!r}", extra="store")
         options = {"auto_mkdir": True} if protocol == "file" else {}
         try:
             self.files: Any = fsspec.filesystem(protocol, use_listings_cache=False, **options)
-        except (ImportError, ValueError) as error:
+        except Exception as error:  # an unknown one, a package that is missing, a lack of options
             raise InputError(
                 f"{key} {address!r} cannot be used: {cause(error)}; give another"
             ) from None

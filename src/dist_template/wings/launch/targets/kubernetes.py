@@ -11,12 +11,14 @@ from string import Template
 
 import yaml
 
+from ....cluster.launch import Variable
 from ....cluster.redaction import redacted_command
 from ....errors import InputError
 from ....records import text_of
 from ..job import Job
 from . import Record, Target, ask
 
+LABEL_LENGTH = 63  # characters of a host name and of a label's value (RFC 1123)
 FILE, LABEL = "kubernetes.yaml", "dist-template/run"
 WORKDIR = PurePosixPath("/app")  # of the project's Dockerfile
 
@@ -63,6 +65,7 @@ def _check(job: Job) -> None:
         runs = WORKDIR / runs.relative_to(job.folder)
     if not site.image:
         raise InputError("cluster.image is not given; give the image of the pods as REGISTRY/NAME")
+    _check_name(job)
     paths = [mount.partition(":")[2] for mount in site.mounts]
     if not any(path and runs.is_relative_to(path) for path in paths):
         what = f"give a volume that all pods can write, as CLAIM:{runs}"
@@ -86,6 +89,19 @@ def _check(job: Job) -> None:
             if word.startswith("--"):
                 where = word.partition("=")[0]
             raise InputError(f"{where} has a secret, which the manifest would show; {what}")
+
+
+def _check_name(job: Job) -> None:
+    """Raises InputError if Kubernetes refuses the job's name, or the names of its pods."""
+    name = _name(job)
+    middle = "-node-0" if job.site.kubernetes.kind == "JobSet" else ""
+    longest = f"{name}{middle}-{job.nodes - 1}"  # a pod's host name
+    if len(longest) > LABEL_LENGTH or not name.removeprefix("run-"):
+        raise InputError(
+            f"{Variable.RUN_ID} {job.run.name!r} becomes the pod {longest}, with {len(longest)}"
+            f" characters of {LABEL_LENGTH} that Kubernetes allows: give a shorter name of"
+            " letters and digits"
+        )
 
 
 def _values(job: Job) -> dict[str, object]:
