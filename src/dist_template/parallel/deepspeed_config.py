@@ -14,6 +14,7 @@ from ..by_tokens import batch_at
 from ..errors import InputError, reason
 from ..records import flatten, read_text
 from .configured import Configured
+from .deepspeed_check import normalized
 
 __all__ = ["json_of"]
 
@@ -36,8 +37,9 @@ def json_of(strategy: Any, setup: Configured) -> dict[str, Any]:
 
 
 def read(config: str | Path | Config) -> dict[str, Any]:
-    """Returns a user's configuration unchanged, but "bfloat16" is renamed "bf16". Raises InputError
-    if the file is missing, is no JSON object, or has no ZeRO stage."""
+    """Returns a user's configuration unchanged, but old keys have today's names. Raises InputError
+    if the file is missing, is no JSON object, has no ZeRO stage, or a value in place of a
+    section."""
     if not isinstance(config, Mapping):
         try:
             config = json.loads(read_text(Path(config)))
@@ -47,10 +49,9 @@ def read(config: str | Path | Config) -> dict[str, Any]:
             ) from error
     if not isinstance(config, Mapping):
         raise InputError(f"{KEY} is {json.dumps(config)[:40]}; DeepSpeed wants an object, {{…}}")
-    config = copy.deepcopy(dict(config))
-    if "bfloat16" in config:
-        config["bf16"] = config.pop("bfloat16")
-    if config.get("zero_optimization", {}).get("stage") not in (1, 2, 3):
+    config = normalized(config, KEY)
+    stage = config.get("zero_optimization", {}).get("stage")
+    if isinstance(stage, bool) or stage not in (1, 2, 3):
         raise InputError(f"{KEY} has no zero_optimization.stage of 1, 2 or 3; ddp has none")
     return config
 
@@ -112,12 +113,13 @@ def resolve(config: Config, setup: Configured) -> dict[str, Any]:
     for section in ("offload_optimizer", "offload_param"):
         if config["zero_optimization"].get(section, {}).get("pin_memory") == AUTO:
             config["zero_optimization"][section]["pin_memory"] = setup.machine.accelerator != "cpu"
-    return _without_auto(config)
+    return without_auto(config)
 
 
-def _without_auto(config: Config) -> dict[str, Any]:
+def without_auto(config: Config) -> dict[str, Any]:
+    """Returns the configuration without the keys whose value is "auto"."""
     kept = {}
     for key, value in config.items():
         if value != AUTO:
-            kept[key] = _without_auto(value) if isinstance(value, dict) else value
+            kept[key] = without_auto(value) if isinstance(value, dict) else value
     return kept

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from ...errors import InputError, require
+from .. import deepspeed_check
 from ..configured import ARGS, Configured
-from ..deepspeed_config import resolve
+from ..deepspeed_config import KEY, read, resolve
 from .plain import Plain, measured_refusal, selective_refusal
 
 BUCKET = 200_000_000  # elements of DeepSpeed's reduce bucket
@@ -40,12 +41,8 @@ class Zero(Plain):
     def of(cls, arguments: Mapping[str, Any]) -> Self:
         """Returns the sharding of ZeroStrategy's arguments, or of the file among them."""
         config = arguments.get("config") or {}
-        if isinstance(config, str):
-            config = (
-                json.loads(Path(config).read_text(encoding="utf-8"))
-                if Path(config).exists()
-                else {}
-            )
+        if config:
+            config = read(config)
         zero = {"reduce_bucket_size": arguments.get("reduce_bucket_size", BUCKET)}
         zero |= config.get("zero_optimization") or {}
         zero["stage"] = zero.get("stage") or arguments.get("stage") or 2
@@ -132,9 +129,13 @@ class Zero(Plain):
             )
         if setup.trains:
             try:
-                resolve(self.given, setup)
+                complete = resolve(self.given, setup)
             except InputError as error:
                 yield str(error)
+                return
+            if self.arguments.get("config"):
+                for why in deepspeed_check.refusals(complete, setup.machine.accelerator):
+                    yield f"{KEY}: {why}"
         if self.stage == 3:
             yield from selective_refusal(setup, "ZeRO stage 3")
             yield from measured_refusal(setup, "ZeRO stage 3")
