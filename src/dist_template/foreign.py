@@ -78,8 +78,10 @@ def check_tree(tree: Any) -> None:
     def count(value: Any, level: int) -> int:
         if not isinstance(value, dict | list):
             return 1
-        if level > MOST_LEVELS or counts.get(id(value)) == 0:
-            raise ValueError(f"it has more than {MOST_LEVELS} levels, or contains itself")
+        if counts.get(id(value)) == 0:
+            raise ValueError("it contains itself, by an alias inside of its own anchor")
+        if level > MOST_LEVELS:
+            raise ValueError(f"it has more than {MOST_LEVELS} levels")
         if id(value) not in counts:
             counts[id(value)] = 0
             below = value.values() if isinstance(value, dict) else value

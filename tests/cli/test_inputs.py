@@ -51,6 +51,13 @@ FLAGS = {
     "--config={here}/pipe": "it is a pipe or a device",
     "--config=/dev/zero": "it is a pipe or a device",
     "--deepspeed={here}/pipe": "cannot read '.*pipe'",
+    "--run.root=": "run.root is ''; give a folder",
+    "--data.cache_dir=": "data.cache_dir is ''; give a folder",
+    "--ckpt_path=": "--ckpt_path is empty: give a checkpoint",
+    "--trainer.accumulate_grad_batches=0": "accumulate_grad_batches is 0; give 1 or more",
+    "--model={here}/pipe": "--model .*/pipe is a pipe or a device",
+    "--trainer=/dev/zero": "--trainer /dev/zero is a pipe or a device",
+    "--config={here}/loop.yaml": "contains itself, by an alias",
     "--model.architecture.num_mtp_layers=-1": "num_mtp_layers is -1; give 0 or more",
 }
 
@@ -60,6 +67,7 @@ def test_of_flags(given: str, flags: list[str], tmp_path: Path, capfd: Any) -> N
     (tmp_path / "empty_section.yaml").write_text("model: {nothing_here: {}}")
     (tmp_path / "empty_below.yaml").write_text("run: {names: {}}")
     (tmp_path / "empty.yaml").touch()
+    (tmp_path / "loop.yaml").write_text("trainer: &a {max_steps: *a}")
     os.mkfifo(tmp_path / "pipe")
     said = refused("fit", [*flags, given.format(here=tmp_path)], capfd)
     assert re.search(FLAGS[given].replace("?", "\\?"), said), said

@@ -169,6 +169,11 @@ FILES = {  # a file of --config: what the sentence has
     "trainer: {max_steps: " + "9" * 5000 + "}": "x.yaml is not YAML",
     "run: {name: 2026-13-99}": "x.yaml is not YAML",  # a date that does not exist
     "\ud800": "x.yaml is not YAML",
+    "a: &a {b: *a}": "contains itself, by an alias",
+    "a: &a [x, x, x, x, x, x, x, x, x]\n"
+    + "".join(
+        f"{n}: &{n} [{', '.join([f'*{o}'] * 9)}]\n" for o, n in zip("abcdef", "bcdefg", strict=True)
+    ): ("has more than 1000000 values"),
 }
 
 

@@ -311,7 +311,7 @@ class SendAt(Callback):
     def __init__(self, number: int, step: int = 5) -> None:
         self.number, self.step = number, step
 
-    def on_train_batch_end(self, trainer: Any, *_: object) -> None:
+    def on_train_batch_end(self, trainer: Any, *_: object, **__: object) -> None:
         if trainer.global_step == self.step:
             os.kill(os.getpid(), self.number)
 
@@ -319,7 +319,7 @@ class SendAt(Callback):
 class RequestAt(SendAt):
     """Asks for a stop as SIGTERM does; tests do not listen to signals."""
 
-    def on_train_batch_end(self, trainer: Any, *_: object) -> None:
+    def on_train_batch_end(self, trainer: Any, *_: object, **__: object) -> None:
         if trainer.global_step >= self.step:
             signals.stop_request.number = self.number
 

@@ -16,36 +16,48 @@ from tests.support.runs import refused, run
 from tests.support.tiers import tiers
 
 Config = dict[str, Any]
-CPU = {"device": "cpu", "pin_memory": True}
-AUTO_SIZES = dict.fromkeys(
+CPU: Config = {"device": "cpu", "pin_memory": True}
+AUTO_SIZES: Config = dict.fromkeys(
     """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps
     gradient_clipping""".split(),
     "auto",
 )
-SCALED = {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2}
+SCALED: Config = {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2}
 SCALED |= {"initial_scale_power": 16, "min_loss_scale": 1}
-ADAMW = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
-WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
-DECAY = {"type": "WarmupDecayLR", "params": WARMUP | {"total_num_steps": "auto"}}
-BUCKETS = {"allgather_partitions": True, "allgather_bucket_size": 2e8, "overlap_comm": True}
+ADAMW: Config = {
+    "type": "AdamW",
+    "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
+}
+WARMUP: Config = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
+DECAY: Config = {"type": "WarmupDecayLR", "params": WARMUP | {"total_num_steps": "auto"}}
+BUCKETS: Config = {"allgather_partitions": True, "allgather_bucket_size": 2e8, "overlap_comm": True}
 BUCKETS |= {"reduce_scatter": True, "reduce_bucket_size": 2e8, "contiguous_gradients": True}
-STAGE_3 = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9}
+STAGE_3: Config = {
+    "stage": 3,
+    "overlap_comm": True,
+    "contiguous_gradients": True,
+    "sub_group_size": 1e9,
+}
 STAGE_3 |= {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
 STAGE_3 |= {"stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9}
 STAGE_3 |= {"stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": True}
-AXOLOTL = STAGE_3 | dict.fromkeys(
+AXOLOTL: Config = STAGE_3 | dict.fromkeys(
     ("sub_group_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"), 0
 )
-RLHF = {"stage": 3, "offload_param": {"device": "none"}, "zero_quantized_weights": False}
+RLHF: Config = {"stage": 3, "offload_param": {"device": "none"}, "zero_quantized_weights": False}
 RLHF |= dict.fromkeys(
     """sub_group_size stage3_max_live_parameters stage3_max_reuse_distance
     stage3_param_persistence_threshold stage3_prefetch_bucket_size reduce_bucket_size""".split(),
     "auto",
 )
-CHAT = {"stage": 2, "offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}}
+CHAT: Config = {
+    "stage": 2,
+    "offload_param": {"device": "none"},
+    "offload_optimizer": {"device": "none"},
+}
 CHAT |= {"stage3_param_persistence_threshold": 1e4, "stage3_max_live_parameters": 3e7}
 CHAT |= {"stage3_prefetch_bucket_size": 3e7, "memory_efficient_linear": False}
-ACTIVATIONS = dict.fromkeys(
+ACTIVATIONS: Config = dict.fromkeys(
     """partition_activations cpu_checkpointing contiguous_memory_optimization profile
     synchronize_checkpoint_boundary""".split(),
     False,
@@ -56,7 +68,7 @@ def of(zero: Config, **others: Any) -> Config:
     return {"zero_optimization": zero, **others}
 
 
-BF16 = {"bf16": {"enabled": True}}
+BF16: Config = {"bf16": {"enabled": True}}
 STARTS: dict[str, Config] = {
     "transformers-2": of(
         {"stage": 2, "offload_optimizer": CPU, **BUCKETS},

@@ -60,7 +60,6 @@ def read(path: str, flag: str = "--config") -> dict[str, Any]:
     where = f"{flag} {path}"
     try:
         content = yaml.load(read_text(locate(path)), _Loader)
-        check_tree(content)
     except OSError as error:
         why = (
             f"seen from {Path.cwd()}: {error.strerror}{_near(path)} `{program('config list')}` has"
@@ -75,6 +74,10 @@ def read(path: str, flag: str = "--config") -> dict[str, Any]:
         raise InputError(f"{where} {error}") from error
     except Exception as error:  # PyYAML's: YAMLError, ValueError, for `!!int x` also others
         raise InputError(f"{where} is not YAML: {' '.join(str(error).split())}") from error
+    try:
+        check_tree(content)
+    except ValueError as error:
+        raise InputError(f"{where}: {error}; write the values themselves") from error
     if content is None:
         raise InputError(f"{where} is empty; give keys, as in `trainer: {{max_steps: 9}}`")
     if not isinstance(content, dict):

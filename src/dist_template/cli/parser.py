@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
@@ -22,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..by_tokens import values_of
 from ..compat.lightning_cli import formatter_of, keys_of, takes_null, wrap_instantiation
 from ..errors import InputError, is_first_on_node, reason, shortened
+from ..foreign import MOST_BYTES
 from ..plugins import Plugin, PluginError, contained, note
 from ..project import Choice, program
 from . import config_file, strategy_names
@@ -47,6 +49,8 @@ OPTIMIZATION = {  # key: base classes, the argument that optim.py passes, help
 
 OPTIMIZER_FLAGS = ("--optimizer", "--optimizer.class_path")
 
+# What reading a value may raise, besides the parser's own.
+READING = (AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 TYPES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text"}
 TYPES["NoneType"] = "null"
 
@@ -118,15 +122,35 @@ class Parser(LightningArgumentParser):
         try:
             words = args
             if isinstance(args, list):
+                self._refuse_devices(args)
                 words = _with_torchs_optimizer(strategy_names.expanded(args))
             found = super().parse_args(words, *others, **kwargs)
-        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except READING as error:
             if isinstance(error, InputError):
                 raise
             self.error(f"a value cannot be read: {reason(error)}", error)
         if kwargs.get("defaults", True):
             self._check_sections(found)
         return found
+
+    def _refuse_devices(self, words: list[str]) -> None:
+        """Refuses a value that jsonargparse would read as a file of keys for good, or into all
+        memory: a pipe, a device, a huge file in place of a section."""
+        flag = ""
+        for word in words:
+            name, has_value, value = word.partition("=")
+            if not word.startswith("--"):
+                name, value = flag, word
+            flag = name if not has_value else ""
+            try:
+                state = os.stat(value)
+            except (OSError, ValueError):  # no file, as most values
+                continue
+            is_file = stat.S_ISREG(state.st_mode) or stat.S_ISDIR(state.st_mode)
+            if not is_file and value != os.devnull:
+                raise InputError(f"{name} {value} is a pipe or a device: give a file, or a value")
+            if state.st_size > MOST_BYTES and name.startswith("--") and "path" not in name:
+                raise InputError(f"{name} {value} has {state.st_size} bytes: give a file of keys")
 
     def _check_sections(self, found: Namespace) -> None:
         """Refuses null, and sections that are no keys: jsonargparse accepts both in a file."""

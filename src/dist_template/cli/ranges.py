@@ -97,6 +97,10 @@ PHASED = (
 for _key in PHASED:
     RANGES |= dict.fromkeys((f"{_key}.value", f"{_key}.until"), ("0 or more", 0, FINITE))
     RANGES[f"{_key}.multiple"] = RANGES["data.global_batch_size.value"] = ("1 or more", 1, FINITE)
+# An empty text would be the folder in which the process was started.
+FOLDERS = """run.root last_checkpoint.dirpath best_checkpoint.dirpath data.cache_dir samples.folder
+numerics.folder goodput.folder diagnosis.folder preflight.folder trainer.default_root_dir
+trainer.logger.save_dir""".split()
 NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, half of a pair: no file, path or log can have them
 LIBRARY = __name__.partition(".")[0]
 CHECKED = {LIBRARY, "torch", "lightning"}  # whose classes' arguments are checked
@@ -118,10 +122,15 @@ def check(settings: Namespace, **classes: object) -> None:
             unchecked.remove(section)
     if str(settings.trainer.get("devices")) == "0":  # in a list it is the first device
         raise InputError("trainer.devices is 0; give 1 or more, or auto")
+    batches = settings.trainer.get("accumulate_grad_batches")  # null: data.global_batch_size
+    if isinstance(batches, int) and batches < 1:
+        raise InputError(f"trainer.accumulate_grad_batches is {batches}; give 1 or more")
     for key, value in _leaves(settings):
         if isinstance(value, str):
             if found := NO_TEXT.search(value):
                 raise InputError(f"{key} has the character {found[0]!r}; give a text without it")
+            if not value.strip() and key in FOLDERS:
+                raise InputError(f"{key} is {value!r}; give a folder")
             if key not in RANGES or not value.isdecimal():
                 continue
             value = int(value[:99])

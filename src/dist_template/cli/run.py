@@ -136,6 +136,8 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
         return new_run(settings), None, f"{verb}: the weights are the initial weights of training"
     if evaluates and not given and (not settings.model.get("pretrained") or _last_writes(settings)):
         given = "best or last"
+    if given is not None and not given.strip():
+        raise InputError("--ckpt_path is empty: give a checkpoint, `last` or `best`, or null")
     checkpoint, message, run = given, "", None
     if (
         given == "last"
@@ -151,7 +153,7 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
         if evaluates or given == "last":
             run = newest
         if not evaluates and given == "last":
-            os.environ[Variable.RUN_ID] = run.name  # for the sentence of preemption.py
+            os.environ[Variable.RUN_ID] = newest.name  # for the sentence of preemption.py
         if given != "last":
             message = f"{verb}: the weights come from {checkpoint}"
     elif evaluates and not given:

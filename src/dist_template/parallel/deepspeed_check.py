@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -188,7 +188,7 @@ def _below(kind: type) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     """DeepSpeed logs to standard output, also at its import."""
     with contextlib.redirect_stdout(sys.stderr):
         logger = logging.getLogger("DeepSpeed")

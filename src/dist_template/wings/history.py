@@ -153,6 +153,9 @@ def of_any_types(runs: Iterable[Path]) -> Generator[None]:
         ) from error
 
 
+SECTIONS = ("run", "trainer", "model", "data")  # one of them is in any configuration
+
+
 def read_run(folder: Path, limit: int = 0) -> History:
     """Reads everything that `folder`, runs/<name>/<id>, has; missing parts are empty. `limit`:
     entries kept of a metric, see `Metrics`. Raises InputError if it is not the folder of a run."""
@@ -173,6 +176,11 @@ def read_run(folder: Path, limit: int = 0) -> History:
         metrics=metrics,
         environment=_read(folder / RunFile.ENVIRONMENT, json.loads),
     )
+    if history.config and not metrics.names and not {*SECTIONS} & history.config.keys():
+        raise InputError(
+            f"{folder} is not the folder of a run: its {RunFile.CONFIG} has none of the sections"
+            f" {', '.join(SECTIONS)}; give runs/<name>/<id>"
+        )
     history.refresh()
     return history
 

@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["RunFile", "is_number", "read_lines", "without_folder"]
+__all__ = ["PLACEHOLDER", "RunFile", "is_number", "read_lines", "without_folder"]
 
 
 class RunFile(StrEnum):

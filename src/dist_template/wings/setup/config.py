@@ -29,6 +29,8 @@ def main(argv: list[str], project: Project) -> None:
     parser.add_argument("action", choices=("list", "show", "copy", "deepspeed"))
     parser.add_argument("name", nargs="?", default="", help="of the list, such as strategy/fsdp2")
     given = parser.parse_args(argv[1:])
+    if given.action == "list" and given.name:
+        raise InputError(f"config list takes no name: `config show {given.name}` shows one")
     if given.action == "list":
         for name, file in names().items():
             first = file.read_text("utf-8").partition("\n")[0]

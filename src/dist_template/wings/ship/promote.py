@@ -6,6 +6,7 @@
 
 Each change is one rename, so that a process that is killed leaves the versions valid."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -52,6 +53,7 @@ def main(argv: list[str], project: Project) -> None:
     given.baseline = given.baseline or str(latest or "start")
     given.require = given.require or [AGAINST_LATEST if latest else AGAINST_START]
     exported = registry.folder / f".{run.name}.{os.getpid()}"
+    is_new = not registry.folder.exists()
     try:
         registry.folder.mkdir(parents=True, exist_ok=True)
         evaluate.run(given, project)
@@ -68,6 +70,9 @@ def main(argv: list[str], project: Project) -> None:
         raise InputError(f"--registry {given.registry!r}: {reason(error)}; give another") from error
     finally:
         shutil.rmtree(exported, ignore_errors=True)
+        if is_new:
+            with contextlib.suppress(OSError):  # not empty: it has a version
+                registry.folder.rmdir()
     print(f"{version} is the latest version of {registry.folder}")
 
 
