@@ -40,12 +40,13 @@ def train(task: Task) -> Sample:
             loss, accuracy = loss_of(model, batch)
         loss.backward()
         norm = clip(model, task.clip)
+        learning_rate = scheduler.get_last_lr()[0]
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         log.add(loss, accuracy, norm)
         if step % task.log_every == 0:
-            log.write(step, scheduler.get_last_lr()[0])
+            log.write(step, learning_rate)
         stopwatch.tick(step)
     # The group is left to the process's end: destroyed before DDP's reducer, gloo (torch 2.13) may
     # wait forever.

@@ -38,11 +38,30 @@ def test_cosine_annealing_is_torchs(flags: list[str], tmp_path: Path) -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
     expected = []
     for _ in range(6):
+        expected.append(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
-        expected.append(schedule.get_last_lr()[0])
     found = logged(only_run(tmp_path), "train/learning_rate")
     assert [*found.values()] == pytest.approx(expected), "stepped after each optimizer step"
+
+
+def test_the_rate_of_a_step_is_the_one_that_lightnings_monitor_reads(
+    flags: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    """LearningRateMonitor counts completed steps: what it logs at n - 1 made step n. In a warm-up
+    every rate differs; the terminal shows the same, and so does a resumed run."""
+    more = ["--trainer.callbacks+=LearningRateMonitor", "--model.optim.warmup=4"]
+    more += ["--trainer.accumulate_grad_batches=2", "--trainer.limit_val_batches=0"]
+    more += ["--console.line_every_s=0"]
+    assert run("fit", *flags, *SGD, *more, "--trainer.max_steps=5") == 0
+    assert run("fit", *flags, *SGD, *more, "--trainer.max_steps=7", "--ckpt_path=last") == 0
+    found = only_run(tmp_path)
+    rates, monitored = (logged(found, name) for name in ("train/learning_rate", "lr-SGD/pg1"))
+    assert rates == pytest.approx({step + 1: rate for step, rate in monitored.items()}, rel=1e-12)
+    assert rates[1] == 0 and len({*rates.values()}) > 4, "the warm-up starts at 0"
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    shown = {int(line[5 : line.index("/")]): line.split("  lr ")[1].split()[0] for line in lines}
+    assert shown == {step: f"{rate:.2e}" for step, rate in rates.items()}
 
 
 def test_the_rate_falls_on_a_plateau_as_torchs(flags: list[str], tmp_path: Path) -> None:

@@ -144,10 +144,10 @@ def test_a_run_trains_by_the_named_optimizer_and_schedule(flags: list[str], tmp_
     chosen += ["--model.optim.learning_rate=0.5", "--trainer.max_steps=3"]
     assert run("fit", *flags, *chosen) == 0
     rates = list(logged(only_run(tmp_path), "train/learning_rate").values())
-    assert rates == [0.25, 0.125, 0.0625], "stepped after each optimizer step"
+    assert rates == [0.5, 0.25, 0.125], "stepped after each optimizer step"
     settings = f"--config={only_run(tmp_path)}/config.yaml"
     assert run("fit", settings, "--trainer.max_steps=4", "--ckpt_path=last") == 0
-    assert logged(only_run(tmp_path), "train/learning_rate")[4] == 0.03125
+    assert logged(only_run(tmp_path), "train/learning_rate")[4] == 0.0625
 
 
 @pytest.mark.slow

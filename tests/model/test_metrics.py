@@ -56,7 +56,7 @@ def test_loss_norm_and_tokens_equal_an_independent_computation(run: RunRecord, c
         "train/loss": (loss, 1e-5),
         "train/perplexity": ([math.exp(each) for each in loss], 1e-4),
         "train/grad_norm": (norm, 1e-4),
-        "train/learning_rate": ([learning_rate(step) for step in steps], 1e-9),
+        "train/learning_rate": ([learning_rate(step - 1) for step in steps], 1e-9),
         "train/tokens": ([step * GLOBAL_BATCH * SEQ_LEN for step in steps], 1e-9),
     }
     for name, (values, tolerance) in expected.items():

@@ -116,10 +116,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache: Path)
 def test_every_mechanism_acts_in_the_small_forms_run(trained: Path) -> None:
     found = only_run(trained, "deepseek_v3_small")
 
-    def by_tokens(metric: str, before: bool = True) -> dict[float, float]:
-        """Tokens consumed before a step, or after it -> value at the step."""
+    def by_tokens(metric: str) -> dict[float, float]:
+        """Tokens consumed before a step -> value at the step."""
         counts = logged(found, "train/tokens") | {0: 0.0}
-        return {counts[step - before]: value for step, value in logged(found, metric).items()}
+        return {counts[step - 1]: value for step, value in logged(found, metric).items()}
 
     batches = logged(found, "train/global_batch_size")
     assert [*dict.fromkeys(batches.values())] == [4, 8, 12, 16, 20]
@@ -130,7 +130,7 @@ def test_every_mechanism_acts_in_the_small_forms_run(trained: Path) -> None:
     ):
         for tokens, value in by_tokens(metric).items():
             assert value == (early if tokens < until else late), (metric, tokens)
-    rates = by_tokens("train/learning_rate", before=False)  # of the next step
+    rates = by_tokens("train/learning_rate")
     constant = [rate for tokens, rate in rates.items() if 10_000 < tokens < 100_000]
     falling = [rate for tokens, rate in rates.items() if 100_000 <= tokens < 143_000]
     last = {tokens: round(rate, 7) for tokens, rate in rates.items() if tokens >= 143_000}

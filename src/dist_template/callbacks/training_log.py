@@ -26,6 +26,9 @@ class TrainingLog(Callback):
     follows from all ranks' values in the buffer's `of_ranks`; of callbacks after this one it shows
     the metrics or reacts to them."""
 
+    def __init__(self) -> None:
+        self._rate: float | Tensor | None = None  # with which the newest optimizer step was made
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         log_at_optimizer_steps(trainer)
 
@@ -35,6 +38,15 @@ class TrainingLog(Callback):
         if not tracks_metrics(pl_module):  # Lightning has divided it by the accumulation
             loss = loss.detach() * trainer.accumulate_grad_batches
             metrics_of(pl_module).add("train/loss", loss)
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
+    ) -> None:
+        """Keeps the step's learning rate: at the end of the batch, the schedule has set the next
+        step's already. A rate that is a tensor is changed in place."""
+        if optimizer is trainer.optimizers[0]:
+            rate = optimizer.param_groups[0]["lr"]
+            self._rate = rate.detach().clone() if isinstance(rate, Tensor) else rate
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
@@ -49,7 +61,8 @@ class TrainingLog(Callback):
         derive = getattr(pl_module, "derive", None)
         if tracks_metrics(pl_module) and callable(derive):
             derive(metrics)
-        metrics["train/learning_rate"] = trainer.optimizers[0].param_groups[0]["lr"]
+        if self._rate is not None:  # None: the module steps no optimizer of Lightning's
+            metrics["train/learning_rate"] = float(self._rate)
         buffer.latest = metrics
         place = callbacks.index(self)
         call(callbacks[:place], "on_log_step", trainer, pl_module, metrics)
