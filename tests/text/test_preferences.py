@@ -294,6 +294,28 @@ def test_a_student_reaches_its_one_teacher(train: Trainings, teacher: Any, tmp_p
 
 
 @pytest.mark.slow
+def test_a_teacher_without_tokenizer_files_is_compared_by_its_size(
+    flags: list[str], tmp_path: Path, capfd: Any
+) -> None:
+    """transformers makes up an empty tokenizer for Qwen3, whose tokens would be others; as the
+    data's tokenizer, it is refused: it has no token for any text."""
+    kind: Any = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+    kind |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**kind, vocab_size=257))
+    model.save_pretrained(tmp_path / "qwen")
+    named = [*flags, f"--model.distillation.teacher={tmp_path}/qwen"]
+    short = ["--trainer.max_steps=2", "--trainer.limit_val_batches=0"]
+    assert run("fit", *named, *short) == 0
+    out = capfd.readouterr().out
+    assert "qwen' has no tokenizer that can be read: only the sizes of the vocabularies" in out
+    assert (
+        run("fit", *flags, "--data.tokenizer=Pretrained", f"--data.tokenizer.path={tmp_path}/qwen")
+        == 2
+    )
+    assert "qwen' has no files of a tokenizer: give a folder with a" in capfd.readouterr().err
+
+
+@pytest.mark.slow
 def test_bad_input_is_one_sentence(flags: list[str], tmp_path: Path, capfd: Any) -> None:
     pairs.save_llama(tmp_path / "small", 99)
     pairs.save_llama(tmp_path / "tokens", 300)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from ..errors import InputError
@@ -19,6 +20,7 @@ from .model.causal_lm import causal_lm, causal_lm_config
 from .model.head import head_of, without_head
 from .model.reward import refuse_reward_model
 from .preference_loss import as_reference, reshard
+from .tokenizers import read_tokenizer
 
 
 @dataclass
@@ -72,14 +74,19 @@ def build_teacher(module: Any) -> nn.Module:
 
 
 def _has_tokenizer(name: str, tokenizer: Any) -> bool:
-    """Returns whether a folder's tokenizer has the same tokens; true where it has none."""
-    from transformers import AutoTokenizer
-
+    """Returns whether the teacher's tokenizer has the same tokens; true, with a note, where it has
+    none."""
     try:
-        found: Any = AutoTokenizer.from_pretrained(name)
-        return found.get_vocab() == tokenizer.get_vocab()
-    except (OSError, ValueError):
+        found = read_tokenizer(name)
+    except Exception:  # OSError, ValueError, TypeError and others, by its class
+        found = None
+    if found is None:
+        rank_zero_only(print)(
+            f"model.distillation.teacher {name!r} has no tokenizer that can be read: only the"
+            " sizes of the vocabularies were compared"
+        )
         return True
+    return found.get_vocab() == tokenizer.get_vocab()
 
 
 def distilled_sums(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -107,14 +107,17 @@ class Pretrained(TokenizerSpec):
     eos_token: str | None = None
 
     def fit(self, texts: Iterator[str]) -> Fast:
-        from transformers import AutoTokenizer
-
         try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
+            tokenizer = read_tokenizer(self.path)
         except Exception as error:  # OSError, ValueError, KeyError and others
             raise InputError(
                 f"data.tokenizer.path {self.path!r} cannot be loaded: {first_line(error)}"
             ) from error
+        if tokenizer is None:
+            raise InputError(
+                f"data.tokenizer.path {self.path!r} has no files of a tokenizer: give a folder with"
+                " a tokenizer.json"
+            )
         if not tokenizer.is_fast:
             raise InputError(
                 f"data.tokenizer.path {self.path!r} is a slow tokenizer: it needs a tokenizer.json"
@@ -139,6 +142,21 @@ class Pretrained(TokenizerSpec):
         for pattern in ("*token*", "vocab*", "merges*", "*.model", "chat_template*"):
             found.update(Path(self.path).glob(pattern))
         return sorted(filter(Path.is_file, found))
+
+
+def read_tokenizer(name: str) -> Any:
+    """Returns the tokenizer of a folder or hub name; None if it has no files of one. Raises what
+    transformers raises if it cannot be loaded.
+
+    Where these files are missing, transformers (5.23) makes an empty tokenizer up for many types of
+    models, such as Qwen3: it has special tokens only."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special.update(tokenizer.all_special_tokens)
+    others = tokenizer.get_vocab().keys() - special
+    return tokenizer if len(others) > 1 else None  # T5's has the mark of a space, too
 
 
 def _wrap(backend: Any, use_regex: bool) -> Fast:

@@ -18,6 +18,7 @@ from ....observe.history.run import RunFile
 from ....project import Project
 from ....text.model.causal_lm import auto_class
 from ....text.model.safetensors_files import larger_than_memory
+from ....text.tokenizers import read_tokenizer
 from ...diagnose.command import newest
 from ...store.hooks import local_copy
 
@@ -140,7 +141,7 @@ def trained(
 
 def from_folder(name: str, key: str) -> Trained:
     """Returns the model and tokenizer of a folder of `export` or transformers, or of the hub."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if (Path(name) / GRAPH).is_file():
         raise InputError(f"{key} {name!r} has an ONNX graph: give a folder of export --to hf")
@@ -158,7 +159,11 @@ def from_folder(name: str, key: str) -> Trained:
         if not is_adapter:
             kind = auto_class(AutoConfig.from_pretrained(name, trust_remote_code=False))
         model = kind.from_pretrained(name, dtype="auto", trust_remote_code=False).eval()
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = read_tokenizer(name)
     except Exception as error:  # OSError, ValueError, KeyError, SafetensorError and others
         raise InputError(f"{key} {name!r} cannot be loaded: {reason(error)}") from error
+    if tokenizer is None:
+        raise InputError(
+            f"{key} {name!r} has no files of a tokenizer: give a folder with a tokenizer.json"
+        )
     return Trained(model, tokenizer, name)
