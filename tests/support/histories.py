@@ -1,13 +1,20 @@
 """Synthetic histories: a healthy run of a large model, with changes."""
 
+import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
-from dist_template.wings.diagnose import History
+from dist_template.wings.diagnose import Finding, History
+from tests import ROOT
+from tests.support.wings import engine
+
+SHIPPED = ROOT / "src" / "dist_template" / "configs"
 
 # Maps the (N,) completed shares of a training to (N,) values; a number stands for a constant.
 Column = Callable[[np.ndarray], np.ndarray] | float
@@ -112,3 +119,46 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
             place = place.setdefault(parent, {})
         place[leaf] = value
     return tree
+
+
+def assert_followed_advice_is_not_given(history: History, findings: list[Finding]) -> None:
+    """Each proposed value becomes the run's, and the same metrics are diagnosed again."""
+    for finding in findings:
+        for change in (each for cause in finding.causes for each in cause.changes):
+            again = engine.diagnose(with_setting(history, change.key, change.to))
+            causes = [cause for one in again for cause in one.causes]
+            advised = [(each.key, each.to) for cause in causes for each in cause.changes]
+            assert (change.key, change.to) not in advised, (finding.rule, change.flag)
+
+
+def with_setting(history: History, key: str, value: Any) -> History:
+    """Returns the history of a run with this setting; the key `config` adds a shipped file."""
+    config = copy.deepcopy(history.config)
+    if key == "config":
+        _merge(config, yaml.safe_load((SHIPPED / f"{value}.yaml").read_text("utf-8")))
+        return replace(history, config=config)
+    *parents, leaf = key.split(".")
+    place = config
+    for name in parents:
+        place = _section(place, name)
+        if not isinstance(place.get(name), dict):
+            place[name] = {}
+        place = place[name]
+    _section(place, leaf)[leaf] = value
+    return replace(history, config=config)
+
+
+def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns where a key is: a class's arguments may be named without `init_args`."""
+    return tree["init_args"] if name not in tree and "init_args" in tree else tree
+
+
+def _merge(tree: dict[str, Any], other: dict[str, Any]) -> None:
+    """Adds the content of another file to a configuration; a key with + adds to a list."""
+    for key, value in other.items():
+        if key.endswith("+"):
+            tree[key[:-1]] = [*(tree.get(key[:-1]) or []), *value]
+        elif isinstance(value, dict) and isinstance(tree.get(key), dict):
+            _merge(tree[key], value)
+        else:
+            tree[key] = value

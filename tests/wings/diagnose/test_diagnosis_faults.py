@@ -18,7 +18,7 @@ from dist_template.wings.diagnose import Change, Finding, History, read_run
 from dist_template.wings.diagnose.memory import figures_of
 from dist_template.wings.diagnose.remedies import memory_use, remedies
 from tests.support.fault_runs import ALL, FAULTS, Training, Trainings
-from tests.support.histories import a_run, loss, nested, noisy
+from tests.support.histories import a_run, assert_followed_advice_is_not_given, loss, nested, noisy
 from tests.support.memory import Allocated, State
 from tests.support.parity import PROCESSES
 from tests.support.recorded import recorded
@@ -223,6 +223,49 @@ def test_the_likelier_cause_of_nan_comes_first() -> None:
         assert "model.x" in named.causes[0].sentence and "on rank 2" in named.evidence
     repeated = [incident(step, rank=3, decision="skip") for step in (500, 900)]
     assert "rank 3" in found(incidents=repeated)[rule].causes[0].sentence
+
+
+RECORDED = [each for each in ALL if recorded(each.name).config]
+MADE: dict[str, dict[str, Any]] = {
+    "skipped": {"incidents": [incident(500, decision="skip")]},
+    "spikes": column(LOSS, lambda done: loss(done) + 2 * (np.arange(len(done)) % 37 == 36)),
+    "slow disk": column("perf/data_wait_share", 0.2),
+    "memorized": {
+        "columns": {
+            LOSS: lambda done: 0.05 + 2.95 * np.exp(-done / 0.15),
+            "eval/loss": lambda done: 2 + 1.6 * done,
+        }
+    },
+}
+
+
+@each_of("name", [*(each.name for each in RECORDED), *MADE])
+def test_no_advice_is_a_setting_that_the_run_has(name: str) -> None:
+    """Each advice of each fault is followed, and the same metrics are diagnosed again."""
+    history = a_run(**MADE[name]) if name in MADE else recorded(name)
+    findings = engine.diagnose(history)
+    assert name not in MADE or any(cause.changes for one in findings for cause in one.causes)
+    assert_followed_advice_is_not_given(history, findings)
+
+
+def test_samples_that_are_skipped_already_are_to_be_inspected() -> None:
+    config = {"numerics.on_non_finite": "skip", "numerics.on_spike": "skip"}
+    made = {**MADE["skipped"], "config": config}
+    sentence = found(**made)["loss_not_finite"].causes[-1].sentence
+    assert "inspect their rows (incidents.jsonl); such steps are skipped" in sentence
+
+
+def test_a_rate_of_0_in_the_first_step_is_no_advice() -> None:
+    """A linear warm-up starts at 0, and the loss may jump in the second log step."""
+    columns: Any = {
+        LOSS: lambda done: loss(done) + 30 * ((done > 0.003) & (done < 0.1)),
+        RATE.replace("model.optim", "train"): lambda done: 6e-4 * np.maximum(done - 0.0025, 0),
+    }
+    config = {"model.optim.learning_rate": 0.0, "model.optim.warmup": 0.5}
+    findings = engine.diagnose(a_run(10_000, 25, columns=columns, config=config))
+    changes: Any = [each for one in findings for cause in one.causes for each in cause.changes]
+    lowered = [each.to for each in changes if each.key == RATE]
+    assert lowered and all(each > 0 for each in lowered)
 
 
 WIDTH, LAYERS, MLP, VOCAB = 256, 4, 512, 257

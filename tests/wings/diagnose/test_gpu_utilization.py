@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from dist_template.wings.diagnose import Finding
-from tests.support.histories import a_run
+from tests.support.histories import a_run, assert_followed_advice_is_not_given
 from tests.support.wings import engine
 
 IDLE = {"gpu/utilization": 0.35, "gpu/utilization_min": 0.3, "memory/peak_share": 0.8}
@@ -99,6 +99,13 @@ def test_low_utilization_names_its_cause() -> None:
         assert [each.rule for each in findings] == ["gpu_utilization_low"], (name, "one finding")
     assert diagnosed(columns=BUSY) == [], "a busy GPU"
     assert diagnosed() == [], "no gauges: a CPU"
+
+
+@pytest.mark.parametrize("kind", CAUSES)
+def test_no_advice_is_a_setting_that_the_run_has(kind: str) -> None:
+    changes = CAUSES[kind][0]
+    history = a_run(**changes | {"config": BATCH | changes.get("config", {})})
+    assert_followed_advice_is_not_given(history, engine.diagnose(history))
 
 
 @pytest.mark.parametrize("kind", CAUSES)

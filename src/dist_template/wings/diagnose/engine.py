@@ -20,6 +20,7 @@ Rule = Callable[[History], Iterable[Finding]]
 
 RULES: dict[str, Rule] = {rule.__name__: rule for rule in ALL}
 GROUP = "dist_template.rules"
+MISSING = object()  # is no value of a configuration
 
 
 @cache
@@ -64,11 +65,26 @@ def diagnose(history: History) -> list[Finding]:
         for other in each.explains:
             explained[other] = min(LEVELS.index(each.level), explained.get(other, len(LEVELS)))
     kept = [
-        applicable(each, history)
+        without_settings_in_effect(applicable(each, history), history)
         for each in found
         if LEVELS.index(each.level) < explained.get(each.rule, len(LEVELS))
     ]
     return sorted(kept, key=lambda finding: finding.weight)
+
+
+def without_settings_in_effect(finding: Finding, history: History) -> Finding:
+    """Drops changes to the values that the run has already, and causes all of whose changes it has:
+    they have not helped."""
+
+    def is_new(change: Change) -> bool:
+        return change.key == "config" or history.key(change.key, MISSING) != change.to
+
+    causes = []
+    for cause in finding.causes:
+        changes = [*filter(is_new, cause.changes)]
+        if changes or not cause.changes:
+            causes.append(replace(cause, changes=changes))
+    return replace(finding, causes=causes)
 
 
 def applicable(finding: Finding, history: History) -> Finding:

@@ -116,7 +116,8 @@ def lower_rate(history: History, stable_until: float = math.inf) -> list[Change]
     to = usual if now > 3 * usual else now / 3
     if stable_until < warmup_steps(history) and len(rates):
         index = max(0, int(np.searchsorted(rates.steps, stable_until, side="right")) - 1)
-        to = min(to, float(rates.values[index]) / 2)
+        stable = float(rates.values[index])  # 0 in the first step of a warm-up
+        to = min(to, stable / 2) if stable else to
     return [Change("model.optim.learning_rate", now, robust.rounded(to))]
 
 
@@ -134,9 +135,16 @@ def instability_causes(history: History, stable_until: float = math.inf) -> list
         is_first = warmup < 2 and now <= HOPELESS * usual
         causes.insert(0 if is_first else 1, Cause("The warm-up is too short.", [change]))
     causes += not_clipped(history)
-    skip = Change("numerics.on_spike", "off", "skip")
-    damaged = "The samples of that step are damaged: inspect them, or skip such steps."
-    return [*causes, Cause(damaged, [skip])]
+    damaged = "The samples of that step are damaged: inspect them"
+    return [*causes, damaged_samples(history, "numerics.on_spike", damaged)]
+
+
+def damaged_samples(history: History, key: str, sentence: str) -> Cause:
+    """Returns the cause that samples are damaged, with the policy `key` that skips such steps
+    unless the run has it."""
+    if (now := history.key(key)) == "skip":
+        return Cause(f"{sentence}; such steps are skipped.")
+    return Cause(f"{sentence}, or skip such steps.", [Change(key, now, "skip")])
 
 
 def not_clipped(history: History) -> list[Cause]:

@@ -10,7 +10,7 @@ from ....observe.crash import sentence
 from ...history import History
 from ...values import GIB
 from .. import expected
-from ..finding import Cause, Change, Finding, Level
+from ..finding import Cause, Finding, Level
 from ..memory import as_size
 from ..remedies import memory_use, remedies
 
@@ -145,9 +145,5 @@ def _why_not_finite(
     if len(incidents) > 1 and len(ranks) == 1:
         hardware = f"Always rank {ranks[0]}, with different samples: its hardware may be defective."
         causes.insert(0, Cause(hardware))
-    skip = Change("numerics.on_non_finite", history.key("numerics.on_non_finite"), "skip")
-    damaged = (
-        "The samples of that step are damaged: inspect their rows (incidents.jsonl), or skip such"
-        " steps."
-    )
-    return [*causes, Cause(damaged, [skip])]
+    damaged = "The samples of that step are damaged: inspect their rows (incidents.jsonl)"
+    return [*causes, expected.damaged_samples(history, "numerics.on_non_finite", damaged)]

@@ -70,10 +70,9 @@ def _noise(values: np.ndarray) -> float:
 
 
 def _causes(history: History, name: str, step: int) -> Iterator[Cause]:
-    stop = [
-        Change("config", None, "preset/early_stopping"),
-        Change("trainer.max_steps", history.key("trainer.max_steps"), step, "the best step"),
-    ]
+    stop = [Change("trainer.max_steps", history.key("trainer.max_steps"), step, "the best step")]
+    if not _stops_early(history):
+        stop.insert(0, Change("config", None, "preset/early_stopping"))
     kept = f"; the best checkpoint, best-step{step:08d}, is kept" if _keeps_best(history) else ""
     yield Cause(f"Training goes on after the lowest {name}: stop early{kept}.", stop)
     regularize, decay = [], history.key("model.optim.weight_decay")
@@ -91,6 +90,12 @@ def _causes(history: History, name: str, step: int) -> Iterator[Cause]:
     if isinstance(epochs, int) and epochs > EPOCHS:
         fewer = [Change("trainer.max_epochs", epochs, EPOCHS)]
     yield Cause(f"{more}: more data, fewer epochs, a smaller model or an adapter.", fewer)
+
+
+def _stops_early(history: History) -> bool:
+    callbacks = history.key("trainer.callbacks") or []
+    classes = [each.get("class_path", "") for each in callbacks if isinstance(each, dict)]
+    return any(path.rpartition(".")[2] == "EarlyStopping" for path in classes)
 
 
 def _keeps_best(history: History) -> bool:

@@ -60,8 +60,11 @@ def gpu_utilization_low(history: History) -> Iterator[Finding]:
         title = f"{title}, and no measured cause explains it"
     # A kernel's start costs the host some microseconds, whatever else is wrong.
     causes += _small_kernels(history, is_first=not found)
-    profile = Change("config", None, "preset/profile")
-    causes.append(Cause("A profile shows what the host does between kernels.", [profile]))
+    shows = "A profile shows what the host does between kernels"
+    if history.key("trainer.profiler"):
+        causes.append(Cause(f"{shows}: the run has written one (trainer.profiler)."))
+    else:
+        causes.append(Cause(f"{shows}.", [Change("config", None, "preset/profile")]))
     confidence = "certain" if min(usual, worst if worst < usual else usual) < VERY_LOW else "likely"
     yield Finding(
         "gpu_utilization_low",
