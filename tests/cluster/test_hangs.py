@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import multiprocessing
 import os
 import random
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,18 @@ import lightning as L
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from dist_template.cluster.hang import find_stalled
+from dist_template.cluster.watchdog import WatchdogThread
 from dist_template.errors import Exit
 from tests.support.injury import Step, Training, TwoHosts, kill
 from tests.support.library import read_full
 from tests.support.runs import Workers, newest, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
-from tests.support.wings import RunRecord
+from tests.support.wings import RunRecord, free_port
 
 LIMIT_S = 3.0
 BUSY_S = 20.0  # for a slow machine; a collective's own limit would be 60 s more than LIMIT_S
@@ -187,8 +191,116 @@ STALLED = [
 def test_the_stalled_rank_is_named(words: dict[int, tuple[int, str, bool]], sentence: str) -> None:
     """Rank: (progress, place, whether it waits); a rank that is missing does not answer."""
     names = ("beats", "place", "waits")
-    statuses = {r: dict(zip(names, of, strict=True)) | {"line": "f:1"} for r, of in words.items()}
+    more = {"line": "f:1", "is_finished": False}
+    statuses = {r: dict(zip(names, of, strict=True)) | more for r, of in words.items()}
     assert find_stalled(statuses, [r for r in range(max(words)) if r not in words]) == sentence
+
+
+def test_a_rank_that_has_finished_is_not_behind() -> None:
+    stalled = {"beats": 9, "place": "a", "line": "f:1", "waits": True, "is_finished": False}
+    done = stalled | {"beats": 8, "is_finished": True}
+    said = "rank 0 is stalled: a, f:1; ranks 1-2 have finished"
+    assert find_stalled({0: stalled, 1: done}, [], [2]) == said
+    said = "rank 0 is unresponsive: the process is stopped or its node is lost; rank 1 has finished"
+    assert find_stalled({1: done}, [0]) == said
+
+
+class Ends:
+    """Ranks at the end of a run: processes with a store and the watchdog, without a training.
+
+    Each is given what it does after its last step; then it exits as `fit` does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, free_port()
+
+    def run(self, *last: Callable[[], None]) -> list[int | None]:
+        """Returns the ranks' exit codes; None: it is stopped, and the others have ended."""
+        context = multiprocessing.get_context("fork")
+        ranks = [context.Process(target=self._rank, args=(r, last)) for r in range(len(last))]
+        for rank in ranks:
+            rank.start()
+        try:
+            for rank, does in zip(ranks, last, strict=True):
+                if does is not freeze:
+                    rank.join(BUSY_S)
+            return [rank.exitcode for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+    def _rank(self, rank: int, last: tuple[Callable[[], None], ...]) -> None:
+        log = os.open(self.folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        watchdog, num = WORKING, len(last)
+        timeout = timedelta(seconds=BUSY_S)
+        store = dist.TCPStore("127.0.0.1", self.port, num, rank == 0, timeout)
+        watchdog.start(END_LIMIT_S)
+        watchdog.connect(store, rank, num)
+        try:
+            last[rank]()
+            watchdog.finish()
+        finally:
+            watchdog.stop()
+        os._exit(0)
+
+    def sentences(self) -> set[str]:
+        logs = "".join(path.read_text() for path in self.folder.glob("*.log"))
+        return set(re.findall(r"^no progress for [\d.]+ s: .*", logs, re.MULTILINE))
+
+
+END_LIMIT_S = 1.0
+WORKING = WatchdogThread()  # of a forked rank; this process starts none
+
+
+def freeze() -> None:
+    """Stops every thread of this process, and so a store that it hosts."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep_long() -> None:
+    time.sleep(600)
+
+
+def work_alive() -> None:
+    """Works three times as long as the limit, as an upload does, and says so."""
+    for _ in range(12):
+        time.sleep(END_LIMIT_S / 4)
+        WORKING.keep_alive()
+
+
+def raise_an_error() -> None:
+    raise ValueError("at the very end")
+
+
+def nothing() -> None:
+    pass
+
+
+HUNG: Any = int(Exit.HUNG)
+FINISHED = "rank 1 has finished"
+AT_THE_END = {  # what the ranks do last: their exit codes, what is said
+    "rank 0 hangs": ((sleep_long, nothing), [HUNG, HUNG], f"rank 0 is stalled: .*; {FINISHED}"),
+    "rank 1 hangs": ((nothing, sleep_long), [HUNG, HUNG], "rank 1 is stalled: .*; rank 0 has fini"),
+    "rank 0 is frozen": ((freeze, nothing), [None, HUNG], f"rank 0 is unresponsive.*; {FINISHED}"),
+    "rank 1 is frozen": ((nothing, freeze), [HUNG, None], "rank 1 is unresponsive.*; rank 0 has f"),
+    "rank 0 fails": ((raise_an_error, nothing), [1, 0], ""),
+    "rank 1 fails": ((nothing, raise_an_error), [0, 1], ""),
+    "rank 0 works on": ((work_alive, nothing, nothing), [0, 0, 0], ""),
+    "none hangs": ((nothing, nothing, nothing), [0, 0, 0], ""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", AT_THE_END)
+def test_a_hang_at_the_very_end_is_that_of_the_rank_that_has_not_finished(
+    case: str, tmp_path: Path
+) -> None:
+    last, codes, said = AT_THE_END[case]
+    ends = Ends(tmp_path)
+    assert ends.run(*last) == codes
+    sentences = ends.sentences()
+    assert len(sentences) == bool(said) and all(re.search(said, each) for each in sentences)
 
 
 KILLS = int(os.environ.get("KILLS", "20"))

@@ -88,6 +88,7 @@ def _run(argv: list[str], project: Project) -> int:
             print(usage(project.package))
             return Exit.DONE if argv else Exit.BAD_INPUT
         _start(argv, project)
+        WATCHDOG.finish()
         return Exit.DONE
     except (InputError, Ended) as error:
         if os.environ.get("TRACEBACK", "0") != "0":

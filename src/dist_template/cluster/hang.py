@@ -1,20 +1,25 @@
 """Names the rank that caused a hang, from the status of each rank."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = ["find_stalled"]
 
 
-def find_stalled(statuses: Mapping[int, Mapping[str, Any]], silent: list[int]) -> str:
+def find_stalled(
+    statuses: Mapping[int, Mapping[str, Any]], silent: list[int], finished: Sequence[int] = ()
+) -> str:
     """Returns a sentence that names the stalled rank: one of the `silent` ones, which do not
     answer, else those with the least progress which do not wait for another rank. `statuses`, of
     the ranks that answer, have `beats`, progress that every rank makes equally; `place`; `line`,
-    file:line of the innermost frame; `waits`, for other ranks."""
+    file:line of the innermost frame; `waits`, for other ranks; `is_finished`, which such ranks are
+    not behind. `finished` are further ranks that have finished."""
+    done = sorted({*finished, *(rank for rank, each in statuses.items() if each["is_finished"])})
+    statuses = {rank: each for rank, each in statuses.items() if rank not in done}
     by_beats: dict[int, list[int]] = {}
     for rank, status in statuses.items():
         by_beats.setdefault(status["beats"], []).append(rank)
-    behind = by_beats[min(by_beats)]
+    behind = by_beats[min(by_beats)] if by_beats else []
     behind = [rank for rank in behind if not statuses[rank]["waits"]] or behind
     parts = []
     if silent:
@@ -34,6 +39,9 @@ def find_stalled(statuses: Mapping[int, Mapping[str, Any]], silent: list[int]) -
     parts += [f"{ranks_text(ranks)} {place}" for place, ranks in stalled.items()]
     for place, ranks in waiting.items():
         parts.append(f"{ranks_text(ranks)} waiting for it in {place.removeprefix('in ')}")
+    if done:
+        have = "rank {} has" if len(done) == 1 else "ranks {} have"
+        parts.append(f"{have.format(rank_ranges(done))} finished")
     return "; ".join(parts)
 
 

@@ -2,7 +2,10 @@
 
 Training reports progress with `WATCHDOG.beat()`, which sets two attributes. When a rank makes none
 for `limit_s` seconds, each rank prints the stacks of its threads and publishes its status in the
-store of rendezvous.py; rank 0 prints which rank is behind."""
+store of rendezvous.py; rank 0 prints which rank is behind.
+
+A rank that has finished waits for the others (`finish`), so that a hang of one of them at the very
+end is detected too, also of rank 0."""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ ANSWER_S = 0.3  # rank 0 waits this long for the others' statuses
 VERDICT_S = 1.2  # the others wait this long for rank 0, which may detect it one poll later
 EXIT_S = 0.3  # every rank stays this long, for the others to read the store
 RANKS_PER_S = 2000  # statuses that a store answers: all of the above are longer by it
+ALIVE = 4  # times within the limit a rank with progress says so to those that have finished
 
 
 class WatchdogThread:
@@ -44,11 +48,14 @@ class WatchdogThread:
         self.position: Callable[[str], str] = lambda phase: f"start-up, {phase}"
         self.rank, self.world_size = 0, 1
         self.is_exiting = False
+        self.is_finished = False  # this rank has done its work, and waits for the others'
         self._store: Store | None = None
         self._last = time.monotonic()
         self._thread: threading.Thread | None = None
         self._query: threading.Thread | None = None
         self._is_called = False  # by a rank that has detected the hang
+        self._has_left = False  # the other ranks know that this one has finished or failed
+        self._published = (0.0, 0.0)  # when, and the progress of which time
         self._queried = self.all_ranks_s = (
             0.0  # the time in which all ranks can query the store once
         )
@@ -75,9 +82,45 @@ class WatchdogThread:
             self._thread = _start_thread(self._watch)
 
     def stop(self) -> None:
-        """Turns the watchdog off and forgets the other ranks."""
+        """Turns the watchdog off and forgets the other ranks; those that have finished do not wait
+        for this one."""
+        if self.limit_s and self._store is not None:
+            _start_thread(self._leave).join(EXIT_S)  # the store's host may be gone
         self.limit_s = 0.0
         self.connect(None, 0, 1)
+
+    def finish(self) -> None:
+        """Waits until all ranks have finished or failed; the watchdog stays on. Returns at once
+        where it is off."""
+        self.beat()
+        store = self._store
+        if store is None or not self.limit_s:
+            return
+        self.is_finished = True
+        progress = None
+        with suppress(RuntimeError):  # the store's host has exited
+            store.set(f"finished/{self.rank}", "")
+            self._leave()
+            while not store.check(["left"]):
+                time.sleep(POLL_S / 2 + 2 * self.all_ranks_s)
+                if progress != (progress := store.add("progress", 0)):
+                    self.keep_alive()
+            # Rank 0 hosts the store: torch prints C++ stacks where it is gone during a query.
+            ends = time.monotonic() + VERDICT_S + 2 * self.all_ranks_s
+            num_seen = store.add("num_seen", 1)
+            while self.rank == 0 and num_seen < self.world_size and time.monotonic() < ends:
+                time.sleep(POLL_S / 2)
+                num_seen = store.add("num_seen", 0)
+
+    def _leave(self) -> None:
+        """Tells the others that this rank does not need them any more."""
+        store = self._store
+        if store is None or self._has_left:
+            return
+        self._has_left = True
+        with suppress(RuntimeError):
+            if store.add("num_left", 1) == self.world_size:
+                store.set("left", "")
 
     @contextmanager
     def paused(self) -> Generator[None]:
@@ -95,6 +138,7 @@ class WatchdogThread:
         self._store, self.rank, self.world_size = store, rank, world_size
         self.all_ranks_s = world_size / RANKS_PER_S
         self.beats = 0
+        self.is_finished = self._has_left = self._is_called = False
 
     def status(self) -> dict[str, Any]:
         """Returns where this rank is, for `find_stalled`."""
@@ -102,7 +146,8 @@ class WatchdogThread:
         place = phase
         with suppress(Exception):  # the trainer may be half built; the stacks matter more
             place = self.position(phase)
-        return {"beats": self.beats, "place": place, "line": line, "waits": waits}
+        found = {"beats": self.beats, "place": place, "line": line, "waits": waits}
+        return found | {"is_finished": self.is_finished}
 
     # ---- the thread ------------------------------------------------------------------------------
 
@@ -110,6 +155,7 @@ class WatchdogThread:
         while True:
             time.sleep(POLL_S)
             limit_s, idle_s = self.limit_s, time.monotonic() - self._last
+            self._publish(limit_s)
             if limit_s and (idle_s >= limit_s or (idle_s >= limit_s / 2 and self._check_call())):
                 try:
                     self._report_hang(limit_s)
@@ -118,18 +164,40 @@ class WatchdogThread:
                     os._exit(Exit.HUNG)
 
     def _check_call(self) -> bool:
-        """Returns whether another rank has detected the hang. The store's host may hang itself."""
-        store, is_free = self._store, self._query is None or not self._query.is_alive()
-        if store is not None and is_free and time.monotonic() - self._queried > self.all_ranks_s:
-            self._queried = time.monotonic()
+        """Returns whether another rank has detected the hang."""
+        store = self._store
+        if store is not None and time.monotonic() - self._queried > self.all_ranks_s:
 
             def ask() -> None:
-                with suppress(RuntimeError):
-                    self._is_called = store.check(["hung"])
+                self._is_called = store.check(["hung"])
 
-            self._query = _start_thread(ask)
-            self._query.join(POLL_S / 2)
+            if self._ask(ask):
+                self._queried = time.monotonic()
         return self._is_called
+
+    def _publish(self, limit_s: float) -> None:
+        """Counts, a few times within the limit, that this rank has made progress of any kind: one
+        that has finished may wait for it longer than the limit."""
+        store, now, last = self._store, time.monotonic(), self._last
+        published_s, of = self._published
+        if store is None or self.is_finished or not limit_s or last == of:
+            return
+        if now - published_s >= limit_s / ALIVE and self._ask(lambda: store.add("progress", 1)):
+            self._published = now, last
+
+    def _ask(self, query: Callable[[], object]) -> bool:
+        """Queries the store in a thread, because the store's host may hang itself. Returns whether
+        it could start: not if the query before has no answer yet."""
+        if self._query is not None and self._query.is_alive():
+            return False
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                query()
+
+        self._query = _start_thread(ask)
+        self._query.join(POLL_S / 2)
+        return True
 
     def _report_hang(self, limit_s: float) -> None:
         self.is_exiting = True
@@ -171,9 +239,10 @@ class WatchdogThread:
             silent = absent(store, keys)
             there = sorted({*range(self.world_size)} - {*silent})
             texts = store.multi_get([keys[rank] for rank in there])
-            found.append(
-                find_stalled(dict(zip(there, map(json.loads, texts), strict=True)), silent)
-            )
+            statuses = dict(zip(there, map(json.loads, texts), strict=True))
+            finished = [rank for rank in silent if store.check([f"finished/{rank}"])]
+            silent = sorted({*silent} - {*finished})
+            found.append(find_stalled(statuses, silent, finished))
             store.set("hung/verdict", found[0])
 
 

@@ -91,6 +91,7 @@ def serve(
                 _RecordedCLI(project, argv, record, rank, callbacks)
             else:
                 registered("dist_template.verbs")[argv[0]].load().main(argv, project)
+            WATCHDOG.finish()
             answer = "done"
         except BaseException as error:
             answer = _describe(error, record, rank)
