@@ -50,7 +50,7 @@ def test_stopping_returns_its_exit_code_and_keeps_the_checkpoint_from_before(
     spoil_loss([last], replace=monkeypatch.setattr)
     assert run("fit", *flags, *QUICK, "--last_checkpoint.every_n_steps=1") == Exit.NON_FINITE
     shown = capsys.readouterr()
-    assert f"training stopped: step {last} was skipped: loss nan" in shown.err
+    assert f"training stopped: step {last} was not applied: loss nan" in shown.err
     assert "diagnosis: error: the loss or the gradient is not finite" in shown.out
     assert newest_step(only_run(tmp_path)) == last - 1
     assert is_finite(saved_weights(tmp_path))
@@ -190,7 +190,7 @@ def test_an_infinite_gradient_of_a_finite_loss_stops_all(guarded: Train, strateg
     run = guarded(strategy, "stop", partial(spoil_gradient, BAD_STEP, rank=0))
     assert len(run.answers) == PROCESSES[strategy]
     for answer in run.answers.values():
-        assert answer.startswith(f"Ended: training stopped: step {BAD_STEP} was skipped")
+        assert answer.startswith(f"Ended: training stopped: step {BAD_STEP} was not applied")
         assert "exit code 65" in answer
     (incident,) = read_incidents(guarded.run_folder(strategy, "stop"))
     assert math.isfinite(incident["loss"]) and not math.isfinite(incident["gradient_norm"])

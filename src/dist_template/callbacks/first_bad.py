@@ -218,8 +218,9 @@ def _unchanged(trainer: Any, module: Any) -> Generator[None]:
         stack.callback(set_state, get_state()())
         for submodule in module.modules():
             stack.callback(_restore, submodule, _attributes(submodule))
-        for buffer in module.buffers():
-            stack.callback(_copy_back, buffer, local_shard(buffer).detach().clone())
+            for name, buffer in submodule.named_buffers(recurse=False):
+                stack.callback(setattr, submodule, name, buffer)  # it may be replaced by another
+                stack.callback(_copy_back, buffer, local_shard(buffer).detach().clone())
         buffer = vars(metrics_of(module))
         stack.callback(buffer.update, dict(buffer))
         buffer.update(vars(MetricBuffer()))

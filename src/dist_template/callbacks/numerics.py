@@ -8,7 +8,10 @@
 
 The host never waits for the device, unless the optimizer does not support `found_inf` (not fused,
 or not torch's) or is DeepSpeed's, which reads the norm itself. The learning rate schedule and the
-order of samples continue as if the step had been taken."""
+order of samples continue as if the step had been taken.
+
+Buffers that a forward pass writes, such as BatchNorm's running statistics, have the step's numbers
+before it is known to be anomalous. Where such steps are skipped, buffers.py restores them."""
 
 from __future__ import annotations
 
@@ -30,11 +33,19 @@ from .. import weights
 from ..compat.lightning import accumulates, replace_clipping
 from ..compat.torch import loss_scale, mark_overflow
 from ..errors import Ended, Exit, check_least
-from ..layout import local_shard, total_norm
+from ..layout import total_norm
 from ..model.any_module import metrics_of, tracks_metrics
 from ..observe.history.run import RunFile
 from ..project import in_run
 from ..records import write_atomically
+from .buffers import (
+    StepBuffers,
+    damaged,
+    infinite_buffers,
+    is_finite,
+    saved_buffers,
+    saved_parameters,
+)
 from .first_bad import MicroBatch, find_first_bad
 
 MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation, of a normal distribution
@@ -125,6 +136,8 @@ class Numerics(Callback):
         self._pending: StepCheck | None = None  # of the step before, until the host reads it
         self._micro_batches: list[MicroBatch] = []  # of the current step
         self._in_a_row = self._num_skipped = self._num_searches = 0
+        self._buffers: StepBuffers | None = None  # where anomalous steps are skipped
+        self._ignored: set[str] = set()  # buffers that have infinities at the start, such as masks
 
     def state_dict(self) -> dict[str, Any]:
         return {"recent": self._recent.cpu(), "steps": self._steps, "left_out": self._num_skipped}
@@ -147,12 +160,17 @@ class Numerics(Callback):
         self._in_a_row = self._num_searches = 0
         self._num_ranks = trainer.world_size
         self._uses_deepspeed = hasattr(trainer.precision_plugin, "skip_step")
+        skips = "skip" in (self.on_non_finite, self.on_spike)
+        self._buffers = StepBuffers(pl_module) if skips else None
+        self._ignored = infinite_buffers(pl_module)
         replace_clipping(pl_module, partial(self._clip_and_check, trainer, pl_module))
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         if pl_module.automatic_optimization:
+            if self._buffers is not None and not self._micro_batches:
+                self._buffers.keep()
             self._micro_batches.append(MicroBatch(batch, batch_idx))
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
@@ -205,6 +223,8 @@ class Numerics(Callback):
         self._steps += 1
         kept = torch.stack([loss, norm, limit, self.skipped])
         self._check = StepCheck.copy(torch.cat([figures, kept[2:]]) if several else kept)
+        if self._buffers is not None:
+            self._buffers.restore_where(self.skipped)
         return self.skipped, non_finite
 
     def _limit(self) -> Tensor:
@@ -241,11 +261,15 @@ class Numerics(Callback):
         """Acts on the last step and checks the weights: no checkpoint has anomalous weights. Raises
         Ended on all ranks before anything is written."""
         self.on_train_end(trainer, pl_module)
-        if not _weights_are_finite(trainer, pl_module):
+        if not _weights_are_finite(trainer, pl_module, self._ignored):
+            what = damaged(pl_module, self._ignored)
+            why = "no anomalous step was applied, so something else wrote it"
+            if not pl_module.automatic_optimization:
+                why = "in manual optimization anomalous steps are applied"
             raise Ended(
                 Exit.NON_FINITE,
-                f"the weights after step {trainer.global_step} are not finite, though anomalous"
-                " steps were skipped: something else has changed them. They are not saved",
+                f"training stopped: after step {trainer.global_step} {what}: {why}. Nothing is"
+                " saved; older checkpoints stay",
             )
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -292,11 +316,14 @@ class Numerics(Callback):
             "first_bad": None,
             "ranks": [{"rank": rank, "loss": check.losses[rank], **each} for rank, each in ranks],
         }
-        sentence = f"step {check.step} was skipped: loss {check.loss:.4g}"
+        done = "was skipped" if decision == "skip" else "was not applied"
+        sentence = f"step {check.step} {done}: loss {check.loss:.4g}"
         if check.is_spike:
             sentence += f" above {check.limit:.4g}"
         if check.norm >= 0 or math.isnan(check.norm):
             sentence += f", gradient norm {check.norm:.4g}"
+        if self._in_a_row >= self.patience:
+            sentence += f", {self._in_a_row} anomalous steps in a row (numerics.patience)"
         if check.suspects:
             sentence += f", from rank {', '.join(map(str, check.suspects))}"
         file = folder / RunFile.INCIDENTS
@@ -334,16 +361,17 @@ def _replace_last_line(file: Path, line: str) -> None:
     write_atomically(file, "\n".join([*lines[:-1], line]) + "\n")
 
 
-def _weights_are_finite(trainer: L.Trainer, module: Any) -> bool:
-    """Returns whether all parameters of all ranks are finite; one read on the host. Collective."""
-    # No sum is finite if a term is not; the largest value takes a CPU eight times as long.
+def _weights_are_finite(trainer: L.Trainer, module: Any, ignored: set[str]) -> bool:
+    """Returns whether what a checkpoint has of all ranks is finite, parameters and buffers but the
+    `ignored` ones; one read on the host. Collective."""
     device = trainer.strategy.root_device  # offloaded ones are in host memory
-    sums = [
-        local_shard(parameter).detach().sum(dtype=torch.float32).to(device)
-        for parameter in module.parameters()
+    finite = [
+        is_finite(tensor).to(device)
+        for name, tensor in (saved_parameters(module) | saved_buffers(module)).items()
+        if name not in ignored
     ]
-    finite = torch.stack(sums).isfinite().all().float()
-    return bool(trainer.strategy.reduce(finite, reduce_op="min").item())
+    every = torch.stack(finite).all().float()
+    return bool(trainer.strategy.reduce(every, reduce_op="min").item())
 
 
 def _skip_step(optimizer: Any, is_anomalous: Tensor, non_finite: Any, scaler: Any) -> None:

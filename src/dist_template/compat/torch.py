@@ -69,6 +69,11 @@ def is_persistent(module: Any, buffer: str) -> bool:
     return buffer not in module._non_persistent_buffers_set
 
 
+def num_writes(tensor: Tensor) -> int:
+    """Returns how often the tensor has been changed in place, as autograd counts it."""
+    return tensor._version
+
+
 def drop_weak_references(module: Any) -> None:
     """Lets `swap_tensors` swap the parameters of a torch.nn.LSTM, whose weak references would show
     a replaced one."""
