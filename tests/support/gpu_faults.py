@@ -103,6 +103,12 @@ def metric_on_the_host() -> None:
 
 
 @of_loss
+def reduction_of_a_transposed_tensor(self: Any, loss: Tensor, batch: Batch) -> None:
+    """It is dense, and NCCL refuses it: its memory is in another order."""
+    dist.all_reduce(torch.zeros(2, 3, device=self.device).T)  # fault
+
+
+@of_loss
 def numpy_of_a_device_tensor(self: Any, loss: Tensor, batch: Batch) -> None:
     self.seen = loss.detach().numpy()  # fault
 
@@ -259,6 +265,13 @@ def overwritten_while_it_is_copied(self: Any, loss: Tensor, batch: Batch) -> Ten
 
 def nothing() -> None:
     pass
+
+
+@of_loss
+def reduction_of_a_channels_last_tensor(self: Any, loss: Tensor, batch: Batch) -> None:
+    """NCCL takes a tensor that is contiguous in its own format."""
+    images = torch.ones(2, 3, 4, 5, device=self.device)
+    dist.all_reduce(images.to(memory_format=torch.channels_last))
 
 
 @of_loss

@@ -37,6 +37,7 @@ UNDER_FSDP2 = ("norm_of_gradients_read", "gathered_objects", "cpu", "masked_sele
 OF_IMAGES = ("loader_without_pinned_memory", "loader_with_pinned_memory")
 DAILY = (
     "host_tensor_in_forward",
+    "reduction_of_a_transposed_tensor",
     "item_in_training_step",
     "batch_not_pinned",
     "loss_read_at_log_steps",
@@ -57,6 +58,7 @@ SOUND: dict[str, Callable] = {
         g.function_of_its_own,
         g.labels_masked_by_the_loader,
         g.host_scalar_as_a_factor,
+        g.reduction_of_a_channels_last_tensor,
         g.loader_with_pinned_memory,
     )
 }

@@ -98,11 +98,19 @@ struct FakeNccl : Backend {
         if (!was_mixed && had_messages && had_collectives)
             report("NCCL_MIXED_GROUP", operation, "messages and collectives");
     }
+    // What ProcessGroupNCCL checks (check_gpu_single_tensor, check_gpu_tensors_same_device; torch 2.13), also where it
+    // checks nothing and sends the memory as it is (gather, scatter, reduce_scatter_tensor). Messages may be
+    // transposed: both ends must be, and it warns.
+    static bool is_sendable(const Tensor& t, const std::string& operation) {
+        static const std::set<std::string> copied{"send", "recv", "alltoall", "allreduce_coalesced"};
+        if (copied.count(operation)) return t.is_non_overlapping_and_dense();
+        return t.is_contiguous(t.suggest_memory_format());
+    }
     Tensor on_host(const Tensor& t, const char* operation) {
         note_use(operation);
         auto device = t.device().str(), type = std::string(t.dtype().name());
         if (!t.is_cuda()) refuse("NCCL_CPU_TENSOR", operation, "No backend type associated with device type " + device);
-        if (!t.is_non_overlapping_and_dense()) refuse("NCCL_NONCONTIGUOUS", operation, "Tensors must be contiguous");
+        if (!is_sendable(t, operation)) refuse("NCCL_NONCONTIGUOUS", operation, "Tensors must be contiguous");
         if (!sent.count(t.scalar_type()))
             refuse("NCCL_DTYPE", operation, "Input tensor data type is not supported for NCCL process group: " + type);
         py::gil_scoped_acquire gil;
@@ -128,6 +136,8 @@ struct FakeNccl : Backend {
     EACH(allgather_into_tensor_coalesced, _allgather_base, AllgatherOptions)
     EACH(reduce_scatter_tensor_coalesced, _reduce_scatter_base, ReduceScatterOptions)
 
+    // The tensor's memory in its order, as a tensor of one dimension.
+    static Tensor flat(const Tensor& t) { return t.as_strided({t.numel()}, {1}, t.storage_offset()); }
     Handle allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& given) override {
         Handle last;
         c10d::AllreduceOptions options;
@@ -135,6 +145,8 @@ struct FakeNccl : Backend {
         for (auto& tensor : tensors) {
             if (last) last->wait();
             Tensors one{tensor};
+            on_host(one, "allreduce_coalesced");
+            if (!tensor.is_contiguous(tensor.suggest_memory_format())) one[0] = flat(tensor);
             last = allreduce(one, options);
         }
         return last;
