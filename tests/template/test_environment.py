@@ -19,7 +19,10 @@ case "$*" in
     *"-m venv"*) exit ;;
 esac
 echo "asked $(basename "$0") $UV_DEFAULT_INDEX $*" >> "$LOG"; grep -v hash= "${@: -1}" >> "$LOG"
-grep -q "$MISSING" "${@: -1}" || exit 0
+grep -q "$MISSING" "${@: -1}" || {
+    grep -q "^uv==" "${@: -1}" && [ -z "$(grep yarl "${@: -1}")" ] && cp "$0" "$(dirname "$0")/uv"
+    exit 0
+}
 echo "ERROR: No matching distribution found for $MISSING" >&2; exit 1
 """
 HASHED, WHEELS = "--require-hashes --no-deps", "--no-index --find-links wheels"
@@ -32,7 +35,7 @@ class Machine:
         self.project = Path(shutil.copytree(project, folder / "project"))
         self.path, self.log = folder / "bin", folder / "log"
         self.path.mkdir()
-        for name in ("bash", "basename", "cat", "grep", "make", "sh", "touch"):
+        for name in "bash basename cat cp dirname grep make sh touch".split():
             (self.path / name).symlink_to(str(shutil.which(name)))
         self.has("python3", f'#!/bin/bash\nexec "{sys.executable}" "$@"\n')
         (self.project / ".venv" / "bin").mkdir(parents=True)
@@ -117,13 +120,26 @@ PLANS: dict[str, tuple[Callable[[Machine], None], str, list[str]]] = {
 def test_setup_installs_what_fits_the_machine(machine: Machine, case: str) -> None:
     prepare, variables, calls = PLANS[case]
     prepare(machine)
-    said, asked = machine.setup(*variables.split())
+    said, (first, *asked) = machine.setup(*variables.split())
+    alone = f"{HASHED if '--require-hashes' in first else ''}.*\nuv==[^\n]*$"
+    assert first.startswith("python ") and re.search(alone, first), "pip installs uv, and no more"
     assert len(asked) == len(calls), said + "\n".join(asked)
     for pattern, call in zip(calls, asked, strict=True):
         assert re.search(pattern, call, re.DOTALL), call
     assert ("WITHOUT hashes" in said) != ("--require-hashes" in "".join(asked))
     assert "setup: done" in said
-    assert all(call.startswith("python ") and "--no-build-isolation" in call for call in asked[1:])
+    assert all(call.startswith("uv ") for call in asked)
+    assert all("--no-build-isolation" in call for call in asked[1:])
+
+
+def test_pip_installs_all_where_uv_cannot_be_had(machine: Machine) -> None:
+    none = STAND_IN.replace('cp "$0" "$(dirname "$0")/uv"', "exit 1")
+    machine.has("../project/.venv/bin/python", none)
+    said, (first, *asked) = machine.setup()
+    assert "uv cannot be installed, so pip installs all: some minutes longer" in said
+    assert "setup: done" in said and len(asked) == 3
+    assert all(call.startswith("python  -m pip install") for call in [first, *asked])
+    assert machine.setup("UV=")[1] == asked, "pip is asked for: uv is not even tried"
 
 
 def test_the_library_comes_last_with_pins_and_without_blocked_versions(machine: Machine) -> None:
@@ -144,6 +160,8 @@ def test_the_library_comes_last_with_pins_and_without_blocked_versions(machine: 
 
 
 def test_uv_installs_where_it_is_from_the_indexes_of_pip(machine: Machine) -> None:
+    locked = machine.setup()[1]
+    assert [call.partition(" ")[0] for call in locked] == ["python", "uv", "uv", "uv"]
     machine.has("uv", STAND_IN)
     asked = machine.setup()[1]
     start = "uv https://mirror.example.org pip install --python .venv/bin/python --quiet --require"
