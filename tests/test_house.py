@@ -1,5 +1,6 @@
 """The rules that hold the repository together, and for each rule a small tree that breaks it."""
 
+import ast
 import re
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import dist_template
 from .support import house
 
 ROOT = Path(__file__).parents[1]
+TESTS = ROOT / "tests"
 LIBRARY = ROOT / "src" / "dist_template"
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
 DOCS = ROOT / "docs"
@@ -271,3 +273,70 @@ class OfTorch(nn.Module):
 
 def test_a_private_name_of_a_base_class_is_found() -> None:
     assert house.inherited_private_names(sys.modules[__name__]) == {"OfTorch": ["_parameters"]}
+
+
+CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}
+CLOCKS |= {f"{name}_ns" for name in CLOCKS} | {"ru_utime", "ru_stime", "getrusage"}
+WAITS = TESTS / "support" / "waiting.py"
+
+
+def measured_limits(path: Path) -> list[str]:
+    """Comparisons of measured time with an upper limit, which a busy machine passes.
+
+    A name that is assigned from a clock is measured, too. A lower limit is none: a wait that is too
+    short is a fault on any machine."""
+    tree, measured, found = ast.parse(path.read_text("utf-8")), set[str](), []
+
+    def is_measured(node: ast.AST) -> bool:
+        for each in ast.walk(node):
+            if isinstance(each, ast.Attribute) and each.attr in CLOCKS:
+                owner = each.value
+                if each.attr.startswith("ru_") or (
+                    isinstance(owner, ast.Name) and owner.id in ("time", "resource")
+                ):
+                    return True
+            if isinstance(each, ast.Name) and each.id in measured:
+                return True
+        return False
+
+    for node in sorted(ast.walk(tree), key=lambda each: getattr(each, "lineno", 0)):
+        if isinstance(node, ast.Assign) and is_measured(node.value):
+            calls_clock = not any(isinstance(each, ast.Lambda) for each in ast.walk(node.value))
+            for name in node.targets if calls_clock else ():
+                measured |= {each.id for each in ast.walk(name) if isinstance(each, ast.Name)}
+        if not isinstance(node, ast.Compare):
+            continue
+        sides = [node.left, *node.comparators]
+        for left, operator, right in zip(sides, node.ops, sides[1:], strict=False):
+            below = (ast.Lt, ast.LtE)
+            above = (ast.Gt, ast.GtE)
+            is_upper = (isinstance(operator, below) and is_measured(left)) or (
+                isinstance(operator, above) and is_measured(right)
+            )
+            if is_upper:
+                found.append(f"{path.name}:{node.lineno}")
+    return found
+
+
+def test_no_test_compares_measured_time_with_a_limit() -> None:
+    """Benchmarks measure. What a test waits for is in tests/support/waiting.py."""
+    found = [
+        each for path in TESTS.rglob("*.py") if path != WAITS for each in measured_limits(path)
+    ]
+    assert found == []
+
+
+MEASURES = {
+    "import time\nstart = time.monotonic()\nassert time.monotonic() - start < 3": 1,
+    "import time\nassert time.monotonic() - start >= LEASE_S": 0,
+    "took = time.perf_counter() - start\nassert 2.5 <= took <= 9": 1,
+    "used = resource.getrusage(0)\nassert 0.3 > used.ru_utime + used.ru_stime": 1,
+    "end = time.time() + 9\nwhile time.time() < end:\n    pass": 1,
+    "monkeypatch.setattr(time, 'time', lambda: wall() + 1)\nassert 3 < 4": 0,
+}
+
+
+@pytest.mark.parametrize("text", MEASURES)
+def test_the_check_finds_a_measured_limit(text: str, tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(text)
+    assert len(measured_limits(tmp_path / "test_it.py")) == MEASURES[text]

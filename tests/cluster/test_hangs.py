@@ -31,10 +31,12 @@ from tests.support.library import read_full
 from tests.support.runs import Workers, newest, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
+from tests.support.waiting import LIMIT_S as LIMIT_OF_A_WAIT_S
+from tests.support.waiting import until
 from tests.support.wings import RunRecord, free_port
 
 LIMIT_S = 3.0
-BUSY_S = 20.0  # for a slow machine; a collective's own limit would be 60 s more than LIMIT_S
+BUSY_S = 50.0  # for a slow machine; a collective's own limit would be 60 s more than LIMIT_S
 
 
 def hang(folder: Path) -> None:
@@ -111,11 +113,10 @@ def test_a_rank_that_hangs_is_named_and_all_end(
         options = {"prelude": functools.partial(hang_in_data, rank, call, tmp_path)}
     limits = [f"--watchdog.start_timeout_s={LIMIT_S}"] if where == "start" else []
     record = train(flags, tmp_path, *limits, strategy=strategy, num=num, **options)
-    took_s = time.time() - float((tmp_path / "hangs_since").read_text())
+    assert time.time() - float((tmp_path / "hangs_since").read_text()) >= LIMIT_S - 0.5
     for of_rank, answer in record.answers.items():
         assert answer == f"killed: exit code {int(Exit.HUNG)}", record.log(of_rank)[-3000:]
         assert "most recent call first" in record.log(of_rank)
-    assert LIMIT_S - 0.5 <= took_s <= LIMIT_S + BUSY_S
     printed = "".join(map(record.log, record.answers))
     (sentence,) = set(re.findall(r"^no progress for [\d.]+ s: .*", printed, re.MULTILINE))
     named, waiting = sentence.split("; ", maxsplit=1)
@@ -360,15 +361,12 @@ def test_a_signal_to_the_launcher_or_its_death_saves(flags: list[str], tmp_path:
             assert lives(training)[-1][0].step == last, "it has resumed there"
             ranks = [psutil.Process(pid) for pid in training.ranks().values()]
             kill(training.launcher.pid, number)
-            assert training.end(10) == code
-            assert psutil.wait_procs(ranks, timeout=10)[1] == []
+            assert training.end(LIMIT_OF_A_WAIT_S) == code
+            assert psutil.wait_procs(ranks, timeout=LIMIT_OF_A_WAIT_S)[1] == []
             last = training.steps()[-1].step
             assert newest_of(tmp_path, "run").name == f"step{last:08}.ckpt", "no step is lost"
             if code == Exit.REQUEUE:
                 training.start()
-
-
-WAIT_S = 120.0  # for each of these waits, on a machine on which everything is slow
 
 
 @pytest.fixture
@@ -382,12 +380,10 @@ def hosts() -> Iterator[TwoHosts]:
         pytest.skip(f"`ip netns add` is not allowed: {error.stderr}")
 
 
-def seconds(what: str, until: Callable[[], bool]) -> None:
+def seconds(what: str, condition: Callable[[], bool]) -> None:
     """Wait, and print how long it took (`pytest -s`)."""
     begun = time.monotonic()
-    while not until():
-        assert time.monotonic() - begun < WAIT_S, what
-        time.sleep(0.02)
+    until(condition, what, poll_s=0.02)
     print(f"{what}: {time.monotonic() - begun:.1f} s")
 
 

@@ -187,11 +187,10 @@ def strategy(rank: int, port: int) -> Any:
 @pytest.mark.parametrize(("here", "missing"), [(0, 1), (1, 0)])
 def test_a_rank_that_never_comes_is_named(here: int, missing: int, monkeypatch: Any) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    started = time.monotonic()
     with pytest.raises(Ended, match=rf"rank {missing} of 2 did not connect within 0.5 s") as ended:
         same: Any = lambda met: SameEnvironment().compare(met, OWN)  # noqa: E731
         rendezvous.connect(strategy(here, values.free_port()), 0.5, same)
-    assert ended.value.code == Exit.HUNG and time.monotonic() - started < 60
+    assert ended.value.code == Exit.HUNG
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import psutil
 from lightning.pytorch import Callback
 
 from tests import PROJECT
+from tests.support.waiting import LIMIT_S, until
 
 STEPS = "INJURY_STEPS"  # the folder where rank 0 writes its steps down
 OF_A_LAUNCHER = ("DIST_", "TORCHELASTIC", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE")
@@ -162,17 +163,19 @@ class Training:
         fields = [line.split() for line in lines if line.endswith("\n")]
         return [Step(float(at), life, int(step)) for at, life, step in fields]
 
-    def wait(self, until: Callable[[], bool], timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not until():
-            ended = self.launcher.poll()
-            is_waiting = ended is None and time.monotonic() < deadline
-            assert is_waiting, f"ended with {ended}, or too slow:\n{self.log.read_text()[-3000:]}"
-            time.sleep(0.01)
+    def wait(self, condition: Callable[[], bool], timeout_s: float = LIMIT_S) -> None:
+        def said() -> str:
+            return f"ended with {self.launcher.poll()}:\n{self.log.read_text()[-3000:]}"
 
-    def reach(self, step: int, timeout_s: float = 60.0) -> None:
+        def happens() -> bool:
+            assert self.launcher.poll() is None or condition(), said()
+            return condition()
+
+        until(happens, said, timeout_s, poll_s=0.01)
+
+    def reach(self, step: int, timeout_s: float = LIMIT_S) -> None:
         """Waits until rank 0 has done `step`."""
         self.wait(lambda: bool((steps := self.steps()) and steps[-1].step >= step), timeout_s)
 
-    def end(self, timeout_s: float = 120.0) -> int:
+    def end(self, timeout_s: float = LIMIT_S) -> int:
         return self.launcher.wait(timeout_s)

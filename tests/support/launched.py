@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import yaml
 
 from tests.support.injury import OF_A_LAUNCHER
 from tests.support.runs import PACKAGE, PROJECT, Workers, logged, run
+from tests.support.waiting import until
 
 ENVIRONMENT = {"PYTHONPATH": os.environ["PYTHONPATH"], "DS_ACCELERATOR": "cpu"}
 ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "MAX_RESTARTS": "0"}  # of torchrun
@@ -79,12 +79,16 @@ class Launched:
 
     def reach(self, step: int) -> None:
         """Waits until a step is logged."""
-        deadline = time.monotonic() + 200
         metrics = self.run / "metrics.jsonl"
-        while not metrics.exists() or max(logged(self.run, "train/loss"), default=0) < step:
-            is_alive = not self.process.poll() and time.monotonic() < deadline
-            assert is_alive, self.out.read_text()[-3000:]
-            time.sleep(0.3)
+
+        def said() -> str:
+            return self.out.read_text()[-3000:]
+
+        def is_logged() -> bool:
+            assert not self.process.poll(), said()
+            return metrics.exists() and max(logged(self.run, "train/loss"), default=0) >= step
+
+        until(is_logged, said, poll_s=0.3)
 
     def rank(self, node: int) -> int:
         for process in psutil.process_iter(["cmdline", "environ"]):

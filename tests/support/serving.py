@@ -4,12 +4,12 @@ import faulthandler
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import httpx
 
 from tests.support.line import main
+from tests.support.waiting import until
 from tests.support.wings import clean_processes, free_port
 
 
@@ -24,12 +24,11 @@ class Server:
         self.process = clean_processes().Process(target=_serve, args=given)
         self.process.start()
         self.states: list[str] = []  # what /ready has answered
-        end = time.monotonic() + 120
-        while not self._is_ready():
-            if time.monotonic() > end:
-                self.stop(signal.SIGABRT)  # its stack comes into the log
-            assert self.process.is_alive(), log.read_text()
-            time.sleep(0.05)
+        try:
+            until(lambda: self._is_ready() or not self.process.is_alive(), "it is not ready")
+        except AssertionError:
+            self.stop(signal.SIGABRT)  # its stack comes into the log
+        assert self.process.is_alive(), log.read_text()
 
     def _is_ready(self) -> bool:
         try:

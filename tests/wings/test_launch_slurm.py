@@ -20,6 +20,7 @@ from dist_template.errors import Exit
 from tests import ROOT
 from tests.support.launched import LONG, STEPS, Launched, one_machine, row, site
 from tests.support.runs import logged, run
+from tests.support.waiting import until
 
 LACKING = [name for name in ("slurmctld", "slurmd", "munged", "sbatch") if not shutil.which(name)]
 LACKS = pytest.mark.skipif(bool(LACKING), reason=f"needs {', '.join(LACKING)} (slurm-wlm, munge)")
@@ -99,7 +100,7 @@ class Slurm:
         options = [f"--socket={munge}/socket", f"--key-file={key}", f"--pid-file={munge}/pid"]
         options += [f"--log-file={munge}/log", f"--seed-file={munge}/seed", "--force"]
         self._daemon(*user, "munged", "--foreground", *options)
-        self.wait(lambda: (munge / "socket").exists(), 20)
+        self.wait(lambda: (munge / "socket").exists())
 
     def _daemon(self, *words: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{words[0]}.out").open("ab") as out:
@@ -134,17 +135,14 @@ class Slurm:
         self.until_idle()
 
     def until_idle(self) -> None:
-        self.wait(lambda: self.run("sinfo", "-h", "-p", "main", "-o", "%T %D") == "idle 3", 60)
+        self.wait(lambda: self.run("sinfo", "-h", "-p", "main", "-o", "%T %D") == "idle 3")
 
     def run(self, *words: str) -> str:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         return done.stdout.strip() or done.stderr.strip()
 
-    def wait(self, until: Callable[[], bool], timeout_s: float = 120.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not until():
-            assert time.monotonic() < deadline, self.run("squeue", "--states=all")
-            time.sleep(0.2)
+    def wait(self, condition: Callable[[], bool]) -> None:
+        until(condition, lambda: self.run("squeue", "--states=all"), poll_s=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -179,8 +177,8 @@ class Submitted(Launched):
     def stop(self, number: int) -> None:
         self.slurm.run("scancel", f"--signal={number}", self.job)
 
-    def until(self, state: str, timeout_s: float = 200) -> None:
-        self.slurm.wait(lambda: self.shown("%T") == state, timeout_s)
+    def until(self, state: str) -> None:
+        self.slurm.wait(lambda: self.shown("%T") == state)
 
     def restart_soon(self) -> None:
         """Slurm waits two minutes before it starts a requeued job again, and slurmd refuses
@@ -189,7 +187,7 @@ class Submitted(Launched):
         self.slurm.run("scontrol", "update", f"jobid={self.job}", "StartTime=now+2")
 
     def end(self) -> int:
-        self.slurm.wait(lambda: bool(ENDED.search(self.log)), 200)
+        self.slurm.wait(lambda: bool(ENDED.search(self.log)))
         (found,) = ENDED.findall(self.log)
         assert (found[1] == "yes") == (int(found[0]) in (Exit.REQUEUE, 137))
         self.slurm.wait(lambda: self.shown("%T") not in ("RUNNING", "COMPLETING"))
@@ -246,7 +244,7 @@ def test_a_job_survives_a_lost_node(slurm: Slurm, prepared: Flags, tmp_path: Pat
     job = Submitted(slurm, tmp_path, "node", *prepared, *every)
     job.reach(20)
     slurm.kill("n2")
-    job.until("COMPLETED", 300)  # it is started again at once, on the nodes that are left
+    job.until("COMPLETED")  # it is started again at once, on the nodes that are left
     assert max(logged(job.run, "train/loss")) == 400 and "resumes from its newest" in job.log
     assert job.shown("%N") == "n[1,3]"
     slurm.revive("n2")
