@@ -8,7 +8,7 @@ import yaml
 from lightning.pytorch.strategies import StrategyRegistry
 
 from dist_template.cli.strategy_names import NAMES, TAKEN
-from tests.support.runs import logged, only_run, refused, run, run_in_subprocess
+from tests.support.runs import Workers, logged, only_run, refused, run
 
 FLAGS = "--trainer.strategy"
 
@@ -85,13 +85,13 @@ def test_a_key_of_a_strategy_that_is_only_a_name_is_one_sentence(
 @pytest.mark.slow
 def test_a_named_strategy_trains(flags: list[str], tmp_path: Path) -> None:
     """The losses of the strategy's file, and one line that says what was taken."""
+    assert run("prepare", *flags) == 0
     losses = []
     for number, given in enumerate((["--config=strategy/fsdp2"], [FLAGS, "fsdp"])):
         root = tmp_path / str(number)
         changed = [f"--run.root={root}/runs", "--trainer.devices=2", "--trainer.max_steps=2"]
-        done = run_in_subprocess("fit", *flags, *changed, *given)
-        assert done.returncode == 0, done.stderr
+        record = Workers(2).run(["fit", *flags, *changed, *given], root / "record").check()
         line = "trainer.strategy fsdp: --config strategy/fsdp2\n"
-        assert done.stdout.count(line) == number
+        assert record.log(0).count(line) == number
         losses.append(logged(only_run(root), "train/loss"))
     assert losses[0] == losses[1]

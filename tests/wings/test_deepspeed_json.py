@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import TrainingArguments
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from tests.support.runs import clean_environment, logged, only_run, refused, run
 from tests.support.tiers import tiers
@@ -126,7 +129,20 @@ print("trained", trainer.state.global_step, trainer.model_wrapped.optimizer.__cl
 """
 
 
+def test_hugging_faces_arguments_fill_each_auto(flags: list[str], tmp_path: Path) -> None:
+    """By the class with which its Trainer reads a JSON file."""
+    written(tmp_path, *flags, "--config=strategy/zero2", "--auto")
+    config = HfTrainerDeepSpeedConfig(f"{tmp_path}/ds_config.json")
+    options: Any = {"use_cpu": True, "report_to": [], "per_device_train_batch_size": 4}
+    arguments = TrainingArguments(str(tmp_path), gradient_accumulation_steps=2, **options)
+    config.trainer_config_process(arguments)
+    config.trainer_config_finalize(arguments, torch.nn.Linear(1, 1), 2)
+    assert "auto" not in json.dumps(config.config)
+    assert config.config["train_batch_size"] == 8
+
+
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_hugging_faces_trainer_reads_a_json_with_auto(flags: list[str], tmp_path: Path) -> None:
     config = written(tmp_path, *flags, "--config=strategy/zero2", "--auto")
     assert config["train_batch_size"] == config["fp16"]["enabled"] == "auto"
