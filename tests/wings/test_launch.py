@@ -325,7 +325,7 @@ def test_units_of_memory_and_time() -> None:
     assert [Site(time_limit=each).time_limit_s for each in times] == [86_401, 1800, 86_400]
 
 
-SLURM_TIMES = {  # a job's TimeLimit by `sbatch --test-only` and `scontrol show job`, in seconds
+SLURM_TIMES = {  # in seconds, by the formats of `--time` in sbatch(1); no Slurm was asked
     "90": 90 * 60,
     "12:30": 12 * 60 + 30,
     "90:00": 90 * 60,
