@@ -1,17 +1,21 @@
 """Everything that depends on private names of other libraries, or replaces a part of them; nothing
 else may.
 
-lightning.py             state of the Trainer and its strategies, `self.log`, the launcher, loggers
-lightning_cli.py         LightningCLI and its parser loop.py, epochs.py       Lightning's training
-loop with less overhead, and exact epochs torch.py, torchrun.py    tensors, process groups,
-checkpoints; the elastic agent fake_tensors.py          tensors without memory, for `plan`;
-fake_cuda.py: torch.cuda, for `rehearse --gpu` stacks.py                names of functions in
-stacks, by which a hang's phase is known deepspeed.py             ZeRO's optimizers and checkpoint
-files transformers.py          attention masks, grouped products, sharding by a model's plans
-published.py             the conversion of published weights recording.py             what a
-constructor does on the meta device transformers_serving.py  the handlers of OpenAI's API behind
-`transformers serve` parallel_styles.py       transformers' tensor and expert parallelism: two fixes
-randomness.py            dropout that is off
+    lightning.py             state of the Trainer and its strategies, `self.log`, launcher, loggers
+    lightning_cli.py         LightningCLI and its parser
+    loop.py, epochs.py       Lightning's training loop with less overhead, and exact epochs
+    torch.py, torchrun.py    tensors, process groups, checkpoints; the elastic agent
+    fake_tensors.py          tensors without memory, for `plan`
+    fake_cuda.py             torch.cuda, for `rehearse --gpu`
+    stacks.py                names of functions in stacks, by which a hang's phase is known
+    deepspeed.py             ZeRO's optimizers and checkpoint files
+    transformers.py          attention masks, grouped products, sharding by a model's plans
+    published.py             the conversion of published weights
+    recording.py             what a constructor does on the meta device
+    transformers_serving.py  the handlers of OpenAI's API behind `transformers serve`
+    uvicorn.py               deadlines of the service's connections
+    parallel_styles.py       transformers' tensor and expert parallelism: two fixes
+    randomness.py            dropout that is off
 
 tests/compat/test_names.py fails when a new version has another name or signature."""
 

@@ -9,9 +9,12 @@ tests/wings/test_serve.py uses them all."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import sys
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
@@ -55,15 +58,22 @@ class OneModel:
         return Modality.LLM
 
     async def respond(
-        self, body: dict[str, Any], request_id: str, criterion: Callable[..., Tensor]
+        self, is_chat: bool, body: dict[str, Any], request_id: str, criterion: Callable[..., Tensor]
     ) -> Response:
         """Answers a request; `criterion` ends its generation. A stream ends with OpenAI's
         `[DONE]`."""
-        manager: Any = self
-        kind = ChatCompletionHandler if "messages" in body else CompletionHandler
-        response = await kind(manager, _Generation(self, criterion)).handle_request(
-            body, request_id
-        )
+        kind: Any = _Chat if is_chat else _Completion
+        handler = kind(self, _Generation(self, criterion))
+
+        def prepare() -> Callable[[], Any]:
+            # Nothing in it waits: a loop of its own runs it at once.
+            return asyncio.run(handler.handle_request(body, request_id))
+
+        # Other requests are answered while this one's text is tokenized.
+        answer = await asyncio.to_thread(prepare)
+        response = answer()
+        if inspect.isawaitable(response):
+            response = await response
         if isinstance(response, StreamingResponse):
             response.body_iterator = _finished(response.body_iterator)
         return response
@@ -81,6 +91,35 @@ async def _finished(events: AsyncIterable[str | bytes | memoryview]) -> AsyncGen
     yield "data: [DONE]\n\n"
 
 
+class _Prepared:
+    """Ends a handler's `handle_request` before it generates: it validates, tokenizes, and returns
+    the call that answers. Both handlers end in one of these two methods."""
+
+    generation_state: _Generation
+
+    def _streaming(self, *given: Any, **named: Any) -> Any:
+        method: Any = super()
+        return partial(method._streaming, *self._limited(*given), **named)
+
+    async def _non_streaming(self, *given: Any, **named: Any) -> Any:
+        method: Any = super()
+        return partial(method._non_streaming, *self._limited(*given), **named)
+
+    def _limited(
+        self, request_id: str, model: Any, processor: Any, name: str, inputs: Any, *rest: Any
+    ) -> tuple:
+        inputs = self.generation_state.limited(inputs, rest[0])
+        return request_id, model, processor, name, inputs, *rest
+
+
+class _Chat(_Prepared, ChatCompletionHandler):
+    pass
+
+
+class _Completion(_Prepared, CompletionHandler):
+    pass
+
+
 class _Generation(GenerationState, GenerateManager):
     """Generates for one request, on the thread of all of them, with a stopping criterion and
     limits."""
@@ -93,21 +132,11 @@ class _Generation(GenerationState, GenerateManager):
     def get_manager(self, model_id: str, use_cb: bool = False) -> _Generation:
         return self
 
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, *given: Any, **named: Any
-    ) -> Any:
-        inputs = self._limited(inputs, given[0])
-        return super().generate_streaming(model, processor, inputs, *given, **named)
-
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, *given: Any, **named: Any
-    ) -> Any:
-        inputs = self._limited(inputs, given[0])
-        return await super().generate_non_streaming(model, processor, inputs, *given, **named)
-
-    def _limited(self, inputs: Any, config: GenerationConfig) -> dict[str, Any]:
+    def limited(self, inputs: Any, config: GenerationConfig) -> dict[str, Any]:
         """Limits the answer, and returns the inputs of `generate` with the criterion."""
         length, positions = inputs["input_ids"].shape[-1], self._served.positions
+        if not length:
+            raise HTTPException(400, "the prompt has no tokens")
         if length >= positions:
             raise HTTPException(
                 400, f"the prompt has {length} tokens, and the model has {positions} positions"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hmac
 import threading
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -21,14 +20,15 @@ from torch import Tensor
 
 from ....compat.transformers_serving import OneModel
 from ....text.model.reward import is_reward_model
+from .admission import Admission, body_of
 from .answers import CHAT, MODELS, SCORE, TEXT, error_response
+from .fields import Refused, check_fields, check_length, parsed
 from .pooling import scored
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-MOST_BYTES = 1 << 20  # of a request: tokens of more take seconds, and delay other clients
 # tokens that may hold a stop string; transformers' criterion makes tables of the vocabulary in
 # seconds
 WINDOW = 64
@@ -37,7 +37,7 @@ GREEDY = 0.01  # a lower temperature: logits divided by it overflow
 INVALID = (
     ArithmeticError,
     AttributeError,
-    KeyError,
+    LookupError,
     RecursionError,
     TemplateError,
     TypeError,
@@ -56,13 +56,11 @@ class App:
         key: str,
         given: argparse.Namespace,
     ) -> None:
-        self._model, self._name = model, given.name
-        self._tokenizer, self._served = (
-            tokenizer,
-            OneModel(model, tokenizer, given.name, given.max_tokens),
-        )
-        self._bearer = f"Bearer {key}".encode() if key else b""
-        self._most, self._running = given.max_requests, 0
+        self._model, self._name, self._tokenizer = model, given.name, tokenizer
+        self._served = OneModel(model, tokenizer, given.name, given.max_tokens)
+        self._admission = Admission(key, given.allow_origin, given.allow_host)
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        self._most, self.running = given.max_requests, 0
         self.stopping = threading.Event()  # set: every generation ends at its next token
         listed = {"id": given.name, "object": "model", "created": 0, "owned_by": ""}
 
@@ -80,24 +78,32 @@ class App:
         self._routes = Starlette(routes=routes, exception_handlers={HTTPException: refused})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path, presented = scope["path"], dict(scope["headers"]).get(b"authorization", b"")
-        is_open = not path.startswith("/v1/") and path != SCORE
-        if self._bearer and not is_open and not hmac.compare_digest(self._bearer, presented):
-            return await error_response(401, "the API key is missing or wrong")(
-                scope, receive, send
-            )
-        if path not in (CHAT, TEXT, SCORE):
-            return await self._routes(scope, receive, send)
-        if self._running >= self._most:
-            why = f"{self._most} requests are being answered; try again later"
-            return await error_response(429, why)(scope, receive, send)
-        scope["is_over"] = is_over = threading.Event()
-        self._running += 1
+        path = scope["path"]
         try:
-            await self._routes(scope, receive, send)
+            if path.startswith("/v1/") or path == SCORE:
+                self._admission.check(dict(scope["headers"]))
+            if scope["method"] != "POST" or path not in (CHAT, TEXT, SCORE):
+                return await self._routes(scope, receive, send)
+            self._check_slots()  # without one, its body is not read
+            # A request takes a slot when its body is there: slow clients delay themselves alone.
+            scope["content"] = await body_of(receive)
+            if scope["content"] is None:
+                return None
+            self._check_slots()
+        except HTTPException as refusal:
+            answer = error_response(refusal.status_code, refusal.detail)
+            return await answer(scope, receive, send)
+        scope["is_over"] = is_over = threading.Event()
+        self.running += 1
+        try:
+            return await self._routes(scope, receive, send)
         finally:
             is_over.set()
-            self._running -= 1
+            self.running -= 1
+
+    def _check_slots(self) -> None:
+        if self.running >= self._most:
+            raise HTTPException(429, f"{self._most} requests are being answered; try again later")
 
     async def _generate(self, request: Request) -> Response:
         is_over: threading.Event = request.scope["is_over"]
@@ -119,35 +125,42 @@ class App:
                 400, f"{self._name} scores answers and generates none: POST {SCORE}"
             )
         try:
-            body = await _body(request)
+            body = await asyncio.to_thread(self._checked, request)
             if body.get("temperature") is not None and body["temperature"] < GREEDY:
                 body["temperature"] = 0.0
             given = body.pop("stop", None) or []
             stops += [given] if isinstance(given, str) else given
-            answer = asyncio.ensure_future(self._served.respond(body, uuid.uuid4().hex, criterion))
+            asked = (request.url.path == CHAT, body, uuid.uuid4().hex, criterion)
+            answer = asyncio.ensure_future(self._served.respond(*asked))
             while not (await asyncio.wait([answer], timeout=0.1))[0]:
                 if await request.is_disconnected():
                     is_over.set()
             return await answer
         except INVALID as error:
-            raise HTTPException(400, f"the request cannot be answered: {error!r}") from error
+            raise _invalid(error) from error
+
+    def _checked(self, request: Request) -> dict[str, Any]:
+        body = parsed(request.scope["content"])
+        needed = "messages" if request.url.path == CHAT else "prompt"
+        check_fields(
+            body, needed, self._model.get_output_embeddings().weight.shape[0], self._tokenizer
+        )
+        check_length(body, self._served.positions, self._longest_token)
+        return body
 
     async def _score(self, request: Request) -> Response:
         if not is_reward_model(self._model):
             raise HTTPException(400, f"{self._name} generates answers and scores none: POST {CHAT}")
         try:
-            given = self._model, self._tokenizer, self._name, await _body(request)
+            body = await asyncio.to_thread(parsed, request.scope["content"])
+            given = self._model, self._tokenizer, self._name, body
             answer = await asyncio.to_thread(scored, *given)
             request.scope.setdefault("tokens", {})["prompt"] = answer["usage"]["prompt_tokens"]
             return JSONResponse(answer)
         except INVALID as error:
-            raise HTTPException(400, f"the request cannot be answered: {error!r}") from error
+            raise _invalid(error) from error
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    if len(await request.body()) > MOST_BYTES:
-        raise HTTPException(413, f"the body has over {MOST_BYTES} bytes")
-    body = await request.json()
-    if not isinstance(body, dict) or "generation_config" in body:
-        raise ValueError("the body has to be an object, without generation_config")
-    return body
+def _invalid(error: Exception) -> HTTPException:
+    why = str(error) if isinstance(error, Refused) else repr(error)
+    return HTTPException(400, f"the request cannot be answered: {why}")

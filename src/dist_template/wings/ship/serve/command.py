@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ....cluster.signals import STOP
 from ....errors import InputError, reason, require
@@ -18,10 +18,12 @@ from ....project import Flags, Project, program
 from ...ranges import in_range
 
 if TYPE_CHECKING:
+    import uvicorn
     from transformers import PreTrainedModel
 
     from ..export.trained import Trained
     from .app import App
+    from .service import Service
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -35,22 +37,13 @@ def main(argv: list[str], project: Project) -> None:
     except (OSError, OverflowError) as error:
         why = f"cannot be used: {reason(error)}; give another"
         raise InputError(f"--host {given.host} --port {given.port} {why}") from error
-    import uvicorn
-
     from .service import Service, is_of_a_client
 
     service = Service(given.max_requests)
-    config = uvicorn.Config(
-        service,
-        lifespan="off",
-        log_level="info",
-        timeout_graceful_shutdown=given.grace_s + 5,
-        use_colors=False,  # output is plain text (terminal.py)
-    )
+    server = http_server(service, given)
     # Not the start and end of its thread, nor what a cluster asks every few seconds.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").addFilter(is_of_a_client)
-    server = uvicorn.Server(config)
     # It answers /health while this thread loads the model: a signal ends the process until then.
     answering = threading.Thread(target=server.run, args=([listening],), name="http")
     answering.start()
@@ -64,6 +57,27 @@ def main(argv: list[str], project: Project) -> None:
         signal.signal(number, lambda *_: service.stop(server, given.grace_s))
     print(f"{given.name} is ready at http://{given.host}:{given.port}/v1", flush=True)
     answering.join()
+
+
+def http_server(service: Service, given: argparse.Namespace) -> uvicorn.Server:
+    """Returns the HTTP server around `service`."""
+    import uvicorn
+    from starlette.middleware.cors import CORSMiddleware
+
+    from ....compat.uvicorn import TimedProtocol
+
+    # What a browser asks before a page of an allowed origin may, and reads in each answer.
+    pages: Any = {"allow_origins": given.allow_origin, "allow_headers": ["*"]}
+    config = uvicorn.Config(
+        CORSMiddleware(service, **pages, allow_methods=["GET", "POST"]),
+        http=TimedProtocol,
+        ws="none",
+        lifespan="off",
+        log_level="info",
+        use_colors=False,  # output is plain text (terminal.py)
+        timeout_graceful_shutdown=given.grace_s + 5,
+    )
+    return uvicorn.Server(config)
 
 
 def _application(given: argparse.Namespace, project: Project) -> App:
@@ -119,6 +133,19 @@ def flags(argv: list[str]) -> argparse.Namespace:
         "--api_key_env",
         default="SERVE_API_KEY",
         help="environment variable with the key that requests present",
+    )
+    pages: Any = {"action": "append", "default": []}
+    add(
+        "--allow_origin",
+        metavar="ORIGIN",
+        help="origin of a web page that may ask, as https://chat.example.org; repeatable",
+        **pages,
+    )
+    add(
+        "--allow_host",
+        metavar="HOST",
+        help="a name with dots by which clients without a key reach this service; repeatable",
+        **pages,
     )
     return parser.parse_args(argv)
 

@@ -15,7 +15,6 @@ class Metrics:
     It is changed and read by the thread of the event loop alone."""
 
     def __init__(self, max_requests: int) -> None:
-        self.running = 0  # requests that are being answered
         self._max_requests = max_requests
         self._requests: Counter[tuple[str, int]] = Counter()  # (path, status code)
         self._tokens = Counter(prompt=0, completion=0)
@@ -29,8 +28,8 @@ class Metrics:
             self._seconds += seconds
             self._answers += 1
 
-    def text(self, is_ready: bool) -> str:
-        """Returns all metrics, one sample a line."""
+    def text(self, is_ready: bool, running: int) -> str:
+        """Returns all metrics, one sample a line; `running` requests have a slot."""
         by_code = {
             f'{{path="{path}",code="{code}"}}': number
             for (path, code), number in sorted(self._requests.items())
@@ -50,7 +49,7 @@ class Metrics:
                 "serve_running_requests",
                 "gauge",
                 "Requests that are being answered or wait for the model",
-                {"": self.running},
+                {"": running},
             ),
             *_family(
                 "serve_max_requests",

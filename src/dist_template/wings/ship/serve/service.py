@@ -48,6 +48,10 @@ class Service:
     def is_ready(self) -> bool:
         return self._app is not None and not self._is_stopping
 
+    @property
+    def running(self) -> int:
+        return self._app.running if self._app is not None else 0
+
     def start(self, app: App) -> None:
         """Answers requests by `app` from now on."""
         self._app = app
@@ -60,7 +64,7 @@ class Service:
 
         def drain() -> None:
             end = time.monotonic() + grace_s
-            while self.metrics.running and time.monotonic() < end:
+            while self.running and time.monotonic() < end:
                 time.sleep(POLL_S)
             if self._app is not None:
                 self._app.stopping.set()
@@ -82,7 +86,6 @@ class Service:
             await send(message)
 
         scope["tokens"] = tokens = dict[str, int]()  # App counts them here
-        self.metrics.running += 1
         try:
             if self._app is None or self._is_stopping:
                 why = "the server is stopping" if self._is_stopping else "the model is being loaded"
@@ -94,7 +97,6 @@ class Service:
             code = 500
             raise
         finally:
-            self.metrics.running -= 1
             path = scope["path"] if scope["path"] in COUNTED else "other"
             seconds = time.perf_counter() - started
             self.metrics.count(path, code or CLOSED, seconds, tokens)
@@ -104,7 +106,8 @@ class Service:
         if path == HEALTH:
             return JSONResponse({"status": "ok"})
         if path == METRICS:
-            return PlainTextResponse(self.metrics.text(self.is_ready), media_type=MEDIA_TYPE)
+            text = self.metrics.text(self.is_ready, self.running)
+            return PlainTextResponse(text, media_type=MEDIA_TYPE)
         if path == READY:
             if self.is_ready:
                 return JSONResponse({"status": "ready"})

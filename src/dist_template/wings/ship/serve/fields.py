@@ -1,0 +1,146 @@
+"""The fields of a request: their types and ranges, checked before transformers reads them.
+
+transformers' handlers convert what they get: `max_tokens: true` is 1, a huge seed or a penalty of
+1e308 fails in a kernel, and `chat_template_kwargs` replaces the template by one of the client's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+LARGEST = 2**31 - 1
+MOST_STOPS = 16
+
+
+class Refused(ValueError):
+    """A request's fault, in a sentence."""
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_object, value))
+
+
+def _is_conversation(value: Any) -> bool:
+    if not value or not _is_objects(value):
+        return False
+    return all(isinstance(turn.get("role"), str) for turn in value)
+
+
+def _is_stop(value: Any) -> bool:
+    if isinstance(value, list):
+        return len(value) <= MOST_STOPS and all(isinstance(each, str) and each for each in value)
+    return isinstance(value, str)
+
+
+def _is_bias(value: Any) -> bool:
+    number = _number(-100, 100)
+    return _is_object(value) and all(
+        key.isascii() and key.isdigit() and len(key) < 10 and number(bias)
+        for key, bias in value.items()
+    )
+
+
+def _number(least: float, most: float, is_whole: bool = False) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        right = int if is_whole else (int, float)
+        return isinstance(value, right) and not isinstance(value, bool) and least <= value <= most
+
+    return check
+
+
+# Name: (whether a value is allowed, what is allowed). Other fields are ignored, or unknown: 422.
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "prompt": (_is_text, "a text"),
+    "messages": (_is_conversation, "a list of messages, each with a role"),
+    "model": (_is_text, "the model's name"),
+    "max_tokens": (_number(1, LARGEST, is_whole=True), "a whole number from 1"),
+    "max_completion_tokens": (_number(1, LARGEST, is_whole=True), "a whole number from 1"),
+    "temperature": (_number(0, 100), "a number from 0 to 100"),
+    "top_p": (_number(1e-6, 1), "a number above 0, at most 1"),
+    "frequency_penalty": (_number(-0.99, 2), "a number above -1, at most 2"),
+    "seed": (_number(0, 2**63 - 1, is_whole=True), "a whole number from 0 to 2**63 - 1"),
+    "stream": (lambda value: isinstance(value, bool), "true or false"),
+    "suffix": (_is_text, "a text"),
+    "stop": (_is_stop, f"a text, or at most {MOST_STOPS} texts that are not empty"),
+    "logit_bias": (_is_bias, "an object of token ids and numbers from -100 to 100"),
+    "tools": (_is_objects, "a list of objects"),
+    "chat_template_kwargs": (_is_object, "an object"),
+}
+
+
+def parsed(content: bytes) -> dict[str, Any]:
+    """Returns a body's object, without fields that are null. Raises ValueError or RecursionError
+    if it is not JSON: Python's parser accepts NaN, infinities and halves of surrogate pairs."""
+    body = json.loads(content, parse_constant=_constant, parse_float=_finite)
+    if not isinstance(body, dict) or "generation_config" in body:
+        raise Refused("the body has to be an object, without generation_config")
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Refused("the body has half of a surrogate pair, which is no character") from None
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def check_fields(body: dict[str, Any], needed: str, vocabulary: int, tokenizer: Any) -> None:
+    """Raises Refused if `needed` is missing or a field is of another type or range; converts
+    `logit_bias` to the floats that transformers needs."""
+    if needed not in body:
+        raise Refused(f"{needed} is missing; give {FIELDS[needed][1]}")
+    for name, (is_allowed, allowed) in FIELDS.items():
+        if name in body and not is_allowed(body[name]):
+            raise Refused(f"{name} is {_short(body[name])}; give {allowed}")
+    bias = body.get("logit_bias", {})
+    if any(int(token) >= vocabulary for token in bias):
+        raise Refused(f"logit_bias has a token id of {vocabulary} or more, the vocabulary's size")
+    if bias:
+        body["logit_bias"] = {token: float(value) for token, value in bias.items()}
+    own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+    if taken := sorted(own & set(body.get("chat_template_kwargs", {}))):
+        raise Refused(f"chat_template_kwargs.{taken[0]} is the service's; remove it")
+
+
+def check_length(body: dict[str, Any], positions: int, longest_token: int) -> None:
+    """Raises Refused if a text has more characters than the model has positions, each with the
+    longest token of the vocabulary, or a conversation more messages: it is not tokenized then."""
+    turns = body.get("messages", ())
+    if len(turns) > positions:
+        raise Refused(f"messages has {len(turns)} entries, and the model has {positions} positions")
+    texts = [body.get("prompt")]
+    for turn in turns:
+        content = turn.get("content")
+        parts = content if isinstance(content, list) else [content]
+        texts += [part.get("text") if isinstance(part, dict) else part for part in parts]
+    length = sum(len(text) for text in texts if isinstance(text, str))
+    if length > positions * longest_token:
+        raise Refused(
+            f"the text has {length} characters; {positions} positions of at most {longest_token}"
+            f" characters hold {positions * longest_token}"
+        )
+
+
+def _constant(text: str) -> float:
+    raise Refused(f"{text} is not JSON; give a number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise Refused(f"{text[:50]} is too large a number")
+    return value
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 50 else f"{text[:50]} …"
