@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+import tomllib
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -209,6 +210,30 @@ def test_no_class_outside_compat_uses_a_private_name_of_its_base() -> None:
                 assert len(names) <= INHERITED.get(f"{name}.{one}", 0), (name, one, names)
 
 
+def broken_modules(package: Path) -> list[str]:
+    """Modules and names that comments, docstrings and pages name and the library does not have."""
+    groups = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["entry-points"]
+    )
+    found = []
+    for path in house.modules(package).values():
+        for comment in house.comments(path):
+            missing = house.missing_modules(comment, LIBRARY, groups)
+            found += [f"{path.name}: {name}" for name in missing]
+    return found
+
+
+def test_dotted_names_in_comments_and_on_pages_exist() -> None:
+    assert broken_modules(LIBRARY) == []
+    groups = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["entry-points"]
+    )
+    examples = groups | {"dist_template.examples"}
+    for page in [*DOCS.rglob("*.md"), ROOT / "CONTRIBUTING.md"]:
+        full = re.findall(r"\bdist_template\.[\w.]+", page.read_text("utf-8"))
+        assert house.missing_modules(" ".join(full), LIBRARY, examples) == [], page
+
+
 # Case: the rule that it breaks, and files as "name: text"; two files are separated by " | ".
 BREAKS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a cycle between files, by a late import": (
@@ -245,6 +270,7 @@ BREAKS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a wing that fit reaches by a late import": (
         broken_closure, "cli/fit.py: def f():\n    from ..wings import a | wings/a.py: "),
     "a path that is not there": (broken_paths, "cli/a.py: # as in configs/cluster/nowhere.yaml"),
+    "a module that is not there": (broken_modules, "cli/a.py: # see parallel.nowhere"),
     "a path in YAML": (broken_paths, "a.yaml: trainer: {}  # see cli/nowhere.py"),
     "a name of a wing that no __all__ has": (
         broken_interface, "errors.py: class E: ... | wings/a.py: from ..errors import E"),

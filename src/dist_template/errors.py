@@ -9,6 +9,7 @@ import re
 import signal
 from collections.abc import Iterable
 from enum import IntEnum
+from importlib.metadata import requires
 from importlib.util import find_spec
 
 __all__ = [
@@ -90,10 +91,22 @@ def require(package: str, purpose: str, extra: str | None = None) -> None:
     """Raises InputError, with the command that installs it, where a package of `extra` is not
     installed. None: the extra has the package's name."""
     if find_spec(package) is None:
-        install = f"'dist-template[{extra or package}]'"
-        if package == "deepspeed":  # it is built from source, against torch
-            install = f"--no-build-isolation {install}"
-        raise InputError(f"{purpose} needs the package {package}: pip install {install}")
+        raise InputError(
+            f"{purpose} needs the package {package}: {install_command(extra or package)}"
+        )
+
+
+def install_command(extra: str) -> str:
+    """Returns the command that installs the packages of an extra, with the versions that this
+    library allows. It names them and not dist-template, which no package index has."""
+    packages = []
+    for line in requires("dist-template") or ():
+        package, _, marker = line.partition(";")
+        if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", marker):
+            packages.append(f"'{package.strip()}'")
+    # DeepSpeed is built from source, and flash-attn too, against torch.
+    option = " --no-build-isolation" if extra in ("deepspeed", "flash") else ""
+    return f"pip install{option} {' '.join(packages or [extra])}"
 
 
 def local_rank() -> int:

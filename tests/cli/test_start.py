@@ -18,6 +18,7 @@ from dist_template import InputError, Project, plugins
 from dist_template.cli import config_file, keys
 from dist_template.cli import main as command_line
 from dist_template.cli.verbs import verbs
+from dist_template.errors import install_command
 from tests.support.extras import without_extras, write_metadata
 from tests.support.line import OURS, command
 from tests.support.runs import PACKAGE, PROJECT, only_run, refused, run
@@ -221,22 +222,53 @@ def test_a_misspelt_verb_has_the_nearest(capsys: Any) -> None:
     assert "'fitt' is not a verb of trainer_dev; did you mean fit? all" in capsys.readouterr().err
 
 
-LIBRARY = "'dist-template["
 NEED = {
-    "deepspeed": ("fit --config=strategy/zero2", f"pip install --no-build-isolation {LIBRARY}"),
-    "wandb": ("fit --config=logger/wandb", f"pip install {LIBRARY}"),
-    "tensorboard": ("fit --trainer.logger=TensorBoard", f"pip install {LIBRARY}"),
-    "datasets": ("prepare --data.source=HubDataset --data.source.name=x", f"pip install {LIBRARY}"),
+    "deepspeed": ("fit --config=strategy/zero2", "--no-build-isolation 'deepspeed"),
+    "wandb": ("fit --config=logger/wandb", "'wandb"),
+    "tensorboard": ("fit --trainer.logger=TensorBoard", "'tensorboard"),
+    "datasets": ("prepare --data.source=HubDataset --data.source.name=x", "'datasets"),
 }
 
 
 @pytest.mark.parametrize("package", NEED)
 def test_a_lack_is_explained(package: str, flags: list[str], monkeypatch: Any, capfd: Any) -> None:
-    words, command = NEED[package]
+    words, packages = NEED[package]
     verb, *given = words.split()
     monkeypatch.setitem(sys.modules, package, None)
-    said = f" needs the package {package}: {command}{package}]'"
+    said = f" needs the package {package}: pip install {packages}"
     assert said in refused(verb, [*flags, *given], capfd)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("logger", ["MLFlowLogger", "CometLogger"])
+def test_a_logger_of_lightning_whose_package_is_missing_is_explained(
+    logger: str, flags: list[str], capfd: Any
+) -> None:
+    package = {"MLFlowLogger": "mlflow", "CometLogger": "comet-ml"}[logger]
+    said = refused("fit", [*flags, f"--trainer.logger={logger}"], capfd)
+    assert f"{logger} needs the package {package}: pip install '{package}>=" in said
+    assert "trainer.logger" in said and "\n" not in said.strip(), said
+
+
+def test_a_lack_names_packages_that_an_index_has() -> None:
+    """Each extra's own packages, by pyproject.toml: no index has dist-template."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    for extra, packages in project["optional-dependencies"].items():
+        command = install_command(extra)
+        for package in packages:
+            name = re.split(r"[<>=!~]", package)[0]
+            assert f"'{name}" in command, command
+
+
+PRINTED = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
+PLAIN_INSTALL = re.compile(r"pip\s+install[^\n]*\n?[^\n]*dist-template\[")
+
+
+def test_no_command_installs_the_library_from_an_index() -> None:
+    for path in PRINTED:
+        assert not PLAIN_INSTALL.search(path.read_text("utf-8")), path
 
 
 # The libraries are imported first: they decide by the true platform.
@@ -278,7 +310,7 @@ def test_a_training_needs_no_extra_and_nothing_only_linux_has(flags: Any, tmp_pa
     env = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    cure = "the report needs the package plotly: pip install 'dist-template[report]'"
+    cure = "the report needs the package plotly: pip install 'plotly"
     assert f"at_run_end of diagnose failed: {cure}" in done.stderr
 
 

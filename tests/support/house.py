@@ -239,6 +239,34 @@ def missing_paths(path: Path, bases: list[Path]) -> list[str]:
     return found
 
 
+# Rooms that are no sections of a configuration, where `model.adapter` is a key.
+ROOMS_ALONE = "checkpoint|cli|compat|observe|parallel|text|wings"
+DOTTED = re.compile(
+    rf"(?<![\w./-])(?:dist_template|(?={ROOMS_ALONE}))((?:\.?\b[a-zA-Z_]\w*)(?:\.[a-zA-Z_]\w*)+)"
+)
+FILE = re.compile(r"\.(py|json|html|yaml|data)$")
+
+
+def missing_modules(text: str, package: Path, groups: set[str]) -> list[str]:
+    """Returns the dotted names in `text` that the package does not have: dist_template.room.module,
+    room.module, or a name in one. `groups` are entry points' groups, which look the same."""
+    found = []
+    for match in DOTTED.finditer(text):
+        parts, place = match[1].strip(".").split("."), package
+        if FILE.search(match[0]) or match[0] in groups:
+            continue
+        while parts and (place / parts[0]).is_dir():
+            place = place / parts.pop(0)
+        file = place / f"{parts[0]}.py" if parts else place
+        if parts and file.exists():
+            parts.pop(0)
+        else:
+            file = place / "__init__.py"
+        if parts and not re.search(rf"\b{parts[0]}\b", file.read_text("utf-8")):
+            found.append(match[0])
+    return found
+
+
 def checks_of_strategies(path: Path) -> list[str]:
     """`isinstance(…, …Strategy)` and `hasattr(strategy, …)` of a file."""
     found = []

@@ -84,6 +84,16 @@ def commands(code: str) -> Iterator[list[str]]:
             words = []
 
 
+def test_pages_name_configurations_that_a_project_has() -> None:
+    """The library's presets have names, as strategy/fsdp2; their files are not in a project."""
+    project = next(ROOT.glob("{{*"))
+    for page in [*PAGES, DOCS / "quickstart.ipynb"]:
+        for path in re.findall(r"\bconfigs/[\w/]+\.yaml", text_of(page)):
+            assert (project / path).is_file(), f"{page}: {path}; a preset is taken by its name"
+        for name in re.findall(r"--config (\w+/\w+)\b(?!\.|/)", text_of(page)):
+            assert name in config_file.names() or name.startswith("runs/"), f"{page}: {name}"
+
+
 def anchors(page: Path) -> set[str]:
     """The ids of a page's headings in the site: lower case, hyphens for blanks, no punctuation."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(page)), re.MULTILINE)

@@ -388,4 +388,4 @@ def test_what_is_not_served(folder: Path, tmp_path: Path, monkeypatch: Any, capf
         file.unlink()
     assert "alone" in error(alone)
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    assert "needs the package fastapi: pip install 'dist-template[serve]'" in error(folder)
+    assert "needs the package fastapi: pip install 'transformers[serving]'" in error(folder)

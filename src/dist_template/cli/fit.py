@@ -44,6 +44,7 @@ from .parser import (
     add_optimization,
     as_launched,
     inherit_rates,
+    missing_requirement,
 )
 from .run import RunConfig, check_checkpoint, check_writable, choose_run, write_predictions
 from .trainer import complete
@@ -180,7 +181,13 @@ class CLI(OpenCLI):
         except InputError:
             raise
         except ValueError as error:  # jsonargparse lists the reason among other failed attempts
-            reasons = re.findall(r"^  - (?!Expected a <)(.+)", str(error), re.MULTILINE)
+            if lacking := missing_requirement(str(error)):
+                raise InputError(lacking) from error
+            # a reason that ends with a colon goes on in the next line
+            reasons = re.findall(
+                r"^  - (?!Expected a <)(.+(?:(?<=:)\n.+)?)", str(error), re.MULTILINE
+            )
+            reasons = [" ".join(reason.split()) for reason in reasons]
             if "Union subtypes" not in str(error) or not reasons:
                 raise
             raise InputError(reasons[-1]) from error

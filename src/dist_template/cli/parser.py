@@ -211,6 +211,21 @@ def one_sentence(text: str, keys: set[str]) -> str:
     return text
 
 
+def missing_requirement(text: str) -> str | None:
+    """Returns what installs the package that a class of Lightning lacks (its loggers); None if
+    jsonargparse's message is about something else."""
+    lacking = re.search(r"Requirement '([^']+)' not met|No module named '([\w.]+)'", text)
+    found = re.search(r"given class_path '([\w.]+)'", text)
+    if not lacking or not found:
+        return None
+    key = re.search(r'Parser key "([\w.]+)"', text)
+    package = lacking[1] or lacking[2].partition(".")[0]
+    name = found[1].rpartition(".")[2]
+    at = f"{key[1]}: " if key else "trainer.logger: " if name.endswith("Logger") else ""
+    cure = f"pip install '{package}', or give another class"
+    return f"{at}{name} needs the package {re.split('[<>=!~]', package)[0]}: {cure}"
+
+
 def _below(kind: type) -> Iterator[type]:
     for below in kind.__subclasses__():
         yield below

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import InputError, first_line
+from ..errors import InputError
+from ..hub import check_reachable, why_not_loaded
 from ..project import Choice
 
 if TYPE_CHECKING:
@@ -107,11 +108,13 @@ class Pretrained(TokenizerSpec):
     eos_token: str | None = None
 
     def fit(self, texts: Iterator[str]) -> Fast:
+        check_reachable(self.path)
         try:
             tokenizer = read_tokenizer(self.path)
         except Exception as error:  # OSError, ValueError, KeyError and others
             raise InputError(
-                f"data.tokenizer.path {self.path!r} cannot be loaded: {first_line(error)}"
+                f"data.tokenizer.path {self.path!r} cannot be loaded:"
+                f" {why_not_loaded(self.path, error)}"
             ) from error
         if tokenizer is None:
             raise InputError(

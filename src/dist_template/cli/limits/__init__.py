@@ -1,6 +1,6 @@
 """Finds combinations of settings that cannot work, before any process starts, in one sentence each.
 
-A strategy refuses by itself (`parallel.protocol.Sharding.refusals`); here is the rest.
+A strategy refuses by itself (`refusals` of its class in `parallel.answers`); here is the rest.
 It refuses what fails, not what is slow, such as tensor parallelism across nodes. Each check is a
 function of plain values, so that a laptop can check the configuration of eight nodes with 8 GPUs.
 

@@ -2,6 +2,7 @@
 
 import html
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -87,6 +88,10 @@ class WandB(WandbLogger):
                 rank_zero_warn(f"W&B is not reachable ({error}): logging offline, for `wandb sync`")
                 wandb.teardown()  # or its service reports that the run's id is in use
                 wandb_options(self)["mode"] = "offline"
+            run: Any = super().experiment
+            if getattr(run, "offline", False):
+                folder = shlex.quote(str(Path(run.dir).parent))  # wandb's are in its folder files
+                print(f"W&B is offline; to upload this run later: wandb sync {folder}", flush=True)
         return super().experiment
 
     @rank_zero_only

@@ -25,6 +25,7 @@ from torch import nn
 
 from ...compat.recording import is_recording
 from ...errors import InputError, is_out_of_memory, reason
+from ...hub import check_reachable, why_not_loaded
 from ...weights import is_rank_zero
 from .kernels import Attention, set_attention
 from .mtp import NAME as MTP
@@ -61,6 +62,7 @@ def causal_lm_config(
     from transformers import AutoConfig
 
     if pretrained:
+        check_reachable(pretrained)
         try:
             config = AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
         except (OSError, ValueError) as error:
@@ -263,7 +265,7 @@ def _ids(tokens: int | list[int] | None) -> list[int]:
 
 
 def _cannot_load(name: str, error: Exception) -> InputError:
-    return InputError(f"model.pretrained {name!r} cannot be loaded: {reason(error)}")
+    return InputError(f"model.pretrained {name!r} cannot be loaded: {why_not_loaded(name, error)}")
 
 
 def checked_fields(architecture: Mapping[str, object]) -> dict[str, object]:

@@ -18,6 +18,7 @@ from urllib.parse import quote
 import fsspec
 
 from ...errors import InputError, first_line, require
+from ...hub import check_reachable, why_not_loaded
 
 Record = dict[str, Any]
 Named = tuple[str, Record]  # name for messages, and the record
@@ -114,7 +115,8 @@ def _rows(path: Path, fields: Collection[str]) -> Iterator[object]:
 def hub_records(name: str, config: str | None, split: str, revision: str | None) -> Iterator[Named]:
     """Yields the records of a data set of the hub, which are read over the network."""
     require("datasets", f"data.source, to read {name},")
-    import datasets  # 1.5 s: only for this source
+    check_reachable(name)
+    import datasets  # 1.5 s: only for this source, and after the check: it reads the mode once
 
     try:
         records = datasets.load_dataset(
@@ -123,6 +125,9 @@ def hub_records(name: str, config: str | None, split: str, revision: str | None)
         for number, record in enumerate(records, start=1):
             yield f"{name}:{number}", record
     except Exception as error:
+        why = why_not_loaded(name, error, options=" --repo-type dataset")
+        if "cannot be reached" in why:
+            raise wrong(name, f"cannot be read: {why}") from error
         raise unreadable(name, error) from error
 
 

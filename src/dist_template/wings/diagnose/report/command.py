@@ -5,8 +5,9 @@ from pathlib import Path
 
 from ....errors import InputError
 from ....project import Flags, Project
-from ...history import of_any_types
+from ...history import last_write, of_any_types
 from ...store.hooks import local_copy
+from ..command import newest
 from .page import HTML, names_of, write
 from .tables import tables
 
@@ -16,13 +17,14 @@ def main(argv: list[str], project: Project) -> None:
     one is not a run folder, the page cannot be written, or `compare` has one run."""
     verb, *flags = argv
     parser = Flags(verb, description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, help="a run's folder, runs/<name>/<id>")
+    runs = "runs/<name>/<id>, or a folder: its newest run"
+    parser.add_argument("runs", nargs="+", type=Path, help=runs)
     where = "destination; default: the run's folder, or the folder that contains all runs"
     parser.add_argument("--output", type=Path, help=where)
     how = "where the page loads plotly.js from, see run.plotly; default: as in the first run"
     parser.add_argument("--plotly", choices=("shared", "inline", "cdn"), help=how)
     given = parser.parse_args(flags)
-    runs = [*map(Path, map(local_copy, given.runs))]
+    runs = [*map(_run, given.runs)]
     if verb == "compare" and len(runs) < 2:
         raise InputError(f"compare got one run, {runs[0]}; give two or more, or use `report`")
     if len({run.resolve() for run in runs}) < len(runs):
@@ -40,6 +42,12 @@ def main(argv: list[str], project: Project) -> None:
     for folder, found in zip(runs, findings, strict=True):
         print(f"{folder}: {found[0].line if found else 'no findings'}")
     print(f"written to {output / HTML}")
+
+
+def _run(folder: Path) -> Path:
+    """Returns a run's folder, which may lack its configuration; else the newest run below it."""
+    copy = Path(local_copy(folder))
+    return copy if last_write(copy) is not None else newest(copy)
 
 
 def compare(argv: list[str], project: Project) -> None:

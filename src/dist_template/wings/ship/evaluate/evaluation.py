@@ -46,6 +46,7 @@ def evaluate(given: argparse.Namespace, name: str, project: Project) -> list[Com
     if given.tasks and getattr(cli.model, "reads_ends", False):
         raise InputError(f"{given.run} is a reward model, which answers no tasks: remove --tasks")
     data: Any = cli.datamodule
+    check_size(data, split)
     folder = run.run / "evaluation"
     work = folder / f".{name}"
     work.mkdir(parents=True, exist_ok=True)
@@ -76,6 +77,19 @@ class Model(NamedTuple):
     run: Path
     checkpoint: str = "start"
     folder: str | None = None
+
+
+def check_size(data: Any, split: str) -> None:
+    """Raises InputError if a split of text has fewer documents than a comparison needs, which is
+    known before the models are run. The models may have still fewer in common."""
+    if not hasattr(data, "corpus"):
+        return  # DocumentScores refuses it
+    num = sum(counts["documents"] for counts in data.corpus.parts(split).values())
+    if 0 < num < LEAST:
+        raise InputError(
+            f"the {split} split has {num} documents, and {LEAST} are needed: give more, or a larger"
+            f" data.{split}_share"
+        )
 
 
 def find(name: str, project: Project, run: Path | None = None) -> Model:

@@ -14,6 +14,7 @@ from ....cli.fit import WithoutTrainer
 from ....cli.run import verified_checkpoint
 from ....errors import InputError, reason, require
 from ....foreign import size_of
+from ....hub import check_reachable, why_not_loaded
 from ....observe.history.run import RunFile
 from ....project import Project
 from ....text.model.causal_lm import auto_class
@@ -155,13 +156,15 @@ def from_folder(name: str, key: str) -> Trained:
                 f"{key} {name!r} has adapters of a reward model: give a folder of export --adapter"
                 " merged"
             )
+    check_reachable(name)
     try:
         if not is_adapter:
             kind = auto_class(AutoConfig.from_pretrained(name, trust_remote_code=False))
         model = kind.from_pretrained(name, dtype="auto", trust_remote_code=False).eval()
         tokenizer = read_tokenizer(name)
     except Exception as error:  # OSError, ValueError, KeyError, SafetensorError and others
-        raise InputError(f"{key} {name!r} cannot be loaded: {reason(error)}") from error
+        why = why_not_loaded(name, error)
+        raise InputError(f"{key} {name!r} cannot be loaded: {why}") from error
     if tokenizer is None:
         raise InputError(
             f"{key} {name!r} has no files of a tokenizer: give a folder with a tokenizer.json"
