@@ -28,7 +28,15 @@ help:  ## print this
 
 demo: $(OUT)/.my-trainer  ## generate a project with the default answers under build/ and train it
 	$(MAKE) --no-print-directory -C '$(DEMO)' train RUN='$(CURDIR)/.venv/bin/python'
-	@echo "demo: to go on, cd $(DEMO) and type one of the commands above"
+	@$(MAKE) --no-print-directory demo-next
+
+# Each line with two blanks can be typed as it stands, here and one after another; a test types them.
+demo-next:
+	@echo "demo: to go on, type"
+	@echo "  cd '$(abspath $(DEMO))'"
+	@for rest in 'diagnose runs/quickstart' 'report runs/quickstart' 'evaluate runs/quickstart --baseline start' \
+	  'export runs/quickstart --output exported' 'serve runs/quickstart'; do \
+	  echo "  '$(CURDIR)/.venv/bin/python' -m my_trainer $$rest"; done
 
 finetune-demo: $(OUT)/.my-trainer  ## fine-tune SmolLM2-135M in that project, serve it, ask it before and after
 	@.venv/bin/python -m demonstrations.finetune '$(DEMO)' '$(PORT)'
@@ -115,5 +123,5 @@ $(OUT)/.my-trainer: $(READY) $(TEMPLATE) $(if $(wildcard $(DEMO)/Makefile),,miss
 	@.venv/bin/cookiecutter . --no-input --default-config --overwrite-if-exists --output-dir '$(OUT)'
 	@touch '$@'
 
-.PHONY: help demo finetune-demo test test-all test-real test-quick dev check bench docs lock starter compat release dist \
+.PHONY: help demo demo-next finetune-demo test test-all test-real test-quick dev check bench docs lock starter compat release dist \
   clean missing

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import re
+import shlex
 import signal
 import struct
 import threading
@@ -151,6 +152,16 @@ def test_without_service_it_is_offline(tmp_path: Path, service: Service, monkeyp
         log(logger := started(tmp_path / "one", init_timeout_s=3), range(1, 7))
     end(logger)
     assert set(wandb_points(tmp_path / "one")["train/loss"]) == set(range(1, 7))
+
+
+def test_an_offline_run_says_how_to_upload_it(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logger = WandB("p", str(tmp_path / "one"))
+    log(logger, range(1, 3))
+    end(logger)
+    (line,) = [each for each in capfd.readouterr().out.splitlines() if "W&B is offline" in each]
+    folder = Path(shlex.split(line.partition("wandb sync ")[2])[0])
+    assert folder.is_dir() and [*folder.glob("run-*.wandb")], "what `wandb sync` takes"
 
 
 def test_an_error_of_wandb_is_one_warning(tmp_path: Path, monkeypatch: Any) -> None:

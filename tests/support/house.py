@@ -244,7 +244,7 @@ ROOMS_ALONE = "checkpoint|cli|compat|observe|parallel|text|wings"
 DOTTED = re.compile(
     rf"(?<![\w./-])(?:dist_template|(?={ROOMS_ALONE}))((?:\.?\b[a-zA-Z_]\w*)(?:\.[a-zA-Z_]\w*)+)"
 )
-FILE = re.compile(r"\.(py|json|html|yaml|data)$")
+SUFFIXED = re.compile(r"\.(py|json|html|yaml|data)$")
 
 
 def missing_modules(text: str, package: Path, groups: set[str]) -> list[str]:
@@ -253,7 +253,7 @@ def missing_modules(text: str, package: Path, groups: set[str]) -> list[str]:
     found = []
     for match in DOTTED.finditer(text):
         parts, place = match[1].strip(".").split("."), package
-        if FILE.search(match[0]) or match[0] in groups:
+        if SUFFIXED.search(match[0]) or match[0] in groups:
             continue
         while parts and (place / parts[0]).is_dir():
             place = place / parts.pop(0)

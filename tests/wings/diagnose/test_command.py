@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -215,6 +216,31 @@ def test_all_runs_share_one_plotly(tmp_path: Path) -> None:
     assert found == {"runs", "copied/3"}, "a copied run writes nothing outside of itself"
 
 
+def test_a_report_without_its_script_has_its_curves(tmp_path: Path) -> None:
+    """A page that was moved alone: what a browser shows then is in the page itself."""
+    broken = falling(500)
+    broken[LOSS][100:200] = [math.nan] * 100
+    config = {"run": {"name": "a", "root": "runs"}}
+    folder = write_run(tmp_path / "runs" / "a" / "1", broken | {"eval/loss": [5.0]}, config)
+    page.write([folder], folder)
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    figures = re.findall(r"<figure.*?</figure>", text, re.DOTALL)
+    drawings = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text)]
+    assert len(drawings) == len(figures) == len(Elements(text).figures) >= 4
+    lines = [[*drawing.iter("polyline")] for drawing in drawings]
+    assert all(lines) and len(lines[0]) == 2, "the gap is one"
+    for line in sum(lines, []):
+        points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
+        assert 1 < len(points) <= 201 and points == sorted(points)
+        assert all(0 <= x <= 560 and 0 <= y <= 220 for x, y in points)
+    assert len([*drawings[0].iter("circle")]) == 1, "the only evaluation"
+    shown = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    assert "min.js is not beside this page" in shown and "--plotly inline" in shown
+    assert 'if (window.Plotly) document.documentElement.classList.add("has-plotly")' in text
+    assert ".has-plotly .plain, html:not(.has-plotly) .plotly-graph-div { display: none; }" in text
+    assert "is not beside this page" not in page.page([read_run(folder)], [[]])
+
+
 def test_an_inline_page_needs_no_other_file(tmp_path: Path, capfd: Any) -> None:
     folder = write_run(tmp_path / "a" / "1", falling(5))
     assert run("report", str(folder), "--plotly=inline") == 0
@@ -224,8 +250,9 @@ def test_an_inline_page_needs_no_other_file(tmp_path: Path, capfd: Any) -> None:
     assert not [given for _, given in made.elements if loading & set(given)]
     others = ("link", "iframe", "object", "base", "form")
     assert not [tag for tag, _ in made.elements if tag in others]
-    assert run("report", str(tmp_path)) == 2
-    assert "is not the folder of a run" in capfd.readouterr().err
+    (tmp_path / "none").mkdir()
+    assert run("report", str(tmp_path / "none")) == 2
+    assert "is not a run folder and contains none" in capfd.readouterr().err
 
 
 def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
@@ -286,6 +313,18 @@ def test_runs_are_compared_at_their_ends_and_at_equal_tokens(runs: list[Path]) -
     assert final["optimizer steps"] == ["20", "20", "10"]
     assert final[LOSS] == [f"{value:.5g}" for value in (*first, 12 - 0.1 * 9)]
     assert equal[LOSS] == [f"{value:.5g}" for value in (*first, 12 - 0.1 * 7)]
+
+
+def test_report_and_compare_take_the_folder_of_runs(runs: list[Path], tmp_path: Path) -> None:
+    """As the other verbs do: its newest run, and not a page about none."""
+    for age, folder in enumerate(runs):
+        for file in folder.iterdir():
+            os.utime(file, (1e9 - age, 1e9 - age))
+    assert run("report", str(tmp_path / "x")) == 0
+    assert (runs[0] / "report.html").exists() and not (tmp_path / "x" / "report.html").exists()
+    other = write_run(tmp_path / "y" / "r0", falling(5))
+    assert run("compare", str(tmp_path / "x"), str(tmp_path / "y")) == 0
+    assert other.name in (tmp_path / "report.html").read_text("utf-8")
 
 
 def test_compare_prints_what_differs(runs: list[Path], tmp_path: Path, capfd: Any) -> None:

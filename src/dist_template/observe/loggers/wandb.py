@@ -83,12 +83,12 @@ class WandB(WandbLogger):
 
             Path(wandb_options(self)["dir"]).mkdir(parents=True, exist_ok=True)
             try:
-                return super().experiment
+                run: Any = super().experiment
             except Exception as error:  # wandb.errors.Error is not the base of all that it raises
                 rank_zero_warn(f"W&B is not reachable ({error}): logging offline, for `wandb sync`")
                 wandb.teardown()  # or its service reports that the run's id is in use
                 wandb_options(self)["mode"] = "offline"
-            run: Any = super().experiment
+                run = super().experiment
             if getattr(run, "offline", False):
                 folder = shlex.quote(str(Path(run.dir).parent))  # wandb's are in its folder files
                 print(f"W&B is offline; to upload this run later: wandb sync {folder}", flush=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...cluster.memory import memory_limit
 from ...compat import published as compat
+from ...progress import Progress
 from .mtp import NAME as MTP
 from .mtp import names_to_save, published
 
@@ -75,7 +76,8 @@ def write_weights(
     for name in names:
         meta[name] = torch.empty(tensors[name].shape, dtype=dtypes[name], device="meta")
     places = _allocate(published(model, meta), folder, size)
-    for group in _groups(model, meta):
+    groups = list(_groups(model, meta))
+    for group in Progress("export", "groups of weights", len(groups)).over(groups):
         values = {name: tensors.pop(name)[...].to(dtypes[name]) for name in group}
         for name, value in published(model, values).items():
             file, offset = places[name]

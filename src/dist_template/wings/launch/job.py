@@ -74,7 +74,7 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
     `on_hosts`: the target starts the nodes that `cluster` names; else a scheduler chooses as
     many."""
     from ...cli.fit import WithoutTrainer
-    from ...cli.limits import Machine, violations
+    from ...cli.limits import Machine, accumulated_batch, violations
     from ..preflight.interval import of_job
     from ..rehearse.command import model_config
 
@@ -103,6 +103,9 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
         why = "give cluster.devices_per_node, the devices of one node"
         raise InputError(f"trainer.devices is {devices!r}; {why}")
     machine = Machine.described({**trainer, "devices": int(devices), "num_nodes": nodes})
+    if verb == "fit":  # as fit itself does; the checks below then see the size that trains
+        if size := accumulated_batch(machine, trainer, cli.model, data):
+            data.global_batch_size = size
     if verb != "prepare":
         asynchronous = settings.last_checkpoint.asynchronous
         setup = (machine, trainer, cli.model, data, model_config(cli), verb == "fit")

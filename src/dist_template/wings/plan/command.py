@@ -50,6 +50,7 @@ def main(argv: list[str], project: Project) -> None:
         flags.append(f"--cluster.device_memory={own.memory}")
     from ...cli.fit import WithoutTrainer
     from ...cli.limits import Machine as Described
+    from ...cli.limits import accumulated_batch
     from ..preflight.interval import estimated
     from .estimate import Machine
     from .planner import Planner
@@ -67,6 +68,9 @@ def main(argv: list[str], project: Project) -> None:
     machine = Machine(
         nodes, int(devices), site.memory_bytes, 1e12 * own.tflops, 1e9 * within, 1e9 * between
     )
+    of_job = Described.described({**trainer, "devices": int(devices), "num_nodes": nodes})
+    if size := accumulated_batch(of_job, trainer, cli.model, cli.datamodule):
+        cli.datamodule.global_batch_size = size
     planner = Planner(cli.model, cli.datamodule, trainer, described)
     options = planner.options(machine)
     show(planner, options)

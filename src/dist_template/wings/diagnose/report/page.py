@@ -7,12 +7,14 @@ import os
 from pathlib import Path
 
 from ....errors import require
+from ....project import program
 from ....records import write_atomically
 from ...history import History, read_run
 from ..engine import diagnose
 from ..expected import progress
 from ..finding import Finding, counted
 from .curves import Trace, figures
+from .plain import svg
 from .tables import tables
 
 HTML = "report.html"
@@ -117,6 +119,7 @@ def page(histories: list[History], findings: list[list[Finding]], link: str = ""
         title=names[0] if len(runs) == 1 else f"{len(runs)} runs compared",
         css=Markup((FOLDER / "page.css").read_text("utf-8")),
         link=link,
+        inline=f"{program('report')} RUN --plotly inline",
         library=Markup("" if link else get_plotlyjs()),
         runs=runs,
         figures=figures(histories, names),
@@ -133,4 +136,4 @@ def _drawn(traces: list[Trace], number: int) -> str:
     figure = {"data": traces, "layout": {**LAYOUT, "showlegend": len(traces) > 1}}
     config = {"displayModeBar": False, "responsive": True}
     options = {"include_plotlyjs": False, "full_html": False, "validate": False}
-    return Markup(to_html(figure, config=config, div_id=f"plot-{number}", **options))
+    return Markup(svg(traces) + to_html(figure, config=config, div_id=f"plot-{number}", **options))

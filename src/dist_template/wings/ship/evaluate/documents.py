@@ -14,6 +14,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from ....errors import InputError
+from ....progress import Progress
 from ....text.batches.rows import NOT_COUNTED
 from ....weights import from_all_ranks
 
@@ -21,6 +22,12 @@ from ....weights import from_all_ranks
 PAIR_FIGURES = {"reward_accuracy": "rewards/accuracy", "reward_margin": "rewards/margin"}
 # tokens that modules of multi-token prediction predict
 ACCEPTANCE = ("mtp_accepted", "mtp_compared")
+
+
+def _total(batches: Any) -> int | None:
+    """Returns the number of batches, which Lightning has for each loader; None if it has no end."""
+    total = sum(batches) if isinstance(batches, list) else batches
+    return int(total) if total != float("inf") else None
 
 
 class DocumentScores(Callback):
@@ -47,6 +54,8 @@ class DocumentScores(Callback):
         is_validation, sums = trainer.state.fn == "validate", self.module.sums
         loader: Any = trainer.val_dataloaders if is_validation else trainer.test_dataloaders
         self.documents = self.data.documents("validation" if is_validation else "test")
+        batches = trainer.num_val_batches if is_validation else trainer.num_test_batches
+        self.progress = Progress("evaluate", "batches", _total(batches))
         self.totals = np.zeros((len(self.figures), len(self.documents.ends)))
         # Rows of tokens that are their own positions: their labels are the labels' positions.
         self.rows = copy.copy(loader.dataset)
@@ -81,6 +90,8 @@ class DocumentScores(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
+        if trainer.is_global_zero:
+            self.progress.step()
         if self.data.source.pairs:
             rows = [self.rows.numbers_of(row) for row in self.data.eval_rows if row >= 0]
             values = [self.pairs["loss"], torch.ones_like(self.pairs["loss"])]
@@ -110,6 +121,8 @@ class DocumentScores(Callback):
                 row += np.bincount(numbers, values, len(ends) + 1)[: len(ends)]
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            self.progress.done()
         # the ranks of one model-parallel group evaluate the same rows, or parts of them
         found = from_all_ranks((self.data.rank, self.start, self.totals))
         by_rank = {(rank, start): totals for rank, start, totals in found if start is not None}

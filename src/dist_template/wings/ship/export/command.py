@@ -18,7 +18,7 @@ from safetensors.torch import save_model
 from ....cli.fit import WithoutTrainer
 from ....cli.run import verified_checkpoint
 from ....errors import InputError, reason
-from ....project import Project
+from ....project import Project, program
 from ....text.model.safetensors_files import write_weights as write_pretrained
 from . import plain_module
 from .adapter import merge, write_adapter
@@ -81,6 +81,11 @@ class Export(WithoutTrainer):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
+        parser.usage = (
+            f"{program('export')} RUN --output FOLDER [--KEY VALUE]…\n\n"
+            "RUN: a run's folder, runs/<name>/<id>, or a checkpoint in one. In place of it:"
+            " --config FILE… --checkpoint CHECKPOINT"
+        )
         add, checkpoint = (
             parser.add_argument,
             "Of any strategy; or `last` or `best` of the newest run.",
