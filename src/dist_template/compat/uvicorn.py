@@ -21,6 +21,7 @@ from . import wrap_method
 
 HEAD_S = 10.0  # from the connection, or a later request's first byte, to the end of its headers
 REST_S = 2.0  # for the rest of a body whose request is answered already: a refusal is read
+REST_BYTES = 16 << 20  # of that rest: h11 parses it, and a fast client sends 400 MB in REST_S
 WRITE_S = 30.0  # for a client that does not read its answer
 MOST_CHUNKS = 20_000  # of a body: h11 takes 20 us for one, and a body may have 1 MiB of them
 MOST_CONNECTIONS = 512  # at once; below the 1024 open files that a process usually may have
@@ -34,6 +35,7 @@ class TimedProtocol(H11Protocol):
     _waits_for: object = None  # the state that `_deadline` belongs to
     _has_partial_head = False
     _num_chunks = 0
+    _rest_bytes = 0
     _is_refused = False
 
     def connection_made(self, transport: Any) -> None:
@@ -53,6 +55,11 @@ class TimedProtocol(H11Protocol):
         if self.transport.is_closing() or self._is_refused:
             return
         self._has_partial_head = True
+        if self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE:
+            self._rest_bytes += len(data)
+            if self._rest_bytes > REST_BYTES:
+                self.transport.close()
+                return
         super().data_received(data)
         self._watch()
 
@@ -80,7 +87,7 @@ class TimedProtocol(H11Protocol):
     def _counted(self, method: Any) -> Any:
         event = method()
         if isinstance(event, h11.Request):
-            self._num_chunks = 0
+            self._num_chunks = self._rest_bytes = 0
         self._num_chunks += isinstance(event, h11.Data)
         if self._num_chunks > MOST_CHUNKS:
             raise h11.RemoteProtocolError(f"the body has over {MOST_CHUNKS} chunks")
