@@ -16,8 +16,8 @@ from dist_template.wings.ship.serve import admission
 from dist_template.wings.ship.serve.app import App
 from dist_template.wings.ship.serve.command import flags
 from tests.support import hostile_requests as attacks
-from tests.support.hostile_requests import CHAT, CHUNKED, HEAD, SCORE, TEXT, on_socket
 from tests.support.chats import TAGGED, tokenizer
+from tests.support.hostile_requests import CHAT, CHUNKED, HEAD, SCORE, TEXT, on_socket
 
 DEADLINE_S = 0.5
 JSON_REQUESTS = list(attacks.requests())
