@@ -96,8 +96,8 @@ TREES: dict[str, str | None] = {
     "\n".join(["a0: &a0 [1, 1]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)]): (
         "it has more than 1000000 values"
     ),
-    "a: &a {x: [*a]}": "it has more than 100 levels, or contains itself",
-    "[" * 150 + "]" * 150: "it has more than 100 levels, or contains itself",
+    "a: &a {x: [*a]}": "it has more than 100 levels|it contains itself",
+    "[" * 150 + "]" * 150: "it has more than 100 levels|it contains itself",
 }
 
 

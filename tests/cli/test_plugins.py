@@ -254,7 +254,7 @@ def test_files_that_one_hook_does_not_fetch_are_asked_of_the_next(
 
     assert hooks.fetch("memory://x", ["a"], tmp_path, lacking) == ([], None)
     files, why = hooks.fetch("memory://x", ["a", "b"], tmp_path, lacking)
-    assert files == ["b"] and "its b cannot be fetched" in str(why), "the store is asked last"
+    assert files == ["b"] and "its b is not here, and the store" in str(why), "it is asked last"
 
 
 VERBS = {

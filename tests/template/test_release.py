@@ -191,7 +191,7 @@ def pin_of(project: Path) -> str:
 def test_what_is_imported_with_the_library_is_required_by_it() -> None:
     """Imports at the top of a module; what extras bring is imported late, or by a wing alone."""
     required = {re.split(r"[^\w.-]", each)[0].lower() for each in LIBRARY["dependencies"]}
-    of_wings = {"jinja2", "optuna", "starlette"}  # the extras sweep and serve
+    of_wings = {"h11", "jinja2", "optuna", "starlette", "uvicorn"}  # the extras sweep and serve
     found: dict[str, str] = {}
     for path in (ROOT / "src").rglob("*.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -204,7 +204,9 @@ def test_what_is_imported_with_the_library_is_required_by_it() -> None:
     lacking = found.keys() - sys.stdlib_module_names - known
     assert "torch" in found and lacking <= of_wings
     for name in lacking:
-        assert "/wings/" in found[name] or found[name].endswith("transformers_serving.py"), name
+        assert "/wings/" in found[name] or found[name].endswith(
+            ("transformers_serving.py", "uvicorn.py")
+        ), name
 
 
 def test_a_project_from_a_folder_uses_its_library(default: BakedProject, tmp_path: Path) -> None:

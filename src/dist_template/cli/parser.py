@@ -1,6 +1,5 @@
 """The parser of --config files and flags, with errors in one sentence."""
 
-import json
 import os
 import re
 import stat
@@ -250,10 +249,8 @@ def _in_torch(name: str) -> str:
     imported may have an optimizer of the same name (DeepSpeed has a Muon), and jsonargparse then
     takes none."""
     if name.startswith("{"):  # a class and its arguments, in one flag
-        given = yaml.safe_load(name)
-        if not isinstance(given, dict) or not isinstance(given.get("class_path"), str):
-            return name
-        return json.dumps({**given, "class_path": _in_torch(given["class_path"])})
+        text = r"""(["']?class_path["']?\s*:\s*["']?)(\w+)\b(?!\.)"""
+        return re.sub(text, lambda found: found[1] + _in_torch(found[2]), name, count=1)
     if "." in name or not isinstance(getattr(optim, name, None), type):
         return name
     return f"{optim.__name__}.{name}"
