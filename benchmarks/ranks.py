@@ -39,7 +39,7 @@ class Turns:
         """On each rank, until every rank of the arm before has passed the turn on."""
         mine = self.semaphores[self.arm]
         for _ in mine:
-            mine[int(os.environ["RANK"])].acquire()
+            mine[int(os.environ.get("RANK", "0"))].acquire()
 
     def pass_on(self) -> None:
         """To the next arm, which starts when all ranks of this one have called."""
@@ -58,7 +58,7 @@ def on_ranks(
     num: int, functions: list[Callable[[], Any]], timeout_s: float = 300.0
 ) -> list[list[Any]]:
     """Runs each function on `num` CPU processes of its own, all concurrently; returns the results
-    by rank."""
+    by rank. A process that is alone is no rank of a launcher, and all such share one core."""
     os.environ.update(CPU)
     context, processes, started = clean_processes(), [], []
     try:
@@ -72,6 +72,8 @@ def on_ranks(
             for rank in range(num):
                 ours, theirs = context.Pipe()
                 environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                if num == 1:
+                    environment = {"DIST_RUN_ID": common["DIST_RUN_ID"]}
                 processes.append(
                     context.Process(target=_serve, args=(theirs, environment, function))
                 )
@@ -99,12 +101,14 @@ def on_ranks(
 
 def _serve(connection: Any, environment: dict[str, str], function: Callable[[], Any]) -> None:
     os.environ.update(environment)
+    if "RANK" not in environment:
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     multiprocessing.set_start_method(None, force=True)
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     try:
         connection.send((True, function()))
     except BaseException:
-        connection.send((False, f"rank {environment['RANK']}: {traceback.format_exc()}"))
+        connection.send((False, f"rank {environment.get('RANK', 0)}: {traceback.format_exc()}"))
     # until the parent ends all at once: rank 0 keeps the store that others still need
     connection.poll(None)

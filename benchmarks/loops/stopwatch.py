@@ -2,7 +2,7 @@
 
 import torch
 
-from ..arms import Clock, Sample
+from ..arms import Clock, InTurns, Sample
 from .task import Task
 
 
@@ -12,7 +12,7 @@ class Stopwatch:
 
     def __init__(self, task: Task) -> None:
         self.task, self.clock = task, Clock()
-        self.cpu_s = self.wall_s = 0.0
+        self.turns: list[Sample] = []  # of which there is one where arms take none
 
     def tick(self, step: int) -> None:
         """At the end of each optimizer step, the first being 1."""
@@ -22,8 +22,13 @@ class Stopwatch:
             self._start()
         elif step == task.steps:
             self._stop()
-            self.sample = Sample(self.cpu_s / timed, self.wall_s / timed)
+            each = turns.steps if turns else timed
+            self.turns = [Sample(one.cpu_s / each, one.wall_s / each) for one in self.turns]
+            cpu_s = sum(one.cpu_s for one in self.turns) / len(self.turns)
+            wall_s = sum(one.wall_s for one in self.turns) / len(self.turns)
+            self.sample = Sample(cpu_s, wall_s)
             if turns:
+                self.sample = InTurns(cpu_s, wall_s, tuple(self.turns))
                 turns.wait()  # what an arm does at its end is in no other's turn
                 turns.pass_on()
         elif turns and timed > 0 and timed % turns.steps == 0:
@@ -40,7 +45,6 @@ class Stopwatch:
     def _stop(self) -> None:
         if self.task.device == "cuda":
             torch.cuda.synchronize()
-        took = self.clock.stop()
-        self.cpu_s, self.wall_s = self.cpu_s + took.cpu_s, self.wall_s + took.wall_s
+        self.turns.append(self.clock.stop())
         if self.task.turns:
             self.task.turns.pass_on()
