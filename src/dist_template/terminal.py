@@ -11,7 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["plain_output"]
+__all__ = ["allow_styles", "plain_output"]
 
 # C0 without tab and line feed, DEL, C1; marks that separate or reverse what is shown; halves of
 # surrogate pairs, which no stream can encode
@@ -20,6 +20,10 @@ CONTROL = re.compile("[\0-\x08\v-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u
 # start of the line, and on a terminal an erased line, lines up, and the two colours of `prepare`.
 LINE_START = re.compile(r"\r(?: *\r)?")
 ON_TERMINAL = re.compile(r"\r(?:\x1b\[K| *\r)?|(?:\n|\x1b\[A|\x1b\[(?:0|32|33)m)+\Z")
+
+
+# Colours, moves of the cursor and erased lines: no title of a window, and no clipboard.
+STYLE = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z]|\r)")
 
 
 def plain(text: str) -> str:
@@ -32,8 +36,14 @@ class PlainText:
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
+        self.has_styles = False
 
     def write(self, text: str) -> int:
+        if self.has_styles:
+            parts = STYLE.split(text)  # every second one is a sequence
+            parts[::2] = map(plain, parts[::2])
+            self.stream.write("".join(parts))
+            return len(text)
         own = (ON_TERMINAL if self.stream.isatty() else LINE_START).match(text)
         start = own[0] if own else ""
         self.stream.write(start + plain(text[len(start) :]))
@@ -45,6 +55,14 @@ class PlainText:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+def allow_styles() -> None:
+    """Lets colours and moves of the cursor pass from now on, for a training whose user has chosen a
+    progress bar of rich."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, PlainText):
+            stream.has_styles = True
 
 
 @contextmanager

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rich.console
 from tqdm import tqdm
 
-from dist_template.terminal import PlainText, plain_output
+from dist_template.terminal import PlainText, allow_styles, plain_output
 from tests.support.extras import write_metadata
 from tests.support.runs import main
 
@@ -76,3 +77,19 @@ def test_a_plugins_help_line_is_plain(tmp_path: Path, monkeypatch: Any, capsys: 
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert r"\x1b]0;owned\x07 does things" in printed and "\x1b" not in printed
+
+
+def test_a_bar_of_rich_has_its_styles_and_no_more() -> None:
+    stream, before = Terminal(), (sys.stdout, sys.stderr)
+    sys.stdout = stream
+    try:
+        with plain_output():
+            allow_styles()
+            console = rich.console.Console(file=sys.stdout, force_terminal=True, width=40)
+            console.print("[red]epoch[/red] 1")
+            print(f"\x1b[?25l{TITLE}\x1b[1A\x1b[2K\rx")
+    finally:
+        sys.stdout, sys.stderr = before
+    shown = stream.getvalue()
+    assert "\x1b[31mepoch\x1b[0m" in shown
+    assert r"\x1b]0;owned\x07" in shown and "\x1b[1A\x1b[2K\rx" in shown

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.callbacks import RichModelSummary, RichProgressBar
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -22,6 +23,9 @@ from ..compat.loop import lighten
 from ..model import any_module
 from ..observe.loggers.run_log import RunLog
 from ..parallel.half import HalfParameters
+from ..terminal import allow_styles
+
+STYLED = (RichProgressBar, RichModelSummary)  # write colours and moves of the cursor
 
 
 def complete(
@@ -56,6 +60,8 @@ def complete(
     if given.get("enable_checkpointing") is False:
         savers = (LastCheckpoint, BestCheckpoint)
         trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, savers)]
+    if any(isinstance(callback, STYLED) for callback in trainer.callbacks):
+        allow_styles()
     lighten(trainer)
     (watchdog,) = (c for c in trainer.callbacks if isinstance(c, Watchdog))
     (same,) = (c for c in trainer.callbacks if isinstance(c, SameEnvironment))
