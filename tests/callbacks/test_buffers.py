@@ -171,7 +171,7 @@ def spoil_shards(step: int, rank: int, names: Container[str]) -> None:
         if (self.global_step + 1, self.global_rank) == (step, rank):
             for name, parameter in self.named_parameters():
                 if name in names:
-                    local_shard(parameter.detach()).view(-1)[-1] = math.nan
+                    local_shard(parameter).detach().view(-1)[-1] = math.nan
 
     LanguageModule.optimizer_step = optimizer_step
 

@@ -67,7 +67,11 @@ def main(argv: list[str], project: Project) -> None:
     """Runs one of Lightning's verbs. Raises InputError if the configuration cannot be run."""
     try:
         with RUN_LOCK:
-            CLI(project, argv, run=True)
+            try:
+                CLI(project, argv, run=True)
+            except InputError:
+                RUN_LOCK.discard()
+                raise
     except MisconfigurationException as error:  # the later sentences name the key
         raise InputError(f"trainer: {str(error).replace('. ', '; ')}") from error
 

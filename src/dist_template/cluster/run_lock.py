@@ -11,6 +11,7 @@ that finds the file compares the holder:
 import json
 import os
 import platform
+import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -38,6 +39,7 @@ class RunLock(AbstractContextManager):
     `fit`'s instance."""
 
     _path: Path | None = None
+    _made_folder = False  # by `take`
     _released = threading.Event()
 
     def take(self, folder: Path) -> str | None:
@@ -46,6 +48,7 @@ class RunLock(AbstractContextManager):
         path, claim = folder / FILE, this_process()
         if os.path.lexists(path) and not path.is_file():
             return f"{path} is not a file: move it away, and start again"
+        self._made_folder = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         while read(path) != claim:
             with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
@@ -65,6 +68,15 @@ class RunLock(AbstractContextManager):
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+    def discard(self) -> None:
+        """Deletes the folder of a run that was refused before it began, if `take` has made it:
+        loggers have opened files in it, and it has no configuration and no checkpoint yet."""
+        if self._path is None or not self._made_folder:
+            return
+        folder = self._path.parent
+        if not any((folder / name).exists() for name in ("config.yaml", "checkpoints")):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def release(self) -> None:
         """Releases the lock, if this process holds it."""
