@@ -140,10 +140,20 @@ def first_line(error: BaseException | str) -> str:
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
+# C0 without tab and line feed, DEL, C1; marks that separate or reverse what is shown; halves of
+# surrogate pairs, which no stream can encode
+CONTROL = re.compile("[\0-\x08\v-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def with_codes(text: str) -> str:
+    """Returns a text with control characters as codes, as in \\x1b[2J."""
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def shortened(text: str, most: int = 1000) -> str:
     """Returns a message without the middle of a long value, so that key and cure remain, and with
     control characters, which end lines or steer a terminal, as codes."""
-    text = re.sub("[\0-\b\v-\x1f\x7f-\x9f\u2028\u2029]", lambda found: ascii(found[0])[1:-1], text)
+    text = with_codes(text)
     return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
 
 

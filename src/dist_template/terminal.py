@@ -11,11 +11,10 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+from .errors import with_codes
+
 __all__ = ["allow_styles", "plain_output"]
 
-# C0 without tab and line feed, DEL, C1; marks that separate or reverse what is shown; halves of
-# surrogate pairs, which no stream can encode
-CONTROL = re.compile("[\0-\x08\v-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 # What this library and progress bars (tqdm) write at the start of a call of `write`, or alone: the
 # start of the line, and on a terminal an erased line, lines up, and the two colours of `prepare`.
 LINE_START = re.compile(r"\r(?: *\r)?")
@@ -27,8 +26,8 @@ STYLE = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z]|\r)")
 
 
 def plain(text: str) -> str:
-    """Returns a text with control characters as codes, as in \\x1b[2J."""
-    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r\n", "\n"))
+    """Returns a text with control characters as codes, and with line feeds for CR LF."""
+    return with_codes(text.replace("\r\n", "\n"))
 
 
 class PlainText:
