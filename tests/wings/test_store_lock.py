@@ -16,7 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dist_template.errors import Exit, InputError
-from dist_template.wings.store import hooks, lock
+from dist_template.wings.store import hooks, lock, remote
 from dist_template.wings.store.lock import StoreLock
 from dist_template.wings.store.remote import Remote
 from tests.support.library import run_lock
@@ -136,6 +136,18 @@ def test_a_second_launch_with_another_disk_is_refused_and_changes_nothing(
 # ---- a store that is down --------------------------------------------------------------------
 
 
+class Clock:
+    """A time in which only waits take time."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, wait_s: float) -> None:
+        self.now += wait_s
+
+
 @pytest.fixture
 def down(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """S3 at a port at which nothing answers."""
@@ -145,7 +157,10 @@ def down(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    monkeypatch.setattr(hooks, "DOWN_S", 1.0)
+    clock = Clock()  # a busy machine needs seconds for a request, and none is left for another
+    monkeypatch.setattr(hooks, "DOWN_S", 20.0)
+    monkeypatch.setattr(hooks, "time", clock)
+    monkeypatch.setattr(remote, "time", clock)
     s3fs.S3FileSystem.clear_instance_cache()
     yield
     s3fs.S3FileSystem.clear_instance_cache()
@@ -186,7 +201,7 @@ def test_a_store_that_answers_again_in_time_is_waited_for(
 def test_only_what_a_person_can_change_ends_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused key is no reason to try again; it is raised at once."""
     monkeypatch.setattr(hooks, "DOWN_S", 600.0)
-    remote = Remote("memory://bucket", until=time.monotonic() + 600, waits_for_answers=True)
+    bucket = Remote("memory://bucket", until=time.monotonic() + 600, waits_for_answers=True)
     for error in (PermissionError("403"), FileNotFoundError("no bucket"), ValueError("a name")):
 
         def fails(*_: Any, error: Exception = error, **__: Any) -> None:
@@ -194,7 +209,7 @@ def test_only_what_a_person_can_change_ends_with_2(monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(MemoryFileSystem, "touch", fails)
         with pytest.raises(InputError, match="check the address, and what the credentials permit"):
-            remote.check()
+            bucket.check()
 
 
 # ---- markers of folders, and a proxy's pages -------------------------------------------------
