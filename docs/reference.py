@@ -156,7 +156,7 @@ def keys(parser: Any) -> set[str]:
 
 def page(cli: Any) -> str:
     """The whole page, from what `package` gives."""
-    sections = [INTRODUCTION, *_own_sections(cli, fit_parser(cli)), _trainer(cli), _shipped_files()]
+    sections = [INTRODUCTION, *_own_sections(cli, fit_parser(cli)), _trainer(), _shipped_files()]
     return "\n".join(section.rstrip() + "\n" for section in sections)
 
 
@@ -231,20 +231,29 @@ def _table(actions: dict[str, Any]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _trainer(cli: Any) -> str:
-    source = inspect.getsource(sys.modules["dist_template.cli.defaults"])
-    reasons = dict(re.findall(r'^    "(\w+)": .*?  # (.+)$', source, re.MULTILINE))
+def _trainer() -> str:
+    defaults = sys.modules["dist_template.cli.defaults"]
+    reasons = dict(
+        re.findall(r'^    "(\w+)": .*?  # (.+)$', inspect.getsource(defaults), re.MULTILINE)
+    )
+    every = _trainer_table(defaults.TRAINER_DEFAULTS, reasons)
+    of_text = _trainer_table(defaults.TRAINER_DEFAULTS_OF_TEXT, reasons)
+    return (
+        "## Trainer\n\nEvery argument of Lightning's Trainer is a key under `trainer`: "
+        f"see [its documentation]({TRAINER_DOCS}).\nThese have another default here:\n\n{every}\n\n"
+        "And these where the module is a `TextModule`; any other has Lightning's:\n\n"
+        f"{of_text}\n"
+    )
+
+
+def _trainer_table(values: dict[str, Any], reasons: dict[str, str]) -> str:
     rows = ["| key | default here | reason |", "|---|---|---|"]
-    for key, value in cli.TRAINER_DEFAULTS.items():
+    for key, value in values.items():
         own = (
             ", ".join(item["class_path"] for item in value) if key == "logger" else _default(value)
         )
         rows.append(f"| `trainer.{key}` | {_code(own)} | {_cell(reasons.get(key, ''))} |")
-    table = "\n".join(rows)
-    return (
-        "## Trainer\n\nEvery argument of Lightning's Trainer is a key under `trainer`: "
-        f"see [its documentation]({TRAINER_DOCS}).\nThese have another default here:\n\n{table}\n"
-    )
+    return "\n".join(rows)
 
 
 def _shipped_files() -> str:

@@ -21,6 +21,7 @@ from ..compat.lightning import accumulates
 from ..errors import Ended, Exit, InputError, check_least
 from ..project import has_command_line, in_run
 from ..records import GIB
+from .epoch_metrics import EpochMetrics
 from .training_log import call
 
 
@@ -67,8 +68,9 @@ class LastCheckpoint(Checkpoint):
         self.folder = in_run(self.folder, trainer)
         use_every_format(trainer.strategy)
         callbacks: list[Callback] = trainer.callbacks
-        if not any(isinstance(callback, ParameterNames) for callback in callbacks):
-            callbacks = [ParameterNames(), *callbacks]
+        for kind in (ParameterNames, EpochMetrics):  # a Trainer of one's own may lack them
+            if not any(isinstance(callback, kind) for callback in callbacks):
+                callbacks = [kind(), *callbacks]
         callbacks = [each for each in callbacks if getattr(each, "last", None) is not self]
         trainer.callbacks = [_BeforeOthers(self), *callbacks]
         if stage == "fit" and not self.fixed_settings:
@@ -207,17 +209,21 @@ def _failure(path: Path, error: commit.SaveError) -> str:
     return weights.broadcast(sentence)
 
 
+USUAL = ("eval/loss", "val/loss", "val_loss")  # names of the loss of a validation
+
+
 @dataclass(eq=False)
 class BestCheckpoint(Checkpoint):
     """Keeps `best-step<N>.ckpt`, the checkpoints with the best validation results.
 
     Args:
-        monitor: The validation metric that decides.
+        monitor: The validation metric that decides. null: eval/loss, val/loss or val_loss, the
+            first that the module logs; without one, none is kept.
         mode: Whether the lowest ("min") or the highest ("max") is best.
         keep: How many to keep. 0 turns it off.
         dirpath: The folder."""
 
-    monitor: str = "eval/loss"
+    monitor: str | None = None
     mode: Literal["min", "max"] = "min"
     keep: int = 1
     dirpath: str = "{run}/checkpoints"
@@ -231,6 +237,11 @@ class BestCheckpoint(Checkpoint):
     def on_validation_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         if trainer.state.fn != TrainerFn.FITTING or not self.keep or trainer.fast_dev_run:
             return
+        if self.monitor is None:
+            usual = [name for name in USUAL if name in trainer.callback_metrics]
+            if not usual:
+                return
+            self.monitor = usual[0]
         if self.monitor not in trainer.callback_metrics:
             known = ", ".join(sorted(trainer.callback_metrics))
             raise InputError(

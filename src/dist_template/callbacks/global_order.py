@@ -47,6 +47,8 @@ class GlobalOrder(Sampler[list[int]]):
     the next epoch. `consumed` is called when iteration starts, because the checkpoint is loaded
     after the loader is made. Without a `seed` rows are not shuffled.
 
+    With `rows_per_epoch`, an epoch is so many rows, and the next one begins again with the first.
+
     `stream` returns the row at a position of the stream. It replaces the order by epochs. Where the
     global batch has phases by consumed tokens, `seq_len` a sample, there is no end.
 
@@ -65,6 +67,7 @@ class GlobalOrder(Sampler[list[int]]):
     repeat_first_batch: bool = False
     stream: Callable[[int], int] | None = None
     seq_len: int = 1
+    rows_per_epoch: int = 0  # where an epoch is limited; 0: all rows
     costs: Callable[[list[int]], np.ndarray] | None = None
     speeds: Callable[[int], Sequence[float] | None] | None = None
 
@@ -130,8 +133,9 @@ class GlobalOrder(Sampler[list[int]]):
             return [self.stream(number) for number in range(position, position + count)]
         rows: list[int] = []
         while len(rows) < count:
-            epoch, offset = divmod(position + len(rows), self.num_rows)
-            places = np.arange(offset, min(self.num_rows, offset + count - len(rows)))
+            per_epoch = self.rows_per_epoch or self.num_rows
+            epoch, offset = divmod(position + len(rows), per_epoch)
+            places = np.arange(offset, min(per_epoch, offset + count - len(rows)))
             if self.seed is not None and self.num_rows > MANY:
                 rows += scattered(places, self.num_rows, self.seed, epoch).tolist()
             else:

@@ -190,6 +190,9 @@ class Numerics(Callback):
             trainer.precision_plugin.skip_step(pl_module, skips)
 
     def _clip_and_check(self, trainer: Any, module: Any, clip: Any, optimizer: Any, **options: Any):
+        if self._loss is None and module.automatic_optimization:
+            clip(optimizer, **options)  # each `training_step` of this step returned None
+            return
         norm: Any = None
         if not (self._uses_deepspeed or tracks_metrics(module)):  # Lightning reports no norm
             norm = total_norm(p.grad for p in module.parameters() if p.grad is not None)

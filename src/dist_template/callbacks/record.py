@@ -70,6 +70,9 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
     """Writes `facts.json` on rank 0, when the model is on its device, and returns its content.
     Collective. Unknown values are null: a custom model or datamodule may lack what is read here."""
     hosts = weights.to_rank_zero(platform.node())
+    steps = (
+        trainer.estimated_stepping_batches
+    )  # may set up the loaders, with a barrier of all ranks
     if not trainer.is_global_zero:
         return {}
     model, data, size = network_of(module), data_of(trainer), size_of(module)
@@ -77,7 +80,6 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
     balance = {}
     if balancer:
         balance = {"has_bias": balancer.has_bias, "aux_loss_coef": balancer.aux_loss_coef}
-    steps = trainer.estimated_stepping_batches
     counts = ("total", "trainable", "in_4_bits", "matrices", "active", "embedding")
     facts = {
         "parameters": {name: getattr(size, name) for name in counts},

@@ -15,10 +15,12 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 from ..checkpoint.identity import OF_AN_ORDER, compare
 from ..cluster.signals import isolate_worker
 from ..compat.epochs import make_resumable
+from ..compat.lightning import batch_progress
 from ..errors import InputError
 from ..model.any_module import callbacks_of, data_of, owns_order
 from ..parallel import run_strategy
 from ..project import has_command_line
+from .any_loader import Position, distributed
 from .checkpoint import LastCheckpoint
 from .global_order import ConsumedSamples, GlobalOrder
 
@@ -43,11 +45,16 @@ class SampleOrder(Callback):
     come first in the next epoch. Validation and test are distributed over the ranks. If the dataset
     has `costs`, a number per sample, ranks get equal work in each step, of equally many samples.
 
-    A loader with an iterable dataset, with a sampler of its own, or of another class (torchdata's
-    StatefulDataLoader, whose state Lightning saves itself) is not changed, nor is a datamodule with
-    its own order: there each rank must skip the other ranks' samples itself."""
+    A loader with an iterable dataset, with a sampler of its own, or of another class keeps its
+    order, and is distributed over the ranks by any_loader.py. A datamodule with an order of its own
+    is not changed, nor are all loaders where `distributes` is false: there each rank must skip the
+    other ranks' samples itself.
 
-    def __init__(self) -> None:
+    Args:
+        distributes: Whether loaders with an order of their own are distributed over the ranks."""
+
+    def __init__(self, distributes: bool = True) -> None:
+        self.distributes = distributes
         self.global_batch_size = 0  # 0: not known, or the loader is not changed
         self._consumed: ConsumedSamples | None = None
         self._loaded: dict[str, Any] = {}
@@ -86,14 +93,10 @@ class SampleOrder(Callback):
         self._wrapped = []
 
     def _train(self, loader: Any) -> Any:
-        overfits = self._trainer.overfit_batches
-        if overfits or not _is_plain(loader, RandomSampler, SequentialSampler):
-            if not overfits and not hasattr(loader, "load_state_dict"):
-                rank_zero_warn(
-                    f"the order of {type(loader).__name__} is its own: a resumed epoch starts"
-                    " again at its first batch, and each rank must skip the other ranks' samples"
-                )
+        if self._trainer.overfit_batches or not self.distributes:
             return loader
+        if not _is_plain(loader, RandomSampler, SequentialSampler):
+            return distributed(loader, self._rank, self._num_ranks, self._position())
         accumulation = self._trainer.accumulate_grad_batches
         per_batch = loader.batch_size * self._num_ranks
         self.global_batch_size = per_batch * accumulation
@@ -121,9 +124,26 @@ class SampleOrder(Callback):
             self._num_ranks,
             self._settings["seed"],
             consumed=lambda: self.consumed_samples,
+            rows_per_epoch=self._rows_per_epoch(num, per_batch),
             costs=None if costs is None else np.asarray(costs).__getitem__,
         )
         return _like(loader, _Resumable(loader.dataset, order), drop_last=True)
+
+    def _position(self) -> Position:
+        """Where an epoch of a loader with an order of its own begins."""
+        return Position(
+            int(os.environ.get("PL_GLOBAL_SEED", "0")),
+            epoch=lambda: self._trainer.current_epoch,
+            skipped=lambda: batch_progress(self._trainer).current.ready,
+        )
+
+    def _rows_per_epoch(self, num: int, per_batch: int) -> int:
+        """Returns the rows of an epoch that trainer.limit_train_batches shortens; 0 for others."""
+        limit = self._trainer.limit_train_batches
+        batches = num // per_batch
+        if isinstance(limit, float):
+            limit = int(batches * limit)
+        return limit * per_batch if 0 < limit < batches else 0
 
     def _compare(self) -> None:
         """Refuses an order that differs from the checkpoint's, once both are known."""

@@ -42,6 +42,7 @@ from . import manifest
 from .formats import format_for
 from .identity import KEY
 from .manifest import FORMAT, MANIFEST, STORE, Files, crc32
+from .plain_types import plain
 from .protocol import Group
 
 Entries = dict[str, object]  # of a manifest
@@ -56,7 +57,7 @@ class SaveError(Exception):
 def save(trainer: L.Trainer, path: Path, **notes: object) -> None:
     """Commits the present state as `path`, with `notes` in its manifest. Collective; raises
     SaveError."""
-    path, checkpoint = Path(weights.broadcast(str(path))), checkpoint_of(trainer)
+    path, checkpoint = Path(weights.broadcast(str(path))), plain(checkpoint_of(trainer))
     entries = training_entries(trainer) | notes
     write_into(
         path,
@@ -294,7 +295,7 @@ class BackgroundSaver:
         """Copies the present state, and starts to write it as `path`. Collective; call `wait`
         before the next."""
         assert self._save is None
-        path, checkpoint = Path(weights.broadcast(str(path))), checkpoint_of(trainer)
+        path, checkpoint = Path(weights.broadcast(str(path))), plain(checkpoint_of(trainer))
         write = format_for(trainer.strategy).stage(checkpoint, self._stager.stage, self._group)
         entries = training_entries(trainer)
         self._save = self._thread.submit(write_into, path, entries, write, self._group, trainer)

@@ -35,6 +35,7 @@ from ..plugins import LIBRARY, note
 from .frozen import KEY, REFERENCE, exclude_frozen
 from .manifest import Needed, agreed
 from .optimizer import ANEW, by_name, is_by_name, report_missing_moments
+from .plain_types import back, plain
 from .protocol import (
     Checkpoint,
     CheckpointFormat,
@@ -177,7 +178,8 @@ def _in_memory(opened: Opened, optimizer: bool) -> Checkpoint:
     """Returns what the format reads, with tensors in place of stored ones."""
     with _reading(opened):
         stored = opened.format.read(opened.path, optimizer)
-        return tree_map(lambda value: value[...] if isinstance(value, Stored) else value, stored)
+        stored = tree_map(lambda value: value[...] if isinstance(value, Stored) else value, stored)
+        return back(stored)
 
 
 def _opened(
@@ -215,7 +217,7 @@ def _opened(
             f"checkpoint {str(path)!r} is another model's: its {names[0]} is {there}, here it is"
             f" {here} ({len(names)} such differences); give the --config list of its run"
         )
-    return Opened(path, format, metadata, weights_only)
+    return Opened(path, format, back(metadata), weights_only)
 
 
 def _shapes(state_dict: Mapping[str, object]) -> Shapes:
@@ -332,7 +334,7 @@ class PlainFormat(CheckpointFormat[Strategy], TorchCheckpointIO):
             content = tree_map(
                 lambda value: value.clone() if isinstance(value, Tensor) else value, content
             )
-            return content | {"state_dict": kept}
+            return back(content) | {"state_dict": kept}
         return {"optimizer_states": [], **_in_memory(opened, opened.with_optimizer)}
 
     def save_checkpoint(
@@ -341,7 +343,7 @@ class PlainFormat(CheckpointFormat[Strategy], TorchCheckpointIO):
         if Path(path).is_dir():
             self.save(checkpoint, Path(path))
         else:
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(plain(checkpoint), path, storage_options)
 
     def load_checkpoint(
         self, path: str | Path, map_location: object = None, weights_only: bool | None = None

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
@@ -153,9 +154,16 @@ class ParameterNames(Callback):
         self._fit_to(trainer, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Sets the learning rates: a loaded schedule would set them only at its next step."""
-        for config in trainer.lr_scheduler_configs:
-            groups, rates = config.scheduler.optimizer.param_groups, config.scheduler.get_last_lr()
+        """Sets the learning rates: a loaded schedule would set them only at its next step. Where
+        several schedules change one optimizer, or the module steps them itself, none of them knows
+        the rate: the optimizer's own state has it."""
+        if is_overridden("lr_scheduler_step", pl_module, L.LightningModule):
+            return
+        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+        for schedule in schedules:
+            if sum(each.optimizer is schedule.optimizer for each in schedules) > 1:
+                continue
+            groups, rates = schedule.optimizer.param_groups, schedule.get_last_lr()
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 

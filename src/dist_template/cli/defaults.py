@@ -17,6 +17,7 @@ OBSERVERS = {
     "watchdog": "callbacks.watchdog:Watchdog",
     "same_environment": "cluster.fingerprint:SameEnvironment",
     "random_state": "callbacks.random_state:RandomState",
+    "epoch_metrics": "callbacks.epoch_metrics:EpochMetrics",
     "parameter_names": "checkpoint.optimizer:ParameterNames",
     "numerics": "callbacks.numerics:Numerics",
     "replicas": "callbacks.replicas:Replicas",
@@ -54,21 +55,30 @@ def _plugins(places: dict[str, str]) -> dict[str, Plugin]:
 
 
 TRAINER_DEFAULTS: dict[str, object] = {
-    "use_distributed_sampler": False,  # the data module determines the order of samples
-    "num_sanity_val_steps": -1,  # a full validation before training gives the initial loss
-    "check_val_every_n_epoch": None,  # val_check_interval counts across epochs
-    "val_check_interval": 100,
     "log_every_n_steps": 10,
-    "gradient_clip_val": 1.0,
     "enable_progress_bar": False,  # callbacks/console.py shows progress without a device sync
     "enable_model_summary": False,
     # FSDP2 fails on its tensors (torch 2.13); under gloo, Lightning takes no_grad by itself
     "inference_mode": False,
     "logger": [],
 }
+TRAINER_DEFAULTS_OF_TEXT: dict[str, object] = {
+    "use_distributed_sampler": False,  # the data module orders the samples
+    "num_sanity_val_steps": -1,  # a full validation before training gives the initial loss
+    "check_val_every_n_epoch": None,  # val_check_interval counts across epochs
+    "val_check_interval": 100,
+    "gradient_clip_val": 1.0,
+}
 if find_spec("tensorboard"):
     tensorboard = {"class_path": "TensorBoard", "init_args": {"save_dir": "{run}"}}
     TRAINER_DEFAULTS["logger"] = [tensorboard]
+
+
+def trainer_defaults(module: type) -> dict[str, object]:
+    """Returns the Trainer's arguments that differ from Lightning's in a run of this module's class:
+    clipping and validation by steps are a language model's."""
+    of_text = TRAINER_DEFAULTS_OF_TEXT if getattr(module, "counts_tokens", False) else {}
+    return TRAINER_DEFAULTS | of_text
 
 
 def hide_expected() -> None:

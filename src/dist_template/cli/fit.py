@@ -35,7 +35,7 @@ from ..parallel.run_strategy import is_strategy
 from ..plugins import PluginError, loaded, note
 from ..project import Project
 from . import limits, ranges, strategy_names
-from .defaults import TRAINER_DEFAULTS, always_on, hide_expected
+from .defaults import always_on, hide_expected, trainer_defaults
 from .parser import (
     OPTIMIZATION,
     ConfigFile,
@@ -91,11 +91,13 @@ class CLI(OpenCLI):
         self._name = self._verb or verb
         after = [word for flag, word in pairwise(args) if flag in ("-h", "--help")]
         self._section = next((word for word in after if not word.startswith("-")), "")
+        module = project.class_of(project.module)
+        self._trainer_defaults = trainer_defaults(module)
         super().__init__(
-            project.class_of(project.module),
+            module,
             project.class_of(project.data),
             save_config_callback=None,  # callbacks/record.py writes it, into the run's folder
-            trainer_defaults=TRAINER_DEFAULTS,
+            trainer_defaults=self._trainer_defaults,
             seed_everything_default=0,
             args=args,
             run=run,
@@ -201,14 +203,15 @@ class CLI(OpenCLI):
         self._accumulate()
         self._check_limits()
         key = "gradient_clip_val"
-        if (
-            not self.model.automatic_optimization
-            and self._trainer_arguments.get(key) == TRAINER_DEFAULTS[key]
-        ):
+        if not self.model.automatic_optimization and self._trainer_arguments.get(
+            key
+        ) == self._trainer_defaults.get(key):
             kwargs[key] = None  # Lightning refuses a user's
         try:
             # Without checkpointing, Lightning refuses callbacks that save; trainer.py removes them.
-            trainer: Any = super().instantiate_trainer(**kwargs, enable_checkpointing=True)
+            # Samples are distributed by the data module, or else by SampleOrder.
+            options = {**kwargs, "enable_checkpointing": True, "use_distributed_sampler": False}
+            trainer: Any = super().instantiate_trainer(**options)
         except (MisconfigurationException, ModuleNotFoundError, ValueError) as error:
             raise InputError(f"trainer: {reason(error)}; edit its keys") from error
         self.summary = complete(

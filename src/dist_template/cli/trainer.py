@@ -54,7 +54,9 @@ def complete(
         trainer.loggers = [*trainer.loggers, RunLog(run)]
     plain = redacted(json.loads(json.dumps(config, default=str)))
     summary = Summary(run, calls_hooks=not trainer.fast_dev_run)
-    first: list[Any] = [Crash(run)] if any_module.owns_order(data) else [SampleOrder(), Crash(run)]
+    first: list[Any] = [Crash(run)]
+    if not any_module.owns_order(data):
+        first.insert(0, SampleOrder(distributes=given.get("use_distributed_sampler", True)))
     last = [Record(run, plain, defaults), summary]
     trainer.callbacks = [*first, *trainer.callbacks, *last]
     if given.get("enable_checkpointing") is False:

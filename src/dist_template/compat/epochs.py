@@ -8,6 +8,9 @@ lightning 2.6.6, fit_loop.py and training_epoch_loop.py):
 - A resume from an epoch's last batch skips the end of that epoch and starts the next one without
   counting it, so that a second resume trains it twice.
 - With `max_steps`, a resume from a finished epoch takes a step with one micro-batch.
+- A resumed epoch does not call `on_train_epoch_start`, so that a module has not what it sets there.
+- At a resumed epoch's end a plateau is not stepped, because Lightning does not save its metric;
+  callbacks/epoch_metrics.py does.
 
 Here, an epoch that was stopped early is saved as unfinished, the checkpoint records which part of
 the loop has run (`Point`), and a resume continues with the next part: a due validation, the end of
@@ -21,6 +24,7 @@ from typing import Any
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer import call
 
 KEY = "resume_point"  # in the epoch loop's state
 
@@ -45,6 +49,20 @@ class FitLoop(_FitLoop):
                 counter["processed"] -= 1
                 counter["completed"] = min(counter["completed"], counter["processed"])
         return state
+
+    def on_advance_start(self) -> None:
+        resumes = self.restarted_mid_epoch or self.restarted_on_epoch_end
+        super().on_advance_start()
+        if resumes:
+            # Lightning's own callbacks have saved what they did; the user's may set it here.
+            for callback in self.trainer.callbacks:
+                if not type(callback).__module__.startswith("lightning."):
+                    callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
+            call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
+
+    def on_advance_end(self) -> None:
+        self._restarting = False  # the metrics of a resumed epoch are complete
+        super().on_advance_end()
 
     def load_state_dict(self, state_dict: dict, prefix: str = "") -> None:
         super().load_state_dict(state_dict, prefix)

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 
 from ..errors import Exit
+from .epoch_metrics import reduce_over_ranks
 
 GRACE_S = 5.0  # for the processes to exit with the code of a common decision
 
@@ -75,7 +76,14 @@ def has_wandb_run(logger: Any) -> bool:
 
 class LoggerConnector(_LoggerConnector):
     """Logs metrics that name no step of their own at `trainer.global_step`. Lightning (2.6.6) logs
-    them at one step less, in another line than other metrics of the same step."""
+    them at one step less, in another line than other metrics of the same step.
+
+    Metrics of an epoch are of all ranks, also without `sync_dist`: Lightning's are rank 0's."""
+
+    def on_epoch_end(self) -> None:
+        if self.trainer.world_size > 1:
+            reduce_over_ranks(self.trainer._results)
+        super().on_epoch_end()
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         names_step = step is not None or "step" in metrics

@@ -63,6 +63,7 @@ class TextModule(TrainingModule):
         options: See TrainingModule."""
 
     sums_on_last_stage = True  # of a pipeline: validation waits for no other stage
+    counts_tokens = True  # its Trainer's defaults are a language model's: see cli/defaults.py
 
     def __init__(
         self,

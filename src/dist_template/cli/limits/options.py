@@ -18,10 +18,10 @@ from .machine import Setup
 REPLACED: dict[str, tuple[Any, str]] = {
     "overfit_batches": (0.0, "set data.repeat_first_batch true, as --config preset/overfit does"),
     "barebones": (False, "it forbids loggers, checkpoints and callbacks: remove the key"),
-    "use_distributed_sampler": (False, "data.py or SampleOrder shards the samples: remove the key"),
+    "use_distributed_sampler": (False, "the data module shards the samples: remove the key"),
     "model_registry": (None, "remove the key, and give --ckpt_path a folder"),
 }
-OF_AN_ORDER = ("overfit_batches",)  # the Trainer's without an order
+OF_AN_ORDER = ("overfit_batches", "use_distributed_sampler")  # the Trainer's without an order
 REFUSED_CALLBACKS = {
     StochasticWeightAveraging: "set model.optim.schedule warmup_stable_decay, or use "
     "EMAWeightAveraging",

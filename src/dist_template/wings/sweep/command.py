@@ -76,10 +76,18 @@ def _checked(given: Namespace, flags: list[str], project: Project) -> tuple[Path
         cli = WithoutTrainer.of(["sweep", *flags, *values], project)
         config, trainer = cli.config_init, vars(cli.config_init.trainer)
         best, machine = config.best_checkpoint, Machine.of(trainer)
+        metric = best.monitor or (
+            "eval/loss" if getattr(cli.model, "counts_tokens", False) else None
+        )
+        if metric is None:
+            raise InputError(
+                "best_checkpoint.monitor is null, and a sweep compares trials by it: give the name"
+                " of a validation metric"
+            )
         if found := violations(machine, trainer, cli.model, cli.datamodule):
             raise InputError(f"{' '.join(values)}: {found[0]}")
     definition = {key: vars(given)[key] for key in ("sampler", "pruner", "prune_after")}
-    definition |= {"space": space, "flags": flags, "metric": best.monitor, "mode": best.mode}
+    definition |= {"space": space, "flags": flags, "metric": metric, "mode": best.mode}
     definition["name"] = given.name or f"{config.run.name}-{Path(given.space).stem}"
     # refuses a wrong name
     WithoutTrainer.of(["sweep", *flags, f"--run.name={definition['name']}"], project)

@@ -1,0 +1,121 @@
+"""What modules and callbacks add to a checkpoint, as tensors and plain types, and back.
+
+A checkpoint is read as data (untrusted.py), so that torch refuses most of what people put into it
+by `on_save_checkpoint`, `save_hyperparameters`, or a schedule that computes with numpy: hours after
+it was written. Here such values are written as a mapping {TYPE: name, "value": …} that is read back
+as what it was; a number of numpy becomes Python's. What cannot be written so is refused at the
+first save."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from datetime import date, datetime, time, timedelta
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+
+TYPE = "dist_template.type"
+FACTORIES: dict[str, Any] = {
+    kind.__name__: kind for kind in (bool, dict, float, int, list, set, str)
+}
+# What torch reads as data (tried with torch 2.13), not with its containers' content.
+READ = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device)
+WRITE: dict[type, Callable[[Any], Any]] = {
+    PurePath: str,
+    datetime: datetime.isoformat,
+    date: date.isoformat,
+    time: time.isoformat,
+    timedelta: lambda value: [value.days, value.seconds, value.microseconds],
+    frozenset: list,
+    range: lambda value: [value.start, value.stop, value.step],
+}
+BACK: dict[str, Callable[[Any], Any]] = {
+    "path": Path,
+    "datetime": datetime.fromisoformat,
+    "date": date.fromisoformat,
+    "time": time.fromisoformat,
+    "timedelta": lambda value: timedelta(*value),
+    "frozenset": frozenset,
+    "range": lambda value: range(*value),
+    "array": lambda value: value.numpy(),
+    "deque": lambda value: deque(*value),
+    "defaultdict": lambda value: defaultdict(FACTORIES.get(value[0]), value[1]),
+}
+
+
+def plain(value: Any, where: tuple[str, ...] = ()) -> Any:
+    """Returns `value` with tensors and plain types alone. Raises InputError for another class,
+    unless torch was told that it is safe (`torch.serialization.add_safe_globals`)."""
+    if isinstance(value, READ) and not isinstance(value, np.generic) or isinstance(value, Tensor):
+        return value
+    if isinstance(value, np.generic):
+        return plain(value.item(), where)
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject or value.dtype.kind not in "biufc":
+            raise _refusal(value, where)
+        return {TYPE: "array", "value": torch.from_numpy(value.copy())}
+    if isinstance(value, defaultdict):
+        factory = getattr(value.default_factory, "__name__", "")
+        if (
+            value.default_factory is not None
+            and FACTORIES.get(factory) is not value.default_factory
+        ):
+            raise _refusal(value, where)
+        return {TYPE: "defaultdict", "value": [factory, _items(value, where)]}
+    if isinstance(value, dict):
+        return type(value)(_items(value, where)) if _is_read(type(value)) else _items(value, where)
+    if isinstance(value, deque):
+        return {TYPE: "deque", "value": [_each(value, where), value.maxlen]}
+    if type(value) in (list, tuple, set):
+        return type(value)(_each(value, where))
+    for kind, write in WRITE.items():
+        if isinstance(value, kind):
+            name = "path" if kind is PurePath else kind.__name__
+            return {TYPE: name, "value": _each_if(write(value), where)}
+    if type(value) in torch.serialization.get_safe_globals() or isinstance(value, torch.Size):
+        return value
+    raise _refusal(value, where)
+
+
+def back(value: Any) -> Any:
+    """Returns what `plain` was given."""
+    if isinstance(value, dict):
+        if TYPE in value and value.keys() == {TYPE, "value"} and value[TYPE] in BACK:
+            return BACK[value[TYPE]](back(value["value"]))
+        for key, one in value.items():
+            if isinstance(one, dict | list | tuple):
+                value[key] = back(one)
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(back(one) for one in value)
+    return value
+
+
+def _items(value: dict[Any, Any], where: tuple[str, ...]) -> dict[Any, Any]:
+    return {plain(key, where): plain(one, (*where, str(key))) for key, one in value.items()}
+
+
+def _each(values: Any, where: tuple[str, ...]) -> list[Any]:
+    return [plain(one, (*where, str(number))) for number, one in enumerate(values)]
+
+
+def _each_if(value: Any, where: tuple[str, ...]) -> Any:
+    return _each(value, where) if isinstance(value, list) else value
+
+
+def _is_read(kind: type) -> bool:
+    return kind.__name__ in ("OrderedDict", "Counter") and kind.__module__ == "collections"
+
+
+def _refusal(value: Any, where: tuple[str, ...]) -> InputError:
+    kind = type(value)
+    return InputError(
+        f"the checkpoint would have a {kind.__module__}.{kind.__qualname__} at {'.'.join(where)},"
+        " which cannot be read back as data: give numbers, texts, arrays or containers of them to"
+        " `on_save_checkpoint` and `save_hyperparameters` (it has ignore=[…]), or allow the class"
+        f" where it is defined: torch.serialization.add_safe_globals([{kind.__name__}])"
+    )

@@ -1,0 +1,220 @@
+"""Trains one habit by plain Lightning or by the command line, on N processes, and reads what each
+rank saw.
+
+Plain Lightning is the oracle: an uninterrupted training of it has the rates, rows, metrics, hooks
+and weights that this library's must have, uninterrupted, and killed and resumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.trainer.connectors import data_connector
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from dist_template.project import Project
+from tests.support.runs import Workers
+from tests.support.strategies import flags_of
+from tests.support.wings import KillAt, RunRecord
+
+PACKAGE = "tests.lightning"
+RANKS = {"one": 1, "ddp": 2, "fsdp2": 2, "zero2": 2}  # of each way to train
+HOOKS = """on_fit_start on_train_start on_train_epoch_start on_train_epoch_end on_train_end
+    on_validation_epoch_start on_validation_epoch_end on_fit_end on_before_zero_grad
+    on_train_batch_start on_train_batch_end""".split()
+
+
+@dataclass(frozen=True)
+class Habit:
+    """A way in which people write a module and its data.
+
+    Attributes:
+        module: The class of the LightningModule in habits.py.
+        data: The class of its LightningDataModule there.
+        trainer: Arguments of the Trainer, for both arms.
+        flags: Flags that only the command line has.
+        refused: A part of the sentence with which the command line refuses the habit on more than
+            one process; "" where it trains.
+        why: The reason of a difference that is on purpose, with the upstream report if it has one.
+        rows_differ: The habit draws its rows at random: their order is compared with nothing."""
+
+    module: str = "Regression"
+    data: str = "Rows"
+    trainer: dict[str, Any] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    refused: str = ""
+    why: str = ""
+    rows_differ: bool = False
+
+
+class Trace(Callback):
+    """Records, on each rank, what a training did; writes it when training ends or is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        self.rates: list[list[float]] = []
+        self.rows: list[list[int]] = []
+        self.hooks: list[str] = []
+        self.metrics: dict[str, float] = {}
+        for name in HOOKS:
+            if is_overridden(name, pl_module, L.LightningModule):
+                setattr(pl_module, name, self._counted(name, getattr(pl_module, name)))
+
+    def _counted(self, name: str, hook: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.hooks.append(name)
+            return hook(*args, **kwargs)
+
+        return called
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        groups = [group for one in trainer.optimizers for group in one.param_groups]
+        self.rates.append([float(group["lr"]) for group in groups])
+        self.rows.append(rows_of(batch))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        logged = trainer.callback_metrics.items()
+        self.metrics = {name: float(value) for name, value in logged}
+        weights = {name: full(value) for name, value in pl_module.state_dict().items()}
+        torch.save(
+            {
+                "rates": self.rates,
+                "rows": self.rows,
+                "hooks": self.hooks,
+                "metrics": self.metrics,
+                "weights": weights,
+                "epoch": trainer.current_epoch,
+                "step": trainer.global_step,
+            },
+            self.folder / f"trace{trainer.global_rank}.pt",
+        )
+
+
+def full(value: Any) -> Any:
+    gathered = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return gathered.detach().clone() if isinstance(gathered, Tensor) else gathered
+
+
+def rows_of(batch: Any) -> list[int]:
+    """Returns the numbers of the rows in a batch of any nesting."""
+    if isinstance(batch, dict):
+        if "row" in batch:
+            return batch["row"].flatten().tolist()
+        return [row for each in batch.values() for row in rows_of(each)]
+    if isinstance(batch, list | tuple):
+        return [row for each in batch for row in rows_of(each)]
+    return []
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training did, by rank."""
+
+    record: RunRecord
+    traces: list[dict[str, Any]]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return self.traces[0]["weights"]
+
+    def __getattr__(self, name: str) -> Any:
+        """`rates`, `rows`, `hooks`, `metrics` of every rank."""
+        return [trace[name] for trace in self.traces]
+
+
+def _keep_the_order() -> None:
+    """On several ranks Lightning shuffles training rows whatever the loader says; this library
+    leaves them in the loader's order, and so does the oracle."""
+    create = data_connector._get_distributed_sampler
+
+    def in_order(dataloader: Any, shuffle: bool, **options: Any) -> Any:
+        return create(dataloader, shuffle=False, **options)
+
+    data_connector._get_distributed_sampler = in_order
+
+
+class PlainTraining:
+    """Trains a habit by Lightning alone, in place of the command that the rank would run."""
+
+    def __init__(self, habit: Habit, way: str, folder: Path) -> None:
+        self.habit, self.way, self.folder = habit, way, folder
+
+    def __call__(self) -> None:
+        from tests.lightning import habits
+
+        _keep_the_order()
+        L.seed_everything(0)
+        strategy = "auto" if RANKS[self.way] == 1 else "ddp"
+        options = dict(self.habit.trainer)
+        callbacks = [*getattr(habits, options.pop("callbacks", ""), list)(), Trace(self.folder)]
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=RANKS[self.way],
+            strategy=strategy,
+            callbacks=callbacks,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            logger=False,
+            default_root_dir=self.folder,
+            enable_checkpointing=False,
+            **options,
+        )
+        module = getattr(habits, self.habit.module)()
+        trainer.fit(module, datamodule=getattr(habits, self.habit.data)())
+        raise SystemExit(0)  # the command does not run
+
+
+def plain(habit: Habit, way: str, folder: Path) -> Trained:
+    """Trains by plain Lightning: on one process, or under DDP."""
+    project = Project(PACKAGE, f".habits:{habit.module}", f".habits:{habit.data}")
+    workers = Workers(RANKS[way], project)
+    record = workers.run(["fit"], folder, prelude=PlainTraining(habit, way, folder))
+    return Trained(record.check(), read(folder))
+
+
+def ours(
+    habit: Habit, way: str, folder: Path, *, kill_at: int = 0, resumes: bool = False
+) -> RunRecord:
+    """Trains by the command line; ends without a word at optimizer step `kill_at`."""
+    project = Project(PACKAGE, f".habits:{habit.module}", f".habits:{habit.data}")
+    ranks = RANKS[way]
+    argv = ["fit", f"--run.root={folder / 'runs'}", "--run.name=run", "--run.report=false"]
+    argv += ["--trainer.accelerator=cpu", f"--trainer.devices={ranks}"]
+    argv += ["--last_checkpoint.every_n_steps=1", "--last_checkpoint.keep=3"]
+    argv += flags_of(way) if way != "one" else []
+    options = dict(habit.trainer)
+    if name := options.pop("callbacks", ""):
+        argv.append(f"--trainer.callbacks={CALLBACKS[name]}")
+    argv += [f"--trainer.{key}={value}" for key, value in options.items()]
+    argv += habit.flags
+    if resumes:
+        argv.append("--ckpt_path=last")
+    name = "resumed" if resumes else "killed" if kill_at else "whole"
+    out = folder / name
+    out.mkdir(parents=True, exist_ok=True)
+    callbacks: list[Callback] = [Trace(out), *([KillAt(kill_at)] if kill_at else [])]
+    return Workers(ranks, project).run(argv, out, callbacks=callbacks, run_id="run")
+
+
+CALLBACKS: dict[str, str] = {}  # by name of a function in habits.py: the value of the flag
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    return [torch.load(path, weights_only=False) for path in sorted(folder.glob("trace*.pt"))]
+
+
+@cache
+def oracle(habit_name: str, way: str, root: Path) -> Trained:
+    from tests.lightning.habits import HABITS
+
+    return plain(HABITS[habit_name], way, root / f"{habit_name}-plain-{RANKS[way]}")

@@ -1,0 +1,29 @@
+"""Habits of people who train with Lightning end as plain Lightning's trainings do, uninterrupted,
+and killed and resumed at three places."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.lightning.arms import RANKS
+from tests.lightning.habits import HABITS
+from tests.lightning.verdicts import differences, oracle_of
+from tests.support.tiers import tiers
+
+CELLS = [(name, way) for name in HABITS for way in RANKS]
+DAILY = [  # each stands for a fault that was found: docs/decisions/training.md
+    ("warmup_then_plateau", "one"),
+    ("state_of_its_own", "one"),
+    ("own_sampler", "ddp"),
+    ("unsynced_metric", "ddp"),
+]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("name", "way"), tiers(CELLS, daily=DAILY))
+def test_a_habit_trains_as_by_plain_lightning(name: str, way: str, tmp_path: Path) -> None:
+    habit = HABITS[name]
+    expected = oracle_of(habit, way, tmp_path)
+    found = differences(habit, way, expected, tmp_path)
+    assert bool(found) == bool(habit.why), found
