@@ -45,6 +45,7 @@ class Recorder(L.LightningModule):
         self.window: list[int] = []
         self.events: list[tuple[Any, ...]] = [*before.events] if before else []
         self.ended_epochs: set[int] = {*before.ended_epochs} if before else set()
+        self.starts: list[tuple[str, int]] = []  # of this process
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         self.window += batch["input_ids"][:, 0].tolist()  # a row's first byte is its name
@@ -56,7 +57,11 @@ class Recorder(L.LightningModule):
         self.window = []
 
     def on_train_epoch_start(self) -> None:
-        self.events.append(("epoch", self.trainer.current_epoch))
+        """A resumed process calls it for the epoch that it continues, as the first process did."""
+        event = ("epoch", self.trainer.current_epoch)
+        self.starts.append(event)
+        if event not in self.events:
+            self.events.append(event)
 
     def on_train_epoch_end(self) -> None:
         self.ended_epochs.add(self.trainer.current_epoch)
@@ -167,6 +172,9 @@ def difference(found: Done, whole: Done) -> str:
             return "{} and not {}".format(*pair)
     if found[0].ended_epochs != whole[0].ended_epochs:
         return f"ended epochs {found[0].ended_epochs} and not {whole[0].ended_epochs}"
+    trained = {event[1] for event in found[0].events if event[0] == "step"}
+    if [epoch for _, epoch in found[0].starts] != sorted(trained)[-len(found[0].starts) :]:
+        return f"starts of epochs {found[0].starts}"
     keys = [key for key in whole[1] if found[1][key] != whole[1][key] and key != VALIDATED]
     return "".join(f"{key} is {found[1][key]} and not {whole[1][key]}" for key in keys)
 

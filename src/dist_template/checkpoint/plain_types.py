@@ -78,6 +78,8 @@ def plain(value: Any, where: tuple[str, ...] = ()) -> Any:
             return {TYPE: name, "value": _each_if(write(value), where)}
     if type(value) in torch.serialization.get_safe_globals() or isinstance(value, torch.Size):
         return value
+    if type(value).__module__.startswith("deepspeed."):  # of its optimizer; zero.py reads them
+        return value
     raise _refusal(value, where)
 
 
