@@ -3,8 +3,10 @@
 import logging
 import os
 import warnings
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
+from typing import Any
 
 from ..plugins import LIBRARY, OURS, Plugin, registered
 
@@ -79,6 +81,20 @@ def trainer_defaults(module: type) -> dict[str, object]:
     clipping and validation by steps are a language model's."""
     of_text = TRAINER_DEFAULTS_OF_TEXT if getattr(module, "counts_tokens", False) else {}
     return TRAINER_DEFAULTS | of_text
+
+
+def differing(given: Mapping[str, Any]) -> str:
+    """Returns the line that says which of the Trainer's arguments are not Lightning's, though the
+    user gave none of them; "" if there is none."""
+    found = [
+        f"{key} {str(value).lower()}"
+        for key, value in TRAINER_DEFAULTS.items()
+        if key != "logger" and given.get(key) == value
+    ]
+    loggers = given.get("logger")
+    if isinstance(loggers, list) and loggers:
+        found.append(f"logger {', '.join(type(each).__name__ for each in loggers)}")
+    return f"trainer           Lightning's defaults, but {', '.join(found)}" if found else ""
 
 
 def hide_expected() -> None:

@@ -35,7 +35,7 @@ from ..parallel.run_strategy import is_strategy
 from ..plugins import PluginError, loaded, note
 from ..project import Project
 from . import limits, ranges, strategy_names
-from .defaults import always_on, hide_expected, trainer_defaults
+from .defaults import always_on, differing, hide_expected, trainer_defaults
 from .parser import (
     OPTIMIZATION,
     ConfigFile,
@@ -296,6 +296,9 @@ class CLI(OpenCLI):
             self.value(self.config_init, "last_checkpoint").compare(
                 Path(resumes), self.trainer, self.datamodule, self.model
             )
+        if is_fit and not getattr(self.model, "counts_tokens", False):
+            if line := differing(self._trainer_arguments):
+                rank_zero_only(print)(line)
         if is_fit:
             where = self.trainer.strategy, self.trainer.world_size, self._package
             for note in limits.proven.notes(config, self.model, self.datamodule, *where):
