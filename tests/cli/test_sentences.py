@@ -24,6 +24,7 @@ FILES = {
     "empty.txt": b"",
     "empty.jsonl": b"",
     "section.yaml": b"wachdog: {timeout_s: 3}",
+    "subclass.yaml": b"model:\n  class_path: my.Model\n  init_args: {width: 3}\n",
     "deep.yaml": b"trainer:\n  max_stepz: 3\n",
     "latin.jsonl": BAD_LINE + LINES,
     "latin.jsonl.gz": gzip.compress(BAD_LINE),
@@ -54,6 +55,8 @@ FLAGS = {
     # names
     "--wachdog.enabled=true": "wachdog.enabled is not a key .* mean watchdog?",
     "--trainer.max_stepz=3": "trainer.max_stepz .* mean trainer.max_steps?",
+    "--config={here}/subclass.yaml": "model.class_path: .* does not choose .* below `model`",
+    "--model.init_args.width=3": "argument `module` of `main` in your __main__.py",
     "--config={here}/section.yaml": "wachdog.timeout_s .* mean watchdog.timeout_s?",
     "--config={here}/deep.yaml": "trainer.max_stepz .* mean trainer.max_steps?",
     "--model.optim={learning_rates: 3}": r"mean model.optim.learning_rate\?",

@@ -32,7 +32,7 @@ from torch import Tensor
 from .. import weights
 from ..compat.lightning import accumulates, replace_clipping
 from ..compat.torch import loss_scale, mark_overflow
-from ..errors import Ended, Exit, check_least
+from ..errors import Ended, Exit, InputError, check_least
 from ..layout import total_norm
 from ..model.any_module import metrics_of, tracks_metrics
 from ..observe.history.run import RunFile
@@ -127,6 +127,12 @@ class Numerics(Callback):
         check_least(
             "numerics", **{key: (getattr(self, key), value) for key, value in least.items()}
         )
+        for key, usual in (("spike_window", 128), ("spike_sigmas", 6.0)):
+            if self.on_spike == "off" and (given := getattr(self, key)) != usual:
+                raise InputError(
+                    f"numerics.{key} is {given} and has no effect: numerics.on_spike is off; set it"
+                    " to skip or stop, or remove the key"
+                )
         self.skipped: Tensor | None = None  # () 1 where the newest step was skipped, on the device
         # the loss of step i is at i % window
         self._recent = torch.full((self.spike_window,), math.nan)
@@ -149,6 +155,17 @@ class Numerics(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         self.folder = str(in_run(self.folder, trainer))
+        if stage == "fit" and not pl_module.automatic_optimization:
+            self._refuse_manual(type(pl_module).__name__)
+
+    def _refuse_manual(self, name: str) -> None:
+        """In manual optimization the module steps by itself: no step can be skipped."""
+        for key, usual in (("on_non_finite", "stop"), ("on_spike", "off")):
+            if (given := getattr(self, key)) != usual:
+                raise InputError(
+                    f"numerics.{key} is {given!r} and has no effect: {name} optimizes manually, so"
+                    f" its steps are its own; remove the key, or test the loss in training_step"
+                )
 
     # ---- on the device ---------------------------------------------------------------------------
 
@@ -380,7 +397,9 @@ def _weights_are_finite(trainer: L.Trainer, module: Any, ignored: set[str]) -> b
 def _skip_step(optimizer: Any, is_anomalous: Tensor, non_finite: Any, scaler: Any) -> None:
     """Makes `optimizer` skip its current step where `is_anomalous`, () on the device, is 1."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    first = next(p.grad for p in parameters if p.grad is not None)
+    first = next((p.grad for p in parameters if p.grad is not None), None)
+    if first is None:
+        return  # the module returns no optimizer: Lightning's has no parameters
     is_fused = all(group.get("fused") for group in optimizer.param_groups)
     if is_fused and first.device.type != "mps":
         is_anomalous = is_anomalous.to(first.device)  # the host's: torch would not wait for a copy

@@ -41,6 +41,7 @@ def check(argv: list[str], project: Project) -> None:
     known = places.keys() | OTHERS
     for path, where in _given(argv[1:], is_training=argv[0] in TRAINING):
         section, _, rest = path.rstrip("+").partition(".")
+        _refuse_chosen_class(section, rest.partition(".")[0], where)
         is_own = where == "--" and argv[0] not in TRAINING and "." not in path
         if section not in known and not is_own:  # another verb has flags of its own
             near = get_close_matches(section, known, 1, NEAR)
@@ -48,6 +49,20 @@ def check(argv: list[str], project: Project) -> None:
             what = f"{where}{path} is not a key of this program"
             raise InputError(f"{what}{hint} see --help for every key")
         _refuse_misspelt(path, where, places)
+
+
+ARGUMENTS_OF_MAIN = {"model": "module", "data": "data"}
+
+
+def _refuse_chosen_class(section: str, name: str, where: str) -> None:
+    """Refuses `model: {class_path: …, init_args: …}`, the form of LightningCLI in subclass mode."""
+    if section in ARGUMENTS_OF_MAIN and name in OF_CLASSES:
+        raise InputError(
+            f"{where}{section}.{name}: a configuration does not choose the class of `{section}`,"
+            f" which is the argument `{ARGUMENTS_OF_MAIN[section]}` of `main` in your __main__.py:"
+            f" write the keys of its init_args directly below `{section}`, as in"
+            f" {section}.KEY, without class_path"
+        )
 
 
 def _given(flags: list[str], is_training: bool) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["Configured"]
 
 ARGS = "trainer.strategy.init_args"
+LIBRARIES = {__name__.partition(".")[0], "lightning", "pytorch_lightning", "torch"}
 NOT_READ_YET: Final = object()  # the model's configuration needs the vocabulary of the data
 
 
@@ -48,6 +49,10 @@ class Configured:
             value = getattr(value, name, None)
         return value
 
+    def overrides(self, hook: str) -> bool:
+        """Returns whether a class of the user's has the module's `hook`."""
+        return overrides(self.module, hook)
+
     @property
     def optimizer(self) -> Mapping[str, str]:
         """What replaces AdamW: class_path and init_args; {} if nothing does."""
@@ -59,3 +64,12 @@ class Configured:
         """The language model's part of `model_config`; None if there is none, or not yet."""
         is_known = self.model_config not in (NOT_READ_YET, None)
         return self.model_config.get_text_config() if is_known else None
+
+
+def overrides(module: object, hook: str) -> bool:
+    """Returns whether the `hook` of a LightningModule is the user's: not Lightning's nor this
+    library's."""
+    for kind in type(module).__mro__:
+        if hook in vars(kind):
+            return kind.__module__.partition(".")[0] not in LIBRARIES
+    return False

@@ -102,7 +102,8 @@ def resolve(config: Config, setup: Configured) -> dict[str, Any]:
     for key, value in given.items():
         if key.startswith(("optimizer.", "scheduler.")) and value not in (AUTO, usual.get(key)):
             says = f"{key} is {json.dumps(value)} in the DeepSpeed file"
-            conflicts.append(f"{says}, and model.optim sets optimizer and schedule: remove it")
+            by = "model.optim" if hasattr(setup.module, "optim") else "configure_optimizers"
+            conflicts.append(f"{says}, and {by} sets optimizer and schedule: remove it")
     if conflicts:
         raise InputError(f"{KEY}: " + "\n  ".join(conflicts))
     config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}

@@ -10,6 +10,7 @@ name of a key. Checks that need the built model (its blocks, several optimizers)
     machine.py    what is known before the start
     proven.py     models that did not train right in `python -m zoo`
     options.py    keys and callbacks that are replaced, unread keys
+    unread.py     keys of methods that the module replaces
     training.py   strategies, precision, batches, schedule, the module's own check"""
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ from typing import Any
 import lightning as L
 
 from ...parallel.configured import NOT_READ_YET
-from . import options, proven, training
+from . import options, proven, training, unread
 from .machine import Machine, Setup
 
 __all__ = ["Machine", "accumulated_batch", "refusal_of_strategy", "violations"]
@@ -34,6 +35,7 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     training.batches,
     training.optimization,
     options.ignored,
+    unread.keys_of_replaced_methods,
     training.of_module,
 )
 

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import (
 )
 
 from ...model.any_module import owns_order
+from ...model.optim import OptimConfig
 from .machine import Setup
 
 # Key: the value that is allowed, and what to do instead of another.
@@ -22,13 +23,24 @@ REPLACED: dict[str, tuple[Any, str]] = {
     "model_registry": (None, "remove the key, and give --ckpt_path a folder"),
 }
 OF_AN_ORDER = ("overfit_batches", "use_distributed_sampler")  # the Trainer's without an order
-REFUSED_CALLBACKS = {
-    StochasticWeightAveraging: "set model.optim.schedule warmup_stable_decay, or use "
-    "EMAWeightAveraging",
-    LearningRateFinder: "compare runs with different model.optim.learning_rate by the verb "
-    "`compare`",
-    BatchSizeFinder: "compare runs with different data.micro_batch_size by the verb `compare`",
-    GradientAccumulationScheduler: "give phases of data.global_batch_size",
+# What to do instead: with the keys of this library's modules and data, and without them.
+REFUSED_CALLBACKS: dict[type, tuple[str, str]] = {
+    StochasticWeightAveraging: (
+        "set model.optim.schedule warmup_stable_decay, or use EMAWeightAveraging",
+        "use EMAWeightAveraging",
+    ),
+    LearningRateFinder: (
+        "compare runs with different model.optim.learning_rate by the verb `compare`",
+        "compare runs with different learning rates by the verb `compare`",
+    ),
+    BatchSizeFinder: (
+        "compare runs with different data.micro_batch_size by the verb `compare`",
+        "compare runs with different sizes of a batch by the verb `compare`",
+    ),
+    GradientAccumulationScheduler: (
+        "give phases of data.global_batch_size",
+        "set trainer.accumulate_grad_batches",
+    ),
 }
 
 
@@ -43,8 +55,11 @@ def replaced_keys(setup: Setup) -> Iterator[str]:
 def callbacks(setup: Setup) -> Iterator[str]:
     given = setup.trainer.get("callbacks") or []
     for callback in given if isinstance(given, list) else [given]:
-        for kind, instead in REFUSED_CALLBACKS.items():
+        for kind, (by_keys, otherwise) in REFUSED_CALLBACKS.items():
             if isinstance(callback, kind):
+                of_data = kind in (BatchSizeFinder, GradientAccumulationScheduler)
+                has_keys = owns_order(setup.data) if of_data else setup.optim is not None
+                instead = by_keys if has_keys else otherwise
                 yield f"trainer.callbacks: {kind.__name__} is not supported: {instead}"
         if not setup.sharding.is_replicated and isinstance(callback, WeightAveraging):
             yield (
@@ -75,6 +90,24 @@ def ignored(setup: Setup) -> Iterator[str]:
     if name != "Muon":
         why = f"--optimizer {name} has its own: give --optimizer.KEY, if it has that key"
         yield from without_effect("model.optim", setup.optim, {"betas", "eps", "optimizer"}, why)
+    if setup.trains and setup.optim is not None:
+        yield from _of_the_schedule(setup.optim)
+
+
+def _of_the_schedule(optim: OptimConfig) -> Iterator[str]:
+    """Keys of a schedule that another one does not read. --lr_scheduler and phases replace them
+    all, and `warmup` and `schedule` with them: files that come with this library set those."""
+    section = "model.optim"
+    if optim.lr_scheduler_class or isinstance(optim.learning_rate, list):
+        unread = {"min_learning_rate_share", "decay_share"}
+        instead = "--lr_scheduler" if optim.lr_scheduler_class else f"{section}.learning_rate"
+        yield from without_effect(section, optim, unread, f"{instead} replaces the schedule")
+        return
+    why = f"{section}.schedule is {optim.schedule}: set"
+    if optim.schedule != "warmup_stable_decay":
+        yield from without_effect(section, optim, {"decay_share"}, f"{why} warmup_stable_decay")
+    if optim.schedule not in ("cosine", "warmup_stable_decay"):
+        yield from without_effect(section, optim, {"min_learning_rate_share"}, f"{why} cosine")
 
 
 def without_effect(section: str, given: Any, unread: set[str], why: str) -> Iterator[str]:
