@@ -36,6 +36,10 @@ FUNCTIONS = {
     "F.utilities.distributed:_set_num_threads_if_needed": "num_processes",
     "L.strategies:ModelParallelStrategy._setup_distributed": "self",
     "L.strategies:DeepSpeedStrategy._init_deepspeed_distributed": "self",
+    "L.strategies:DeepSpeedStrategy._init_optimizers": "self",
+    "L.strategies:DeepSpeedStrategy._initialize_deepspeed_train": "self model",
+    "L.core.optimizer:_init_optimizers_and_lr_schedulers": "model",
+    "L.loops.training_epoch_loop:_TrainingEpochLoop._get_monitor_value": "self key",
     "C.logger_connector.logger_connector:_LoggerConnector.log_metrics": "self metrics step",
     "L:LightningModule.configure_gradient_clipping": "self optimizer gradient_clip_val "
     "gradient_clip_algorithm",

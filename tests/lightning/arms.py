@@ -39,18 +39,40 @@ class Habit:
         data: The class of its LightningDataModule there.
         trainer: Arguments of the Trainer, for both arms.
         flags: Flags that only the command line has.
-        refused: A part of the sentence with which the command line refuses the habit on more than
-            one process; "" where it trains.
+        refused: Way to train, or "several" for each on more than one process: a part of the
+            sentence with which the command line refuses the habit there.
         why: The reason of a difference that is on purpose, with the upstream report if it has one.
+        differs: The ways to train that `why` is about; (): all.
+        amplifies: By how much more than others it amplifies the last bit of a sum.
+        oracle: Lightning's strategy of plain training on two ranks; "one": it trains on one
+            process, with the batches of both.
+        without: Metrics that are compared with nothing: each rank has its own.
         rows_differ: The habit draws its rows at random: their order is compared with nothing."""
 
     module: str = "Regression"
     data: str = "Rows"
     trainer: dict[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
-    refused: str = ""
+    refused: dict[str, str] = field(default_factory=dict)
     why: str = ""
+    differs: tuple[str, ...] = ()
+    amplifies: float = 1.0
+    oracle: str = "ddp"
+    without: tuple[str, ...] = ()
     rows_differ: bool = False
+
+    def ranks_of_oracle(self, way: str) -> int:
+        """Returns the number of processes of plain Lightning's training."""
+        return 1 if self.oracle == "one" else RANKS[way]
+
+    def refusal(self, way: str) -> str:
+        """Returns a part of the sentence that refuses the habit; "" where it trains."""
+        several = self.refused.get("several", "") if RANKS[way] > 1 else ""
+        return self.refused.get(way, several)
+
+    def is_different(self, way: str) -> bool:
+        """Returns whether the training differs from plain Lightning's on purpose."""
+        return bool(self.why) and (not self.differs or way in self.differs)
 
 
 class Trace(Callback):
@@ -79,7 +101,7 @@ class Trace(Callback):
         self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         groups = [group for one in trainer.optimizers for group in one.param_groups]
-        self.rates.append([float(group["lr"]) for group in groups])
+        self.rates.append([number for group in groups for number in numbers_of(group)])
         self.rows.append(rows_of(batch))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -98,6 +120,16 @@ class Trace(Callback):
             },
             self.folder / f"trace{trainer.global_rank}.pt",
         )
+
+
+def numbers_of(group: dict[str, Any]) -> list[float]:
+    """Returns what a schedule may change of a group: its rate, and its momentum or betas."""
+    return [
+        float(group["lr"]),
+        float(group.get("momentum", 0.0)),
+        *map(float, group.get("betas", ())),
+        float(group.get("weight_decay", 0.0)),
+    ]
 
 
 def full(value: Any) -> Any:
@@ -154,12 +186,13 @@ class PlainTraining:
 
         _keep_the_order()
         L.seed_everything(0)
-        strategy = "auto" if RANKS[self.way] == 1 else "ddp"
+        ranks = self.habit.ranks_of_oracle(self.way)
+        strategy = "auto" if ranks == 1 else self.habit.oracle
         options = dict(self.habit.trainer)
         callbacks = [*getattr(habits, options.pop("callbacks", ""), list)(), Trace(self.folder)]
         trainer = L.Trainer(
             accelerator="cpu",
-            devices=RANKS[self.way],
+            devices=ranks,
             strategy=strategy,
             callbacks=callbacks,
             enable_progress_bar=False,
@@ -170,14 +203,15 @@ class PlainTraining:
             **options,
         )
         module = getattr(habits, self.habit.module)()
-        trainer.fit(module, datamodule=getattr(habits, self.habit.data)())
+        data = getattr(habits, self.habit.data)(batch_size=2 * RANKS[self.way] // ranks)
+        trainer.fit(module, datamodule=data)
         raise SystemExit(0)  # the command does not run
 
 
 def plain(habit: Habit, way: str, folder: Path) -> Trained:
     """Trains by plain Lightning: on one process, or under DDP."""
     project = Project(PACKAGE, f".habits:{habit.module}", f".habits:{habit.data}")
-    workers = Workers(RANKS[way], project)
+    workers = Workers(habit.ranks_of_oracle(way), project)
     record = workers.run(["fit"], folder, prelude=PlainTraining(habit, way, folder))
     return Trained(record.check(), read(folder))
 

@@ -19,8 +19,8 @@ def differences(habit: Habit, way: str, expected: Trained, folder: Path) -> list
     """Returns what differs between plain Lightning's training and this library's, uninterrupted
     and resumed; [] if nothing does."""
     record = ours(habit, way, folder)
-    if habit.refused and RANKS[way] > 1:
-        return [] if habit.refused in record.refusal else [f"not refused: {record.error[:300]}"]
+    if refusal := habit.refusal(way):
+        return [] if refusal in record.refusal else [f"not refused: {record.error[:300]}"]
     if not record.ok:
         return [f"whole: {record.error[:300]}"]
     found = [f"whole: {each}" for each in compared(habit, expected, read(folder / "whole"))]
@@ -61,7 +61,15 @@ def compared(
     else:
         found += _shares(traces)
     if not habit.rows_differ:
-        found += _metrics(_mean(expected.traces), first["metrics"])
+        found += _metrics(
+            {
+                name: value
+                for name, value in _mean(expected.traces).items()
+                if name not in habit.without
+            },
+            first["metrics"],
+            habit.amplifies,
+        )
     if not after:
         mine = [name for name in first["hooks"] if "validation" not in name]
         theirs = [name for name in expected.traces[0]["hooks"] if "validation" not in name]
@@ -69,7 +77,8 @@ def compared(
             found.append(f"hooks {mine[:6]}…({len(mine)}), not {theirs[:6]}…({len(theirs)})")
     if not habit.rows_differ:
         for name, weight in expected.weights.items():
-            if not torch.allclose(weight, first["weights"][name].to(weight), REL, 1e-5):
+            tolerance = habit.amplifies * torch.tensor([REL, 1e-5])
+            if not torch.allclose(weight, first["weights"][name].to(weight), *tolerance.tolist()):
                 apart = (weight - first["weights"][name]).abs().max().item()
                 found.append(f"weight {name} differs by {apart:.2g}")
                 break
@@ -77,9 +86,8 @@ def compared(
 
 
 def _near(one: list[list[float]], other: list[list[float]]) -> bool:
-    """Strategies may have more groups of parameters; their first rates count."""
-    firsts = [[rates[0] for rates in each] for each in (one, other)]
-    return torch.allclose(torch.tensor(firsts[0]), torch.tensor(firsts[1]), 1e-6, 1e-9)
+    first, second = torch.tensor(one), torch.tensor(other)
+    return first.shape == second.shape and torch.allclose(first, second, 1e-6, 1e-9)
 
 
 def _rows(expected: list[dict[str, Any]], traces: list[dict[str, Any]]) -> list[str]:
@@ -118,12 +126,12 @@ def _mean(traces: list[dict[str, Any]]) -> dict[str, float]:
     return {name: sum(rank[name] for rank in ranks) / len(ranks) for name in ranks[0]}
 
 
-def _metrics(expected: dict[str, float], own: dict[str, float]) -> list[str]:
+def _metrics(expected: dict[str, float], own: dict[str, float], amplifies: float) -> list[str]:
     found = []
     for name, value in expected.items():
         if name not in own:
             found.append(f"metric {name} is missing")
-        elif abs(own[name] - value) > 1e-4 * max(1.0, abs(value)):
+        elif abs(own[name] - value) > amplifies * 1e-4 * max(1.0, abs(value)):
             found.append(f"metric {name} {own[name]:.5f}, not {value:.5f}")
     return found
 

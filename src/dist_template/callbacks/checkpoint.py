@@ -17,7 +17,7 @@ from ..checkpoint import commit, manifest
 from ..checkpoint.formats import use_every_format
 from ..checkpoint.identity import compare, fixed_settings, settings_of
 from ..checkpoint.optimizer import ANEW, ParameterNames
-from ..compat.lightning import accumulates
+from ..compat.lightning import accumulates, has_passed, save_after_module, undo_save_after_module
 from ..errors import Ended, Exit, InputError, check_least
 from ..project import has_command_line, in_run
 from ..records import GIB
@@ -99,6 +99,7 @@ class LastCheckpoint(Checkpoint):
         return trainer.global_step == self.saved_step
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        save_after_module(trainer, pl_module)
         step = trainer.global_step
         if weights.broadcast(manifest.torn(self.folder / manifest.name(step)) is None):
             self.saved_step = step  # training resumes from it
@@ -109,7 +110,11 @@ class LastCheckpoint(Checkpoint):
 
     def on_train_batch_end(self, trainer: Any, *args: object, **kwargs: object) -> None:
         # A checkpoint has no accumulated gradients, so it can only be written after a full step.
-        if accumulates(trainer) or trainer.global_step % self.every_n_steps or trainer.fast_dev_run:
+        if (
+            accumulates(trainer)
+            or not has_passed(trainer, self.every_n_steps)
+            or trainer.fast_dev_run
+        ):
             return
         if self._saver is None:
             self.save_now(trainer)
@@ -131,6 +136,8 @@ class LastCheckpoint(Checkpoint):
             self._saver.abandon()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            undo_save_after_module(trainer, pl_module)
         if self._saver is not None:
             self._saver.close()
             self._saver = None
@@ -233,6 +240,14 @@ class BestCheckpoint(Checkpoint):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.folder = in_run(self.folder, trainer)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.monitor is not None and self.keep and not trainer.enable_validation:
+            raise InputError(
+                f"best_checkpoint.monitor is {self.monitor!r} and has no effect, because nothing is"
+                " validated: define validation_step and val_dataloader, set"
+                " trainer.limit_val_batches, or remove the key"
+            )
 
     def on_validation_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         if trainer.state.fn != TrainerFn.FITTING or not self.keep or trainer.fast_dev_run:

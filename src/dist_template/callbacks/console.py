@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
 from ..cluster.messages import is_rank_zero
+from ..compat.lightning import last_step
 from ..errors import Ended, another_rank_is_gone, reason
 from ..model.any_module import callbacks_of, results_of
 
@@ -77,11 +78,12 @@ class Console(Callback):
         self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
     ) -> None:
         now = time.perf_counter()
-        is_last = trainer.global_step == trainer.estimated_stepping_batches
+        end = last_step(trainer)
+        is_last = trainer.global_step == end
         if not (self._terminal or is_last or now - self._printed >= self.line_every_s):
             return
         self._printed = now
-        parts = self._parts(trainer.global_step, trainer.estimated_stepping_batches, metrics)
+        parts = self._parts(trainer.global_step, end, metrics)
         line = "  ".join(parts)
         if not self._terminal:
             print(line, flush=True)

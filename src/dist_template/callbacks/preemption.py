@@ -14,13 +14,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..cluster.launch import Variable
 from ..cluster.signals import job_started, listen, stop_request
-from ..compat.lightning import accumulates, leave_signals_alone
+from ..compat.lightning import accumulates, has_passed, leave_signals_alone
 from ..errors import Ended, Exit, InputError
 from ..model.any_module import callbacks_of
 from ..project import has_command_line
 from .checkpoint import LastCheckpoint
 
 TIME_IS_UP = 1  # shares a number with SIGHUP, which is not handled
+MOST_WITHOUT_STEP = 1000  # batches, of a module that optimizes manually
 EVERY_S = 0.25  # about the time between two votes; a step may be much shorter
 
 
@@ -45,6 +46,7 @@ class Preemption(Checkpoint):
             raise InputError(sentence) from error
         self._ends = float("inf") if limit_s is None else job_started() + limit_s
         self._until_vote, self._since_vote = 1, 0  # boundaries
+        self._without_step = 0  # batches since the newest optimizer step
         self._last_vote = time.monotonic()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -57,9 +59,18 @@ class Preemption(Checkpoint):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stop_request.is_handled = True
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
-        if not accumulates(trainer):
-            self._at_boundary(trainer)
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
+    ) -> None:
+        if accumulates(trainer):
+            return
+        # A checkpoint has no gradients: one that accumulates them itself stops where it steps.
+        is_between = not pl_module.automatic_optimization and not has_passed(trainer, 1)
+        if is_between and self._without_step < MOST_WITHOUT_STEP:
+            self._without_step += 1
+            return
+        self._without_step = 0
+        self._at_boundary(trainer)
 
     def on_validation_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:

@@ -51,11 +51,13 @@ class Replicas(Callback):
         self.ignore = ignore
         self._shared: list[int] | None = None  # digests of the replicas
         self._early_step = EARLY
+        self._is_early = True  # until that step
         self._has_warned = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._shared = None
         self._early_step = trainer.global_step + EARLY
+        self._is_early = True
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
@@ -71,14 +73,17 @@ class Replicas(Callback):
         ]:
             raise InputError(
                 f"DDP needs a gradient of each parameter, and {missing[0]} ({len(missing)} such)"
-                " gets none: freeze them in build_model, or set trainer.strategy"
-                " ddp_find_unused_parameters_true"
+                " gets none: freeze them where they are made, by requires_grad_(False), or set"
+                " trainer.strategy ddp_find_unused_parameters_true"
             )
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
     ) -> None:
-        if trainer.global_step == self._early_step and not accumulates(trainer):
+        if not self._is_early or accumulates(trainer):
+            return
+        if trainer.global_step >= self._early_step:  # a batch may take several steps
+            self._is_early = False
             self._compare(trainer, pl_module)
 
     def on_save_checkpoint(

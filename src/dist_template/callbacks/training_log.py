@@ -7,7 +7,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from ..compat.lightning import accumulates, log_at_optimizer_steps
+from ..compat.lightning import accumulates, has_passed, last_step, log_at_optimizer_steps
 from ..model.any_module import callbacks_of, metrics_of, tracks_metrics
 from ..parallel import run_strategy
 
@@ -44,14 +44,17 @@ class TrainingLog(Callback):
     ) -> None:
         """Keeps the step's learning rate: at the end of the batch, the schedule has set the next
         step's already. A rate that is a tensor is changed in place."""
-        if optimizer is trainer.optimizers[0]:
+        if optimizer is trainer.optimizers[0] and optimizer.param_groups:
             rate = optimizer.param_groups[0]["lr"]
             self._rate = rate.detach().clone() if isinstance(rate, Tensor) else rate
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
+        self, trainer: Any, pl_module: L.LightningModule, *_: object, **__: object
     ) -> None:
-        if accumulates(trainer) or not logs(trainer, trainer.global_step):
+        if accumulates(trainer) or not has_passed(trainer, 1):
+            return
+        is_last = trainer.global_step == last_step(trainer)
+        if not is_last and not has_passed(trainer, trainer.log_every_n_steps):
             return
         callbacks, buffer = callbacks_of(trainer), metrics_of(pl_module)
         call(callbacks, "before_log_step", trainer, pl_module)

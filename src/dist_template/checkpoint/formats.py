@@ -32,7 +32,7 @@ from ..compat.torch import tree_map
 from ..errors import InputError, first_line
 from ..layout import full_shape
 from ..plugins import LIBRARY, note
-from .frozen import KEY, REFERENCE, exclude_frozen
+from .frozen import KEY, REFERENCE, exclude_frozen, restore_trainable
 from .manifest import Needed, agreed
 from .optimizer import ANEW, by_name, is_by_name, report_missing_moments
 from .plain_types import back, plain
@@ -245,6 +245,8 @@ class StrategyFormat(CheckpointFormat[S]):
         Raises InputError: see `verified`."""
         module = cast(L.LightningModule, self.strategy.lightning_module)
         opened = verified(path, module, weights_only=weights_only, needed=self.needed)
+        if module.trainer.state.fn == TrainerFn.FITTING:  # before moments are created for them
+            restore_trainable(module, opened.metadata)
         if self.reads(opened):
             return self.load_own(opened)
         stored: Checkpoint = {}

@@ -5,6 +5,7 @@ base is described by a hash instead, and another base is refused. Buffers are ke
 some, such as the bias of a mixture's routers."""
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,18 @@ KEY = "frozen_base"  # in Lightning's dict, and the module's attribute
 REFERENCE = "frozen_reference"  # likewise, of the copy that preferences are compared with
 # what the hash is of; checkpoints of versions before 0.33 have one of all in a row
 EACH = "each parameter"
+
+CHANGED = "requires_grad_changed"  # in Lightning's dict: {name: what it is since it was changed}
+
+
+def restore_trainable(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Freezes and unfreezes what a hook or a callback had frozen and unfrozen in the training that
+    wrote the checkpoint. What the module's code says of other parameters, which may have been
+    edited since, stays."""
+    changed = checkpoint.get(CHANGED) or {}
+    for name, parameter in module.named_parameters() if changed else ():
+        if name in changed:
+            parameter.requires_grad_(changed[name])
 
 
 class FrozenHash:

@@ -12,12 +12,13 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import InputError
 from .frozen import KEY, REFERENCE
@@ -32,16 +33,17 @@ PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}
 
 
 def is_by_name(state: State) -> bool:
-    return any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
+    groups = state.get("param_groups", ())  # a module without an optimizer has none
+    return any(isinstance(name, str) for group in groups for name in group["params"])
 
 
 def by_name(numbered: State, names: list[str]) -> State:
     """Converts the result of `Optimizer.state_dict`, in which parameter n is `names[n]`."""
     groups = [
         group | {"params": [names[number] for number in group["params"]]}
-        for group in numbered["param_groups"]
+        for group in numbered.get("param_groups", ())
     ]
-    state = {names[number]: values for number, values in numbered["state"].items()}
+    state = {names[number]: values for number, values in numbered.get("state", {}).items()}
     return {"state": state, "param_groups": groups}
 
 
@@ -97,8 +99,8 @@ def without_moments(named: State, groups: list[list[str]]) -> set[str]:
     if added := sorted(missing - trained):
         raise InputError(
             f"--ckpt_path: the checkpoint has no optimizer state for {added[0]} ({len(added)} such"
-            " parameters); resume with the same trainable parameters, or export it and start a"
-            " new run with model.pretrained"
+            " parameters); resume with the same trainable parameters, or start a new run from its"
+            " weights"
         )
     return missing
 
@@ -119,10 +121,19 @@ class ParameterNames(Callback):
 
     def __init__(self) -> None:
         self._loaded: State = {}
+        self._num_groups: list[int] = []  # of each optimizer, at the start
 
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: State
     ) -> None:
+        now = [len(one.param_groups) for one in trainer.optimizers]
+        adds = any(isinstance(each, BaseFinetuning) for each in trainer.callbacks)  # ty: ignore[missing-attribute]
+        if self._num_groups not in ([], now) and not adds:  # Lightning's callback restores them
+            raise InputError(
+                f"the optimizer had {sum(self._num_groups)} parameter groups at the start and has"
+                f" {sum(now)} now, which no resumed training could load: make all groups in"
+                " configure_optimizers, with lr 0 until they are to be trained"
+            )
         if trainer.strategy.lightning_restore_optimizer:  # other formats have names
             checkpoint["parameter_names"] = [
                 sum(groups_of(pl_module, one), []) for one in trainer.optimizers
@@ -151,13 +162,16 @@ class ParameterNames(Callback):
             report_missing_moments()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._num_groups = [len(one.param_groups) for one in trainer.optimizers]
         self._fit_to(trainer, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Sets the learning rates: a loaded schedule would set them only at its next step. Where
-        several schedules change one optimizer, or the module steps them itself, none of them knows
-        the rate: the optimizer's own state has it."""
-        if is_overridden("lr_scheduler_step", pl_module, L.LightningModule):
+        several schedules change one optimizer, or the module steps them or sets rates itself, none
+        of them knows the rate: the optimizer's own state has it."""
+        hooks = ("lr_scheduler_step", "optimizer_step")
+        is_own = any(is_overridden(hook, pl_module, L.LightningModule) for hook in hooks)
+        if is_own or not pl_module.automatic_optimization:
             return
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
         for schedule in schedules:
@@ -178,7 +192,8 @@ class ParameterNames(Callback):
                 states[index] = numbered(state, groups, optimizer.param_groups)
         schedules = self._loaded.get("lr_schedulers", [])
         for schedule, config in zip(schedules, trainer.lr_scheduler_configs, strict=False):
-            _fit_schedule(schedule, len(config.scheduler.optimizer.param_groups))
+            if isinstance(config.scheduler, LRScheduler):  # else it loads what it has saved
+                _fit_schedule(schedule, len(config.scheduler.optimizer.param_groups))
         self._loaded = {}
 
 

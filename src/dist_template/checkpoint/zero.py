@@ -105,7 +105,7 @@ class ZeroFormat(StrategyFormat[DeepSpeedStrategy]):
 
         def write_all(folder: Path) -> None:
             for file, state in files.items():
-                (folder / file).parent.mkdir(exist_ok=True)
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 write(state, str(folder / file))
             if weights.is_rank_zero():  # as DeepSpeed does, but after all errors were raised
                 (folder / "latest").write_text(TAG, encoding="utf-8")

@@ -109,6 +109,7 @@ def hide_expected() -> None:
         ".*sync_dist=True.*",  # the module has already reduced them
         ".*your dataloader is not resumable.*",  # the data module counts consumed samples
         ".*smaller than the logging interval.*",  # training_log.py counts steps across epochs
+        ".*find_unused_parameters=True was specified.*",  # a default of manual optimization
         ".*exists and is not empty.*",  # a resumed run continues in its folder
     ):
         warnings.filterwarnings("ignore", message=expected)

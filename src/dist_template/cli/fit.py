@@ -25,7 +25,7 @@ from .. import hooks
 from ..cluster.run_lock import RUN_LOCK
 from ..cluster.site import Site
 from ..cluster.watchdog import WATCHDOG
-from ..compat.lightning import exit_with_codes
+from ..compat.lightning import exit_with_codes, explain_optimizers
 from ..compat.lightning_cli import OpenCLI, keys_of
 from ..errors import InputError, reason
 from ..model import any_module
@@ -202,11 +202,8 @@ class CLI(OpenCLI):
         self._pass_optimization()
         self._accumulate()
         self._check_limits()
-        key = "gradient_clip_val"
-        if not self.model.automatic_optimization and self._trainer_arguments.get(
-            key
-        ) == self._trainer_defaults.get(key):
-            kwargs[key] = None  # Lightning refuses a user's
+        if not self.model.automatic_optimization:
+            kwargs |= self._settings_of_manual_optimization()
         try:
             # Without checkpointing, Lightning refuses callbacks that save; trainer.py removes them.
             # Samples are distributed by the data module, or else by SampleOrder.
@@ -221,8 +218,29 @@ class CLI(OpenCLI):
             given=self._trainer_arguments,
             config=self.resolved_config(),
             defaults=self._defaults,
+            is_manual=not self.model.automatic_optimization,
         )
+        explain_optimizers(trainer.strategy, self.model)
         return trainer
+
+    def _settings_of_manual_optimization(self) -> dict[str, None]:
+        """Returns the Trainer's settings without a default for clipping. Raises InputError for
+        settings of what the module must do itself."""
+        name, key = type(self.model).__name__, "gradient_clip_val"
+        given = self._trainer_arguments if self.subcommand == "fit" else {}
+        if given.get(key) not in (None, self._trainer_defaults.get(key)):
+            raise InputError(
+                f"trainer.{key} is {given[key]}, and {name} optimizes manually: call"
+                f" self.clip_gradients(optimizer, {given[key]}) in its training_step, and remove"
+                " the key"
+            )
+        if (given.get("accumulate_grad_batches") or 1) > 1:
+            raise InputError(
+                f"trainer.accumulate_grad_batches is {given['accumulate_grad_batches']}, and"
+                f" {name} optimizes manually: step every so many batches in its training_step, and"
+                " remove the key"
+            )
+        return {key: None}
 
     def _pass_optimization(self) -> None:
         """Passes --optimizer and --lr_scheduler to optim.py, which builds them."""
@@ -232,6 +250,8 @@ class CLI(OpenCLI):
             if not any_module.typed_attribute(self.model, "optim", OptimConfig):
                 name = type(self.model).__name__
                 raise InputError(f"--{key}: {name} has no `optim`; edit its configure_optimizers")
+            if why := limits.unread.class_without_effect(self.model, key):
+                raise InputError(why)
             setattr(self.model.optim, f"{key}_class", chosen.as_dict())
 
     def _accumulate(self) -> None:

@@ -14,6 +14,7 @@ from ..callbacks.crash import Crash
 from ..callbacks.record import Record
 from ..callbacks.sample_order import SampleOrder
 from ..callbacks.summary import Summary
+from ..callbacks.trainable import Trainable
 from ..callbacks.watchdog import Watchdog
 from ..checkpoint.formats import use_every_format
 from ..cluster.fingerprint import SameEnvironment
@@ -36,14 +37,18 @@ def complete(
     given: dict[str, Any],
     config: dict[str, Any],
     defaults: Callable[[], str],
+    is_manual: bool,
 ) -> Summary:
     """Adds loggers, callbacks, checkpoint formats and the training loop; returns the summary.
     `given` are the Trainer's keyword arguments in the configuration, `config` is the content of
-    config.yaml, and `defaults` returns its content with all keys at their defaults."""
+    config.yaml, and `defaults` returns its content with all keys at their defaults. `is_manual`:
+    the module steps its optimizers itself."""
     if isinstance(given.get("strategy"), str) and type(trainer.strategy) is DDPStrategy:
         # Gradients are views of the buckets that are sent; buffers change equally on all ranks, and
         # are not broadcast.
         set_ddp_defaults(trainer.strategy, gradient_as_bucket_view=True, forward_sync_buffers=False)
+        if is_manual:  # one backward pass of several may reach the parameters of one optimizer
+            set_ddp_defaults(trainer.strategy, find_unused_parameters=True)
     if trainer.num_devices > 1:
         limit_threads(trainer.num_devices)  # Lightning does so in rank 0, for some strategies
     use_every_format(trainer.strategy)
@@ -54,7 +59,7 @@ def complete(
         trainer.loggers = [*trainer.loggers, RunLog(run)]
     plain = redacted(json.loads(json.dumps(config, default=str)))
     summary = Summary(run, calls_hooks=not trainer.fast_dev_run)
-    first: list[Any] = [Crash(run)]
+    first: list[Any] = [Crash(run), Trainable()]
     if not any_module.owns_order(data):
         first.insert(0, SampleOrder(distributes=given.get("use_distributed_sampler", True)))
     last = [Record(run, plain, defaults), summary]

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
 from . import replaced
+from .lightning import explained_optimizers
 
 
 def without_shared_memory_collectives() -> None:
@@ -145,6 +147,27 @@ def set_deepspeed_config(strategy: DeepSpeedStrategy, make: Callable[[], dict[st
     if not strategy._config_initialized:
         strategy.config = make()
         strategy._config_initialized = True
+
+
+class EngineStrategy(DeepSpeedStrategy):
+    """Lightning's strategy for a module with any number of schedules: Lightning (2.6.6) refuses
+    more than one, because it passes them to DeepSpeed, and then keeps DeepSpeed from stepping
+    them."""
+
+    def check_optimizers(self, optimizers: list[Any]) -> None:
+        """Raises InputError if the engine cannot run them."""
+
+    def _init_optimizers(self) -> tuple[Any, None]:
+        assert self.lightning_module is not None
+        with explained_optimizers(self.lightning_module):
+            optimizers, schedules = _init_optimizers_and_lr_schedulers(self.lightning_module)
+        self.check_optimizers(optimizers)
+        self._schedules = schedules
+        return optimizers[0], None
+
+    def _initialize_deepspeed_train(self, model: nn.Module) -> None:
+        super()._initialize_deepspeed_train(model)
+        self.lr_scheduler_configs = self._schedules  # Lightning's loop steps them
 
 
 class EnginePrecision(DeepSpeedPrecision):

@@ -25,6 +25,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
+from torch import Tensor
 
 KEY = "resume_point"  # in the epoch loop's state
 
@@ -82,6 +83,7 @@ class ResumableEpochLoop(_TrainingEpochLoop):
     """Resumes right after the checkpoint's batch."""
 
     _resume_point = Point.AFTER_BATCH  # of the checkpoint that was loaded
+    step_before = 0  # optimizer steps when the present batch began
     first_batch = (
         0  # of the present optimizer step in its epoch, or one that precedes it by full steps
     )
@@ -121,10 +123,19 @@ class ResumableEpochLoop(_TrainingEpochLoop):
     def advance(self, data_fetcher: Any) -> None:
         if not self.restarting or self._resume_point is Point.AFTER_TRAINING:
             self._restarting = False
+            self.step_before = self.global_step
             super().advance(data_fetcher)
             return
         self.val_loop.restarting = False  # it starts with its first batch
         self._skip_next_val = self._resume_point is Point.AFTER_VALIDATION
+
+    def _get_monitor_value(self, key: str) -> Any:
+        """Returns a plateau's metric, the mean over all ranks: a batch's metric is each rank's own
+        unless it was logged with `sync_dist`, and ranks would train at different rates."""
+        value = super()._get_monitor_value(key)
+        if isinstance(value, Tensor) and self.trainer.world_size > 1:
+            value = self.trainer.strategy.reduce(value.clone(), reduce_op="mean")
+        return value
 
     def _accumulated_batches_reached(self) -> bool:
         ready: int = self.batch_progress.current.ready

@@ -7,19 +7,25 @@ a fallback. loop.py and epochs.py concern the training loop's speed and position
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.launchers import subprocess_script as launcher
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.core import optimizer as lightning_optimizer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from ..errors import Exit
+from ..errors import Exit, InputError, reason
 from .epoch_metrics import reduce_over_ranks
 
 GRACE_S = 5.0  # for the processes to exit with the code of a common decision
@@ -28,6 +34,32 @@ GRACE_S = 5.0  # for the processes to exit with the code of a common decision
 def accumulates(trainer: L.Trainer) -> bool:
     """Whether the present micro-batch ends without an optimizer step (no public name)."""
     return trainer.fit_loop._should_accumulate()
+
+
+def has_passed(trainer: Any, every: int) -> bool:
+    """Whether the present batch has taken the run to a multiple of `every` optimizer steps, or past
+    it: in manual optimization a batch may take several steps, or none. Each optimizer's steps
+    count, as in `trainer.global_step` and `trainer.max_steps`. In Lightning's own loop, which does
+    not know the step before: whether the present step is such a multiple."""
+    before = getattr(trainer.fit_loop.epoch_loop, "step_before", None)
+    if before is None:
+        return trainer.global_step % every == 0
+    return trainer.global_step // every > before // every
+
+
+def last_step(trainer: Any) -> float:
+    """Returns the optimizer step at which training ends; inf: it has no end. In manual optimization
+    that is estimated from the steps per batch until now: Lightning's `estimated_stepping_batches`
+    counts batches."""
+    if trainer.lightning_module.automatic_optimization:
+        return trainer.estimated_stepping_batches
+    most = trainer.max_steps if trainer.max_steps >= 0 else float("inf")
+    epochs = trainer.max_epochs
+    if epochs is None or epochs < 0 or trainer.num_training_batches == float("inf"):
+        return most
+    batches, taken = trainer.num_training_batches * epochs, batch_progress(trainer).total.ready
+    steps_per_batch = trainer.global_step / taken if taken else 1
+    return min(round(batches * steps_per_batch), most)
 
 
 def validation_may_follow(trainer: Any) -> bool:
@@ -112,6 +144,39 @@ def replace_clipping(module: L.LightningModule, clip: Callable[..., None]) -> No
     vars(module)["configure_gradient_clipping"] = partial(clip, original)
 
 
+def save_after_module(trainer: Any, module: L.LightningModule) -> None:
+    """Lets callbacks that save run after the module's own hooks of the same name. Lightning (2.6.6)
+    calls them before: a checkpoint would lack what the module does at the end of its batch, such as
+    an average of its weights, and a resumed training would never do it."""
+    for name in ("on_train_batch_end", "on_validation_end"):
+        own = getattr(module, name)
+        if getattr(own, "__func__", None) is getattr(L.LightningModule, name):
+            continue
+        hooks = []
+        for callback in trainer.callbacks:
+            if isinstance(callback, Checkpoint) and name not in vars(callback):
+                hook = getattr(callback, name)
+                if getattr(hook, "__func__", None) is not getattr(Callback, name):
+                    hooks.append(partial(hook, trainer, module))
+                    vars(callback)[name] = _nothing
+        if hooks:
+            vars(module)[name] = partial(_in_turn, [own, *hooks])
+
+
+def undo_save_after_module(trainer: Any, module: L.LightningModule) -> None:
+    for name in ("on_train_batch_end", "on_validation_end"):
+        if (hook := vars(module).get(name)) and getattr(hook, "func", None) is _in_turn:
+            vars(module)[name] = hook.args[0][0]
+        for callback in trainer.callbacks:
+            if vars(callback).get(name) is _nothing:
+                del vars(callback)[name]
+
+
+def _in_turn(hooks: list[Callable[..., None]], *args: Any) -> None:
+    for hook in hooks:
+        hook(*args)
+
+
 # ---- the launcher --------------------------------------------------------------------------------
 
 
@@ -158,6 +223,66 @@ def before_setup_environment(strategy: Strategy, function: Callable[[], None]) -
 def set_ddp_defaults(strategy: DDPStrategy, **options: Any) -> None:
     """Gives DistributedDataParallel these options where the configuration gives none."""
     strategy._ddp_kwargs = options | strategy._ddp_kwargs
+
+
+FORMS = """return an optimizer, a list of them, ([optimizers], [schedules]), or \
+{"optimizer": …, "lr_scheduler": …}"""
+
+
+@contextmanager
+def explained_optimizers(module: L.LightningModule) -> Generator[None]:
+    """Inside, what Lightning says of the result of `configure_optimizers` is raised as an
+    InputError; an error in the module's own code stays what it is."""
+    try:
+        yield
+    except (MisconfigurationException, RuntimeError, TypeError) as error:
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        if not frames or frames[-1].f_code.co_filename != lightning_optimizer.__file__:
+            raise
+        why = reason(error)
+        end = f"; {FORMS}" if why.startswith("Unknown") else ""
+        raise InputError(f"{type(module).__name__}.configure_optimizers: {why}{end}") from error
+
+
+def explain_optimizers(strategy: Strategy, module: L.LightningModule) -> None:
+    """Lets `strategy` create optimizers inside of `explained_optimizers`."""
+    create = strategy.setup_optimizers
+
+    def setup_optimizers(trainer: L.Trainer) -> None:
+        with explained_optimizers(module):
+            create(trainer)
+
+    vars(strategy)["setup_optimizers"] = setup_optimizers
+
+
+def wrap_again(strategy: DDPStrategy) -> None:
+    """Wraps the module in a new DistributedDataParallel, which reduces the gradients of the
+    parameters that are trainable now; the old one knows those of its start alone. Each rank keeps
+    its own buffers. Collective."""
+    given = strategy._ddp_kwargs
+    strategy._ddp_kwargs = given | {"init_sync": False}
+    try:
+        strategy.model = strategy.lightning_module
+        strategy.configure_ddp()
+    finally:
+        strategy._ddp_kwargs = given
+
+
+def before_training_step(strategy: Strategy, function: Callable[[], None]) -> None:
+    """Calls `function` before each `training_step`, after the hooks `on_train_batch_start` of all
+    callbacks and the module."""
+    begin = strategy.on_train_batch_start
+
+    def on_train_batch_start(batch: Any, batch_idx: int) -> None:
+        function()
+        begin(batch, batch_idx)
+
+    vars(strategy)["on_train_batch_start"] = on_train_batch_start
+
+
+def after_training(strategy: Strategy) -> None:
+    """Undoes `before_training_step`."""
+    vars(strategy).pop("on_train_batch_start", None)
 
 
 def start_process_group(strategy: ModelParallelStrategy, gpu_backend: str | None) -> None:

@@ -156,6 +156,7 @@ class EpochLoop(ResumableEpochLoop):
             super().advance(data_fetcher)
             return
         trainer, progress = self.trainer, self.batch_progress
+        self.step_before = self.global_step
         connector = trainer._logger_connector
         if self.val_loop._restarting:
             self.val_loop.restarting = False

@@ -34,6 +34,9 @@ from ..compat.lightning import set_configure_model, torch_optimizer
 from ..errors import InputError
 from ..layout import refuse_scalars
 from . import scatter
+from .answers.zero import ELEMENTWISE
+from .configured import overrides
+from .element_wise import why_not_on_shards
 from .mesh_ranks import MeshRanks
 from .mesh_sizes import AXES, ReplicaAxis, Size, TensorAxis
 from .pipeline.division import Division
@@ -134,6 +137,30 @@ class MeshStrategy(MeshRanks):
         super().connect(model)
         if not is_overridden("configure_model", model):  # its layers are made in __init__
             set_configure_model(model, partial(shard_module, model, self))
+
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        """Tries an optimizer of the module's own on shards. Raises InputError if it needs full
+        parameters."""
+        super().setup_optimizers(trainer)
+        if not self.shards or not overrides(self.lightning_module, "configure_optimizers"):
+            return
+        for optimizer in map(torch_optimizer, self.optimizers):
+            if not optimizer.param_groups:
+                raise InputError(
+                    "configure_optimizers returns no optimizer, whose state MeshStrategy's"
+                    " checkpoints have: return one, or use --config strategy/ddp or one device"
+                )
+            is_known = type(optimizer).__module__.startswith("torch.optim.")
+            if is_known and type(optimizer).__name__ in ELEMENTWISE:
+                continue
+            assert self.device_mesh is not None
+            if why := why_not_on_shards(optimizer, self.device_mesh["fsdp"]):
+                raise InputError(
+                    f"{type(optimizer).__name__} of configure_optimizers does not work under"
+                    f" MeshStrategy, which shards parameters ({why}): return an optimizer that"
+                    " updates each element by itself, such as AdamW or SGD, or use --config"
+                    " strategy/ddp or one device"
+                )
 
     def teardown(self) -> None:
         if self.lightning_module is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from .pipeline.stages import StageFacts
@@ -110,6 +110,15 @@ class RunDefaults:
         start.fill(start.model)
         return start.model
 
+    @property
+    def keeps_trainable(self) -> bool:
+        """Whether the strategy keeps which parameters were trainable when it prepared the model."""
+        return False
+
+    def change_trainable(self, changed: Mapping[str, bool]) -> None:
+        """Prepares the model for parameters whose `requires_grad` has changed, by name; all ranks
+        call it at the same step. Raises InputError if that is not possible."""
+
     def sum_of_batches(self, sums: Tensor) -> Tensor:
         """Returns sums over all ranks that read different batches. Collective."""
         return self.lightning.reduce(sums, self.layers.batch_group, reduce_op="sum")
@@ -126,6 +135,18 @@ class PlainStrategy(RunDefaults):
     @property
     def lightning(self) -> Any:
         return self._strategy
+
+    @property
+    def keeps_trainable(self) -> bool:
+        """DDP reduces the gradients of the parameters that were trainable when it was made."""
+        from torch.nn.parallel import DistributedDataParallel
+
+        return isinstance(self._strategy.model, DistributedDataParallel)
+
+    def change_trainable(self, changed: Mapping[str, bool]) -> None:
+        from ..compat.lightning import wrap_again
+
+        wrap_again(self.lightning)
 
 
 def run_strategy(strategy: Strategy | RunDefaults) -> RunDefaults:

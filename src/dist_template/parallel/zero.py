@@ -8,7 +8,7 @@ that."""
 import math
 import os
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
@@ -28,6 +28,7 @@ from ..errors import InputError, require
 from ..layout import refuse_scalars
 from . import deepspeed_config as config_file
 from .configured import Configured, Hardware
+from .element_wise import is_element_wise
 from .own_format import OwnFormat
 from .run_strategy import RunDefaults
 from .starting import Start
@@ -107,7 +108,7 @@ class ZeroPrecision(EnginePrecision):
         return False, -1.0 if skipped else float(engine.get_global_grad_norm())
 
 
-class ZeroStrategy(RunDefaults, OwnFormat, DeepSpeedStrategy):
+class ZeroStrategy(RunDefaults, OwnFormat, compat.EngineStrategy):
     """Shards by DeepSpeed's ZeRO.
 
     Offloaded state is updated by torch's fused AdamW on the CPU, not by DeepSpeed's: the results
@@ -162,6 +163,9 @@ class ZeroStrategy(RunDefaults, OwnFormat, DeepSpeedStrategy):
         assert isinstance(self.config, dict)
         self._given, zero = self.config, self.config["zero_optimization"]
         self.arguments = {"config": self._given}  # for sharding_of
+        # Lightning's arguments set it to true; here it counts if a file says so.
+        is_given = config is not None
+        self._allows_untested = is_given and self._given.get("zero_allow_untested_optimizer", False)
         if config is None:
             if zero["stage"] > 1:  # in stage 1 it would select another DeepSpeed optimizer
                 self.config["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -277,10 +281,49 @@ class ZeroStrategy(RunDefaults, OwnFormat, DeepSpeedStrategy):
         start.fill(model)
         return model
 
+    def check_optimizers(self, optimizers: list[Any]) -> None:
+        """Refuses what DeepSpeed cannot run, or would run wrongly without an error."""
+        optimizer = optimizers[0]
+        name = type(optimizer).__name__
+        if not any(group["params"] for group in optimizer.param_groups):
+            raise InputError(
+                "configure_optimizers returns no optimizer, and DeepSpeed trains with one: return"
+                " one, or use --config strategy/ddp"
+            )
+        origin = type(optimizer).__module__.partition(".")[0]
+        if self._allows_untested or origin == "deepspeed":
+            return
+        if not is_element_wise(optimizer):
+            raise InputError(
+                f"{name} of configure_optimizers does not work under ZeRO, which flattens"
+                " parameters and passes each rank a part: that needs an optimizer that updates each"
+                " element by itself, such as AdamW or SGD; return one, or use --config"
+                " strategy/fsdp2 or strategy/ddp"
+            )
+
+    @property
+    def keeps_trainable(self) -> bool:
+        """The engine partitions the optimizer's parameters when it is made."""
+        return True
+
+    def change_trainable(self, changed: Mapping[str, bool]) -> None:
+        name, is_trained = next(iter(changed.items()))
+        raise InputError(
+            f"{name} ({len(changed)} such) was {'unfrozen' if is_trained else 'frozen'} in"
+            " training, and DeepSpeed trains the parameters that are trainable at its start: give"
+            " them a group whose lr is 0 until then, or use --config strategy/ddp or"
+            " strategy/fsdp2"
+        )
+
     def init_deepspeed(self) -> None:
         super().init_deepspeed()
         if self.zero_stage_3:
             compat.trace_full_forwards(self.deepspeed_engine)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns {}: the engine writes the state of its optimizer by itself (checkpoint/zero.py),
+        and a copy for Lightning's dict would be thrown away."""
+        return {}
 
     # ---- the step --------------------------------------------------------------------------------
 

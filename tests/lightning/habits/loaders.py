@@ -161,8 +161,10 @@ HABITS: dict[str, Habit] = {
     ),
     "dict_of_loaders": Habit("OfTwo", "DictOfLoaders", EPOCHS),
     "combined": Habit("OfTwo", "Combined", EPOCHS),
-    "streamed": Habit(data="Streamed", trainer=EPOCHS, refused=UNEQUAL),
-    "streamed_with_length": Habit(data="StreamedWithLength", trainer=EPOCHS, refused=UNEQUAL),
+    "streamed": Habit(data="Streamed", trainer=EPOCHS, refused={"several": UNEQUAL}),
+    "streamed_with_length": Habit(
+        data="StreamedWithLength", trainer=EPOCHS, refused={"several": UNEQUAL}
+    ),
     "with_workers": Habit(data="WithWorkers", trainer=EPOCHS),
     "uneven": Habit(data="Uneven", trainer=EPOCHS | {"accumulate_grad_batches": 2}),
     "randomly_augmented": Habit(data="RandomlyAugmented", trainer=EPOCHS, rows_differ=True),

@@ -9,6 +9,7 @@ from ...by_tokens import divisor_of, values_of
 from ...errors import InputError
 from ..configured import ARGS, NOT_READ_YET, Configured
 from ..mesh_sizes import AXES, Axis, MeshSizes, data_parallel_size, sizes_of
+from ..own_code import code_of
 from ..pipeline.stages import (
     ONE_STAGE,
     SPLIT_BACKWARD,
@@ -73,6 +74,13 @@ class Mesh(Plain):
 
     def refusals(self, setup: Configured) -> Iterator[str]:
         yield from super().refusals(setup)
+        code = code_of(type(setup.module))
+        if setup.trains and code is not None and "grad_norm" in code.calls:
+            yield (
+                f"{type(setup.module).__name__} calls grad_norm, and Lightning's (2.6.6) cannot"
+                f" read the sharded gradients of {self.name}: remove the call; the norm is logged"
+                " as train/grad_norm anyway"
+            )
         world_size = setup.machine.world_size
         try:
             sizes = self.sizes(world_size)

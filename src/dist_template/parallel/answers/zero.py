@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Self
 
 from ...errors import InputError, require
 from .. import deepspeed_check
-from ..configured import ARGS, Configured
+from ..configured import ARGS, Configured, overrides
 from ..deepspeed_config import KEY, read, resolve
+from ..own_code import code_of
 from .plain import Plain, measured_refusal, selective_refusal
 
 BUCKET = 200_000_000  # elements of DeepSpeed's reduce bucket
@@ -19,6 +20,12 @@ REPLACED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accu
 REPLACED += ("bf16", "fp16")  # keys of a DeepSpeed file that the Trainer's settings replace
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam")
 ELEMENTWISE += ("RMSprop", "Rprop", "SGD")
+# Hooks of a LightningModule that have no effect, because the engine does the same by itself, and
+# what to do instead.
+WITHOUT_EFFECT = {
+    "configure_gradient_clipping": "DeepSpeed clips in its own step: set trainer.gradient_clip_val",
+    "backward": "DeepSpeed's engine calls backward: scale the loss in training_step",
+}
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,15 @@ class Zero(Plain):
             yield (
                 "trainer.gradient_clip_algorithm 'value': DeepSpeed clips by norm only; set 'norm'"
             )
+        if setup.trains:
+            for hook, instead in WITHOUT_EFFECT.items():
+                if setup.overrides(hook):
+                    yield (
+                        f"{type(setup.module).__name__} has its own {hook}, which has no effect"
+                        f" under ZeRO: {instead}, and remove the hook, or use --config"
+                        " strategy/fsdp2"
+                    )
+            yield from self._hooks_of_gradients(setup)
         if self.offload_parameters and self.stage != 3:
             why = f"needs ZeRO stage 3, which shards parameters, but the stage is {self.stage}"
             yield f"{ARGS}.offload_parameters {why}: set stage 3, or offload_parameters false"
@@ -139,6 +155,24 @@ class Zero(Plain):
         if self.stage == 3:
             yield from selective_refusal(setup, "ZeRO stage 3")
             yield from measured_refusal(setup, "ZeRO stage 3")
+
+    def _hooks_of_gradients(self, setup: Configured) -> Iterator[str]:
+        """The engine keeps gradients to itself: `.grad` is None in hooks, so that a norm would not
+        be logged, and a change would be lost."""
+        callbacks = setup.trainer.get("callbacks") or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        for one in (setup.module, *callbacks):
+            code = code_of(type(one))
+            for hook in HOOKS_OF_GRADIENTS:
+                if overrides(one, hook) and code is not None and code.reads_gradients(hook):
+                    yield (
+                        f"{hook} of {type(one).__name__} reads gradients, which DeepSpeed keeps to"
+                        " itself: `.grad` is None there. The norm is logged as train/grad_norm"
+                        " anyway; remove the hook, or use --config strategy/fsdp2 or strategy/ddp"
+                    )
+
+
+HOOKS_OF_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 
 
 def _small_config(config: str | Mapping[str, Any]) -> dict[str, Any]:

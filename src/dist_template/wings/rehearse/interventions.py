@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 
 from ...text.batches.rows import NOT_COUNTED
@@ -58,8 +59,10 @@ class RaggedLabels(Callback):
         data.transform = masked
 
 
-class KillAt(Callback):
-    """Kills every rank with SIGKILL after `step` optimizer steps."""
+class KillAt(Checkpoint):
+    """Kills every rank with SIGKILL after `step` optimizer steps.
+
+    It is a `Checkpoint`, because Lightning calls those last, after those that save."""
 
     def __init__(self, step: int) -> None:
         self.step = step

@@ -1,0 +1,76 @@
+"""Freezing and unfreezing in a training: `requires_grad` that a hook or a callback changes.
+
+DDP reduces the gradients of the parameters that were trainable when it wrapped the module: each
+rank would train one that is unfrozen later by its own gradients, and one that is frozen ends the
+next step with an error. Here the module is wrapped again. DeepSpeed's engine partitions its
+optimizer at the start, so such a change is refused. FSDP2 needs nothing.
+
+A checkpoint has the names of the parameters that were frozen or unfrozen since the start, so that a
+resumed training has them as they were, whether or not the hook runs again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+from lightning.pytorch import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+
+from ..checkpoint.frozen import CHANGED, restore_trainable
+from ..compat.lightning import after_training, before_training_step
+from ..parallel.run_strategy import RunDefaults, run_strategy
+
+
+class Trainable(Callback):
+    """Keeps the strategy and checkpoints in step with the module's `requires_grad`."""
+
+    def __init__(self) -> None:
+        self._initial: dict[str, bool] | None = None  # before training, by name
+        self._names: list[str] = []
+        self._parameters: list[Any] = []
+        self._known: list[bool] = []  # by the strategy
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._initial = None
+
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._initial = self._initial or _flags(pl_module)
+            restore_trainable(pl_module, checkpoint)
+
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        before, now = self._initial or {}, _flags(pl_module)
+        checkpoint[CHANGED] = {
+            name: value for name, value in now.items() if before.get(name, value) != value
+        }
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Runs after the strategy has prepared the module, in some before a checkpoint is
+        loaded."""
+        self._initial = self._initial or _flags(pl_module)
+        named = dict(pl_module.named_parameters())
+        self._names, self._parameters = [*named], [*named.values()]
+        self._known = [parameter.requires_grad for parameter in self._parameters]
+        strategy = run_strategy(trainer.strategy)
+        if strategy.keeps_trainable:
+            before_training_step(trainer.strategy, lambda: self._compare(strategy))
+
+    def _compare(self, strategy: RunDefaults) -> None:
+        now = [parameter.requires_grad for parameter in self._parameters]
+        if now == self._known:
+            return
+        triples = zip(self._names, self._known, now, strict=True)
+        changed = {name: after for name, before, after in triples if before != after}
+        self._known = now
+        strategy.change_trainable(changed)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        after_training(trainer.strategy)
+
+
+def _flags(module: L.LightningModule) -> dict[str, bool]:
+    return {name: parameter.requires_grad for name, parameter in module.named_parameters()}
