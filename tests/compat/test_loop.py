@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -16,6 +17,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils.data import DataLoader
 from trainer_dev.module import LanguageModule
 
 from dist_template.cli import trainer as cli
@@ -59,6 +61,40 @@ def test_the_closure_of_an_optimizer_step_is_lightnings(tmp_path: Path) -> None:
     trainer_in(tmp_path).fit(Unusual())
 
 
+class Gaps(BoringModel):
+    """Its loader yields None for each second batch, as for samples that cannot be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Any] = []
+
+    def train_dataloader(self) -> Any:
+        rows: Any = range(8)
+        return DataLoader(rows, batch_size=2, collate_fn=lambda some: self.batch_of(some[0]))
+
+    def batch_of(self, row: int) -> Tensor | None:
+        return torch.ones(2, 32) if row % 4 else None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(outputs is not None)
+
+
+@pytest.mark.parametrize("is_lightnings", [False, True])
+def test_a_batch_that_is_none_is_skipped(tmp_path: Path, is_lightnings: bool) -> None:
+    trainer = trainer_in(tmp_path, is_lightnings, max_epochs=1, max_steps=-1)
+    module = Gaps()
+    trainer.fit(module)
+    assert module.outputs == [False, True, False, True]
+    assert trainer.global_step == 2
+
+
+def test_a_profile_names_the_loop_as_lightnings(tmp_path: Path) -> None:
+    trainer: Any = trainer_in(tmp_path, profiler="simple")
+    trainer.fit(BoringModel())
+    found = trainer.profiler.recorded_durations
+    assert len(found["[_TrainingEpochLoop].train_dataloader_next"]) == 2
+
+
 class Validations(BoringModel):
     """Records after which steps it was validated, and how many batches of the epoch are counted."""
 
@@ -93,6 +129,15 @@ def test_hooks_are_called() -> None:
     step_of(optimizer)()
     handle.remove()
     assert len(calls) == 3
+
+
+def test_a_step_that_is_replaced_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a mock, which has every attribute but __wrapped__."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    step = Mock()
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    step_of(optimizer)()
+    assert step.call_count == 1
 
 
 def test_dropout_is_the_identity_and_noted_where_it_would_act(monkeypatch: Any) -> None:

@@ -21,6 +21,11 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    LearningRateMonitor,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -28,6 +33,12 @@ from lightning.pytorch.trainer import call
 from torch import Tensor
 
 KEY = "resume_point"  # in the epoch loop's state
+FETCHING = "[_TrainingEpochLoop].train_dataloader_next"  # in a profile, as by Lightning's loop
+# Hooks at an epoch's start that change what a checkpoint has, or log; a subclass may have others.
+SAVED = {
+    kind.on_train_epoch_start
+    for kind in (BaseFinetuning, LearningRateMonitor, StochasticWeightAveraging)
+}
 
 
 class Point(StrEnum):
@@ -55,10 +66,11 @@ class FitLoop(_FitLoop):
         resumes = self.restarted_mid_epoch or self.restarted_on_epoch_end
         super().on_advance_start()
         if resumes:
-            # Lightning's own callbacks have saved what they did; the user's may set it here.
-            for callback in self.trainer.callbacks:
-                if not type(callback).__module__.startswith("lightning."):
-                    callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
+            trainer: Any = self.trainer
+            for callback in trainer.callbacks:
+                hook: Any = callback.on_train_epoch_start
+                if getattr(hook, "__func__", hook) not in SAVED:
+                    hook(self.trainer, self.trainer.lightning_module)
             call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
 
     def on_advance_end(self) -> None:
@@ -136,6 +148,14 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         if isinstance(value, Tensor) and self.trainer.world_size > 1:
             value = self.trainer.strategy.reduce(value.clone(), reduce_op="mean")
         return value
+
+    def _on_before_fetch(self) -> None:
+        trainer: Any = self.trainer
+        trainer.profiler.start(FETCHING)
+
+    def _on_after_fetch(self) -> None:
+        trainer: Any = self.trainer
+        trainer.profiler.stop(FETCHING)
 
     def _accumulated_batches_reached(self) -> bool:
         ready: int = self.batch_progress.current.ready

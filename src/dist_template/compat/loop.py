@@ -30,6 +30,7 @@ from .epochs import Optimization as OfSteps
 from .epochs import ResumableEpochLoop, make_resumable
 from .torch import step_of
 
+NO_GAPS = "one rank cannot skip a step that all ranks take together"
 OF_EACH_BATCH = (
     "on_train_batch_start",
     "on_before_zero_grad",
@@ -170,13 +171,16 @@ class EpochLoop(ResumableEpochLoop):
         results = self._results
         results.batch, results.batch_size, results.dataloader_idx = batch, None, None
 
-        output = None
-        ends = self.each("on_train_batch_start", batch, batch_idx) == -1
-        trainer.strategy.on_train_batch_start(batch, batch_idx)
+        output, ends = None, False
+        if batch is None:
+            self._refuse_a_gap()
+        else:
+            ends = self.each("on_train_batch_start", batch, batch_idx) == -1
+            trainer.strategy.on_train_batch_start(batch, batch_idx)
         if ends:
             progress.increment_by(0, is_last_batch=True)
             self._accumulates = super()._should_accumulate()
-        else:
+        elif batch is not None:
             progress.increment_started()
             given: Any = {"batch": batch}
             if self._takes_index:
@@ -195,6 +199,13 @@ class EpochLoop(ResumableEpochLoop):
         progress.increment_completed()
         if results:
             connector.update_train_step_metrics()
+
+    def _refuse_a_gap(self) -> None:
+        """Warns once that a loader yields None, as a `collate_fn` does that skips broken samples.
+        Raises RuntimeError on several ranks, where the others wait for this rank's gradients."""
+        if self.trainer.world_size > 1:
+            raise RuntimeError(f"the train_dataloader yielded None: {NO_GAPS}")
+        self._warning_cache.warn("train_dataloader yielded None: this batch is skipped")
 
     def on_advance_end(self, data_fetcher: Any) -> None:
         trainer = self.trainer
@@ -300,7 +311,7 @@ def _loss_and_outputs(output: Any, trainer: Any) -> tuple[Tensor | None, dict[st
     if output is None and trainer.world_size > 1:
         raise RuntimeError(
             "Skipping the `training_step` by returning None in distributed training is not"
-            " supported: one rank cannot skip a step that all ranks take together"
+            f" supported: {NO_GAPS}"
         )
     if isinstance(output, Tensor) and trainer.accumulate_grad_batches == 1:
         return output, {"loss": output.detach()}

@@ -105,7 +105,8 @@ def step_of(optimizer: Any) -> Callable[..., Any]:
     which only notes that it was called)."""
     step, of_class = optimizer.step, type(optimizer).step
     is_torchs = "step" not in vars(optimizer) or hasattr(step, "_wrapped_by_lr_sched")
-    if not (is_torchs and hasattr(of_class, "hooked")) or torch.autograd._profiler_enabled():
+    is_torchs = is_torchs and hasattr(of_class, "hooked") and hasattr(of_class, "__wrapped__")
+    if not is_torchs or torch.autograd._profiler_enabled():
         return step
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     if hooks or _optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks:
