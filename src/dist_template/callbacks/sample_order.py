@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 from ..checkpoint.identity import OF_AN_ORDER, compare
 from ..cluster.signals import isolate_worker
 from ..compat.epochs import make_resumable
-from ..compat.lightning import batch_progress
+from ..compat.lightning import batch_progress, in_sequence
 from ..errors import InputError
 from ..model.any_module import callbacks_of, data_of, owns_order
 from ..parallel import run_strategy
@@ -55,6 +55,7 @@ class SampleOrder(Callback):
 
     def __init__(self, distributes: bool = True) -> None:
         self.distributes = distributes
+        self._overfits: int | float = 0.0  # trainer.overfit_batches; loaders do not shuffle
         self.global_batch_size = 0  # 0: not known, or the loader is not changed
         self._consumed: ConsumedSamples | None = None
         self._loaded: dict[str, Any] = {}
@@ -69,6 +70,10 @@ class SampleOrder(Callback):
         self._rank, self._num_ranks = run_strategy(trainer.strategy).data_rank
         if stage == "fit":
             self._consumed, self._loaded, self._settings = None, {}, {}
+            # The Trainer has set its limits by it, and would replace samplers by sequential ones:
+            # each rank would have the same rows, and a resumed run the first ones.
+            self._overfits = self._trainer.overfit_batches
+            self._trainer.overfit_batches = 0.0
             if has_command_line() and isinstance(trainer.val_check_interval, int):
                 # The command line counts optimizer steps, Lightning batches.
                 trainer.val_check_interval *= trainer.accumulate_grad_batches
@@ -91,9 +96,13 @@ class SampleOrder(Callback):
         for owner, name in self._wrapped:
             vars(owner).pop(name, None)
         self._wrapped = []
+        if stage == "fit" and self._overfits:
+            self._trainer.overfit_batches, self._overfits = self._overfits, 0.0
 
     def _train(self, loader: Any) -> Any:
-        if self._trainer.overfit_batches or not self.distributes:
+        if self._overfits:
+            loader = in_sequence(loader)
+        if not self.distributes:
             return loader
         if not _is_plain(loader, RandomSampler, SequentialSampler):
             return distributed(loader, self._rank, self._num_ranks, self._position())
@@ -155,6 +164,8 @@ class SampleOrder(Callback):
     def _evaluation(self, loader: Any) -> Any:
         if isinstance(loader, list | tuple):
             return [self._evaluation(each) for each in loader]
+        if self._overfits:
+            loader = in_sequence(loader)
         if self._num_ranks == 1 or not _is_plain(loader, SequentialSampler):
             return loader
         num = len(loader.dataset)

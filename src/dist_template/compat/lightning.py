@@ -22,8 +22,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.core import optimizer as lightning_optimizer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.trainer.connectors.data_connector import _resolve_overfit_batches
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from ..errors import Exit, InputError, reason
 from .epoch_metrics import reduce_over_ranks
@@ -134,6 +137,14 @@ def log_at_optimizer_steps(trainer: Any) -> None:
 def batch_progress(trainer: L.Trainer) -> Any:
     """Returns the counters of a rank's training batches, `total` and `current` (no public name)."""
     return trainer.fit_loop.epoch_loop.batch_progress
+
+
+def in_sequence(loader: Any) -> Any:
+    """Returns a loader, or a collection, whose samplers are sequential, with a warning for others:
+    what `trainer.overfit_batches` asks for."""
+    combined = loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader)
+    _resolve_overfit_batches(combined, RunningStage.TRAINING)
+    return combined if loader is combined else combined.iterables
 
 
 def replace_clipping(module: L.LightningModule, clip: Callable[..., None]) -> None:
