@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import lightning as L
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
@@ -204,6 +205,10 @@ class CLI(OpenCLI):
         self._check_limits()
         if not self.model.automatic_optimization:
             kwargs |= self._settings_of_manual_optimization()
+        given = self._trainer_arguments.get("callbacks") or []
+        callbacks = given if isinstance(given, list) else [given]
+        if any(isinstance(callback, ProgressBar) for callback in callbacks):
+            kwargs["enable_progress_bar"] = True  # Lightning refuses the bar with our default
         try:
             # Without checkpointing, Lightning refuses callbacks that save; trainer.py removes them.
             # Samples are distributed by the data module, or else by SampleOrder.

@@ -3,16 +3,25 @@
 from collections.abc import Iterator
 from typing import Any
 
+import lightning as L
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BatchSizeFinder,
+    Checkpoint,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.callbacks.spike import SpikeDetection
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ...model.any_module import owns_order
 from ...model.optim import OptimConfig
+from ...parallel.answers.mesh import Mesh
+from ...parallel.answers.zero import Zero
 from .machine import Setup
 
 # Key: the value that is allowed, and what to do instead of another.
@@ -23,25 +32,30 @@ REPLACED: dict[str, tuple[Any, str]] = {
     "model_registry": (None, "remove the key, and give --ckpt_path a folder"),
 }
 OF_AN_ORDER = ("overfit_batches", "use_distributed_sampler")  # the Trainer's without an order
-# What to do instead: with the keys of this library's modules and data, and without them.
-REFUSED_CALLBACKS: dict[type, tuple[str, str]] = {
+
+# Callbacks that change training in a way that a resume, or several ranks, would not have, and what
+# to do instead: with model.optim and a data module that orders the samples, and without.
+REFUSED_CALLBACKS: dict[type[Callback], tuple[str, ...]] = {
     StochasticWeightAveraging: (
         "set model.optim.schedule warmup_stable_decay, or use EMAWeightAveraging",
         "use EMAWeightAveraging",
     ),
     LearningRateFinder: (
         "compare runs with different model.optim.learning_rate by the verb `compare`",
-        "compare runs with different learning rates by the verb `compare`",
+        "compare runs with different rates by the verb `compare`",
     ),
     BatchSizeFinder: (
         "compare runs with different data.micro_batch_size by the verb `compare`",
-        "compare runs with different sizes of a batch by the verb `compare`",
+        "compare runs with different batch sizes by the verb `compare`",
     ),
-    GradientAccumulationScheduler: (
-        "give phases of data.global_batch_size",
-        "set trainer.accumulate_grad_batches",
-    ),
+    GradientAccumulationScheduler: ("give phases of data.global_batch_size", ""),
+    # It fails when a checkpoint is loaded (lightning 2.6.6: 'no attribute "running"').
+    SpikeDetection: ("set numerics.on_spike stop or skip",) * 2,
+    # Lightning's checkpoints have neither its masks nor the weights below them.
+    ModelPruning: ("prune the trained model by torch.nn.utils.prune",) * 2,
 }
+# Callbacks that change the optimizer's groups of parameters, or the accumulation, in training.
+CHANGE_STEPS: tuple[type[Callback], ...] = (BaseFinetuning, GradientAccumulationScheduler)
 
 
 def replaced_keys(setup: Setup) -> Iterator[str]:
@@ -52,21 +66,63 @@ def replaced_keys(setup: Setup) -> Iterator[str]:
             yield f"trainer.{key} {str(given).lower()} is not supported: {instead}"
 
 
-def callbacks(setup: Setup) -> Iterator[str]:
+def given_callbacks(setup: Setup) -> list[Any]:
+    """Returns the callbacks of trainer.callbacks and of the module."""
     given = setup.trainer.get("callbacks") or []
-    for callback in given if isinstance(given, list) else [given]:
-        for kind, (by_keys, otherwise) in REFUSED_CALLBACKS.items():
-            if isinstance(callback, kind):
-                of_data = kind in (BatchSizeFinder, GradientAccumulationScheduler)
-                has_keys = owns_order(setup.data) if of_data else setup.optim is not None
-                instead = by_keys if has_keys else otherwise
-                yield f"trainer.callbacks: {kind.__name__} is not supported: {instead}"
-        if not setup.sharding.is_replicated and isinstance(callback, WeightAveraging):
+    found = [*given] if isinstance(given, list | tuple) else [given]
+    if setup.trains and is_overridden("configure_callbacks", setup.module, L.LightningModule):
+        try:
+            of_module = setup.module.configure_callbacks()
+        except RuntimeError:  # it reads module.trainer, which is attached later
+            return found
+        found += [*of_module] if isinstance(of_module, list | tuple) else [of_module]
+    return found
+
+
+def callbacks(setup: Setup) -> Iterator[str]:
+    is_of_text = setup.optim is not None and owns_order(setup.data)
+    sharding = setup.sharding
+    for callback in given_callbacks(setup):
+        for kind, instead in REFUSED_CALLBACKS.items():
+            cure = instead[0] if is_of_text else instead[1]
+            if isinstance(callback, kind) and cure:
+                yield f"trainer.callbacks: {kind.__name__} is not supported: {cure}"
+        name = type(callback).__name__
+        if not sharding.is_replicated and isinstance(callback, WeightAveraging):
             yield (
-                f"trainer.callbacks: {type(callback).__name__} does not work under"
-                f" {setup.sharding.name}, which shards the model: use --config strategy/ddp, or"
-                " remove the callback"
+                f"trainer.callbacks: {name} does not work under {sharding.name}, which shards the"
+                " model: use --config strategy/ddp, or remove the callback"
             )
+        elif isinstance(sharding, Zero) and isinstance(callback, CHANGE_STEPS):
+            yield (
+                f"trainer.callbacks: {name} does not work under {sharding.name}, whose groups of"
+                " parameters and accumulation are fixed when training starts: use --config"
+                " strategy/fsdp2 or strategy/ddp, or remove the callback"
+            )
+
+
+def flags(setup: Setup) -> Iterator[str]:
+    """Flags of Lightning's Trainer that some strategies do not read, or cannot work with."""
+    sharding = setup.sharding
+    if setup.trainer.get("sync_batchnorm") and not sharding.is_replicated:
+        yield (
+            f"trainer.sync_batchnorm true has no effect under {sharding.name}: use --config"
+            " strategy/ddp, or convert the layers in the module's __init__ by"
+            " torch.nn.SyncBatchNorm.convert_sync_batchnorm and remove the key"
+        )
+    if setup.trainer.get("enable_checkpointing") is False:
+        for callback in given_callbacks(setup):
+            if isinstance(callback, Checkpoint):
+                yield (
+                    "trainer.enable_checkpointing is false, and trainer.callbacks has"
+                    f" {type(callback).__name__}, which saves: remove one of them"
+                )
+    on_gpu = setup.machine.accelerator != "cpu"  # gloo: Lightning takes no_grad
+    if setup.trainer.get("inference_mode") and on_gpu and isinstance(sharding, Mesh):
+        yield (
+            f"trainer.inference_mode true does not work under {sharding.name}, whose sharded"
+            " parameters torch cannot gather in that mode: remove the key"
+        )
 
 
 def manual_optimization(setup: Setup) -> Iterator[str]:
