@@ -15,6 +15,7 @@ def main() -> None:
     parser.add_argument("ways", nargs="*", default=[*RANKS])
     parser.add_argument("--habit", nargs="*", default=[*HABITS])
     parser.add_argument("--subject", choices=[*SUBJECTS])
+    parser.add_argument("--places", type=int, default=3, help="at which it is killed")
     given = parser.parse_args()
     if given.subject:
         given.habit = [*SUBJECTS[given.subject].HABITS]
@@ -24,7 +25,7 @@ def main() -> None:
                 cell = Path(folder) / f"{name}-{way}"
                 try:
                     expected = oracle_of(HABITS[name], way, cell)
-                    found = differences(HABITS[name], way, expected, cell)
+                    found = differences(HABITS[name], way, expected, cell, given.places)
                 except Exception as error:
                     traceback.print_exc()
                     found = [f"{type(error).__name__}: {str(error)[:600]}"]

@@ -6,14 +6,18 @@ and weights that this library's must have, uninterrupted, and killed and resumed
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from pydoc import locate
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -38,12 +42,15 @@ class Habit:
         module: The class of the LightningModule in habits.py.
         data: The class of its LightningDataModule there.
         trainer: Arguments of the Trainer, for both arms.
+        callbacks: Callbacks of the Trainer, for both arms, as a configuration has them: mappings of
+            `class_path` and `init_args`; "{out}" in a text is a folder of the training.
         flags: Flags that only the command line has.
-        refused: Way to train, or "several" for each on more than one process: a part of the
-            sentence with which the command line refuses the habit there.
+        refused: Way to train, "several" for all ways of two ranks, or "all": a part of the sentence
+            with which the command line refuses the habit there.
         why: The reason of a difference that is on purpose, with the upstream report if it has one.
         differs: The ways to train that `why` is about; (): all.
-        amplifies: By how much more than others it amplifies the last bit of a sum.
+        tolerance: By how much weights and metrics may differ, where the last bit of a sum that is
+            added in another order is amplified, or a low precision rounds it.
         oracle: Lightning's strategy of plain training on two ranks; "one": it trains on one
             process, with the batches of both.
         without: Metrics that are compared with nothing: each rank has its own.
@@ -52,11 +59,12 @@ class Habit:
     module: str = "Regression"
     data: str = "Rows"
     trainer: dict[str, Any] = field(default_factory=dict)
+    callbacks: tuple[dict[str, Any], ...] = ()
     flags: tuple[str, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
     why: str = ""
     differs: tuple[str, ...] = ()
-    amplifies: float = 1.0
+    tolerance: float = 0.0
     oracle: str = "ddp"
     without: tuple[str, ...] = ()
     rows_differ: bool = False
@@ -67,12 +75,17 @@ class Habit:
 
     def refusal(self, way: str) -> str:
         """Returns a part of the sentence that refuses the habit; "" where it trains."""
-        several = self.refused.get("several", "") if RANKS[way] > 1 else ""
-        return self.refused.get(way, several)
+        of_several = self.refused.get("several", "") if RANKS[way] > 1 else ""
+        return self.refused.get(way) or of_several or self.refused.get("all", "")
 
     def is_different(self, way: str) -> bool:
         """Returns whether the training differs from plain Lightning's on purpose."""
         return bool(self.why) and (not self.differs or way in self.differs)
+
+    def callbacks_in(self, folder: Path) -> list[dict[str, Any]]:
+        """Returns the callbacks with a folder in place of "{out}"."""
+        out = str(folder / "out")
+        return json.loads(json.dumps(self.callbacks).replace("{out}", out))
 
 
 class Trace(Callback):
@@ -121,6 +134,18 @@ class Trace(Callback):
             self.folder / f"trace{trainer.global_rank}.pt",
         )
 
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Adds what other callbacks did at the end of training."""
+        path = self.folder / f"trace{trainer.global_rank}.pt"
+        seen = torch.load(path, weights_only=False)
+        seen["weights"] = {name: full(value) for name, value in pl_module.state_dict().items()}
+        seen["callbacks"] = {
+            callback.state_key: callback.state_dict()
+            for callback in trainer.callbacks
+            if not type(callback).__module__.startswith("dist_template.")
+        }
+        torch.save(seen, path)
+
 
 def numbers_of(group: dict[str, Any]) -> list[float]:
     """Returns what a schedule may change of a group: its rate, and its momentum or betas."""
@@ -154,6 +179,7 @@ class Trained:
 
     record: RunRecord
     traces: list[dict[str, Any]]
+    files: list[str] = field(default_factory=list)  # that its callbacks wrote
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -187,25 +213,35 @@ class PlainTraining:
         _keep_the_order()
         L.seed_everything(0)
         ranks = self.habit.ranks_of_oracle(self.way)
-        strategy = "auto" if ranks == 1 else self.habit.oracle
-        options = dict(self.habit.trainer)
-        callbacks = [*getattr(habits, options.pop("callbacks", ""), list)(), Trace(self.folder)]
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=ranks,
-            strategy=strategy,
-            callbacks=callbacks,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            logger=False,
-            default_root_dir=self.folder,
-            enable_checkpointing=False,
-            **options,
-        )
+        callbacks = [created(each) for each in self.habit.callbacks_in(self.folder)]
+        defaults = {
+            "accelerator": "cpu",
+            "devices": ranks,
+            "strategy": "auto" if ranks == 1 else self.habit.oracle,
+            "enable_progress_bar": any(isinstance(each, ProgressBar) for each in callbacks),
+            "enable_model_summary": False,
+            "logger": False,
+            "default_root_dir": self.folder,
+            "enable_checkpointing": any(isinstance(each, Checkpoint) for each in callbacks),
+        }
+        options = defaults | self.habit.trainer
+        trainer = L.Trainer(callbacks=[*callbacks, Trace(self.folder)], **options)
         module = getattr(habits, self.habit.module)()
         data = getattr(habits, self.habit.data)(batch_size=2 * RANKS[self.way] // ranks)
         trainer.fit(module, datamodule=data)
         raise SystemExit(0)  # the command does not run
+
+
+def created(given: dict[str, Any]) -> Any:
+    """Returns the object that a configuration describes."""
+    kind: Any = locate(given["class_path"])
+    arguments = dict(given.get("init_args", {}))
+    if arguments.get("train_time_interval"):
+        arguments["train_time_interval"] = timedelta()
+    for name in ("batch_size_fn", "on_train_epoch_start"):
+        if name in arguments:
+            arguments[name] = locate(arguments[name])
+    return kind(**arguments)
 
 
 def plain(habit: Habit, way: str, folder: Path) -> Trained:
@@ -213,7 +249,7 @@ def plain(habit: Habit, way: str, folder: Path) -> Trained:
     project = Project(PACKAGE, f".habits:{habit.module}", f".habits:{habit.data}")
     workers = Workers(habit.ranks_of_oracle(way), project)
     record = workers.run(["fit"], folder, prelude=PlainTraining(habit, way, folder))
-    return Trained(record.check(), read(folder))
+    return Trained(record.check(), read(folder), written(folder))
 
 
 def ours(
@@ -224,12 +260,13 @@ def ours(
     ranks = RANKS[way]
     argv = ["fit", f"--run.root={folder / 'runs'}", "--run.name=run", "--run.report=false"]
     argv += ["--trainer.accelerator=cpu", f"--trainer.devices={ranks}"]
+    argv.append(f"--trainer.default_root_dir={folder}")  # of `logger: true`, and checkpoints
     argv += ["--last_checkpoint.every_n_steps=1", "--last_checkpoint.keep=3"]
     argv += flags_of(way) if way != "one" else []
-    options = dict(habit.trainer)
-    if name := options.pop("callbacks", ""):
-        argv.append(f"--trainer.callbacks={CALLBACKS[name]}")
-    argv += [f"--trainer.{key}={value}" for key, value in options.items()]
+    if habit.callbacks:
+        argv.append(f"--trainer.callbacks={json.dumps(habit.callbacks_in(folder))}")
+    for key, value in habit.trainer.items():
+        argv.append(f"--trainer.{key}={value if isinstance(value, str) else json.dumps(value)}")
     argv += habit.flags
     if resumes:
         argv.append("--ckpt_path=last")
@@ -240,7 +277,12 @@ def ours(
     return Workers(ranks, project).run(argv, out, callbacks=callbacks, run_id="run")
 
 
-CALLBACKS: dict[str, str] = {}  # by name of a function in habits.py: the value of the flag
+def written(folder: Path) -> list[str]:
+    """Returns the files, and the folders that are checkpoints, which callbacks wrote."""
+    out = folder / "out"
+    found = [path for path in out.rglob("*") if path.suffix == ".ckpt" or path.is_file()]
+    names = [str(path.relative_to(out)) for path in found]
+    return sorted(name for name in names if ".ckpt/" not in name)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

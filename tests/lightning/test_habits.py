@@ -18,6 +18,8 @@ DAILY = [  # each stands for a fault that was found: docs/decisions/training.md
     ("unsynced_metric", "ddp"),
     ("averaged", "one"),
     ("frozen_at_first", "ddp"),
+    ("overfits_a_share", "ddp"),
+    ("accumulates_by_epoch", "one"),
 ]
 
 pytestmark = pytest.mark.slow

@@ -4,28 +4,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from tests.lightning.arms import RANKS, Habit, Trained, ours, plain, read
+from tests.lightning.arms import RANKS, Habit, Trained, full, ours, plain, read, written
 
-KILLS = {"first epoch": 3, "inside a later epoch": 8, "an epoch's end": 6}  # optimizer steps of two
+KILLS = {"inside a later epoch": 8, "an epoch's end": 6, "first epoch": 3}  # optimizer steps of two
+TIMES = {"Timer"}  # callbacks whose state is a time
 REL = 2e-4  # of weights: FSDP2 and ZeRO-2 add in another order
 
 
-def oracle_of(habit: Habit, way: str, folder: Path) -> Trained:
-    return plain(habit, way, folder / f"plain{RANKS[way]}")
+def oracle_of(habit: Habit, way: str, folder: Path) -> Trained | None:
+    """Returns plain Lightning's training; None of a habit that is refused."""
+    return None if habit.refusal(way) else plain(habit, way, folder / f"plain{RANKS[way]}")
 
 
-def differences(habit: Habit, way: str, expected: Trained, folder: Path) -> list[str]:
-    """Returns what differs between plain Lightning's training and this library's, uninterrupted
-    and resumed; [] if nothing does."""
+def differences(
+    habit: Habit, way: str, expected: Trained | None, folder: Path, places: int = len(KILLS)
+) -> list[str]:
+    """Returns what differs between plain Lightning's training and this library's, uninterrupted,
+    and killed and resumed at so many places; [] if nothing does."""
     record = ours(habit, way, folder)
-    if refusal := habit.refusal(way):
-        return [] if refusal in record.refusal else [f"not refused: {record.error[:300]}"]
+    if expected is None:
+        part = habit.refusal(way)
+        return [] if part in f"{record.refusal}{record.error}" else [f"not refused: {record.error}"]
     if not record.ok:
-        return [f"whole: {record.error[:300]}"]
+        return [f"whole: {record.error[:600]}"]
     found = [f"whole: {each}" for each in compared(habit, expected, read(folder / "whole"))]
+    found += [f"whole: {each}" for each in _files(expected, folder)]
     steps = expected.traces[0]["step"]
-    for place, step in KILLS.items():
+    for place, step in [*KILLS.items()][:places]:
         step = step * 2 // RANKS[way]
         if step >= steps:
             continue
@@ -33,10 +40,10 @@ def differences(habit: Habit, way: str, expected: Trained, folder: Path) -> list
         ours(habit, way, killed, kill_at=step)
         record = ours(habit, way, killed, resumes=True)
         if not record.ok:
-            found.append(f"{place}: {record.error[:300]}")
+            found.append(f"{place}: {record.error[:600]}")
             continue
         resumed = compared(habit, expected, read(killed / "resumed"), step)
-        found += [f"{place}: {each}" for each in resumed]
+        found += [f"{place}: {each}" for each in (*resumed, *_files(expected, killed))]
     return found
 
 
@@ -61,15 +68,16 @@ def compared(
     else:
         found += _shares(traces)
     if not habit.rows_differ:
-        found += _metrics(
-            {
-                name: value
-                for name, value in _mean(expected.traces).items()
-                if name not in habit.without
-            },
-            first["metrics"],
-            habit.amplifies,
-        )
+        shared = {
+            name: value
+            for name, value in _mean(expected.traces).items()
+            if name not in habit.without
+        }
+        found += _metrics(shared, first["metrics"], habit.tolerance)
+        for name, state in expected.traces[0]["callbacks"].items():
+            theirs, mine = _plain(state), _plain(first["callbacks"].get(name))
+            if name not in TIMES and not _same(theirs, mine):
+                found.append(f"state of {name} {mine}, not {theirs}")
     if not after:
         mine = [name for name in first["hooks"] if "validation" not in name]
         theirs = [name for name in expected.traces[0]["hooks"] if "validation" not in name]
@@ -77,12 +85,41 @@ def compared(
             found.append(f"hooks {mine[:6]}…({len(mine)}), not {theirs[:6]}…({len(theirs)})")
     if not habit.rows_differ:
         for name, weight in expected.weights.items():
-            tolerance = habit.amplifies * torch.tensor([REL, 1e-5])
-            if not torch.allclose(weight, first["weights"][name].to(weight), *tolerance.tolist()):
+            rel, least = max(REL, habit.tolerance), max(1e-5, habit.tolerance)
+            if not torch.allclose(weight, first["weights"][name].to(weight), rel, least):
                 apart = (weight - first["weights"][name]).abs().max().item()
                 found.append(f"weight {name} differs by {apart:.2g}")
                 break
     return found
+
+
+def _files(expected: Trained, folder: Path) -> list[str]:
+    files = written(folder)
+    return [] if files == expected.files else [f"files {files}, not {expected.files}"]
+
+
+def _plain(value: Any) -> Any:
+    """Returns the state of a callback as numbers and texts, with files relative to its folder."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, Tensor):
+        return _plain(full(value).tolist())
+    if isinstance(value, str):
+        _, is_below, rest = f"{value}/".partition("/out/")
+        return rest if is_below else value
+    return value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or abs(one - other) <= REL * max(1.0, abs(one))
+    return one == other
 
 
 def _near(one: list[list[float]], other: list[list[float]]) -> bool:
@@ -126,12 +163,12 @@ def _mean(traces: list[dict[str, Any]]) -> dict[str, float]:
     return {name: sum(rank[name] for rank in ranks) / len(ranks) for name in ranks[0]}
 
 
-def _metrics(expected: dict[str, float], own: dict[str, float], amplifies: float) -> list[str]:
+def _metrics(expected: dict[str, float], own: dict[str, float], tolerance: float) -> list[str]:
     found = []
     for name, value in expected.items():
         if name not in own:
             found.append(f"metric {name} is missing")
-        elif abs(own[name] - value) > amplifies * 1e-4 * max(1.0, abs(value)):
+        elif abs(own[name] - value) > max(1e-4, tolerance) * max(1.0, abs(value)):
             found.append(f"metric {name} {own[name]:.5f}, not {value:.5f}")
     return found
 
