@@ -106,12 +106,24 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
             "flops_per_token": size.flops_per_token(data.seq_len)
             if hasattr(data, "seq_len")
             else None,
+            "optimizers": _optimizers(trainer),
+            "is_manual": not module.automatic_optimization,
             "waits": waits_of(Path(inspect.getfile(type(module))).parent),
         },
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / RunFile.FACTS, json.dumps(facts, indent=2), keep_earlier=True)
     return facts
+
+
+def _optimizers(trainer: L.Trainer) -> list[str]:
+    """Returns the classes of the optimizers, without DeepSpeed's wrappers."""
+    found = []
+    for optimizer in trainer.optimizers:
+        inner = getattr(optimizer, "optimizer", None)
+        is_wrapped = isinstance(inner, torch.optim.Optimizer)
+        found.append(type(inner if is_wrapped else optimizer).__name__)
+    return found
 
 
 def _data(data: Any) -> Facts:

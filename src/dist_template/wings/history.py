@@ -22,6 +22,7 @@ from ..observe.history import goodput
 from ..observe.history.run import RunFile, is_number, read_lines, without_folder
 from ..records import flatten, read_mapping
 
+_MISSING = object()  # is no value of a configuration
 Tree = dict[str, Any]  # the content of a JSON or YAML file
 
 
@@ -115,9 +116,30 @@ class History:
         `init_args`."""
         return _at(self.config, path, default)
 
+    def number(self, path: str, default: int = 0) -> Any:
+        """Returns the configuration's value at a path if it is a number, else `default`: the keys
+        of a user's own classes may have any type."""
+        value = self.key(path)
+        is_one = isinstance(value, int | float) and not isinstance(value, bool)
+        return value if is_one else default
+
     def fact(self, path: str, default: object = None) -> Any:
         """Returns the value of facts.json at a path such as "parameters.active"."""
         return _at(self.facts, path, default)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the run is of a language model on tokens, or nothing is known of its data."""
+        if self.key("data.tokenizer") is not None:
+            return True
+        data = self.fact("data")
+        return data is None or self.fact("data.tokens_per_step") is not None
+
+    def has_key(self, path: str) -> bool:
+        """Returns whether the configuration has a key, as `model.optim.learning_rate`. A section
+        that was not recorded has any key."""
+        section, _, rest = path.partition(".")
+        return self.config.get(section) is None or not rest or self.key(path, _MISSING) != _MISSING
 
     def portable_config(self) -> Tree:
         """Returns the flat configuration, with "{run}" for the run's own folder, as users write

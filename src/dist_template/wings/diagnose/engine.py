@@ -6,6 +6,7 @@ nothing if its data are missing: too few steps, a metric or a fact that was not 
 Each threshold is a constant next to its rule, with the reason for its value."""
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
@@ -87,18 +88,17 @@ def without_settings_in_effect(finding: Finding, history: History) -> Finding:
     return replace(finding, causes=causes)
 
 
+KEY = re.compile(r"\b(?:model|data)(?:\.[a-z]\w*)+")  # that a sentence names
+
+
 def applicable(finding: Finding, history: History) -> Finding:
-    """Drops changes of keys that a module or datamodule other than the library's does not have."""
-    if history.facts.get("data", {}).get("seq_len", 0) is not None:  # of text; or nothing is known
+    """Drops changes of keys that the run's module or data module does not have, and causes whose
+    sentence names such a key. A module of a user's has the keys of its own arguments alone."""
+    if history.is_text:
         return finding
-
-    def exists(change: Change) -> bool:
-        section, _, name = change.key.partition(".")
-        return section not in ("model", "data") or name.partition(".")[0] in history.config.get(
-            section, {}
-        )
-
-    return replace(
-        finding,
-        causes=[replace(each, changes=[*filter(exists, each.changes)]) for each in finding.causes],
-    )
+    causes = []
+    for cause in finding.causes:
+        if all(map(history.has_key, KEY.findall(cause.sentence))):
+            changes = [each for each in cause.changes if history.has_key(each.key)]
+            causes.append(replace(cause, changes=changes))
+    return replace(finding, causes=causes)

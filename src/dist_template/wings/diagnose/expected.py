@@ -7,6 +7,7 @@ import numpy as np
 
 from ...observe.history.run import RunFile, read_lines
 from ..history import History, Series
+from ..metric_names import parts_of
 from . import robust
 from .finding import Cause, Change
 
@@ -46,6 +47,43 @@ def metric(history: History, name: str) -> Series:
     return history.metrics[name].finite()
 
 
+TRAINING = "train/loss"  # the library logs it, of whatever loss a module trains by
+VALIDATION = "eval/loss"  # of the library's own modules
+
+
+def training_loss(history: History, of_several: bool = False) -> str:
+    """Returns the name of the training loss; "" if none was logged. The losses of several
+    optimizers, as a GAN's, need not fall, so they are none unless `of_several`."""
+    if not of_several and len(history.fact("training.optimizers") or ()) > 1:
+        return ""
+    return _loss(history, TRAINING, "train") or _loss(history, TRAINING, "")
+
+
+def validation_loss(history: History) -> str:
+    """Returns the name of the validation loss; "" if none was logged."""
+    return _loss(history, VALIDATION, "validation")
+
+
+def _loss(history: History, ours: str, stage: str) -> str:
+    """Returns the name of a stage's loss: the library's, else the shortest that means a loss."""
+    names = history.metrics.names
+    if ours in names:
+        return ours
+    found = []
+    for name in names:
+        parts = parts_of(name)
+        if parts.stage == stage and parts.is_loss:
+            found.append(name)
+    return min(found, key=len, default="")
+
+
+def is_adam(history: History) -> bool:
+    """Returns whether the optimizer is a variant of Adam, for which the usual rates are known;
+    language models have it unless they say otherwise."""
+    names = history.fact("training.optimizers")
+    return history.is_text or any("adam" in str(name).lower() for name in names or ())
+
+
 def steady(history: History, name: str) -> Series:
     """Returns a metric without its first entry, in which kernels and caches warm up."""
     return metric(history, name)[1:]
@@ -63,7 +101,7 @@ def step_s(history: History) -> float:
 
 
 def warmup_steps(history: History) -> float:
-    warmup, steps = history.key("model.optim.warmup", 0) or 0, max_steps(history)
+    warmup, steps = history.number("model.optim.warmup"), max_steps(history)
     if warmup >= 1:
         return float(warmup)
     return warmup * steps if math.isfinite(steps) else 0.0
@@ -86,12 +124,12 @@ def usual_rate(history: History) -> float:
 
 
 def highest(given: Any) -> float:
-    """Returns a key's value, or the highest of its phases by consumed tokens."""
-    return (
-        max((phase["value"] for phase in given), default=0.0)
-        if isinstance(given, list)
-        else given or 0.0
-    )
+    """Returns a key's value, or the highest of its phases by consumed tokens; 0 of another type,
+    which a key of a user's own class may have."""
+    if isinstance(given, list):
+        values = [phase.get("value") for phase in given if isinstance(phase, dict)]
+        return max((value for value in values if isinstance(value, int | float)), default=0.0)
+    return given if isinstance(given, int | float) else 0.0
 
 
 def peak_rate(history: History) -> float:
@@ -103,7 +141,7 @@ def peak_rate(history: History) -> float:
 
 def rate_is_high(history: History) -> bool:
     """Returns whether one step moves a weight by its size, or the rate is 10 times the usual."""
-    return peak_rate(history) > min(WEIGHT, 10 * usual_rate(history))
+    return is_adam(history) and peak_rate(history) > min(WEIGHT, 10 * usual_rate(history))
 
 
 def lower_rate(history: History, stable_until: float = math.inf) -> list[Change]:
@@ -124,10 +162,12 @@ def lower_rate(history: History, stable_until: float = math.inf) -> list[Change]
 def instability_causes(history: History, stable_until: float = math.inf) -> list[Cause]:
     """Returns the causes of steps that are too large, the likeliest for these settings first."""
     now, usual = peak_rate(history), usual_rate(history)
-    compared = f": {now:.2g}, where {usual:.1g} is usual" if now > 2 * usual else ""
+    compared = ""
+    if now > 2 * usual and is_adam(history):
+        compared = f": {now:.2g}, where {usual:.1g} is usual"
     causes = [Cause(f"The learning rate is too high{compared}.", lower_rate(history, stable_until))]
     # AdamW's second moment needs 2 / (1 - beta2) steps (arXiv:1910.04209).
-    betas, warmup = history.key("model.optim.betas") or (0.9, 0.95), warmup_steps(history)
+    betas, warmup = _betas(history), warmup_steps(history)
     longer = max(2 / (1 - min(betas[1], 0.9999)), 2 * warmup)
     longer = round(min(longer, WARMUP_SHARE * max_steps(history)))
     if longer > warmup and stable_until <= settled_after(history) + 2 * SETTLED_STEPS:
@@ -137,6 +177,13 @@ def instability_causes(history: History, stable_until: float = math.inf) -> list
     causes += not_clipped(history)
     damaged = "The samples of that step are damaged: inspect them"
     return [*causes, damaged_samples(history, "numerics.on_spike", damaged)]
+
+
+def _betas(history: History) -> tuple[float, ...]:
+    given = history.key("model.optim.betas")
+    if isinstance(given, list | tuple) and all(isinstance(beta, int | float) for beta in given):
+        return (*given, 0.95) if len(given) < 2 else (*given,)
+    return (0.9, 0.95)
 
 
 def damaged_samples(history: History, key: str, sentence: str) -> Cause:
@@ -149,8 +196,8 @@ def damaged_samples(history: History, key: str, sentence: str) -> Cause:
 
 def not_clipped(history: History) -> list[Cause]:
     """Returns the cause that gradients are not clipped, if they are not."""
-    if history.key("trainer.gradient_clip_val", 1.0):
-        return []
+    if history.key("trainer.gradient_clip_val", 1.0) or history.fact("training.is_manual"):
+        return []  # Lightning clips nothing under manual optimization
     clip = Change("trainer.gradient_clip_val", None, 1.0)
     return [Cause("Gradients are not clipped.", [clip])]
 

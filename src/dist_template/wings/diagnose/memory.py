@@ -21,6 +21,9 @@ def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple
     def key(path: str, default: object = None) -> Any:
         return changed.get(path, history.key(path, default))
 
+    def number(path: str, default: int) -> Any:  # another type in a user's own class
+        return changed[path] if path in changed else history.number(path, default)
+
     def fact(path: str) -> int:
         return history.fact(path) or 0
 
@@ -38,10 +41,10 @@ def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple
         vocab_size=fact("model.vocab_size"),
         precision=str(key("trainer.precision") or "32-true"),
         checkpointing=key("model.blocks.checkpointing", "none"),
-        micro_batch_size=key("data.micro_batch_size", 1),
-        seq_len=key("data.seq_len", 0),
+        micro_batch_size=number("data.micro_batch_size", 1),
+        seq_len=number("data.seq_len", 0),
         global_batch_size=int(highest(key("data.global_batch_size", 0))),
-        loss_chunk=key("model.loss_chunk"),
+        loss_chunk=number("model.loss_chunk", 0) or None,
         on_host=history.fact("machine.device", "cpu") == "cpu",
         pipeline=history.fact("pipeline") or None,
     )

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from ...project import program
 from ..history import History
+from ..metric_names import parts_of
+from . import expected
 
 TEXT = "data.tokenizer"  # a key of runs of language models, which can be served
-NEWEST_STEP = "train/loss"
 
 
 def next_commands(history: History) -> dict[str, str]:
@@ -24,11 +25,11 @@ def next_commands(history: History) -> dict[str, str]:
         found["generate"] = f"{program('predict')} {config}"
         found["export"] = f"{program('export')} {run} --output {run}/export/model"
         found["serve"] = f"{program('serve')} {run}"
-    else:
-        found["evaluate"] = f"{program('validate')} {config}"
-    steps = history.metrics[NEWEST_STEP].steps
-    if len(steps) and (history.key("trainer.max_steps") or -1) > 0:
-        more = f"--trainer.max_steps {2 * int(steps[-1])}"
+    elif any(parts_of(name).stage == "validation" for name in history.metrics.names):
+        found["evaluate"] = f"{program('evaluate')} {run} --baseline start"
+    last = expected.last_step(history)
+    if last and (history.key("trainer.max_steps") or -1) > 0:
+        more = f"--trainer.max_steps {2 * last}"
     else:
         more = f"--trainer.max_epochs {2 * int(history.key('trainer.max_epochs') or 1)}"
     found["continue training"] = f"{program('fit')} {config} {more}"

@@ -83,7 +83,11 @@ def memory_use(
 def remedies(use: MemoryUse) -> list[Cause]:
     """Returns remedies that are not in effect, the least expensive first."""
     found = []
+    if not use.history.is_text:
+        found += _smaller_batch(use.history)
     for saving in _savings(use):
+        if not use.history.is_text and not all(map(use.history.has_key, saving.changes)):
+            continue
         freed = use.frees({key: to for key, (_, to) in saving.changes.items()})
         note = f"frees {freed / GIB:.1f} GiB"
         if freed >= use.missing > 0:
@@ -101,6 +105,19 @@ def remedies(use: MemoryUse) -> list[Cause]:
             )
         )
     return found
+
+
+def _smaller_batch(history: History) -> Iterator[Cause]:
+    """Yields smaller batches with the same global batch, for a data module of a user's that has
+    the usual key."""
+    size = history.number("data.batch_size")
+    accumulated = history.number("trainer.accumulate_grad_batches", 1)
+    if size > 1 and not size % 2 and not history.fact("training.is_manual"):
+        changes = [
+            Change("data.batch_size", size, size // 2),
+            Change("trainer.accumulate_grad_batches", accumulated, 2 * accumulated),
+        ]
+        yield Cause("Smaller batches, accumulated: the same global batch.", changes)
 
 
 def _savings(use: MemoryUse) -> Iterator[Saving]:

@@ -3,14 +3,17 @@
 import html
 
 from ...history import History
+from ...metric_names import is_own, parts_of
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish, in shades that can be read on
 # the light page and on the dark one.
 COLOURS = ("#2f93c8", "#e07b39", "#2aa57c", "#c473a5", "#b57b00", "#5fb0e6", "#868c93")
 DASHES = ("solid", "dot", "dash", "dashdot")
 MARKED = 40  # curves with at most so many points have markers
+LOSS = "Loss"
+OF_TEXT = f"{LOSS}, nats per token"
 PANELS = {  # title: metrics
-    "Loss, nats per token": ("train/loss", "eval/loss"),
+    OF_TEXT: ("train/loss", "eval/loss"),
     "Gradient norm before clipping": ("train/grad_norm",),
     "Learning rate": ("train/learning_rate",),
     "Tokens per second, all processes": ("perf/tokens_per_s",),
@@ -30,23 +33,16 @@ PANELS = {  # title: metrics
     "Slowest process, times the median": ("rank/slowest_over_median",),
     "Busiest expert, times the mean load": ("moe/expert_load_max_over_mean",),
 }
-# Of these groups each other metric has a panel of its own; others are for TensorBoard.
-OWN_PANEL = ("train/", "eval/")
 NOT_DRAWN = {"train/perplexity", "eval/perplexity", "train/tokens"}
+MOST_PANELS = 40  # of a module's own metrics; the page of a module with 200 stays readable
 
 Trace = dict[str, object]
 
 
 def figures(histories: list[History], names: list[str]) -> dict[str, list[Trace]]:
     """Returns the traces of each panel that has a finite value, by its title."""
-    drawn = NOT_DRAWN.union(*PANELS.values())
-    panels: dict[str, tuple[str, ...]] = dict(PANELS)
-    for history in histories:
-        for metric in history.metrics.names:
-            if metric.startswith(OWN_PANEL) and metric not in drawn:
-                panels[metric] = (metric,)
     found: dict[str, list[Trace]] = {}
-    for title, metrics in panels.items():
+    for title, metrics in panels(histories).items():
         for number, metric in enumerate(metrics):
             for run, history in enumerate(histories):
                 trace = _trace(history, metric, len(histories) > 1, run, number)
@@ -56,6 +52,30 @@ def figures(histories: list[History], names: list[str]) -> dict[str, list[Trace]
                     )
                     found.setdefault(title, []).append(trace)
     return found
+
+
+def panels(histories: list[History]) -> dict[str, tuple[str, ...]]:
+    """Returns the metrics of each panel by its title: the library's, then those that the modules
+    have logged, with the stages of one measure (train_acc, val_acc) in one panel."""
+    drawn = NOT_DRAWN.union(*PANELS.values())
+    losses, by_measure = [*PANELS[OF_TEXT]], dict[str, list[str]]()
+    for history in histories:
+        for metric in filter(is_own, history.metrics.names):
+            parts = parts_of(metric)
+            if metric in drawn:
+                continue
+            drawn.add(metric)
+            if parts.is_loss and parts.stage != "test":
+                losses.append(metric)
+            else:
+                alone = history.is_text or not parts.stage
+                by_measure.setdefault(metric if alone else parts.measure, []).append(metric)
+    own: dict[str, tuple[str, ...]] = {}
+    for measure, metrics in [*by_measure.items()][:MOST_PANELS]:
+        own[measure if len(metrics) > 1 else metrics[0]] = (*metrics,)
+    are_texts = all(history.is_text for history in histories)
+    rest = {title: metrics for title, metrics in PANELS.items() if title != OF_TEXT}
+    return {OF_TEXT if are_texts else LOSS: (*losses,)} | rest | own
 
 
 def _trace(history: History, metric: str, is_compared: bool, run: int, number: int) -> Trace:

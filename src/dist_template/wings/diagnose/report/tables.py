@@ -6,13 +6,15 @@ from itertools import chain
 
 import numpy as np
 
+from ....observe.history.run import RunFile
 from ....project import has_command_line
 from ....records import flatten
 from ....table import Table
 from ...history import History
+from ...metric_names import is_own, parts_of
 from ...preflight.interval import compared
 from ...values import shown
-from ..expected import last_step
+from ..expected import last_step, validation_loss
 from ..next_commands import next_commands
 
 NOT_SET = "–"  # the run has no such figure, or its configuration no such key
@@ -37,6 +39,7 @@ ENVIRONMENT = (
     "packages.deepspeed",
 )
 OF_AN_ATTEMPT = ("command.", "job_started.", "job_ends.")  # differ between any two attempts
+MOST_RESULTS = 60  # metrics of a module; the others are counted
 AT_TOKENS = ("train/loss", "eval/loss", "eval/bits_per_byte", "eval/token_accuracy")
 FACTS = {
     "parameters": "parameters.total",
@@ -61,7 +64,7 @@ def tables(histories: list[History], names: list[str]) -> list[Table]:
     environments = [flatten(history.environment) for history in histories]
     made = [
         Table("Results", ["", *names], _rows([_results(history) for history in histories])),
-        _at_equal_tokens(histories, names),
+        _at_equal_length(histories, names),
         Table(
             "Where the time went", ["", *names], _rows([_goodput(history) for history in histories])
         ),
@@ -85,11 +88,15 @@ def _results(history: History) -> dict[str, object]:
     for name, fact in FACTS.items():
         if known := history.fact(fact):
             found[name] = known
-    for name in history.metrics.names:
-        if name.startswith(("train/", "eval/", "test/")):
-            found[name] = f"{history.metrics[name].last:.5g}"
-    if len(losses := history.metrics["eval/loss"].finite()):
-        found["eval/loss, lowest"] = f"{losses.values.min():.5g}"
+    logged = [*filter(_is_result, history.metrics.names)]
+    for name in logged[:MOST_RESULTS]:
+        found[name] = f"{history.metrics[name].last:.5g}"
+    if len(logged) > MOST_RESULTS:
+        more = len(logged) - MOST_RESULTS
+        found["further metrics"] = f"{more:,}, in {RunFile.METRICS}"
+    validated = validation_loss(history)
+    if len(losses := history.metrics[validated].finite()):
+        found[f"{validated}, lowest"] = f"{losses.values.min():.5g}"
     for name, (metric, form) in SPEEDS.items():
         values = history.metrics[metric].finite().values
         if len(values):  # the first one includes the warm-up
@@ -103,30 +110,49 @@ def _results(history: History) -> dict[str, object]:
     return found
 
 
+def _is_result(name: str) -> bool:
+    return is_own(name) or name.startswith(("train/", "eval/", "test/"))
+
+
 def _duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def _at_equal_tokens(histories: list[History], names: list[str]) -> Table:
-    """Compares the losses at the number of tokens that the shortest run has seen."""
+def _at_equal_length(histories: list[History], names: list[str]) -> Table:
+    """Compares the losses at the number of tokens, or else of samples, that the shortest run has
+    seen."""
+    unit, counter = "tokens", "train/tokens"
+    if any(not len(history.metrics[counter].finite()) for history in histories):
+        unit, counter = "samples", "train/samples"
     ends = []
     for history in histories:
-        known = history.metrics["train/tokens"].finite()
+        known = history.metrics[counter].finite()
         ends.append(known.last if len(known) else 0.0)
     least = min(ends)
     columns: list[dict[str, object]] = []
     for history in histories if len(histories) > 1 and least else ():
-        known = history.metrics["train/tokens"].finite()
+        known = history.metrics[counter].finite()
         columns.append({})
-        for name in AT_TOKENS:
+        for name in _compared(history):
             series = history.metrics[name]
-            tokens = np.interp(series.steps, [0, *known.steps], [0.0, *known.values])
-            reached = series[tokens <= least * (1 + 1e-9)]
+            seen = np.interp(series.steps, [0, *known.steps], [0.0, *known.values])
+            reached = series[seen <= least * (1 + 1e-9)]
             if len(reached):
                 columns[-1][name] = f"{reached.last:.5g}"
     return Table(
-        f"At {least:,.0f} tokens, the length of the shortest run", ["", *names], _rows(columns)
+        f"At {least:,.0f} {unit}, the length of the shortest run", ["", *names], _rows(columns)
     )
+
+
+def _compared(history: History) -> list[str]:
+    """Returns the metrics that are compared at equal length."""
+    if history.is_text:
+        return [*AT_TOKENS]
+    return [
+        name
+        for name in history.metrics.names
+        if is_own(name) and parts_of(name).stage in ("train", "validation")
+    ][:MOST_RESULTS]
 
 
 def _goodput(history: History) -> dict[str, object]:

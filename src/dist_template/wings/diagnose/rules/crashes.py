@@ -90,7 +90,7 @@ def crashed(history: History) -> Iterator[Finding]:
 
 def loss_not_finite(history: History) -> Iterator[Finding]:
     """Uses the incidents that the numerics guard recorded, or else the logged loss."""
-    loss = history.metrics["train/loss"]
+    loss = history.metrics[expected.training_loss(history, of_several=True)]
     incidents = [each for each in history.incidents if each.get("kind") == "non_finite"]
     steps = [each["step"] for each in incidents] or loss[~np.isfinite(loss.values)].steps.tolist()
     if not steps:
@@ -128,7 +128,7 @@ def _why_not_finite(
     history: History, step: int, origin: dict | None, ranks: list[int], incidents: list[dict]
 ) -> list[Cause]:
     precision = str(history.key("trainer.precision", "32-true"))
-    loss = history.metrics["train/loss"].finite()
+    loss = expected.metric(history, expected.training_loss(history, of_several=True))
     before = loss.values[loss.steps < step]
     rose = len(before) > 1 and before[-1] > LOSS_ROSE * before.min()
     # In the first steps the learning rate has no effect yet: model, data or precision is at fault.

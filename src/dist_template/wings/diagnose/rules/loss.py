@@ -7,7 +7,7 @@ import numpy as np
 
 from ...history import History, Series
 from .. import expected, robust
-from ..finding import Cause, Change, Finding
+from ..finding import Cause, Change, Finding, Level
 
 MIN_POINTS = 6  # log steps; fewer show no trend
 NOISE_SIGMAS = 4.0  # a smaller rise is noise between log steps
@@ -29,7 +29,8 @@ UNTRAINED = 0.8  # of ln(vocabulary): an untrained model has a higher loss
 
 def loss_diverges(history: History) -> Iterator[Finding]:
     """Reports a loss that rose and stayed high, or is far above its first value."""
-    loss = expected.metric(history, "train/loss")
+    name = expected.training_loss(history)
+    loss = expected.metric(history, name)
     if len(loss) < MIN_POINTS:
         return
     curve = robust.binned(loss)
@@ -49,7 +50,7 @@ def loss_diverges(history: History) -> Iterator[Finding]:
     is_lost = end > first or rise > 0.5 * max(first - lowest, 0.0)
     level, confidence = "error" if is_lost else "warning", "certain" if end > first else "likely"
     evidence = (
-        f"train/loss was {lowest:.4g} around step {step} and is {end:.4g} at step {loss.steps[-1]}"
+        f"{name} was {lowest:.4g} around step {step} and is {end:.4g} at step {loss.steps[-1]}"
     )
     evidence += f" (first value: {first:.4g})."
     causes, steps = expected.instability_causes(history, step), (step, int(loss.steps[-1]))
@@ -61,7 +62,7 @@ def loss_diverges(history: History) -> Iterator[Finding]:
 def _is_best_validation(history: History, loss: Series) -> bool:
     """Returns whether the run's last validation, at the end of `loss`, is its best: the model still
     learns."""
-    validated = expected.metric(history, "eval/loss")
+    validated = expected.metric(history, expected.validation_loss(history))
     if len(validated) < 2 or validated.steps[-1] < loss.steps[-2]:
         return False
     return bool(validated.values[-1] < validated.values[:-1].min())
@@ -69,7 +70,8 @@ def _is_best_validation(history: History, loss: Series) -> bool:
 
 def early_loss_jump(history: History) -> Iterator[Finding]:
     """Reports a jump of the loss in the first steps, even if it came down again."""
-    loss = expected.metric(history, "train/loss")
+    name = expected.training_loss(history)
+    loss = expected.metric(history, name)
     if len(loss) < MIN_POINTS:
         return
     end = max(expected.settled_after(history) + EARLY_STEPS, loss.steps[MIN_POINTS - 1])
@@ -81,9 +83,7 @@ def early_loss_jump(history: History) -> Iterator[Finding]:
     limit = max(SPIKE_SIGMAS * robust.noise(loss.values), JUMP * lowest[top])
     if values[top] - lowest[top] <= limit or stays[top] < JUMP_STAYS * lowest[top]:
         return
-    evidence = (
-        f"train/loss was {lowest[top]:.4g}, then {values[top]:.4g} at step {early.steps[top]}"
-    )
+    evidence = f"{name} was {lowest[top]:.4g}, then {values[top]:.4g} at step {early.steps[top]}"
     evidence += f", and is {robust.tail(loss):.4g} at step {loss.steps[-1]}."
     stable_until = float(early.steps[int(np.argmin(values[: top + 1]))])
     causes = expected.instability_causes(history, stable_until)[:2]
@@ -95,7 +95,8 @@ def early_loss_jump(history: History) -> Iterator[Finding]:
 
 def loss_spikes(history: History) -> Iterator[Finding]:
     """Reports single log steps whose loss is far above their neighbours."""
-    loss = expected.settled(history, "train/loss")
+    name = expected.training_loss(history)
+    loss = expected.settled(history, name)
     if len(loss) < 2 * WIDTH:
         return
     usual = robust.running_median(loss.values, WIDTH)
@@ -121,8 +122,9 @@ def loss_spikes(history: History) -> Iterator[Finding]:
 
 def loss_not_decreasing(history: History) -> Iterator[Finding]:
     """Reports that the loss of an untrained model does not decrease."""
-    loss, vocab_size = expected.metric(history, "train/loss"), history.fact("model.vocab_size")
-    if len(loss) < MIN_POINTS or len(expected.settled(history, "train/loss")) < 3:
+    name, vocab_size = expected.training_loss(history), history.fact("model.vocab_size")
+    loss = expected.metric(history, name)
+    if len(loss) < MIN_POINTS or len(expected.settled(history, name)) < 3:
         return
     first, last = float(loss.values[0]), robust.tail(loss)
     uniform = math.log(vocab_size or 1)
@@ -130,15 +132,15 @@ def loss_not_decreasing(history: History) -> Iterator[Finding]:
     if is_trained or abs(first - last) > NO_DECREASE * first:
         return
     evidence = (
-        f"train/loss was {first:.4g} at step {loss.steps[0]} and is {last:.4g} at step"
-        f" {loss.steps[-1]}"
+        f"{name} was {first:.4g} at step {loss.steps[0]} and is {last:.4g} at step {loss.steps[-1]}"
     )
     if uniform:
         evidence += f"; ln(vocabulary) is {uniform:.4g}"
     confidence = "certain" if first - last < NO_DECREASE / 3 * first else "likely"
     causes, steps = list(_why_not_decreasing(history)), robust.span(loss)
     title = "the loss does not decrease"
-    yield Finding("loss_not_decreasing", "error", confidence, title, f"{evidence}.", causes, steps)
+    level: Level = "error" if history.is_text else "warning"  # a fine-tuned module's may be low
+    yield Finding("loss_not_decreasing", level, confidence, title, f"{evidence}.", causes, steps)
 
 
 def _why_not_decreasing(history: History) -> Iterator[Cause]:
@@ -159,7 +161,7 @@ def _why_not_decreasing(history: History) -> Iterator[Cause]:
         )
     if len(norms) and not robust.tail(norms):
         yield Cause("The gradient is 0: look for .detach() and no_grad in module.py.")
-    elif len(rates) and moved < expected.WEIGHT / 10:
+    elif expected.is_adam(history) and len(rates) and moved < expected.WEIGHT / 10:
         sentence = (
             "The learning rate is too low: all steps together can move a weight by at most"
             f" {moved:.1g}"
@@ -173,15 +175,34 @@ def _why_not_decreasing(history: History) -> Iterator[Cause]:
             " weights."
         )
         yield Cause(sentence, expected.lower_rate(history))
-    yield Cause(
-        "The labels do not match the inputs: inspect a batch (shift, tokenizer, shuffled labels)."
-    )
+    likely = "shift, tokenizer, shuffled labels"
+    if not history.is_text:
+        likely = "shuffled labels, wrong columns, inputs without a scale"
+    yield Cause(f"The labels do not match the inputs: inspect a batch ({likely}).")
 
 
 def labels_masked(history: History) -> Iterator[Finding]:
     """A loss of exactly 0 is a sum over no labels."""
-    loss = expected.metric(history, "train/loss")
+    name = expected.training_loss(history)
+    loss = expected.metric(history, name)
     if len(loss) < 3 or robust.median(abs(loss.values)):
+        return
+    title, explains = "no label counts", ("loss_not_decreasing",)
+    if not history.is_text:
+        causes = [
+            Cause("training_step returns a constant: a mask, weight or coefficient is 0."),
+            Cause("All targets are equal, or part of the input: inspect a batch."),
+        ]
+        yield Finding(
+            "labels_masked",
+            "error",
+            "likely",
+            "the loss is 0",
+            f"{name} is 0 in most log steps.",
+            causes,
+            robust.span(loss),
+            explains=explains,
+        )
         return
     longer = []
     if length := history.key("data.seq_len"):
@@ -191,30 +212,24 @@ def labels_masked(history: History) -> Iterator[Finding]:
         Cause("The markers of the chat template were not found: all text is masked as the prompt."),
         Cause("seq_len truncates the answers.", longer),
     ]
-    explains = ("loss_not_decreasing",)
     yield Finding(
-        "labels_masked",
-        "error",
-        "certain",
-        "no label counts",
-        "The loss is 0.",
-        causes,
-        explains=explains,
+        "labels_masked", "error", "certain", title, "The loss is 0.", causes, explains=explains
     )
 
 
 def loss_oscillates(history: History) -> Iterator[Finding]:
     """Reports a loss that goes up and down between log steps, and does not fall."""
-    loss = expected.settled(history, "train/loss")
+    name = expected.training_loss(history)
+    loss = expected.settled(history, name)
     if len(loss) < 2 * WIDTH:
         return
     usual, swing = robust.median(loss.values), robust.noise(loss.values)
     fell = robust.head(loss) - robust.tail(loss)
     if usual < MIN_LOSS or swing < SWINGS * usual or fell > swing:
         return
-    first = expected.metric(history, "train/loss").values[0]
+    first = expected.metric(history, name).values[0]
     evidence = (
-        f"train/loss swings by {swing:.2g} around {usual:.4g} between log steps, and its median"
+        f"{name} swings by {swing:.2g} around {usual:.4g} between log steps, and its median"
         f" does not fall (first value: {first:.4g})."
     )
     lower = expected.lower_rate(history)

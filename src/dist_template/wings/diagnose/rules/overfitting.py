@@ -8,8 +8,6 @@ from ...history import History, Series
 from .. import expected, robust
 from ..finding import Cause, Change, Finding
 
-# The library's modules log the first; modules of a user's own often one of the others.
-VALIDATION = ("eval/loss", "val/loss", "val_loss", "valid/loss", "valid_loss", "validation/loss")
 MIN_VALIDATIONS = 4  # after the first step; fewer tell no trend from noise
 ENOUGH = 5  # validations, of which a rise by `RISE` is believed; of fewer, one by `CERTAIN`
 MIN_LATER = 3  # validations after the best one
@@ -24,7 +22,8 @@ EPOCHS = 4  # repeated tokens are almost as good as new ones so often (arXiv:230
 
 def overfits(history: History) -> Iterator[Finding]:
     """Reports a validation loss that rises above its lowest value while the training loss falls."""
-    loss = expected.metric(history, "train/loss")
+    training = expected.training_loss(history)
+    loss = expected.metric(history, training)
     name, validated = _validation(history)
     if len(validated) < MIN_VALIDATIONS or not len(loss) or history.key("data.repeat_first_batch"):
         return  # repeat_first_batch learns one batch by heart on purpose
@@ -46,7 +45,7 @@ def overfits(history: History) -> Iterator[Finding]:
         return  # both rise: training diverges
     evidence = (
         f"{name} was {at.values:.4g} at step {step} and is {validated.last:.4g} at step {last},"
-        f" while train/loss fell from {then:.4g} to {now:.4g}."
+        f" while {training} fell from {then:.4g} to {now:.4g}."
     )
     confidence = "certain" if end > (1 + CERTAIN) * lowest else "likely"
     causes, title = [*_causes(history, name, step)], "the model overfits"
@@ -54,12 +53,10 @@ def overfits(history: History) -> Iterator[Finding]:
 
 
 def _validation(history: History) -> tuple[str, Series]:
-    """Returns the first validation loss that the run has, without the one before training."""
-    for name in VALIDATION:
-        series = expected.metric(history, name)
-        if len(series):
-            return name, series[series.steps > 0]
-    return "", expected.metric(history, VALIDATION[0])
+    """Returns the validation loss of the run, without the one before training."""
+    name = expected.validation_loss(history)
+    series = expected.metric(history, name)
+    return name, series[series.steps > 0]
 
 
 def _noise(values: np.ndarray) -> float:

@@ -36,7 +36,7 @@ def memory_nearly_full(history: History) -> Iterator[Finding]:
     causes = []
     if history.fact("parameters.total"):
         causes = remedies(memory_use(history, {}))
-    size = history.key("data.micro_batch_size") or 1
+    size = history.number("data.micro_batch_size", 1)
     if not causes and size > 1:
         to = max(each for each in range(1, size) if size % each == 0)
         sentence = "The micro-batch is too large; a smaller one, accumulated, has the same batch."
@@ -73,7 +73,7 @@ def waits_for_data(history: History) -> Iterator[Finding]:
     share = robust.median(waits.values)
     if len(waits) < MIN_POINTS or share < WAITS or share * expected.step_s(history) < MIN_WAIT_S:
         return
-    workers, ranks = history.key("data.num_workers", 0), history.fact("machine.world_size") or 1
+    workers, ranks = history.number("data.num_workers"), history.fact("machine.world_size") or 1
     hosts = len(set(history.fact("machine.hosts") or [None]))
     cores = (history.environment.get("cpu_count") or 8) * hosts // ranks
     more = min(max(2 * workers, 2), max(cores - 1, 1))
@@ -141,7 +141,7 @@ def slow_rank(history: History) -> Iterator[Finding]:
 def _less_work(history: History) -> list[Cause]:
     """Returns what helps where a rank stays slow; only text in micro-batches of several rows."""
     is_set = history.key("data.rank_speeds") is not None
-    if is_set or (history.key("data.micro_batch_size") or 1) < 2:
+    if is_set or history.number("data.micro_batch_size", 1) < 2:
         return []
     note = "a number for each data-parallel rank under ZeRO-3 and expert parallelism"
     change = Change("data.rank_speeds", None, "measured", note)
@@ -166,7 +166,8 @@ def checkpoint_overhead_high(history: History) -> Iterator[Finding]:
 
 
 def validation_overhead_high(history: History) -> Iterator[Finding]:
-    num = int((history.metrics["eval/loss"].steps > 0).sum())  # the first one counts as start-up
+    steps = history.metrics[expected.validation_loss(history)].steps
+    num = int((steps > 0).sum())  # the first one counts as start-up
     yield from _overhead(history, "validation", num, VALIDATIONS, "trainer.val_check_interval")
 
 

@@ -193,9 +193,9 @@ def larger_micro_batch(history: History) -> list[Change]:
     """Proposes the largest doubling of the micro-batch that fits; [] if memory is well used, or not
     known. Activations grow with it, weights do not: memory in proportion is an upper bound."""
     share = robust.median(expected.steady(history, "memory/peak_share").values)
-    size = history.key("data.micro_batch_size")
+    size = history.number("data.micro_batch_size", 0)
     total = int(expected.highest(history.key("data.global_batch_size")))
-    if not share < ROOMY or not isinstance(size, int) or not total:
+    if not share < ROOMY or not size or not total:
         return []
     readers = estimate_of(history.key("trainer.strategy")).data_parallel(
         history.fact("machine.world_size") or 1

@@ -1,4 +1,4 @@
-"""`evaluate`: whether a run is better than a baseline, on the same documents and tasks."""
+"""`evaluate`: a run's metrics on held-out data, and whether it is better than a baseline."""
 
 import os
 import re
@@ -26,7 +26,8 @@ def add_flags(parser: Flags) -> None:
     """Adds the flags that `promote` has too."""
     add = parser.add_argument
     add("--baseline", help=BASELINE)
-    add("--split", choices=("validation", "test"), default="test")
+    default = "default: test; of a module without test_step or test data, validation"
+    add("--split", choices=("validation", "test"), help=default)
     add(
         "--require",
         action="append",
@@ -50,21 +51,36 @@ def add_flags(parser: Flags) -> None:
 
 
 def run(given: Namespace, project: Project) -> None:
-    require("pandas", "evaluate", extra="evaluate")
     if given.tasks:
         require("lm_eval", "tasks", extra="evaluate")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("evaluate starts the processes of a run itself: start it once")
-
-    from .evaluation import evaluate
     from .paired import failure, parse
 
     for text in given.require:
         parse(text)
     if given.require and not given.baseline:
         raise InputError(f"--require compares with a --baseline: give one ({BASELINE})")
-    name = given.name or "-against-".join(filter(None, [given.split, given.baseline]))
-    comparisons = evaluate(given, re.sub(r"[^\w.-]+", "_", name).strip("_"), project)
+    from ....cli.fit import WithoutTrainer
+    from ..export import trained
+    from . import plain
+
+    flags, *_ = trained.of_run(given.run, project, "RUN")
+    cli = WithoutTrainer(project, flags, run=False)
+    if not plain.is_for_texts(cli):
+        split = plain.split_of(given.split, cli)
+        return plain.evaluate(given, split, _name(given, split), cli, project)
+    require("pandas", "evaluate", extra="evaluate")
+    from .evaluation import evaluate
+
+    given.split = given.split or "test"
+    comparisons = evaluate(given, _name(given, given.split), cli, project)
     failures = [failure(text, comparisons) for text in given.require]
     if any(failures):
         raise Ended(Exit.BAD_INPUT, "; ".join(filter(None, failures)))
+
+
+def _name(given: Namespace, split: str) -> str:
+    """Returns the name of the files that are written."""
+    name = given.name or "-against-".join(filter(None, [split, given.baseline]))
+    return re.sub(r"[^\w.-]+", "_", name).strip("_")

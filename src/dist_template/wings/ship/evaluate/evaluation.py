@@ -6,8 +6,6 @@ import argparse
 import json
 import math
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,8 +14,6 @@ import numpy as np
 import yaml
 
 from ....cli.fit import WithoutTrainer
-from ....cli.run import verified_checkpoint
-from ....cluster.signals import end_with_parent
 from ....errors import Ended, Exit, InputError
 from ....observe.history.run import RunFile
 from ....project import Project
@@ -27,6 +23,7 @@ from ....text.tokenizers import Pretrained
 from ..export import trained
 from . import tasks
 from .documents import ACCEPTANCE, PAIR_FIGURES, DocumentScores
+from .models import Model, find, run_verb
 from .paired import LEAST, Comparison, compare
 
 if TYPE_CHECKING:
@@ -34,15 +31,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-def evaluate(given: argparse.Namespace, name: str, project: Project) -> list[Comparison]:
+def evaluate(
+    given: argparse.Namespace, name: str, cli: WithoutTrainer, project: Project
+) -> list[Comparison]:
     """Writes <name>.json and .parquet, a row for each model and sample; returns the comparisons.
     Raises InputError if a name is no model, or there are too few documents."""
     run, split = find(given.run, project), given.split
     models = [run]
     if given.baseline:
         models.append(find(given.baseline, project, run.run))
-    flags, *_ = trained.of_run(str(run.run), project, "RUN")
-    cli = WithoutTrainer(project, flags, run=False)
     if given.tasks and getattr(cli.model, "reads_ends", False):
         raise InputError(f"{given.run} is a reward model, which answers no tasks: remove --tasks")
     data: Any = cli.datamodule
@@ -70,15 +67,6 @@ def evaluate(given: argparse.Namespace, name: str, project: Project) -> list[Com
     )
 
 
-class Model(NamedTuple):
-    """A run's configuration with a checkpoint, "start", or the weights of a folder or the hub."""
-
-    name: str
-    run: Path
-    checkpoint: str = "start"
-    folder: str | None = None
-
-
 def check_size(data: Any, split: str) -> None:
     """Raises InputError if a split of text has fewer documents than a comparison needs, which is
     known before the models are run. The models may have still fewer in common."""
@@ -90,18 +78,6 @@ def check_size(data: Any, split: str) -> None:
             f"the {split} split has {num} documents, and {LEAST} are needed: give more, or a larger"
             f" data.{split}_share"
         )
-
-
-def find(name: str, project: Project, run: Path | None = None) -> Model:
-    """Finds the model of RUN, or of `--baseline`: a folder is then evaluated on the data of
-    `run`."""
-    if run and name == "start":
-        return Model(name, run)
-    if run and trained.is_pretrained(name):
-        return Model(name, run, folder=name)
-    flag = "--baseline" if run else "RUN"
-    _, path, found = trained.of_run(name, project, flag)
-    return Model(name, found, str(verified_checkpoint(path, flag)))
 
 
 def score_documents(
@@ -144,12 +120,6 @@ def score_documents(
     from pandas import read_parquet
 
     return read_parquet(scores)
-
-
-def run_verb(project: Project, argv: list[str]) -> int:
-    """Runs a verb in a process of its own, which starts the other ranks; returns its exit code."""
-    command = [sys.executable, "-m", project.package, *argv]
-    return subprocess.call(command, preexec_fn=end_with_parent)
 
 
 def in_common(tables: list[DataFrame], split: str) -> list[DataFrame]:
