@@ -17,6 +17,7 @@ PLACES = {  # public name -> the module that defines it, in the order for a Trai
     "Console": "callbacks.console",
     "LastCheckpoint": "callbacks.checkpoint",
     "BestCheckpoint": "callbacks.checkpoint",
+    "StopEarly": "callbacks.early_stopping",
     "Goodput": "callbacks.goodput",
     "Preemption": "callbacks.preemption",
 }

@@ -19,6 +19,7 @@ from ..checkpoint.identity import compare, fixed_settings, settings_of
 from ..checkpoint.optimizer import ANEW, ParameterNames
 from ..compat.lightning import accumulates, has_passed, save_after_module, undo_save_after_module
 from ..errors import Ended, Exit, InputError, check_least
+from ..model.any_module import validation_loss
 from ..project import has_command_line, in_run
 from ..records import GIB
 from .epoch_metrics import EpochMetrics
@@ -216,16 +217,13 @@ def _failure(path: Path, error: commit.SaveError) -> str:
     return weights.broadcast(sentence)
 
 
-USUAL = ("eval/loss", "val/loss", "val_loss")  # names of the loss of a validation
-
-
 @dataclass(eq=False)
 class BestCheckpoint(Checkpoint):
     """Keeps `best-step<N>.ckpt`, the checkpoints with the best validation results.
 
     Args:
-        monitor: The validation metric that decides. null: eval/loss, val/loss or val_loss, the
-            first that the module logs; without one, none is kept.
+        monitor: The validation metric that decides. null: eval/loss, or what a module calls
+            its validation loss (val_loss, valid/loss, …); without one, none is kept.
         mode: Whether the lowest ("min") or the highest ("max") is best.
         keep: How many to keep. 0 turns it off.
         dirpath: The folder."""
@@ -253,10 +251,9 @@ class BestCheckpoint(Checkpoint):
         if trainer.state.fn != TrainerFn.FITTING or not self.keep or trainer.fast_dev_run:
             return
         if self.monitor is None:
-            usual = [name for name in USUAL if name in trainer.callback_metrics]
-            if not usual:
+            self.monitor = validation_loss(trainer) or None
+            if self.monitor is None:
                 return
-            self.monitor = usual[0]
         if self.monitor not in trainer.callback_metrics:
             known = ", ".join(sorted(trainer.callback_metrics))
             raise InputError(

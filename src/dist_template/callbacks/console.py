@@ -4,6 +4,7 @@ import shutil
 import sys
 import textwrap
 import time
+from collections import Counter
 from datetime import timedelta
 from functools import wraps
 from typing import Any, TextIO
@@ -15,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from ..cluster.messages import is_rank_zero
 from ..compat.lightning import last_step
 from ..errors import Ended, another_rank_is_gone, reason
+from ..metric_names import parts_of
 from ..model.any_module import callbacks_of, results_of
 
 __all__ = ["console_of", "only_shows"]
@@ -28,6 +30,7 @@ COLUMNS = {  # metrics without a value are omitted
     "perf/mfu": "mfu {:.0%}",
     "perf/data_wait_share": "wait {:.0%}",
 }
+MOST_RESULTS, MOST_OF_BAR = 16, 6  # metrics of a module in a line
 HEALTH = 36  # characters of a finding's title
 
 
@@ -77,13 +80,12 @@ class Console(Callback):
     def on_log_step(
         self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
     ) -> None:
-        now = time.perf_counter()
-        end = last_step(trainer)
-        is_last = trainer.global_step == end
+        now, total = time.perf_counter(), total_steps(trainer)
+        is_last = trainer.global_step == total
         if not (self._terminal or is_last or now - self._printed >= self.line_every_s):
             return
         self._printed = now
-        parts = self._parts(trainer.global_step, end, metrics)
+        parts = self._parts(trainer.global_step, total, metrics, of_progress_bar(trainer, metrics))
         line = "  ".join(parts)
         if not self._terminal:
             print(line, flush=True)
@@ -91,15 +93,19 @@ class Console(Callback):
         width = shutil.get_terminal_size().columns - 1
         print(f"\r\x1b[K{line[:width]}", end="\n" if is_last else "", flush=True)
 
-    def _parts(self, step: int, total: float, metrics: dict[str, float]) -> list[str]:
-        """Returns the parts of the progress line; a narrow terminal shows the first ones."""
-        has_end = total != float("inf")
-        parts = [f"step {step}/{total}" if has_end else f"step {step}"]
+    def _parts(
+        self, step: int, total: float | None, metrics: dict[str, float], own: dict[str, float]
+    ) -> list[str]:
+        """Returns the parts of the progress line; a narrow terminal shows the first ones. `own` are
+        the module's metrics."""
+        parts = [f"step {step}/{total}" if total else f"step {step}"]
         for name, form in COLUMNS.items():
             is_second = name == "perf/samples_per_s" and "perf/tokens_per_s" in metrics
             if name in metrics and not is_second:
                 parts.append(form.format(metrics[name]))
-        if has_end and step > self._first_step:
+            if name == "train/loss":
+                parts += [f"{key} {figure(value)}" for key, value in own.items()]
+        if total and step > self._first_step:
             seconds = (
                 (total - step) * (time.perf_counter() - self._started) / (step - self._first_step)
             )
@@ -110,23 +116,54 @@ class Console(Callback):
 
     @only_shows
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._show_results(
-            f"validation at step {trainer.global_step}", results_of(trainer, pl_module)
-        )
+        title = "validation"
+        if trainer.state.fn == "fit":  # the verb `validate` has no step
+            title += f" at step {trainer.global_step}"
+        self._show_results(title, results_of(trainer, pl_module))
 
     @only_shows
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._show_results("test", results_of(trainer, pl_module))
 
     def _show_results(self, title: str, metrics: dict[str, float]) -> None:
-        shown = [f"{name.split('/')[-1]} {figure(value)}" for name, value in metrics.items()]
-        self.write(f"{title}: {'  '.join(shown)}")
+        self.write(f"{title}: {'  '.join(shown_metrics(metrics, MOST_RESULTS))}")
 
     @rank_zero_only
     def write(self, text: str, file: TextIO | None = None) -> None:
         """Prints complete lines without breaking the progress line."""
         clear = "\r\x1b[K" if self._terminal else ""
         print(clear + text, file=file, flush=True)
+
+
+def total_steps(trainer: L.Trainer) -> int | None:
+    """Returns the optimizer steps of the training; None without an end that is known, such as with
+    an endless loader."""
+    total = last_step(trainer)  # -1: the loader has no length, and there is no max_steps
+    return int(total) if 0 < total < float("inf") else None
+
+
+def of_progress_bar(trainer: L.Trainer, shown: dict[str, float]) -> dict[str, float]:
+    """Returns what the module logs with prog_bar=True in training, without the loss, which is shown
+    as a mean over all ranks and steps since the last line."""
+    found = {}
+    for name, value in trainer.progress_bar_metrics.items():
+        parts = parts_of(name)
+        is_shown = name in shown or (parts.is_loss and parts.stage in ("", "train"))
+        if not is_shown and parts.stage in ("", "train") and not name.endswith("_epoch"):
+            found[name.removesuffix("_step")] = float(value)
+    return dict([*found.items()][:MOST_OF_BAR])
+
+
+def shown_metrics(metrics: dict[str, float], most: int) -> list[str]:
+    """Returns "name value" of the first `most`; the name without its group where that is unique."""
+    ends = Counter(name.rpartition("/")[2] for name in metrics)
+    shown = []
+    for name, value in [*metrics.items()][:most]:
+        end = name.rpartition("/")[2]
+        shown.append(f"{end if end and ends[end] == 1 else name} {figure(value)}")
+    if len(metrics) > most:
+        shown.append(f"and {len(metrics) - most} more")
+    return shown
 
 
 def console_of(trainer: L.Trainer) -> Console | None:

@@ -12,9 +12,10 @@ from ..checkpoint import manifest
 from ..errors import Ended, InputError
 from ..model.any_module import data_of, results_of
 from ..observe.history import goodput
+from ..observe.history.run import RunFile
 from ..observe.loggers.run_log import RunLog
 from .checkpoint import LastCheckpoint
-from .console import figure, only_shows
+from .console import MOST_RESULTS, figure, only_shows
 
 
 class Summary(Callback):
@@ -51,8 +52,11 @@ class Summary(Callback):
     def show(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Prints the end of a finished run, on rank 0."""
         print(f"\nfinished after step {trainer.global_step}")
-        for name, value in results_of(trainer, pl_module).items():
+        results = results_of(trainer, pl_module)
+        for name, value in [*results.items()][:MOST_RESULTS]:
             print(f"  {name:<22}{figure(value)}")
+        if len(results) > MOST_RESULTS:
+            print(f"  and {len(results) - MOST_RESULTS} more, in {self.folder / RunFile.METRICS}")
         if unigram := getattr(data_of(trainer), "unigram_bits_per_byte", None):
             print(f"  a unigram model of the same tokens has {unigram:.4f} bits per byte")
         if seconds := goodput.read(self.folder):

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..by_tokens import ByTokens, value_at
 from ..errors import InputError
+from ..metric_names import loss_of
 from .flops import Size
 from .metrics import MetricBuffer
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["metrics_of", "network_of", "results_of"]
 
 T = TypeVar("T")
+VALIDATION_LOSS = "eval/loss"  # of the library's modules
 
 
 def samples_of(trainer: L.Trainer) -> Any:
@@ -86,6 +88,11 @@ def results_of(trainer: L.Trainer, module: L.LightningModule) -> dict[str, float
         return given
     logged = trainer.callback_metrics.items()
     return {name: float(value) for name, value in logged if not name.startswith("train")}
+
+
+def validation_loss(trainer: L.Trainer) -> str:
+    """Returns the name under which the module logs its validation loss; "" without one."""
+    return loss_of(trainer.callback_metrics, VALIDATION_LOSS, "validation")
 
 
 def has_validation(module: L.LightningModule, data: L.LightningDataModule) -> bool:

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from ...metric_names import loss_of
 from ...observe.history.run import RunFile, read_lines
 from ..history import History, Series
-from ..metric_names import parts_of
 from . import robust
 from .finding import Cause, Change
 
@@ -56,25 +56,13 @@ def training_loss(history: History, of_several: bool = False) -> str:
     optimizers, as a GAN's, need not fall, so they are none unless `of_several`."""
     if not of_several and len(history.fact("training.optimizers") or ()) > 1:
         return ""
-    return _loss(history, TRAINING, "train") or _loss(history, TRAINING, "")
+    names = history.metrics.names
+    return loss_of(names, TRAINING, "train") or loss_of(names, TRAINING, "")
 
 
 def validation_loss(history: History) -> str:
     """Returns the name of the validation loss; "" if none was logged."""
-    return _loss(history, VALIDATION, "validation")
-
-
-def _loss(history: History, ours: str, stage: str) -> str:
-    """Returns the name of a stage's loss: the library's, else the shortest that means a loss."""
-    names = history.metrics.names
-    if ours in names:
-        return ours
-    found = []
-    for name in names:
-        parts = parts_of(name)
-        if parts.stage == stage and parts.is_loss:
-            found.append(name)
-    return min(found, key=len, default="")
+    return loss_of(history.metrics.names, VALIDATION, "validation")
 
 
 def is_adam(history: History) -> bool:

@@ -4,9 +4,9 @@ Each is typed with the run's own folder and needs only what the run has written.
 
 from pathlib import Path
 
+from ...metric_names import parts_of
 from ...project import program
 from ..history import History
-from ..metric_names import parts_of
 from . import expected
 
 TEXT = "data.tokenizer"  # a key of runs of language models, which can be served

@@ -16,6 +16,14 @@ from .shrink_config import SAVED_STEP
 LOSS, GRAD_NORM, EVALUATION = 1e-5, 1e-4, 1e-5  # relative differences, in fp32
 
 
+OFF = {  # what a training turns off, by FirstStep, in the words of a result
+    "dropout": "dropout off",
+    "norms": "BatchNorm by running statistics",
+    "samples": "augmentations repeated",
+    "draws": "random numbers repeated",
+}
+
+
 class Check(NamedTuple):
     """One line of the report. `compare` returns what was found; raises NotEqual or RunFailed."""
 
@@ -104,41 +112,62 @@ def starting_weights(runs: Runs) -> str:
     return f"{len(runs.one.start)} tensors, bit-identical"
 
 
+def refuse_other_batches(runs: Runs) -> None:
+    """Raises NotOffered if one process cannot train on the batches of several."""
+    if runs.small.is_manual and not runs.small.has_batch_size:
+        raise NotOffered(
+            "Lightning accumulates nothing under manual optimization, and the datamodule has no"
+            " argument batch_size: one process has no batch like that of several"
+        )
+
+
 def each_sample_once(runs: Runs) -> str:
+    refuse_other_batches(runs)
     if where := compare.samples(runs.one, runs.strategy):
         raise NotEqual("other samples than one process", where)
     return f"{sum(map(len, runs.strategy.rows().values()))} samples"
 
 
 def accumulation(runs: Runs) -> str:
-    if not runs.small.is_text and "batch_size" not in runs.small.config["data"]:
+    if runs.small.is_manual:
+        raise NotOffered("a module with manual optimization accumulates by itself, if at all")
+    if not runs.small.is_text and not runs.small.has_batch_size:
         raise NotOffered("the datamodule has no argument batch_size")
+    if runs.one.tensors("dropout").get("seeded"):
+        refuse_draws(runs.one)
     got = _same_curve(runs.big, runs.one, "loss", LOSS)
     _same_curve(runs.big, runs.one, "grad_norm", GRAD_NORM)
     return got
 
 
-def _same_curve(expected: RunRecord, got: RunRecord, series: str, tolerance: float) -> str:
+def _same_curve(
+    expected: RunRecord, got: RunRecord, series: str, tolerance: float, is_manual: bool = False
+) -> str:
     want, have = getattr(expected, series), getattr(got, series)
+    if not have and is_manual:
+        raise NotOffered(f"train/{series} is not measured under manual optimization")
     if not have:
         raise NotEqual("nothing is logged", f"the module tracks no train/{series}")
     difference, each = compare.relative_difference(want, have)
     if difference > tolerance:
-        refuse_draws(expected)
+        if is_manual or not expected.tensors("dropout").get("seeded"):
+            refuse_draws(expected)  # of other batches; those of equal ones are equal
         step = _first_above(each, tolerance)
         instead = want.get(step, float("nan"))
         where = f"from step {step} on ({have[step]:.6g} instead of {instead:.6g})"
         raise NotEqual(f"{difference:.1e}", compare.trace(expected, got), where)
-    note = ", dropout off" if expected.tensors("dropout") else ""
+    note = "".join(f", {OFF[name]}" for name in expected.tensors("dropout") if name in OFF)
     return f"{difference:.1e} over {len(each)} steps{note}"
 
 
 def loss_curve(runs: Runs) -> str:
-    return _same_curve(runs.one, runs.strategy, "loss", LOSS)
+    refuse_other_batches(runs)
+    return _same_curve(runs.one, runs.strategy, "loss", LOSS, runs.small.is_manual)
 
 
 def gradient_norm(runs: Runs) -> str:
-    return _same_curve(runs.one, runs.strategy, "grad_norm", GRAD_NORM)
+    refuse_other_batches(runs)
+    return _same_curve(runs.one, runs.strategy, "grad_norm", GRAD_NORM, runs.small.is_manual)
 
 
 def _first_above(differences: dict[compare.K, float], tolerance: float) -> compare.K:
@@ -155,10 +184,12 @@ def refuse_draws(record: RunRecord) -> None:
 
 
 def each_gradient(runs: Runs) -> str:
+    refuse_other_batches(runs)
     differing = compare.gradients(runs.one, runs.strategy)
     total = len(runs.one.tensors("gradients"))
     if differing:
-        refuse_draws(runs.one)
+        if runs.small.is_manual or not runs.one.tensors("dropout").get("seeded"):
+            refuse_draws(runs.one)
         got = f"{len(differing)} of {total} parameters differ"
         raise NotEqual(got, compare.trace(runs.one, runs.strategy), "in step 1")
     return f"{total} parameters"
@@ -172,8 +203,13 @@ def shared_tensors(runs: Runs) -> str:
 
 def evaluation(runs: Runs) -> str:
     """The same rows in larger batches and over ranks: a mean of means differs."""
+    refuse_other_batches(runs)
     num = 0
-    for other, means in ((runs.big, "batches"), (runs.strategy, "ranks")):
+    others = ((runs.big, "batches"), (runs.strategy, "ranks"))
+    seeded = runs.one.tensors("dropout").get("seeded")
+    if seeded and runs.one.draws:  # which a larger batch does otherwise
+        others = others[1:]
+    for other, means in others:
         if not compare.relative_difference(runs.one.loss, other.loss)[0] <= LOSS:
             raise NotOffered("the weights that it evaluates differ, see above")
         for step, metrics in sorted(other.eval().items()):
@@ -181,6 +217,11 @@ def evaluation(runs: Runs) -> str:
             num += len(metrics)
             difference, each = compare.relative_difference(want, metrics)
             if metrics and difference > EVALUATION:
+                if runs.one.tensors("dropout").get("validation"):
+                    raise NotOffered(
+                        f"validation_step ({runs.one.places.get('validation_step')}) draws random"
+                        " numbers, which differ between batches of other rows"
+                    )
                 name = _first_above(each, EVALUATION)
                 where = (
                     f"step {step} of {other.folder.name!r} has {name} {metrics[name]:.6g}, not"
@@ -206,8 +247,12 @@ def evaluation(runs: Runs) -> str:
 def kill_and_resume(runs: Runs) -> str:
     last = max(runs.killed.loss, default=0)
     first = min(runs.resumed.loss, default=0)
-    if first != SAVED_STEP + 1:
-        killed = f"killed after step {last} with a checkpoint of step {SAVED_STEP}"
+    saved = SAVED_STEP
+    if runs.small.is_manual:  # Lightning counts the steps of each optimizer: 2, 4, 6
+        saved = runs.resumed.events("step")[0]["step"]
+    later = [step for step in runs.uninterrupted.loss if step > saved]
+    if not saved or first != min(later, default=0):
+        killed = f"killed after step {last} with a checkpoint of step {saved}"
         raise NotEqual("another step", f"{killed}, it resumed with step {first}")
     difference, each = compare.relative_difference(runs.uninterrupted.loss, runs.resumed.loss)
     if difference > 0:

@@ -16,6 +16,7 @@ from .record import ForwardPass, RunRecord
 
 FORWARD = GRADIENT = 1e-4  # relative to a tensor's largest value; another order of sums gives 1e-6
 NOISE = 1e-3  # relative to the largest gradient: smaller ones are rounding errors of a true zero
+OF_A_RANK = (".running_mean", ".running_var")  # of the batches that a rank has seen
 NOT_SAVED = "make it a buffer, or save it in on_save_checkpoint"
 K = TypeVar("K")
 Tensors = Mapping[str, Tensor]
@@ -140,6 +141,8 @@ def _lost(
         start = uninterrupted.after(0, kind, rank)
         want, have = uninterrupted.after(step, kind, rank), resumed.after(step, kind, rank)
         for name, value in want.items():
+            if rank and name.endswith(OF_A_RANK):  # a checkpoint has rank 0's
+                continue
             other = have.get(name, "nothing")
             is_meant = not prefix or value.startswith(prefix)
             if is_meant and value not in (other, start.get(name)):
@@ -211,6 +214,8 @@ def samples(expected: RunRecord, got: RunRecord) -> str:
         if missing := (belong - Counter(have[step])).total():
             text = f"step {step} lacks {missing} of the {belong.total()} samples that belong to it"
             order, transform = (got.places.get(name, "?") for name in ("order", "transform"))
+            if not transform:  # the data are no text
+                return f"{text}, or their values differ, as of an augmentation (order: {order})"
             return f"{text}, or their tokens differ (order: {order}; transform, {transform})"
     return ""
 

@@ -1,6 +1,7 @@
 """Callback: records the first optimizer step, to find what makes losses differ."""
 
 import inspect
+import zlib
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ from torch import Tensor, nn
 
 from ...compat.deepspeed import gradient_of
 from ...compat.lightning import accumulates
-from ...compat.randomness import turn_dropout_off
+from ...compat.randomness import turn_dropout_off, use_running_statistics
 from ...parallel import run_strategy
 from ...project import is_users
+from ...text.datamodule import PackedText
 from ...weights import from_all_ranks
 from .forward_hooks import ForwardHooks, full, location
 from .record import ForwardPass
 from .recorder import fingerprint, samples_in
+from .same_draws import seed, state, with_seeded_samples
 
 METHODS = ("training_step", "forward", "validation_step", "configure_optimizers")
 LOADERS = ("train_dataloader", "val_dataloader")
@@ -33,11 +36,15 @@ class FirstStep(Callback):
     places.pt          {module: class and file:line}; also of METHODS, transform, optimizer and
                        order; "hooks" and "batches" are the user's GRADIENT_HOOKS and BATCH_HOOKS
     gradients.pt       {parameter: unsharded gradient} after the first backward, before clipping
-    dropout.pt         {"dropout": True} if dropout was turned off in a forward pass
+    dropout.pt         {"dropout": True} if dropout was turned off in a forward pass; likewise
+                       "norms", "samples" and "draws" (see `dropout_is_off`), "seeded" if that was
+                       done, and "validation" if its steps draw random numbers
     missing.pt         {parameter that never gets a gradient: whether its module's forward ran}
 
     Rank 0 writes all but the first, in a pipeline with the entries of all stages.
-    `dropout_is_off` replaces dropout by the identity, because random masks differ between ranks."""
+    `dropout_is_off` replaces dropout by the identity, because random masks differ between ranks;
+    and, where the data are no text, what else differs by nature: BatchNorm uses its running
+    statistics, and samples and steps draw random numbers that depend on their rows alone."""
 
     def __init__(self, folder: Path, dropout_is_off: bool = False) -> None:
         self.folder = folder
@@ -46,11 +53,36 @@ class FirstStep(Callback):
         self._passes: list[ForwardPass] = []
         self._missing: dict[str, bool] = {}
         self._dropout: dict[str, bool] = {}
+        self._is_seeded = False
+        self._before = state()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer, self._module = trainer, pl_module
         if self.dropout_is_off:
             turn_dropout_off(lambda: self._dropout.update(dropout=True))
+        data = getattr(trainer, "datamodule", None)
+        self._is_seeded = self.dropout_is_off and not isinstance(data, PackedText)
+        if self._is_seeded:
+            self._dropout["seeded"] = True
+            use_running_statistics(lambda: self._dropout.update(norms=True))
+            self._seed_samples(data or pl_module)
+
+    def _seed_samples(self, owner: Any) -> None:
+        """Lets each sample of the training draw the same numbers in each run."""
+        create = owner.train_dataloader
+
+        def seeded(*args: Any, **options: Any) -> Any:
+            loaders = create(*args, **options)
+            if with_seeded_samples(loaders):
+                self._dropout["samples"] = True
+            return loaders
+
+        owner.train_dataloader = seeded
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for owner in (getattr(trainer, "datamodule", None), pl_module):
+            if self._is_seeded and owner is not None:
+                vars(owner).pop("train_dataloader", None)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         layers = run_strategy(trainer.strategy).layers
@@ -73,7 +105,8 @@ class FirstStep(Callback):
         callbacks, data = trainer.callbacks, trainer.datamodule  # ty: ignore[missing-attribute]
         places["transform"] = location(getattr(data, "transform", None))
         order = getattr(trainer.train_dataloader, "batch_sampler", None)
-        for name, part in (("optimizer", trainer.optimizers[0]), ("order", order)):
+        parts = [("optimizer", part) for part in trainer.optimizers[:1]] + [("order", order)]
+        for name, part in parts:
             places[name] = f"{type(part).__name__}, {location(type(part))}"
         places["hooks"] = _of_user([*callbacks, pl_module], GRADIENT_HOOKS)
         places["batches"] = _of_user([data, pl_module], BATCH_HOOKS)
@@ -82,8 +115,19 @@ class FirstStep(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: object, batch: object, batch_idx: int
     ) -> None:
+        rows = [*map(fingerprint, samples_in(batch))] if self._hooks or self._is_seeded else []
         if self._hooks:
-            self._passes.append({"rows": [*map(fingerprint, samples_in(batch))], "tensors": {}})
+            self._passes.append({"rows": rows, "tensors": {}})
+        if self._is_seeded:
+            seed(zlib.crc32(repr((trainer.global_step, rows)).encode()))
+            self._before = state()
+
+    def on_validation_batch_start(self, *_: object, **__: object) -> None:
+        self._before = state()
+
+    def on_validation_batch_end(self, *_: object, **__: object) -> None:
+        if state() != self._before:
+            self._dropout["validation"] = True
 
     def on_before_optimizer_step(self, *_: object, **__: object) -> None:
         gradients: dict[str, Tensor] = {}
@@ -100,6 +144,8 @@ class FirstStep(Callback):
             self._save("gradients", gradients)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
+        if self._is_seeded and state() != self._before:
+            self._dropout["draws"] = True
         if self._hooks and trainer.global_step and not accumulates(trainer):
             self._hooks.remove()
             torch.save(self._passes, self.folder / f"forward{trainer.global_rank}.pt")

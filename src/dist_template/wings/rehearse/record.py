@@ -166,7 +166,9 @@ class RunRecord:
 
     @property
     def draws(self) -> bool:
-        """Whether the first step draws random numbers, such as dropout's."""
+        """Whether a step draws random numbers, such as dropout's."""
+        if self.tensors("dropout").get("seeded"):  # the states before its steps are set
+            return "draws" in self.tensors("dropout")
         return len({*[*self.random().values()][:2]}) > 1
 
     def after(self, step: int, kind: str, rank: int) -> Any:

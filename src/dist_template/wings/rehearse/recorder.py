@@ -13,13 +13,11 @@ Rank 0 also saves the unsharded weights as `start.pt` and `end.pt`."""
 import hashlib
 import itertools
 import json
-import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
@@ -28,6 +26,7 @@ from ...layout import shard_of
 from ...model.any_module import metrics_of, results_of
 from ...parallel import run_strategy
 from ...weights import gather
+from . import same_draws
 
 NO_STATE = set(vars(L.LightningModule())) | set(vars(Callback()))
 NO_STATE |= {"eval_metrics", "metrics", "metric_buffer", "prepare_data_per_node"}
@@ -57,13 +56,7 @@ class Recorder(Callback):
         self, trainer: L.Trainer, pl_module: object, batch: object, batch_idx: int
     ) -> None:
         rows = [*map(fingerprint, samples_in(batch))]
-        state = _digest(
-            (
-                torch.get_rng_state().numpy().tobytes(),
-                random.getstate(),
-                repr(np.random.get_state()),
-            )
-        )
+        state = _digest(same_draws.state())
         self._write(
             "rows", step=trainer.global_step + 1, micro_batch=batch_idx, rows=rows, random=state
         )
@@ -106,11 +99,23 @@ class Recorder(Callback):
 
 
 def samples_in(batch: Any) -> Tensor:
-    """Returns the tensor whose rows are the samples: of text its tokens, else the first tensor."""
+    """Returns the tensor whose rows are the samples: of text its tokens, else the first tensor; of
+    a batch without one, a hash of what it prints."""
+    found = _first_tensor(batch)
+    if found is None:
+        digest = hashlib.blake2b(repr(batch).encode(), digest_size=7).digest()
+        return torch.tensor([int.from_bytes(digest)])
+    return found if found.dim() else found.reshape(1)
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
     if isinstance(batch, Mapping):
-        first = next(iter(batch.values()))
-        return samples_in(batch.get("whole_input_ids", batch.get("input_ids", first)))
-    return samples_in(batch[0]) if isinstance(batch, list | tuple) else batch
+        if (tokens := batch.get("whole_input_ids", batch.get("input_ids"))) is not None:
+            return _first_tensor(tokens)
+        batch = [*batch.values()]
+    if isinstance(batch, list | tuple):
+        return next((one for one in map(_first_tensor, batch) if one is not None), None)
+    return batch if isinstance(batch, Tensor) else None
 
 
 def replica_hashes(tensors: Iterable[tuple[str, Tensor | None]]) -> dict[str, tuple[str, str]]:

@@ -65,7 +65,7 @@ class Runs:
     @property
     def uninterrupted(self) -> RunRecord:
         trained = self.strategy
-        if trained.tensors("dropout") or trained.draws:
+        if trained.tensors("dropout").keys() - {"seeded", "validation"} or trained.draws:
             return self._run("uninterrupted", self.small.config, has_dropout=True)
         return trained
 
@@ -114,8 +114,10 @@ class Runs:
         ]
         if self.small.config["model"].get("adapter"):
             flags.append("--adapter=merged")
+        if self.small.is_plain:
+            flags.append("--to=onnx")
         record = self._tool("export", *flags, f"--output={self.folder / 'exported'}")
-        return record.last_line(0).rpartition("float32, ")[2]
+        return record.last_line(0).rpartition("onnx, " if self.small.is_plain else "float32, ")[2]
 
     def _tool(self, verb: str, *flags: str) -> RunRecord:
         """Runs a verb other than training on one process."""

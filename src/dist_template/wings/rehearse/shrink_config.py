@@ -39,6 +39,8 @@ class Small:
     )
     notes: list[str]  # differences from production, a sentence each
     micro_batches: int = 1  # of a step in production
+    is_manual: bool = False  # the module steps its optimizers itself, and Lightning accumulates not
+    is_plain: bool = False  # the module builds no model of transformers
 
     @property
     def is_text(self) -> bool:
@@ -56,11 +58,19 @@ class Small:
         trainer |= {"devices": 1, "strategy": "auto", "limit_val_batches": per_step}
         if self.is_text:
             data["micro_batch_size"] = MICRO_BATCH_SIZE * (batches if is_big else 1)
+        elif self.is_manual:
+            trainer["limit_val_batches"] = 1
+            if self.has_batch_size:  # in place of an accumulation
+                data["batch_size"] *= batches
         else:
             trainer["accumulate_grad_batches"] = per_step
             if is_big:
                 data["batch_size"] *= batches
         return config
+
+    @property
+    def has_batch_size(self) -> bool:
+        return type(self.config["data"].get("batch_size")) is int
 
     def with_plain_steps(self, accelerator: str) -> Config:
         """Returns the same training with steps that log nothing; a step that is not a number is
@@ -77,6 +87,7 @@ def shrink(
     folder: Path,
     processes: int | None = None,
     keep_data: bool = False,
+    module: object = None,
 ) -> Small:
     """Returns the small configuration of `given`, the production one with every key resolved.
     `folder` is the destination of text and runs. `keep_data` keeps the configured source and
@@ -86,7 +97,10 @@ def shrink(
     spec = config["trainer"]["strategy"]
     shrunk = shrunk_strategy(spec, processes)
     num, notes = shrunk.processes, shrunk.notes
-    small = Small(config, num, shrunk.data_parallel, max(2, shrunk.stages), notes)
+    is_manual = not getattr(module, "automatic_optimization", True)
+    batches = 1 if is_manual else max(2, shrunk.stages)
+    small = Small(config, num, shrunk.data_parallel, batches, notes, is_manual=is_manual)
+    small.is_plain = model_config is None
     if isinstance(spec, dict):
         spec["init_args"] = shrunk.arguments
         if "process_group_backend" in shrunk.arguments:
@@ -119,6 +133,9 @@ def shrink(
         "log_every_n_steps": 1,
         "profiler": None,
     }
+    if config["trainer"].get("sync_batchnorm"):
+        config["trainer"]["sync_batchnorm"] = False
+        notes.append("trainer.sync_batchnorm is off: torch computes it on GPUs alone")
     if small.is_text:
         _shrink_data(small, folder, keep_data)
     else:

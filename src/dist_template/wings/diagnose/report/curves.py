@@ -2,8 +2,8 @@
 
 import html
 
+from ....metric_names import is_own, parts_of
 from ...history import History
-from ...metric_names import is_own, parts_of
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish, in shades that can be read on
 # the light page and on the dark one.

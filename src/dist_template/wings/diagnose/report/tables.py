@@ -6,12 +6,12 @@ from itertools import chain
 
 import numpy as np
 
+from ....metric_names import is_own, parts_of
 from ....observe.history.run import RunFile
 from ....project import has_command_line
 from ....records import flatten
 from ....table import Table
 from ...history import History
-from ...metric_names import is_own, parts_of
 from ...preflight.interval import compared
 from ...values import shown
 from ..expected import last_step, validation_loss

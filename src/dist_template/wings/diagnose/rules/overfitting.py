@@ -92,7 +92,7 @@ def _causes(history: History, name: str, step: int) -> Iterator[Cause]:
 def _stops_early(history: History) -> bool:
     callbacks = history.key("trainer.callbacks") or []
     classes = [each.get("class_path", "") for each in callbacks if isinstance(each, dict)]
-    return any(path.rpartition(".")[2] == "EarlyStopping" for path in classes)
+    return any(path.rpartition(".")[2] in ("EarlyStopping", "StopEarly") for path in classes)
 
 
 def _keeps_best(history: History) -> bool:

@@ -2,6 +2,7 @@
 loss, valid_loss_epoch, acc_val."""
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 STAGES = {
@@ -57,3 +58,17 @@ def is_own(name: str) -> bool:
     """Returns whether a module has logged this metric, or it is one of a step's loss; all others
     are measured by the library or by callbacks."""
     return not name.startswith((*MEASURED, "lr-")) and name not in COUNTED
+
+
+def loss_of(names: Iterable[str], ours: str, stage: str) -> str:
+    """Returns the name of a stage's loss among `names`: `ours`, the library's, else the shortest
+    that means a loss; "" if there is none."""
+    known = [*names]
+    if ours in known:
+        return ours
+    found = []
+    for name in known:
+        parts = parts_of(name)
+        if parts.stage == stage and parts.is_loss:
+            found.append(name)
+    return min(found, key=len, default="")
