@@ -156,7 +156,7 @@ def test_what_cannot_be_exported_is_one_sentence(
     trained = fitted("llama")
     here, out = str(only_run(tmp_path)), f"--output={tmp_path}/out"
     sentences = {
-        "--to=onx": "--to is 'onx': give hf or onnx",
+        "--to=onx": "--to is 'onx': give hf or onnx or safetensors",
         "--to=savedmodel": "give --to onnx, or --to hf and make a program",
         "--to=onnx --dtype=bfloat16": "bfloat16 is not possible with --to onnx: give float32, fl",
         "--dtype=int8": "--dtype int8 is not possible with --to hf: give float32, bfloat16",

@@ -173,6 +173,11 @@ class Parser(LightningArgumentParser):
         sys.exit(2)
 
 
+# Arguments of TextModule and PackedText that configurations of language models set.
+OF_TEXT = """architecture pretrained attention optim blocks balance mtp adapter preference loss_chunk
+    source tokenizer seq_len global_batch_size micro_batch_size repeat_first_batch prompts""".split()
+
+
 def one_sentence(text: str, keys: set[str]) -> str:
     """Rewrites jsonargparse's message as one sentence, without the types that it has tried."""
     unknown = r"unrecognized arguments: --([\w.]+)|does not accept option '([\w.]+)'"
@@ -183,6 +188,12 @@ def one_sentence(text: str, keys: set[str]) -> str:
             section, sections, 1, cutoff=0.8
         )
         hint = f"; did you mean {near[0]}?" if near else ""
+        argument = name.split(".")[1] if "." in name else ""
+        if argument and section in ("model", "data") and near in ([], [section]):
+            # the user's class: its section is known, and not what was meant
+            hint = f": this project's {section} has no argument {argument}"
+            if argument in OF_TEXT:
+                hint += ", which is for the library's language models"
         return f"{name} is not a key of this program{hint}"
     if argument := re.fullmatch(r"Option '(\w+)' is not accepted", text):
         return f"{argument[1]} is not an argument of the class that it is given to"

@@ -178,6 +178,8 @@ def refuse_draws(record: RunRecord) -> None:
     """Raises NotOffered if a step draws random numbers other than dropout's, which is off."""
     if record.draws:
         why = "draws random numbers other than torch's dropout, which differ between ranks"
+        if record.tensors("dropout").get("seeded"):
+            why = "draws random numbers, which are others for a batch of other rows"
         raise NotOffered(
             f"training_step ({record.places.get('training_step')}) or a module {why}: turn that off"
         )

@@ -52,6 +52,7 @@ class FirstStep(Callback):
         self._hooks: ForwardHooks | None = None  # until the first step has ended
         self._passes: list[ForwardPass] = []
         self._missing: dict[str, bool] = {}
+        self._gradients: dict[str, Tensor] = {}
         self._dropout: dict[str, bool] = {}
         self._is_seeded = False
         self._before = state()
@@ -140,8 +141,9 @@ class FirstStep(Callback):
                     self._missing[name] = any(owner in each["tensors"] for each in self._passes)
             if parameter.grad is not None:
                 self._missing.pop(name, None)
-        if self._hooks:
-            self._save("gradients", gradients)
+        if self._hooks:  # several optimizers step one after the other: the first value counts
+            self._gradients = gradients | self._gradients
+            self._save("gradients", self._gradients)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         if self._is_seeded and state() != self._before:

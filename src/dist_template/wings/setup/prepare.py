@@ -1,4 +1,4 @@
-"""`prepare`: tokenizes the data once, in one process, before training."""
+"""`prepare`: tokenizes the data once, in one process, before training; else calls prepare_data."""
 
 import sys
 from collections import Counter
@@ -18,7 +18,9 @@ def main(argv: list[str], project: Project) -> None:
     from ...cli.fit import WithoutTrainer  # imports torch
 
     data = WithoutTrainer.of(argv, project).datamodule
-    corpus = getattr(data, "prepare", data.prepare_data)()  # Lightning's hook has no token cache
+    if not hasattr(data, "prepare"):
+        return prepare_other(data)
+    corpus = data.prepare()
     if corpus is None or not corpus.is_whole("train"):
         return
     source = next(iter(data.source.parts().values()))
@@ -37,6 +39,18 @@ def main(argv: list[str], project: Project) -> None:
             for part in (start, text, end) if counted[a] else (text,):
                 print(part, end="")
         print()
+
+
+def prepare_other(data: Any) -> None:
+    """Calls Lightning's hook of data that are no text of this library, and prints what was done."""
+    name = type(data).__name__
+    import lightning as L
+
+    if type(data).prepare_data is L.LightningDataModule.prepare_data:
+        print(f"{name} has no prepare_data: there is nothing to prepare (no text to tokenize)")
+        return
+    data.prepare_data()
+    print(f"{name}.prepare_data has run; it tokenizes no text, so there is no token cache")
 
 
 def show_turns(source: Any, tokenizer: Any) -> None:

@@ -49,6 +49,7 @@ def main(argv: list[str], project: Project) -> None:
     if not given.run:
         raise InputError("promote needs a run: give runs/<name>/<id>, or --roll_back")
     run, latest = newest(Path(given.run)), registry.latest
+    _refuse_others(run, project)
     given.run = str(run)
     given.baseline = given.baseline or str(latest or "start")
     given.require = given.require or [AGAINST_LATEST if latest else AGAINST_START]
@@ -74,6 +75,22 @@ def main(argv: list[str], project: Project) -> None:
             with contextlib.suppress(OSError):  # not empty: it has a version
                 registry.folder.rmdir()
     print(f"{version} is the latest version of {registry.folder}")
+
+
+def _refuse_others(run: Path, project: Project) -> None:
+    """Raises InputError for a module that is no language model."""
+    from ...cli.fit import WithoutTrainer
+    from .evaluate.plain import is_for_texts
+    from .export import trained
+
+    flags, *_ = trained.of_run(str(run), project, "RUN")
+    cli = WithoutTrainer(project, flags, run=False)
+    if not is_for_texts(cli):
+        raise InputError(
+            "promote registers language models, which it compares by their documents, and"
+            f" {type(cli.model).__name__} is none: `evaluate RUN --baseline OTHER` compares"
+            " metrics, and `export RUN` writes weights"
+        )
 
 
 class Registry:

@@ -4,10 +4,12 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
+from ....metric_names import is_own, parts_of
 from ...history import History, read_run
 from .onnx import EXAMPLE
 from .trained import GRAPH, Trained
 
+HELD_OUT, MOST = ("validation", "test"), 20  # of a module's own metrics
 FIGURES = ("eval/loss", "eval/bits_per_byte", "test/loss", "test/bits_per_byte")
 
 
@@ -30,6 +32,8 @@ def write_card(
     if code is not EXAMPLE:  # of a module that may be for anything
         task = None
     library = "onnx" if (folder / GRAPH).is_file() else "transformers"
+    if code is not EXAMPLE and library != "onnx":
+        library = "lightning"
     front = ModelCardData(license=license, pipeline_tag=task, library_name=library)
     if parent and not Path(parent).exists():
         front.base_model = parent
@@ -42,7 +46,8 @@ def write_card(
         "verified": verified,
         "checkpoint": trained.path,
     }
-    for name in FIGURES:
+    own = [name for name in run.metrics.names if is_own(name) and parts_of(name).stage in HELD_OUT]
+    for name in dict.fromkeys([*FIGURES, *own[:MOST]]):
         if len(series := run.metrics[name].finite()):
             rows[f"{name} at the run's end"] = f"{series.last:.4f}"
     for path in results:  # without their documents' texts
@@ -50,6 +55,8 @@ def write_card(
             rows[f"{path.stem}: {each['name']}"] = each["sentence"]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value)
     text = f"---\n{front.to_yaml()}\n---\n\n# {title}\n\n| | |\n|---|---|\n{table}\n"
+    if library == "lightning":
+        text += f"\n## By Lightning\n\n```python\n{code}```\n"
     if (folder / GRAPH).is_file():
         text += f"\n## By onnxruntime\n\n```python\n{code}```\n"
     (folder / "README.md").write_text(text, encoding="utf-8")

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch.cli import LightningArgumentParser
@@ -28,9 +29,9 @@ from .onnx import DTYPES as DTYPES_OF_ONNX
 from .onnx import OnnxModel, require_packages, write_onnx
 from .trained import Trained, from_folder, of_run, run_of, trained
 
-FORMATS = ("hf", "onnx")
+FORMATS = ("hf", "onnx", "safetensors")
 DTYPES = ("float32", "bfloat16", "float16", "int8")
-DTYPES_OF = {"hf": DTYPES[:3], "onnx": DTYPES_OF_ONNX}
+DTYPES_OF = {"hf": DTYPES[:3], "onnx": DTYPES_OF_ONNX, "safetensors": DTYPES[:3]}
 SAVED_MODEL = (
     "--to {}: TensorFlow's SavedModel is not written: give --to onnx, or --to hf and make a program"
     " that runs without the model's code of the folder (`docs evaluate` has the line)"
@@ -47,6 +48,9 @@ def main(argv: list[str], project: Project) -> None:
         flags = [*config, f"--checkpoint={checkpoint}", *flags[1:]]
     cli = Export(project, flags, run=False, verb=verb)
     settings, output = cli.config, Path(cli.config.output)
+    builds = hasattr(cli.model, "build_model")
+    if settings.to is None:
+        settings.to = "hf" if builds else "safetensors"
     _check_format(settings.to, settings.dtype)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(
@@ -59,6 +63,20 @@ def main(argv: list[str], project: Project) -> None:
     path = verified_checkpoint(settings.checkpoint, "--checkpoint", cli.unfilled)
     if settings.to == "onnx" and plain_module.is_plain(cli.model):
         return _write_plain(cli, path, output)
+    if settings.to == "safetensors":
+        if not builds:
+            return _write_weights(cli, path, output)
+        if not plain_module.is_plain(cli.model):
+            raise InputError(
+                "--to safetensors is for modules that build no model of transformers: --to hf"
+                " writes safetensors with the files that transformers reads"
+            )
+        settings.to = "hf"  # writes the weights alone of such a model
+    if settings.to == "hf" and not builds:
+        raise InputError(
+            f"--to hf is for language models, and {type(cli.model).__name__} builds none: give"
+            " --to safetensors for its weights, or --to onnx for its forward"
+        )
     may_be_stored = settings.to == "hf" and not getattr(cli.model, "adapter", None)
     found = trained(cli, path, run_of(path), may_be_stored)
     with written_at_once(output) as folder:
@@ -92,8 +110,11 @@ class Export(WithoutTrainer):
         )
         add("--checkpoint", required=True, help=checkpoint)
         add("--output", required=True, help="The folder to write; it must be new or empty.")
-        to = "hf: safetensors for transformers, or peft's. onnx: a graph for onnxruntime."
-        add("--to", default=FORMATS[0], help=to)
+        to = (
+            "hf: safetensors for transformers, or peft's. onnx: a graph for onnxruntime."
+            " safetensors: the weights of any other module. Default: hf, or else safetensors."
+        )
+        add("--to", default=None, help=to)
         kinds = "Type of the weights in the folder; int8 with --to onnx alone."
         add("--dtype", choices=DTYPES, default=DTYPES[0], help=kinds)
         add(
@@ -179,6 +200,18 @@ def _write_plain(cli: WithoutTrainer, checkpoint: Path, output: Path) -> None:
     print(f"{checkpoint}\n  -> {output}  onnx, {exported.verified}")
 
 
+def _write_weights(cli: WithoutTrainer, checkpoint: Path, output: Path) -> None:
+    """Writes the weights of a LightningModule that builds no model, and a card with the lines that
+    load them."""
+    module, data, settings = cli.model, cli.datamodule, cli.config
+    with written_at_once(output) as folder:
+        proof = plain_module.write_weights(module, checkpoint, settings.dtype, folder)
+        found = Trained(module, None, str(checkpoint), run_of(checkpoint), module, data)
+        form, code = f"safetensors, {settings.dtype}", plain_module.loading(module)
+        write_card(folder, found, form, proof, settings.license, code)
+    print(f"{checkpoint}\n  -> {output}  {form}, {proof}")
+
+
 def _of_graph(folder: Path) -> Trained:
     from transformers import AutoTokenizer
 
@@ -188,7 +221,7 @@ def _of_graph(folder: Path) -> Trained:
     return Trained(OnnxModel(folder), tokenizer, str(folder))
 
 
-def _check_format(to: str, dtype: str) -> None:
+def _check_format(to: Any, dtype: str) -> None:
     """Raises InputError if the format or its type is none, or a package of it is not installed."""
     if re.fullmatch("saved_?model|tf|tensorflow", to, re.IGNORECASE):
         raise InputError(SAVED_MODEL.format(to))

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 from ....checkpoint.formats import load_full
@@ -47,6 +48,7 @@ VERBS = {
     "predict": "predict_step",
     "fit": "training_step",
 }
+WEIGHTS = "model.safetensors"
 EXPORTED_ROWS = 3  # torch would take a batch of 1 for a constant
 COMPARED_ROWS = (1, 2, 5)  # batch sizes other than the exported one
 NUMPY = {"tensor(float)": "float32", "tensor(double)": "float64"}  # numpy's names of ONNX' types
@@ -145,6 +147,39 @@ def write_plain(
     calls = recorded_calls(module, data)
     load_full(checkpoint, module)
     return export(module, calls, folder)
+
+
+def write_weights(module: L.LightningModule, checkpoint: Path, dtype: str, folder: Path) -> str:
+    """Writes the weights and buffers of the verified `checkpoint` as safetensors, under the names
+    of the module's state dict, and reads them again. Returns in words how they were verified.
+    Raises InputError if the checkpoint is another model's."""
+    if is_overridden("configure_model", module, L.LightningModule):
+        module.configure_model()
+    load_full(checkpoint, module)
+    if dtype != "float32":  # the default keeps the module's own types
+        module.to(getattr(torch, dtype))
+    file = folder / WEIGHTS
+    save_model(module, str(file))
+    expected, found = module.state_dict(), load_file(file)
+    differing = [name for name in found if not torch.equal(found[name], expected[name])]
+    if differing:
+        raise InputError(f"{WEIGHTS} differs from what was trained, first in {differing[0]}")
+    shared = len(expected) - len(found)
+    return f"{len(found)} tensors read again" + (f", {shared} shared with them" if shared else "")
+
+
+def loading(module: L.LightningModule) -> str:
+    """Returns lines of Python that load the weights, for the model card."""
+    kind = type(module)
+    return f"""\
+from safetensors.torch import load_model
+
+from {kind.__module__} import {kind.__qualname__}
+
+module = {kind.__qualname__}(…)  # with the arguments of `model` in the run's config.yaml
+load_model(module, "{WEIGHTS}")
+module.eval()
+"""
 
 
 def example(exported: Exported) -> str:

@@ -121,8 +121,9 @@ def trained(
     module, data = cli.model, cli.datamodule
     if not hasattr(module, "build_model"):
         raise InputError(
-            f"{type(module).__name__} has no build_model to export: `export --to onnx` exports its"
-            " forward"
+            f"{type(module).__name__} builds no language model (it has no build_model), and serve,"
+            " promote and --tasks are for those: `export` writes its weights, `export --to onnx`"
+            " its forward"
         )
     if hasattr(data, "require"):
         data.require()
