@@ -10,6 +10,8 @@ loss = module.training_step(batches(data, 1)[0], 0)"""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,9 +27,11 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from .cli.config_file import read as read_keys
 from .cli.fit import WithoutTrainer
 from .cli.limits import Machine, violations
 from .project import Project
+from .text.datamodule import PackedText
 from .wings.rehearse.checks import run_checks
 from .wings.rehearse.command import all_checks, make_small, rehearse_flags
 from .wings.rehearse.runs import Runs
@@ -41,6 +45,7 @@ __all__ = [
     "check_config",
     "first_steps",
     "project_checks",
+    "quick_flags",
     "rehearse",
     "this_project",
 ]
@@ -57,11 +62,53 @@ SMALL = (
 
 def this_project(file: str) -> Project:
     """Returns the project of the nearest folder above `file` that has a package with a
-    `__main__.py`; raises FileNotFoundError without one."""
+    `__main__.py`, with the classes that it gives to `main`; raises FileNotFoundError without
+    one."""
     for folder in Path(file).absolute().parents:
         if packages := sorted(folder.glob("*/__main__.py")):
-            return Project(packages[0].parent.name)
+            return Project(packages[0].parent.name, **_classes_of(packages[0]))
     raise FileNotFoundError(f"no folder above {file} has a package with a __main__.py")
+
+
+def _classes_of(file: Path) -> dict[str, str]:
+    """Returns the arguments `module` and `data` of the call of `main` in a __main__.py, as far as
+    they are written there as texts."""
+    found = {}
+    for call in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "main":
+            for keyword in call.keywords:
+                if keyword.arg in ("module", "data") and isinstance(keyword.value, ast.Constant):
+                    found[keyword.arg] = str(keyword.value.value)
+    return found
+
+
+def is_of_texts(project: Project) -> bool:
+    """Returns whether a project trains a language model of this library on texts: others have no
+    tokens, rows and labels to check."""
+    module, data = project.class_of(project.module), project.class_of(project.data)
+    return bool(getattr(module, "counts_tokens", False)) and issubclass(data, PackedText)
+
+
+def quick_flags(project: Project, name: str = "quickstart") -> list[str]:
+    """Returns the flags of a training of a few steps on this CPU: those of configs/<name>.yaml, if
+    the project's classes have its keys. That of a new project is a language model's."""
+    path = project.folder.parent / "configs" / f"{name}.yaml"
+    if path.is_file() and not foreign_keys(project, path):
+        return [f"--config={path}"]
+    return ["--trainer.accelerator=cpu", "--trainer.devices=1"]
+
+
+def foreign_keys(project: Project, path: Path) -> list[str]:
+    """Returns the keys of a configuration file that the project's module or data has not."""
+    content, found = read_keys(str(path)), []
+    for section, given in (("model", project.module), ("data", project.data)):
+        named = inspect.signature(project.class_of(given).__init__).parameters.values()
+        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in named)
+        keys = content.get(section)
+        if isinstance(keys, dict) and not takes_any:
+            names = {each.name for each in named}
+            found += [f"{section}.{key}" for key in keys if key.rstrip("+") not in names]
+    return found
 
 
 def check_config(project: Project, *flags: str, gpus: int = 8) -> list[str]:
@@ -158,7 +205,8 @@ def project_checks(
     pass, with the reason; ValueError for other names. `gpu`: with `strategies` on fake GPUs too."""
     import pytest
 
-    quick_checks, marks = _Checks(project, base, quick, tuple(small)), {}
+    kind = _Checks if is_of_texts(project) else _OfAnyModule
+    quick_checks, marks = kind(project, base, quick, tuple(small)), {}
     checks = dict(quick_checks.all())
     for strategy in strategies:
         name = f"a_sharded_strategy_passes_every_check-{strategy}"
@@ -314,3 +362,68 @@ class _Checks:
         configs = (self.config(name), self.config(f"strategy/{strategy}"), *["--gpu"] * gpu)
         failed = rehearse(self.project, *configs, folder=folder, only=only)
         assert failed == {}, f"configs/{name}.yaml under {strategy}: {failed}"
+
+
+class _OfAnyModule(_Checks):
+    """The checks of a project whose module is no language model: they train what is there."""
+
+    def all(self) -> Iterator[tuple[str, Callable[[Path], None]]]:
+        for name in self.names():
+            if "/" in name or name == CLUSTER:
+                yield f"a_configuration_can_be_added-{name}", partial(self.can_be_added, name)
+            else:
+                yield f"a_main_configuration_can_run-{name}", partial(self.can_run, name)
+        yield "the_first_steps_run", self.few_steps
+        yield "one_batch_can_be_overfitted", self.overfits
+        yield "two_ranks_train_as_one_process", partial(self.rehearsed, self.quick, "ddp", "")
+
+    def flags(self) -> list[str]:
+        return quick_flags(self.project, self.quick)
+
+    def can_run(self, name: str, folder: Path) -> None:
+        path = self.project.folder.parent / "configs" / f"{name}.yaml"
+        unknown = foreign_keys(self.project, path)
+        assert unknown == [], (
+            f"configs/{name}.yaml sets {', '.join(unknown[:3])}, and the classes of this project"
+            " have no such argument: a new project's configurations are a language model's; write"
+            " your own keys, or delete the file"
+        )
+        super().can_run(name, folder)
+
+    def can_be_added(self, name: str, folder: Path) -> None:
+        machine = ("--trainer.accelerator=gpu", "--trainer.devices=8", "--trainer.num_nodes=2")
+        found = check_config(self.project, *machine, self.config(name))
+        assert found == [], f"configs/{name}.yaml on two nodes with 8 GPUs: {'; '.join(found)}"
+
+    def few_steps(self, folder: Path) -> None:
+        losses = first_steps(self.project, *self.flags(), folder=folder)
+        assert losses and all(map(math.isfinite, losses.values())), (
+            f"the first steps have no finite loss: {losses}"
+        )
+
+    def overfits(self, folder: Path) -> None:
+        """Trains on one batch, by the module's own optimizer and schedule."""
+        runs = _small(self.project, tuple(self.flags()), folder)
+        if runs.small.is_manual:  # losses of several optimizers, as a GAN's, need not fall
+            return
+        config = runs.small.on_one_process()
+        config["trainer"] |= {
+            "max_steps": 40,
+            "overfit_batches": 1,
+            "limit_val_batches": 0,
+            "val_check_interval": 1,
+        }
+        config["trainer"]["accumulate_grad_batches"] = 1
+        losses = [*runs.trained("overfitted", config).loss.values()]
+        first, last = sum(losses[:3]) / 3, sum(losses[-3:]) / 3
+        assert last < first, (
+            f"the loss of one batch went from {first:.4g} to {last:.4g} in {len(losses)} steps:"
+            " the learning rate, or the loss, is wrong"
+        )
+
+    def rehearsed(
+        self, name: str, strategy: str, only: str, folder: Path, gpu: bool = False
+    ) -> None:
+        flags = (*self.flags(), self.config(f"strategy/{strategy}"), *["--gpu"] * gpu)
+        failed = rehearse(self.project, *flags, folder=folder, only=only)
+        assert failed == {}, f"under {strategy}: {failed}"

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from dist_template.testing import batches, build, project_checks, this_project
+from dist_template.testing import first_steps, project_checks, quick_flags, this_project
 
 PROJECT = this_project(__file__)
-CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 # To leave out a check: project_checks(PROJECT, skip={"labels_are_the_next_tokens": "the reason"})
@@ -22,10 +20,7 @@ def test_project(check: Callable[[Path], None], tmp_path: Path) -> None:
     check(tmp_path)
 
 
-def test_a_loss_is_the_same_for_the_same_batch(tmp_path: Path) -> None:
-    """An example of your own: the module and its batches, without a Trainer."""
-    flags = ["--data.seq_len=64", f"--data.cache_dir={tmp_path.parent}/cache"]  # the checks made it
-    module, data = build(PROJECT, f"--config={CONFIGS}/quickstart.yaml", *flags)
-    batch = batches(data, 1)[0]
-    losses = [module.eval().training_step(batch, 0) for _ in range(2)]
-    assert torch.equal(*losses)
+def test_the_same_seed_trains_the_same_way(tmp_path: Path) -> None:
+    """An example of your own: six steps of the configuration made small, twice."""
+    once = first_steps(PROJECT, *quick_flags(PROJECT), folder=tmp_path / "once")
+    assert once == first_steps(PROJECT, *quick_flags(PROJECT), folder=tmp_path / "again")

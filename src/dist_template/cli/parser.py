@@ -174,8 +174,10 @@ class Parser(LightningArgumentParser):
 
 
 # Arguments of TextModule and PackedText that configurations of language models set.
-OF_TEXT = """architecture pretrained attention optim blocks balance mtp adapter preference loss_chunk
-    source tokenizer seq_len global_batch_size micro_batch_size repeat_first_batch prompts""".split()
+OF_TEXT = """
+    architecture pretrained attention optim blocks balance mtp adapter preference loss_chunk source
+    tokenizer seq_len global_batch_size micro_batch_size repeat_first_batch prompts
+""".split()
 
 
 def one_sentence(text: str, keys: set[str]) -> str:

@@ -101,6 +101,10 @@ class Runs:
         config = self.small.with_plain_steps("gpu")
         return self._run("gpu_prediction", config, checkpoint=self._first_saved(), verb="predict")
 
+    def trained(self, name: str, config: Config) -> RunRecord:
+        """Runs another training of this configuration."""
+        return self._run(name, config)
+
     def _first_saved(self) -> str:
         return str(min((self.gpu.run / "checkpoints").glob("step*")))
 

@@ -126,6 +126,7 @@ def shrink(
         "min_epochs": None,
         "limit_train_batches": None,
         "val_check_interval": STEPS // 2,
+        "check_val_every_n_epoch": None,  # an epoch may have fewer steps
         "limit_val_batches": small.accumulation,
         "accumulate_grad_batches": 1 if small.is_text else small.accumulation,
         "num_sanity_val_steps": 0,
