@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+__all__ = ["is_own", "loss_of", "parts_of"]
+
 STAGES = {
     "train": "train",
     "training": "train",

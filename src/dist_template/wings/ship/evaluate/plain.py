@@ -9,8 +9,9 @@ import argparse
 import json
 import math
 import shutil
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import yaml
@@ -132,7 +133,8 @@ def metrics_of(model: Model, split: str, project: Project, work: Path) -> dict[s
     return json.loads(found.read_text("utf-8"))
 
 
-class Difference(NamedTuple):
+@dataclass(frozen=True)
+class Difference:
     """A metric of the run and of the baseline."""
 
     name: str
@@ -161,7 +163,7 @@ def write(path: Path, split: str, models: list[Model], figures: list[dict[str, f
         other = figures[-1].get(name, math.nan)
         if len(figures) > 1 and name in figures[-1]:
             each = Difference(name, value, other)
-            comparisons.append({**each._asdict(), "sentence": each.sentence})
+            comparisons.append(asdict(each) | {"sentence": each.sentence})
     content = {"split": split, "models": found, "comparisons": comparisons}
     write_atomically(path, json.dumps(content, indent=1))
     for each in comparisons:
