@@ -369,7 +369,7 @@ def add_optimization(parser: LightningArgumentParser) -> None:
 
 def inherit_rates(settings: Namespace, given: Namespace) -> None:
     """Sets learning rate and weight decay of --optimizer to model.optim's unless they are given."""
-    optim = settings.model.get("optim")
+    optim = (settings.get("model") or {}).get("optim")  # a class without arguments has no section
     if not settings.get("optimizer") or not optim:
         return
     arguments, explicit = settings.optimizer.init_args, given.optimizer.get("init_args") or {}

@@ -134,7 +134,11 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
     if evaluates and given == "start":
         settings.ckpt_path = None
         return new_run(settings), None, f"{verb}: the weights are the initial weights of training"
-    if evaluates and not given and (not settings.model.get("pretrained") or _last_writes(settings)):
+    if (
+        evaluates
+        and not given
+        and (not _of_model(settings, "pretrained") or _last_writes(settings))
+    ):
         given = "best or last"
     if given is not None and not given.strip():
         raise InputError("--ckpt_path is empty: give a checkpoint, `last` or `best`, or null")
@@ -174,6 +178,11 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
         message += " (another run.name starts a new run)"
         checkpoint = str(folder)
     return run, checkpoint, message
+
+
+def _of_model(settings: Any, key: str) -> Any:
+    """Returns an argument of the module; None if its class has none."""
+    return (settings.get("model") or {}).get(key)
 
 
 def _last_writes(settings: Any) -> dict[Path, float]:

@@ -1,5 +1,6 @@
 """The commands at the end of a run work as they are printed, and the report has them."""
 
+import json
 import os
 import re
 import shlex
@@ -56,6 +57,11 @@ def test_the_next_commands_of_a_plain_module_work(tmp_path: Path, capsys: Any) -
     assert found["continue training"].endswith("--trainer.max_epochs 2")
     for name in ("evaluate", "continue training"):
         assert typed(found[name], PLAIN) == 0, capsys.readouterr().err
+    (file,) = tmp_path.glob("runs/default/*/evaluation/*.json")
+    content = json.loads(file.read_text("utf-8"))
+    trained, start = (model["figures"]["test_loss"] for model in content["models"])
+    assert content["split"] == "test" and trained < start
+    assert content["comparisons"][0]["sentence"].startswith(f"test_loss: {trained:.4g}, against")
 
 
 def test_a_run_without_a_checkpoint_has_no_command_that_needs_one(

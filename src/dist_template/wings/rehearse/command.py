@@ -62,7 +62,7 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
         report.add(Result(REAL_SIZES, "no violation", "not checked", "limit", where))
     else:
         ranks = estimate_of(trainer["strategy"]).data_parallel(machine.world_size)
-        rows = getattr(cli.datamodule, "micro_batch_size", None)
+        rows = getattr(cli.datamodule, "micro_batch_size", None) if small.is_text else None
         small.micro_batches = max(1, cli.datamodule.batch_sizes[0] // rows // ranks) if rows else 1
         saves = settings.last_checkpoint.asynchronous
         setup = (machine, trainer, cli.model, cli.datamodule, model_config)

@@ -165,5 +165,6 @@ class Runs:
     def _write(self, name: str, config: Config) -> Path:
         path = self.folder / name / "config.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+        kept = {key: value for key, value in config.items() if value != {}}
+        path.write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
         return path

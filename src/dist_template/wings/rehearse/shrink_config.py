@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 SEQ_LEN, MICRO_BATCH_SIZE = 32, 2
 STEPS, SAVED_STEP = 6, 2  # optimizer steps of a training, and of its first checkpoint
 NAN_STEP = 5  # of which the gradients are made NaN
+OF_TEXT = {"seq_len", "global_batch_size", "micro_batch_size"}  # keys of a PackedText
 HANG_S = 60.0  # without progress
 WORDS = "rank step batch shard expert token gradient loss mesh layer weight seed node norm".split()
 Config = dict[str, Any]  # keys and values as in YAML
@@ -45,7 +46,7 @@ class Small:
     @property
     def is_text(self) -> bool:
         """Whether the datamodule derives the accumulation; a plain one leaves it to the Trainer."""
-        return "micro_batch_size" in self.config["data"]
+        return self.config["data"].keys() >= OF_TEXT
 
     def on_one_process(self, is_big: bool = False) -> Config:
         """Returns the same training on one process; with `is_big`, the global batch is one
@@ -94,6 +95,8 @@ def shrink(
     tokenizer. Raises InputError if the strategy does not work on `processes`; None: the fewest that
     it needs."""
     config = copy.deepcopy(given)
+    for section in ("model", "data"):  # of a class without arguments there is none
+        config.setdefault(section, {})
     spec = config["trainer"]["strategy"]
     shrunk = shrunk_strategy(spec, processes)
     num, notes = shrunk.processes, shrunk.notes
@@ -237,15 +240,20 @@ def _shrink_model(small: Small, model_config: PretrainedConfig | None, given: Co
         )
     if isinstance(model.get("optim"), dict):
         warmup = model["optim"].get("warmup", 0)
-        rate = _shrink_phases(small, model["optim"].get("learning_rate"), 3e-3)
-        model["optim"] |= {"learning_rate": rate, "warmup": 2 if warmup >= 1 else warmup}
+        warmup = warmup if isinstance(warmup, int | float) else 0
+        rate = model["optim"].get("learning_rate")
+        if small.is_text or isinstance(rate, float):
+            rate = _shrink_phases(small, rate, 3e-3)
+        values = {"learning_rate": rate, "warmup": 2 if warmup >= 1 else warmup}
+        model["optim"] |= {key: values[key] for key in values.keys() & model["optim"].keys()}
     for section, key in (("balance", "bias_update_speed"), ("mtp", "weight")):
-        if isinstance(model.get(section), dict):
+        if isinstance(model.get(section), dict) and key in model[section]:
             model[section][key] = _shrink_phases(small, model[section][key])
-    if model.get("blocks", {}).get("compile"):
+    blocks = model.get("blocks")
+    if isinstance(blocks, dict) and blocks.get("compile"):
         model["blocks"]["compile"] = False
         notes.append("model.blocks.compile is off: it takes minutes on a CPU")
-    chunk = model.get("loss_chunk")
+    chunk = model.get("loss_chunk") if small.is_text else None
     if chunk and given["data"]["micro_batch_size"] * given["data"]["seq_len"] > chunk:
         model["loss_chunk"] = data["seq_len"]  # still computes it in chunks
     if "sample_tokens" in model:
