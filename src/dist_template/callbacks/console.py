@@ -160,7 +160,10 @@ def shown_metrics(metrics: dict[str, float], most: int) -> list[str]:
     shown = []
     for name, value in [*metrics.items()][:most]:
         end = name.rpartition("/")[2]
-        shown.append(f"{end if end and ends[end] == 1 else name} {figure(value)}")
+        says_what = end and ends[end] == 1 and not parts_of(end).stage  # "val" of acc/val does not
+        if not says_what or end.startswith("dataloader_idx_"):
+            end = name
+        shown.append(f"{end} {figure(value)}")
     if len(metrics) > most:
         shown.append(f"and {len(metrics) - most} more")
     return shown

@@ -54,7 +54,7 @@ class Summary(Callback):
         print(f"\nfinished after step {trainer.global_step}")
         results = results_of(trainer, pl_module)
         for name, value in [*results.items()][:MOST_RESULTS]:
-            print(f"  {name:<22}{figure(value)}")
+            print(f"  {name:<21} {figure(value)}")
         if len(results) > MOST_RESULTS:
             print(f"  and {len(results) - MOST_RESULTS} more, in {self.folder / RunFile.METRICS}")
         if unigram := getattr(data_of(trainer), "unigram_bits_per_byte", None):

@@ -370,7 +370,7 @@ def add_optimization(parser: LightningArgumentParser) -> None:
 def inherit_rates(settings: Namespace, given: Namespace) -> None:
     """Sets learning rate and weight decay of --optimizer to model.optim's unless they are given."""
     optim = (settings.get("model") or {}).get("optim")  # a class without arguments has no section
-    if not settings.get("optimizer") or not optim:
+    if not settings.get("optimizer") or not hasattr(optim, "learning_rate"):
         return
     arguments, explicit = settings.optimizer.init_args, given.optimizer.get("init_args") or {}
     if "lr" in explicit and isinstance(optim.learning_rate, list):

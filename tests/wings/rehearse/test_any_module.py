@@ -16,7 +16,7 @@ from dist_template.testing import rehearse
 from dist_template.wings.rehearse.same_draws import SeededSamples, state, with_seeded_samples
 from tests.support.tiers import tiers
 
-PACKAGE = ("tests.wings.rehearse", ".test_any_module:Augmented")
+PACKAGE = "tests.wings.rehearse"
 FLAGS = ("--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.max_epochs=3")
 DDP, FSDP2 = "--trainer.strategy=ddp", "--config=strategy/fsdp2"
 UNUSED = "--trainer.strategy=ddp_find_unused_parameters_true"  # one optimizer at a time
@@ -51,6 +51,11 @@ class Augmented(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(Noisy(augments=False), self.batch_size)
+
+
+class Still(Augmented):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Noisy(augments=False), self.batch_size, shuffle=True)
 
 
 class Network(L.LightningModule):
@@ -107,8 +112,8 @@ class Adversarial(Network):
         return [torch.optim.SGD(part.parameters(), 0.05) for part in (self.body, self.head)]
 
 
-def project(module: type) -> Project:
-    return Project(PACKAGE[0], f".test_any_module:{module.__name__}", PACKAGE[1])
+def project(module: type, data: type = Augmented) -> Project:
+    return Project(PACKAGE, *(f".test_any_module:{kind.__name__}" for kind in (module, data)))
 
 
 @pytest.mark.slow
@@ -131,7 +136,7 @@ def test_other_checks_hold_too(tmp_path: Path, only: str) -> None:
 
 @pytest.mark.nightly
 def test_several_optimizers_are_rehearsed(tmp_path: Path) -> None:
-    assert rehearse(project(Adversarial), *FLAGS, UNUSED, folder=tmp_path) == {}
+    assert rehearse(project(Adversarial, Still), *FLAGS, UNUSED, folder=tmp_path) == {}
 
 
 def test_a_sample_draws_the_same_wherever_it_is_read() -> None:

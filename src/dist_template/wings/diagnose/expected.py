@@ -32,8 +32,9 @@ def last_step(history: History) -> int:
 
 def progress(history: History) -> str:
     """Returns "step 20 of 100"."""
-    end = max_steps(history)
-    return f"step {last_step(history)}" + f" of {end:.0f}" * math.isfinite(end)
+    last, end = last_step(history), max_steps(history)
+    # Lightning counts the steps of each of several optimizers, and its end the batches
+    return f"step {last}" + f" of {end:.0f}" * (math.isfinite(end) and last <= end)
 
 
 def max_steps(history: History) -> float:
