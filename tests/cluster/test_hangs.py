@@ -197,6 +197,18 @@ def test_the_stalled_rank_is_named(words: dict[int, tuple[int, str, bool]], sent
     assert find_stalled(statuses, [r for r in range(max(words)) if r not in words]) == sentence
 
 
+def test_a_rank_whose_data_have_ended_is_not_stalled() -> None:
+    """Rank 1 has fewer batches, and waits in a collective of the epoch's end."""
+    training = {"beats": 40, "place": "step 9, backward", "line": "f:1", "waits": True}
+    training |= {"is_finished": False, "batches": 9, "has_ended": False}
+    ended = training | {"beats": 35, "batches": 8, "has_ended": True}
+    said = find_stalled({0: training, 1: ended}, [])
+    assert said.startswith("the data of rank 1 ended after batch 8 of the epoch, and rank 0 is in")
+    assert "no rank is stalled; all ranks need equally many batches" in said
+    last = training | {"batches": 8}  # in its last batch, as rank 1 was
+    assert "rank 1 is stalled" in find_stalled({0: last, 1: ended}, [])
+
+
 def test_a_rank_that_has_finished_is_not_behind() -> None:
     stalled = {"beats": 9, "place": "a", "line": "f:1", "waits": True, "is_finished": False}
     done = stalled | {"beats": 8, "is_finished": True}

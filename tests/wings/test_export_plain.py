@@ -330,7 +330,7 @@ def test_the_verb_writes_a_graph_with_its_card(
     np.testing.assert_allclose(found["outputs"][0], expected.numpy(), atol=1e-5)
     refused = {"--dtype=float16": "--dtype float16 is for models of transformers"}
     if project is PLAIN:
-        refused["--to=hf"] = "`export --to onnx` exports its forward"
+        refused["--to=hf"] = "or --to onnx for its forward"
     for flag, sentence in refused.items():
         argv = [*to_onnx[:3], f"--output={tmp_path}/other", flag]
         assert command_line.run(argv, project) == 2

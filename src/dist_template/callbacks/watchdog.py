@@ -78,10 +78,12 @@ class Watchdog(Callback):
         self, trainer: L.Trainer, pl_module: object, batch: object, batch_idx: int
     ) -> None:
         self._step, self._batch = trainer.global_step + 1, batch_idx
+        WATCHDOG.batches, WATCHDOG.has_ended = batch_idx + 1, False
         WATCHDOG.beat()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         WATCHDOG.beat()
+        WATCHDOG.has_ended = trainer.is_last_batch
         if WATCHDOG.limit_s != self.timeout_s and not accumulates(trainer):
             self._started(trainer)
 

@@ -13,9 +13,12 @@ def find_stalled(
     answer, else those with the least progress which do not wait for another rank. `statuses`, of
     the ranks that answer, have `beats`, progress that every rank makes equally; `place`; `line`,
     file:line of the innermost frame; `waits`, for other ranks; `is_finished`, which such ranks are
-    not behind. `finished` are further ranks that have finished."""
+    not behind; and may have `batches`, of training in this epoch, and `has_ended`, whether its data
+    have. `finished` are further ranks that have finished."""
     done = sorted({*finished, *(rank for rank, each in statuses.items() if each["is_finished"])})
     statuses = {rank: each for rank, each in statuses.items() if rank not in done}
+    if not silent and not done and (uneven := _uneven(statuses)):
+        return uneven
     by_beats: dict[int, list[int]] = {}
     for rank, status in statuses.items():
         by_beats.setdefault(status["beats"], []).append(rank)
@@ -43,6 +46,23 @@ def find_stalled(
         have = "rank {} has" if len(done) == 1 else "ranks {} have"
         parts.append(f"{have.format(rank_ranges(done))} finished")
     return "; ".join(parts)
+
+
+def _uneven(statuses: Mapping[int, Mapping[str, Any]]) -> str:
+    """Returns a sentence if the data of some ranks have ended, and others have begun a later batch;
+    "" otherwise."""
+    ended, training = dict[int, int](), dict[int, int]()  # batches by rank
+    for rank, status in statuses.items():
+        (ended if status.get("has_ended") else training)[rank] = status.get("batches", 0)
+    if not ended or not training or max(training.values()) <= min(ended.values()):
+        return ""
+    rank = min(ended, key=lambda each: ended[each])
+    further = max(training, key=lambda each: training[each])
+    return (
+        f"the data of rank {rank} ended after batch {ended[rank]} of the epoch, and rank {further}"
+        f" is in batch {training[further]}: no rank is stalled; all ranks need equally many batches"
+        " (limit_train_batches, or a loader that pads or drops the rest)"
+    )
 
 
 def ranks_text(ranks: list[int]) -> str:

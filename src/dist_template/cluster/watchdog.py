@@ -47,6 +47,8 @@ class WatchdogThread:
         self.limit_s = 0.0  # 0: off
         self.position: Callable[[str], str] = lambda phase: f"start-up, {phase}"
         self.rank, self.world_size = 0, 1
+        self.batches = 0  # of training, begun in this epoch
+        self.has_ended = False  # the last of them is done: this rank has no more data
         self.is_exiting = False
         self.is_finished = False  # this rank has done its work, and waits for the others'
         self._store: Store | None = None
@@ -147,7 +149,11 @@ class WatchdogThread:
         with suppress(Exception):  # the trainer may be half built; the stacks matter more
             place = self.position(phase)
         found = {"beats": self.beats, "place": place, "line": line, "waits": waits}
-        return found | {"is_finished": self.is_finished}
+        return found | {
+            "is_finished": self.is_finished,
+            "batches": self.batches,
+            "has_ended": self.has_ended,
+        }
 
     # ---- the thread ------------------------------------------------------------------------------
 
