@@ -18,6 +18,7 @@ from trainer_dev.data import DataModule
 from dist_template import Ended
 from dist_template.callbacks import BestCheckpoint, LastCheckpoint, Preemption
 from dist_template.callbacks.preemption import TIME_IS_UP
+from dist_template.compat.epochs import ends_epoch
 from dist_template.text import Bytes, TextFiles
 from tests.support.library import formats, lighten, manifest
 from tests.support.tiers import tiers
@@ -89,10 +90,15 @@ class StopAt(Checkpoint):
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step != self.step or trainer.fit_loop._should_accumulate():
             return
-        if self.kind == "kill":
+        if self.kind == "kill" and not ends_epoch(trainer):
             raise KeyError("killed")
         if self.kind in ("sigterm", "max_time"):
             self._preempt(trainer)
+
+    def after_epoch(self, trainer: Any) -> None:
+        """An epoch's last checkpoint is written now."""
+        if (self.kind, self.step) == ("kill", trainer.global_step):
+            raise KeyError("killed")
 
     def on_validation_batch_end(self, trainer: Any, *batch: Any, **more: Any) -> None:
         is_here = (trainer.global_step, batch[3]) == (self.step, 1)

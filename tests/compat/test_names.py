@@ -101,8 +101,8 @@ FUNCTIONS = {
 
 # "module:class" or "module" -> what its source reads or sets
 ATTRIBUTES = {
-    "L:Trainer": "_signal_connector _checkpoint_connector _logger_connector",
-    "L.loops.evaluation_loop:_EvaluationLoop": "_results",
+    "L:Trainer": "_signal_connector _checkpoint_connector _logger_connector _evaluation_loop",
+    "L.loops.evaluation_loop:_EvaluationLoop": "_results _logged_outputs",
     "L.loops.training_epoch_loop:_TrainingEpochLoop": "batch_progress",
     "L.trainer.setup": "_val_check_time_interval",
     "L.loops.fit_loop:_FitLoop": "_data_fetcher",

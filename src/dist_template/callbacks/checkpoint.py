@@ -17,9 +17,12 @@ from ..checkpoint import commit, manifest
 from ..checkpoint.formats import use_every_format
 from ..checkpoint.identity import compare, fixed_settings, settings_of
 from ..checkpoint.optimizer import ANEW, ParameterNames
+from ..compat.epoch_metrics import on_host
+from ..compat.epochs import ends_epoch
 from ..compat.lightning import accumulates, has_passed, save_after_module, undo_save_after_module
 from ..errors import Ended, Exit, InputError, check_least
-from ..model.any_module import validation_loss
+from ..metric_names import loss_of
+from ..model.any_module import VALIDATION_LOSS
 from ..project import has_command_line, in_run
 from ..records import GIB
 from .epoch_metrics import EpochMetrics
@@ -110,6 +113,15 @@ class LastCheckpoint(Checkpoint):
             self._saver = commit.BackgroundSaver(trainer.strategy)
 
     def on_train_batch_end(self, trainer: Any, *args: object, **kwargs: object) -> None:
+        if not ends_epoch(trainer):
+            self._save_if_due(trainer)
+
+    def after_epoch(self, trainer: Any) -> None:
+        """Saves an epoch's last step, so that no resumed run repeats the epoch's end, whose hooks
+        may need what the module has collected in the epoch."""
+        self._save_if_due(trainer)
+
+    def _save_if_due(self, trainer: Any) -> None:
         # A checkpoint has no accumulated gradients, so it can only be written after a full step.
         if (
             accumulates(trainer)
@@ -119,9 +131,9 @@ class LastCheckpoint(Checkpoint):
             return
         if self._saver is None:
             self.save_now(trainer)
-        elif trainer.global_step != self.saved_step:
+        elif step != self.saved_step and self._pending != self.folder / manifest.name(step):
             self._settle(trainer)
-            self._pending = self.folder / manifest.name(trainer.global_step)
+            self._pending = self.folder / manifest.name(step)
             _flush_loggers(trainer)
             self._saver.start(trainer, self._pending)
 
@@ -250,18 +262,22 @@ class BestCheckpoint(Checkpoint):
     def on_validation_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         if trainer.state.fn != TrainerFn.FITTING or not self.keep or trainer.fast_dev_run:
             return
+        # Rank 0 decides: others lack a metric that was logged with `rank_zero_only`.
+        known = trainer.callback_metrics
+        values = map(float, on_host([*known.values()]))
+        metrics = weights.broadcast(dict(zip(known, values, strict=True)))
         if self.monitor is None:
-            self.monitor = validation_loss(trainer) or None
+            self.monitor = loss_of(metrics, VALIDATION_LOSS, "validation") or None
             if self.monitor is None:
                 return
-        if self.monitor not in trainer.callback_metrics:
-            known = ", ".join(sorted(trainer.callback_metrics))
+        if self.monitor not in metrics:
+            measured = ", ".join(sorted(metrics))
             raise InputError(
-                f"best_checkpoint.monitor is {self.monitor!r}, and what is measured is {known}"
+                f"best_checkpoint.monitor is {self.monitor!r}, and what is measured is {measured}"
             )
         if trainer.sanity_checking:
             return
-        score = float(trainer.callback_metrics[self.monitor])
+        score = metrics[self.monitor]
         path = self.folder / manifest.name(trainer.global_step, best=True)
         is_wanted = self._is_among_the_best(score) and manifest.torn(path) is not None
         if not weights.broadcast(is_wanted):

@@ -106,7 +106,6 @@ def hide_expected() -> None:
         logging.getLogger(f"lightning.pytorch.{asked_for}").setLevel(logging.INFO)
     for expected in (
         ".*LeafSpec.*",  # torch 2.13 with lightning 2.6
-        ".*sync_dist=True.*",  # the module has already reduced them
         ".*your dataloader is not resumable.*",  # the data module counts consumed samples
         ".*smaller than the logging interval.*",  # training_log.py counts steps across epochs
         ".*find_unused_parameters=True was specified.*",  # a default of manual optimization

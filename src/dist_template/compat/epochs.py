@@ -11,6 +11,9 @@ lightning 2.6.6, fit_loop.py and training_epoch_loop.py):
 - A resumed epoch does not call `on_train_epoch_start`, so that a module has not what it sets there.
 - At a resumed epoch's end a plateau is not stepped, because Lightning does not save its metric;
   callbacks/epoch_metrics.py does.
+- A checkpoint of an epoch's last batch is written before the epoch's end, so that a resume calls
+  `on_train_epoch_end` in a process that trained none of the epoch's batches. Callbacks with
+  `after_epoch` save after it.
 
 Here, an epoch that was stopped early is saved as unfinished, the checkpoint records which part of
 the loop has run (`Point`), and a resume continues with the next part: a due validation, the end of
@@ -19,7 +22,7 @@ the epoch, or the next batch."""
 import sys
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -49,6 +52,28 @@ class Point(StrEnum):
     AFTER_TRAINING = "after_training"  # or after an epoch: the newest batch is finished
 
 
+EMPTY_EPOCH = (
+    "This process resumed after the last batch of the epoch, so that what the module collected by"
+    " itself during the epoch is gone. Give it to `self.log(…, on_epoch=True)`, a torchmetrics"
+    " metric or `on_save_checkpoint`, which are saved; or resume from an older checkpoint by"
+    " --ckpt_path."
+)
+
+
+@runtime_checkable
+class AfterEpoch(Protocol):
+    """A callback with a hook after an epoch's last: after `on_train_epoch_end` of the module, the
+    validation and the schedules."""
+
+    def after_epoch(self, trainer: Any) -> None: ...
+
+
+def ends_epoch(trainer: Any) -> bool:
+    """Whether the present batch is its epoch's last, so that `after_epoch` follows."""
+    loop = trainer.fit_loop
+    return isinstance(loop, FitLoop) and loop.epoch_loop._num_ready_batches_reached()
+
+
 class FitLoop(_FitLoop):
     """Counts an epoch as finished when all its batches were trained on."""
 
@@ -74,8 +99,39 @@ class FitLoop(_FitLoop):
             call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
 
     def on_advance_end(self) -> None:
+        """As Lightning's, with the metrics of all ranks for callbacks that monitor one, and with
+        `after_epoch` of callbacks when all of the epoch is done."""
         self._restarting = False  # the metrics of a resumed epoch are complete
-        super().on_advance_end()
+        trainer, loop = self.trainer, self.epoch_loop
+        logger = trainer._logger_connector
+        logger.epoch_end_reached()
+        self.epoch_progress.increment_processed()
+        call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)
+        try:
+            call._call_lightning_module_hook(trainer, "on_train_epoch_end")
+        except Exception as error:
+            if not self._trained_in_epoch():
+                error.add_note(EMPTY_EPOCH)
+            raise
+        if reduce := getattr(logger, "reduce_over_ranks", None):
+            reduce()
+        call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
+        logger.on_epoch_end()
+        if loop._num_ready_batches_reached():
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        loop._batches_that_stepped -= 1  # loggers expect the step of the last batch
+        logger.update_train_epoch_metrics()
+        loop._batches_that_stepped += 1
+        self.epoch_progress.increment_completed()
+        if loop._num_ready_batches_reached():
+            for callback in trainer.callbacks:
+                if isinstance(callback, AfterEpoch):
+                    callback.after_epoch(trainer)
+
+    def _trained_in_epoch(self) -> bool:
+        """Whether this process has trained on a batch of the present epoch."""
+        loop: Any = self.epoch_loop
+        return loop.batch_progress.current.ready > getattr(loop, "resumed_at", 0)
 
     def load_state_dict(self, state_dict: dict, prefix: str = "") -> None:
         super().load_state_dict(state_dict, prefix)
@@ -96,6 +152,7 @@ class ResumableEpochLoop(_TrainingEpochLoop):
 
     _resume_point = Point.AFTER_BATCH  # of the checkpoint that was loaded
     step_before = 0  # optimizer steps when the present batch began
+    resumed_at = 0  # batches of the present epoch that earlier processes have trained on
     first_batch = (
         0  # of the present optimizer step in its epoch, or one that precedes it by full steps
     )
@@ -131,6 +188,10 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         for counter in (batches.total, batches.current):
             counter.completed = counter.processed
         super().update_restart_stage()
+
+    def reset(self) -> None:
+        super().reset()
+        self.resumed_at = self.batch_progress.current.ready
 
     def advance(self, data_fetcher: Any) -> None:
         if not self.restarting or self._resume_point is Point.AFTER_TRAINING:

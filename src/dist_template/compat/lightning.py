@@ -7,6 +7,7 @@ a fallback. loop.py and epochs.py concern the training loop's speed and position
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,6 +16,7 @@ from traceback import walk_tb
 from typing import Any
 
 import lightning as L
+import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.launchers import subprocess_script as launcher
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
@@ -113,12 +115,52 @@ class LoggerConnector(_LoggerConnector):
     """Logs metrics that name no step of their own at `trainer.global_step`. Lightning (2.6.6) logs
     them at one step less, in another line than other metrics of the same step.
 
-    Metrics of an epoch are of all ranks, also without `sync_dist`: Lightning's are rank 0's."""
+    Metrics of an epoch are of all ranks, also without `sync_dist`: Lightning's are rank 0's. They
+    are so already in the hooks at the epoch's end, where a rank that reads
+    `trainer.callback_metrics` alone would wait for the others in Lightning."""
+
+    def __init__(self, trainer: Any) -> None:
+        """Collective, if the ranks' process group is on GPUs: they exchange metrics on the CPU."""
+        super().__init__(trainer)
+        self._group: Any = None
+        if dist.is_initialized() and trainer.strategy.root_device.type != "cpu":
+            self._group = dist.new_group(backend="gloo")
+
+    def reduce_over_ranks(self) -> None:
+        if self.trainer.world_size > 1:
+            reduce_over_ranks(self.trainer, self._group)
+
+    def epoch_end_reached(self) -> None:
+        super().epoch_end_reached()
+        if self.trainer.training:  # of an evaluation, loaders end one by one
+            self.reduce_over_ranks()
+
+    def _evaluation_epoch_end(self) -> None:
+        super()._evaluation_epoch_end()
+        self.reduce_over_ranks()
+        self._update_from_loaders()
 
     def on_epoch_end(self) -> None:
-        if self.trainer.world_size > 1:
-            reduce_over_ranks(self.trainer._results)
+        self.reduce_over_ranks()
         super().on_epoch_end()
+
+    def _update_from_loaders(self) -> None:
+        """Replaces what Lightning stored when each loader ended by the metrics of all ranks. In the
+        sanity check Lightning stores none, so that callbacks know no metric of several loaders."""
+        results, outputs = self.trainer._results, self.trainer._evaluation_loop._logged_outputs
+        log: dict[str, Any] = {}
+        loaders = {metric.meta.dataloader_idx for metric in results.values()}
+        for loader in sorted(loaders, key=lambda index: -1 if index is None else index):
+            results.dataloader_idx = loader
+            metrics = results.metrics(on_step=False)
+            self._progress_bar_metrics.update(metrics["pbar"])
+            self._callback_metrics.update(metrics["callback"])
+            self._logged_metrics.update(metrics["log"])
+            log |= metrics["log"]
+        for output in outputs:
+            output.update({name: log.pop(name) for name in output if name in log})
+        outputs[-1].update(log)  # what other ranks alone have logged
+        results.dataloader_idx = None
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         names_step = step is not None or "step" in metrics
@@ -129,6 +171,8 @@ def log_at_optimizer_steps(trainer: Any) -> None:
     """Logs values of `self.log` at the optimizer step of their batch; call before the first."""
     if type(trainer._logger_connector) is _LoggerConnector:
         trainer._logger_connector = LoggerConnector(trainer)
+        # It advises what the connector does.
+        warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
 
 
 # ---- the training loop ---------------------------------------------------------------------------
@@ -307,8 +351,8 @@ def start_process_group(strategy: ModelParallelStrategy, gpu_backend: str | None
 
 
 def set_configure_model(module: L.LightningModule, configure: Callable[[], None] | None) -> None:
-    """Sets the hook of a module whose class has none, or removes it. Lightning (2.6) calls it only
-    if `is_overridden`, which follows `__wrapped__`: `wrap_method` would hide it."""
+    """Sets the hook of a module in place of its class's, or removes it. Lightning (2.6) calls it
+    only if `is_overridden`, which follows `__wrapped__`: `wrap_method` would hide it."""
     vars(module).pop("configure_model", None)
     if configure is not None:
         module.configure_model = configure

@@ -21,6 +21,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 
+from ...compat.epochs import ends_epoch
 from ...text.batches.rows import NOT_COUNTED
 from ...text.datamodule import PackedText
 from ...text.model.kernels import BOUNDS
@@ -60,7 +61,8 @@ class RaggedLabels(Callback):
 
 
 class KillAt(Checkpoint):
-    """Kills every rank with SIGKILL after `step` optimizer steps.
+    """Kills every rank with SIGKILL after `step` optimizer steps, when their checkpoint is written:
+    after an epoch's last step, at the end of the epoch.
 
     It is a `Checkpoint`, because Lightning calls those last, after those that save."""
 
@@ -68,6 +70,10 @@ class KillAt(Checkpoint):
         self.step = step
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: object, **kwargs: object) -> None:
+        if not ends_epoch(trainer):
+            self.after_epoch(trainer)
+
+    def after_epoch(self, trainer: L.Trainer) -> None:
         if trainer.global_step >= self.step:
             trainer.strategy.barrier()  # until all checkpoints are written
             os.kill(os.getpid(), signal.SIGKILL)
