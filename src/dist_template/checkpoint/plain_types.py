@@ -6,8 +6,9 @@ it was written. Here such values are written as a mapping {TYPE: name, "value": 
 as what it was; a number of numpy becomes Python's. What cannot be written so is refused at the
 first save."""
 
+from argparse import Namespace
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from datetime import date, datetime, time, timedelta
 from pathlib import Path, PurePath
 from typing import Any
@@ -24,6 +25,16 @@ FACTORIES: dict[str, Any] = {
 }
 # What torch reads as data (tried with torch 2.13), not with its containers' content.
 READ = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device)
+# Their subclasses, such as IntEnum and StrEnum, become what they are equal to.
+BASE: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__complex__,
+    str: str.__str__,
+}
+# Of a checkpoint, with the strategy's own tensors
+OF_STRATEGY = {"state_dict", "optimizer_states"}
+VIEW = 1 << 20  # bytes beside a view, above which it is copied: torch saves all of a storage
 WRITE: dict[type, Callable[[Any], Any]] = {
     PurePath: str,
     datetime: datetime.isoformat,
@@ -42,6 +53,10 @@ BACK: dict[str, Callable[[Any], Any]] = {
     "frozenset": frozenset,
     "range": lambda value: range(*value),
     "array": lambda value: value.numpy(),
+    "texts": lambda value: np.array(value[0], dtype=value[1]),
+    "set": set,
+    "namespace": lambda value: Namespace(**value),
+    "pairs": lambda value: {key: one for key, one in value},
     "deque": lambda value: deque(*value),
     "defaultdict": lambda value: defaultdict(FACTORIES.get(value[0]), value[1]),
 }
@@ -50,14 +65,24 @@ BACK: dict[str, Callable[[Any], Any]] = {
 def plain(value: Any, where: tuple[str, ...] = ()) -> Any:
     """Returns `value` with tensors and plain types alone. Raises InputError for another class,
     unless torch was told that it is safe (`torch.serialization.add_safe_globals`)."""
-    if isinstance(value, READ) and not isinstance(value, np.generic) or isinstance(value, Tensor):
-        return value
+    if isinstance(value, Tensor):
+        return value if where[:1] and where[0] in OF_STRATEGY else _without_the_rest(value)
     if isinstance(value, np.generic):
-        return plain(value.item(), where)
-    if isinstance(value, np.ndarray):
-        if value.dtype.hasobject or value.dtype.kind not in "biufc":
+        if value.dtype.kind not in "biufcSU":
             raise _refusal(value, where)
-        return {TYPE: "array", "value": torch.from_numpy(value.copy())}
+        return plain(value.item(), where)
+    if type(value) in READ:
+        return value
+    for base, convert in BASE.items():
+        if isinstance(value, base):
+            return convert(value)
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind in "SU":
+            return {TYPE: "texts", "value": [value.tolist(), value.dtype.str]}
+        if value.dtype.kind not in "biufc" or value.dtype.itemsize > 8 * (1 + _is_complex(value)):
+            raise _refusal(value, where)
+        native = value.astype(value.dtype.newbyteorder("="))  # a copy
+        return {TYPE: "array", "value": torch.from_numpy(native)}
     if isinstance(value, defaultdict):
         factory = getattr(value.default_factory, "__name__", "")
         if (
@@ -67,11 +92,16 @@ def plain(value: Any, where: tuple[str, ...] = ()) -> Any:
             raise _refusal(value, where)
         return {TYPE: "defaultdict", "value": [factory, _items(value, where)]}
     if isinstance(value, dict):
-        return type(value)(_items(value, where)) if _is_read(type(value)) else _items(value, where)
+        items = _items(value, where)
+        return type(value)(items) if _is_read(type(value)) and TYPE not in items else items
     if isinstance(value, deque):
         return {TYPE: "deque", "value": [_each(value, where), value.maxlen]}
-    if type(value) in (list, tuple, set):
+    if type(value) in (list, tuple):
         return type(value)(_each(value, where))
+    if type(value) is set:
+        return {TYPE: "set", "value": _each(value, where)}
+    if type(value) is Namespace:
+        return {TYPE: "namespace", "value": _items(vars(value), where)}
     for kind, write in WRITE.items():
         if isinstance(value, kind):
             name = "path" if kind is PurePath else kind.__name__
@@ -98,7 +128,22 @@ def back(value: Any) -> Any:
 
 
 def _items(value: dict[Any, Any], where: tuple[str, ...]) -> dict[Any, Any]:
-    return {plain(key, where): plain(one, (*where, str(key))) for key, one in value.items()}
+    pairs = [(plain(key, where), plain(one, (*where, str(key)))) for key, one in value.items()]
+    if all(isinstance(key, Hashable) for key, _ in pairs):
+        return dict(pairs)
+    return {TYPE: "pairs", "value": [[*pair] for pair in pairs]}  # a Path as a key
+
+
+def _without_the_rest(tensor: Tensor) -> Tensor:
+    """Returns a copy of a view of a tensor that is much larger."""
+    if type(tensor) is not Tensor or tensor.device.type == "meta" or tensor.is_sparse:
+        return tensor
+    size = tensor.numel() * tensor.element_size()
+    return tensor.clone() if tensor.untyped_storage().nbytes() - size > VIEW else tensor
+
+
+def _is_complex(value: np.ndarray) -> bool:
+    return value.dtype.kind == "c"
 
 
 def _each(values: Any, where: tuple[str, ...]) -> list[Any]:
