@@ -8,7 +8,7 @@ of the ranks that hold it, and one read on the host says whether they differ."""
 
 import functools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from hashlib import blake2b
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import weights
@@ -29,6 +30,7 @@ from ..compat.lightning import accumulates
 from ..compat.torch import is_persistent
 from ..errors import Ended, Exit, InputError
 from ..layout import local_shard, shard_of
+from ..model.any_module import tracks_metrics
 from ..parallel import run_strategy
 
 EARLY = 2  # steps of an attempt: the rate of the first one may be 0
@@ -41,7 +43,11 @@ class Replicas(Callback):
 
     Compared are parameters, and floating-point buffers that a checkpoint has, after the second step
     of each attempt and before each checkpoint is written. BatchNorm's running statistics are not
-    compared: each rank has its own.
+    compared: each rank's forward pass changes its own.
+
+    The floating-point buffers of a plain LightningModule, BatchNorm's too, are rank 0's in each
+    forward pass of training, each evaluation and each checkpoint, under every strategy, as
+    DistributedDataParallel by itself has them; except those in `ignore`.
 
     Args:
         ignore: Tensors that ranks hold differently on purpose: names, or patterns as `teacher.*`.
@@ -53,6 +59,39 @@ class Replicas(Callback):
         self._early_step = EARLY
         self._is_early = True  # until that step
         self._has_warned = False
+        self._buffers: list[tuple[nn.Module, str]] = []  # that ranks take from rank 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._buffers = []
+        # the network of a TrainingModule may be split into stages
+        if not weights.is_alone() and not tracks_metrics(pl_module):
+            self._buffers = [*self._shared_buffers(pl_module)]
+
+    @torch.no_grad()
+    def share_buffers(self, *_: object) -> None:
+        """Gives all ranks rank 0's buffers. Collective."""
+        groups: dict[Any, list[Tensor]] = defaultdict(list)
+        for owner, name in self._buffers:
+            if isinstance(buffer := getattr(owner, name, None), Tensor):
+                groups[buffer.device, buffer.dtype].append(buffer)
+        for buffers in groups.values():
+            flat = torch.cat([buffer.flatten() for buffer in buffers])
+            dist.broadcast(flat, 0)
+            if not weights.is_rank_zero():
+                parts = flat.split([buffer.numel() for buffer in buffers])
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer.copy_(part.view_as(buffer))
+
+    on_train_batch_start = on_validation_start = on_test_start = on_predict_start = share_buffers
+
+    def _shared_buffers(self, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+        for prefix, owner in module.named_modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                full = f"{prefix}.{name}".removeprefix(".")
+                is_ignored = any(fnmatchcase(full, pattern) for pattern in self.ignore)
+                is_sharded = isinstance(buffer, DTensor)
+                if buffer.is_floating_point() and not is_sharded and not is_ignored:
+                    yield owner, name
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._shared = None
@@ -97,6 +136,7 @@ class Replicas(Callback):
         replicas differ."""
         if weights.is_alone() or not run_strategy(trainer.strategy).has_replicas:
             return
+        self.share_buffers()  # the newest forward pass has changed each rank's own
         held = self._replicas(module)
         if self._shared is None:
             counts = Counter(chain.from_iterable(weights.to_rank_zero(list(held))))
