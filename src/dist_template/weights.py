@@ -44,8 +44,10 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def gather(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the state dict of full tensors on rank 0's host, {} on other ranks. Collective."""
-    tensors = module.state_dict(keep_vars=True)
+    """Returns the state dict of full tensors on rank 0's host, {} on other ranks. Collective. What
+    is no tensor, an extra state, is not among them."""
+    state_dict = module.state_dict(keep_vars=True)
+    tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
     first: dict[str, int] = {}  # name: the first rank that has it; in a pipeline not always rank 0
     for number, names in broadcast(distinct(list(tensors))).items():
         first = dict.fromkeys(names, number) | first

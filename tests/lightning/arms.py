@@ -125,7 +125,7 @@ class Trace(Callback):
             {
                 "rates": self.rates,
                 "rows": self.rows,
-                "hooks": self.hooks,
+                "hooks": getattr(pl_module, "hook_calls", self.hooks),
                 "metrics": self.metrics,
                 "weights": weights,
                 "epoch": trainer.current_epoch,

@@ -14,7 +14,7 @@ Lightning's ModelParallelStrategy starts the processes and runs the loop. It has
 dimensions only, does not know transformers' plans, cannot save strided shards, and refuses a single
 rank; this file adds that."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -127,6 +127,7 @@ class MeshStrategy(MeshRanks):
             "cpu_offload": cpu_offload,
             "reduce_each_micro_batch": reduce_each_micro_batch,
         }
+        self._has_placed = False  # a network, by `place`
         self.pp_schedule = pp_schedule
         self.tp_plan, self.ep_plan, self.cpu_offload = tp_plan, ep_plan, cpu_offload
         self.reduce_each_micro_batch = reduce_each_micro_batch
@@ -135,8 +136,15 @@ class MeshStrategy(MeshRanks):
 
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
-        if not is_overridden("configure_model", model):  # its layers are made in __init__
-            set_configure_model(model, partial(shard_module, model, self))
+        # Layers are made in __init__, or by the module's own hook, which may place them itself.
+        own = model.configure_model if is_overridden("configure_model", model) else None
+        set_configure_model(model, partial(self._configure, model, own))
+
+    def _configure(self, model: L.LightningModule, own: Callable[[], None] | None) -> None:
+        if own is not None:
+            own()
+        if not self._has_placed:
+            shard_module(model, self)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Tries an optimizer of the module's own on shards. Raises InputError if it needs full
@@ -170,6 +178,7 @@ class MeshStrategy(MeshRanks):
     def shard(self, start: Start) -> nn.Module:
         """Shards the model of `start` over the mesh. Raises InputError if its plans do not allow
         the sizes."""
+        self._has_placed = True
         if not self.shards:
             return super().shard(start)
         model: Any = start.model

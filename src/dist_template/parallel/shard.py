@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor
 
 from .. import weights
 from ..compat import transformers as compat
@@ -49,9 +50,10 @@ if TYPE_CHECKING:
 
 
 def shard_module(module: L.LightningModule, strategy: MeshRanks) -> None:
-    """Shards the layers that a plain LightningModule has made, with rank 0's weights. The module
-    itself is the outermost FSDP unit, which its steps gather."""
-    if isinstance(module, fsdp.FSDPModule) or not strategy.shards:
+    """Shards the layers that a plain LightningModule has made, with rank 0's weights, unless its
+    own `configure_model` has distributed some of them. The module itself is the outermost FSDP
+    unit, which its steps gather."""
+    if not strategy.shards or any(isinstance(each, DTensor) for each in module.parameters()):
         return
     refuse_scalars(module, "FSDP2")
     strategy.precision_plugin.convert_module(module)

@@ -10,6 +10,14 @@ from lightning.pytorch.utilities import rank_zero_only
 from ...errors import require
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes values that YAML has no form for, such as a Path or a class, as their text: a module
+    may have any hyperparameters."""
+
+
+_Dumper.add_multi_representer(object, lambda dumper, value: dumper.represent_str(str(value)))
+
+
 class TensorBoard(TensorBoardLogger):
     """Writes one event file per attempt into the run's folder, which TensorBoard shows as one run.
 
@@ -46,7 +54,7 @@ class TensorBoard(TensorBoardLogger):
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Logs the configuration as text."""
-        self._log_text("run/config", yaml.safe_dump(params, sort_keys=False))
+        self._log_text("run/config", yaml.dump(params, Dumper=_Dumper, sort_keys=False))
 
     @rank_zero_only
     def log_sample(self, text: str, step: int) -> None:
