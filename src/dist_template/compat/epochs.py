@@ -14,6 +14,12 @@ lightning 2.6.6, fit_loop.py and training_epoch_loop.py):
 - A checkpoint of an epoch's last batch is written before the epoch's end, so that a resume calls
   `on_train_epoch_end` in a process that trained none of the epoch's batches. Callbacks with
   `after_epoch` save after it.
+- Loaders that were set up before the checkpoint was loaded (a schedule in `configure_optimizers`
+  asks for the number of steps) have read a batch of the first epoch, and get no saved state.
+
+Apart from a resume: where an epoch's last optimizer step has j batches of the k that
+`accumulate_grad_batches` says, Lightning's gradient is j/k of their mean
+(https://github.com/Lightning-AI/pytorch-lightning/issues/19987). Here it is their mean.
 
 Here, an epoch that was stopped early is saved as unfinished, the checkpoint records which part of
 the loop has run (`Point`), and a resume continues with the next part: a due validation, the end of
@@ -102,6 +108,7 @@ class FitLoop(_FitLoop):
         """As Lightning's, with the metrics of all ranks for callbacks that monitor one, and with
         `after_epoch` of callbacks when all of the epoch is done."""
         self._restarting = False  # the metrics of a resumed epoch are complete
+        self.epoch_loop.end_window()
         trainer, loop = self.trainer, self.epoch_loop
         logger = trainer._logger_connector
         logger.epoch_end_reached()
@@ -135,6 +142,9 @@ class FitLoop(_FitLoop):
 
     def load_state_dict(self, state_dict: dict, prefix: str = "") -> None:
         super().load_state_dict(state_dict, prefix)
+        fetcher: Any = self._data_fetcher
+        if fetcher is not None and (self._combined_loader_states_to_load or fetcher.length is None):
+            self._combined_loader = None  # set up again
         epoch: Any = self.epoch_progress
         if epoch.current.ready == epoch.current.processed:  # the next batch is of another epoch
             for counter in (epoch.total, epoch.current):
@@ -157,9 +167,24 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         0  # of the present optimizer step in its epoch, or one that precedes it by full steps
     )
 
+    _accumulation = 0  # batches of a step, while a shorter one at an epoch's end is accumulated
+
     def __init__(self, trainer: Any, *steps: Any) -> None:
         super().__init__(trainer, *steps)
         self.automatic_optimization = Optimization(trainer)
+
+    def begin_window(self) -> None:
+        """Lets an optimizer step that an epoch's end cuts short accumulate the batches it has."""
+        ready, size = self.batch_progress.current.ready, self.trainer.accumulate_grad_batches
+        left = self.trainer.num_training_batches - ready
+        if 0 < left < size and (ready - self.first_batch) % size == 0:
+            self._accumulation, self.first_batch = size, ready
+            self.trainer.accumulate_grad_batches = left
+
+    def end_window(self) -> None:
+        if self._accumulation:
+            self.trainer.accumulate_grad_batches, self.first_batch = self._accumulation, 0
+            self._accumulation = 0
 
     def on_save_checkpoint(self) -> dict:
         batches: Any = self.batch_progress.current
@@ -197,6 +222,7 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         if not self.restarting or self._resume_point is Point.AFTER_TRAINING:
             self._restarting = False
             self.step_before = self.global_step
+            self.begin_window()
             super().advance(data_fetcher)
             return
         self.val_loop.restarting = False  # it starts with its first batch
@@ -234,6 +260,33 @@ class Optimization(_AutomaticOptimization):
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: Any) -> Callable[[], None] | None:
         loop: Any = self.trainer.fit_loop.epoch_loop
         return super()._make_zero_grad_fn(batch_idx - loop.first_batch, optimizer)
+
+    def _make_backward_fn(self, optimizer: Any) -> Callable[[Any], None] | None:
+        """Divides gradients by the batches of a step which an end of data that nobody knew before
+        has cut short."""
+        backward = super()._make_backward_fn(optimizer)
+        if backward is None:
+            return None
+
+        def scaled(loss: Any) -> None:
+            backward(loss)
+            self.finish_window(optimizer)
+
+        return scaled
+
+    def finish_window(self, optimizer: Any) -> None:
+        loop: Any = self.trainer.fit_loop.epoch_loop
+        size = self.trainer.accumulate_grad_batches
+        num_batches = (loop.batch_progress.current.ready - loop.first_batch) % size
+        if num_batches and loop.batch_progress.is_last_batch:
+            scale_gradients(optimizer, size / num_batches)
+
+
+def scale_gradients(optimizer: Any, factor: float) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
 
 def begin_step(trainer: Any, num_batches: int) -> None:

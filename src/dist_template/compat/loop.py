@@ -159,6 +159,7 @@ class EpochLoop(ResumableEpochLoop):
         trainer, progress = self.trainer, self.batch_progress
         self.step_before = self.global_step
         connector = trainer._logger_connector
+        self.begin_window()
         if self.val_loop._restarting:
             self.val_loop.restarting = False
         batch, _, _ = next(data_fetcher)
@@ -269,6 +270,7 @@ class Optimization(OfSteps):
                 self._optimizer_zero_grad(batch_idx, optimizer)
             if loss is not None:
                 call(module, "backward", strategy.backward, loss, optimizer)
+                self.finish_window(optimizer)
             return outputs
 
         closure: Any = StepClosure(step)
