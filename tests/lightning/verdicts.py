@@ -1,12 +1,23 @@
 """Compares a habit's training by the command line with plain Lightning's: the table's cells."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.lightning.arms import RANKS, Habit, Trained, full, ours, plain, read, written
+from tests.lightning.arms import (
+    RANKS,
+    Habit,
+    Trained,
+    full,
+    ours,
+    plain,
+    plain_record,
+    read,
+    written,
+)
 
 KILLS = {"inside a later epoch": 8, "an epoch's end": 6, "first epoch": 3}  # optimizer steps of two
 TIMES = {"Timer"}  # callbacks whose state is a time
@@ -14,8 +25,15 @@ REL = 2e-4  # of weights: FSDP2 and ZeRO-2 add in another order
 
 
 def oracle_of(habit: Habit, way: str, folder: Path) -> Trained | None:
-    """Returns plain Lightning's training; None of a habit that is refused."""
-    return None if habit.refusal(way) else plain(habit, way, folder / f"plain{RANKS[way]}")
+    """Returns plain Lightning's training; None of a habit that is refused, or that it refuses."""
+    folder /= f"plain{RANKS[way]}"
+    if habit.refusal(way):
+        return None
+    if habit.impossible and RANKS[way] > 1:
+        error = plain_record(habit, way, folder).error
+        assert habit.impossible in error, error
+        return None
+    return plain(habit, way, folder)
 
 
 def differences(
@@ -24,13 +42,19 @@ def differences(
     """Returns what differs between plain Lightning's training and this library's, uninterrupted,
     and killed and resumed at so many places; [] if nothing does."""
     record = ours(habit, way, folder)
-    if expected is None:
-        part = habit.refusal(way)
+    if part := habit.refusal(way):
         return [] if part in f"{record.refusal}{record.error}" else [f"not refused: {record.error}"]
     if not record.ok:
         return [f"whole: {record.error[:600]}"]
-    found = [f"whole: {each}" for each in compared(habit, expected, read(folder / "whole"))]
-    found += [f"whole: {each}" for each in _files(expected, folder)]
+    whole = read(folder / "whole")
+    if expected is None:
+        found = _shares(whole)
+    else:
+        found = [f"whole: {each}" for each in compared(habit, expected, whole)]
+        found += [f"whole: {each}" for each in _files(expected, folder)]
+    if expected is None or habit.rows_differ:  # a resumed run is the uninterrupted one
+        expected = Trained(record, whole, written(folder))
+        habit = replace(habit, rows_differ=False)
     steps = expected.traces[0]["step"]
     for place, step in [*KILLS.items()][:places]:
         step = step * 2 // RANKS[way]
