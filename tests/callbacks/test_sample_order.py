@@ -107,8 +107,7 @@ def test_an_evaluation_counts_each_row_of_a_smaller_last_batch_once(tmp_path: Pa
     losses = []
     for ranks in (1, 2):
         given = f"""fit --run.root={tmp_path / "runs"} --run.report=false --trainer.accelerator=cpu
-            --trainer.devices={ranks} --trainer.max_steps=1 --best_checkpoint.monitor=val_loss
-            --trainer.num_sanity_val_steps=-1"""
+            --trainer.devices={ranks} --trainer.max_steps=1 --trainer.num_sanity_val_steps=-1"""
         record = Workers(ranks, UNEVEN).run(given.split(), tmp_path / f"{ranks}").check()
         losses.append(record.eval("sanity_check")[0])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -1,7 +1,7 @@
 """Random state in checkpoints: a resumed run draws the same dropout as an uninterrupted run.
 
 Lightning saves no random state. Ranks' states may differ, and a checkpoint has one dictionary, so
-all states are gathered into it."""
+all states are gathered into it. What datasets and samplers draw is apart from it: draws.py."""
 
 import random
 from collections.abc import Callable
@@ -34,19 +34,25 @@ class RandomState(Callback):
         # The state after training's last draw; None: the current state.
         self._state: Callable[[], State] | None = None
         self._restores = False  # before the next batch
+        self._loaded = False  # from a checkpoint, and not restored since
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._state, self._restores = None, False
+            self._state, self._restores, self._loaded = None, False, False
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # An epoch's loader draws a seed for its workers; after a resume it has done so before.
         self._restores = True
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: object, **__: object) -> None:
-        if self._restores and self._state is not None:
-            set_state(self._state())
+        if self._restores:
+            self._restore()
         self._state, self._restores = None, False
+
+    def _restore(self) -> None:
+        self._loaded = False
+        if self._state is not None:
+            set_state(self._state())
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         if validation_may_follow(trainer):  # it draws next; in each step this would cost 25 µs
@@ -54,6 +60,10 @@ class RandomState(Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._state = self._state or get_state()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._loaded:  # due right after the checkpoint's batch: nothing has been restored yet
+            self._restore()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._restores = True  # its loaders drew from the same generator before it started
@@ -71,7 +81,7 @@ class RandomState(Callback):
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        states, self._restores = checkpoint.get(KEY, []), True
+        states, self._restores, self._loaded = checkpoint.get(KEY, []), True, True
         if len(states) == trainer.world_size:
             self._state = partial(states.__getitem__, trainer.global_rank)
             return

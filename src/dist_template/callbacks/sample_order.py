@@ -7,32 +7,37 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
+from .. import weights
 from ..checkpoint.identity import OF_AN_ORDER, compare
-from ..cluster.signals import isolate_worker
 from ..compat.epochs import make_resumable
-from ..compat.lightning import batch_progress, in_sequence
+from ..compat.lightning import batch_progress, batches_of_epoch, in_sequence, mode_of
 from ..errors import InputError
 from ..model.any_module import callbacks_of, data_of, owns_order
 from ..parallel import run_strategy
 from ..project import has_command_line
-from .any_loader import Position, distributed
+from .any_loader import Position, Ranks, check_lengths, distributed, flattened, in_order, length
 from .checkpoint import LastCheckpoint
 from .global_order import ConsumedSamples, GlobalOrder
 
-KEPT = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
+NEXT = (
+    "each rank would train on all of them. Return a DataLoader; or let each rank's read rows of its"
+    " own, by trainer.global_rank and trainer.world_size, and give"
+    " --trainer.use_distributed_sampler false, which says so"
 )
 
 
@@ -46,9 +51,9 @@ class SampleOrder(Callback):
     has `costs`, a number per sample, ranks get equal work in each step, of equally many samples.
 
     A loader with an iterable dataset, with a sampler of its own, or of another class keeps its
-    order, and is distributed over the ranks by any_loader.py. A datamodule with an order of its own
-    is not changed, nor are all loaders where `distributes` is false: there each rank must skip the
-    other ranks' samples itself.
+    order, and is distributed over the ranks by any_loader.py; so do all loaders where `distributes`
+    is false, and there each rank must skip the other ranks' samples itself. A datamodule with an
+    order of its own is not changed.
 
     Args:
         distributes: Whether loaders with an order of their own are distributed over the ranks."""
@@ -102,10 +107,32 @@ class SampleOrder(Callback):
     def _train(self, loader: Any) -> Any:
         if self._overfits:
             loader = in_sequence(loader)
-        if not self.distributes:
             return loader
-        if not _is_plain(loader, RandomSampler, SequentialSampler):
-            return distributed(loader, self._rank, self._num_ranks, self._position())
+        if isinstance(loader, CombinedLoader) and mode_of(loader) == "sequential":
+            raise InputError(
+                'train_dataloader returns a CombinedLoader of mode "sequential", which Lightning'
+                " has for evaluation alone: use min_size, max_size or max_size_cycle, or"
+                " concatenate the datasets"
+            )
+        is_plain = self.distributes and _is_plain(loader, RandomSampler, SequentialSampler)
+        if self._trainer.world_size > 1 and dist.is_initialized():
+            self._check_ranks(loader, is_plain)
+        if is_plain:
+            return self._in_order(loader)
+        if not self.distributes:  # each rank has rows of its own already
+            return distributed(loader, Ranks(0, 1, _refuse), self._position(torch.initial_seed()))
+        ranks = Ranks(self._rank, self._num_ranks, _refuse)
+        return distributed(loader, ranks, self._position(_global_seed()))
+
+    def _check_ranks(self, loader: Any, is_plain: bool) -> None:
+        """Refuses ranks with different numbers of rows or batches. Collective."""
+        if is_plain:
+            lengths = [len(loader.dataset)]
+        else:
+            lengths = [length(each) for each in flattened(loader)]
+        check_lengths(weights.from_all_ranks(lengths))
+
+    def _in_order(self, loader: DataLoader) -> Any:
         accumulation = self._trainer.accumulate_grad_batches
         per_batch = loader.batch_size * self._num_ranks
         self.global_batch_size = per_batch * accumulation
@@ -136,14 +163,26 @@ class SampleOrder(Callback):
             rows_per_epoch=self._rows_per_epoch(num, per_batch),
             costs=None if costs is None else np.asarray(costs).__getitem__,
         )
-        return _like(loader, _Resumable(loader.dataset, order), drop_last=True)
+        at = self._position(_global_seed(), skips=False)
+        return in_order(loader, _Resumable(loader.dataset, order), drop_last=True, at=at)
 
-    def _position(self) -> Position:
-        """Where an epoch of a loader with an order of its own begins."""
+    def _position(self, seed: int, skips: bool = True) -> Position:
+        """Where an epoch begins. `skips`: the loader starts with the epoch's first batch."""
+        trainer = self._trainer
+
+        def epochs() -> int:
+            every = trainer.reload_dataloaders_every_n_epochs
+            return trainer.current_epoch % every if every else trainer.current_epoch
+
         return Position(
-            int(os.environ.get("PL_GLOBAL_SEED", "0")),
-            epoch=lambda: self._trainer.current_epoch,
-            skipped=lambda: batch_progress(self._trainer).current.ready,
+            seed,
+            self._rank,
+            epoch=lambda: trainer.current_epoch,
+            skipped=lambda: batches_of_epoch(trainer) if skips else 0,
+            total=lambda: batch_progress(trainer).total.ready,
+            epochs=epochs,
+            num_batches=lambda: trainer.num_training_batches,
+            announces=trainer.world_size > 1 and dist.is_initialized(),
         )
 
     def _rows_per_epoch(self, num: int, per_batch: int) -> int:
@@ -162,21 +201,42 @@ class SampleOrder(Callback):
         compare(self._trainer.ckpt_path, before, self._settings, accepted)
 
     def _evaluation(self, loader: Any) -> Any:
-        if isinstance(loader, list | tuple):
-            return [self._evaluation(each) for each in loader]
+        """Distributes each row to one rank. Ranks call collectives in each batch, so that they need
+        equally many."""
         if self._overfits:
             loader = in_sequence(loader)
-        if self._num_ranks == 1 or not _is_plain(loader, SequentialSampler):
+        if self._num_ranks == 1:
             return loader
-        num = len(loader.dataset)
-        if num % self._num_ranks and not loader.drop_last:  # ranks call collectives in each batch
+        for each in flattened(loader) if self.distributes else []:
+            self._warn_of_double_rows(each)
+        ranks = Ranks(self._rank, self._num_ranks, self._evaluates_all, pads=True)
+        if not self.distributes:
+            return loader
+        return distributed(loader, ranks, Position(_global_seed(), self._rank))
+
+    def _warn_of_double_rows(self, loader: Any) -> None:
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            return
+        is_own = type(loader.batch_sampler) not in (BatchSampler, type(None))
+        entries = loader.batch_sampler if is_own else loader.sampler
+        count, what = length(entries) or 0, "batches" if is_own else "rows"
+        double = -count % self._num_ranks
+        if double and (is_own or not loader.drop_last):
             rank_zero_warn(
-                f"{-num % self._num_ranks} of {num} rows of an evaluation count twice, so that"
+                f"{double} of {count} {what} of an evaluation count twice, so that"
                 f" {self._num_ranks} ranks have equally many: evaluate a multiple of"
-                f" {self._num_ranks} rows, or on one process"
+                f" {self._num_ranks} {what}, or on one process"
             )
-        sampler = DistributedSampler(loader.dataset, self._num_ranks, self._rank, shuffle=False)
-        return _like(loader, sampler, drop_last=loader.drop_last)
+
+    def _evaluates_all(self, loader: Any) -> Any:
+        what = getattr(loader, "dataset", loader)
+        rank_zero_warn(
+            f"each of {self._num_ranks} ranks evaluates all rows of {type(what).__name__}, which"
+            " cannot be distributed: means are right, sums and counts are"
+            f" {self._num_ranks} times too large. Give an IterableDataset a method"
+            " split_by_rank(rank, num_ranks), which returns the rank's part"
+        )
+        return loader
 
     # ---- the stream of samples, as PackedText has it ---------------------------------------------
 
@@ -209,18 +269,15 @@ class _Resumable(DistributedSampler):
         return len(self.order) * self.order.micro_batch_size
 
 
-class _Deferred(DataLoader):
-    """Starts reading at the first batch: Lightning loads the checkpoint after `iter`."""
-
-    def __iter__(self) -> Iterator[Any]:  # ty: ignore[incompatible-method-override]
-        yield from super().__iter__()
-
-
 def _is_plain(loader: Any, *samplers: type) -> bool:
     """Returns whether it is torch's DataLoader with one of these samplers, over all samples."""
     if type(loader) is not DataLoader or loader.batch_size is None:
         return False
     if type(loader.sampler) not in samplers or not hasattr(loader.dataset, "__getitem__"):
+        return False
+    if type(loader.batch_sampler) is not BatchSampler:
+        return False
+    if getattr(loader.sampler, "replacement", False):
         return False
     return len(loader.sampler) == len(loader.dataset)
 
@@ -230,16 +287,22 @@ def _seed_of(loader: DataLoader) -> int | None:
     if isinstance(loader.sampler, SequentialSampler):
         return None
     generator = loader.generator
-    return generator.initial_seed() if generator else int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    return generator.initial_seed() if generator else _global_seed()
 
 
-def _like(loader: DataLoader, sampler: Any, drop_last: bool) -> DataLoader:
-    options: dict[str, Any] = {name: getattr(loader, name) for name in KEPT}
-    options["worker_init_fn"] = loader.worker_init_fn or isolate_worker
-    return _Deferred(
-        loader.dataset,
-        batch_size=loader.batch_size,
-        sampler=sampler,
-        drop_last=drop_last,
-        **options,
+def _global_seed() -> int:
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def _refuse(loader: Any) -> Any:
+    if isinstance(dataset := getattr(loader, "dataset", None), IterableDataset):
+        raise InputError(
+            f"the training set {type(dataset).__name__} is an IterableDataset, of which each"
+            " rank would read all rows: give it a method split_by_rank(rank, num_ranks), which"
+            " returns the rank's part; or, if it reads a part by trainer.global_rank already,"
+            " give --trainer.use_distributed_sampler false, which says so"
+        )
+    raise InputError(
+        f"train_dataloader returns a {type(loader).__name__}, whose rows cannot be distributed"
+        f" over ranks: {NEXT}"
     )

@@ -26,8 +26,8 @@ from lightning.pytorch.core import optimizer as lightning_optimizer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.connectors.data_connector import _resolve_overfit_batches
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from ..errors import Exit, InputError, reason
@@ -189,6 +189,19 @@ def in_sequence(loader: Any) -> Any:
     combined = loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader)
     _resolve_overfit_batches(combined, RunningStage.TRAINING)
     return combined if loader is combined else combined.iterables
+
+
+def batches_of_epoch(trainer: Any) -> int:
+    """Returns the batches that have been trained on in the present epoch. Between two epochs the
+    counter is still the former's."""
+    epochs = trainer.fit_loop.epoch_progress.current
+    is_between = epochs.ready == epochs.processed
+    return 0 if is_between else batch_progress(trainer).current.ready
+
+
+def mode_of(loader: CombinedLoader) -> Any:
+    """Returns how a CombinedLoader combines its loaders, such as "max_size_cycle"."""
+    return loader._mode
 
 
 def replace_clipping(module: L.LightningModule, clip: Callable[..., None]) -> None:

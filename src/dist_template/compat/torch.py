@@ -171,6 +171,11 @@ def process_groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
+def default_store() -> dist.Store:
+    """Returns the store by which the ranks of the default group have found each other."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def limit_collectives(group: dist.ProcessGroup, limit: timedelta) -> None:
     """Sets the timeout of an existing group's collectives (publicly only of a new group's)."""
     dist.distributed_c10d._set_pg_timeout(limit, group)

@@ -1,0 +1,254 @@
+"""A resumed run reads the batches, and draws the augmentations, of an uninterrupted one: loaders of
+any kind, with and without worker processes."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from dist_template.callbacks import RandomState, SampleOrder
+from tests.support.tiers import tiers
+
+NUM = 14  # rows: seven batches of an epoch
+
+
+def noise() -> list[float]:
+    return [torch.rand(1).item(), random.random(), float(np.random.rand())]
+
+
+class Noisy(Dataset):
+    """Draws from three generators when a row is read."""
+
+    def __len__(self) -> int:
+        return NUM
+
+    def __getitem__(self, row: int) -> Tensor:
+        return torch.tensor([row, *noise()])
+
+
+class Fetched(Noisy):
+    def __getitems__(self, rows: list[int]) -> list[Tensor]:
+        return [self[row] for row in rows]
+
+
+class Stream(IterableDataset):
+    """Shuffles by the global generator, and draws when a row is read."""
+
+    def __init__(self, count: int = NUM) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        order = torch.randperm(self.count).tolist()
+        return (torch.tensor([row, *noise()]) for row in order)
+
+
+class Endless(Stream):
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            yield from super().__iter__()
+
+
+def collate(rows: list[Tensor]) -> Tensor:
+    return default_collate(rows) + torch.tensor([0, *noise()])
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches of one and of three rows, in an order that `set_epoch` decides."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows = np.random.default_rng(self.epoch).permutation(NUM).tolist()
+        while len(rows) > 1:
+            size = min(len(rows), 1 + 2 * random.randrange(2))
+            yield [rows.pop() for _ in range(size)]
+
+
+class Forever(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield random.randrange(NUM)
+
+
+class Owned(Sampler[int]):
+    """Draws from a generator of its own, which nothing seeds anew."""
+
+    def __init__(self) -> None:
+        self.draw = np.random.default_rng(3)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.draw.permutation(NUM).tolist())
+
+    def __len__(self) -> int:
+        return NUM
+
+
+class OwnLoader:
+    """No DataLoader."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for _ in range(6):
+            yield torch.tensor([[random.randrange(NUM), *noise()]])
+
+
+class OwnIterator:
+    """Is its own iterator."""
+
+    def __iter__(self) -> "OwnIterator":
+        self.count = 0
+        return self
+
+    def __next__(self) -> Tensor:
+        self.count += 1
+        if self.count > 6:
+            raise StopIteration
+        return torch.tensor([[self.count, *noise()]])
+
+
+class Prefetching(DataLoader):
+    """A subclass that changes its batches."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch + torch.rand(1)
+
+
+def own_generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "plain": lambda: DataLoader(Noisy(), 2, shuffle=True, collate_fn=collate),
+    "seeded": lambda: DataLoader(Noisy(), 2, shuffle=True, generator=own_generator()),
+    "fetched": lambda: DataLoader(Fetched(), 2),
+    "workers": lambda: DataLoader(Noisy(), 2, num_workers=2, collate_fn=collate),
+    "persistent": lambda: DataLoader(
+        Noisy(), 2, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+    "single rows": lambda: DataLoader(Noisy(), None, shuffle=True),
+    "weighted": lambda: DataLoader(Noisy(), 2, sampler=WeightedRandomSampler([1.0] * NUM, 12)),
+    "replacement": lambda: DataLoader(Noisy(), 2, sampler=RandomSampler(Noisy(), True, NUM)),
+    "subset": lambda: DataLoader(Noisy(), 2, sampler=SubsetRandomSampler(range(11))),
+    "own generator": lambda: DataLoader(
+        Noisy(), 2, sampler=SubsetRandomSampler(range(NUM), own_generator())
+    ),
+    "owned": lambda: DataLoader(Noisy(), 2, sampler=Owned()),
+    "forever": lambda: DataLoader(Noisy(), 2, sampler=Forever()),
+    "buckets": lambda: DataLoader(Noisy(), batch_sampler=Buckets()),
+    "stream": lambda: DataLoader(Stream(), 2, collate_fn=collate),
+    "stream with workers": lambda: DataLoader(Stream(), 2, num_workers=2),
+    "endless": lambda: DataLoader(Endless(), 2),
+    "subclass": lambda: Prefetching(Noisy(), 2, shuffle=True),
+    "no DataLoader": OwnLoader,
+    "its own iterator": OwnIterator,
+    "processes by spawn": lambda: DataLoader(
+        Noisy(), 2, num_workers=1, multiprocessing_context="spawn", persistent_workers=True
+    ),
+    "dict": lambda: {
+        "a": DataLoader(Noisy(), 2, shuffle=True),
+        "b": [DataLoader(Stream(3), 1), DataLoader(Noisy(), 3, shuffle=True)],
+    },
+    "sized": lambda: [DataLoader(Noisy(), 2), DataLoader(Noisy(), 5, sampler=Owned())],
+    "cycles": lambda: [DataLoader(Noisy(), 2), DataLoader(Stream(2), 1), DataLoader(Stream(1))],
+    "longest": lambda: CombinedLoader([DataLoader(Noisy(), 2), OwnLoader()], "max_size"),
+    "shortest": lambda: CombinedLoader(
+        [DataLoader(Noisy(), 2), DataLoader(Stream(9), 2)], "min_size"
+    ),
+}
+
+
+class Module(L.LightningModule):
+    def __init__(self, stop: int, folder: Path) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.stop, self.folder, self.seen = stop, folder, list[Any]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(numbers(batch))
+        first = torch.tensor(self.seen[-1][:4])
+        return self.net(first / NUM).square().mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if len(self.seen) == self.stop:
+            self.trainer.save_checkpoint(self.folder / "last.ckpt")
+            self.stop = -1
+            raise KeyboardInterrupt
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def numbers(batch: Any) -> list[float]:
+    if isinstance(batch, dict):
+        batch = [*batch.values()]
+    if isinstance(batch, list | tuple):
+        return [number for each in batch for number in numbers(each)]
+    return [] if batch is None else batch.flatten().tolist()
+
+
+class Data(L.LightningDataModule):
+    def __init__(self, loader: Any) -> None:
+        super().__init__()
+        self.loader = loader
+
+    def train_dataloader(self) -> Any:
+        return self.loader
+
+
+def fit(folder: Path, loader: Any, stop: int = 0, **options: Any) -> Module:
+    L.seed_everything(1)
+    module = Module(stop, folder)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[RandomState(), SampleOrder()],
+        **({"max_epochs": 3, "max_steps": 18} | options),
+    )
+    path = folder / "last.ckpt"
+    try:
+        trainer.fit(module, datamodule=Data(loader), ckpt_path=path if not stop else None)
+    except SystemExit:  # of KeyboardInterrupt
+        pass
+    return module
+
+
+DAILY = ["plain", "workers", "weighted", "buckets", "stream", "cycles", "subclass"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", tiers(LOADERS, daily=DAILY))
+def test_a_resumed_run_reads_and_draws_as_an_uninterrupted_one(tmp_path: Path, kind: str) -> None:
+    create = LOADERS[kind]
+    expected = fit(tmp_path, create(), stop=-1)
+    assert len(expected.seen) > 10
+    for stop in (3, 7, 10):
+        assert fit(tmp_path, create(), stop).seen == expected.seen[:stop]
+        resumed = fit(tmp_path, create())
+        assert resumed.seen == expected.seen[stop:], f"stopped at {stop}"
+        for name, weight in expected.state_dict().items():
+            assert torch.equal(weight, resumed.state_dict()[name])
