@@ -30,7 +30,12 @@ def table() -> str:
     parts = []
     for subject, title in TITLES.items():
         ways = [*RANKS]
-        rows = [f"## {title}", "", f"| habit | {' | '.join(ways)} |", "|---" * (len(ways) + 1) + "|"]
+        rows = [
+            f"## {title}",
+            "",
+            f"| habit | {' | '.join(ways)} |",
+            "|---" * (len(ways) + 1) + "|",
+        ]
         notes = []
         for name, habit in SUBJECTS[subject].HABITS.items():
             cells = [verdict(habit, way) for way in ways]

@@ -123,6 +123,7 @@ class LastCheckpoint(Checkpoint):
 
     def _save_if_due(self, trainer: Any) -> None:
         # A checkpoint has no accumulated gradients, so it can only be written after a full step.
+        step = trainer.global_step
         if (
             accumulates(trainer)
             or not has_passed(trainer, self.every_n_steps)

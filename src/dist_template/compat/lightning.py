@@ -27,8 +27,8 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from lightning.pytorch.trainer.connectors.data_connector import _resolve_overfit_batches
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..errors import Exit, InputError, reason
 from .epoch_metrics import reduce_over_ranks
