@@ -13,7 +13,7 @@ from typing import Any
 from ..by_tokens import batch_at
 from ..errors import InputError, reason
 from ..records import flatten, read_text
-from .configured import Configured
+from .configured import Configured, overrides
 from .deepspeed_check import normalized
 
 __all__ = ["json_of"]
@@ -102,7 +102,9 @@ def resolve(config: Config, setup: Configured) -> dict[str, Any]:
     for key, value in given.items():
         if key.startswith(("optimizer.", "scheduler.")) and value not in (AUTO, usual.get(key)):
             says = f"{key} is {json.dumps(value)} in the DeepSpeed file"
-            by = "model.optim" if hasattr(setup.module, "optim") else "configure_optimizers"
+            is_own = overrides(setup.module, "configure_optimizers")
+            has_keys = hasattr(setup.module, "optim") or not is_own
+            by = "model.optim" if has_keys else "configure_optimizers"
             conflicts.append(f"{says}, and {by} sets optimizer and schedule: remove it")
     if conflicts:
         raise InputError(f"{KEY}: " + "\n  ".join(conflicts))

@@ -16,9 +16,19 @@ from torch.optim import Optimizer
 
 from ..compat.lightning import torch_optimizer
 from ..errors import reason
+from .answers.zero import ELEMENTWISE
 
 SHAPES = {1: (7,), 2: (3, 4), 3: (2, 3, 2), 4: (2, 3, 2, 2), 5: (3, 2, 2, 1, 2)}
 STEPS = 3
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Returns whether nothing has to be tried: torch's element-wise optimizers, this library's, and
+    DeepSpeed's own."""
+    kind = type(torch_optimizer(optimizer))
+    if kind.__module__.startswith("torch.optim."):
+        return kind.__name__ in ELEMENTWISE
+    return kind.__module__.partition(".")[0] in (__name__.partition(".")[0], "deepspeed")
 
 
 class Trial:

@@ -34,11 +34,11 @@ from ..compat.lightning import set_configure_model, torch_optimizer
 from ..errors import InputError
 from ..layout import refuse_scalars
 from . import scatter
-from .answers.zero import ELEMENTWISE
 from .configured import overrides
-from .element_wise import why_not_on_shards
+from .element_wise import is_known, why_not_on_shards
 from .mesh_ranks import MeshRanks
 from .mesh_sizes import AXES, ReplicaAxis, Size, TensorAxis
+from .own_code import code_of
 from .pipeline.division import Division
 from .pipeline.partition import facts_of
 from .pipeline.run import Pipeline
@@ -150,16 +150,19 @@ class MeshStrategy(MeshRanks):
         """Tries an optimizer of the module's own on shards. Raises InputError if it needs full
         parameters."""
         super().setup_optimizers(trainer)
-        if not self.shards or not overrides(self.lightning_module, "configure_optimizers"):
+        module, hook = self.lightning_module, "configure_optimizers"
+        if not self.shards or not overrides(module, hook):
             return
+        code = code_of(type(module))
+        if code is not None and code.calls_original(hook):
+            return  # optim.py builds it, and knows the layouts
         for optimizer in map(torch_optimizer, self.optimizers):
             if not optimizer.param_groups:
                 raise InputError(
                     "configure_optimizers returns no optimizer, whose state MeshStrategy's"
                     " checkpoints have: return one, or use --config strategy/ddp or one device"
                 )
-            is_known = type(optimizer).__module__.startswith("torch.optim.")
-            if is_known and type(optimizer).__name__ in ELEMENTWISE:
+            if is_known(optimizer):
                 continue
             assert self.device_mesh is not None
             if why := why_not_on_shards(optimizer, self.device_mesh["fsdp"]):

@@ -28,7 +28,7 @@ from ..errors import InputError, require
 from ..layout import refuse_scalars
 from . import deepspeed_config as config_file
 from .configured import Configured, Hardware
-from .element_wise import is_element_wise
+from .element_wise import is_element_wise, is_known
 from .own_format import OwnFormat
 from .run_strategy import RunDefaults
 from .starting import Start
@@ -290,8 +290,7 @@ class ZeroStrategy(RunDefaults, OwnFormat, compat.EngineStrategy):
                 "configure_optimizers returns no optimizer, and DeepSpeed trains with one: return"
                 " one, or use --config strategy/ddp"
             )
-        origin = type(optimizer).__module__.partition(".")[0]
-        if self._allows_untested or origin == "deepspeed":
+        if self._allows_untested or is_known(optimizer):
             return
         if not is_element_wise(optimizer):
             raise InputError(
