@@ -125,6 +125,8 @@ FLAGS = {
     "--trainer.model_registry=mine": "--ckpt_path a folder",
     "--trainer.callbacks={class_path: StochasticWeightAveraging, init_args: {swa_lrs: "
     "0.1}}": "EMAWeightAveraging",
+    "--trainer.callbacks=[{class_path: EarlyStopping, init_args: {monitor: x}}, "
+    "{class_path: EarlyStopping, init_args: {monitor: x}}]": "more than one stateful callback",
     "--trainer.callbacks=[LearningRateFinder]": "model.optim.learning_rate",
     "--trainer.callbacks+=BatchSizeFinder": "the verb `compare`",
     "--optimizer=torch.optim.Muon --optimizer.momentum=-1": "--optimizer Muon: momentum should be",

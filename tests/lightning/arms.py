@@ -201,7 +201,8 @@ def _keep_the_order() -> None:
     def in_order(dataloader: Any, shuffle: bool, **options: Any) -> Any:
         return create(dataloader, shuffle=False, **options)
 
-    data_connector._get_distributed_sampler = in_order
+    connector: Any = data_connector
+    connector._get_distributed_sampler = in_order
 
 
 class PlainTraining:
@@ -227,7 +228,7 @@ class PlainTraining:
             "default_root_dir": self.folder,
             "enable_checkpointing": any(isinstance(each, Checkpoint) for each in callbacks),
         }
-        options = defaults | self.habit.trainer
+        options: Any = defaults | self.habit.trainer
         trainer = L.Trainer(callbacks=[*callbacks, Trace(self.folder)], **options)
         module = getattr(habits, self.habit.module)()
         data = getattr(habits, self.habit.data)(batch_size=2 * RANKS[self.way] // ranks)

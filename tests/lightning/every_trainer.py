@@ -9,11 +9,12 @@ from dist_template.compat.loop import lighten
 
 
 def pytest_configure() -> None:
-    plain = pl.Trainer.__init__
+    trainer_class: Any = pl.Trainer
+    plain = trainer_class.__init__
 
     @wraps(plain)
     def with_our_loop(trainer: Any, *args: Any, **options: Any) -> None:
         plain(trainer, *args, **options)
         lighten(trainer)
 
-    pl.Trainer.__init__ = with_our_loop
+    trainer_class.__init__ = with_our_loop

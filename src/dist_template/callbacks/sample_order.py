@@ -79,7 +79,7 @@ class SampleOrder(Callback):
             # each rank would have the same rows, and a resumed run the first ones.
             self._overfits = self._trainer.overfit_batches
             self._trainer.overfit_batches = 0.0
-            if has_command_line() and isinstance(trainer.val_check_interval, int):
+            if has_command_line() and isinstance(getattr(trainer, "val_check_interval", None), int):
                 # The command line counts optimizer steps, Lightning batches.
                 trainer.val_check_interval *= trainer.accumulate_grad_batches
         owner: Any = data_of(trainer) or pl_module

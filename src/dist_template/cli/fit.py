@@ -214,7 +214,7 @@ class CLI(OpenCLI):
             # Samples are distributed by the data module, or else by SampleOrder.
             options = {**kwargs, "enable_checkpointing": True, "use_distributed_sampler": False}
             trainer: Any = super().instantiate_trainer(**options)
-        except (MisconfigurationException, ModuleNotFoundError, ValueError) as error:
+        except (MisconfigurationException, ModuleNotFoundError, RuntimeError, ValueError) as error:
             raise InputError(f"trainer: {reason(error)}; edit its keys") from error
         self.summary = complete(
             trainer,

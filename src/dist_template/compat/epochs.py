@@ -296,7 +296,7 @@ def begin_step(trainer: Any, num_batches: int) -> None:
     loop = trainer.fit_loop.epoch_loop
     loop.first_batch, batches = loop.batch_progress.current.ready, loop.batch_progress.total.ready
     trainer.accumulate_grad_batches = num_batches or 1
-    if isinstance(every := trainer.val_check_interval, int):
+    if isinstance(every := getattr(trainer, "val_check_interval", None), int):
         is_due = (trainer.global_step + bool(num_batches)) % every == 0
         trainer.val_check_batch = batches + num_batches if is_due else sys.maxsize
 

@@ -131,7 +131,7 @@ class TrainingModule(L.LightningModule):
                 logger.log_metrics(metrics, step=self.global_step)
 
     def configure_optimizers(self) -> Any:
-        trainer, every = self.trainer, self.trainer.val_check_interval
+        trainer, every = self.trainer, getattr(self.trainer, "val_check_interval", None)
         group = run_strategy(trainer.strategy).layers.batch_group
         optimizer = build_optimizer(self, self.optim, trainer.scaler is not None, group)
         batches = every if isinstance(every, int) else None

@@ -295,7 +295,9 @@ class PackedText(L.LightningDataModule):
             self.trainer.limit_train_batches = max(1, int(share * steps)) * self.accumulation
         if grows:
             make_resumable(self.trainer)
-        elif isinstance(self.trainer.val_check_interval, int):  # YAML counts optimizer steps
+        elif isinstance(
+            getattr(self.trainer, "val_check_interval", None), int
+        ):  # YAML counts optimizer steps
             self.trainer.val_check_interval *= self.accumulation
         size = per_batch if grows else per_batch * self.accumulation
         self._consumed = ConsumedSamples.attach(self.trainer, size, per_batch)

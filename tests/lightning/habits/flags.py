@@ -60,7 +60,7 @@ class CountsBatches(Callback):
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         self.batches += 1
 
-    def on_train_epoch_end(self, *_: Any) -> None:
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self.epochs += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,6 +154,7 @@ FLAGS: dict[str, Habit] = {
     "validates_across_epochs": Habit(
         trainer=EPOCHS | {"val_check_interval": 4, "check_val_every_n_epoch": None}
     ),
+    "validates_by_time": Habit(trainer=EPOCHS | {"val_check_interval": "00:00:00:01"}),
     "no_validation": Habit(data="NoValidation", trainer=EPOCHS),
     "no_sanity_check": Habit(trainer=EPOCHS | {"num_sanity_val_steps": 0}),
     "full_sanity_check": Habit(trainer=EPOCHS | {"num_sanity_val_steps": -1}),
