@@ -74,6 +74,8 @@ FUNCTIONS = {
     "torch.utils._pytree:tree_map": "func tree rests is_leaf",
     "torch.utils._pytree:tree_leaves": "tree is_leaf",
     "Z.runtime.engine:DeepSpeedEngine._copy_recovery_script": "self save_path",
+    "Z.runtime.engine:DeepSpeedEngine._start_timers": "self timer_names",
+    "Z.runtime.engine:DeepSpeedEngine._stop_timers": "self timer_names",
     "O.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale": "self has_overflow",
     "O.stage3:DeepSpeedZeroOptimizer_Stage3._update_scale": "self has_overflow",
     "O.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": "self",

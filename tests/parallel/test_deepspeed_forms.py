@@ -144,7 +144,13 @@ STARTS: dict[str, Config] = {
         gradient_clipping="auto",
     ),
     "comment": of({"stage": 2}, _comment="of our cluster"),
-    "aio": of({"stage": 3}, aio={"block_size": 262144, "queue_depth": 32, "thread_count": 1}),
+    "wall-clock": of({"stage": 1}, wall_clock_breakdown=True, steps_per_print=1),
+    "wall-clock-3": of(
+        {"stage": 3, "reduce_bucket_size": 1e10, "sub_group_size": 1e9},
+        bf16={"enabled": "auto"},
+        wall_clock_breakdown=True,
+        **AUTO_SIZES,
+    ),
 }
 REFUSED: dict[str, tuple[Any, str]] = {  # and what the sentence has
     "misspelt-top": (
@@ -178,7 +184,7 @@ REFUSED: dict[str, tuple[Any, str]] = {  # and what the sentence has
     ),
     "text-offload": (of({"stage": 3, "offload_param": "cpu"}), 'offload_param is "cpu"; Deep'),
     "bool-stage": (of({"stage": True}), "no zero_optimization.stage of 1, 2 or 3"),
-    "stage-0": (of({"stage": 0}), "no zero_optimization.stage of 1, 2 or 3"),
+    "stage-0": (of({"stage": 0}), "of 1, 2 or 3, but 0: set one, or give --config strategy/ddp"),
     "stage-auto": (of({"stage": "auto"}), "no zero_optimization.stage of 1, 2 or 3"),
     "no-zero": ({"train_batch_size": "auto"}, "no zero_optimization.stage of 1, 2 or 3"),
     "autotp": (
@@ -215,6 +221,25 @@ REFUSED: dict[str, tuple[Any, str]] = {  # and what the sentence has
         of({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}),
         "offload_optimizer.ratio is 0.3, .*: set 1",
     ),
+    "offload-2": (
+        of({"stage": 2, "offload_param": CPU}),
+        "zero_optimization.offload_param needs ZeRO stage 3, .* is 2: remove it, or set zero_opt",
+    ),
+    "contiguous": (
+        of(
+            {"stage": 2},
+            activation_checkpointing={
+                "partition_activations": True,
+                "contiguous_memory_optimization": True,
+                "number_checkpoints": 2,
+            },
+        ),
+        "activation_checkpointing.contiguous_memory_optimization is true, .*: set it to false",
+    ),
+    "gds": (
+        of({"stage": 3}, aio={"use_gds": True}),
+        "aio.use_gds copies from a GPU.*: set it to fal",
+    ),
     "own-optimizer": (
         of({"stage": 2}, optimizer={"type": "AdamW", "params": {"lr": 1e-4}}),
         "optimizer.params.lr is 0.0001 in the DeepSpeed file",
@@ -246,12 +271,15 @@ def why_not(config: Any, tmp_path: Path) -> str:
 def test_the_checks_know_what_starts(tmp_path: Path) -> None:
     assert {name: why for name in STARTS if (why := why_not(STARTS[name], tmp_path))} == {}
     for name, (config, sentence) in REFUSED.items():
-        if not name.startswith("own-"):  # with the sizes and the optimizer of a training
+        # with the sizes, the optimizer and the strategy of a training
+        if not name.startswith(("own-", "offload-2")):
             assert re.search(sentence, why_not(config, tmp_path)), (name, why_not(config, tmp_path))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", tiers(STARTS, daily=["transformers-2", "null-sections"]))
+@pytest.mark.parametrize(
+    "name", tiers(STARTS, daily=["transformers-2", "null-sections", "wall-clock"])
+)
 def test_a_published_form_starts(name: str, flags: list[str], tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(STARTS[name]))
     steps = [

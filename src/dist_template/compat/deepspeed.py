@@ -64,6 +64,36 @@ def trace_full_forwards(engine: Any) -> None:
     offload.fwd_pre_hook = engine.register_forward_pre_hook(restart)
 
 
+def time_full_forwards(engine: Any) -> None:
+    """Lets DeepSpeed's timers of forward (`wall_clock_breakdown`) run once in a micro-batch, around
+    `training_step`.
+
+    DeepSpeed (0.19.8) starts them at each call of the LightningModule, as ZeRO-3's trace, and the
+    second start fails: the timer has already been started."""
+    timers, start, stop = (
+        engine.engine_timers.forward_timers,
+        engine._start_timers,
+        engine._stop_timers,
+    )
+    depth = 0
+
+    def start_outermost(names: list[str]) -> None:
+        nonlocal depth
+        if names is timers:
+            depth += 1
+        if names is not timers or depth == 1:
+            start(names)
+
+    def stop_outermost(names: list[str]) -> None:
+        nonlocal depth
+        if names is not timers or depth == 1:
+            stop(names)
+        if names is timers:
+            depth -= 1
+
+    engine._start_timers, engine._stop_timers = start_outermost, stop_outermost
+
+
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
     """Returns a parameter's gradient, or None if it has none; unsharded where DeepSpeed keeps it,
     and `.grad` is empty: under ZeRO-3, and in half precision under ZeRO-1 and 2. Collective."""

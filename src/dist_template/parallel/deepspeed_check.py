@@ -55,6 +55,8 @@ BEHIND = (
     ("compile.deepcompile", (False,), "remove it"),
     ("curriculum_learning.enabled", (False,), "set data.seq_len"),
     ("data_efficiency.enabled", (False,), "remove it"),
+    # DeepSpeed wants the number of layers, which Lightning does not pass on
+    ("activation_checkpointing.contiguous_memory_optimization", (False,), "set it to false"),
 )
 ON_GPUS = "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights"
 
@@ -104,6 +106,8 @@ def refusals(config: Config, accelerator: str) -> Iterator[str]:
     for name in ON_GPUS.split():
         if zero.get(name) and accelerator == "cpu":
             yield f"zero_optimization.{name} needs kernels for GPUs: remove it on CPUs"
+    if (config.get("aio") or {}).get("use_gds") and accelerator == "cpu":
+        yield "aio.use_gds copies from a GPU's memory to NVMe: set it to false on CPUs"
     known = _names_at_the_top()
     for name in config:
         if name not in known and not name.startswith(("_", "/", "#")):

@@ -52,7 +52,11 @@ def read(config: str | Path | Config) -> dict[str, Any]:
     config = normalized(config, KEY)
     stage = config.get("zero_optimization", {}).get("stage")
     if isinstance(stage, bool) or stage not in (1, 2, 3):
-        raise InputError(f"{KEY} has no zero_optimization.stage of 1, 2 or 3; ddp has none")
+        given = "" if stage is None else f", but {json.dumps(stage)}"
+        raise InputError(
+            f"{KEY} has no zero_optimization.stage of 1, 2 or 3{given}: set one, or give --config"
+            " strategy/ddp in place of the file, which trains without ZeRO"
+        )
     return config
 
 

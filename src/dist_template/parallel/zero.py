@@ -318,6 +318,8 @@ class ZeroStrategy(RunDefaults, OwnFormat, compat.EngineStrategy):
         super().init_deepspeed()
         if self.zero_stage_3:
             compat.trace_full_forwards(self.deepspeed_engine)
+        if self.deepspeed_engine.wall_clock_breakdown():
+            compat.time_full_forwards(self.deepspeed_engine)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns {}: the engine writes the state of its optimizer by itself (checkpoint/zero.py),

@@ -114,7 +114,11 @@ class Zero(Plain):
             yield from self._hooks_of_gradients(setup)
         if self.offload_parameters and self.stage != 3:
             why = f"needs ZeRO stage 3, which shards parameters, but the stage is {self.stage}"
-            yield f"{ARGS}.offload_parameters {why}: set stage 3, or offload_parameters false"
+            if self.arguments.get("config"):
+                key = f"{KEY}: zero_optimization.offload_param"
+                yield f"{key} {why}: remove it, or set zero_optimization.stage 3"
+            else:
+                yield f"{ARGS}.offload_parameters {why}: set stage 3, or offload_parameters false"
         if setup.saves_asynchronously and "nvme" in map(self._device, SECTIONS):
             why = "does not work with state on NVMe, which DeepSpeed copies synchronously"
             yield f"last_checkpoint.asynchronous true {why}: set it to false"
