@@ -10,10 +10,14 @@ TORCH_CUDA=1: take torch's CUDA build without a GPU. HASHES=1: stop if the locks
 
 import ast
 import os
+import pty
 import re
+import select
 import shutil
 import subprocess
 import sys
+import termios
+import time
 import zlib
 from pathlib import Path
 from urllib.parse import unquote
@@ -30,6 +34,9 @@ if sys.version_info < (3, 11):  # noqa: UP036
     )
 import tomllib
 
+PROGRESS_EVERY_S = 10.0  # between two lines of progress, where the output is no terminal
+COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # and moves of a terminal's cursor
+KEPT = 1 << 18  # bytes of an installer's output: a bar is drawn again 20 times a second
 PYPROJECT = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))
 ASKED = PYPROJECT["project"]["dependencies"] + PYPROJECT["dependency-groups"]["dev"]
 CHOSEN = PYPROJECT["tool"]["environment"]
@@ -94,21 +101,88 @@ def fetch_uv(line: str, *options: str) -> None:
 def run_pip(
     lines: list[str], *options: str, uv: "str | None" = None
 ) -> subprocess.CompletedProcess:
-    """Installs requirements by pip, or by `uv`."""
+    """Installs requirements by pip, or by `uv`, and shows how far it is."""
     file = Path(VENV, "requirements.txt")
     file.write_text("\n".join(lines), "utf-8")
     command = [uv, "pip", "install", "--python", PYTHON] if uv else [PYTHON, "-m", "pip", "install"]
-    command += ["--quiet", *options, "-r", file]
-    environment = uv_settings() if uv else None
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    command += [*options, "-r", file]
+    return run_shown(command, uv_settings() if uv else dict(os.environ), lines)
+
+
+def run_shown(
+    command: list, environment: dict[str, str], lines: list[str]
+) -> subprocess.CompletedProcess:
+    """Runs an installer of the requirements `lines`, and returns what it wrote, as plain text.
+
+    A terminal gets the installer's own progress, other output a line every PROGRESS_EVERY_S
+    seconds. The installer writes into a terminal of its own in both cases: uv counts there only."""
+    on_terminal = sys.stdout.isatty()
+    size = (50, 200)  # rows, columns
+    if on_terminal:
+        size = (os.get_terminal_size().lines, os.get_terminal_size().columns)
+    else:
+        environment = {**environment, "TERM": "xterm"}
+    try:
+        source, output = pty.openpty()
+        termios.tcsetwinsize(output, size)
+    except OSError:  # a container without terminals
+        source, output = os.pipe()
+    started = printed = time.monotonic()
+    process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    os.close(output)
+    written, is_installed = b"", False
+    while True:
+        if select.select([source], [], [], 0.5)[0]:
+            try:
+                part = os.read(source, 1 << 16)
+            except OSError:  # Linux: the installer has closed its terminal
+                part = b""
+            if not part:
+                break
+            if on_terminal and not is_installed:
+                shown, word, rest = part.partition(b"Installed ")
+                is_installed = bool(word)  # the names of all packages follow
+                sys.stdout.buffer.write(shown + word + rest[: rest.find(b"\n") + 1 or None])
+                sys.stdout.flush()
+            written = (written + part)[-KEPT:]
+        if not on_terminal and time.monotonic() - printed >= PROGRESS_EVERY_S:
+            printed = time.monotonic()
+            print(f"setup: {how_far(written, lines)}, {printed - started:.0f} s", flush=True)
+    os.close(source)
+    return subprocess.CompletedProcess(command, process.wait(), plain(written))
+
+
+def how_far(written: bytes, lines: list[str]) -> str:
+    """Returns how many of the requirements `lines` an installer has prepared, by what it wrote."""
+    text = COLOUR.sub("", written.decode("utf-8", "replace"))
+    counted = re.findall(r"packages\.\.\. \((\d+)/\d+\)", text)  # uv's, drawn again
+    collected = re.findall(r"(?m)^(?:Collecting|Requirement already satisfied:) ", text)  # pip's
+    names = [re.sub("^-e .*|[=@ ].*", "", line, flags=re.DOTALL) for line in lines]
+    names = [name or "dist-template" for name in names]
+    of_all = f"{len(names)} packages" if len(names) > 1 else names[0]
+    if 1 < len(names) < 4:
+        of_all += f" ({', '.join(names)})"
+    if re.search("Prepared |Installing collected", text) or not (counted or collected):
+        return f"installing {of_all}"
+    if len(names) == 1:
+        return f"preparing {of_all}"
+    return f"{int(counted[-1]) if counted else len(collected)} of {of_all}"
+
+
+def plain(written: bytes) -> str:
+    """Returns the text that a terminal shows in the end, without colours."""
+    lines = COLOUR.sub("", written.decode("utf-8", "replace")).split("\n")
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
 
 
 def install(lines: list[str], *options: str) -> None:
     done = run_pip(lines, *options, uv=uv_path())
     if done.returncode:
-        print(done.stdout + done.stderr, flush=True)
+        if not sys.stdout.isatty():  # else it was shown
+            print(done.stdout, flush=True)
         has_none = re.search(
-            r"(?i)no (matching distribution|version of)[^\n]* torch\b[^\n]*\+cpu", done.stderr
+            r"(?i)no (matching distribution|version of).{0,200} torch\b.{0,200}\+cpu",
+            " ".join(done.stdout.split()),  # a terminal's lines are wrapped
         )
         sys.exit(
             "setup: stopped."

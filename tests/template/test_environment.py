@@ -3,11 +3,16 @@
 A stand-in for the environment's Python writes down its calls; only the last test downloads."""
 
 import ast
+import contextlib
+import os
+import pty
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -164,12 +169,57 @@ def test_uv_installs_where_it_is_from_the_indexes_of_pip(machine: Machine) -> No
     assert [call.partition(" ")[0] for call in locked] == ["python", "uv", "uv", "uv"]
     machine.has("uv", STAND_IN)
     asked = machine.setup()[1]
-    start = "uv https://mirror.example.org pip install --python .venv/bin/python --quiet --require"
+    start = "uv https://mirror.example.org pip install --python .venv/bin/python --require"
     assert len(asked) == 3 and all(call.startswith(start) for call in asked)
     assert all(call.startswith("python  -m pip install") for call in machine.setup("UV=")[1])
     words = "no version of torch{sys_platform != 'darwin'}==2.13.0+cpu"  # as uv 0.13 says it
     machine.has("uv", STAND_IN.replace("No matching distribution found for $MISSING", words))
     assert "its CUDA build has several GB" in machine.setup(missing="torch==2.13.0+cpu")[0]
+
+
+# What uv 0.13 writes into a terminal: a line that is drawn again, in colours.
+COUNTS = r"""
+printf '\033[2mResolved \033[1m3 packages\033[0m \033[2min 1ms\033[0m\r\n'
+for number in 0 1 2 3; do
+    printf '\r\033[2K\033[37m-\033[0m \033[2mPreparing packages...\033[0m (%s/3)  ' $number; sleep 1
+done
+printf '\r\033[2K\033[2mInstalled \033[1m3 packages\033[0m\r\n \033[32m+\033[0m yarl==1.25.1\r\n'
+"""
+
+
+def counting(machine: Machine) -> None:
+    """A uv that counts, and a project that prints a line as often as it can."""
+    machine.has("uv", STAND_IN.replace('echo "asked', COUNTS + 'echo "asked', 1))
+    (machine.path / "sleep").symlink_to(str(shutil.which("sleep")))
+    edit(machine.project / "environment.py", "PROGRESS_EVERY_S = 10.0", "PROGRESS_EVERY_S = 0.0")
+
+
+@pytest.mark.slow
+def test_setup_tells_how_far_it_is(machine: Machine) -> None:
+    counting(machine)
+    said = machine.setup()[0]
+    assert re.search(r"(?m)^setup: 1 of \d+ packages, \d+ s$", said), said
+    assert re.search(r"(?m)^setup: \d of 2 packages \(setuptools, torch\), \d+ s$", said), said
+    assert "\033" not in said and "\r" not in said and "yarl" not in said
+
+
+@pytest.mark.slow
+def test_a_terminal_sees_the_installers_own_progress(machine: Machine) -> None:
+    counting(machine)
+    argv = ["make", "setup", f"LOG={machine.log}", "MISSING=none", "LIBRARY="]
+    source, output = pty.openpty()
+    env = dict(PATH=str(machine.path), PYTHONPATH="", HOME=str(machine.project))
+    options: Any = {"cwd": machine.project, "stdout": output, "stderr": output, "env": env}
+    process = subprocess.Popen(argv, **options)
+    os.close(output)
+    written = b""
+    with contextlib.suppress(OSError):  # Linux: the other end is closed
+        while part := os.read(source, 1 << 16):
+            written += part
+    os.close(source)
+    assert process.wait() == 0, written
+    assert b"Preparing packages...\x1b[0m (2/3)" in written and b"Installed" in written
+    assert b"setup: done" in written and b" of " not in written and b"yarl" not in written
 
 
 STOPS: dict[str, tuple[Callable[[Machine], None], str, str, str]] = {
