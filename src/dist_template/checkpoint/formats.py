@@ -32,6 +32,7 @@ from ..compat.torch import tree_map
 from ..errors import InputError, first_line
 from ..layout import full_shape
 from ..plugins import LIBRARY, note
+from ..progress import Progress
 from .frozen import KEY, REFERENCE, exclude_frozen, restore_trainable
 from .manifest import Needed, agreed
 from .optimizer import ANEW, by_name, is_by_name, report_missing_moments
@@ -161,7 +162,7 @@ def load_full(path: str | Path, module: nn.Module) -> dict[str, Any]:
     opened = _opened(Path(path), module, shapes)
     with _reading(opened):
         stored = opened.format.read(opened.path, False)["state_dict"]
-        for name in shapes:
+        for name in Progress(f"loading {opened.path.name}", "tensors", len(shapes)).over(shapes):
             if not targets[name].is_meta:
                 copy_shard(targets[name], stored.pop(name))
     kept = {name: stored.pop(name) for name in shapes if name in stored}

@@ -22,6 +22,7 @@ from ..cluster.launch import Variable
 from ..errors import InputError
 from ..foreign import refuse_links
 from ..observe.history.run import PLACEHOLDER, PlotlyJs, replaced
+from ..progress import running
 
 __all__ = ["verified_checkpoint"]
 
@@ -257,7 +258,8 @@ def verified_checkpoint(given: str | Path, key: str, settings: Any = None) -> Pa
     if settings is not None and given in ("last", "best"):
         path = newest_checkpoint(str(given), settings)[1]
     check_checkpoint(path, key)
-    return manifest.agreed(path)
+    with running(f"verifying {path}"):
+        return manifest.agreed(path)
 
 
 def _damages(folder: Path) -> str:

@@ -18,6 +18,7 @@ from ...checkpoint.stored import copy_shard
 from ...compat import published as compat
 from ...compat.recording import write_later
 from ...errors import InputError
+from ...progress import Progress
 from .mtp import name_in_model, names_to_save
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ class PublishedWeights:
         model = self._skeleton = self._on_meta()
         self._sources = compat.sources_of_weights(model, list(self._slices))
         dtypes = compat.loaded_dtypes(model, dtype)
-        for name in names_to_save(model):
+        names = names_to_save(model)
+        for name in Progress("export: comparing", "weights", len(names)).over(names):
             if not self._sources.get(name) or not self.read(name).equal(
                 expected[name][...].to(dtypes[name]).float()
             ):

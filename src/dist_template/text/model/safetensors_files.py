@@ -77,7 +77,7 @@ def write_weights(
         meta[name] = torch.empty(tensors[name].shape, dtype=dtypes[name], device="meta")
     places = _allocate(published(model, meta), folder, size)
     groups = list(_groups(model, meta))
-    for group in Progress("export", "groups of weights", len(groups)).over(groups):
+    for group in Progress("export: writing", "groups of weights", len(groups)).over(groups):
         values = {name: tensors.pop(name)[...].to(dtypes[name]) for name in group}
         for name, value in published(model, values).items():
             file, offset = places[name]

@@ -62,11 +62,13 @@ def run(given: Namespace, project: Project) -> None:
     if given.require and not given.baseline:
         raise InputError(f"--require compares with a --baseline: give one ({BASELINE})")
     from ....cli.fit import WithoutTrainer
+    from ....progress import running
     from ..export import trained
     from . import plain
 
     flags, *_ = trained.of_run(given.run, project, "RUN")
-    cli = WithoutTrainer(project, flags, run=False)
+    with running(f"evaluate: reading {given.run}"):
+        cli = WithoutTrainer(project, flags, run=False)
     if not plain.is_for_texts(cli):
         split = plain.split_of(given.split, cli)
         return plain.evaluate(given, split, _name(given, split), cli, project)

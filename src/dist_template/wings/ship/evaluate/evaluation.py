@@ -16,6 +16,7 @@ import yaml
 from ....cli.fit import WithoutTrainer
 from ....errors import Ended, Exit, InputError
 from ....observe.history.run import RunFile
+from ....progress import running
 from ....project import Project
 from ....records import read_mapping, write_atomically
 from ....text.cache.token_cache import Corpus
@@ -92,7 +93,8 @@ def score_documents(
     path, scores = work / RunFile.CONFIG, work / "scores.parquet"
     trainer = config["trainer"]
     if model.folder:
-        found = Pretrained(model.folder).fit(iter(()))
+        with running(f"evaluate: the tokenizer of {model.folder}"):
+            found = Pretrained(model.folder).fit(iter(()))
         if found.backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
             of_folder = {"class_path": "Pretrained", "init_args": {"path": model.folder}}
             config["data"]["tokenizer"] = of_folder

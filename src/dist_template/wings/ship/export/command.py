@@ -19,6 +19,7 @@ from safetensors.torch import save_model
 from ....cli.fit import WithoutTrainer
 from ....cli.run import verified_checkpoint
 from ....errors import InputError, reason
+from ....progress import running
 from ....project import Project, program
 from ....text.model.safetensors_files import write_weights as write_pretrained
 from . import plain_module
@@ -169,11 +170,13 @@ def write_graph(found: Trained, dtype: str, folder: Path) -> tuple[str, str]:
     gate = Gate(found, SHAPES)
     if getattr(found.module, "adapter", None):
         merge(model)
-    write_onnx(model, dtype, folder)
+    with running(f"export: {name} to ONNX"):
+        write_onnx(model, dtype, folder)
     del model
     found.model = found.module.model = None  # one model in memory at a time
     try:
-        graph = _of_graph(folder)
+        with running("export: loading the graph"):
+            graph = _of_graph(folder)
         proof = gate.check(graph, dtype)
     except RuntimeError as error:  # onnxruntime's errors derive from it, or are of pybind11
         raise InputError(
@@ -243,15 +246,18 @@ def write(
     if found.tokenizer:
         found.tokenizer.save_pretrained(folder)
     if not hasattr(model, "save_pretrained"):
-        save_model(model.to(getattr(torch, dtype)), str(folder / "model.safetensors"))
+        with running("export: writing model.safetensors"):
+            save_model(model.to(getattr(torch, dtype)), str(folder / "model.safetensors"))
         why = f"{type(model).__name__} is not from transformers; see build_model in module.py"
         return f"safetensors, {dtype}", f"model.safetensors only: {why}"
     gate = Gate(found)
     if has_adapter and not merged:
-        adapted = write_adapter(found.module, found.data, getattr(torch, dtype), folder)
+        with running("export: writing adapters, and loading them on their base"):
+            adapted = write_adapter(found.module, found.data, getattr(torch, dtype), folder)
         return f"peft, {dtype}", gate.check(Trained(adapted, found.tokenizer, str(folder)), dtype)
     if has_adapter:
-        merge(model)
+        with running("export: merging adapters"):
+            merge(model)
     write_pretrained(
         model, dict(found.stored or model.state_dict()), getattr(torch, dtype), size, folder
     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ....errors import InputError
+from ....progress import Progress
 from ....text.model.causal_lm import auto_class
 from ....text.model.published import PublishedWeights
 from .trained import Trained
@@ -58,7 +59,9 @@ class Gate:
             self.tokens = torch.tensor([each[:length] for each in ids])
         else:
             self.tokens = torch.arange(LENGTH).repeat(2, 1)
-        self.logits = torch.empty(0) if trained.stored else _logits(trained.model, self.tokens)
+        self.logits = torch.empty(0)
+        if not trained.stored:
+            self.logits = _logits(trained.model, self.tokens, "export: logits of the checkpoint")
         self.shaped: list[tuple[Tensor, Tensor]] = []  # tokens, and logits of all positions
         for rows, length in shapes:
             tokens = self.tokens.flatten().repeat(rows * length)[: rows * length]
@@ -74,7 +77,7 @@ class Gate:
         is_cast = dtype != "int8" and not hasattr(model, "peft_config")
         if is_cast and str(model.dtype) != f"torch.{dtype}":
             raise InputError(f"{OTHER}: its weights are {model.dtype}, and --dtype is {dtype}")
-        logits = _logits(model, self.tokens)
+        logits = _logits(model, self.tokens, "export: logits of the folder")
         largest = _difference(logits, self.logits, dtype)
         for tokens, expected in self.shaped:
             found = _logits(model, tokens, compared=tokens.shape[1])
@@ -131,12 +134,13 @@ def _difference(logits: Tensor, expected: Tensor, dtype: str) -> float:
 
 
 @torch.no_grad()
-def _logits(model: Any, tokens: Tensor, compared: int = COMPARED) -> Tensor:
+def _logits(
+    model: Any, tokens: Tensor, title: str = "export: logits", compared: int = COMPARED
+) -> Tensor:
     """Returns the logits of the last positions, which have the most context."""
-    found = [
-        model(input_ids=part, use_cache=False).logits[:, -compared:].float()
-        for part in tokens.split(AT_ONCE)
-    ]
+    parts, found = tokens.split(AT_ONCE), []
+    for part in Progress(title, "batches", len(parts)).over(parts):
+        found.append(model(input_ids=part, use_cache=False).logits[:, -compared:].float())
     return torch.cat(found)
 
 

@@ -34,6 +34,7 @@ from ....compat.torch import keystr, tree_flatten, tree_flatten_with_path, tree_
 from ....errors import InputError, reason
 from ....model.any_module import network_of
 from ....model.training_module import TrainingModule
+from ....progress import Progress, running
 from .gate import EXACT, OTHER
 from .trained import GRAPH
 
@@ -144,7 +145,8 @@ def write_plain(
 ) -> Exported:
     """Writes the module with the weights of the verified `checkpoint` into `folder`, as a graph.
     Raises InputError if it cannot be exported, or the checkpoint is another model's."""
-    calls = recorded_calls(module, data)
+    with running(f"export: batches for forward of {type(module).__name__}"):
+        calls = recorded_calls(module, data)
     load_full(checkpoint, module)
     return export(module, calls, folder)
 
@@ -245,8 +247,10 @@ def export(module: L.LightningModule, calls: list[Call], folder: Path) -> Export
                 example = call
                 compared = [each for each in calls if [t.shape for t in each.tensors] == shapes]
                 compared.append(call.with_tensors([_rolled(one) for one in call.tensors]))
-            expected = [_torch_outputs(network, each, name) for each in compared]
-            flat = _write_graph(network, example, others if is_dynamic else None, folder)
+            parts = Progress(f"export: outputs of {name}", "batches", len(compared)).over(compared)
+            expected = [_torch_outputs(network, each, name) for each in parts]
+            with running(f"export: {name} to ONNX"):
+                flat = _write_graph(network, example, others if is_dynamic else None, folder)
             difference = _compare(folder, compared, expected)
         except OSError:  # a full disk
             raise
@@ -445,7 +449,8 @@ def _compare(folder: Path, calls: list[Call], expected: list[list[np.ndarray]]) 
     Raises InputError if it is more than rounding."""
     session, largest = _session(folder), 0.0
     inputs = [one.name for one in session.get_inputs()]
-    for call, outputs in zip(calls, expected, strict=True):
+    pairs = Progress("export: outputs of the graph", "batches", len(calls))
+    for call, outputs in pairs.over(zip(calls, expected, strict=True)):
         tensors = [one.numpy() for one in call.tensors]
         found = session.run(None, dict(zip(inputs, tensors, strict=True)))
         for one, other in zip(found, outputs, strict=True):

@@ -16,6 +16,7 @@ from ....errors import InputError, reason, require
 from ....foreign import size_of
 from ....hub import check_reachable, why_not_loaded
 from ....observe.history.run import RunFile
+from ....progress import running
 from ....project import Project
 from ....text.model.causal_lm import auto_class
 from ....text.model.safetensors_files import larger_than_memory
@@ -131,8 +132,9 @@ def trained(
     build = partial(getattr(module, "build_network", module.build_model), data)
     model: Any = larger_than_memory(build) if may_be_stored else None
     if model is None:
-        # the base of adapters may be from scratch
-        model = getattr(module, "build_on_host", module.build_model)(data)
+        with running(f"building the model of {path.name}"):
+            # the base of adapters may be from scratch
+            model = getattr(module, "build_on_host", module.build_model)(data)
     module.model = model
     stored = {
         name.removeprefix("model."): tensor for name, tensor in load_full(path, module).items()
@@ -161,8 +163,9 @@ def from_folder(name: str, key: str) -> Trained:
     try:
         if not is_adapter:
             kind = auto_class(AutoConfig.from_pretrained(name, trust_remote_code=False))
-        model = kind.from_pretrained(name, dtype="auto", trust_remote_code=False).eval()
-        tokenizer = read_tokenizer(name)
+        with running(f"loading {name}"):
+            model = kind.from_pretrained(name, dtype="auto", trust_remote_code=False).eval()
+            tokenizer = read_tokenizer(name)
     except Exception as error:  # OSError, ValueError, KeyError, SafetensorError and others
         why = why_not_loaded(name, error)
         raise InputError(f"{key} {name!r} cannot be loaded: {why}") from error
