@@ -277,6 +277,16 @@ def test_the_checks_know_what_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("has_it", [False, True])
+def test_nvme_needs_libaio(has_it: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_, **__: has_it)
+    why = why_not(of({"stage": 3, "offload_param": {"device": "nvme"}}), tmp_path)
+    assert ("offload_param.device nvme needs libaio" in why) == (not has_it), why
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", tiers(STARTS, daily=["transformers-2", "null-sections", "wall-clock"])
 )

@@ -108,6 +108,10 @@ def refusals(config: Config, accelerator: str) -> Iterator[str]:
             yield f"zero_optimization.{name} needs kernels for GPUs: remove it on CPUs"
     if (config.get("aio") or {}).get("use_gds") and accelerator == "cpu":
         yield "aio.use_gds copies from a GPU's memory to NVMe: set it to false on CPUs"
+    for section in ("offload_optimizer", "offload_param"):
+        if zero.get(section, {}).get("device") == "nvme" and not _has_aio():
+            why = "needs libaio with its headers, which this machine lacks"
+            yield f"zero_optimization.{section}.device nvme {why}: install libaio-dev, or set cpu"
     known = _names_at_the_top()
     for name in config:
         if name not in known and not name.startswith(("_", "/", "#")):
@@ -116,6 +120,15 @@ def refusals(config: Config, accelerator: str) -> Iterator[str]:
             yield f"{name} is not a key of DeepSpeed{hint}"
             return
     yield from _of_deepspeed(config)
+
+
+def _has_aio() -> bool:
+    """Returns whether DeepSpeed can build its asynchronous I/O, which it does at the first start:
+    without libaio, ranks wait for the build for minutes, and fail then."""
+    with _quiet():
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        return AsyncIOBuilder().is_compatible(verbose=False)
 
 
 def _names_at_the_top() -> set[str]:
