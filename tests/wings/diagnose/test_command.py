@@ -225,15 +225,19 @@ def test_a_report_without_its_script_has_its_curves(tmp_path: Path) -> None:
     page.write([folder], folder)
     text = (folder / "report.html").read_text(encoding="utf-8")
     figures = re.findall(r"<figure.*?</figure>", text, re.DOTALL)
-    drawings = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text)]
+    plain = re.findall(r'<div class="plain">(<svg.*?</svg>)(<svg>.*?</svg>)</div>', text)
+    drawings, axes = ([*map(ElementTree.fromstring, each)] for each in zip(*plain, strict=True))
     assert len(drawings) == len(figures) == len(Elements(text).figures) >= 4
     lines = [[*drawing.iter("polyline")] for drawing in drawings]
-    assert all(lines) and len(lines[0]) == 2, "the gap is one"
+    assert all(lines) and len(lines[0]) == 3, "the gap is one, and there is a point"
+    single = lines[0].pop()
+    assert single.attrib["points"].split() == [single.attrib["points"].split()[0]] * 2
+    names = [[name.text for name in axis.iter("tspan")] for axis in axes]
+    assert names[0] == ["train/loss", "eval/loss"], "above the curves, not on them"
     for line in sum(lines, []):
         points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
         assert 1 < len(points) <= 201 and points == sorted(points)
-        assert all(0 <= x <= 560 and 0 <= y <= 220 for x, y in points)
-    assert len([*drawings[0].iter("circle")]) == 1, "the only evaluation"
+        assert all(0 <= x <= 1000 and 0 <= y <= 1000 for x, y in points)
     shown = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     assert "min.js is not beside this page" in shown and "--plotly inline" in shown
     assert 'if (window.Plotly) document.documentElement.classList.add("has-plotly")' in text

@@ -40,7 +40,9 @@ LAYOUT = {
             "showactive": False,
             "x": 1,
             "xanchor": "right",
-            "y": 1.2,
+            "y": 0,  # below the axis: the names are above the curves
+            "yanchor": "top",
+            "pad": {"t": 18, "r": -8},
             "buttons": [SCALE],
         }
     ],

@@ -11,8 +11,8 @@ from typing import Any
 
 from .curves import Trace
 
-WIDTH, HEIGHT = 560, 220
-LEFT, RIGHT, TOP, BOTTOM = 70, 10, 24, 24
+LEFT, RIGHT, TOP, BOTTOM = 70, 10, 28, 26  # pixels around the curves
+SIZE = 1000  # of the curves, which are stretched to the figure; texts and strokes are not
 MOST_POINTS = 200  # of a curve: the page stays small
 
 
@@ -24,27 +24,31 @@ def svg(traces: Sequence[Trace]) -> str:
     (left, right), (low, high) = (min(xs), max(xs)), (min(ys), max(ys))
 
     def place(x: float, y: float) -> str:
-        across = (x - left) / (right - left or 1) * (WIDTH - LEFT - RIGHT)
-        up = ((y - low) / (high - low) if high > low else 0.5) * (HEIGHT - TOP - BOTTOM)
-        return f"{LEFT + across:.1f},{HEIGHT - BOTTOM - up:.1f}"
+        across = (x - left) / (right - left or 1) * SIZE
+        up = ((y - low) / (high - low) if high > low else 0.5) * SIZE
+        return f"{across:.1f},{SIZE - up:.1f}"
 
-    parts = [
-        _text(LEFT - 6, TOP + 4, f"{high:.4g}", "end"),
-        _text(LEFT - 6, HEIGHT - BOTTOM, f"{low:.4g}" if high > low else "", "end"),
-        _text(LEFT, HEIGHT - 6, f"step {left:.0f}", "start"),
-        _text(WIDTH - RIGHT, HEIGHT - 6, f"{right:.0f}" if right > left else "", "end"),
-    ]
-    for number, (trace, points) in enumerate(curves):
+    lines, names = [], []
+    for trace, points in curves:
         colour = html.escape(str(trace["line"]["color"]))
         for run in _without_gaps(points):
-            at = " ".join(place(x, y) for x, y in run)
-            line = f'<polyline points="{at}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
-            spot = f'<circle cx="{at.split(",")[0]}" cy="{at.split(",")[-1]}" r="3"/>'
-            parts.append(line if len(run) > 1 else spot.replace("/>", f' fill="{colour}"/>'))
-        if len(curves) > 1:  # names are escaped already, for plotly
-            name = str(trace["name"])
-            parts.append(_text(LEFT + 4, TOP + 14 * number - 8, name, "start", colour))
-    return f'<svg class="plain" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
+            width = 1.6 if len(run) > 1 else 6  # a point is a line without length
+            at = " ".join(place(x, y) for x, y in (run if len(run) > 1 else run * 2))
+            lines.append(f'<polyline points="{at}" stroke="{colour}" stroke-width="{width}"/>')
+        # names are escaped already, for plotly
+        names.append(f'<tspan dx="12" fill="{colour}">{trace["name"]}</tspan>')
+    texts = [
+        _text(f'x="{LEFT - 6}" y="{TOP + 4}"', f"{high:.4g}", "end"),
+        _text(f'x="{LEFT - 6}" y="100%" dy="-{BOTTOM}"', f"{low:.4g}" * (high > low), "end"),
+        _text(f'x="{LEFT}" y="100%" dy="-6"', f"step {left:.0f}", "start"),
+        _text(f'x="100%" dx="-{RIGHT}" y="100%" dy="-6"', f"{right:.0f}" * (right > left), "end"),
+        _text(f'x="{LEFT - 12}" y="14"', "".join(names) if len(names) > 1 else "", "start"),
+    ]
+    size = f"left: {LEFT}px; top: {TOP}px; width: calc(100% - {LEFT + RIGHT}px);"
+    size += f" height: calc(100% - {TOP + BOTTOM}px)"
+    view = f'viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none"'
+    drawing = f'<svg role="img" style="{size}" {view}>{"".join(lines)}</svg>'
+    return f'<div class="plain">{drawing}<svg>{"".join(texts)}</svg></div>'
 
 
 def _points(trace: Any) -> list[tuple[float, float]]:
@@ -61,6 +65,5 @@ def _without_gaps(points: list[tuple[float, float]]) -> list[list[tuple[float, f
     return [run for a, b in pairwise(cuts) if (run := points[a + 1 : b])]
 
 
-def _text(x: float, y: float, text: str, anchor: str, colour: str = "#7d868f") -> str:
-    style = f'font-size="12" fill="{colour}" text-anchor="{anchor}"'
-    return f'<text x="{x}" y="{y}" {style}>{text}</text>'
+def _text(at: str, text: str, anchor: str) -> str:
+    return f'<text {at} font-size="12" fill="#7d868f" text-anchor="{anchor}">{text}</text>'
