@@ -116,7 +116,7 @@ def test_batches_of_a_batch_sampler_stay_what_they_are() -> None:
     sizes = [[len(batch) for batch in batches] for batches in ranks]
     assert sizes == [[3, 1], [1, 5], [4, 2]], "two batches, which fill no step, are left out"
     assert len({*rows(ranks)}) == len(rows(ranks))
-    evaluated = of_ranks(DataLoader(ROWS, batch_sampler=Buckets()), pads=True)  # type: ignore
+    evaluated = of_ranks(DataLoader(ROWS, batch_sampler=Buckets()), pads=True)
     assert {*rows(evaluated)} == {*ROWS}
     own = BatchSampler(SequentialSampler(ROWS), 2, drop_last=False)
     assert sorted(rows(of_ranks(DataLoader(ROWS, batch_sampler=own), 2))) == [*ROWS]
@@ -258,7 +258,7 @@ class UnevenData(L.LightningDataModule):
 class UnevenLengths(L.LightningDataModule):
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
-        return DataLoader(range(20 + 4 * self.trainer.global_rank), 4)  # type: ignore[arg-type]
+        return DataLoader(range(20 + 4 * self.trainer.global_rank), 4)  # ty: ignore[invalid-argument-type]
 
 
 @pytest.mark.slow

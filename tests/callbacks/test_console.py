@@ -10,12 +10,11 @@ from dist_template.callbacks.console import Console, of_progress_bar, shown_metr
 INF = float("inf")
 
 
-def trainer(total: float, max_steps: int = -1, optimizers: int = 1, **shown: float) -> Any:
+def trainer(total: float, max_steps: int = -1, shown: dict[str, float] | None = None) -> Any:
     return SimpleNamespace(
         estimated_stepping_batches=total,
         max_steps=max_steps,
-        optimizers=[None] * optimizers,
-        progress_bar_metrics=shown,
+        progress_bar_metrics=shown or {},
         global_step=4,
     )
 
@@ -34,19 +33,27 @@ def test_a_training_without_an_end_has_no_time_left(total: float, capsys: Any) -
 
 
 def test_steps_of_several_optimizers_are_not_compared_with_batches() -> None:
-    assert total_steps(trainer(24, optimizers=2), module(is_automatic=False)) is None
-    assert total_steps(trainer(24, 24, optimizers=2), module(is_automatic=False)) == 24
-    assert total_steps(trainer(24), module(is_automatic=False)) == 24
-    assert total_steps(trainer(24, optimizers=2), module()) == 24
+    """Each optimizer's steps count: 24 batches in which two optimizers step are 48 steps."""
+    manual, batches = module(is_automatic=False), SimpleNamespace(total=SimpleNamespace(ready=2))
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=batches))
+    known = trainer(24)  # in its second batch of eight, and in the fourth step
+    vars(known).update(max_epochs=3, num_training_batches=8, fit_loop=loop)
+    assert total_steps(known, manual) == 48
+    endless = trainer(24)
+    vars(endless).update(max_epochs=-1, num_training_batches=INF)
+    assert total_steps(endless, manual) is None
+    endless.max_steps = 24
+    assert total_steps(endless, manual) == 24
+    assert total_steps(known, module()) == 24
 
 
 def test_a_line_has_what_the_module_shows_in_its_progress_bar() -> None:
     shown = {"train_loss_step": 1.0, "train_loss": 1.0, "d_loss": 2.0, "acc_step": 0.5}
     shown |= {"acc_epoch": 0.4, "val_loss": 3.0, "train/mae": 4.0}
-    found = of_progress_bar(trainer(9, **shown), {"train/loss": 1.0})
+    found = of_progress_bar(trainer(9, shown=shown), {"train/loss": 1.0})
     assert found == {"d_loss": 2.0, "acc": 0.5, "train/mae": 4.0}
     many = {f"m{number}": 0.0 for number in range(50)}
-    assert len(of_progress_bar(trainer(9, **many), {})) == 6
+    assert len(of_progress_bar(trainer(9, shown=many), {})) == 6
 
 
 def test_results_have_short_names_where_they_are_unique() -> None:

@@ -171,8 +171,11 @@ def shown(monkeypatch: Any, columns: int = 0) -> str:
     monkeypatch.setenv("COLUMNS", str(columns or 80))
     console = Console()
     console._first_step = 30
-    trainer: Any = SimpleNamespace(global_step=40, estimated_stepping_batches=1000)
-    console.on_log_step(trainer, None, dict(METRICS))
+    trainer: Any = SimpleNamespace(
+        global_step=40, estimated_stepping_batches=1000, progress_bar_metrics={}
+    )
+    module: Any = SimpleNamespace(automatic_optimization=True)
+    console.on_log_step(trainer, module, dict(METRICS))
     return screen.getvalue()
 
 

@@ -39,8 +39,8 @@ class Noisy(Dataset):
     def __len__(self) -> int:
         return NUM
 
-    def __getitem__(self, row: int) -> Tensor:
-        return torch.tensor([row, *noise()])
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, *noise()])
 
 
 class Fetched(Noisy):
@@ -189,7 +189,7 @@ class Module(L.LightningModule):
         first = torch.tensor(self.seen[-1][:4])
         return self.net(first / NUM).square().mean()
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         if len(self.seen) == self.stop:
             self.trainer.save_checkpoint(self.folder / "last.ckpt")
             self.stop = -1
@@ -219,6 +219,7 @@ class Data(L.LightningDataModule):
 def fit(folder: Path, loader: Any, stop: int = 0, **options: Any) -> Module:
     L.seed_everything(1)
     module = Module(stop, folder)
+    given: Any = {"max_epochs": 3, "max_steps": 18} | options
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
@@ -227,7 +228,7 @@ def fit(folder: Path, loader: Any, stop: int = 0, **options: Any) -> Module:
         enable_checkpointing=False,
         enable_model_summary=False,
         callbacks=[RandomState(), SampleOrder()],
-        **({"max_epochs": 3, "max_steps": 18} | options),
+        **given,
     )
     path = folder / "last.ckpt"
     try:

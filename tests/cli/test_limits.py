@@ -83,7 +83,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"machine": Machine("cpu", 8, precision="16-mixed")}, "'16-mixed' does not exist on a CPU"),
     (zero(machine=FP64), "'64-true' does not exist under ZeroStrategy"),
     (zero(gradient_clip_algorithm="value"), "DeepSpeed clips by norm only"),
-    (zero(config=OFFLOAD), "offload_parameters needs ZeRO stage 3, .* the stage is 2"),
+    (zero(config=OFFLOAD), "offload_param needs ZeRO stage 3, .* the stage is 2"),
     (zero(config=BATCH), "train_micro_batch_size_per_gpu 7, and trainer and data 1"),
     (zero(config=HALF), "fp16.enabled true, and trainer and data false"),
     ({"strategy": FSDPStrategy()}, "'FSDPStrategy' is replaced: .*fsdp2"),

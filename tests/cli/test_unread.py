@@ -149,9 +149,10 @@ def test_a_key_of_another_schedule_is_refused(key: str, given: Any, reads_it: An
 
 @pytest.mark.parametrize("key", ["spike_window", "spike_sigmas"])
 def test_a_key_of_spikes_that_are_not_detected_is_refused(key: str) -> None:
+    given: Any = {key: 9}
     with pytest.raises(InputError, match=f"numerics.{key} is 9 and has no effect"):
-        Numerics(**{key: 9})
-    Numerics(on_spike="skip", **{key: 9})
+        Numerics(**given)
+    Numerics(on_spike="skip", **given)
 
 
 # ---- callbacks of every run: each argument is read -----------------------------------------------
@@ -216,7 +217,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_each_key_is_read_by_name(keys: list[str]) -> None:
     """The name of each key is an attribute, or a text such as a file's key, in some statement."""
     assert len(keys) > 100
-    names = set[str]()
+    names = set[Any]()
     for file in [*LIBRARY.rglob("*.py"), *PROJECT.rglob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):

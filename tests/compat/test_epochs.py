@@ -217,3 +217,31 @@ def test_no_two_interruptions_change_anything(limits: dict[str, Any], tmp_path: 
         return [(stop,) for stop in few] + twice
 
     assert not differences(tmp_path, limits, wanted)
+
+
+class Collects(Recorder):
+    """Keeps a list in each epoch, and reads it at its end."""
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self.kept: list[torch.Tensor] = []
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.kept.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        torch.stack(self.kept)
+
+
+def test_an_epochs_last_checkpoint_is_written_after_its_hooks(tmp_path: Path) -> None:
+    """A killed run does not repeat them with nothing; a preempted one may, and says what to do."""
+    trainings = Trainings(tmp_path, max_epochs=EPOCHS)
+    trainings.fit(Collects(), tmp_path / "killed", StopAt("kill", EPOCH))
+    again = trainings.fit(Collects(), tmp_path / "killed")
+    assert again.global_step == STEPS
+    trainings.fit(Collects(), tmp_path / "preempted", StopAt("sigterm", EPOCH))
+    with pytest.raises(RuntimeError, match="non-empty") as raised:
+        trainings.fit(Collects(), tmp_path / "preempted")
+    assert "resumed after the last batch of the epoch" in raised.value.__notes__[0]

@@ -40,6 +40,7 @@ FUNCTIONS = {
     "L.strategies:DeepSpeedStrategy._initialize_deepspeed_train": "self model",
     "L.core.optimizer:_init_optimizers_and_lr_schedulers": "model",
     "L.loops.training_epoch_loop:_TrainingEpochLoop._get_monitor_value": "self key",
+    "C.data_connector:_resolve_overfit_batches": "combined_loader mode",
     "C.logger_connector.logger_connector:_LoggerConnector.log_metrics": "self metrics step",
     "L:LightningModule.configure_gradient_clipping": "self optimizer gradient_clip_val "
     "gradient_clip_algorithm",
@@ -59,6 +60,7 @@ FUNCTIONS = {
     "coordinator_rank no_dist planner",
     "D.checkpoint:FileSystemReader._get_metadata_path": "self rank",
     "D.distributed_c10d:_set_pg_timeout": "timeout group",
+    "D.distributed_c10d:_get_default_store": "",
     "D.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback": "self",
     "D.pipelining._backward:stage_backward_input": "stage_outputs_or_loss output_grads input_values"
     " weights",
@@ -137,6 +139,7 @@ ATTRIBUTES = {
     "Z.comm.torch": "__compatible_ops__",
     "O.partition_parameters": "linear_bk",
     "Z.runtime.torch_autocast": "TORCH_AUTOCAST_INITIALIZED",
+    "L.utilities.combined_loader:CombinedLoader": "_mode",
     "O.parameter_offload": "fwd_pre_hook get_param_coordinator",
     "Z.utils.tensor_fragment": "_hp_mapping lp_fragment_address",
     "O.stage_1_and_2": "_hp_optimizer_states_linked",

@@ -13,7 +13,7 @@ RANKS = Habit(
     "RankMetrics",
     "TwoValidations",
     {"max_epochs": 2},
-    (
+    flags=(
         "--best_checkpoint.monitor=val_rank/dataloader_idx_1",
         "--best_checkpoint.mode=max",
         "--trainer.callbacks+=EarlyStopping",

@@ -12,6 +12,7 @@ import pytest
 
 from dist_template import InputError
 from dist_template.parallel import deepspeed_check, deepspeed_config
+from dist_template.parallel.zero import ZeroStrategy
 from tests.support.runs import refused, run
 from tests.support.tiers import tiers
 
@@ -278,12 +279,16 @@ def test_the_checks_know_what_starts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_it", [False, True])
-def test_nvme_needs_libaio(has_it: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepspeed.ops.op_builder import AsyncIOBuilder
+def test_nvme_needs_libaio(has_it: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
 
     monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_, **__: has_it)
-    why = why_not(of({"stage": 3, "offload_param": {"device": "nvme"}}), tmp_path)
+    config = of({"stage": 3, "offload_param": {"device": "nvme"}})
+    why = deepspeed_check.lacks_on_this_machine(config)
     assert ("offload_param.device nvme needs libaio" in why) == (not has_it), why
+    if not has_it:
+        with pytest.raises(InputError, match="needs libaio"):
+            ZeroStrategy(config=config)._configure_launcher()
 
 
 @pytest.mark.slow

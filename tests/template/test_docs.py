@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 
 from dist_template import AdapterConfig
@@ -42,6 +43,9 @@ STRATEGY = {
 }
 PARTS = {"adapter": AdapterConfig, "distillation": DistillationConfig, "mtp": mtp.MtpConfig}
 INSIDE = {f"model.{name}.{key}" for name, of in PARTS.items() for key in signature(of).parameters}
+# Attributes of Lightning's objects, a file, and keys of a module that is not ours.
+INSIDE |= {f"trainer.{name}" for name in dir(L.Trainer)} | {"model.safetensors", "data.batch_size"}
+INSIDE |= {"trainer.callbacks.monitor", "trainer.callbacks.mode"}  # of the preset's last callback
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LAUNCHERS = {"launch/torchrun.sh", "launch/slurm.sh"}
 TRAINING = {"fit", "validate", "test", "predict", "prepare"}

@@ -39,7 +39,7 @@ class Hold(Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step == self.step:
-            for callback in trainer.callbacks:  # ty: ignore[unresolved-attribute]
+            for callback in trainer.callbacks:  # ty: ignore[missing-attribute]
                 getattr(callback, "settle", int)()
             (self.folder / HELD).touch()
             until((self.folder / FREE).exists)
@@ -59,13 +59,13 @@ def launch(folder: Path, disk: str, together: int, argv: list[str]) -> None:
         until(lambda: len([*folder.glob("at_lock_*")]) >= together)
         return take(self)
 
-    StoreLock.take = take_together  # ty: ignore[invalid-assignment]
+    StoreLock.take = take_together
     with (folder / f"{disk}.log").open("w", encoding="utf-8", buffering=1) as log:
         sys.stdout = sys.stderr = log
         try:
-            code: Any = command(["fit", *argv])
+            code = command(["fit", *argv])
         except SystemExit as ended:
-            code = ended.code
+            code = int(ended.code or 0)
     os._exit(code)
 
 

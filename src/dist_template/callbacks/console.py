@@ -80,7 +80,7 @@ class Console(Callback):
     def on_log_step(
         self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
     ) -> None:
-        now, total = time.perf_counter(), total_steps(trainer)
+        now, total = time.perf_counter(), total_steps(trainer, module)
         is_last = trainer.global_step == total
         if not (self._terminal or is_last or now - self._printed >= self.line_every_s):
             return
@@ -135,10 +135,10 @@ class Console(Callback):
         print(clear + text, file=file, flush=True)
 
 
-def total_steps(trainer: L.Trainer) -> int | None:
+def total_steps(trainer: L.Trainer, module: L.LightningModule) -> int | None:
     """Returns the optimizer steps of the training; None without an end that is known, such as with
     an endless loader."""
-    total = last_step(trainer)  # -1: the loader has no length, and there is no max_steps
+    total = last_step(trainer, module)  # -1: the loader has no length, and there is no max_steps
     return int(total) if 0 < total < float("inf") else None
 
 

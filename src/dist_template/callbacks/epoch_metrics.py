@@ -60,7 +60,7 @@ class EpochMetrics(Callback):
         put_newest_metrics(trainer, self._saved.get("newest", {}))
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
     ) -> None:
         self._batches += 1
         if self._saved and self._batches > 1:  # in the first, `self.log` clears what it finds

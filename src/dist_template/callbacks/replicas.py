@@ -68,7 +68,7 @@ class Replicas(Callback):
             self._buffers = [*self._shared_buffers(pl_module)]
 
     @torch.no_grad()
-    def share_buffers(self, *_: object) -> None:
+    def share_buffers(self) -> None:
         """Gives all ranks rank 0's buffers. Collective."""
         groups: dict[Any, list[Tensor]] = defaultdict(list)
         for owner, name in self._buffers:
@@ -82,7 +82,16 @@ class Replicas(Callback):
                 for buffer, part in zip(buffers, parts, strict=True):
                     buffer.copy_(part.view_as(buffer))
 
-    on_train_batch_start = on_validation_start = on_test_start = on_predict_start = share_buffers
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
+    ) -> None:
+        if self._buffers:
+            self.share_buffers()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.share_buffers()
+
+    on_test_start = on_predict_start = on_validation_start
 
     def _shared_buffers(self, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         for prefix, owner in module.named_modules():

@@ -126,13 +126,12 @@ class SampleOrder(Callback):
 
     def _check_ranks(self, loader: Any, is_plain: bool) -> None:
         """Refuses ranks with different numbers of rows or batches. Collective."""
+        lengths: list[int | None] = [length(each) for each in flattened(loader)]
         if is_plain:
             lengths = [len(loader.dataset)]
-        else:
-            lengths = [length(each) for each in flattened(loader)]
         check_lengths(weights.from_all_ranks(lengths))
 
-    def _in_order(self, loader: DataLoader) -> Any:
+    def _in_order(self, loader: Any) -> Any:
         accumulation = self._trainer.accumulate_grad_batches
         per_batch = loader.batch_size * self._num_ranks
         self.global_batch_size = per_batch * accumulation

@@ -53,7 +53,7 @@ class TrainingLog(Callback):
     ) -> None:
         if accumulates(trainer) or not has_passed(trainer, 1):
             return
-        is_last = trainer.global_step == last_step(trainer)
+        is_last = trainer.global_step == last_step(trainer, pl_module)
         if not is_last and not has_passed(trainer, trainer.log_every_n_steps):
             return
         callbacks, buffer = callbacks_of(trainer), metrics_of(pl_module)

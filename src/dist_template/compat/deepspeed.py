@@ -184,6 +184,13 @@ class EngineStrategy(DeepSpeedStrategy):
     more than one, because it passes them to DeepSpeed, and then keeps DeepSpeed from stepping
     them."""
 
+    def check_machine(self) -> None:
+        """Raises InputError if this machine cannot train so, before other processes start."""
+
+    def _configure_launcher(self) -> None:
+        self.check_machine()
+        super()._configure_launcher()
+
     def check_optimizers(self, optimizers: list[Any]) -> None:
         """Raises InputError if the engine cannot run them."""
 

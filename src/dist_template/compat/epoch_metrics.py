@@ -49,7 +49,7 @@ def _entries(metrics: dict[str, Any]) -> dict[str, Entry]:
     sums: list[tuple[str, str, Any]] = []
     for key, metric in metrics.items():
         meta = metric.meta
-        entry = {name: getattr(meta, name) for name in META}
+        entry: Entry = {name: getattr(meta, name) for name in META}
         entry["reduce_fx"] = meta.reduce_fx.__name__
         entry["is_builtin"] = meta.reduce_fx in BUILTIN.values()
         entry["sync_dist"], entry["rank_zero_only"] = meta.sync.should, meta.sync.rank_zero_only

@@ -108,8 +108,9 @@ class FitLoop(_FitLoop):
         """As Lightning's, with the metrics of all ranks for callbacks that monitor one, and with
         `after_epoch` of callbacks when all of the epoch is done."""
         self._restarting = False  # the metrics of a resumed epoch are complete
-        self.epoch_loop.end_window()
-        trainer, loop = self.trainer, self.epoch_loop
+        trainer: Any = self.trainer
+        loop: Any = self.epoch_loop
+        loop.end_window()
         logger = trainer._logger_connector
         logger.epoch_end_reached()
         self.epoch_progress.increment_processed()
@@ -176,7 +177,7 @@ class ResumableEpochLoop(_TrainingEpochLoop):
     def begin_window(self) -> None:
         """Lets an optimizer step that an epoch's end cuts short accumulate the batches it has."""
         ready, size = self.batch_progress.current.ready, self.trainer.accumulate_grad_batches
-        left = self.trainer.num_training_batches - ready
+        left: Any = self.trainer.num_training_batches - ready  # inf of a stream
         if 0 < left < size and (ready - self.first_batch) % size == 0:
             self._accumulation, self.first_batch = size, ready
             self.trainer.accumulate_grad_batches = left

@@ -52,11 +52,11 @@ def has_passed(trainer: Any, every: int) -> bool:
     return trainer.global_step // every > before // every
 
 
-def last_step(trainer: Any) -> float:
+def last_step(trainer: Any, module: L.LightningModule) -> float:
     """Returns the optimizer step at which training ends; inf: it has no end. In manual optimization
     that is estimated from the steps per batch until now: Lightning's `estimated_stepping_batches`
     counts batches."""
-    if trainer.lightning_module.automatic_optimization:
+    if module.automatic_optimization:
         return trainer.estimated_stepping_batches
     most = trainer.max_steps if trainer.max_steps >= 0 else float("inf")
     epochs = trainer.max_epochs
@@ -147,7 +147,8 @@ class LoggerConnector(_LoggerConnector):
     def _update_from_loaders(self) -> None:
         """Replaces what Lightning stored when each loader ended by the metrics of all ranks. In the
         sanity check Lightning stores none, so that callbacks know no metric of several loaders."""
-        results, outputs = self.trainer._results, self.trainer._evaluation_loop._logged_outputs
+        results: Any = self.trainer._results
+        outputs = self.trainer._evaluation_loop._logged_outputs
         log: dict[str, Any] = {}
         loaders = {metric.meta.dataloader_idx for metric in results.values()}
         for loader in sorted(loaders, key=lambda index: -1 if index is None else index):

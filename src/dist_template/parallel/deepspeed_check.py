@@ -9,6 +9,7 @@ import copy
 import importlib
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Generator, Iterator, Mapping
@@ -108,10 +109,6 @@ def refusals(config: Config, accelerator: str) -> Iterator[str]:
             yield f"zero_optimization.{name} needs kernels for GPUs: remove it on CPUs"
     if (config.get("aio") or {}).get("use_gds") and accelerator == "cpu":
         yield "aio.use_gds copies from a GPU's memory to NVMe: set it to false on CPUs"
-    for section in ("offload_optimizer", "offload_param"):
-        if zero.get(section, {}).get("device") == "nvme" and not _has_aio():
-            why = "needs libaio with its headers, which this machine lacks"
-            yield f"zero_optimization.{section}.device nvme {why}: install libaio-dev, or set cpu"
     known = _names_at_the_top()
     for name in config:
         if name not in known and not name.startswith(("_", "/", "#")):
@@ -122,13 +119,36 @@ def refusals(config: Config, accelerator: str) -> Iterator[str]:
     yield from _of_deepspeed(config)
 
 
+def lacks_on_this_machine(config: Config) -> str:
+    """Returns why this machine cannot train with `config`, "" if it can. DeepSpeed builds its
+    asynchronous I/O at the first start: without libaio, ranks wait for the build for minutes, and
+    fail then."""
+    zero = config["zero_optimization"]
+    for section in ("offload_optimizer", "offload_param"):
+        if zero.get(section, {}).get("device") == "nvme" and not _has_aio():
+            why = "needs libaio with its headers, which this machine lacks"
+            return f"zero_optimization.{section}.device nvme {why}: install libaio-dev, or set cpu"
+    return ""
+
+
 def _has_aio() -> bool:
-    """Returns whether DeepSpeed can build its asynchronous I/O, which it does at the first start:
-    without libaio, ranks wait for the build for minutes, and fail then."""
-    with _quiet():
-        from deepspeed.ops.op_builder import AsyncIOBuilder
+    with _quiet(), _without_output_of_compilers():
+        from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
 
         return AsyncIOBuilder().is_compatible(verbose=False)
+
+
+@contextlib.contextmanager
+def _without_output_of_compilers() -> Generator[None]:
+    """Inside, standard error of this process and of its children is lost."""
+    with open(os.devnull, "wb") as nowhere:
+        kept = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
 
 
 def _names_at_the_top() -> set[str]:

@@ -39,6 +39,10 @@ class Code:
         reaches = bool(chain) and hook in _names_in(chain[-1].body)
         return reaches or self.hands_on_module(hook)
 
+    def extends(self, hook: str) -> bool:
+        """Returns whether the hook calls the library's, or was put into the class from outside."""
+        return hook not in self._methods or self.calls_original(hook)
+
     def hands_on_module(self, hook: str) -> bool:
         """Returns whether the hook gives `self` to a function."""
         return any(

@@ -26,6 +26,7 @@ from ..compat.lightning import accumulates
 from ..compat.torch import drop_weak_references
 from ..errors import InputError, require
 from ..layout import refuse_scalars
+from . import deepspeed_check
 from . import deepspeed_config as config_file
 from .configured import Configured, Hardware
 from .element_wise import is_element_wise, is_known
@@ -199,6 +200,10 @@ class ZeroStrategy(RunDefaults, OwnFormat, compat.EngineStrategy):
         )
 
     # ---- the machine -----------------------------------------------------------------------------
+
+    def check_machine(self) -> None:
+        if why := deepspeed_check.lacks_on_this_machine(self._given):
+            raise InputError(f"{config_file.KEY}: {why}")
 
     @property
     def root_device(self) -> torch.device:

@@ -291,10 +291,24 @@ class KeepsParts(Regression):
     def optimizer(self, rate: float = 0.05) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], rate)
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.follow()
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for mine, own in zip(self.average.parameters(), self.net.parameters(), strict=True):
+            mine.mul_(0.9).add_(own, alpha=0.1)
+
+
+class FollowsLate(KeepsParts):
+    """Updates its average in the last hook of a batch."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        Regression.optimizer_step(self, *args, **kwargs)
+
     def on_train_batch_end(self, *_: Any) -> None:
-        with torch.no_grad():
-            for mine, own in zip(self.average.parameters(), self.net.parameters(), strict=True):
-                mine.mul_(0.9).add_(own, alpha=0.1)
+        self.follow()
 
 
 class BuiltLater(Regression):
@@ -480,6 +494,13 @@ HABITS: dict[str, Habit] = {
     "all_metrics": Habit("AllMetrics", trainer=EPOCHS),
     "keeps_everything": Habit("KeepsEverything", trainer=EPOCHS),
     "keeps_parts": Habit("KeepsParts", trainer=EPOCHS),
+    "follows_late": Habit(
+        "FollowsLate",
+        trainer=EPOCHS,
+        why="a checkpoint within an epoch is written before the module's own on_train_batch_end, as"
+        " by Lightning's ModelCheckpoint: a resume misses what the hook does after that step; do it"
+        " in optimizer_step",
+    ),
     "built_in_configure_model": Habit("BuiltLater", trainer=EPOCHS),
     "built_in_setup": Habit("BuiltInSetup", trainer=EPOCHS),
     "own_state_dict": Habit("OwnStateDict", trainer=EPOCHS),

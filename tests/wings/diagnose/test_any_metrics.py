@@ -160,7 +160,7 @@ KEY = re.compile(r"\b(?:model|data)(?:\.[a-z]\w*)+")
 @pytest.mark.parametrize("ill", ILL)
 def test_no_sentence_names_a_key_that_the_module_lacks(ill: str, odd: str) -> None:
     model, data = ODD[odd]
-    facts = {
+    facts: dict[str, Any] = {
         "machine.supports_bf16": True,
         "machine.world_size": 2,
         "machine.device": "NVIDIA H100",

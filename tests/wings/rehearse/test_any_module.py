@@ -99,7 +99,7 @@ class Adversarial(Network):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # ty: ignore[invalid-method-override]
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # ty: ignore[incompatible-method-override]
         for number, optimizer in enumerate(self.optimizers()):  # ty: ignore[invalid-argument-type]
             self.toggle_optimizer(optimizer)
             loss = nn.functional.cross_entropy(self(batch[0]), batch[1] if number else 1 - batch[1])

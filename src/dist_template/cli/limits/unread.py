@@ -50,7 +50,7 @@ def keys_of_replaced_methods(setup: Setup) -> Iterator[str]:
         return
     name = type(module).__name__
     for reader in READERS:
-        if not setup.overrides(reader.hook) or code.calls_original(reader.hook):
+        if not setup.overrides(reader.hook) or code.extends(reader.hook):
             continue
         if any(each in code.names for each in reader.through):
             continue
@@ -65,7 +65,7 @@ def keys_of_replaced_methods(setup: Setup) -> Iterator[str]:
                             " remove the key"
                         )
     for hook, keys in PASSED.items():
-        if not setup.overrides(hook) or code.calls_original(hook):
+        if not setup.overrides(hook) or code.extends(hook):
             continue
         for key in keys:
             if setup.trainer.get(key) is not None and key not in code.read_names(hook):
@@ -79,7 +79,7 @@ def class_without_effect(module: Any, flag: str) -> str:
     """Returns why --optimizer or --lr_scheduler has no effect, because the module has its own
     `configure_optimizers`; "" if it has one."""
     code, hook = code_of(type(module)), "configure_optimizers"
-    if not overrides(module, hook) or code is None or code.calls_original(hook):
+    if not overrides(module, hook) or code is None or code.extends(hook):
         return ""
     if code.passes_on("optim") or {"chosen", f"{flag}_class"} & code.names:
         return ""

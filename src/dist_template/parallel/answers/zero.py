@@ -105,7 +105,9 @@ class Zero(Plain):
             )
         if setup.trains:
             for hook, instead in WITHOUT_EFFECT.items():
-                if setup.overrides(hook):
+                code = code_of(type(setup.module))
+                is_extended = code is not None and code.extends(hook)
+                if setup.overrides(hook) and not is_extended:
                     yield (
                         f"{type(setup.module).__name__} has its own {hook}, which has no effect"
                         f" under ZeRO: {instead}, and remove the hook, or use --config"
