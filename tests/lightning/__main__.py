@@ -1,13 +1,15 @@
-"""`python -m tests.lightning [WAY …] [--habit NAME …]`: prints the table's cells that differ."""
+"""`python -m tests.lightning [WAY …] [--habit NAME …]`: prints the cells of the table, with what
+differs. `--record` keeps what was seen for docs/habits.md, if all places were tried."""
 
 import argparse
 import tempfile
 import traceback
 from pathlib import Path
 
-from tests.lightning.arms import RANKS
+from tests.lightning import seen
+from tests.lightning.arms import RANKS, Habit
 from tests.lightning.habits import HABITS, SUBJECTS
-from tests.lightning.verdicts import differences, oracle_of
+from tests.lightning.verdicts import KILLS, differences, oracle_of
 
 
 def main() -> None:
@@ -15,23 +17,32 @@ def main() -> None:
     parser.add_argument("ways", nargs="*", default=[*RANKS])
     parser.add_argument("--habit", nargs="*", default=[*HABITS])
     parser.add_argument("--subject", choices=[*SUBJECTS])
-    parser.add_argument("--places", type=int, default=3, help="at which it is killed")
+    parser.add_argument("--places", type=int, default=len(KILLS), help="at which it is killed")
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--again", action="store_true", help="also cells that are recorded")
     given = parser.parse_args()
     if given.subject:
         given.habit = [*SUBJECTS[given.subject].HABITS]
     for name in given.habit:
-        with tempfile.TemporaryDirectory() as folder:
-            for way in given.ways:
-                cell = Path(folder) / f"{name}-{way}"
-                try:
-                    expected = oracle_of(HABITS[name], way, cell)
-                    found = differences(HABITS[name], way, expected, cell, given.places)
-                except Exception as error:
-                    traceback.print_exc()
-                    found = [f"{type(error).__name__}: {str(error)[:600]}"]
-                print(f"{name} {way}: {'equal' if not found else ''}", flush=True)
-                for each in found:
-                    print(f"    {each}", flush=True)
+        for way in given.ways:
+            if not seen.is_cell(name, way) or (seen.verdict(name, way) and not given.again):
+                continue
+            found = cell(HABITS[name], way, given.places)
+            verdict = seen.verdict_of(HABITS[name], way, found)
+            print(f"{name} {way}: {verdict}", *found, sep="\n    ", flush=True)
+            if given.record and given.places == len(KILLS):
+                seen.record(name, way, verdict)
+
+
+def cell(habit: Habit, way: str, places: int) -> list[str]:
+    """Returns what differs from plain Lightning's training."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            expected = oracle_of(habit, way, Path(folder))
+            return differences(habit, way, expected, Path(folder), places)
+        except Exception as error:
+            traceback.print_exc()
+            return [f"{type(error).__name__}: {str(error)[:600]}"]
 
 
 main()

@@ -1,15 +1,16 @@
 """The table of habits with their verdicts, for docs/habits.md.
 
-`python -m tests.lightning.table` writes it. A cell is what test_habits.py asserts, so that the page
-says no more than the tests of a night have seen."""
+`python -m tests.lightning.table` writes it from what was seen (seen.py)."""
 
 from pathlib import Path
 
+from tests.lightning import seen
 from tests.lightning.arms import RANKS, Habit
 from tests.lightning.habits import SUBJECTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "habits.md"
 BEGIN, END = "<!-- table: python -m tests.lightning.table -->", "<!-- end of the table -->"
+NOT_RUN = "–"
 TITLES = {
     "flags": "Flags and callbacks",
     "loaders": "Loaders",
@@ -18,27 +19,16 @@ TITLES = {
 }
 
 
-def verdict(habit: Habit, way: str) -> str:
-    """Returns what a training by `way` is, compared with plain Lightning's."""
-    if habit.refusal(way):
-        return "refused"
-    return "other" if habit.is_different(way) else "equal"
-
-
 def table() -> str:
     """Returns the page's part that is generated."""
     parts = []
     for subject, title in TITLES.items():
-        ways = [*RANKS]
-        rows = [
-            f"## {title}",
-            "",
-            f"| habit | {' | '.join(ways)} |",
-            "|---" * (len(ways) + 1) + "|",
-        ]
+        ways = [way for way in RANKS if way != "ddp3" or subject == "loaders"]
+        rows = [f"## {title}", ""]
+        rows += [f"| habit | {' | '.join(ways)} |", "|---" * (len(ways) + 1) + "|"]
         notes = []
         for name, habit in SUBJECTS[subject].HABITS.items():
-            cells = [verdict(habit, way) for way in ways]
+            cells = [seen.verdict(name, way) or NOT_RUN for way in ways]
             rows.append(f"| {name.replace('_', ' ')} | {' | '.join(cells)} |")
             notes += _notes(name.replace("_", " "), habit)
         parts += [*rows, "", *notes, ""] if notes else [*rows, ""]
@@ -47,10 +37,11 @@ def table() -> str:
 
 def _notes(name: str, habit: Habit) -> list[str]:
     """Returns why a habit's training differs, and with which sentence it is refused."""
-    notes = [f"- **{name}**: {habit.why}."] if habit.why else []
+    ways = f" ({', '.join(habit.differs)})" if habit.differs else ""
+    notes = [f"- **{name}**{ways}: {habit.why}."] if habit.why else []
     for sentence in dict.fromkeys(habit.refused.values()):
-        ways = [way for way in habit.refused if habit.refused[way] == sentence]
-        notes.append(f"- **{name}** ({', '.join(ways)}): “… {sentence} …”")
+        refused = [way for way in habit.refused if habit.refused[way] == sentence]
+        notes.append(f"- **{name}** ({', '.join(refused)}): “… {sentence} …”")
     return notes
 
 

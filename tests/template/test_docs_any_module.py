@@ -1,4 +1,4 @@
-"""Any LightningModule of docs/extend.md, and the model of docs/models.md, train."""
+"""Any LightningModule of docs/any_module.md, and the model of docs/models.md, train."""
 
 import math
 import os
@@ -19,14 +19,16 @@ from tests.support.tiers import tiers
 
 from .conftest import ROOT, copied_project, fit
 
-PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
+PAGE = Path(__file__).parents[2] / "docs" / "any_module.md"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("any_module")
-    section = PAGE.read_text("utf-8").partition("## Any LightningModule")[2]
-    module, main, script = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    section = PAGE.read_text("utf-8")
+    module, main, _stream, script = re.findall(
+        r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL
+    )
     (folder / "images").mkdir()
     for name, text in {"__init__": "", "module": module, "__main__": main}.items():
         (folder / "images" / f"{name}.py").write_text(text, encoding="utf-8")

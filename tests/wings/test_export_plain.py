@@ -113,7 +113,7 @@ class Several(Module):
 
 
 class Siblings(L.LightningModule):
-    """Has no forward, as in docs/extend.md, but a network `model`; it builds that late."""
+    """Has no forward, as in docs/any_module.md, but a network `model`; it builds that late."""
 
     def configure_model(self) -> None:
         self.model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, GradientA
 from torch import nn
 
 from ..arms import Habit
-from .rows import EPOCHS, Regression, Rows
+from .rows import EPOCHS, MEAN, Regression, Rows
 
 
 class NoValidation(Rows):
@@ -146,7 +146,7 @@ FLAGS: dict[str, Habit] = {
     "limits_validation": Habit(trainer=EPOCHS | {"limit_val_batches": 2}),
     "limits_validation_to_none": Habit(trainer=EPOCHS | {"limit_val_batches": 0}),
     "accumulates_unevenly": Habit(
-        trainer=EPOCHS | {"accumulate_grad_batches": 2, "limit_train_batches": 5}
+        trainer=EPOCHS | {"accumulate_grad_batches": 2, "limit_train_batches": 5}, why=MEAN
     ),
     "validates_rarely": Habit(trainer=EPOCHS | {"check_val_every_n_epoch": 2}),
     "validates_within": Habit(trainer=EPOCHS | {"val_check_interval": 2}),

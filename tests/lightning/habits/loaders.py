@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from ..arms import Habit
-from .rows import EPOCHS, NUM_TRAIN, NUM_VALIDATION, Numbers, Regression, Rows
+from .rows import EPOCHS, MEAN, NUM_TRAIN, NUM_VALIDATION, Numbers, Regression, Rows
 
 
 class Shuffled(Rows):
@@ -375,10 +375,6 @@ class ValidationStreamed(Rows):
 UNEQUAL = {"several": "is an IterableDataset, of which each rank would read all rows"}
 SEQUENTIAL = 'a CombinedLoader of mode "sequential", which Lightning has for evaluation alone'
 SEVERAL = ("ddp", "fsdp2", "zero2", "ddp3")
-MEAN = (
-    "the last step of an epoch has one batch of two, and Lightning's gradient is half of its mean:"
-    " https://github.com/Lightning-AI/pytorch-lightning/issues/19987"
-)
 ALL_ROWS = "Lightning 2.6.6 trains every rank on all rows of an IterableDataset"
 NO_SAMPLER = "inject a (distributed) sampler into your batch sampler"
 

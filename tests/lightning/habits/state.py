@@ -494,13 +494,7 @@ HABITS: dict[str, Habit] = {
     "all_metrics": Habit("AllMetrics", trainer=EPOCHS),
     "keeps_everything": Habit("KeepsEverything", trainer=EPOCHS),
     "keeps_parts": Habit("KeepsParts", trainer=EPOCHS),
-    "follows_late": Habit(
-        "FollowsLate",
-        trainer=EPOCHS,
-        why="a checkpoint within an epoch is written before the module's own on_train_batch_end, as"
-        " by Lightning's ModelCheckpoint: a resume misses what the hook does after that step; do it"
-        " in optimizer_step",
-    ),
+    "follows_late": Habit("FollowsLate", trainer=EPOCHS),
     "built_in_configure_model": Habit("BuiltLater", trainer=EPOCHS),
     "built_in_setup": Habit("BuiltInSetup", trainer=EPOCHS),
     "own_state_dict": Habit("OwnStateDict", trainer=EPOCHS),
