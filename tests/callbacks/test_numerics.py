@@ -330,7 +330,10 @@ LISTED = [("ddp", "[]"), *((each, "[own_*]") for each in ("ddp", "zero2", "zero3
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ignore"), tiers(LISTED, daily=LISTED[:2]))
-def test_a_saved_buffer_that_differs_is_listed(tmp_path: Path, strategy: str, ignore: str) -> None:
+def test_buffers_that_each_rank_writes_are_rank_zeros(
+    tmp_path: Path, strategy: str, ignore: str
+) -> None:
+    """Or each rank keeps its own, where they are listed; a checkpoint is written either way."""
     argv = [
         "fit",
         f"--run.root={tmp_path / 'runs'}",
@@ -345,12 +348,8 @@ def test_a_saved_buffer_that_differs_is_listed(tmp_path: Path, strategy: str, ig
         *flags_of(strategy),
         f"--replicas.ignore={ignore}",
     ]
-    run = Workers(2, OWN_STATE).run(argv, tmp_path / "record")
-    if ignore == "[]":
-        sentence = "own_loss of rank 1 differs from rank 0"
-        assert all(sentence in answer for answer in run.answers.values()), run.answers
-    else:
-        assert manifest.newest(run.check().run / "checkpoints") is not None
+    run = Workers(2, OWN_STATE).run(argv, tmp_path / "record").check()
+    assert manifest.newest(run.run / "checkpoints") is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool])

@@ -33,6 +33,12 @@ def noise() -> list[float]:
     return [torch.rand(1).item(), random.random(), float(np.random.rand())]
 
 
+@pytest.fixture(autouse=True)
+def own_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`seed_everything` writes a variable that the tests after these would read."""
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+
+
 class Noisy(Dataset):
     """Draws from three generators when a row is read."""
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback, Checkpoint
@@ -17,9 +17,14 @@ from ..checkpoint import commit, manifest
 from ..checkpoint.formats import use_every_format
 from ..checkpoint.identity import compare, fixed_settings, settings_of
 from ..checkpoint.optimizer import ANEW, ParameterNames
-from ..compat.epoch_metrics import on_host
 from ..compat.epochs import ends_epoch
-from ..compat.lightning import accumulates, has_passed, save_after_module, undo_save_after_module
+from ..compat.lightning import (
+    accumulates,
+    has_passed,
+    metrics_group,
+    save_after_module,
+    undo_save_after_module,
+)
 from ..errors import Ended, Exit, InputError, check_least
 from ..metric_names import loss_of
 from ..model.any_module import VALIDATION_LOSS
@@ -230,6 +235,16 @@ def _failure(path: Path, error: commit.SaveError) -> str:
     return weights.broadcast(sentence)
 
 
+class Decision(NamedTuple):
+    """What to do after a validation: the metric that decides, its value, whether a checkpoint is
+    wanted, and the sentence for a metric that nobody has measured."""
+
+    monitor: str | None = None
+    score: float = 0.0
+    is_wanted: bool = False
+    lacks: str = ""
+
+
 @dataclass(eq=False)
 class BestCheckpoint(Checkpoint):
     """Keeps `best-step<N>.ckpt`, the checkpoints with the best validation results.
@@ -264,25 +279,14 @@ class BestCheckpoint(Checkpoint):
         if trainer.state.fn != TrainerFn.FITTING or not self.keep or trainer.fast_dev_run:
             return
         # Rank 0 decides: others lack a metric that was logged with `rank_zero_only`.
-        known = trainer.callback_metrics
-        values = map(float, on_host([*known.values()]))
-        metrics = weights.broadcast(dict(zip(known, values, strict=True)))
-        if self.monitor is None:
-            self.monitor = loss_of(metrics, VALIDATION_LOSS, "validation") or None
-            if self.monitor is None:
-                return
-        if self.monitor not in metrics:
-            measured = ", ".join(sorted(metrics))
-            raise InputError(
-                f"best_checkpoint.monitor is {self.monitor!r}, and what is measured is {measured}"
-            )
-        if trainer.sanity_checking:
+        decision = self._decision(trainer, trainer.callback_metrics)
+        decision = weights.broadcast(decision, metrics_group(trainer))
+        self.monitor = decision.monitor
+        if decision.lacks:
+            raise InputError(decision.lacks)
+        if not decision.is_wanted:
             return
-        score = metrics[self.monitor]
-        path = self.folder / manifest.name(trainer.global_step, best=True)
-        is_wanted = self._is_among_the_best(score) and manifest.torn(path) is not None
-        if not weights.broadcast(is_wanted):
-            return
+        path, score = self._path(trainer), decision.score
         try:
             commit.save(trainer, path, score=score)
         except commit.SaveError as error:
@@ -292,6 +296,24 @@ class BestCheckpoint(Checkpoint):
         if commit.leads(self.folder):
             for worse in manifest.ranked(self.folder, self.mode)[self.keep :]:
                 commit.remove(worse)
+
+    def _decision(self, trainer: Any, metrics: Mapping[str, Any]) -> "Decision":
+        """Returns what this rank would do after a validation; it asks no other rank."""
+        if not weights.is_rank_zero():
+            return Decision()
+        monitor = self.monitor or loss_of(metrics, VALIDATION_LOSS, "validation") or None
+        if monitor is not None and monitor not in metrics:
+            measured = ", ".join(sorted(metrics))
+            lacks = f"best_checkpoint.monitor is {monitor!r}, and what is measured is {measured}"
+            return Decision(monitor, lacks=lacks)
+        if monitor is None or trainer.sanity_checking:
+            return Decision(monitor)
+        score = float(metrics[monitor])
+        is_new = manifest.torn(self._path(trainer)) is not None
+        return Decision(monitor, score, self._is_among_the_best(score) and is_new)
+
+    def _path(self, trainer: Any) -> Path:
+        return self.folder / manifest.name(trainer.global_step, best=True)
 
     def _is_among_the_best(self, score: float) -> bool:
         """Compares with the checkpoints in the folder, also after a restart; NaN never is."""

@@ -21,6 +21,7 @@ from ..compat.epoch_metrics import (
     put_newest_metrics,
     summed,
 )
+from ..compat.lightning import metrics_group
 
 KEY = "epoch_metrics"  # of a checkpoint: one dictionary per rank
 
@@ -81,7 +82,7 @@ class EpochMetrics(Callback):
             "metrics": metric_states(pl_module),
             "newest": newest_metrics(trainer),
         }
-        ranks = weights.to_rank_zero(own)
+        ranks = weights.to_rank_zero(own, metrics_group(trainer))
         if not ranks:  # rank 0 writes them; under ZeRO-3 each rank reads its own file
             ranks = [{"sums": {}, "metrics": {}, "newest": own["newest"]}] * trainer.world_size
             ranks[trainer.global_rank] = own

@@ -107,7 +107,6 @@ class SampleOrder(Callback):
     def _train(self, loader: Any) -> Any:
         if self._overfits:
             loader = in_sequence(loader)
-            return loader
         if isinstance(loader, CombinedLoader) and mode_of(loader) == "sequential":
             raise InputError(
                 'train_dataloader returns a CombinedLoader of mode "sequential", which Lightning'

@@ -122,13 +122,13 @@ class LoggerConnector(_LoggerConnector):
     def __init__(self, trainer: Any) -> None:
         """Collective, if the ranks' process group is on GPUs: they exchange metrics on the CPU."""
         super().__init__(trainer)
-        self._group: Any = None
+        self.group: Any = None
         if dist.is_initialized() and trainer.strategy.root_device.type != "cpu":
-            self._group = dist.new_group(backend="gloo")
+            self.group = dist.new_group(backend="gloo")
 
     def reduce_over_ranks(self) -> None:
         if self.trainer.world_size > 1:
-            reduce_over_ranks(self.trainer, self._group)
+            reduce_over_ranks(self.trainer, self.group)
 
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()
@@ -177,6 +177,11 @@ def log_at_optimizer_steps(trainer: Any) -> None:
 
 
 # ---- the training loop ---------------------------------------------------------------------------
+
+
+def metrics_group(trainer: Any) -> dist.ProcessGroup | None:
+    """Returns the ranks' group on the CPU by which they exchange metrics; None: the default one."""
+    return getattr(trainer._logger_connector, "group", None)
 
 
 def batch_progress(trainer: L.Trainer) -> Any:
