@@ -21,6 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from dist_template.errors import Exit, InputError
 from dist_template.wings.diagnose import History
+from dist_template.wings.store.callback import upload_files
 from dist_template.wings.store.hooks import copy_run, store_refuses
 from dist_template.wings.store.remote import Remote
 from tests.support.injury import kill
@@ -282,3 +283,32 @@ def test_a_node_fetches_the_parts_that_its_ranks_read(
     others = part.format(0) in files[1] and name == "zero2"  # settings and step are in rank 0's
     assert not others and all(part.format(disk) in files[disk] for disk in (0, 1)), files
     assert part.format(1) not in files[0]
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_stops_no_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of a run are listed while training removes an old checkpoint: the newest one was
+    not in the store then."""
+    old = tmp_path / "run" / "checkpoints" / ".step00000010.ckpt.old"
+    old.mkdir(parents=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}")
+    (tmp_path / "run" / "removed.txt").write_text("")
+    scan, copy = os.scandir, shutil.copy
+
+    def scan_without_old(path: Any = ".") -> Any:
+        if ".ckpt" in str(path):
+            raise FileNotFoundError(path)
+        return scan(path)
+
+    def copy_without_one(source: Path, target: str) -> Any:
+        if source.name == "removed.txt":
+            raise FileNotFoundError(source)
+        return copy(source, target)
+
+    monkeypatch.setattr(os, "scandir", scan_without_old)
+    monkeypatch.setattr(shutil, "copy", copy_without_one)
+    sent: dict[str, tuple[int, int]] = {}
+    upload_files(Remote("memory://bucket/one"), tmp_path / "run", sent)
+    assert [*sent] == ["metrics.jsonl"]
+    assert "/bucket/one/metrics.jsonl" in MemoryFileSystem.store

@@ -1,10 +1,11 @@
 """Uploads committed checkpoints and a run's files to `run.store`, in the background of training."""
 
 import atexit
+import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from copy import copy
 from datetime import timedelta
@@ -194,12 +195,27 @@ def retain(checkpoints: Remote, newest: Path, keep: int) -> None:
 def upload_files(run: Remote, folder: Path, sent: dict[str, tuple[int, int]]) -> None:
     """Uploads the files of a run that have changed; `sent` has the time and size of what the store
     has."""
-    for file in sorted(folder.rglob("*")):
-        name = file.relative_to(folder).as_posix()
-        if SKIPPED.fullmatch(name) or not file.is_file():
-            continue
-        state = (file.stat().st_mtime_ns, file.stat().st_size)
-        if state[1] <= MOST and sent.get(name) != state:
-            with TemporaryDirectory() as temporary:  # training may write to the file
-                (run / name).put(Path(shutil.copy(file, temporary)))
-            sent[name] = state
+    for name in sorted(_files_of(folder)):
+        with TemporaryDirectory() as temporary:
+            try:
+                status = (folder / name).stat()
+                state = (status.st_mtime_ns, status.st_size)
+                if state[1] > MOST or sent.get(name) == state:
+                    continue
+                copied = Path(shutil.copy(folder / name, temporary))  # training may write to it
+            except FileNotFoundError:  # removed since it was listed
+                continue
+            (run / name).put(copied)
+        sent[name] = state
+
+
+def _files_of(folder: Path) -> Iterator[str]:
+    """Yields the names of a run's files that are uploaded. Folders that are not, such as a
+    checkpoint's that training removes meanwhile, are not entered."""
+    for root, folders, files in os.walk(folder):
+        here = Path(root).relative_to(folder)
+        folders[:] = [each for each in folders if not SKIPPED.fullmatch(f"{here / each}/file")]
+        for each in files:
+            name = (here / each).as_posix()
+            if not SKIPPED.fullmatch(name) and (folder / name).is_file():
+                yield name
