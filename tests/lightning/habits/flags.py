@@ -259,9 +259,13 @@ CALLBACKS: dict[str, Habit] = {
         callback("BackboneFinetuning", unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01),
         module="Backbone",
         refused={"zero2": "are fixed when training starts"},
+        oracle="one",  # under plain DDP each rank trains the unfrozen layers by itself
     ),
     "finetunes_its_own_way": with_callbacks(
-        own("UnfreezeLater"), module="Backbone", refused={"zero2": "are fixed when training starts"}
+        own("UnfreezeLater"),
+        module="Backbone",
+        refused={"zero2": "are fixed when training starts"},
+        oracle="one",
     ),
     "averages": with_callbacks(callback("EMAWeightAveraging", decay=0.9), refused=SHARDED),
     "averages_later": with_callbacks(
