@@ -233,12 +233,16 @@ class _Checks:
     quick: str
     small: tuple[str, ...]
 
-    def all(self) -> Iterator[tuple[str, Callable[[Path], None]]]:
+    def of_files(self) -> Iterator[tuple[str, Callable[[Path], None]]]:
+        """Yields a check for each configuration file of the project."""
         for name in self.names():
             if "/" in name or name == CLUSTER:
                 yield f"a_configuration_can_be_added-{name}", partial(self.can_be_added, name)
             else:
                 yield f"a_main_configuration_can_run-{name}", partial(self.can_run, name)
+
+    def all(self) -> Iterator[tuple[str, Callable[[Path], None]]]:
+        yield from self.of_files()
         for name in dict.fromkeys((self.quick, self.base)):
             yield f"the_first_steps_run-{name}", partial(self.first_steps_run, name)
         yield "the_initial_loss_is_that_of_a_uniform_guess", self.initial_loss
@@ -368,11 +372,7 @@ class _OfAnyModule(_Checks):
     """The checks of a project whose module is no language model: they train what is there."""
 
     def all(self) -> Iterator[tuple[str, Callable[[Path], None]]]:
-        for name in self.names():
-            if "/" in name or name == CLUSTER:
-                yield f"a_configuration_can_be_added-{name}", partial(self.can_be_added, name)
-            else:
-                yield f"a_main_configuration_can_run-{name}", partial(self.can_run, name)
+        yield from self.of_files()
         yield "the_first_steps_run", self.few_steps
         yield "one_batch_can_be_overfitted", self.overfits
         yield "two_ranks_train_as_one_process", partial(self.rehearsed, self.quick, "ddp", "")

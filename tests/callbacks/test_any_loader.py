@@ -27,6 +27,7 @@ from dist_template import InputError, Project
 from dist_template.callbacks import SampleOrder
 from dist_template.callbacks.any_loader import Position, Ranks, check_lengths, distributed
 from tests.support.library import lighten
+from tests.support.quiet import QUIET, OfLoader
 from tests.support.runs import Workers
 
 NUM, RANKS = 26, 3  # rows, which three ranks do not divide
@@ -188,15 +189,6 @@ class Slope(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-3)
 
 
-class Data(L.LightningDataModule):
-    def __init__(self, loader: Any) -> None:
-        super().__init__()
-        self.loader = loader
-
-    def train_dataloader(self) -> Any:
-        return self.loader
-
-
 @pytest.mark.parametrize("loop", ["Lightning's", "the command line's"])
 @pytest.mark.parametrize(
     ("loader", "limit"),
@@ -213,20 +205,15 @@ def test_the_last_step_of_an_epoch_has_the_mean_gradient_of_its_batches(
 ) -> None:
     module = Slope()
     trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
         max_epochs=2,
         accumulate_grad_batches=3,
         limit_train_batches=limit,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[SampleOrder()],
+        **QUIET,
     )
     if loop != "Lightning's":
         lighten(trainer)
-    trainer.fit(module, datamodule=Data(loader))
+    trainer.fit(module, datamodule=OfLoader(loader))
     size = loader.batch_size or 1
     used = [*range(24)][: int(limit) * size] if limit > 1 else [*range(24)]
     windows = [used[start : start + 3 * size] for start in range(0, len(used), 3 * size)]

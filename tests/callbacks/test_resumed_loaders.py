@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from dist_template.callbacks import RandomState, SampleOrder
+from tests.support.quiet import QUIET, OfLoader
 from tests.support.tiers import tiers
 
 NUM = 14  # rows: seven batches of an epoch
@@ -213,32 +214,14 @@ def numbers(batch: Any) -> list[float]:
     return [] if batch is None else batch.flatten().tolist()
 
 
-class Data(L.LightningDataModule):
-    def __init__(self, loader: Any) -> None:
-        super().__init__()
-        self.loader = loader
-
-    def train_dataloader(self) -> Any:
-        return self.loader
-
-
 def fit(folder: Path, loader: Any, stop: int = 0, **options: Any) -> Module:
     L.seed_everything(1)
     module = Module(stop, folder)
     given: Any = {"max_epochs": 3, "max_steps": 18} | options
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        callbacks=[RandomState(), SampleOrder()],
-        **given,
-    )
+    trainer = L.Trainer(callbacks=[RandomState(), SampleOrder()], **given, **QUIET)
     path = folder / "last.ckpt"
     try:
-        trainer.fit(module, datamodule=Data(loader), ckpt_path=path if not stop else None)
+        trainer.fit(module, datamodule=OfLoader(loader), ckpt_path=path if not stop else None)
     except SystemExit:  # of KeyboardInterrupt
         pass
     return module

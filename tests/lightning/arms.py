@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from pydoc import locate
 from typing import Any
@@ -295,10 +294,3 @@ def written(folder: Path) -> list[str]:
 
 def read(folder: Path) -> list[dict[str, Any]]:
     return [torch.load(path, weights_only=False) for path in sorted(folder.glob("trace*.pt"))]
-
-
-@cache
-def oracle(habit_name: str, way: str, root: Path) -> Trained:
-    from tests.lightning.habits import HABITS
-
-    return plain(HABITS[habit_name], way, root / f"{habit_name}-plain-{RANKS[way]}")

@@ -26,8 +26,7 @@ from ..compat.lightning import (
     undo_save_after_module,
 )
 from ..errors import Ended, Exit, InputError, check_least
-from ..metric_names import loss_of
-from ..model.any_module import VALIDATION_LOSS
+from ..model.any_module import validation_loss
 from ..project import has_command_line, in_run
 from ..records import GIB
 from .epoch_metrics import EpochMetrics
@@ -301,7 +300,7 @@ class BestCheckpoint(Checkpoint):
         """Returns what this rank would do after a validation; it asks no other rank."""
         if not weights.is_rank_zero():
             return Decision()
-        monitor = self.monitor or loss_of(metrics, VALIDATION_LOSS, "validation") or None
+        monitor = self.monitor or validation_loss(metrics) or None
         if monitor is not None and monitor not in metrics:
             measured = ", ".join(sorted(metrics))
             lacks = f"best_checkpoint.monitor is {monitor!r}, and what is measured is {measured}"

@@ -43,7 +43,7 @@ class StopEarly(EarlyStopping):
             return
         measured: Any = trainer.callback_metrics
         if not self.monitor:
-            self.monitor = validation_loss(trainer)
+            self.monitor = validation_loss(measured)
         if self.monitor not in measured:  # in the first validation, before training if there is one
             known = ", ".join(sorted(measured)) or "nothing"
             what = f"monitor is {self.monitor!r}, which" if self.monitor else "the validation loss"

@@ -18,6 +18,8 @@ from .flops import Size
 from .metrics import MetricBuffer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from transformers import PreTrainedConfig
 
 __all__ = ["metrics_of", "network_of", "results_of"]
@@ -90,9 +92,9 @@ def results_of(trainer: L.Trainer, module: L.LightningModule) -> dict[str, float
     return {name: float(value) for name, value in logged if not name.startswith("train")}
 
 
-def validation_loss(trainer: L.Trainer) -> str:
-    """Returns the name under which the module logs its validation loss; "" without one."""
-    return loss_of(trainer.callback_metrics, VALIDATION_LOSS, "validation")
+def validation_loss(metrics: Iterable[str]) -> str:
+    """Returns that of the metrics' names which is the module's validation loss; "" without one."""
+    return loss_of(metrics, VALIDATION_LOSS, "validation")
 
 
 def has_validation(module: L.LightningModule, data: L.LightningDataModule) -> bool:

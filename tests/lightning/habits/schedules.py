@@ -47,17 +47,12 @@ class WarmupThenPlateau(Regression):
         ]
 
 
-class PlateauThenWarmup(Regression):
+class PlateauThenWarmup(WarmupThenPlateau):
     """The same two, in the other order."""
 
     def configure_optimizers(self) -> Any:
-        optimizer = self.optimizer(0.1)
-        warmup = schedules.LinearLR(optimizer, 0.25, total_iters=8)
-        plateau = schedules.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        return [optimizer], [
-            {"scheduler": plateau, "interval": "epoch", "monitor": "val_loss"},
-            {"scheduler": warmup, "interval": "step"},
-        ]
+        optimizers, both = super().configure_optimizers()
+        return optimizers, both[::-1]
 
 
 class WarmupThenDecay(Regression):
@@ -290,17 +285,12 @@ class EverySecondEpoch(Regression):
         return [optimizer], [{"scheduler": schedule, "interval": "epoch", "frequency": 2}]
 
 
-class DecayThenWarmup(Regression):
+class DecayThenWarmup(WarmupThenDecay):
     """Two chainable schedules, per epoch and per step."""
 
     def configure_optimizers(self) -> Any:
-        optimizer = self.optimizer(0.1)
-        warmup = schedules.LinearLR(optimizer, 0.25, total_iters=8)
-        decay = schedules.ExponentialLR(optimizer, 0.7)
-        return [optimizer], [
-            {"scheduler": decay, "interval": "epoch"},
-            {"scheduler": warmup, "interval": "step"},
-        ]
+        optimizers, both = super().configure_optimizers()
+        return optimizers, both[::-1]
 
 
 class Transformers(Regression):
