@@ -1,9 +1,10 @@
 """`python -m tests.lightning [WAY …] [--habit NAME …]`: prints the cells of the table, with what
-differs. `--record` keeps what was seen for docs/habits.md, if all places were tried."""
+differs. `--record` keeps what was seen for docs/habits.md, if it was killed at all places."""
 
 import argparse
 import tempfile
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.lightning import seen
@@ -17,7 +18,7 @@ def main() -> None:
     parser.add_argument("ways", nargs="*", default=[*RANKS])
     parser.add_argument("--habit", nargs="*", default=[*HABITS])
     parser.add_argument("--subject", choices=[*SUBJECTS])
-    parser.add_argument("--places", type=int, default=len(KILLS), help="at which it is killed")
+    parser.add_argument("--kills", type=int, nargs="*", default=KILLS, help="after these steps")
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--again", action="store_true", help="also cells that are recorded")
     given = parser.parse_args()
@@ -27,19 +28,19 @@ def main() -> None:
         for way in given.ways:
             if not seen.is_cell(name, way) or (seen.verdict(name, way) and not given.again):
                 continue
-            found = cell(HABITS[name], way, given.places)
+            found = cell(HABITS[name], way, given.kills)
             verdict = seen.verdict_of(HABITS[name], way, found)
             print(f"{name} {way}: {verdict}", *found, sep="\n    ", flush=True)
-            if given.record and given.places == len(KILLS):
+            if given.record and given.kills == KILLS:
                 seen.record(name, way, verdict)
 
 
-def cell(habit: Habit, way: str, places: int) -> list[str]:
+def cell(habit: Habit, way: str, kills: Sequence[int]) -> list[str]:
     """Returns what differs from plain Lightning's training."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             expected = oracle_of(habit, way, Path(folder))
-            return differences(habit, way, expected, Path(folder), places)
+            return differences(habit, way, expected, Path(folder), kills)
         except Exception as error:
             traceback.print_exc()
             return [f"{type(error).__name__}: {str(error)[:600]}"]

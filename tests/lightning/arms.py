@@ -262,13 +262,15 @@ def plain_record(habit: Habit, way: str, folder: Path) -> RunRecord:
 def ours(
     habit: Habit, way: str, folder: Path, *, kill_at: int = 0, resumes: bool = False
 ) -> RunRecord:
-    """Trains by the command line; ends without a word at optimizer step `kill_at`."""
+    """Trains by the command line; ends without a word at optimizer step `kill_at`.
+
+    A training that is to be killed saves after each step."""
     project = Project(PACKAGE, f".habits:{habit.module}", f".habits:{habit.data}")
     ranks = RANKS[way]
     argv = ["fit", f"--run.root={folder / 'runs'}", "--run.name=run", "--run.report=false"]
     argv += ["--trainer.accelerator=cpu", f"--trainer.devices={ranks}"]
     argv.append(f"--trainer.default_root_dir={folder}")  # of `logger: true`, and checkpoints
-    argv += ["--last_checkpoint.every_n_steps=1", "--last_checkpoint.keep=3"]
+    argv.append(f"--last_checkpoint.every_n_steps={1 if kill_at else 12 // ranks}")
     argv += flags_of(way.rstrip("3")) if way != "one" else []
     if habit.callbacks:
         argv.append(f"--trainer.callbacks={json.dumps(habit.callbacks_in(folder))}")
@@ -277,7 +279,7 @@ def ours(
     argv += habit.flags
     if resumes:
         argv.append("--ckpt_path=last")
-    name = "resumed" if resumes else "killed" if kill_at else "whole"
+    name = f"killed{kill_at}" if kill_at else "resumed" if resumes else "whole"
     out = folder / name
     out.mkdir(parents=True, exist_ok=True)
     callbacks: list[Callback] = [Trace(out), *([KillAt(kill_at)] if kill_at else [])]

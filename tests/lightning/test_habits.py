@@ -1,5 +1,5 @@
 """Habits of people who train with Lightning end as plain Lightning's trainings do, uninterrupted,
-and killed and resumed at three places."""
+and killed and resumed three times."""
 
 from pathlib import Path
 

@@ -1,5 +1,6 @@
 """Compares a habit's training by the command line with plain Lightning's: the table's cells."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -20,7 +21,7 @@ from tests.lightning.arms import (
     written,
 )
 
-KILLS = {"inside a later epoch": 8, "an epoch's end": 6, "first epoch": 3}  # optimizer steps of two
+KILLS = (3, 6, 8)  # steps of two ranks: inside the first epoch, at its end, inside the next
 ASKED_EARLIER = "module.configure_callbacks"  # before the start too, to refuse what cannot work
 TIMES = {"Timer"}  # callbacks whose state is a time
 REL = 2e-4  # of weights: FSDP2 and ZeRO-2 add in another order
@@ -39,10 +40,10 @@ def oracle_of(habit: Habit, way: str, folder: Path) -> Trained | None:
 
 
 def differences(
-    habit: Habit, way: str, expected: Trained | None, folder: Path, places: int = len(KILLS)
+    habit: Habit, way: str, expected: Trained | None, folder: Path, kills: Sequence[int] = KILLS
 ) -> list[str]:
     """Returns what differs between plain Lightning's training and this library's, uninterrupted,
-    and killed and resumed at so many places; [] if nothing does."""
+    and killed and resumed after each of those steps of two ranks; [] if nothing does."""
     record = ours(habit, way, folder)
     if part := habit.refusal(way):
         return [] if part in f"{record.refusal}{record.error}" else [f"not refused: {record.error}"]
@@ -57,20 +58,18 @@ def differences(
     if expected is None or habit.rows_differ:  # a resumed run is the uninterrupted one
         expected = Trained(record, whole, written(folder))
         habit = replace(habit, rows_differ=False)
-    steps = expected.traces[0]["step"]
-    for place, step in [*KILLS.items()][:places]:
-        step = step * 2 // RANKS[way]
-        if step >= steps:
-            continue
-        killed = folder / place.replace(" ", "_").replace("'", "")
-        ours(habit, way, killed, kill_at=step)
-        record = ours(habit, way, killed, resumes=True)
-        if not record.ok:
-            found.append(f"{place}: {record.error[:600]}")
-            continue
-        resumed = compared(habit, expected, read(killed / "resumed"), step)
-        found += [f"{place}: {each}" for each in (*resumed, *_files(expected, killed))]
-    return found
+    steps = [step * 2 // RANKS[way] for step in kills]
+    steps = [step for step in steps if step < expected.traces[0]["step"]]
+    if not steps:
+        return found
+    again, place = folder / "again", f"killed after {', '.join(map(str, steps))}"
+    for step in steps:
+        ours(habit, way, again, kill_at=step, resumes=step != steps[0])
+    record = ours(habit, way, again, resumes=True)
+    if not record.ok:
+        return [*found, f"{place}: {record.error[:600]}"]
+    resumed = compared(habit, expected, read(again / "resumed"), steps[-1])
+    return [*found, *(f"{place}: {each}" for each in (*resumed, *_files(expected, again)))]
 
 
 def compared(
