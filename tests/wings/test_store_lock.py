@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -131,6 +132,43 @@ def test_a_second_launch_with_another_disk_is_refused_and_changes_nothing(
     assert fit() == Exit.DONE
     names = {path.removeprefix("/bucket/default/one/") for path in MemoryFileSystem.store}
     assert "metrics.jsonl" in names and ".lock" not in names
+
+
+@pytest.mark.slow
+def test_a_checkpoint_stored_between_the_look_and_the_lock_is_not_lost(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """Before, the launch went on from the older checkpoint and wrote over the newer one."""
+    flags += ["--run.store=memory://bucket", "--last_checkpoint.every_n_steps=2"]
+
+    def fit(steps: int) -> int:
+        for name in OF_ANOTHER_RUN:
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("DIST_RUN_ID", "one")
+        return main(["fit", *flags, f"--trainer.max_steps={steps}"])
+
+    take, newer = StoreLock.take, dict[str, Any]()
+
+    def take_late(self: StoreLock) -> str | None:
+        MemoryFileSystem.store.update(newer)  # the other launch's last upload
+        return take(self)
+
+    assert fit(2) == Exit.DONE
+    older = dict(MemoryFileSystem.store)
+    assert fit(4) == Exit.DONE
+    newer |= MemoryFileSystem.store
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.store.update(older)
+    shutil.rmtree(tmp_path / "runs")  # another disk
+    monkeypatch.setattr(StoreLock, "take", take_late)
+    capfd.readouterr()
+    assert fit(6) == Exit.REQUEUE
+    error = capfd.readouterr().err
+    assert "has a newer checkpoint than when this launch looked" in error
+    assert "Traceback" not in error and "/bucket/default/one/.lock" not in MemoryFileSystem.store
+    assert fit(6) == Exit.DONE
+    out = capfd.readouterr().out
+    assert "step 5/6" in out and "step 4/6" not in out
 
 
 # ---- a store that is down --------------------------------------------------------------------

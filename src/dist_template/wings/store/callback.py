@@ -23,7 +23,7 @@ from ...cluster.watchdog import WATCHDOG
 from ...errors import Ended, Exit, InputError, reason
 from ...model.any_module import metrics_of
 from ...weights import broadcast, from_all_ranks
-from .hooks import DOWN_S
+from .hooks import DOWN_S, NEWEST, missed, text_here, time_of
 from .lock import LOCKS, StoreLock
 from .remote import CHECKPOINTS, MANIFEST, UPLOADS, Remote, StoreDown
 
@@ -79,8 +79,9 @@ class Store(Callback):
 
     def _lock_run(self, run: Remote) -> None:
         """Locks the run in the store, on rank 0. Collective; raises InputError on all ranks if
-        another launch has it, and Ended if the store is down."""
-        why, is_down = None, False
+        another launch has it, and Ended, for a relaunch, if the store is down or another launch
+        has stored a checkpoint since this one looked."""
+        why, is_for_relaunch = None, False
         if self._trainer.is_global_zero:
             if earlier := LOCKS.pop(self.folder, None):  # of a training of this process
                 earlier.release()
@@ -91,11 +92,13 @@ class Store(Callback):
                 if (why := lock.take()) is None:
                     LOCKS[self.folder] = lock
                     atexit.register(lock.release)  # if no hook at the end is called
+                    if newer := missed(waiting):
+                        why, is_for_relaunch = newer, True
             except InputError as error:
-                why, is_down = str(error), isinstance(error, StoreDown)
-        why, is_down = broadcast((why, is_down))
+                why, is_for_relaunch = str(error), isinstance(error, StoreDown)
+        why, is_for_relaunch = broadcast((why, is_for_relaunch))
         if why:
-            raise Ended(Exit.REQUEUE, why) if is_down else InputError(why)
+            raise Ended(Exit.REQUEUE, why) if is_for_relaunch else InputError(why)
 
     # ---- checkpoints -------------------------------------------------------------------------
 
@@ -143,6 +146,8 @@ class Store(Callback):
                 raise InputError("another launch has taken the run over")
             UPLOADS[self.folder]()
             (remote / MANIFEST).put(path / MANIFEST)
+            run = checkpoints.address.removesuffix(f"/{CHECKPOINTS}")
+            NEWEST[run] = time_of(text_here(path / MANIFEST))
             retain(checkpoints, path, self.keep)
         self.behind = self.failed = 0
 

@@ -30,6 +30,8 @@ FETCH_S = 120.0  # for which the download of a file is tried again
 DOWN_S = 300.0  # for which a training waits at its start for a store that does not answer
 # addresses that the user gave: `run.store`, or a run's; a manifest may name a folder below one
 OWN: set[str] = set()
+# when the newest checkpoint of a run in a store was written that this process knows, by address
+NEWEST: dict[str, float] = {}
 
 
 def at_start(settings: Namespace, verb: str | None) -> None:
@@ -132,7 +134,9 @@ def copy_run(run: Remote, folder: Path, has_files: bool, last: Path, best: Path)
     OWN.add(run.address)
     if folder.is_dir():
         refuse_links(folder)
-    for path, written in checkpoints(run).items():
+    stored = checkpoints(run)
+    NEWEST[run.address] = max(stored.values(), default=0.0)
+    for path, written in stored.items():
         name = path.split("/")[-2]
         checkpoint = (best if name.startswith("best") else last) / name
         file = checkpoint / MANIFEST
@@ -154,6 +158,19 @@ def checkpoints(folder: Remote) -> dict[str, float]:
         for path, size in folder.sizes().items()
         if MANIFEST_OF_CHECKPOINT.fullmatch(path) and size <= MOST
     }
+
+
+def missed(run: Remote) -> str:
+    """Says that another launch has stored a checkpoint of the run since this process looked; ""
+    if none has. What this disk then goes on from is older, and its uploads would be refused by
+    nobody. Raises InputError of the store."""
+    known = NEWEST.get(run.address)
+    if known is None or max(checkpoints(run).values(), default=0.0) <= known:
+        return ""
+    return (
+        f"{run.address} has a newer checkpoint than when this launch looked: another launch stored"
+        " it before it ended; give the same command again"
+    )
 
 
 def text_here(file: Path) -> str:
