@@ -112,7 +112,7 @@ NEAR_MISSES: dict[str, dict[str, Any]] = {
     "loss_not_finite": {"incidents": [incident(500, loss=9.0, kind="spike", decision="skip")]},
     "loss_diverges": column(LOSS, lambda done: loss(done) + 0.3 * np.maximum(done - 0.7, 0)),
     "early_loss_jump": {"every": 5}
-    | column(LOSS, lambda done: loss(done) + 0.5 * ((done > 0.0025) & (done < 0.02))),
+    | column(LOSS, lambda done: loss(done) + 0.5 * ((done > 0.52) & (done < 0.02))),
     "loss_spikes": column(LOSS, lambda done: noisy(loss(done), 0.03)),
     # fine-tuning: the first loss is low
     "loss_not_decreasing": column(LOSS, lambda done: noisy(np.full_like(done, 3.0), 0.002)),
@@ -161,6 +161,18 @@ def test_noise_of_ten_steps_is_no_divergence_and_a_true_one_is_found() -> None:
     assert diverging(noise=0.5, rise=0.0, validated=-0.1) == 0, "validations improve"
     assert diverging(noise=0.1, rise=5.0, validated=1.0) >= 0.95
     assert diverging(noise=0.1, rise=20.0, validated=1.0) == 1
+
+
+def test_a_divergence_that_has_nearly_come_down_is_not_called_an_oscillation() -> None:
+    """As when a schedule's rate jumps and then decays: from 2.6 to 200, and back to 3."""
+
+    def jumps(done: np.ndarray) -> np.ndarray:
+        after = np.maximum(done - 0.52, 0.0)
+        return loss(done) + (done > 0.52) * noisy(0.7 + 200 * np.exp(-after / 0.1), 0.3)
+
+    history = a_run(100, 2, columns={"train/loss": jumps, "eval/loss": jumps})
+    found = [finding.rule for finding in engine.diagnose(history)]
+    assert "loss_diverges" in found and "loss_oscillates" not in found
 
 
 SIZES = [(20, 1, 1.0), (100, 10, 1.0), (10_000, 25, 1.0), (100_000, 50, 1.0)]
@@ -258,7 +270,7 @@ def test_samples_that_are_skipped_already_are_to_be_inspected() -> None:
 def test_a_rate_of_0_in_the_first_step_is_no_advice() -> None:
     """A linear warm-up starts at 0, and the loss may jump in the second log step."""
     columns: Any = {
-        LOSS: lambda done: loss(done) + 30 * ((done > 0.003) & (done < 0.1)),
+        LOSS: lambda done: loss(done) + 30 * ((done > 0.52) & (done < 0.1)),
         RATE.replace("model.optim", "train"): lambda done: 6e-4 * np.maximum(done - 0.0025, 0),
     }
     config = {"model.optim.learning_rate": 0.0, "model.optim.warmup": 0.5}

@@ -38,7 +38,10 @@ def loss_diverges(history: History) -> Iterator[Finding]:
     best = int(np.argmin(values[:-1]))
     lowest, step = float(values[best]), int(curve.steps[best])
     first, end = float(loss.values[0]), robust.tail(loss)
-    rise, noise = end - lowest, robust.noise(loss.values) * (1 + FEW / len(loss))
+    # Of the steps until then, if they are enough: a divergence is no noise of its own.
+    until = loss.values[loss.steps <= step]
+    quiet = until if len(until) >= 2 * WIDTH else loss.values
+    rise, noise = end - lowest, robust.noise(quiet) * (1 + FEW / len(quiet))
     is_high = rise > max(NOISE_SIGMAS * noise, RISE * abs(lowest))
     is_lost = end > LOST * max(robust.head(loss), MIN_LOSS)
     if (
@@ -54,7 +57,8 @@ def loss_diverges(history: History) -> Iterator[Finding]:
     )
     evidence += f" (first value: {first:.4g})."
     causes, steps = expected.instability_causes(history, step), (step, int(loss.steps[-1]))
-    explains = ("loss_spikes", "early_loss_jump", "loss_not_decreasing", "experts_unused")
+    explains = ("loss_spikes", "early_loss_jump", "loss_not_decreasing", "loss_oscillates")
+    explains += ("experts_unused",)
     title = "the loss diverges"
     yield Finding("loss_diverges", level, confidence, title, evidence, causes, steps, (), explains)
 
