@@ -48,11 +48,14 @@ def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """Returns the types of two tables, with what `found` has tried in place of what `before` has.
 
     A type's first variant has its defaults, the second its switches the other way round. Verdicts
-    of strategies that were not tried again stay where the switches are the same."""
+    of strategies that were not tried again stay where the switches are the same, and so do the
+    leaks of a variant that was not tried again."""
     models = dict(before)
     for kind, entry in found.items():
         old = before.get(kind, {})
         variants: list[dict[str, Any]] = [*old.get("variants", [])]
+        if len(variants) > len(entry.get("variants", [])):
+            entry["leaks"] = old.get("leaks", {}) | entry.get("leaks", {})
         for variant in entry.get("variants", []):
             name, switches = variant.pop(NAME), variant["switches"]
             known = [each for each in variants if each["switches"] == switches]

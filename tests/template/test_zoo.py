@@ -107,7 +107,10 @@ def test_what_was_not_tried_again_stays() -> None:
     again = variant(off, ["pp"], tp="t") | {"variant": "default"}
     other = variant(clipped, []) | {"variant": "switched"}
     found = {"a": {"variants": [again, other]}, "b": {"variants": [dict(other)]}}
+    before["c"] = json.loads(json.dumps(before["a"]))
+    found["c"] = {"leaks": {}, "variants": [dict(other)]}  # its defaults were not tried again
     got = merged(before, found)
+    assert got["c"]["leaks"] == {"documents": "x"}
     assert got["b"]["variants"] == [variant(off, ["tp"]), variant(clipped, [])]
     assert got["a"]["leaks"] == {"documents": "x"}
     assert got["a"]["variants"] == [variant(off, ["pp"], cp="c", tp="t"), variant(clipped, [])]
