@@ -33,7 +33,7 @@ from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, distributions, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, distributions, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,7 @@ def all_of(group: str) -> list[Plugin]:
 def _installed(group: str) -> list[tuple[str, list[EntryPoint]]]:
     """Returns the entry points of installed packages, by package."""
     try:
-        points = [*entry_points(group=group)]
+        points = [*_of_all_groups(_search_path()).select(group=group)]
     except Exception:  # metadata that cannot be read: find out whose
         points = []
         for folder in distributions():
@@ -201,6 +201,22 @@ def _installed(group: str) -> list[tuple[str, list[EntryPoint]]]:
         if point not in of_package:  # installed twice
             of_package.append(point)
     return [*found.items()]
+
+
+def _search_path() -> tuple[tuple[str, int], ...]:
+    """Returns the folders of installed packages, and when each last got or lost an entry."""
+    found = []
+    for folder in sys.path:
+        with suppress(OSError):
+            found.append((folder, os.stat(folder or ".").st_mtime_ns))
+    return tuple(found)
+
+
+@cache
+def _of_all_groups(path: tuple[tuple[str, int], ...]) -> EntryPoints:
+    """Reads the entry points of all installed packages: 0.02 s for 200 of them, and a start asks
+    for eight groups."""
+    return entry_points()
 
 
 def _package_of(folder: Any) -> str:
