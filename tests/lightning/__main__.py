@@ -25,25 +25,25 @@ def main() -> None:
     if given.subject:
         given.habit = [*SUBJECTS[given.subject].HABITS]
     for name in given.habit:
-        for way in given.ways:
-            if not seen.is_cell(name, way) or (seen.verdict(name, way) and not given.again):
-                continue
-            found = cell(HABITS[name], way, given.kills)
-            verdict = seen.verdict_of(HABITS[name], way, found)
-            print(f"{name} {way}: {verdict}", *found, sep="\n    ", flush=True)
-            if given.record and given.kills == KILLS:
-                seen.record(name, way, verdict)
+        cells = [way for way in given.ways if seen.is_cell(name, way)]
+        todo = [way for way in cells if given.again or not seen.verdict(name, way)]
+        with tempfile.TemporaryDirectory() as folder:
+            for way in todo:
+                found = cell(HABITS[name], way, Path(folder), given.kills)
+                verdict = seen.verdict_of(HABITS[name], way, found)
+                print(f"{name} {way}: {verdict}", *found, sep="\n    ", flush=True)
+                if given.record and given.kills == KILLS:
+                    seen.record(name, way, verdict)
 
 
-def cell(habit: Habit, way: str, kills: Sequence[int]) -> list[str]:
-    """Returns what differs from plain Lightning's training."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            expected = oracle_of(habit, way, Path(folder))
-            return differences(habit, way, expected, Path(folder), kills)
-        except Exception as error:
-            traceback.print_exc()
-            return [f"{type(error).__name__}: {str(error)[:600]}"]
+def cell(habit: Habit, way: str, folder: Path, kills: Sequence[int]) -> list[str]:
+    """Returns what differs from plain Lightning's training, which ways of as many ranks share."""
+    try:
+        expected = oracle_of(habit, way, folder)
+        return differences(habit, way, expected, folder / way, kills)
+    except Exception as error:
+        traceback.print_exc()
+        return [f"{type(error).__name__}: {str(error)[:600]}"]
 
 
 main()

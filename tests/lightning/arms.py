@@ -179,7 +179,6 @@ def rows_of(batch: Any) -> list[int]:
 class Trained:
     """What a training did, by rank."""
 
-    record: RunRecord
     traces: list[dict[str, Any]]
     files: list[str] = field(default_factory=list)  # that its callbacks wrote
 
@@ -249,8 +248,8 @@ def created(given: dict[str, Any]) -> Any:
 
 def plain(habit: Habit, way: str, folder: Path) -> Trained:
     """Trains by plain Lightning: on one process, or under DDP."""
-    record = plain_record(habit, way, folder).check()
-    return Trained(record, read(folder), written(folder))
+    plain_record(habit, way, folder).check()
+    return Trained(read(folder), written(folder))
 
 
 def plain_record(habit: Habit, way: str, folder: Path) -> RunRecord:

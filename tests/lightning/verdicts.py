@@ -28,7 +28,8 @@ REL = 2e-4  # of weights: FSDP2 and ZeRO-2 add in another order
 
 
 def oracle_of(habit: Habit, way: str, folder: Path) -> Trained | None:
-    """Returns plain Lightning's training; None of a habit that is refused, or that it refuses."""
+    """Returns plain Lightning's training, which ways of as many ranks share in `folder`; None of a
+    habit that is refused, or that it refuses."""
     folder /= f"plain{RANKS[way]}"
     if habit.refusal(way):
         return None
@@ -36,7 +37,7 @@ def oracle_of(habit: Habit, way: str, folder: Path) -> Trained | None:
         error = plain_record(habit, way, folder).error
         assert habit.impossible in error, error
         return None
-    return plain(habit, way, folder)
+    return Trained(read(folder), written(folder)) if folder.exists() else plain(habit, way, folder)
 
 
 def differences(
@@ -56,7 +57,7 @@ def differences(
         found = [f"whole: {each}" for each in compared(habit, expected, whole)]
         found += [f"whole: {each}" for each in _files(expected, folder)]
     if expected is None or habit.rows_differ:  # a resumed run is the uninterrupted one
-        expected = Trained(record, whole, written(folder))
+        expected = Trained(whole, written(folder))
         habit = replace(habit, rows_differ=False)
     steps = [step * 2 // RANKS[way] for step in kills]
     steps = [step for step in steps if step < expected.traces[0]["step"]]
