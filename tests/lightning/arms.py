@@ -269,6 +269,7 @@ def ours(
     argv = ["fit", f"--run.root={folder / 'runs'}", "--run.name=run", "--run.report=false"]
     argv += ["--trainer.accelerator=cpu", f"--trainer.devices={ranks}"]
     argv.append(f"--trainer.default_root_dir={folder}")  # of `logger: true`, and checkpoints
+    argv.append("--same_environment.ignore=[git_diff]")  # seen.json changes while the table is made
     argv.append(f"--last_checkpoint.every_n_steps={1 if kill_at else 12 // ranks}")
     argv += flags_of(way.rstrip("3")) if way != "one" else []
     if habit.callbacks:

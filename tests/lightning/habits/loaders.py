@@ -402,7 +402,14 @@ HABITS: dict[str, Habit] = {
         " makes batches of one row; here a batch has as many as its author says",
         differs=SEVERAL,
     ),
-    "bucketed": Habit(data="Bucketed", trainer=EPOCHS, impossible=NO_SAMPLER),
+    "bucketed": Habit(
+        data="Bucketed",
+        trainer=EPOCHS,
+        why="Lightning 2.6.6 calls `set_epoch` of samplers alone (issue 13316), so that each epoch"
+        " has the batches of the first",
+        differs=("one",),
+        impossible=NO_SAMPLER,
+    ),
     "unsized": Habit(data="Unsized", trainer=EPOCHS, impossible=NO_SAMPLER),
     "dict_of_loaders": Habit("OfTwo", "DictOfLoaders", EPOCHS),
     "list_of_loaders": Habit("OfSeveral", "ListOfLoaders", EPOCHS),
