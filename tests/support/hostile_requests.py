@@ -108,6 +108,20 @@ MALFORMED: dict[str, tuple[int, tuple[bytes | str, ...]]] = {
     "a Host with a bracket": (403, (f"POST {TEXT} HTTP/1.1\r\nHost: [::1\r\n\r\n",)),
     "another Origin": (403, (f"{HEAD}Origin: https://evil.example\r\nContent-Length: 0\r\n\r\n",)),
     "the Origin of a file": (403, (f"{HEAD}Origin: null\r\nContent-Length: 0\r\n\r\n",)),
+    "another method of the models": (
+        405, ("DELETE /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",)
+    ),
+    "a redirect to another Host": (
+        404, (f"GET {SCORE}/ HTTP/1.1\r\nHost: evil.example\r\n\r\n",)
+    ),
+    "two Origins": (
+        400,
+        (f"{HEAD}Origin: https://evil.example\r\nOrigin: http://localhost\r\n\r\n",),
+    ),
+    **{
+        f"a Host such as {host}": (403, (f"POST {TEXT} HTTP/1.1\r\nHost: {host}\r\n\r\n",))
+        for host in ("a@localhost", "localhost:x", "localhost:80:b.c", "localhost/b.c", "a b")
+    },
     "the same Host, rebound": (
         403,
         (f"POST {TEXT} HTTP/1.1\r\nHost: evil.example\r\nOrigin: http://evil.example\r\n\r\n",),
@@ -168,7 +182,7 @@ ALLOWED: dict[str, list[Any]] = {
     "frequency_penalty": [1.5],
     "stream": [True],
     "suffix": ["many", "", "\0", "a" * 5000],
-    "stop": ["many", "", "\0", "a" * 5000, []],
+    "stop": ["many", "", "\0", []],
     "logit_bias": [{}],
     "chat_template_kwargs": [{}, {"a": 1}, {"": None}],
     "tools": [[]],
@@ -225,6 +239,39 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
     "a negative bias token": {"messages": [USER], "logit_bias": {"-1": 1}},
     "a bias that is huge": {"messages": [USER], "logit_bias": {"1": 1e308}},
     "an unknown field": {"messages": [USER], "exec": "a"},
+    **{
+        f"an image, as {kind}": {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]
+        }
+        for kind, part in {
+            "image_url": {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}},
+            "file": {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
+            "path": {"type": "image", "path": "/etc/passwd"},
+            "sound": {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+        }.items()
+    },
+    "three answers": {"messages": [USER], "n": 3},
+    "no answer": {"messages": [USER], "n": 0},
+    "probabilities": {"messages": [USER], "logprobs": True, "top_logprobs": 5},
+    "JSON alone": {"messages": [USER], "response_format": {"type": "json_object"}},
+    "a tool by force": {"messages": [USER], "tool_choice": "required"},
+    "usage in a stream": {
+        "messages": [USER], "stream": True, "stream_options": {"include_usage": True}
+    },
+    "a penalty that is not there": {"messages": [USER], "presence_penalty": 1.5},
+    "a role of a megabyte": {"messages": [{"role": "r" * 900_000, "content": "a"}]},
+    "tools of a megabyte": {
+        "messages": [USER],
+        "tools": [{"type": "function", "function": {"name": "a", "description": "b" * 900_000}}],
+    },
+    "arguments of a megabyte": {
+        "messages": [
+            {"role": "assistant", "tool_calls": [{"function": {"arguments": {"a": "b" * 900_000}}}]}
+        ]
+    },
+    "a template's value of a megabyte": {
+        "messages": [USER], "chat_template_kwargs": {"a": "b" * 900_000}
+    },
     "another model": {"messages": [USER], "model": "../../etc/passwd"},
     "1000 stops": {"messages": [USER], "stop": ["a"] * 1000},
     "a megabyte": {"messages": [{"role": "user", "content": "a" * 1_000_000}]},
@@ -239,6 +286,11 @@ TEXTS: dict[str, dict[str, Any]] = {
     "a prompt of words": {"prompt": "the fox " * 100_000},
     "a prompt of emoji": {"prompt": "🦊" * 80_000},
     "prompts": {"prompt": ["a", "b"]},
+    "three answers": {"prompt": "a", "n": 3},
+    "the best of many": {"prompt": "a", "best_of": 1_000_000},
+    "an echo": {"prompt": "a", "echo": True},
+    "probabilities": {"prompt": "a", "logprobs": 5},
+    "a long stop": {"prompt": "a", "stop": "a" * 900_000},
     "tokens": {"prompt": [1, 2, 3]},
     "a prompt beside messages": {"prompt": "a", "messages": [USER]},
 }

@@ -212,3 +212,29 @@ def test_a_chunk_that_breaks_after_its_request_has_an_answer_ends_the_connection
     code, text = on_socket(url, later)
     assert code == 200 and "[DONE]" in text
     assert answers(url) and "Traceback" not in capfd.readouterr().err
+
+
+def test_fields_with_their_neutral_values_are_no_fault(url: str) -> None:
+    """Clients send them by default."""
+    user = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    shared: dict[str, Any] = {"max_tokens": 1, "n": 1, "presence_penalty": 0.0, "user": "me"}
+    texts = {"prompt": "a", "best_of": 1, "echo": False, **shared}
+    chat = {"messages": user, "logprobs": False, "top_logprobs": 0, "tool_choice": "auto"}
+    chat |= {"response_format": {"type": "text"}, "parallel_tool_calls": True, **shared}
+    assert httpx.post(url + TEXT, json=texts, timeout=60).status_code == 200
+    assert httpx.post(url + CHAT, json=chat, timeout=60).status_code == 200
+    refused = httpx.post(url + CHAT, json=chat | {"n": True}, timeout=60)
+    assert refused.status_code == 400 and "n true is not supported; remove it" in refused.text
+
+
+def test_a_stop_of_more_tokens_than_are_searched_ends_an_answer(parts: tuple[Any, Any]) -> None:
+    model, tokens = parts
+    asked = {"prompt": "a", "max_tokens": 120, "temperature": 0}
+    with started(parts, "--max_tokens=120") as url:
+        plain = httpx.post(url + TEXT, json=asked, timeout=60).json()
+        text = plain["choices"][0]["text"]
+        stop = text[2:102]
+        assert len(tokens(stop)["input_ids"]) > 64, "more than WINDOW"
+        ended = httpx.post(url + TEXT, json=asked | {"stop": stop}, timeout=60).json()
+        most = plain["usage"]["completion_tokens"]
+        assert ended["usage"]["completion_tokens"] < most

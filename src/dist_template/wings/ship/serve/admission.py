@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import re
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1 << 20  # of a body: tokens of more take seconds
 BODY_S = 20.0  # for a body to arrive
+ONCE = (b"authorization", b"origin", b"host")  # of two values, a proxy may have read the other
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]*)(?::\d*)?", re.ASCII)
 
 
 class Admission:
@@ -34,8 +36,12 @@ class Admission:
         self._origins = {origin.rstrip("/") for origin in origins}
         self._hosts = {socket.gethostname().lower(), *(host.lower() for host in hosts)}
 
-    def check(self, headers: Mapping[bytes, bytes]) -> None:
+    def check(self, given: Sequence[tuple[bytes, bytes]]) -> None:
         """Raises HTTPException with 400, 401, 403, 413 or 415."""
+        headers, names = dict(given), [name for name, _ in given]
+        for name in ONCE:
+            if names.count(name) > 1:
+                raise HTTPException(400, f"the header {name.decode()} is given twice: send one")
         if self._bearer:
             if not hmac.compare_digest(self._bearer, headers.get(b"authorization", b"")):
                 raise HTTPException(401, "the API key is missing or wrong")
@@ -53,7 +59,7 @@ class Admission:
     def _check_page(self, headers: Mapping[bytes, bytes]) -> None:
         host = headers.get(b"host", b"").decode("latin-1").lower()
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
-        name = _name(f"//{host}")
+        name = _name(host)
         if not (_is_unregistrable(name) or self._hosts & {name, host, "*"}):
             raise HTTPException(
                 403, f"Host {host[:100]!r} is not this service's: serve with --allow_host or a key"
@@ -91,11 +97,10 @@ def _too_large() -> HTTPException:
     return HTTPException(413, f"the body has over {MOST_BYTES} bytes")
 
 
-def _name(address: str) -> str:
-    try:
-        return urlsplit(address).hostname or ""
-    except ValueError:  # "[" without its end
-        return "."
+def _name(host: str) -> str:
+    """Returns the name in a Host, without its port; "." for what is none, as `a@b` or `[`."""
+    found = HOST.fullmatch(host)
+    return found[1].strip("[]") if found else "."
 
 
 def _is_unregistrable(name: str) -> bool:

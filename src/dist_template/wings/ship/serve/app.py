@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# tokens that may hold a stop string; transformers' criterion makes tables of the vocabulary in
-# seconds
+# tokens that are searched for a stop string, or as many as it has bytes; transformers' criterion
+# makes tables of the vocabulary in seconds
 WINDOW = 64
 GREEDY = 0.01  # a lower temperature: logits divided by it overflow
 # What transformers' handlers, pydantic and a chat template raise about a request's fields.
@@ -69,19 +69,24 @@ class App:
                 getattr(refusal, "status_code", 500), getattr(refusal, "detail", "")
             )
 
+        async def models(request: Request) -> Response:
+            return JSONResponse({"object": "list", "data": [listed]})
+
         routes = [
             Route(CHAT, self._generate, methods=["POST"]),
             Route(TEXT, self._generate, methods=["POST"]),
             Route(SCORE, self._score, methods=["POST"]),
-            Route(MODELS, JSONResponse({"object": "list", "data": [listed]})),
+            Route(MODELS, models, methods=["GET"]),
         ]
         self._routes = Starlette(routes=routes, exception_handlers={HTTPException: refused})
+        # /pooling/ would be redirected to the Host that the client names
+        self._routes.router.redirect_slashes = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         try:
             if path.startswith("/v1/") or path == SCORE:
-                self._admission.check(dict(scope["headers"]))
+                self._admission.check(scope["headers"])
             if scope["method"] != "POST" or path not in (CHAT, TEXT, SCORE):
                 return await self._routes(scope, receive, send)
             self._check_slots()  # without one, its body is not read
@@ -116,7 +121,8 @@ class App:
             counted.update(prompt=tokens.shape[1] - generated, completion=generated)
             is_last = is_over.is_set() or self.stopping.is_set()
             if stops:
-                text = self._tokenizer.decode(tokens[0, -min(generated, WINDOW) :])
+                searched = max(WINDOW, *(len(stop.encode()) for stop in stops))
+                text = self._tokenizer.decode(tokens[0, -min(generated, searched) :])
                 is_last |= any(stop in text for stop in stops)
             return torch.full((len(tokens),), is_last, device=tokens.device)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -16,6 +17,10 @@ from ....cluster.signals import STOP
 from ....errors import InputError, reason, require
 from ....project import Flags, Project, program
 from ...ranges import in_range
+
+KEY = "SERVE_API_KEY"
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+/?", re.IGNORECASE)
+HOST = re.compile(r"[\w.:\[\]-]+", re.ASCII)
 
 if TYPE_CHECKING:
     import uvicorn
@@ -30,6 +35,7 @@ def main(argv: list[str], project: Project) -> None:
     """Serves until SIGTERM or Ctrl-C. Raises InputError if there is no model, it differs from what
     was trained, the port is in use, or the extra is missing."""
     given = flags(argv[1:])
+    _check(given)
     require("fastapi", program("serve"), extra="serve")
     try:
         family = socket.AF_INET6 if ":" in given.host else socket.AF_INET
@@ -130,9 +136,7 @@ def flags(argv: list[str]) -> argparse.Namespace:
         help="seconds for running requests after SIGTERM",
     )
     add(
-        "--api_key_env",
-        default="SERVE_API_KEY",
-        help="environment variable with the key that requests present",
+        "--api_key_env", default=KEY, help="environment variable with the key that requests present"
     )
     pages: Any = {"action": "append", "default": []}
     add(
@@ -148,6 +152,29 @@ def flags(argv: list[str]) -> argparse.Namespace:
         **pages,
     )
     return parser.parse_args(argv)
+
+
+def _check(given: argparse.Namespace) -> None:
+    """Raises InputError for flags that would open the service wider than their user thinks, or
+    that no request can match."""
+    if not given.host.strip():  # sockets take it as all addresses
+        raise InputError("--host is empty; give an address, or 0.0.0.0 for all")
+    if given.name is not None and not given.name.strip():
+        raise InputError("--name is empty; give the model's name in requests, or remove the flag")
+    if given.api_key_env != KEY and not os.environ.get(given.api_key_env):
+        raise InputError(
+            f"--api_key_env {given.api_key_env!r} is not set or empty, and anybody could ask: set"
+            " the variable, or remove the flag"
+        )
+    for origin in given.allow_origin:
+        if origin != "*" and not ORIGIN.fullmatch(origin):
+            raise InputError(
+                f"--allow_origin {origin!r} is no origin; give a scheme and a host, as"
+                " https://chat.example.org"
+            )
+    for host in given.allow_host:
+        if host != "*" and not HOST.fullmatch(host):
+            raise InputError(f"--allow_host {host!r} is no host; give a name, as serve.example.org")
 
 
 def _compared(given: argparse.Namespace, project: Project) -> Trained:

@@ -2,6 +2,8 @@
 
 transformers' handlers convert what they get: `max_tokens: true` is 1, a huge seed or a penalty of
 1e308 fails in a kernel, and `chat_template_kwargs` replaces the template by one of the client's.
+Of OpenAI's fields they ignore those that they do not implement: a client that asks for three
+answers, or sends an image, would get one answer to the text alone.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from typing import Any
 
 LARGEST = 2**31 - 1
 MOST_STOPS = 16
+LONGEST_STOP = 256  # characters
+TEXTS = ("text", "input_text", "output_text")  # types of a message's parts that are read
 
 
 class Refused(ValueError):
@@ -39,9 +43,10 @@ def _is_conversation(value: Any) -> bool:
 
 
 def _is_stop(value: Any) -> bool:
-    if isinstance(value, list):
-        return len(value) <= MOST_STOPS and all(isinstance(each, str) and each for each in value)
-    return isinstance(value, str)
+    stops = value if isinstance(value, list) else [value]
+    if len(stops) > MOST_STOPS or not all(isinstance(each, str) for each in stops):
+        return False
+    return all(len(each) <= LONGEST_STOP and (each or each is value) for each in stops)
 
 
 def _is_bias(value: Any) -> bool:
@@ -73,10 +78,35 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": (_number(0, 2**63 - 1, is_whole=True), "a whole number from 0 to 2**63 - 1"),
     "stream": (lambda value: isinstance(value, bool), "true or false"),
     "suffix": (_is_text, "a text"),
-    "stop": (_is_stop, f"a text, or at most {MOST_STOPS} texts that are not empty"),
+    "stop": (
+        _is_stop,
+        f"a text, or at most {MOST_STOPS} texts that are not empty, of {LONGEST_STOP} characters",
+    ),
     "logit_bias": (_is_bias, "an object of token ids and numbers from -100 to 100"),
     "tools": (_is_objects, "a list of objects"),
     "chat_template_kwargs": (_is_object, "an object"),
+}
+
+# OpenAI's fields that would change the answer and are not implemented: the values without effect,
+# which clients send by default.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": ("auto",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "web_search_options": (),
+    "stream_options": ({}, {"include_usage": False}),
 }
 
 
@@ -101,6 +131,10 @@ def check_fields(body: dict[str, Any], needed: str, vocabulary: int, tokenizer: 
     for name, (is_allowed, allowed) in FIELDS.items():
         if name in body and not is_allowed(body[name]):
             raise Refused(f"{name} is {_short(body[name])}; give {allowed}")
+    for name, values in NEUTRAL.items():
+        if name in body and not _is_one_of(body[name], values):
+            raise Refused(f"{name} {_short(body[name])} is not supported; remove it")
+    _check_parts(body.get("messages", ()))
     bias = body.get("logit_bias", {})
     if any(int(token) >= vocabulary for token in bias):
         raise Refused(f"logit_bias has a token id of {vocabulary} or more, the vocabulary's size")
@@ -111,23 +145,51 @@ def check_fields(body: dict[str, Any], needed: str, vocabulary: int, tokenizer: 
         raise Refused(f"chat_template_kwargs.{taken[0]} is the service's; remove it")
 
 
+def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether `value` is one of `values`, where true is not 1."""
+    return any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in values
+    )
+
+
+def _check_parts(turns: Any) -> None:
+    """Raises Refused for a part of a message that is no text, which would not be read."""
+    for turn in turns:
+        content = turn.get("content")
+        if not isinstance(content, list | str | None):
+            raise Refused(f"content is {_short(content)}; give a text, or a list of parts")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else part
+            if kind not in TEXTS or not isinstance(part.get("text"), str):
+                raise Refused(
+                    f"a part of a message is {_short(kind)}; give parts of the type text, with a"
+                    " text: this model reads nothing else"
+                )
+
+
 def check_length(body: dict[str, Any], positions: int, longest_token: int) -> None:
-    """Raises Refused if a text has more characters than the model has positions, each with the
-    longest token of the vocabulary, or a conversation more messages: it is not tokenized then."""
+    """Raises Refused if the texts have more characters than the model has positions, each with the
+    longest token of the vocabulary, or a conversation more messages: it is not tokenized then. Any
+    text of messages, tools and chat_template_kwargs may be in the prompt: the template decides."""
     turns = body.get("messages", ())
     if len(turns) > positions:
         raise Refused(f"messages has {len(turns)} entries, and the model has {positions} positions")
-    texts = [body.get("prompt")]
-    for turn in turns:
-        content = turn.get("content")
-        parts = content if isinstance(content, list) else [content]
-        texts += [part.get("text") if isinstance(part, dict) else part for part in parts]
-    length = sum(len(text) for text in texts if isinstance(text, str))
+    names = ("prompt", "messages", "tools", "chat_template_kwargs")
+    length = sum(_characters(body[name]) for name in names if name in body)
     if length > positions * longest_token:
         raise Refused(
             f"the text has {length} characters; {positions} positions of at most {longest_token}"
             f" characters hold {positions * longest_token}"
         )
+
+
+def _characters(tree: Any) -> int:
+    """Returns the characters of the texts of a JSON value, without the names of fields."""
+    if isinstance(tree, str):
+        return len(tree)
+    if isinstance(tree, dict):
+        return sum(map(_characters, tree.values()))
+    return sum(map(_characters, tree)) if isinstance(tree, list) else 0
 
 
 def _constant(text: str) -> float:
