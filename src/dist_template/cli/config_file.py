@@ -1,6 +1,7 @@
 """Finds and reads --config files, and refuses unreadable ones; parser.py checks the keys."""
 
 import os
+import re
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ __all__ = ["locate", "names", "read"]
 # strategies, presets, … : a project may have its own of the same name
 SHIPPED = Path(__file__).parents[1] / "configs"
 
+INT = "tag:yaml.org,2002:int"
 OF_SOME_VERBS = {"ckpt_path", "weights_only", "verbose", "return_predictions"}
 
 
@@ -86,6 +88,19 @@ def read(path: str, flag: str = "--config") -> dict[str, Any]:
     return content
 
 
+def misread(text: str) -> str:
+    """Returns which number YAML 1.1 makes of an integer that is written as another, and what to
+    write; "" for any other. Times are written with colons, and read as seconds: HH:MM:SS."""
+    digits = text.lstrip("+-").replace("_", "")
+    if re.fullmatch(r"0[0-7]+", digits):
+        value = int(digits, 8)
+        return f"{text}, which YAML reads as octal, {value}: write {digits.lstrip('0') or 0}"
+    if re.fullmatch(r"\d+:\d+", digits):
+        first, second = map(int, digits.split(":"))
+        return f"{text}, which YAML reads as {60 * first + second}: write the number"
+    return ""
+
+
 def line_of(path: str, key: str) -> int:
     """Returns the line in which the file `path`, which `read` accepts, has a dotted key."""
     node, line = yaml.compose(read_text(locate(path)), yaml.SafeLoader), 1
@@ -100,13 +115,25 @@ def line_of(path: str, key: str) -> int:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, or beside its section: YAML or the parser would drop one.
+    """Refuses a key that is given twice, or beside its section: YAML or the parser would drop one;
+    and a number that YAML 1.1 reads as another than is written: 010 is 8, and 1:30 is 90.
 
     A key beside `<<: *name` replaces one of the mapping that is merged: each is given once."""
 
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self.times = set[int]()  # ids of the nodes that are times, with colons
+
+    def construct_scalar(self, node: Any) -> Any:
+        value = super().construct_scalar(node)
+        is_time = ":" in value and id(node) in self.times
+        if node.tag == INT and not is_time and (found := misread(value)):
+            raise InputError(f"has {found} in line {node.start_mark.line + 1}")
+        return value
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
-        for key, _ in node.value:
+        for key, value in node.value:
             name, line = str(key.value)[:80], key.start_mark.line + 1
             if name in lines:
                 raise InputError(
@@ -114,6 +141,8 @@ class _Loader(yaml.SafeLoader):
                     " them"
                 )
             lines[name] = line
+            if name.rpartition(".")[2] in ("time_limit", "max_time"):
+                self.times.add(id(value))
         for section, value in node.value:
             for name in lines if isinstance(value, yaml.MappingNode) else ():
                 if name.startswith(

@@ -26,6 +26,7 @@ from ..foreign import MOST_BYTES
 from ..plugins import Plugin, PluginError, contained, note
 from ..project import Choice, program
 from . import config_file, strategy_names
+from .ranges import RANGES
 
 __all__ = ["one_sentence"]
 
@@ -134,13 +135,17 @@ class Parser(LightningArgumentParser):
 
     def _refuse_devices(self, words: list[str]) -> None:
         """Refuses a value that jsonargparse would read as a file of keys for good, or into all
-        memory: a pipe, a device, a huge file in place of a section."""
+        memory: a pipe, a device, a huge file in place of a section; and a number that it would read
+        as another."""
         flag = ""
         for word in words:
             name, has_value, value = word.partition("=")
             if not word.startswith("--"):
                 name, value = flag, word
             flag = name if not has_value else ""
+            key = name.removeprefix("--")
+            if key in NUMBERS and (found := config_file.misread(value)):
+                raise InputError(f"{name} is {found}")
             try:
                 state = os.stat(value)
             except (OSError, ValueError):  # no file, as most values
@@ -173,6 +178,10 @@ class Parser(LightningArgumentParser):
         sys.exit(2)
 
 
+# Keys of numbers; a time has colons.
+NUMBERS = {*RANGES, "trainer.max_steps", "trainer.min_steps", "trainer.max_epochs"}
+NUMBERS |= {"trainer.min_epochs", "trainer.accumulate_grad_batches", "trainer.limit_val_batches"}
+NUMBERS -= {"cluster.time_limit"}
 # Arguments of TextModule and PackedText that configurations of language models set.
 OF_TEXT = """
     architecture pretrained attention optim blocks balance mtp adapter preference loss_chunk source
@@ -350,7 +359,7 @@ def as_launched(settings: Namespace) -> None:
     """Sets devices and nodes as the launcher does; passes max_time to the preemption callback."""
     # torchrun's and accelerate's, which may change at an elastic restart; the deepspeed launcher's
     local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    if local_size and "WORLD_SIZE" in os.environ:
+    if local_size and os.environ.get("WORLD_SIZE"):
         settings.trainer.devices = int(local_size)
         settings.trainer.num_nodes = int(os.environ["WORLD_SIZE"]) // settings.trainer.devices
         if "CROSS_RANK" in os.environ:  # the deepspeed launcher's number of the node
