@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dist_template import InputError
 from dist_template.checkpoint.optimizer import numbered
+from dist_template.checkpoint.plain_types import TYPE
 from tests.support import pairs
 from tests.support.library import by_name, flat_range, formats, quantize, read_full
 from tests.support.parity import MODELS
@@ -208,6 +209,49 @@ def test_nothing_in_a_checkpoint_runs(checkpoint: Path, tmp_path: Path) -> None:
         file.write_bytes(before)
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
     read_full(checkpoint)
+
+
+def itself() -> list[Any]:
+    """A list that contains itself, which a pickle can say."""
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+# Entries of another type than Lightning writes; a callback or Lightning failed on them.
+WRONG_ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
+    "version of codes": ({"pytorch-lightning_version": "\x1b[2J"}, r"version is '\\x1b\[2J'"),
+    "version of a list": ({"pytorch-lightning_version": [1]}, "version is a list, and not a str"),
+    "step of a text": ({"global_step": "x"}, "its global_step is a str, and not a int"),
+    "loops of a number": ({"loops": 3}, "its loops is a int, and not a dict"),
+    "loop of a number": ({"loops": {"fit_loop": 3}}, "its loops have a int in place of a state"),
+    "callbacks of a list": ({"callbacks": [1]}, "its callbacks is a list"),
+    "callback of a text": ({"callbacks": {"X": "x"}}, "its callbacks have a str in place"),
+    "schedules of a text": ({"lr_schedulers": "x"}, "its lr_schedulers is a str"),
+    "optimizer of a number": ({"optimizer_states": [3]}, "optimizer_states have a int in place"),
+    "groups of a number": (
+        {"optimizer_states": [{"state": {}, "param_groups": 4}]}, "no states and groups"
+    ),
+    "an entry in itself": ({"x": itself()}, "it contains itself, or has too many levels"),
+    "sparse weights": (
+        {"state_dict": {"a": torch.eye(3).to_sparse()}}, "has a as torch.sparse_coo"
+    ),
+    "a time that is none": (
+        {"x": {TYPE: "timedelta", "value": "abc"}}, "a timedelta in it cannot be read"
+    ),
+    "texts of a terabyte": (
+        {"x": {TYPE: "texts", "value": [["a"], "<U270000000000"]}}, "a texts in it cannot be read"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_ENTRIES)
+def test_an_entry_of_another_type_is_named(name: str, tmp_path: Path) -> None:
+    entries, sentence = WRONG_ENTRIES[name]
+    file = tmp_path / "given.ckpt"
+    torch.save({"state_dict": {"a": torch.zeros(1)}, "global_step": 1} | entries, file)
+    with pytest.raises(InputError, match=sentence):
+        read_full(file)
 
 
 DEEPSEEK, TIED_LLAMA = MODELS["deepseek_v3"], SMALL_LLAMA[:-1] + ", tie_word_embeddings: true}"

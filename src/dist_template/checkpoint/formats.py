@@ -50,7 +50,7 @@ from .protocol import (
     registered_formats,
 )
 from .stored import Mapped, Stored, copy_shard, copy_weights
-from .untrusted import agreed_on_errors, reading
+from .untrusted import agreed_on_errors, check_entries, reading
 
 __all__ = ["load_full"]
 
@@ -114,6 +114,9 @@ def verified(
         if weights.is_rank_zero():
             opened = _opened(path, module, expected, weights_only)
     opened = cast(Opened, weights.broadcast(opened))
+    of_data = type(getattr(module.trainer, "datamodule", None)).__qualname__
+    if not isinstance(opened.metadata.get(of_data, {}), dict):
+        raise InputError(f"checkpoint {str(path)!r} is damaged: its {of_data} is no state")
     opened.with_optimizer = reads_optimizer(module)
     return opened
 
@@ -191,6 +194,7 @@ def _opened(
     if format is None:
         raise InputError(f"{str(path)!r} is not a checkpoint, or is incomplete")
     metadata, saved = format.header(path, weights_only)
+    check_entries(path, metadata)
     for key in (REFERENCE, KEY):
         then, now = metadata.get(key), getattr(module, key, None)
         if not then or not now or then["sha256"] == now["sha256"]:
@@ -366,6 +370,20 @@ def _content(path: Path, weights_only: bool | None = None) -> Checkpoint:
         content = torch.load(file, "cpu", mmap=True, weights_only=weights_only)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise InputError(f"checkpoint {str(path)!r} has no `state_dict` of Lightning; give another")
+    for name, value in content["state_dict"].items():
+        if isinstance(value, Tensor) and value.layout != torch.strided:
+            raise InputError(
+                f"checkpoint {str(path)!r} has {name} as {value.layout}: give one whose weights are"
+                " dense"
+            )
+    try:
+        tree_map(lambda value: value, content)
+    except RecursionError as error:
+        raise InputError(
+            f"checkpoint {str(path)!r} is damaged: it contains itself, or has too many levels;"
+            " give another"
+        ) from error
+    check_entries(path, content)
     return content
 
 

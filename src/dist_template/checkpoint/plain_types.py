@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, first_line
 
 TYPE = "dist_template.type"
 FACTORIES: dict[str, Any] = {
@@ -117,7 +117,13 @@ def back(value: Any) -> Any:
     """Returns what `plain` was given."""
     if isinstance(value, dict):
         if TYPE in value and value.keys() == {TYPE, "value"} and value[TYPE] in BACK:
-            return BACK[value[TYPE]](back(value["value"]))
+            try:
+                return BACK[value[TYPE]](back(value["value"]))
+            except (TypeError, ValueError, LookupError, AttributeError, MemoryError) as error:
+                raise InputError(
+                    f"the checkpoint is damaged: a {value[TYPE]} in it cannot be read"
+                    f" ({first_line(error)}); give another"
+                ) from error
         for key, one in value.items():
             if isinstance(one, dict | list | tuple):
                 value[key] = back(one)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from .. import weights
 from ..compat.torch import metadata_path
-from ..errors import InputError, another_rank_is_gone, is_out_of_memory, reason
+from ..errors import InputError, another_rank_is_gone, is_out_of_memory, reason, shortened
 
 SWITCH = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's: overrides weights_only=False
 # Raised for a damaged file, or one that names a class which may not be unpickled.
@@ -64,6 +64,45 @@ def reading(
         os.environ.pop(SWITCH, None)
         if before is not None:
             os.environ[SWITCH] = before
+
+
+# Lightning's entries of a checkpoint, and the types that it writes.
+ENTRIES: dict[str, type] = {
+    "epoch": int,
+    "global_step": int,
+    "pytorch-lightning_version": str,
+    "loops": dict,
+    "callbacks": dict,
+    "optimizer_states": list,
+    "lr_schedulers": list,
+    "parameter_names": list,
+}
+OF_STATES = ("loops", "callbacks", "optimizer_states", "lr_schedulers")  # their values are dicts
+
+
+def check_entries(path: Path, content: dict[str, Any]) -> None:
+    """Raises InputError if an entry of Lightning's has another type than Lightning writes: it, and
+    callbacks, read them without a check, and fail in the middle of a start."""
+
+    def refuse(name: str, why: str) -> None:
+        raise InputError(f"checkpoint {str(path)!r} is damaged: its {name} {why}; give another")
+
+    for name, kind in ENTRIES.items():
+        if name in content and not isinstance(content[name], kind):
+            refuse(name, f"is a {type(content[name]).__name__}, and not a {kind.__name__}")
+    for name in OF_STATES:
+        states = content.get(name, {})
+        for state in states.values() if isinstance(states, dict) else states:
+            if not isinstance(state, dict):
+                refuse(name, f"have a {type(state).__name__} in place of a state")
+    for state in content.get("optimizer_states", ()):
+        groups = state.get("param_groups", [])
+        is_right = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+        if not is_right or not isinstance(state.get("state", {}), dict):
+            refuse("optimizer_states", "have no states and groups of parameters")
+    version = content.get("pytorch-lightning_version")
+    if version is not None and not re.fullmatch(r"\d+\.\d+[\w.+-]*", version):
+        refuse("pytorch-lightning_version", f"is {shortened(repr(version), 100)}")
 
 
 @contextlib.contextmanager
