@@ -33,6 +33,22 @@ FILES = {
     "no_weights/config.json": LLAMA,
     "half/config.json": LLAMA,
     "half/model.safetensors": b"\x10\0\0\0\0\0\0\0{}",
+    "layers/config.json": LLAMA.replace(
+        b'"num_hidden_layers": 2', b'"num_hidden_layers": 1000000000'
+    ),
+    "negative/config.json": LLAMA.replace(b'"hidden_size": 32', b'"hidden_size": -32'),
+    "deep/config.json": b"[" * 100_000,
+    "dtype/config.json": LLAMA.replace(b"{", b'{"dtype": "os.system", ', 1),
+    "method/config.json": LLAMA.replace(
+        b"{", b'{"quantization_config": {"quant_method": "evil", "load_in_4bit": true}, ', 1
+    ),
+    "method/model.safetensors": b"\x08\0\0\0\0\0\0\0{}      ",
+    "climbs/config.json": LLAMA,
+    "climbs/model.safetensors.index.json": (
+        b'{"metadata": {}, "weight_map": {"a": "../half/model.safetensors"}}'
+    ),
+    "others/config.json": LLAMA,
+    "others/model.safetensors": b"\x08\0\0\0\0\0\0\0{}      ",
     "one_of_two/config.json": LLAMA,
     "one_of_two/model.safetensors.index.json": (
         b'{"metadata": {}, "weight_map": {"a": "model-00002.safetensors"}}'
@@ -139,6 +155,13 @@ FLAGS = {
 LATER = {  # found when the run has a folder
     "--model.pretrained={here}/no_weights": "model.pretrained '.*no_weights' cannot be loaded: ",
     "--model.pretrained={here}/half": "model.pretrained '.*half' cannot be loaded: ",
+    "--model.pretrained={here}/layers": "has num_hidden_layers 1000000000; give 0 to 10,000",
+    "--model.pretrained={here}/negative": "has hidden_size -32; give 1 to 2,147,483,648",
+    "--model.pretrained={here}/deep": "model.pretrained '.*deep' cannot be loaded: ",
+    "--model.pretrained={here}/dtype": "model.pretrained '.*dtype' cannot be loaded: ",
+    "--model.pretrained={here}/method": "quantization_config has the method 'evil', which transf",
+    "--model.pretrained={here}/climbs": "has the file '../half/model.safetensors': it has the part",
+    "--model.pretrained={here}/others": "its files have none of the model's 21 tensors",
     "--model.pretrained={here}/one_of_two": "model.pretrained '.*one_of_two' cannot be loaded: ",
     f"{JSONL}=[{{here}}/empty.jsonl]": "data.source Jsonl has no text in it",
     f"{JSONL}=[{{here}}/latin.jsonl]": "cannot be read after record 10: 'utf-8'",
@@ -184,6 +207,14 @@ OF_VERBS = {
     "launch --on=torch": "argument --on: invalid choice: 'torch'",
     "launch --config=x.yaml": "arguments are required: --on.* launch --help` explains every flag",
     "rehearse --nodes=two": "argument --nodes: 'two' is not allowed, give a whole number from 1",
+    "promote --roll_back a/run": "withdraws a version, and takes no run: remove a/run",
+    "promote --roll_back --registry=": "--registry is empty; give the folder",
+    "serve x --host=": "--host is empty; give an address",
+    "serve x --name=": "--name is empty; give the model's name",
+    "serve x --api_key_env=SET_NOWHERE": "'SET_NOWHERE' is not set or empty, and anybody could ask",
+    "serve x --allow_origin=chat.example.org": "'chat.example.org' is no origin; give a scheme",
+    "serve x --allow_host=https://a.example.org": "'https://a.example.org' is no host; give a name",
+    "sweep --space=x --name=": "--name is empty; give the name of the sweep's folder",
     "config": "action",
     "config show": "config show needs a name",
     "config copy strategy/fsdp3": "did you mean strategy/fsdp2",

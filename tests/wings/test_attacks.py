@@ -295,10 +295,11 @@ def test_code_in_a_models_folder_does_not_run(
     (folder / "config.json").write_text(json.dumps(config))
     torch.save({"model.embed_tokens.weight": Touches()}, folder / "pytorch_model.bin")
     for argv in (
-        ["fit", *flags, f"--model.pretrained={folder}", "--model.architecture=null"],
+        ["fit", *flags, f"--model.pretrained={folder}"],
         ["serve", str(folder), "--port=0"],
     ):
-        assert "error: " in attacked(argv, outside, capfd)
+        said = attacked(argv, outside, capfd)
+        assert "cannot be loaded" in said, "else it is refused because of something else"
 
 
 def test_there_are_enough_attacks() -> None:

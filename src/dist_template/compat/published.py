@@ -2,12 +2,15 @@
 saving. Verified on transformers 5.23; tests/compat/test_names.py checks the names. transformers is
 imported late."""
 
+import json
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..foreign import name_fault, text_of
 from . import replaced
 
 
@@ -25,7 +28,19 @@ def safetensors_of(name: str) -> list[str]:
         )
     ):
         raise OSError(f"it has no {SAFE_WEIGHTS_NAME}")
+    for file in _files_of(index):  # transformers would follow a name out of the folder
+        if why := name_fault(file):
+            raise OSError(f"its {SAFE_WEIGHTS_INDEX_NAME} has the file {file!r}: {why}")
     return get_checkpoint_shard_files(name, index)[0]
+
+
+def _files_of(index: str) -> set[str]:
+    """Returns the names of files in an index. Raises OSError if it is none."""
+    found = json.loads(text_of(Path(index)))
+    names = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(each, str) for each in names.values()):
+        raise OSError(f"its {Path(index).name} has no weight_map of tensors and files")
+    return set(names.values())
 
 
 def sources_of_weights(model: Any, keys: list[str]) -> dict[str, tuple[list[str], str | None]]:

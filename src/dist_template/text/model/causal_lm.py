@@ -36,6 +36,14 @@ from .reward import has_reward_head
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+# of a configuration: least and most
+SIZES = {
+    "num_hidden_layers": (0, 10_000),
+    "hidden_size": (1, 2**31),
+    "intermediate_size": (0, 2**31),
+    "vocab_size": (1, 2**31),
+    "num_attention_heads": (0, 2**20),
+}
 EXTRA = "extra"  # key of model.architecture
 # what may differ from pretrained weights
 ROPE, POSITIONS = ("rope_parameters", "max_position_embeddings")
@@ -65,8 +73,10 @@ def causal_lm_config(
         check_reachable(pretrained)
         try:
             config = AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # its config.json may have anything
             raise _cannot_load(pretrained, error) from error
+        _check_sizes(config, f"model.pretrained {pretrained!r}")
+        _check_quantization(config, pretrained)
         if ROPE in architecture:
             config = _with_rope(config, architecture, data.seq_len)
         stops = _ids(config.eos_token_id)
@@ -81,7 +91,33 @@ def causal_lm_config(
         config = AutoConfig.for_model(kind, **fields)
     except Exception as error:  # each architecture refuses in its own way
         raise InputError(f"model.architecture with model_type {kind!r}: {reason(error)}") from error
+    _check_sizes(config, "model.architecture")
     return set_attention(config, attention)
+
+
+def _check_sizes(config: PreTrainedConfig, where: str) -> None:
+    """Raises InputError for a number of layers that would be built for hours, even without memory
+    for their weights, and for sizes that torch cannot have."""
+    for name, (least, most) in SIZES.items():
+        value = getattr(config, name, None)
+        if isinstance(value, int) and not least <= value <= most:
+            raise InputError(f"{where} has {name} {value}; give {least} to {most:,}")
+
+
+def _check_quantization(config: PreTrainedConfig, pretrained: str) -> None:
+    """Raises InputError for a method of quantization that transformers does not know: it would take
+    the weights as they are, or as another's."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    given = getattr(config, "quantization_config", None)
+    if (
+        isinstance(given, dict)
+        and given.get("quant_method") not in AUTO_QUANTIZATION_CONFIG_MAPPING
+    ):
+        raise InputError(
+            f"model.pretrained {pretrained!r} cannot be loaded: its quantization_config has the"
+            f" method {given.get('quant_method')!r}, which transformers does not know"
+        )
 
 
 def _with_rope(
@@ -164,6 +200,9 @@ def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int)
             raise InputError(f"{what}: {type(error).__name__}: {reason(error)}") from error
         _fill_hash_tables(model)
     if published and (missing := published.write_into(model)):
+        if len(missing) == len(model.state_dict()):
+            why = f"its files have none of the model's {len(missing)} tensors, as {missing[0]}"
+            raise InputError(f"model.pretrained {pretrained!r} cannot be loaded: {why}")
         _note(
             f"{pretrained} has no {missing[0]} ({len(missing)} such tensors): they start from"
             " random values"
