@@ -11,9 +11,10 @@ from typing import Any
 
 from .errors import InputError, shortened
 
-__all__ = ["inside", "name_fault", "refuse_links", "size_of", "text_of"]
+__all__ = ["end_of", "inside", "name_fault", "refuse_links", "size_of", "text_of"]
 
 MOST_BYTES = 64 * 2**20  # of a small file of a run, such as config.yaml or a manifest
+MOST_OF_LOG = 8 * 2**20  # bytes of a log that are shown
 MOST_VALUES = 1_000_000  # of a tree; a few lines of YAML with aliases can have 10^9
 MOST_LEVELS = 100
 MOST_NAME = 255  # bytes of a part of a path, in the file systems of Linux and macOS
@@ -67,6 +68,16 @@ def text_of(path: Path, errors: str = "strict") -> str:
     if (size := size_of(path)) > MOST_BYTES:
         raise OSError(f"{path.name} has {size} bytes, and at most {MOST_BYTES} are read")
     return path.read_text(encoding="utf-8", errors=errors)
+
+
+def end_of(path: Path) -> str:
+    """Returns the text of a log, of a long one the last MOST_OF_LOG bytes, which may have been cut
+    from 2**40 zeros."""
+    with path.open("rb") as file:
+        start = max(0, size_of(path) - MOST_OF_LOG)
+        file.seek(start)
+        text = file.read(MOST_OF_LOG).decode("utf-8", errors="replace")
+    return f"(the last {MOST_OF_LOG} of {start + MOST_OF_LOG} bytes)\n{text}" if start else text
 
 
 def check_tree(tree: Any) -> None:

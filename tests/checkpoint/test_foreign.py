@@ -13,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_template.errors import InputError
-from dist_template.foreign import check_tree, inside, name_fault, refuse_links, size_of, text_of
+from dist_template.foreign import (
+    check_tree,
+    end_of,
+    inside,
+    name_fault,
+    refuse_links,
+    size_of,
+    text_of,
+)
+from dist_template.observe.history.run import read_lines
 from dist_template.wings.store import hooks
 from dist_template.wings.store.remote import Remote, is_below
 from tests.support.library import manifest
@@ -153,3 +162,20 @@ def test_keys_without_names_of_files_are_skipped(capsys: Any) -> None:
     assert Remote("memory://bucket/run").sizes() == {"config.yaml": 2}
     assert "4 objects below memory://bucket/run have no names of files" in capsys.readouterr().err
     MemoryFileSystem.store.clear()
+
+
+def test_a_file_of_a_tebibyte_of_zeros_is_read_in_part(tmp_path: Path) -> None:
+    """A sparse file takes no space in an archive."""
+    log, lines = tmp_path / "a.log", tmp_path / "metrics.jsonl"
+    lines.write_text('{"step": 1}\n')
+    for path in (log, lines):
+        path.touch()
+        os.truncate(path, 2**40)
+    with log.open("r+b") as file:
+        file.seek(2**40 - 4)
+        file.write(b"end\n")
+    text = end_of(log)
+    assert text.endswith("\0end\n") and text.startswith("(the last 8388608 of 1099511627776 bytes)")
+    assert read_lines(lines) == [{"step": 1}]
+    log.write_text("short\n")
+    assert end_of(log) == "short\n"

@@ -61,6 +61,19 @@ def fifo(name: str) -> Callable[[Path, Path], object]:
     return change
 
 
+def huge(name: str) -> Callable[[Path, Path], object]:
+    """A sparse file, which takes no space and hours to read."""
+
+    def change(run: Path, outside: Path) -> None:
+        path = run / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        path.touch()
+        os.truncate(path, 2**40)
+
+    return change
+
+
 def link(name: str, target: str = "{outside}/file") -> Callable[[Path, Path], object]:
     def change(run: Path, outside: Path) -> None:
         path = run / name
@@ -194,6 +207,8 @@ ATTACKS: dict[str, Attack] = {
     "FIFO as metrics": Attack(READ, fifo("metrics.jsonl")),
     "/dev/zero as metrics": Attack(READ, link("metrics.jsonl", "/dev/zero")),
     "folder as metrics": Attack(READ, folder("metrics.jsonl")),
+    "metrics of a tebibyte": Attack(READ, huge("metrics.jsonl")),
+    "incidents of a tebibyte": Attack(READ, huge("incidents.jsonl")),
     "empty metrics": Attack(READ, write("metrics.jsonl", "")),
     "metrics of other types": Attack(
         READ,
@@ -256,6 +271,7 @@ ATTACKS: dict[str, Attack] = {
     ),
     "FIFO as a pid": Attack(LAUNCH, both(launched(), fifo("launch/node-0.pid"))),
     "log with codes": Attack(LAUNCH, both(launched(), write("launch/a.log", f"{ESCAPE}\xff"))),
+    "log of a tebibyte": Attack(LAUNCH, both(launched(), huge("launch/a.log"))),
     "FIFO as a log": Attack(LAUNCH, both(launched(), fifo("launch/a.log"))),
     "launch is a link": Attack(LAUNCH, link("launch", "{outside}")),
 }

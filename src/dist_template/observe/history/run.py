@@ -6,6 +6,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
+from ...foreign import MOST_BYTES
+
 __all__ = ["PLACEHOLDER", "RunFile", "is_number", "read_lines", "without_folder"]
 
 
@@ -46,7 +48,11 @@ def read_lines(path: Path, *numbers: str) -> list[dict[str, Any]]:
         return []
     found = []
     with path.open(encoding="utf-8", errors="replace") as file:
+        length = 0  # of the line so far
         while line := file.readline(MOST):  # of a longer line, each part is damaged
+            length = 0 if line.endswith("\n") else length + len(line)
+            if length > MOST_BYTES:  # zeros, or another file: a sparse one would not end for hours
+                break
             try:
                 read = json.loads(line, parse_int=_integer)
                 if isinstance(read, dict) and all(is_number(read[key]) for key in numbers):

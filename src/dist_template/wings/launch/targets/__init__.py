@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import InputError, first_line
+from ....foreign import end_of
 from ....plugins import PluginError, contained, registered
 from ..job import Job
 
@@ -39,9 +40,10 @@ class Target:
         return ask(*self.commands(job)[0])
 
     def logs(self, record: Record, folder: Path) -> str:
-        """Returns the output of the run: by default, of all `*.log` files in the folder."""
+        """Returns the output of the run: by default, of all `*.log` files in the folder, of long
+        ones the end."""
         files = filter(Path.is_file, sorted(folder.glob("*.log")))
-        texts = [(file, file.read_text(encoding="utf-8", errors="replace")) for file in files]
+        texts = [(file, end_of(file)) for file in files]
         return "\n".join(f"{file}:\n{text}" for file, text in texts)
 
 
