@@ -140,9 +140,13 @@ def first_line(error: BaseException | str) -> str:
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
-# C0 without tab and line feed, DEL, C1; marks that separate or reverse what is shown; halves of
-# surrogate pairs, which no stream can encode
-CONTROL = re.compile("[\0-\x08\v-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# C0 without tab and line feed, DEL, C1; marks that separate or reverse what is shown, or hide a
+# text in another (zero width, tags; not the joiners of emoji and of Persian); halves of surrogate
+# pairs, which no stream can encode
+CONTROL = re.compile(
+    "[\0-\x08\v-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u2064"
+    "\u2066-\u2069\ufeff\ufff9-\ufffb\U000e0000-\U000e007f\ud800-\udfff]"
+)
 
 
 def with_codes(text: str) -> str:

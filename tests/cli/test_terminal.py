@@ -26,6 +26,10 @@ SHOWN = {
     "a\rb\bc": r"a\rb\x08c",
     "\x9b2J": r"\x9b2J",  # the same sequence in one byte, of C1
     "\u202eabc\u2066": r"\u202eabc\u2066",
+    "a\u200fb\u061cc": r"a\u200fb\u061cc",
+    "zero\u200bwidth\ufeff": r"zero\u200bwidth\ufeff",
+    "a\U000e0041": r"a\U000e0041",  # a letter that no font shows
+    "👩\u200d💻 می\u200cخواهم": "👩\u200d💻 می\u200cخواهم",
     "half \ud800": r"half \ud800",
     "tabs\tand\nlines\r\n": "tabs\tand\nlines\n",
     "Ärger 日本語 🙂 e\u0301": "Ärger 日本語 🙂 e\u0301",

@@ -375,3 +375,18 @@ def test_a_moved_report_is_drawn_offline_at_a_phones_width(tmp_path: Path) -> No
     assert len(drawn) == 4 and min(drawn) >= 3, drawn
     widths = re.findall(r'class="main-svg"[^>]* width="([\d.]+)"', done.stdout)
     assert widths and max(map(float, widths)) <= 500
+
+
+def test_names_of_a_stranger_do_not_turn_a_page_around(tmp_path: Path) -> None:
+    """Marks of direction and invisible letters are shown as codes, in curves and tables too."""
+    folder = tmp_path / "a" / "b"
+    (folder / "crash").mkdir(parents=True)
+    name, message = "my/\u202eevil", "\u2066rm\u200f \U000e0041 <script>alert(1)</script>"
+    lines = [{"step": step, "time": 1.0, name: 1.0 / step} for step in range(1, 9)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    crash = {"time": 1.0, "rank": 0, "error": "ValueError", "message": message, "step": 3}
+    (folder / "crash" / "rank0.json").write_text(json.dumps(crash))
+    page.write([folder], folder, "cdn")
+    text = (folder / "report.html").read_text("utf-8")
+    assert not set(text) & set("\u202e\u2066\u200f\U000e0041") and "<script>alert" not in text
+    assert r"my/\u202eevil" in text and r"\u2066rm\u200f \U000e0041 &lt;script&gt;" in text

@@ -2,6 +2,7 @@
 
 import html
 
+from ....errors import with_codes
 from ....metric_names import is_own, parts_of
 from ...history import History
 
@@ -47,9 +48,8 @@ def figures(histories: list[History], names: list[str]) -> dict[str, list[Trace]
             for run, history in enumerate(histories):
                 trace = _trace(history, metric, len(histories) > 1, run, number)
                 if trace:
-                    trace["name"] = html.escape(
-                        metric if len(histories) == 1 else f"{names[run]} {metric}"
-                    )
+                    name = metric if len(histories) == 1 else f"{names[run]} {metric}"
+                    trace["name"] = html.escape(with_codes(name))
                     found.setdefault(title, []).append(trace)
     return found
 

@@ -6,7 +6,7 @@ curves."""
 import os
 from pathlib import Path
 
-from ....errors import require
+from ....errors import require, with_codes
 from ....project import program
 from ....records import write_atomically
 from ...history import History, read_run
@@ -116,7 +116,9 @@ def page(histories: list[History], findings: list[list[Finding]], link: str = ""
                 "findings": found,
             }
         )
-    environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True)
+    environment = Environment(
+        loader=FileSystemLoader(FOLDER), autoescape=True, finalize=_without_controls
+    )
     return environment.get_template("page.html").render(
         title=names[0] if len(runs) == 1 else f"{len(runs)} runs compared",
         css=Markup((FOLDER / "page.css").read_text("utf-8")),
@@ -128,6 +130,13 @@ def page(histories: list[History], findings: list[list[Finding]], link: str = ""
         drawn=_drawn,
         tables=tables(histories, names),
     )
+
+
+def _without_controls(value: object) -> object:
+    """Returns a run's text with control characters as codes: marks that reverse the direction of
+    text would make a page show another name or command than it has."""
+    is_ours = hasattr(value, "__html__")  # style sheet, script and figures
+    return with_codes(value) if isinstance(value, str) and not is_ours else value
 
 
 def _drawn(traces: list[Trace], number: int) -> str:
