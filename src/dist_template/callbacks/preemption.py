@@ -1,6 +1,7 @@
 """Preemption: all ranks stop at the same step boundary, save, and exit with Exit.REQUEUE."""
 
 import os
+import shlex
 import signal
 import time
 from collections.abc import Sequence
@@ -116,7 +117,8 @@ class Preemption(Checkpoint):
             cause = f"preemption.max_time {self.max_time} is up"
         how = f"The same command resumes from {start}"
         if name := os.environ.get(Variable.RUN_ID):  # a user's own Trainer has none
-            how += f"; without a scheduler that sets the run's name, set {Variable.RUN_ID}={name}"
+            how += "; without a scheduler that sets the run's name, set"
+            how += f" {Variable.RUN_ID}={shlex.quote(name)}"
         raise Ended(Exit.REQUEUE, f"{cause}: {stopped} after step {trainer.global_step}. {how}.")
 
 

@@ -58,6 +58,12 @@ class RunConfig:
                 f"run.name {self.name!r} is not a folder below run.root {self.root!r}: give a name"
                 " such as `baseline` or `sweep/lr-3e-4`, and the folder of all runs as run.root"
             )
+        for key, text in (("run.name", self.name), ("run.root", self.root)):
+            if PLACEHOLDER in text:  # in paths it would be replaced by itself
+                raise InputError(
+                    f"{key} {text!r} has {PLACEHOLDER}, which stands for the run's own folder in"
+                    " other keys; give a name without it"
+                )
         if writes:
             check_writable("run.root", self.root, self.parent)
 
@@ -102,7 +108,8 @@ def new_run(settings: Any) -> Path:
             else:
                 run_id = _agreed(run_id, settings)
     is_too_long = len(os.fsencode(run_id)) > 255  # bytes, in the file systems of Linux and macOS
-    if Path(run_id).name != run_id or run_id == ".." or is_too_long or CONTROL.search(run_id):
+    has_codes = CONTROL.search(run_id) or PLACEHOLDER in run_id or not run_id.strip()
+    if Path(run_id).name != run_id or run_id == ".." or is_too_long or has_codes:
         raise InputError(
             f"{Variable.RUN_ID} is {run_id!r}; give the name of one folder, as baseline-1"
         )

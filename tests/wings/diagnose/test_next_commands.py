@@ -11,6 +11,8 @@ import pytest
 
 from dist_template import Project
 from dist_template.cli import main as command_line
+from dist_template.wings.diagnose.next_commands import next_commands
+from dist_template.wings.history import History
 from tests.support.classifier import PLAIN
 from tests.support.line import OURS, PACKAGE
 from tests.support.runs import only_run, run
@@ -45,6 +47,22 @@ def test_the_next_commands_of_a_language_model_work(
     for name in TYPED:
         assert typed(found[name]) == 0, capsys.readouterr().err
     assert "finished after step 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["a b", "it's", "$(touch x)", "-x", "a;b"])
+def test_a_folder_of_any_name_is_quoted(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / name / name
+    (folder / "checkpoints" / "step00000001.ckpt").mkdir(parents=True)
+    (folder / "events.out.tfevents.1").touch()
+    history = History(folder, config={"data": {"tokenizer": "Bytes"}})
+    commands = next_commands(history)
+    assert len(commands) == 6
+    for command in commands.values():
+        words = [word.partition("=")[2] or word for word in shlex.split(command)]
+        assert any(Path(word).resolve().is_relative_to(tmp_path / name) for word in words)
+        assert "$(touch" not in command or "'" in command
+        assert not any(word.startswith("-x") or word in ("b", ";") for word in words)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Runs the rules of diagnosis/ during training, and reports new findings."""
 
 import json
+import shlex
 import time
 from collections import Counter
 from pathlib import Path
@@ -94,7 +95,9 @@ class Diagnosis(Callback):
                 new.append(finding)
         lines = [f"diagnosis: {finding.line}" for finding in new if finding.level != "info"]
         if prints and lines:
-            text = "\n".join([*lines, f"  more: {program('diagnose')} {self.folder}"])
+            text = "\n".join(
+                [*lines, f"  more: {program('diagnose')} {shlex.quote(str(self.folder))}"]
+            )
             if console:
                 console.write(text)
             else:

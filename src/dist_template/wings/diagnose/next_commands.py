@@ -2,6 +2,7 @@
 
 Each is typed with the run's own folder and needs only what the run has written."""
 
+import shlex
 from pathlib import Path
 
 from ...metric_names import parts_of
@@ -15,15 +16,16 @@ TEXT = "data.tokenizer"  # a key of runs of language models, which can be served
 def next_commands(history: History) -> dict[str, str]:
     """Returns what each command does, and the command."""
     run, found = _typed(history.folder), dict[str, str]()
+    inside = {name: _typed(history.folder / name) for name in ("config.yaml", "export/model")}
     if any(history.folder.glob("events.out.tfevents.*")):
         found["TensorBoard"] = f"tensorboard --logdir {_typed(history.folder.parent)}"
     if not _has_checkpoint(history):
         return found
-    config = f"--config {run}/config.yaml --ckpt_path last"
+    config = f"--config {inside['config.yaml']} --ckpt_path last"
     if history.key(TEXT) is not None:
         found["evaluate"] = f"{program('evaluate')} {run} --baseline start"
         found["generate"] = f"{program('predict')} {config}"
-        found["export"] = f"{program('export')} {run} --output {run}/export/model"
+        found["export"] = f"{program('export')} {run} --output {inside['export/model']}"
         found["serve"] = f"{program('serve')} {run}"
     elif any(parts_of(name).stage == "validation" for name in history.metrics.names):
         found["evaluate"] = f"{program('evaluate')} {run} --baseline start"
@@ -37,8 +39,10 @@ def next_commands(history: History) -> dict[str, str]:
 
 
 def _typed(folder: Path) -> str:
-    """Returns the folder as a user in the current one types it."""
-    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
+    """Returns the folder as a user in the current one types it, quoted for a shell."""
+    here = Path.cwd()
+    text = str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 def _has_checkpoint(history: History) -> bool:

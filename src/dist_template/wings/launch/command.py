@@ -55,7 +55,7 @@ def main(argv: list[str], project: Project) -> None:
     try:
         record["id"] = to.submit(job)
     except Ended as ended:
-        again = f"{Variable.RUN_ID}={job.run.name} and the same command resume the run"
+        again = f"{Variable.RUN_ID}={shlex.quote(job.run.name)} and the same command resume the run"
         raise Ended(ended.code, f"launch: {ended}; {again}") from ended
     except InputError:  # a scheduler refuses it
         shutil.rmtree(job.files)
@@ -64,7 +64,8 @@ def main(argv: list[str], project: Project) -> None:
         raise
     if record["id"]:
         write_atomically(job.files / RECORD, json.dumps(record, indent=2))
-        print(f"{given.on} has it as {record['id']}: {program('launch')} status {job.run}")
+        typed = shlex.quote(str(job.run))
+        print(f"{given.on} has it as {record['id']}: {program('launch')} status {typed}")
 
 
 def _check_hostfile(job: Job, on: str, to: Target) -> None:

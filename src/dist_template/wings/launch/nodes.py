@@ -39,7 +39,8 @@ class OnNodes(Target):
         if job.files.exists() and any(
             RUNNING in line for line in _send(job.hosts, job.site.ssh, job.files, 0)
         ):
-            what = f"`{program('launch')} stop {job.run}` ends it; or set another {Variable.RUN_ID}"
+            stop = f"{program('launch')} stop {shlex.quote(str(job.run))}"
+            what = f"`{stop}` ends it; or set another {Variable.RUN_ID}"
             raise InputError(f"{job.run} is running: {what}")
         folder, runs, commands = shlex.quote(str(job.folder)), shlex.quote(str(job.run.parent)), []
         for node in range(max(1, len(job.hosts))):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ def main(argv: list[str], project: Project) -> None:
         write_atomically(given.output, text)
     except OSError as error:
         raise InputError(f"--output {given.output} cannot be written: {reason(error)}") from error
-    print(f"{verb}: {given.output}; {program('fit')} … --deepspeed {given.output} reads it")
+    typed = shlex.quote(str(given.output))
+    print(f"{verb}: {given.output}; {program('fit')} … --deepspeed {typed} reads it")
 
 
 def _check_writable(output: Path) -> None:
