@@ -18,7 +18,7 @@ from tests import ROOT
 from tests.support.chats import TAGGED, UNTAGGED
 from tests.support.library import safetensors_files
 from tests.support.parity import FLAGS, MODELS
-from tests.support.runs import OURS, newest, only_run, run, small
+from tests.support.runs import OURS, newest, only_run, refused, run, small
 from tests.support.wings import Registry, Trained, load_trained
 from tests.support.wings import export as command
 
@@ -272,6 +272,26 @@ def test_a_version_that_is_rolled_back_keeps_its_number(tmp_path: Path, capsys: 
         registry.roll_back()
     assert registry.latest == registry.folder / "v1"
     assert (registry.folder / "v4" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", ["another folder", "outside", "no link", "a loop"])
+def test_a_changed_link_to_the_latest_version_is_named(
+    kind: str, tmp_path: Path, capfd: Any
+) -> None:
+    registry, outside = Registry(tmp_path / "registry"), tmp_path / "v1"
+    promoted(registry, "a", "b")
+    link = registry.folder / "latest"
+    link.unlink()
+    (registry.folder / "other").mkdir()
+    outside.mkdir()
+    targets = {"another folder": "other", "outside": str(outside), "a loop": "latest"}
+    if kind in targets:
+        link.symlink_to(targets[kind])
+    else:
+        link.mkdir()
+    said = refused("promote", ["--roll_back", f"--registry={registry.folder}"], capfd)
+    assert "and has to be a link to one of its versions" in said
+    assert not list(tmp_path.rglob("withdrawn"))
 
 
 def test_a_killed_promotion_leaves_the_latest_version(tmp_path: Path, monkeypatch: Any) -> None:

@@ -167,6 +167,8 @@ BAD = {
     f"{RATE}: {{log: 1}}": 'is {"log": 1} (',
     f"{RATE}: {{normal: [0, 1]}}": "give one of {float: [low, high]}",
     f"{RATE}: 0.1": f"{RATE} is 0.1 (",
+    "run.name: {choice: [a, b]}": "run.name is set by the sweep",
+    "best_checkpoint.monitor: {choice: [a, b]}": "monitor is set by the sweep, or compares its",
     f"{RATE}: {{float: [1, 0]}}": "low=1.0, high=0.0",
     "model.optim.warmup: {choice: []}": "The `choices` must contain one or more elements",
     "model.optim.rate: {log: [1.0e-3, 1]}": "model.optim.rate is not a key of this program",

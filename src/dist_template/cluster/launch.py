@@ -29,6 +29,7 @@ NUMBERS = {
     "CROSS_RANK": (0, 1_000_000),
     "MASTER_PORT": (0, 65_535),
     "SLURM_NTASKS": (1, 10_000_000),
+    "SLURM_STEP_NUM_TASKS": (1, 10_000_000),
     "SLURM_PROCID": (0, 10_000_000),
     "SLURM_LOCALID": (0, 100_000),
     Variable.STARTED: (0, 1e12),

@@ -41,8 +41,14 @@ def main(argv: list[str], project: Project) -> None:
     )
     evaluate.add_flags(parser)
     given = parser.parse_args(argv[1:], Namespace(name="promotion"))
+    if not given.registry.strip():
+        raise InputError("--registry is empty; give the folder of the versions")
     registry = Registry(Path(given.registry))
     if given.roll_back:
+        if given.run:
+            raise InputError(
+                f"--roll_back withdraws a version, and takes no run: remove {given.run}"
+            )
         withdrawn, latest = registry.roll_back()
         print(f"{withdrawn.name} is withdrawn; {registry.folder / 'latest'} is {latest.name}")
         return
@@ -99,9 +105,19 @@ class Registry:
 
     @property
     def latest(self) -> Path | None:
-        """The folder of the version that is to be served."""
+        """The folder of the version that is to be served. Raises InputError if `latest`, which
+        somebody has changed, leads to none."""
         link = self.folder / "latest"
-        return link.resolve() if link.exists() else None
+        if not os.path.lexists(link):
+            return None
+        version = Path(os.path.realpath(link))
+        is_version = version.name in (f"v{number}" for number in self.numbers())
+        if not is_version or version.parent != Path(os.path.realpath(self.folder)):
+            raise InputError(
+                f"{link} leads to {version}, and has to be a link to one of its versions, as v1:"
+                f" replace it by `ln -sfn VERSION {link}`"
+            )
+        return version
 
     def numbers(self) -> list[int]:
         """Returns the numbers of all versions, sorted."""

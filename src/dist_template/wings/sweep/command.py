@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from .study import Sweep
 
+SET_BY_SWEEP = ("trainer.callbacks", "best_checkpoint.monitor", "best_checkpoint.mode")
 FORMS = "{float: [low, high]}, {log: [low, high]}, {int: [low, high]} or {choice: [a, b]}"
 
 
@@ -41,6 +43,8 @@ def main(argv: list[str], project: Project) -> None:
     )
     made.add_argument("--name", help="of the folder in run.root; default: <run.name>-<space>")
     given, flags = made.parse_known_args(argv[1:])
+    if given.name is not None and not given.name.strip():
+        raise InputError("--name is empty; give the name of the sweep's folder, or remove the flag")
     require("optuna", "sweep", extra="sweep")
     if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1:
         raise InputError("sweep starts the processes of each trial: start it as one task")
@@ -66,6 +70,12 @@ def _checked(given: Namespace, flags: list[str], project: Project) -> tuple[Path
             raise InputError(
                 f"{where}: {key} is {shown(entry)} ({reason(error)}); give one of {FORMS}"
             ) from error
+    for key in space:
+        if str(key).startswith("run.") or key in SET_BY_SWEEP:
+            raise InputError(
+                f"{where}: {key} is set by the sweep, or compares its trials: remove it from the"
+                " space; --name names the sweep"
+            )
     ends = {key: next(iter(entry.values())) for key, entry in space.items()}
     if given.sampler == "grid":
         if any("choice" not in entry for entry in space.values()):
@@ -103,10 +113,10 @@ def _write_best(sweep: Sweep) -> None:
     study, folder = sweep.study(), sweep.folder
     if not any(trial.state.name == "COMPLETE" for trial in study.trials):
         raise Ended(Exit.FAILED, f"no trial was completed; see {folder}/trial-*/output.txt")
-    number, flags = study.best_trial.number, " ".join(flags_of(study.best_params))
+    number, flags = study.best_trial.number, shlex.join(flags_of(study.best_params))
     config = read_run(sweep.run(number).absolute()).config
     best = f"trial {number}: {sweep.definition['metric']} {study.best_value:.4f} with {flags}"
-    start = f"{program('fit')} --config {folder / 'best.yaml'}"
+    start = f"{program('fit')} --config {shlex.quote(str(folder / 'best.yaml'))}"
     config["run"]["name"] = sweep.definition["of"]
     config["trainer"]["callbacks"].pop()  # Pruning, which is the last
     write_atomically(
@@ -114,5 +124,5 @@ def _write_best(sweep: Sweep) -> None:
     )
     print(
         f"best           {best}\ntrain with it  {start}\nall trials     optuna-dashboard"
-        f" {folder / 'journal.log'}"
+        f" {shlex.quote(str(folder / 'journal.log'))}"
     )

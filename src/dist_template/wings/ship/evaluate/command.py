@@ -53,7 +53,7 @@ def add_flags(parser: Flags) -> None:
 def run(given: Namespace, project: Project) -> None:
     if given.tasks:
         require("lm_eval", "tasks", extra="evaluate")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise InputError("evaluate starts the processes of a run itself: start it once")
     from .paired import failure, parse
 
