@@ -138,6 +138,8 @@ SHOWN, KEY = "has a secret, which the manifest would show", "--trainer.logger.in
 REFUSED: list[tuple[str, list[str], dict[str, Any]]] = [
     ("cluster.image is not given", [], {"image": None}),
     ("cluster.mounts has no volume for /app/runs", [], {"mounts": ["data:/data"]}),
+    ("cluster.mounts has 'Runs_1'; give a name", [], {"mounts": ["Runs_1:/app/runs"]}),
+    ("cluster.mounts has /app/runs twice", [], {"mounts": ["a:/app/runs", "b:/app/runs"]}),
     ("cluster.partition is not given", [], {"partition": None}),
     ("PROXY has a secret", [], {"environment": {"PROXY": f"http://me:{SECRET}@proxy"}}),
     ("WANDB_API_KEY has a secret", [], {"environment": {"WANDB_API_KEY": SECRET}}),

@@ -125,6 +125,27 @@ REFUSED: dict[str, dict[str, Any]] = {
     "cluster.kubernetes.pod has containers; this": {"kubernetes": {"pod": {"containers": []}}},
     "give cluster.image": {"container": "pyxis"},
     "cluster.environment has 'A=1\\nrm x;B'": {"environment": {"A=1\nrm x;B": "1"}},
+    "cluster.environment has DIST_RUN_ID, which the launcher sets": {
+        "environment": {"DIST_RUN_ID": "x"}
+    },
+    "cluster.options has nodes, which the job itself has: edit cluster.nodes": {
+        "options": {"nodes": 7}
+    },
+    "cluster.options has wrap, which the job itself has: remove it": {"options": {"wrap": "x"}},
+    "cluster.options has 'x y'; give a long name": {"options": {"x y": 1}},
+    "cluster.options has '-p'; give a long name": {"options": {"-p": 1}},
+    "cluster.options.account is ['a']; give one value": {"options": {"account": ["a"]}},
+    "cluster.partition is 'a b'; give a name without blanks": {"partition": "a b"},
+    "cluster.partition is ''; give a name": {"partition": ""},
+    "cluster.image is 'a b'; give a name": {"image": "a b"},
+    "cluster.mounts has 'a'; give SOURCE:/in/the/container": {"mounts": ["a"]},
+    "cluster.mounts has '/a b:/c'": {"mounts": ["/a b:/c"]},
+    "cluster.mounts has ':/c'": {"mounts": [":/c"]},
+    "cluster.kubernetes.secrets has '1A'": {"kubernetes": {"secrets": {"1A": "a/b"}}},
+    "cluster.kubernetes has the resource ''": {"kubernetes": {"device": ""}},
+    "cluster.kubernetes has the resource 'a b'": {"kubernetes": {"resources": {"a b": 1}}},
+    "cluster.kubernetes.resources.cpu is -1": {"kubernetes": {"resources": {"cpu": -1}}},
+    "cluster.kubernetes.resources.cpu is 'many'": {"kubernetes": {"resources": {"cpu": "many"}}},
     "cluster.hosts has '-oProxyCommand=x'": {"hosts": ["-oProxyCommand=x"]},
     "global_batch_size": {"devices_per_node": 3},
 }

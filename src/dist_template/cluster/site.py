@@ -18,8 +18,28 @@ OF_PODS = frozenset(
     """automountServiceAccountToken enableServiceLinks restartPolicy subdomain containers volumes
     terminationGracePeriodSeconds securityContext""".split()
 )
+# Options of sbatch that a job's sizes set, or that replace its script: the key to edit instead.
+OF_JOBS = {
+    "nodes": "cluster.nodes",
+    "ntasks": "cluster.nodes and cluster.devices_per_node",
+    "ntasks-per-node": "cluster.devices_per_node",
+    "time": "cluster.time_limit",
+    "partition": "cluster.partition",
+    "signal": "cluster.save_s",
+    "wrap": "",
+    "parsable": "",
+}
+# Variables that the launchers set for each process or node.
+OF_LAUNCHERS = frozenset(
+    """DIST_RUN_ID DIST_LAUNCH DIST_EXIT_CODES DIST_JOB_STARTED RANK LOCAL_RANK NODE_RANK WORLD_SIZE
+    LOCAL_WORLD_SIZE NNODES NPROC RDZV_ENDPOINT""".split()
+)
+RESOURCE = re.compile(r"(?:[a-z0-9][a-z0-9.-]*/)?[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?", re.ASCII)
+AMOUNT = re.compile(r"(?=.*[1-9])\d+(?:\.\d+)?(?:m|[kMGTPE]|[KMGTPE]i)?")
 UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 SIZE = re.compile(r"(?=.*[1-9])(\d{1,9}(?:\.\d+)?) ?([KMGT])(i?)B")
+# a claim or a folder, the folder in the container, and for pyxis options such as ro
+MOUNT = re.compile(r"[^\s:,]+:/[^\s:,]*(?::[\w+-]+)?")
 # Slurm's formats: minutes, minutes:seconds, hours:minutes:seconds, and after days and a dash
 # hours, hours:minutes, hours:minutes:seconds.
 TIME = re.compile(r"(?:(\d{1,6})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", re.ASCII)
@@ -29,6 +49,21 @@ def check_host(name: str, where: str) -> None:
     """Raises InputError if `name` could be read as an option or a script."""
     if not re.fullmatch(r"[\w.@:%\[\]][\w.@:%\[\]-]*", name):
         raise InputError(f"{where} has {name!r}; give a name as ssh knows it")
+
+
+def _check_option(name: str, value: object) -> None:
+    """Raises InputError for what is no long option of sbatch with its value, and for options that
+    the job's sizes set."""
+    if not re.fullmatch(r"[a-z][a-z-]*[a-z]", str(name)):
+        raise InputError(
+            f"cluster.options has {name!r}; give a long name of sbatch's without dashes before it,"
+            " as account"
+        )
+    if isinstance(value, list | dict):
+        raise InputError(f"cluster.options.{name} is {value!r}; give one value")
+    if name in OF_JOBS:
+        cure = f"edit {OF_JOBS[name]} instead" if OF_JOBS[name] else "remove it"
+        raise InputError(f"cluster.options has {name}, which the job itself has: {cure}")
 
 
 @dataclass(frozen=True)
@@ -54,7 +89,20 @@ class Kubernetes:
     pod: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises InputError for a field of pods that this library sets itself."""
+        """Raises InputError for a field of pods that this library sets itself, and for names and
+        amounts that Kubernetes refuses."""
+        for name in self.secrets:
+            if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+                what = "give the name of a variable: letters, digits and _"
+                raise InputError(f"cluster.kubernetes.secrets has {name!r}; {what}")
+        for name in (self.device, *self.resources):
+            if not RESOURCE.fullmatch(name):
+                what = "give the name of a resource, as nvidia.com/gpu"
+                raise InputError(f"cluster.kubernetes has the resource {name!r}; {what}")
+        for name, amount in self.resources.items():
+            if not AMOUNT.fullmatch(str(amount)):
+                what = "give an amount, as 32, 500m or 256Gi"
+                raise InputError(f"cluster.kubernetes.resources.{name} is {amount!r}; {what}")
         for name in OF_PODS.intersection(self.pod):
             what = (
                 "this library sets it: remove it, or render the manifest by --dry-run and edit it"
@@ -125,6 +173,22 @@ class Site:
             if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
                 what = "give the name of a variable: letters, digits and _"
                 raise InputError(f"cluster.environment has {name!r}; {what}")
+            if name in OF_LAUNCHERS:
+                raise InputError(
+                    f"cluster.environment has {name}, which the launcher sets for each process:"
+                    " remove it"
+                )
+        for name, value in self.options.items():
+            _check_option(name, value)
+        for key in ("partition", "image"):
+            value = getattr(self, key)
+            if value is not None and re.search(r"^$|^-|\s", value):
+                what = "give a name without blanks, or null"
+                raise InputError(f"cluster.{key} is {value!r}; {what}")
+        for mount in self.mounts:
+            if not MOUNT.fullmatch(mount):
+                what = "give SOURCE:/in/the/container, without blanks and commas"
+                raise InputError(f"cluster.mounts has {mount!r}; {what}")
         for name in self.hosts:
             check_host(name, "cluster.hosts")
             if self.hosts.count(name) > 1:

@@ -19,6 +19,7 @@ from ..job import Job
 from . import Record, Target, ask
 
 LABEL_LENGTH = 63  # characters of a host name and of a label's value (RFC 1123)
+NAME = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,61}[a-z0-9])?")
 FILE, LABEL = "kubernetes.yaml", "dist-template/run"
 WORKDIR = PurePosixPath("/app")  # of the project's Dockerfile
 
@@ -70,6 +71,20 @@ def _check(job: Job) -> None:
     if not any(path and runs.is_relative_to(path) for path in paths):
         what = f"give a volume that all pods can write, as CLAIM:{runs}"
         raise InputError(f"cluster.mounts has no volume for {runs}; {what}")
+    claims, places = [], []
+    for mount in site.mounts:
+        claim, _, path = mount.partition(":")
+        claims.append(claim)
+        places.append(path)
+    if site.kubernetes.gang and site.partition:
+        claims.append(site.partition)
+    for name in claims:
+        if not NAME.fullmatch(name):
+            where = "cluster.partition" if name == site.partition else "cluster.mounts"
+            what = "give a name in Kubernetes: small letters, digits and -, at most 63"
+            raise InputError(f"{where} has {name!r}; {what}")
+    if twice := [path for path in places if places.count(path) > 1]:
+        raise InputError(f"cluster.mounts has {twice[0]} twice; give each folder once")
     if site.kubernetes.gang and not site.partition:
         raise InputError("cluster.partition is not given; Kueue needs the name of a LocalQueue")
     for name, reference in site.kubernetes.secrets.items():
