@@ -315,3 +315,19 @@ def test_a_form_that_deepspeed_refuses_is_a_sentence(
     given = ["--trainer.precision=bf16-mixed", f"--deepspeed={tmp_path}/ds.json"]
     assert re.search(sentence, refused("fit", [*flags, *given], capfd))
     assert not list(tmp_path.glob("runs/*/*"))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('{"zero_optimization": {"stage": 1, "stage": 3}}', "it has the key 'stage' twice"),
+        ('{"a": 1, "zero_optimization": {"stage": 1}, "a": 2}', "it has the key 'a' twice"),
+        ('{"a":' * 5000 + "1" + "}" * 5000, "cannot read '.*a.json': maximum recursion depth"),
+    ],
+    ids=["below", "top", "deep"],
+)
+def test_json_that_is_read_otherwise_than_written(text: str, sentence: str, tmp_path: Path) -> None:
+    """DeepSpeed refuses a key that is given twice; Python's parser takes the last."""
+    (file := tmp_path / "a.json").write_text(text)
+    with pytest.raises(InputError, match=sentence):
+        deepspeed_config.read(str(file))

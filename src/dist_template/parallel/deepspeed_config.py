@@ -42,8 +42,8 @@ def read(config: str | Path | Config) -> dict[str, Any]:
     section."""
     if not isinstance(config, Mapping):
         try:
-            config = json.loads(read_text(Path(config)))
-        except (OSError, ValueError) as error:
+            config = json.loads(read_text(Path(config)), object_pairs_hook=_each_once)
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(
                 f"{KEY}: cannot read {str(config)!r}: {reason(error)}; give a DeepSpeed JSON"
             ) from error
@@ -58,6 +58,17 @@ def read(config: str | Path | Config) -> dict[str, Any]:
             " strategy/ddp in place of the file, which trains without ZeRO"
         )
     return config
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of JSON. Raises ValueError for a key that is given twice, as DeepSpeed's
+    own reader does: the last one would count."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"it has the key {key!r} twice")
+        found[key] = value
+    return found
 
 
 def resolve(config: Config, setup: Configured) -> dict[str, Any]:
