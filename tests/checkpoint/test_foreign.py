@@ -179,3 +179,42 @@ def test_a_file_of_a_tebibyte_of_zeros_is_read_in_part(tmp_path: Path) -> None:
     assert read_lines(lines) == [{"step": 1}]
     log.write_text("short\n")
     assert end_of(log) == "short\n"
+
+
+def test_an_object_of_a_tebibyte_is_refused_and_not_read(tmp_path: Path) -> None:
+    """As the lock or a manifest in a store, which are read into memory."""
+    (tmp_path / "a").touch()
+    os.truncate(tmp_path / "a", 2**40)
+    with pytest.raises(InputError, match="it has 1099511627776 bytes, and at most 67108864 are"):
+        (Remote(f"file://{tmp_path}", waits_for_answers=True) / "a").read()
+    assert (Remote(f"file://{tmp_path}") / "b").read() == b""
+
+
+def test_a_store_on_a_disk_is_found_by_a_path(tmp_path: Path, monkeypatch: Any) -> None:
+    """`diagnose` reads its argument as a Path, in which /// is one slash."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run = tmp_path / "runs" / "a" / "b"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("run: {name: a}\n")
+    for address in (Path(f"file://{run}"), f"file://{run}"):
+        copy = Path(hooks.local_copy(address))
+        assert (copy / "config.yaml").read_text() == "run: {name: a}\n" and copy != run
+
+
+def test_a_run_that_has_no_room_here_fills_no_disk(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run = tmp_path / "runs" / "a" / "b"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("run: {name: a}\n")
+    (run / "metrics.jsonl").touch()
+    os.truncate(run / "metrics.jsonl", 2**43)
+    with pytest.raises(InputError, match="metrics.jsonl has 8796093022208 bytes, and the disk of"):
+        hooks.local_copy(f"file://{run}")
+    assert not list((tmp_path / "cache").rglob("metrics*"))
+
+
+@pytest.mark.parametrize("address", ["file:///", "memory://", "file:////"])
+def test_an_address_of_no_run_is_not_searched(address: str) -> None:
+    """It would be the whole disk."""
+    with pytest.raises(InputError, match="names no run in the store|no run with a config.yaml"):
+        hooks.local_copy(address)

@@ -7,6 +7,7 @@ fetch its files."""
 import json
 import os
 import re
+import shutil
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -113,6 +114,10 @@ def local_copy(given: str | Path, key: str = "RUN", waits: bool = False) -> str:
     if not (found := RUN.fullmatch(str(given))):
         return str(given)
     protocol, path, checkpoint = found.groups("")
+    if protocol in ("file", "local") and isinstance(given, Path):
+        path = f"/{path.lstrip('/')}"  # a Path has made file:///a of it file:/a
+    if not path.strip("/"):
+        raise InputError(f"{key} {str(given)!r} names no run in the store; give its address")
     until = time.monotonic() + DOWN_S if waits else 0.0
     run = Remote(f"{protocol}://{path}", key, until, waits_for_answers=waits)
     cache = Path(
@@ -147,7 +152,20 @@ def copy_run(run: Remote, folder: Path, has_files: bool, last: Path, best: Path)
         if path.startswith((f"{CHECKPOINTS}/", ".")) or "/." in path:
             continue  # hidden: the lock, or what a killed upload has left
         if not (file.exists() and file.stat().st_size >= size):
+            _check_space(run, path, size, folder)
             run.get(path, folder)
+
+
+def _check_space(run: Remote, path: str, size: int, folder: Path) -> None:
+    """Raises InputError if this disk has no room for a file of `size` bytes, before it is filled:
+    a stranger's store may have files of any size."""
+    existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    free = shutil.disk_usage(existing).free
+    if size > free:
+        raise InputError(
+            f"{run.address}/{shortened(path, 200)} has {size} bytes, and the disk of {existing} has"
+            f" {free} free: remove the file there, or set XDG_CACHE_HOME to another disk"
+        )
 
 
 def checkpoints(folder: Remote) -> dict[str, float]:

@@ -20,7 +20,7 @@ import fsspec
 from ...cluster.redaction import redacted_command
 from ...cluster.watchdog import WATCHDOG
 from ...errors import InputError, is_disk_full, reason, require, shortened
-from ...foreign import inside, name_fault
+from ...foreign import MOST_BYTES, inside, name_fault
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|PW|CREDENTIAL", re.IGNORECASE)  # names of variables
 CHECKPOINTS, MANIFEST = "checkpoints", "manifest.json"  # names of checkpoint/
@@ -139,9 +139,13 @@ class Remote:
         return {name: size for name, size in sizes.items() if size or name not in folders}
 
     def read(self) -> bytes:
-        """Returns the content of a small object, which is empty if there is no object."""
+        """Returns the content of a small object, which is empty if there is no object. Raises
+        InputError for one that is too large."""
 
         def read_start() -> bytes:
+            size = self.files.info(self.address).get("size") or 0
+            if size > MOST_BYTES:
+                raise ValueError(f"it has {size} bytes, and at most {MOST_BYTES} are read")
             content = self.files.cat_file(self.address)
             if PAGE.match(content):
                 raise Page("a page of HTML came in its place, as from a proxy")
