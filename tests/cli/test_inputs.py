@@ -106,3 +106,14 @@ def test_an_empty_variable_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Some launchers set it so."""
     monkeypatch.setenv("WORLD_SIZE", "")
     assert command(["evaluate", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("words", ["fit --config=quickstart", "launch status x", "serve x/y/z"])
+def test_a_current_folder_that_is_gone(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert command(words.split()) == 2
+    assert "the current folder is gone or cannot be read" in capfd.readouterr().err

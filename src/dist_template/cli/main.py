@@ -127,6 +127,13 @@ def _start(argv: list[str], project: Project) -> None:
         what = f"{verb!r} is not a verb of {project.package}{hint}"
         raise InputError(f"{what} allowed are {', '.join(known)}.")
     check_environment()
+    try:
+        os.getcwd()  # paths of files and of the run are relative to it
+    except OSError as error:
+        raise InputError(
+            f"the current folder is gone or cannot be read ({error.strerror}): cd into the"
+            " project's folder, and start again"
+        ) from error
     lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if lacking:
         folder = project.folder.absolute().parent
