@@ -272,15 +272,32 @@ def test_variables_are_those_of_an_allow_list() -> None:
     kept = dict.fromkeys(RECORDED, f"http://{HIDDEN}@host/x")
     assert redaction.recorded_variables(given) == kept
     keys = "api_key --a.init_args.api_key WANDB_API_KEY hf_token dbPassword pw".split()
-    others = "eos_token text_key num_key_value_heads sample_tokens tokenizer bypass_cache monkey"
+    keys += "client_secret_value private_key_pem Authorization cookie webhook_url api_keys".split()
+    keys += "aws_access_key_id X-Amz-Signature passwords --a.credentials_json".split()
+    others = "--cluster.kubernetes.secrets.A num_keys run_id signature_columns "
+    others += "eos_token text_key num_key_value_heads sample_tokens tokenizer bypass_cache monkey"
     assert [key for key in [*keys, *others.split(), ""] if redaction.names_a_secret(key)] == keys
 
 
 def test_a_configuration_keeps_all_but_the_text_of_secrets() -> None:
     section = {"api_key": "k", "token": None, "key": 3, "eos_token": "</s>"}
     given: dict[str, Any] = {"a": section, "b": ["://u:p@h", 1]}
+    given["c"] = [
+        "https://a/b?X-Amz-Credential=AK&X-Amz-Signature=s3cr3t&part=1#x",
+        "https://a/b?sig=s3cr3t",
+        "https://u:s3@cr3t@a/b",
+        f"hf_{'s3cr3t' * 5} and AKIA{'S3CR3T00' * 2}",
+        "https://a/b?page=2 sk-learn task-3 hf_model",
+    ]
     given["credentials"] = {"user": "u", "a": ["x"]}
     kept = {"a": section | {"api_key": HIDDEN}, "b": [f"://{HIDDEN}@h", 1]}
+    kept["c"] = [
+        f"https://a/b?X-Amz-Credential={HIDDEN}&X-Amz-Signature={HIDDEN}&part=1#x",
+        f"https://a/b?sig={HIDDEN}",
+        f"https://{HIDDEN}@a/b",
+        f"{HIDDEN} and {HIDDEN}",
+        given["c"][-1],
+    ]
     kept["credentials"] = {"user": HIDDEN, "a": [HIDDEN]}
     assert redaction.redacted(given) == kept
 
@@ -289,8 +306,13 @@ def test_a_command_line_keeps_all_but_secrets() -> None:
     plain = ["python", "-m", "trainer", "fit", "--c", "d", "--y=1:2"]
     plain += ["--model.architecture={model_type: llama, eos_token: x}"]
     secret = ["--a.api_key=s", "--b.token", "s", "--x={password: s, y: 1}"]
+    secret += ["--d={headers: {Authorization: Bearer s}}", "--e=https://a/?token=s"]
     hidden = [f"--a.api_key={HIDDEN}", "--b.token", HIDDEN]
     hidden += [f'--x={{"password": "{HIDDEN}", "y": 1}}']
+    hidden += [
+        f'--d={{"headers": {{"Authorization": "{HIDDEN}"}}}}',
+        f"--e=https://a/?token={HIDDEN}",
+    ]
     assert redaction.redacted_command([*plain, *secret]) == [*plain, *hidden]
 
 

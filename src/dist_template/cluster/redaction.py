@@ -30,11 +30,21 @@ MKL_NUM_THREADS NVIDIA_TF32_OVERRIDE"""
 
 # Last words of a key whose text is a secret, unless the word before is in NO_SECRETS: `eos_token`,
 # `text_key`.
-SECRET_KEYS = (
-    "apikey credential credentials key pass passphrase passwd password pw pwd secret token"
-)
+SECRET_KEYS = """apikey auth authorization bearer cookie cookies credential credentials dsn jwt key
+pass passphrase passwd password passwords pw pwd secret sig signature token"""
+# Words that make a key's text a secret wherever they are: client_secret_value, webhook_url
+SECRET_WORDS = "credential credentials passphrase passwd password passwords secret webhook"
+# A word after one of them that changes nothing, as in private_key_pem and api_keys
+ENDINGS = "json pem text value"
 NO_SECRETS = "bos cls eos image label mask pad sep sort text unk"
-PASSWORD_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+PASSWORD_IN_URL = re.compile(r"(?<=://)[^/\s,'\"]+(?=@)")  # a password may have an @
+# A parameter of an address: of a presigned one, whoever has it may read
+PARAMETER = re.compile(r"([?&]([\w.-]+)=)[^&#\s'\",\]})]+")
+# Tokens that are known by their beginnings: Hugging Face, GitHub, GitLab, AWS, OpenAI, Slack
+TOKEN = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}"
+    r"|AKIA[0-9A-Z]{16}|sk-(?:proj-)?[A-Za-z0-9_]{20,}|xox[abprs]-[\w-]{10,})"
+)
 
 
 def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -57,7 +67,16 @@ def redacted(value: Any, is_secret: bool = False) -> Any:
         return [redacted(item, is_secret) for item in value]
     if not isinstance(value, str):
         return value
-    return HIDDEN if is_secret and value else PASSWORD_IN_URL.sub(HIDDEN, value)
+    return HIDDEN if is_secret and value else _without_tokens(value)
+
+
+def _without_tokens(text: str) -> str:
+    """Returns a text without passwords and signatures of addresses, and without known tokens."""
+
+    def parameter(found: re.Match[str]) -> str:
+        return found[1] + HIDDEN if names_a_secret(found[2]) else found[0]
+
+    return TOKEN.sub(HIDDEN, PARAMETER.sub(parameter, PASSWORD_IN_URL.sub(HIDDEN, text)))
 
 
 def redacted_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -70,9 +89,18 @@ def redacted_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def names_a_secret(key: str) -> bool:
-    """Returns whether the text below `key` is a secret, by the last two words of the name."""
-    words = ["", "", *re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)]
-    before, last = words[-2].lower(), words[-1].lower()
+    """Returns whether the text below `key` is a secret, by the last two words of the name, or by
+    one that always says so."""
+    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key.rpartition(".")[2])]
+    if not set(words).isdisjoint(SECRET_WORDS.split()):
+        return True
+    if len(words) > 1 and words[-1] in ENDINGS.split():
+        words.pop()
+    before, last = ["", "", *words][-2:]
+    if last == "keys":
+        return before == "api"
+    if last == "id":  # access_key_id, AWSAccessKeyId
+        return before == "key"
     return last in SECRET_KEYS.split() and before not in NO_SECRETS.split()
 
 
