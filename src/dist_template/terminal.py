@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import with_codes
 
-__all__ = ["allow_styles", "plain_output"]
+__all__ = ["allow_styles", "open_streams", "plain_output"]
 
 # What this library and progress bars (tqdm) write at the start of a call of `write`, or alone: the
 # start of the line, and on a terminal an erased line, lines up, and the two colours of `prepare`.
@@ -62,6 +62,14 @@ def allow_styles() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, PlainText):
             stream.has_styles = True
+
+
+def open_streams() -> None:
+    """Opens standard output and standard error if they were closed before the start, as by `>&-`:
+    Python has None in their place, which nothing can write to."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (until the process ends)
 
 
 @contextmanager

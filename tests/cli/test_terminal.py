@@ -1,6 +1,8 @@
 """Output is plain text: what a run, a store or a plugin says cannot steer the terminal."""
 
 import io
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ import rich.console
 from tqdm import tqdm
 
 from dist_template.terminal import PlainText, allow_styles, plain_output
+from tests import PROJECT
 from tests.support.extras import write_metadata
+from tests.support.line import PACKAGE
 from tests.support.runs import main
 
 TITLE = "\x1b]0;owned\a"
@@ -71,6 +75,15 @@ def test_the_streams_are_put_back() -> None:
         assert isinstance(sys.stdout, PlainText) and not isinstance(sys.stdout.stream, PlainText)
         raise ValueError("x")
     assert (sys.stdout, sys.stderr) == before
+
+
+def test_an_output_that_is_closed_at_the_start_is_no_traceback() -> None:
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        words = f"{shlex.quote(sys.executable)} -m {PACKAGE} docs {closed}"
+        done = subprocess.run(
+            ["bash", "-c", words], cwd=PROJECT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 
 def test_a_plugins_help_line_is_plain(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -27,7 +27,7 @@ from ..errors import (
 )
 from ..lazy import without_collections
 from ..project import Project
-from ..terminal import plain_output
+from ..terminal import open_streams, plain_output
 from .verbs import TRAINING, verbs
 
 # Tensors of 2 MiB and more in host memory get huge pages; torch reads this at its first allocation.
@@ -61,6 +61,7 @@ def main(module: str, data: str, package: str | None, argv: list[str] | None = N
     code. `module` is the LightningModule as "module:Class", imported when needed; a leading dot
     means inside `package`. `data` is the LightningDataModule, likewise, and `argv` a verb and its
     flags; None: sys.argv."""
+    open_streams()
     if re.fullmatch(r"--local[-_]rank=\d+", "".join(sys.argv[1:2])):
         del sys.argv[1]  # the deepspeed launcher writes it before the verb, and sets LOCAL_RANK too
     project, argv = Project(package or "", module, data), sys.argv[1:] if argv is None else argv

@@ -54,7 +54,7 @@ def _exit() -> None:
         if code == Exit.DONE and is_output_closed():
             code = Exit.CLOSED_PIPE
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # the reader has exited, or it is closed
+            with suppress(AttributeError, OSError, ValueError):  # no reader, or it is closed
                 stream.flush()
         os._exit(code)
 
