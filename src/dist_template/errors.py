@@ -22,6 +22,7 @@ __all__ = [
     "reason",
     "require",
     "shortened",
+    "with_codes",
 ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import InputError, shortened
 
-__all__ = ["end_of", "inside", "name_fault", "refuse_links", "size_of", "text_of"]
+__all__ = ["MOST_BYTES", "end_of", "inside", "name_fault", "refuse_links", "size_of", "text_of"]
 
 MOST_BYTES = 64 * 2**20  # of a small file of a run, such as config.yaml or a manifest
 MOST_OF_LOG = 8 * 2**20  # bytes of a log that are shown

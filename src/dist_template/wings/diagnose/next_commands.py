@@ -10,22 +10,23 @@ from ...project import program
 from ..history import History
 from . import expected
 
+EXPORTED = Path("export", "model")  # in a run's folder
 TEXT = "data.tokenizer"  # a key of runs of language models, which can be served
 
 
 def next_commands(history: History) -> dict[str, str]:
     """Returns what each command does, and the command."""
     run, found = _typed(history.folder), dict[str, str]()
-    inside = {name: _typed(history.folder / name) for name in ("config.yaml", "export/model")}
+    file, exported = (_typed(history.folder / name) for name in ("config.yaml", EXPORTED))
     if any(history.folder.glob("events.out.tfevents.*")):
         found["TensorBoard"] = f"tensorboard --logdir {_typed(history.folder.parent)}"
     if not _has_checkpoint(history):
         return found
-    config = f"--config {inside['config.yaml']} --ckpt_path last"
+    config = f"--config {file} --ckpt_path last"
     if history.key(TEXT) is not None:
         found["evaluate"] = f"{program('evaluate')} {run} --baseline start"
         found["generate"] = f"{program('predict')} {config}"
-        found["export"] = f"{program('export')} {run} --output {inside['export/model']}"
+        found["export"] = f"{program('export')} {run} --output {exported}"
         found["serve"] = f"{program('serve')} {run}"
     elif any(parts_of(name).stage == "validation" for name in history.metrics.names):
         found["evaluate"] = f"{program('evaluate')} {run} --baseline start"
