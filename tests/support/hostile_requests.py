@@ -255,9 +255,6 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
     "probabilities": {"messages": [USER], "logprobs": True, "top_logprobs": 5},
     "JSON alone": {"messages": [USER], "response_format": {"type": "json_object"}},
     "a tool by force": {"messages": [USER], "tool_choice": "required"},
-    "usage in a stream": {
-        "messages": [USER], "stream": True, "stream_options": {"include_usage": True}
-    },
     "a penalty that is not there": {"messages": [USER], "presence_penalty": 1.5},
     "a role of a megabyte": {"messages": [{"role": "r" * 900_000, "content": "a"}]},
     "tools of a megabyte": {

@@ -106,7 +106,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "reasoning_effort": (),
     "web_search_options": (),
-    "stream_options": ({}, {"include_usage": False}),
 }
 
 
