@@ -7,11 +7,13 @@ refuse such a mixture, so they are called for one group at a time."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from .errors import InputError
 
@@ -61,14 +63,64 @@ def shard_of(tensor: Tensor) -> Shard:
     return Shard(values, found)
 
 
-def refuse_scalars(model: nn.Module, what: str) -> None:
-    """Raises InputError if a parameter has no dimension: the strategy `what` cannot shard it."""
+def refuse_unshardable(model: nn.Module, what: str) -> None:
+    """Raises InputError if the strategy `what` cannot shard a parameter, or reduce its gradient."""
+    kind, way_out = type(model).__name__, "set trainer.strategy to ddp"
     for name, parameter in model.named_parameters():
         if not full_shape(parameter):
             raise InputError(
-                f"{name} of {type(model).__name__} is a scalar parameter, which {what} cannot"
-                " shard: give it one dimension, nn.Parameter(torch.ones(1)), or set"
-                " trainer.strategy to ddp"
+                f"{name} of {kind} is a scalar parameter, which {what} cannot shard: give it one"
+                f" dimension, nn.Parameter(torch.ones(1)), or {way_out}"
+            )
+        if parameter.is_complex():
+            raise InputError(
+                f"{name} of {kind} is a complex parameter, which {what} cannot shard: keep"
+                f" torch.view_as_real of it as the parameter, or {way_out}"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise InputError(
+                f"{name} of {kind} has sparse gradients, which {what} cannot reduce: make it with"
+                f" sparse=False, or {way_out}"
+            )
+
+
+def refuse_mixed(model: nn.Module, units: Callable[[nn.Module], bool]) -> None:
+    """Raises InputError if FSDP2 would have to gather trainable parameters of several dtypes, or
+    one without elements, at once: all those of a module that `units` is true of, without those of such modules in it."""
+    kind, found = type(model).__name__, dict[str, tuple[str, torch.dtype]]()
+    unit_of = {"": ""}
+    for name, module in model.named_modules():
+        above = unit_of[name.rpartition(".")[0]]
+        unit_of[name] = name if units(module) else above
+        for own, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad:
+                continue
+            if not parameter.numel():
+                raise InputError(
+                    f"{name}.{own} of {kind}".removeprefix(".")
+                    + " is a parameter without elements,"
+                    " which FSDP2 cannot reduce: remove it, or set trainer.strategy to ddp"
+                )
+            path = f"{name}.{own}".removeprefix(".")
+            first, dtype = found.setdefault(unit_of[name], (path, parameter.dtype))
+            if dtype != parameter.dtype:
+                raise InputError(
+                    f"{first} of {kind} is of {dtype} and {path} of {parameter.dtype}, which FSDP2"
+                    " cannot gather together: give them one dtype, or set trainer.strategy to ddp"
+                )
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raises InputError if a parameter has no shape yet: a checkpoint could not be loaded into it,
+    and it could be neither sharded nor wrapped."""
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    for name, tensor in tensors:
+        if is_lazy(tensor):
+            raise InputError(
+                f"{name} of {type(model).__name__} is of a lazy layer, which has no shape before"
+                " the first batch: call the layers with a batch in the module's setup or"
+                " configure_model, or give their sizes"
             )
 
 

@@ -86,8 +86,15 @@ class Habit:
 
     def callbacks_in(self, folder: Path) -> list[dict[str, Any]]:
         """Returns the callbacks with a folder in place of "{out}"."""
-        out = str(folder / "out")
-        return json.loads(json.dumps(self.callbacks).replace("{out}", out))
+        return _placed(self.callbacks, folder)
+
+    def trainer_in(self, folder: Path) -> dict[str, Any]:
+        """Returns the Trainer's arguments, likewise; loggers are as a configuration has them."""
+        return _placed(self.trainer, folder)
+
+
+def _placed(given: Any, folder: Path) -> Any:
+    return json.loads(json.dumps(given).replace("{out}", str(folder / "out")))
 
 
 class Trace(Callback):
@@ -226,7 +233,9 @@ class PlainTraining:
             "default_root_dir": self.folder,
             "enable_checkpointing": any(isinstance(each, Checkpoint) for each in callbacks),
         }
-        options: Any = defaults | self.habit.trainer
+        options: Any = defaults | self.habit.trainer_in(self.folder)
+        if isinstance(options["logger"], list):
+            options["logger"] = [created(each) for each in options["logger"]]
         trainer = L.Trainer(callbacks=[*callbacks, Trace(self.folder)], **options)
         module = getattr(habits, self.habit.module)()
         data = getattr(habits, self.habit.data)(batch_size=2 * RANKS[self.way] // ranks)
@@ -274,7 +283,7 @@ def ours(
     argv += flags_of(way.rstrip("3")) if way != "one" else []
     if habit.callbacks:
         argv.append(f"--trainer.callbacks={json.dumps(habit.callbacks_in(folder))}")
-    for key, value in habit.trainer.items():
+    for key, value in habit.trainer_in(folder).items():
         argv.append(f"--trainer.{key}={value if isinstance(value, str) else json.dumps(value)}")
     argv += habit.flags
     if resumes:

@@ -16,6 +16,7 @@ TITLES = {
     "loaders": "Loaders",
     "schedules": "Optimizers, schedules, gradients",
     "state": "Hooks, metrics, state",
+    "reported": "Further public reports",
 }
 
 

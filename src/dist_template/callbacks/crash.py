@@ -27,6 +27,13 @@ from ..observe.history.run import RunFile
 from ..records import GIB, write_atomically
 
 REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")  # torch's allocators
+MIXED = "got mixed torch.Tensor and DTensor"
+OF_SHARDS = (
+    "Outside of the module's steps its parameters are sharded (DTensor) under MeshStrategy. Compute"
+    " with them in training_step; keep what is computed from them, such as an average, in"
+    " parameters of a copy of the network with requires_grad false, which are sharded alike, not in"
+    " buffers; or set trainer.strategy to ddp."
+)
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 
 
@@ -48,6 +55,8 @@ class Crash(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if not isinstance(exception, Exception) or isinstance(exception, InputError | Ended):
             return
+        if MIXED in str(exception):
+            exception.add_note(OF_SHARDS)
         try:
             path = self._write(trainer, pl_module, exception)
             if not another_rank_is_gone(exception):  # the lost rank itself reports the cause

@@ -114,6 +114,8 @@ class SampleOrder(Callback):
                 " concatenate the datasets"
             )
         is_plain = self.distributes and _is_plain(loader, RandomSampler, SequentialSampler)
+        if self._trainer.reload_dataloaders_every_n_epochs:  # rows may differ in each epoch
+            is_plain = False
         if self._trainer.world_size > 1 and dist.is_initialized():
             self._check_ranks(loader, is_plain)
         if is_plain:

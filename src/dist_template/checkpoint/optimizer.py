@@ -24,6 +24,7 @@ from ..errors import InputError
 from .frozen import KEY, REFERENCE
 
 State = dict[str, Any]
+OWN_RATES = "own_rates"  # in checkpoints
 ANEW = "starts_optimizer_anew"  # a module's attribute: an accepted other class reads no state
 
 # Settings of the optimizer's kernel depend on the machine, not on the run.
@@ -116,12 +117,21 @@ def merge(named: State, group: list[str], present: State) -> State:
     return merged
 
 
+def _are_of_schedule(schedule: Any) -> bool:
+    """Returns whether the optimizer has the rates that the schedule has set."""
+    if not hasattr(schedule, "get_last_lr"):  # a class of the user's, which the module steps
+        return True
+    groups = schedule.optimizer.param_groups
+    return [*map(float, schedule.get_last_lr())] == [float(group["lr"]) for group in groups]
+
+
 class ParameterNames(Callback):
     """Writes parameter names into checkpoints, and numbers the state that is loaded by name."""
 
     def __init__(self) -> None:
         self._loaded: State = {}
         self._num_groups: list[int] = []  # of each optimizer, at the start
+        self._own_rates: list[int] = []  # schedules whose optimizer has other rates than they say
 
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: State
@@ -138,6 +148,11 @@ class ParameterNames(Callback):
             checkpoint["parameter_names"] = [
                 sum(groups_of(pl_module, one), []) for one in trainer.optimizers
             ]
+        checkpoint[OWN_RATES] = [
+            number
+            for number, config in enumerate(trainer.lr_scheduler_configs)
+            if not _are_of_schedule(config.scheduler)
+        ]
         for key in (KEY, REFERENCE):
             if base := getattr(pl_module, key, None):
                 checkpoint[key] = base
@@ -156,6 +171,7 @@ class ParameterNames(Callback):
             )
         if getattr(pl_module, ANEW, False):
             checkpoint["optimizer_states"] = []
+        self._own_rates = checkpoint.get(OWN_RATES, [])
         self._loaded = checkpoint
         self._fit_to(trainer, pl_module)
         if trainer.strategy.lightning_restore_optimizer and not checkpoint.get("optimizer_states"):
@@ -167,15 +183,17 @@ class ParameterNames(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Sets the learning rates: a loaded schedule would set them only at its next step. Where
-        several schedules change one optimizer, or the module steps them or sets rates itself, none
-        of them knows the rate: the optimizer's own state has it."""
+        several schedules change one optimizer, or the module steps them or sets rates itself, or
+        a hook or a callback had set a rate since the newest step of its schedule, none of them
+        knows the rate: the optimizer's own state has it."""
         hooks = ("lr_scheduler_step", "optimizer_step")
         is_own = any(is_overridden(hook, pl_module, L.LightningModule) for hook in hooks)
         if is_own or not pl_module.automatic_optimization:
             return
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
-        for schedule in schedules:
-            if sum(each.optimizer is schedule.optimizer for each in schedules) > 1:
+        for number, schedule in enumerate(schedules):
+            others = [each for each in schedules if each.optimizer is schedule.optimizer]
+            if number in self._own_rates or len(others) > 1:
                 continue
             groups, rates = schedule.optimizer.param_groups, schedule.get_last_lr()
             for group, rate in zip(groups, rates, strict=True):

@@ -98,6 +98,8 @@ class ZeroFormat(StrategyFormat[DeepSpeedStrategy]):
     def _collect(self, checkpoint: Checkpoint, path: Path, copy: Copy) -> Callable[[Path], object]:
         """Lets DeepSpeed save under `path`; returns a function that writes this rank's files."""
         engine: Any = self.strategy.deepspeed_engine
+        if take_over := getattr(self.strategy, "take_over_weights", None):
+            take_over()  # a hook after the newest step may have changed weights
         write, files = engine.checkpoint_engine.save, {}
 
         def keep(state: object, file: Path) -> None:

@@ -26,9 +26,10 @@ from .. import hooks
 from ..cluster.run_lock import RUN_LOCK
 from ..cluster.site import Site
 from ..cluster.watchdog import WATCHDOG
-from ..compat.lightning import exit_with_codes, explain_optimizers
+from ..compat.lightning import before_setup, exit_with_codes, explain_optimizers
 from ..compat.lightning_cli import OpenCLI, keys_of
 from ..errors import InputError, reason
+from ..layout import refuse_lazy
 from ..model import any_module
 from ..model.optim import OptimConfig
 from ..observe.history.run import PLACEHOLDER, replaced
@@ -226,6 +227,7 @@ class CLI(OpenCLI):
             is_manual=not self.model.automatic_optimization,
         )
         explain_optimizers(trainer.strategy, self.model)
+        before_setup(trainer.strategy, lambda: refuse_lazy(self.model))
         return trainer
 
     def _settings_of_manual_optimization(self) -> dict[str, None]:

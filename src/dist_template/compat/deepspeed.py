@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from . import replaced
 from .lightning import explained_optimizers
+
+PIECE = 2**24  # elements that are compared at once
 
 
 def without_shared_memory_collectives() -> None:
@@ -160,6 +163,22 @@ def link_optimizer_state(optimizer: Any) -> None:
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def take_over_weights(optimizer: Any) -> None:
+    """Copies what a module's code has changed in its weights to the partitions that DeepSpeed's
+    optimizer (ZeRO-1 and 2) updates: DeepSpeed (0.19.8) writes all weights from them after each
+    step, so that a clamped weight would be as before. `refresh_fp32_params` would round the rest
+    to half precision. No synchronization with the host."""
+    if not hasattr(optimizer, "parallel_partitioned_bit16_groups"):
+        return
+    for number, own in enumerate(optimizer.single_partition_of_fp32_groups):
+        rank = dist.get_rank(optimizer.real_dp_process_group[number])
+        given = optimizer.parallel_partitioned_bit16_groups[number][rank]
+        pairs = zip(given.detach().split(PIECE), own.detach().split(PIECE), strict=True)
+        for new, old in pairs:
+            new = new.to(old.device)
+            old.copy_(torch.where(new != old.to(new.dtype), new.to(old.dtype), old))
 
 
 # ---- Lightning's strategy

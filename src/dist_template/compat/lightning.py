@@ -318,6 +318,18 @@ def explained_optimizers(module: L.LightningModule) -> Generator[None]:
         raise InputError(f"{type(module).__name__}.configure_optimizers: {why}{end}") from error
 
 
+def before_setup(strategy: Strategy, function: Callable[[], None]) -> None:
+    """Calls `function` when `setup` and `configure_model` of the module have run, before the
+    strategy wraps or shards the module, which has no hook in Lightning (2.6)."""
+    set_up = strategy.setup
+
+    def setup(trainer: L.Trainer) -> None:
+        function()
+        set_up(trainer)
+
+    vars(strategy)["setup"] = setup
+
+
 def explain_optimizers(strategy: Strategy, module: L.LightningModule) -> None:
     """Lets `strategy` create optimizers inside of `explained_optimizers`."""
     create = strategy.setup_optimizers

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from ..checkpoint.protocol import FLAT
 from ..compat.lightning import set_configure_model, torch_optimizer
 from ..errors import InputError
-from ..layout import refuse_scalars
+from ..layout import refuse_unshardable
 from . import scatter
 from .configured import overrides
 from .element_wise import is_known, why_not_on_shards
@@ -185,7 +185,7 @@ class MeshStrategy(MeshRanks):
         if not self.shards:
             return super().shard(start)
         model: Any = start.model
-        refuse_scalars(model, "FSDP2")
+        refuse_unshardable(model, "FSDP2")
         if self.mesh_sizes.tp > 1 and getattr(model, "tp_plan", None):
             expert_rules = (
                 {**model.ep_plan, **(self.ep_plan or {})} if self.mesh_sizes.ep > 1 else {}

@@ -11,6 +11,10 @@ from functools import cache
 from .configured import LIBRARIES
 
 GRADIENTS = {"grad", "grad_norm", "clip_grad_norm_", "parameters", "named_parameters"}
+BEFORE_TRAINING = {"__init__", "setup", "prepare_data", "configure_model", "configure_optimizers"}
+BEFORE_TRAINING |= {"build_config", "build_model", "build_network"}
+SETTERS = {"data", "load_state_dict", "swap_tensors"}  # besides torch's names such as clamp_
+WEIGHTS = {"parameters", "named_parameters", "weight", "bias", "load_state_dict"}
 
 
 class Code:
@@ -66,9 +70,38 @@ class Code:
         """Returns whether the hook reads gradients, or hands the module to other code."""
         return bool(GRADIENTS & self.read_names(hook)) or self.hands_on_module(hook)
 
+    def may_change_weights(self) -> bool:
+        """Returns whether a method that runs in training changes tensors in place, or hands the
+        module to other code."""
+        hooks = self._methods.keys() - BEFORE_TRAINING
+        return any(self._sets(hook) or self.hands_on_module(hook) for hook in hooks)
+
+    def changes_weights_in(self) -> str:
+        """Returns a method that runs in training, mentions weights, and changes tensors in place;
+        "" if there is none."""
+        hooks = sorted(self._methods.keys() - BEFORE_TRAINING)
+        return next((hook for hook in hooks if self._sets(hook) & self._reads(hook)), "")
+
+    def _sets(self, hook: str) -> bool:
+        attributes = {
+            node.attr
+            for method in self._methods.get(hook, [])
+            for node in ast.walk(method)
+            if isinstance(node, ast.Attribute)
+        }
+        return bool(SETTERS & attributes) or any(map(_is_in_place, attributes))
+
+    def _reads(self, hook: str) -> bool:
+        return bool(WEIGHTS & self.read_names(hook))
+
     def read_names(self, hook: str) -> set[str]:
         """Returns the names that the hook's body mentions."""
         return {name for method in self._methods.get(hook, []) for name in _names_in(method.body)}
+
+
+def _is_in_place(name: str) -> bool:
+    """Returns whether torch would give the name to a method that changes its tensor."""
+    return name.endswith("_") and name.isidentifier() and not name.startswith("_")
 
 
 def _is_used(key: str, statement: ast.stmt) -> bool:

@@ -20,7 +20,7 @@ from .. import weights
 from ..compat import transformers as compat
 from ..compat.parallel_styles import STYLE, register_replicated
 from ..errors import InputError, reason
-from ..layout import refuse_scalars
+from ..layout import refuse_mixed, refuse_unshardable
 from . import scatter
 from .blocks import find_blocks
 from .mesh_ranks import MeshRanks
@@ -55,12 +55,13 @@ def shard_module(module: L.LightningModule, strategy: MeshRanks) -> None:
     unit, which its steps gather."""
     if not strategy.shards or any(isinstance(each, DTensor) for each in module.parameters()):
         return
-    refuse_scalars(module, "FSDP2")
+    refuse_unshardable(module, "FSDP2")
     strategy.precision_plugin.convert_module(module)
     module.to("cpu" if strategy.cpu_offload else strategy.root_device)
     tensors = weights.named_tensors(module)
     scatter.from_rank_zero(tensors, tensors)
     shard_by_blocks(module, strategy)
+    refuse_mixed(module, lambda each: isinstance(each, fsdp.FSDPModule))
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         if is_overridden(step, module):
             fsdp.register_fsdp_forward_method(module, step)

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import lightning as L
@@ -25,11 +26,12 @@ from ..compat.deepspeed import EnginePrecision, set_deepspeed_config, start_deep
 from ..compat.lightning import accumulates
 from ..compat.torch import drop_weak_references
 from ..errors import InputError, require
-from ..layout import refuse_scalars
+from ..layout import refuse_unshardable
 from . import deepspeed_check
 from . import deepspeed_config as config_file
-from .configured import Configured, Hardware
+from .configured import LIBRARIES, Configured, Hardware
 from .element_wise import is_element_wise, is_known
+from .own_code import code_of
 from .own_format import OwnFormat
 from .run_strategy import RunDefaults
 from .starting import Start
@@ -79,7 +81,13 @@ class ZeroPrecision(EnginePrecision):
         self, optimizer: Any, model: L.LightningModule, closure: Any, **kwargs: Any
     ) -> object:
         engine = _engine(model)
-        result = super().optimizer_step(optimizer, model, closure, **kwargs)
+
+        def forward_and_backward() -> object:
+            result = closure()
+            model.trainer.strategy.take_over_weights()
+            return result
+
+        result = super().optimizer_step(optimizer, model, forward_and_backward, **kwargs)
         if getattr(engine.optimizer, "cpu_offload", False) and engine.optimizer.overflow:
             # DeepSpeed 0.19.8 clears them only without offload; in bf16 the next step adds them.
             engine.optimizer.averaged_gradients = dict.fromkeys(engine.optimizer.averaged_gradients)
@@ -248,8 +256,16 @@ class ZeroStrategy(RunDefaults, OwnFormat, compat.EngineStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         # before Lightning completes it from the arguments
         set_deepspeed_config(self, self._config_of_trainer)
+        assert self.lightning_module is not None
+        refuse_unshardable(self.lightning_module, "DeepSpeed")
+        for name, parameter in self.lightning_module.named_parameters():
+            if parameter.dtype == torch.float64:  # DeepSpeed would cast it
+                raise InputError(
+                    f"{name} of {type(self.lightning_module).__name__} is of torch.float64, and"
+                    " DeepSpeed trains in single precision: convert it, or set trainer.strategy to"
+                    " ddp"
+                )
         if self.zero_stage_3:  # DeepSpeed does not move back what teardown moved to the host
-            assert self.lightning_module is not None
             for tensor in (*self.lightning_module.parameters(), *self.lightning_module.buffers()):
                 tensor.data = tensor.data.to(self.root_device)
         super().setup(trainer)
@@ -264,7 +280,7 @@ class ZeroStrategy(RunDefaults, OwnFormat, compat.EngineStrategy):
         import deepspeed
 
         model = start.model
-        refuse_scalars(model, "DeepSpeed")
+        refuse_unshardable(model, "DeepSpeed")
         if any(getattr(self.lightning_module, key, None) for key in (KEY, REFERENCE)):
             self.exclude_frozen_parameters = True
         set_deepspeed_config(self, self._config_of_trainer)
@@ -325,6 +341,20 @@ class ZeroStrategy(RunDefaults, OwnFormat, compat.EngineStrategy):
             compat.trace_full_forwards(self.deepspeed_engine)
         if self.deepspeed_engine.wall_clock_breakdown():
             compat.time_full_forwards(self.deepspeed_engine)
+
+    def take_over_weights(self) -> None:
+        """Lets the engine train on with weights that a hook has changed since the newest step."""
+        if self._may_change_weights:
+            compat.take_over_weights(self.deepspeed_engine.optimizer)
+
+    @cached_property
+    def _may_change_weights(self) -> bool:
+        """Whether code of the user's may do so; where none does, nothing is compared."""
+        trainer: Any = self.lightning_module.trainer if self.lightning_module else None
+        kinds = {type(each) for each in (self.lightning_module, *trainer.callbacks)}
+        users = [kind for kind in kinds if kind.__module__.partition(".")[0] not in LIBRARIES]
+        codes = [code_of(kind) for kind in users]
+        return any(code is None or code.may_change_weights() for code in codes)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns {}: the engine writes the state of its optimizer by itself (checkpoint/zero.py),

@@ -4,9 +4,15 @@ A network of 57 weights learns a function of four numbers; a row's number is in 
 a trace shows who trained on what. Nothing here knows this library."""
 
 from ..arms import Habit
-from . import flags, loaders, schedules, state
+from . import flags, loaders, reported, schedules, state
 
-SUBJECTS = {"flags": flags, "loaders": loaders, "schedules": schedules, "state": state}
+SUBJECTS = {
+    "flags": flags,
+    "loaders": loaders,
+    "schedules": schedules,
+    "state": state,
+    "reported": reported,
+}
 HABITS: dict[str, Habit] = {
     name: habit for subject in SUBJECTS.values() for name, habit in subject.HABITS.items()
 }

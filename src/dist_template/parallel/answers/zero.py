@@ -114,6 +114,7 @@ class Zero(Plain):
                         " strategy/fsdp2"
                     )
             yield from self._hooks_of_gradients(setup)
+            yield from self._changes_of_weights(setup)
         if self.offload_parameters and self.stage != 3:
             why = f"needs ZeRO stage 3, which shards parameters, but the stage is {self.stage}"
             if self.arguments.get("config"):
@@ -161,6 +162,16 @@ class Zero(Plain):
         if self.stage == 3:
             yield from selective_refusal(setup, "ZeRO stage 3")
             yield from measured_refusal(setup, "ZeRO stage 3")
+
+    def _changes_of_weights(self, setup: Configured) -> Iterator[str]:
+        """Under ZeRO-3 a parameter is empty outside of `forward`: a change would be lost."""
+        code = code_of(type(setup.module))
+        if self.stage == 3 and code is not None and (hook := code.changes_weights_in()):
+            yield (
+                f"{hook} of {type(setup.module).__name__} changes tensors in place and mentions"
+                " weights, which are empty there under ZeRO-3: use --config strategy/zero2,"
+                " strategy/fsdp2 or strategy/ddp"
+            )
 
     def _hooks_of_gradients(self, setup: Configured) -> Iterator[str]:
         """The engine keeps gradients to itself: `.grad` is None in hooks, so that a norm would not
