@@ -87,7 +87,8 @@ def refuse_unshardable(model: nn.Module, what: str) -> None:
 
 def refuse_mixed(model: nn.Module, units: Callable[[nn.Module], bool]) -> None:
     """Raises InputError if FSDP2 would have to gather trainable parameters of several dtypes, or
-    one without elements, at once: all those of a module that `units` is true of, without those of such modules in it."""
+    one without elements, at once. It gathers those of a module that `units` is true of, without
+    those of other such modules in it."""
     kind, found = type(model).__name__, dict[str, tuple[str, torch.dtype]]()
     unit_of = {"": ""}
     for name, module in model.named_modules():
@@ -140,6 +141,8 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     for group in by_layout(tensors):
         parts: list[Tensor] = []
         for shard in map(local_shard, group):
+            if shard.is_sparse:  # of an embedding, whose rows may be in it several times
+                shard = shard.coalesce().values()
             # On a CPU torch (2.13) adds all squares of a tensor one by one, which loses 4e-4 of the
             # norm of 10 million.
             is_large = shard.is_cpu and shard.numel() > PART

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dist_template.errors import InputError
-from dist_template.layout import refuse_lazy, refuse_mixed, refuse_unshardable
+from dist_template.layout import refuse_lazy, refuse_mixed, refuse_unshardable, total_norm
 from dist_template.parallel.answers.zero import Zero
 from dist_template.parallel.own_code import code_of
 
@@ -35,6 +35,16 @@ def test_what_cannot_be_sharded_is_refused_by_name(part: Any, sentence: str) -> 
     refuse_unshardable(Holder(part=nn.Embedding(3, 2), other=nn.Linear(2, 2)), "FSDP2")
 
 
+def test_the_norm_of_sparse_gradients_adds_rows_that_come_twice() -> None:
+    table = nn.Embedding(5, 3, sparse=True)
+    table(torch.tensor([1, 1, 2])).sum().backward()
+    assert table.weight.grad is not None
+    dense = table.weight.grad.to_dense()
+    torch.testing.assert_close(
+        total_norm([table.weight.grad, torch.ones(2)]) ** 2, (dense**2).sum() + 2
+    )
+
+
 def test_a_lazy_layer_is_refused_until_it_has_a_shape() -> None:
     model = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
     with pytest.raises(InputError, match=r"0\.weight of Sequential is of a lazy layer"):
@@ -50,6 +60,8 @@ def test_dtypes_may_differ_between_units_of_fsdp_but_not_in_one() -> None:
     refuse_mixed(model, lambda each: each in (model, model.two))
     model.two.requires_grad_(False)
     refuse_mixed(model, lambda each: each is model)
+    with pytest.raises(InputError, match="part of Holder is a parameter without elements"):
+        refuse_mixed(Holder(part=nn.Parameter(torch.zeros(0, 3))), lambda _: True)
 
 
 class Clamps(L.LightningModule):

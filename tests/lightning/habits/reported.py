@@ -1045,7 +1045,12 @@ MODULES: dict[str, Habit] = {
     ),
     "changes_max_epochs": Habit("ChangesMaxEpochs", trainer=EPOCHS),
     "tracks_best": Habit("TracksBest", trainer=EPOCHS),
-    "min_metric": Habit("MinMetric", trainer=EPOCHS),
+    "min_metric": Habit(
+        "MinMetric",
+        trainer=EPOCHS,
+        why="on_train_start resets the metric in a resumed training too, and so it does in"
+        " Lightning: keep the best value in on_save_checkpoint",
+    ),
     "changes_rate_within": Habit("ChangesRateWithin", trainer=EPOCHS),
     "starts_anew": Habit("StartsAnew", trainer=EPOCHS),
     "anneals": Habit("LossByEpochNumber", trainer=EPOCHS),
