@@ -51,7 +51,8 @@ class SampleOrder(Callback):
     has `costs`, a number per sample, ranks get equal work in each step, of equally many samples.
 
     A loader with an iterable dataset, with a sampler of its own, or of another class keeps its
-    order, and is distributed over the ranks by any_loader.py; so do all loaders where `distributes`
+    order, as one does that the Trainer reloads, which may have other rows in each epoch. It is
+    distributed over the ranks by any_loader.py; so are all loaders where `distributes`
     is false, and there each rank must skip the other ranks' samples itself. A datamodule with an
     order of its own is not changed.
 
