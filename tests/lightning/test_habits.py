@@ -23,6 +23,8 @@ DAILY = [  # each stands for a fault that was found: docs/decisions/training.md
     ("overfits_a_share", "ddp"),
     ("accumulates_by_epoch", "one"),
     ("randomly_augmented", "ddp"),
+    ("clamps_itself", "zero2"),
+    ("changes_rate_within", "one"),
 ]
 
 pytestmark = pytest.mark.slow

@@ -65,7 +65,7 @@ def test_dtypes_may_differ_between_units_of_fsdp_but_not_in_one() -> None:
 
 
 class Clamps(L.LightningModule):
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.limit()
 
     def limit(self) -> None:
@@ -84,7 +84,7 @@ class OnlyAtFirst(L.LightningModule):
 
 
 class GivesItselfAway(OnlyAtFirst):
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         print(self)
 
 

@@ -148,11 +148,9 @@ class ParameterNames(Callback):
             checkpoint["parameter_names"] = [
                 sum(groups_of(pl_module, one), []) for one in trainer.optimizers
             ]
-        checkpoint[OWN_RATES] = [
-            number
-            for number, config in enumerate(trainer.lr_scheduler_configs)
-            if not _are_of_schedule(config.scheduler)
-        ]
+        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+        if own := [number for number, one in enumerate(schedules) if not _are_of_schedule(one)]:
+            checkpoint[OWN_RATES] = own
         for key in (KEY, REFERENCE):
             if base := getattr(pl_module, key, None):
                 checkpoint[key] = base

@@ -47,10 +47,10 @@ class Code:
         """Returns whether the hook calls the library's, or was put into the class from outside."""
         return hook not in self._methods or self.calls_original(hook)
 
-    def hands_on_module(self, hook: str) -> bool:
-        """Returns whether the hook gives `self` to a function."""
+    def hands_on_module(self, hook: str, names: tuple[str, ...] = ("self",)) -> bool:
+        """Returns whether the hook gives `self`, or what else is in `names`, to a function."""
         return any(
-            isinstance(each, ast.Name) and each.id == "self"
+            isinstance(each, ast.Name) and each.id in names
             for method in self._methods.get(hook, [])
             for node in ast.walk(method)
             if isinstance(node, ast.Call)
@@ -72,9 +72,9 @@ class Code:
 
     def may_change_weights(self) -> bool:
         """Returns whether a method that runs in training changes tensors in place, or hands the
-        module to other code."""
-        hooks = self._methods.keys() - BEFORE_TRAINING
-        return any(self._sets(hook) or self.hands_on_module(hook) for hook in hooks)
+        module to other code; a callback's code too."""
+        hooks, given = self._methods.keys() - BEFORE_TRAINING, ("self", "pl_module")
+        return any(self._sets(hook) or self.hands_on_module(hook, given) for hook in hooks)
 
     def changes_weights_in(self) -> str:
         """Returns a method that runs in training, mentions weights, and changes tensors in place;

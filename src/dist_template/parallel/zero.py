@@ -81,10 +81,11 @@ class ZeroPrecision(EnginePrecision):
         self, optimizer: Any, model: L.LightningModule, closure: Any, **kwargs: Any
     ) -> object:
         engine = _engine(model)
+        strategy: Any = model.trainer.strategy
 
         def forward_and_backward() -> object:
             result = closure()
-            model.trainer.strategy.take_over_weights()
+            strategy.take_over_weights()
             return result
 
         result = super().optimizer_step(optimizer, model, forward_and_backward, **kwargs)
