@@ -24,7 +24,6 @@ DAILY = [  # each stands for a fault that was found: docs/decisions/training.md
     ("accumulates_by_epoch", "one"),
     ("randomly_augmented", "ddp"),
     ("clamps_itself", "zero2"),
-    ("changes_rate_within", "one"),
 ]
 
 pytestmark = pytest.mark.slow
