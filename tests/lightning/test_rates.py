@@ -15,7 +15,9 @@ class Rates(Callback):
     def __init__(self) -> None:
         self.seen: list[float] = []
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 

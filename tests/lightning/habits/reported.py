@@ -1033,7 +1033,12 @@ MODULES: dict[str, Habit] = {
     "normalizes_after_step": Habit("NormalizesAfterStep", trainer=EPOCHS),
     "weight_normed": Habit("WeightNormed", trainer=EPOCHS),
     "spectral_normed": Habit("SpectralNormed", trainer=EPOCHS),
-    "unused": Habit("Unused", trainer=EPOCHS, impossible="parameters that were not used"),
+    "unused": Habit(
+        "Unused",
+        trainer=EPOCHS,
+        impossible="parameters that were not used",
+        refused={"ddp": "DDP needs a gradient of each parameter"},
+    ),
     "frozen_norm": Habit("FrozenNorm", trainer=EPOCHS),
     "manual_scheduled": Habit("ManualScheduled", trainer=EPOCHS, refused=ZERO_MANUAL),
     "learnables": Habit("Learnables", trainer=EPOCHS, refused={"fsdp2": "without elements"}),
