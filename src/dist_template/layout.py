@@ -65,6 +65,7 @@ def shard_of(tensor: Tensor) -> Shard:
 
 def refuse_unshardable(model: nn.Module, what: str) -> None:
     """Raises InputError if the strategy `what` cannot shard a parameter, or reduce its gradient."""
+    refuse_lazy(model)
     kind, way_out = type(model).__name__, "set trainer.strategy to ddp"
     for name, parameter in model.named_parameters():
         if not full_shape(parameter):

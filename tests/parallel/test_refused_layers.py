@@ -49,6 +49,8 @@ def test_a_lazy_layer_is_refused_until_it_has_a_shape() -> None:
     model = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
     with pytest.raises(InputError, match=r"0\.weight of Sequential is of a lazy layer"):
         refuse_lazy(model)
+    with pytest.raises(InputError, match=r"0\.weight of Sequential is of a lazy layer"):
+        refuse_unshardable(model, "FSDP2")
     model(torch.ones(2, 3))
     refuse_lazy(model)
 
