@@ -18,7 +18,7 @@ from tests.support import house
 
 COMPAT = Path(dist_template.__file__).parent / "compat"
 FILES = """lightning torch deepspeed transformers torchrun lightning_cli fake_tensors recording
-    published pipelining""".split()
+    published pipelining monitors""".split()
 
 # The first part of a place stands for a package.
 SHORT = {"L": "lightning.pytorch", "F": "lightning.fabric", "D": "torch.distributed"}
@@ -40,6 +40,8 @@ FUNCTIONS = {
     "L.strategies:DeepSpeedStrategy._initialize_deepspeed_train": "self model",
     "L.core.optimizer:_init_optimizers_and_lr_schedulers": "model",
     "L.loops.training_epoch_loop:_TrainingEpochLoop._get_monitor_value": "self key",
+    "L.callbacks:EarlyStopping._validate_condition_metric": "self logs",
+    "L.callbacks:ModelCheckpoint._save_topk_checkpoint": "self trainer monitor_candidates",
     "C.data_connector:_resolve_overfit_batches": "combined_loader mode",
     "C.logger_connector.logger_connector:_LoggerConnector.log_metrics": "self metrics step",
     "L:LightningModule.configure_gradient_clipping": "self optimizer gradient_clip_val "
@@ -106,7 +108,7 @@ FUNCTIONS = {
 # "module:class" or "module" -> what its source reads or sets
 ATTRIBUTES = {
     "L:Trainer": "_signal_connector _checkpoint_connector _logger_connector _evaluation_loop",
-    "L.loops.evaluation_loop:_EvaluationLoop": "_results _logged_outputs",
+    "L.loops.evaluation_loop:_EvaluationLoop": "_results _logged_outputs _has_run",
     "L.loops.training_epoch_loop:_TrainingEpochLoop": "batch_progress",
     "L.trainer.setup": "_val_check_time_interval",
     "L.loops.fit_loop:_FitLoop": "_data_fetcher",

@@ -14,6 +14,7 @@ import lightning as L
 import pytest
 from lightning.pytorch import Callback
 
+from dist_template.cli import main as command_line
 from dist_template.project import Project
 from dist_template.wings.rehearse.record import RunRecord
 from dist_template.wings.rehearse.workers import run_ranks
@@ -125,12 +126,14 @@ def disk(folder: Path, size: str) -> Generator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def refused(verb: str, flags: list[str], capfd: pytest.CaptureFixture[str]) -> str:
+def refused(
+    verb: str, flags: list[str], capfd: pytest.CaptureFixture[str], project: Project = OURS
+) -> str:
     """The one sentence of a command that must end with exit code 2."""
     capfd.readouterr()
     os.environ.pop("DIST_RUN_ID", None)  # of the run before
     try:
-        code: Any = command([verb, *flags])
+        code: Any = command_line.command([verb, *flags], project)
     except SystemExit as stopped:
         code = stopped.code
     error = capfd.readouterr().err

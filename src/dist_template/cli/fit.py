@@ -225,6 +225,7 @@ class CLI(OpenCLI):
             config=self.resolved_config(),
             defaults=self._defaults,
             is_manual=not self.model.automatic_optimization,
+            plateau=self._monitor_of_plateau(),
         )
         explain_optimizers(trainer.strategy, self.model)
         before_setup(trainer.strategy, lambda: refuse_lazy(self.model))
@@ -260,6 +261,12 @@ class CLI(OpenCLI):
             if why := limits.unread.class_without_effect(self.model, key):
                 raise InputError(why)
             setattr(self.model.optim, f"{key}_class", chosen.as_dict())
+
+    def _monitor_of_plateau(self) -> str:
+        """Returns where the monitor of ReduceLROnPlateau is set."""
+        if self.value(self.config, "lr_scheduler"):
+            return "--lr_scheduler.monitor"
+        return f"the monitor in {type(self.model).__name__}.configure_optimizers"
 
     def _accumulate(self) -> None:
         """Lets trainer.accumulate_grad_batches set data.global_batch_size, as a user of Lightning

@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from ..callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from ..callbacks.crash import Crash
+from ..callbacks.monitors import Monitors
 from ..callbacks.record import Record
 from ..callbacks.sample_order import SampleOrder
 from ..callbacks.summary import Summary
@@ -38,11 +39,13 @@ def complete(
     config: dict[str, Any],
     defaults: Callable[[], str],
     is_manual: bool,
+    plateau: str,
 ) -> Summary:
     """Adds loggers, callbacks, checkpoint formats and the training loop; returns the summary.
     `given` are the Trainer's keyword arguments in the configuration, `config` is the content of
     config.yaml, and `defaults` returns its content with all keys at their defaults. `is_manual`:
-    the module steps its optimizers itself."""
+    the module steps its optimizers itself. `plateau`: where the monitor of ReduceLROnPlateau is
+    set."""
     if isinstance(given.get("strategy"), str) and type(trainer.strategy) is DDPStrategy:
         # Gradients are views of the buckets that are sent; buffers change equally on all ranks, and
         # are not broadcast.
@@ -59,7 +62,9 @@ def complete(
         trainer.loggers = [*trainer.loggers, RunLog(run)]
     plain = redacted(json.loads(json.dumps(config, default=str)))
     summary = Summary(run, calls_hooks=not trainer.fast_dev_run)
-    first: list[Any] = [Crash(run), Trainable()]
+    callbacks = given.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    first: list[Any] = [Crash(run), Trainable(), Monitors(callbacks, plateau)]
     if not any_module.owns_order(data):
         first.insert(0, SampleOrder(distributes=given.get("use_distributed_sampler", True)))
     last = [Record(run, plain, defaults), summary]

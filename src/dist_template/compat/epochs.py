@@ -169,6 +169,8 @@ class ResumableEpochLoop(_TrainingEpochLoop):
     )
 
     _accumulation = 0  # batches of a step, while a shorter one at an epoch's end is accumulated
+    # Takes the monitor of a plateau that is not logged, and the metrics; None: Lightning raises.
+    refuse_plateau: Callable[[str, Any], None] | None = None
 
     def __init__(self, trainer: Any, *steps: Any) -> None:
         super().__init__(trainer, *steps)
@@ -233,6 +235,10 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         """Returns a plateau's metric, the mean over all ranks: a batch's metric is each rank's own
         unless it was logged with `sync_dist`, and ranks would train at different rates."""
         value = super()._get_monitor_value(key)
+        if value is None and self.refuse_plateau is not None:
+            configs = self.trainer.lr_scheduler_configs
+            if any(each.monitor == key and each.strict for each in configs):
+                self.refuse_plateau(key, self.trainer.callback_metrics)
         if isinstance(value, Tensor) and self.trainer.world_size > 1:
             value = self.trainer.strategy.reduce(value.clone(), reduce_op="mean")
         return value
