@@ -9,7 +9,6 @@ LightningCLI does the work. It calls the methods of `CLI` in this order:
     instantiate_trainer             checks what cannot work together, then the Trainer (trainer.py)
     before_fit, after_fit, …        around Lightning's fit, validate, test or predict"""
 
-import re
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -39,9 +38,11 @@ from ..project import Project
 from . import limits, ranges, strategy_names
 from .defaults import always_on, differing, hide_expected, trainer_defaults
 from .parser import (
+    KEYS_OF_KINDS,
     OPTIMIZATION,
     ConfigFile,
     Parser,
+    Refused,
     add_callback,
     add_optimization,
     as_launched,
@@ -183,7 +184,10 @@ class CLI(OpenCLI):
     # ---- the objects -------------------------------------------------------------------------
 
     def instantiate_classes(self) -> None:
-        """Reports the reason alone if a strategy refuses its arguments."""
+        """Reports the reason alone if a class refuses its arguments."""
+        refused = Refused()
+        for kind in KEYS_OF_KINDS:
+            self.parser.add_instantiator(refused.construct, kind, subclasses=True)
         try:
             super().instantiate_classes()
         except InputError:
@@ -191,14 +195,9 @@ class CLI(OpenCLI):
         except ValueError as error:  # jsonargparse lists the reason among other failed attempts
             if lacking := missing_requirement(str(error)):
                 raise InputError(lacking) from error
-            # a reason that ends with a colon goes on in the next line
-            reasons = re.findall(
-                r"^  - (?!Expected a <)(.+(?:(?<=:)\n.+)?)", str(error), re.MULTILINE
-            )
-            reasons = [" ".join(reason.split()) for reason in reasons]
-            if "Union subtypes" not in str(error) or not reasons:
-                raise
-            raise InputError(reasons[-1]) from error
+            if refused.why:
+                raise InputError(refused.why) from error
+            raise
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         self._pass_optimization()

@@ -6,6 +6,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
+from pydoc import locate
 from typing import Any, NoReturn
 
 import yaml
@@ -15,13 +16,14 @@ from lightning.pytorch.cli import LightningArgumentParser, LRSchedulerTypeTuple
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..by_tokens import values_of
 from ..compat.lightning_cli import formatter_of, keys_of, takes_null, wrap_instantiation
-from ..errors import InputError, is_first_on_node, reason, shortened
+from ..errors import InputError, first_line, is_first_on_node, reason, shortened
 from ..foreign import MOST_BYTES
 from ..plugins import Plugin, PluginError, contained, note
 from ..project import Choice, program
@@ -30,6 +32,13 @@ from .ranges import RANGES
 
 __all__ = ["one_sentence"]
 
+# Kinds of classes that a configuration names: the key that does.
+KEYS_OF_KINDS: dict[type, str] = {
+    Callback: "trainer.callbacks",
+    Logger: "trainer.logger",
+    Strategy: "trainer.strategy",
+    Profiler: "trainer.profiler",
+}
 BASES = (Callback, Logger, Strategy, Profiler, Optimizer, LRScheduler, Choice)
 OPTIMIZATION = {  # key: base classes, the argument that optim.py passes, help
     "optimizer": (
@@ -72,6 +81,7 @@ class Parser(LightningArgumentParser):
         usage = f"{program(verb)} --config FILE [--config FILE]… [--KEY VALUE]…"
         super().__init__(*args, usage=usage, **kwargs)
         self.section = ""  # whose keys the help shows alone
+        self.of_class: type | None = None  # whose arguments jsonargparse reads by this parser
         self.keys_of_fit: set[str] = set()
 
     def format_help(self, formatter: Any = None) -> str:
@@ -107,6 +117,11 @@ class Parser(LightningArgumentParser):
         for action in keys_of(self):
             action.help = HELP.get(action.dest, action.help)
         return added
+
+    def add_class_arguments(self, theclass: type, *args: Any, **kwargs: Any) -> list[str]:
+        if not args and "nested_key" not in kwargs:
+            self.of_class = theclass
+        return super().add_class_arguments(theclass, *args, **kwargs)
 
     def keys(self) -> set[str]:
         """Returns the keys of this parser and of its verbs'."""
@@ -172,6 +187,8 @@ class Parser(LightningArgumentParser):
         if os.environ.get("TRACEBACK", "0") != "0" and ex is not None:
             raise ex
         text = one_sentence(" ".join(message.split()), self.keys())
+        if self.of_class is not None:
+            text = _with_class(text, self.of_class)
         if is_first_on_node():
             end = "" if text.endswith("?") else ";"
             print(f"error: {shortened(text)}{end} see --help for every key", file=sys.stderr)
@@ -208,8 +225,11 @@ def one_sentence(text: str, keys: set[str]) -> str:
         return f"{name} is not a key of this program{hint}"
     if argument := re.fullmatch(r"Option '(\w+)' is not accepted", text):
         return f"{argument[1]} is not an argument of the class that it is given to"
+    if lacking := re.fullmatch(r"the following arguments are required: (.+)", text):
+        return f"{lacking[1]} is missing: it has no default"
     kind = r"Expected a <class '(\w+)'>"
     text = re.sub(kind, lambda match: f"expected {TYPES.get(match[1], match[1])}", text)
+    text = re.sub(r"Expected a typing\.Literal\[([^\]]*)\]", r"expected one of \1", text)
     if wrong := re.search(r'Parser key "([\w.]+)": (expected .+?)\. Got value: (.+)', text):
         return f"{wrong[1]} is {wrong[3]!r}: {wrong[2]}"
     if scalar := re.search(r"""Parser key "([\w.]+)": Unable to load config '(.+?)'""", text):
@@ -227,9 +247,61 @@ def one_sentence(text: str, keys: set[str]) -> str:
         return f"{at}there is no class {found[1]};{hint} {allowed}"
     union = r"Union subtypes.* Errors: - (.+) Given value type: .*? Given value: (.+)"
     value = re.search(union, text)
+    if at and (why := _of_given_class(text)):
+        return f"{at}{why}"
     if at and value:
         return f"{at}{value[2]} is not possible: {', '.join(dict.fromkeys(value[1].split(' - ')))}"
     return text
+
+
+def _of_given_class(text: str) -> str:
+    """Returns what is wrong with a class, which jsonargparse tells among the types that it has
+    tried; "" if the message is about something else."""
+    path = re.search(r"['\"]class_path['\"]: ['\"]([\w.]+)|Given value: ([\w.]+)$", text)
+    given = (path[1] or path[2]) if path else "the class"
+    if re.search(r"Expected an instantiatable class, but (\S+ )?is abstract", text):
+        methods = sorted(getattr(locate(given), "__abstractmethods__", ()))
+        return f"{given} is abstract: give a subclass that defines {', '.join(methods)}"
+    if found := re.search(r"Import path (\S+) does not correspond to a subclass of", text):
+        kinds = re.findall(r"does not correspond to a subclass of (\w+)", text)
+        return f"{found[1]} is no subclass of {' or '.join(dict.fromkeys(kinds))}"
+    problem = r"Problem with given class_path '([\w.]+)': (.+?)(?= - | Given value|$)"
+    if found := re.search(problem, text):
+        return f"{found[1]} cannot be imported: {found[2].rstrip('.')}"
+    return ""
+
+
+def _with_class(text: str, kind: type) -> str:
+    """Returns a message about an argument with the class that has it and the key that names it."""
+    key = next((key for base, key in KEYS_OF_KINDS.items() if issubclass(kind, base)), "")
+    own = "an argument of the class that it is given to"
+    if own in text:
+        text = text.replace(own, f"an argument of {kind.__name__}")
+        return f"{key}: {text}" if key else text
+    return f"{key}: {kind.__name__}: {text}" if key else text
+
+
+class Refused:
+    """Creates objects of configured classes, and keeps why the first of them could not be."""
+
+    def __init__(self) -> None:
+        self.why = ""
+
+    def construct(self, kind: type, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return kind(*args, **kwargs)
+        except Exception as error:
+            self.why = self.why or self._sentence(kind, error)
+            raise
+
+    def _sentence(self, kind: type, error: Exception) -> str:
+        if isinstance(error, InputError):
+            return str(error)
+        key = next(key for base, key in KEYS_OF_KINDS.items() if issubclass(kind, base))
+        why = first_line(error).rstrip(".").replace(". ", "; ")
+        if not isinstance(error, ValueError | TypeError | MisconfigurationException):
+            why = f"{type(error).__name__}: {why}"
+        return f"{key}: {kind.__name__} refuses its arguments: {why}"
 
 
 def missing_requirement(text: str) -> str | None:
