@@ -11,17 +11,23 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from trainer_dev.data import DataModule
 from trainer_dev.module import LanguageModule
+from transformers import AutoConfig
 
-from dist_template import OptimConfig
+from dist_template import BalanceConfig, OptimConfig
+from dist_template.by_tokens import Phase
+from dist_template.callbacks.experts import refuse_without_experts
 from dist_template.callbacks.numerics import Numerics
 from dist_template.cli.defaults import always_on
 from dist_template.cli.fit import CLI
+from dist_template.cli.limits import notes
 from dist_template.cli.limits.unread import class_without_effect
 from dist_template.errors import InputError
 from tests import PROJECT, ROOT
+from tests.support.classifier import Classifier
 from tests.support.library import keys_of
-from tests.support.limits import violations_of
+from tests.support.limits import EIGHT_GPUS, LLAMA, violations_of
 from tests.support.line import OURS
 
 LIBRARY = ROOT / "src" / "dist_template"
@@ -145,6 +151,67 @@ def test_a_key_of_another_schedule_is_refused(key: str, given: Any, reads_it: An
     name = f"model.optim.{key}"
     assert about(name, LanguageModule(optim=OptimConfig(**given, **{key: 0.4})))
     assert not about(name, LanguageModule(optim=OptimConfig(**reads_it, **{key: 0.4})))
+
+
+BALANCE = [f"model.balance.{each.name}" for each in fields(BalanceConfig)]
+STEPS = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 3}}
+SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "weight_decay": 0.0}}
+ADAFACTOR = {"class_path": "torch.optim.Adafactor", "init_args": {"lr": 0.1}}
+MOE = AutoConfig.for_model("mixtral", num_local_experts=4)
+PHASES = [Phase(1e-3, 1e6), Phase(1e-4)]
+
+
+@pytest.mark.parametrize("key", BALANCE)
+def test_a_flag_of_experts_is_refused_without_experts(key: str) -> None:
+    (sentence,) = violations_of(typed={key})
+    assert sentence == f"{key} has no effect (the model has no experts): remove the flag"
+    assert not violations_of(config=MOE, typed={key})
+    assert not violations_of(typed=())  # as a file for several models has it
+
+
+def test_what_a_file_sets_of_experts_is_told() -> None:
+    module = LanguageModule(balance=BalanceConfig(bias_update_speed=0.003))
+    given: Any = (EIGHT_GPUS, {}, module, DataModule())
+    (line,) = notes(*given, LLAMA, frozenset())
+    assert (
+        line
+        == "note: model.balance.bias_update_speed 0.003 has no effect: the model has no experts"
+    )
+    assert not notes(*given, MOE, frozenset())
+    assert not notes(*given[:2], LanguageModule(), given[3], LLAMA, frozenset())
+
+
+@pytest.mark.parametrize(
+    ("key", "optim", "flag"),
+    [
+        ("schedule", {"lr_scheduler_class": STEPS}, ""),
+        ("warmup", {"lr_scheduler_class": STEPS}, ""),
+        ("schedule", {"learning_rate": PHASES}, ""),
+        ("learning_rate", {"optimizer_class": SGD}, "optimizer.lr"),
+        ("weight_decay", {"optimizer_class": SGD}, "optimizer.weight_decay"),
+    ],
+)
+def test_a_flag_that_another_replaces_is_refused(key: str, optim: Any, flag: str) -> None:
+    config = OptimConfig()
+    vars(config).update(optim)
+    module = LanguageModule(optim=config)
+    name = f"model.optim.{key}"
+    found = [each for each in violations_of(module=module, typed={name, flag}) if name in each]
+    assert found and "has no effect" in found[0] and found[0].endswith("remove the flag")
+    assert not [each for each in violations_of(module=module) if name in each]
+
+
+def test_a_typed_default_that_own_code_does_not_read_is_refused() -> None:
+    key = "model.optim.learning_rate"
+    default = OptimConfig().learning_rate
+    (sentence,) = [each for each in violations_of(module=Own(), typed={key}) if key in each]
+    assert f"{key} is {default!r} and has no effect: Own has its own" in sentence
+
+
+def test_balancing_of_another_network_is_refused_when_it_is_built() -> None:
+    refuse_without_experts(BalanceConfig(), Classifier())
+    with pytest.raises(InputError, match="z_loss_coef has no effect: Classifier has no experts"):
+        refuse_without_experts(BalanceConfig(z_loss_coef=0.1), Classifier())
 
 
 @pytest.mark.parametrize("key", ["spike_window", "spike_sigmas"])

@@ -17,5 +17,6 @@ def violations_of(strategy: Any = "ddp", machine: Machine = EIGHT_GPUS, **given:
     module = given.pop("module", LanguageModule())
     data = given.pop("data", DataModule(global_batch_size=1024, micro_batch_size=1))
     config = given.pop("config", LLAMA)
+    typed = frozenset(given.pop("typed", ()))
     trainer = {"strategy": strategy, "max_steps": 1000, **given}
-    return violations(machine, trainer, module, data, config)
+    return violations(machine, trainer, module, data, config, typed=typed)

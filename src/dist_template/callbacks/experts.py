@@ -1,5 +1,6 @@
 """Balances a mixture of experts after each optimizer step, and measures the load of its experts."""
 
+from dataclasses import fields
 from typing import Any
 
 import lightning as L
@@ -7,6 +8,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from ..compat.lightning import accumulates
+from ..errors import InputError
 from ..model.any_module import metrics_of, typed_attribute, value_now
 from ..model.balance import BalanceConfig, Balancer
 from .numerics import Numerics
@@ -14,6 +16,22 @@ from .training_log import logs
 
 SPEED = "model.balance.bias_update_speed"
 LOADS = "moe/loads"  # tokens of each expert, in the metric buffer
+
+
+def refuse_without_experts(config: BalanceConfig, module: L.LightningModule) -> None:
+    """Raises InputError if balancing is configured for a network that has no experts. That of a
+    language model is known before: cli/limits/unread.py; files for several models set it there."""
+    changed = [
+        f"model.balance.{each.name}"
+        for each in fields(BalanceConfig)
+        if getattr(config, each.name) != each.default
+    ]
+    if changed and not getattr(module, "counts_tokens", False):
+        verb = "has" if len(changed) == 1 else "have"
+        raise InputError(
+            f"{', '.join(changed)} {verb} no effect: {type(module).__name__} has no experts; remove"
+            " the key"
+        )
 
 
 class Experts(Callback):
@@ -39,6 +57,7 @@ class Experts(Callback):
         balancer = typed_attribute(pl_module, "balancer", Balancer)
         balancer = balancer or Balancer(pl_module, BalanceConfig())
         if not balancer.layers:
+            refuse_without_experts(balancer.config, pl_module)
             return
         self._balancer, self._is_first, self._is_on = balancer, True, True
         self._handles = balancer.attach(pl_module.device)

@@ -48,6 +48,7 @@ from .parser import (
     as_launched,
     inherit_rates,
     missing_requirement,
+    typed_keys,
 )
 from .run import RunConfig, check_checkpoint, check_writable, choose_run, write_predictions
 from .trainer import complete
@@ -146,6 +147,7 @@ class CLI(OpenCLI):
         config = self.config = parser.parse_args(args)
         if self._verb:
             config = config[self._verb]
+        self._typed = typed_keys(args)
         strategy_names.check(config.trainer.get("strategy"))
         ranges.check(config, model=self.model_class, data=self.datamodule_class)
         if config.get("optimizer"):
@@ -294,6 +296,7 @@ class CLI(OpenCLI):
             *model_config,
             trains=self.subcommand == "fit",
             saves_asynchronously=self.value(self.config_init, "last_checkpoint").asynchronous,
+            typed=self._typed,
         )
         if violations:
             raise InputError(violations[0])
@@ -335,6 +338,9 @@ class CLI(OpenCLI):
         if is_fit:
             where = self.trainer.strategy, self.trainer.world_size, self._package
             for note in limits.proven.notes(config, self.model, self.datamodule, *where):
+                rank_zero_only(print)(note)
+            given = self._machine, self._trainer_arguments, self.model, self.datamodule, config
+            for note in limits.notes(*given, typed=self._typed):
                 rank_zero_only(print)(note)
             self.value(self.config_init, "same_environment").lock(
                 self.trainer, self.run, is_launched

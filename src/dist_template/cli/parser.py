@@ -448,6 +448,12 @@ def add_optimization(parser: LightningArgumentParser) -> None:
         parser.add_subclass_arguments(kinds, key, skip={skipped}, help=text, **off)
 
 
+def typed_keys(words: Any) -> frozenset[str]:
+    """Returns the keys that are flags of a command line, in whichever form."""
+    flags = (word for word in words or () if isinstance(word, str) and word.startswith("--"))
+    return frozenset(flag[2:].partition("=")[0].replace(".init_args.", ".") for flag in flags)
+
+
 def inherit_rates(settings: Namespace, given: Namespace) -> None:
     """Sets learning rate and weight decay of --optimizer to model.optim's unless they are given."""
     optim = (settings.get("model") or {}).get("optim")  # a class without arguments has no section

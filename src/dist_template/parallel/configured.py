@@ -41,6 +41,7 @@ class Configured:
     model_config: Any  # transformers' configuration
     trains: bool
     saves_asynchronously: bool = False
+    typed: frozenset[str] = frozenset()  # keys that are flags of this command line
 
     def setting(self, path: str) -> object:
         """Returns `model.<path>`; None if the module has no such setting."""

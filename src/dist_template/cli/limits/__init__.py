@@ -37,6 +37,7 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     training.optimization,
     options.ignored,
     unread.keys_of_replaced_methods,
+    unread.typed_in_vain,
     training.of_module,
 )
 
@@ -49,15 +50,31 @@ def violations(
     model_config: Any | None = NOT_READ_YET,
     trains: bool = True,
     saves_asynchronously: bool = False,
+    typed: frozenset[str] = frozenset(),
 ) -> list[str]:
     """Returns a sentence for each thing that cannot work; starts nothing. `machine` need not be
     this one; `trainer` are the Trainer's keyword arguments, with an instantiated strategy;
     `model_config` is transformers', None for another kind of model, unknown by default. `trains`:
     whether the verb is `fit`; evaluation has no accumulation and no schedule.
-    `saves_asynchronously` is last_checkpoint.asynchronous."""
-    setup = Setup(machine, trainer, module, data, model_config, trains, saves_asynchronously)
+    `saves_asynchronously` is last_checkpoint.asynchronous, and `typed` the keys that are flags of
+    the command line: what a file sets for several models, or schedules, may have no effect."""
+    setup = Setup(machine, trainer, module, data, model_config, trains, saves_asynchronously, typed)
     found = [sentence for topic in TOPICS for sentence in topic(setup)]
     return found or [*proven.refused(setup)]
+
+
+def notes(
+    machine: Machine,
+    trainer: Mapping[str, Any],
+    module: L.LightningModule,
+    data: Any,
+    model_config: Any | None,
+    typed: frozenset[str],
+) -> list[str]:
+    """Returns a line for each value of a file that has no effect on this model; the arguments are
+    as in `violations`."""
+    setup = Setup(machine, trainer, module, data, model_config, trains=True, typed=typed)
+    return [*unread.notes(setup)]
 
 
 def refusal_of_strategy(

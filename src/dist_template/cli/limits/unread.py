@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
+from ...model.any_module import typed_attribute
+from ...model.balance import BalanceConfig
+from ...parallel.answers.mesh import EXPERTS
 from ...parallel.configured import overrides
 from ...parallel.own_code import code_of
 from .machine import Setup
@@ -27,6 +30,7 @@ class Reader(NamedTuple):
     through: tuple[str, ...] = ()
 
 
+NO_EXPERTS = "the model has no experts"
 READERS = (
     Reader("configure_optimizers", ("optim",)),
     Reader("configure_model", ("blocks",), ("place",)),
@@ -56,7 +60,7 @@ def keys_of_replaced_methods(setup: Setup) -> Iterator[str]:
             continue
         for key in reader.keys:
             if not code.passes_on(key):
-                for path, value in _set_values(module, key):
+                for path, value in _set_values(module, key, setup.typed):
                     last = path.rpartition(".")[2]
                     if last not in code.names:
                         yield (
@@ -75,6 +79,57 @@ def keys_of_replaced_methods(setup: Setup) -> Iterator[str]:
                 )
 
 
+def typed_in_vain(setup: Setup) -> Iterator[str]:
+    """Yields a sentence for each flag of the command line that has no effect in this training,
+    whatever its value: one that is its default, too."""
+    if not setup.trains:
+        return
+    for key, why in _in_vain(setup):
+        if key in setup.typed:
+            yield f"{key} has no effect ({why}): remove the flag"
+
+
+def notes(setup: Setup) -> Iterator[str]:
+    """Yields a line for each value of a file that has no effect on this model: such a file is for
+    several models, and a flag for one."""
+    given = typed_attribute(setup.module, "balance", BalanceConfig)
+    if given is None or not has_no_experts(setup):
+        return
+    for each in fields(given):
+        value = getattr(given, each.name)
+        if value != each.default and f"model.balance.{each.name}" not in setup.typed:
+            yield f"note: model.balance.{each.name} {value} has no effect: {NO_EXPERTS}"
+
+
+def _in_vain(setup: Setup) -> Iterator[tuple[str, str]]:
+    """Yields keys that this training does not read, each with the reason."""
+    if has_no_experts(setup):
+        for each in fields(BalanceConfig):
+            yield f"model.balance.{each.name}", NO_EXPERTS
+    optim = setup.optim
+    if optim is None:
+        return
+    if optim.lr_scheduler_class:
+        for name in ("schedule", "warmup"):
+            yield f"model.optim.{name}", "--lr_scheduler replaces the schedule and its warm-up"
+    elif isinstance(optim.learning_rate, list):
+        yield "model.optim.schedule", "model.optim.learning_rate has phases"
+    if chosen := optim.optimizer_class:
+        name = chosen["class_path"].rpartition(".")[2]
+        for key, argument in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
+            flag = f"--optimizer.{argument}"
+            if flag.removeprefix("--") in setup.typed:
+                yield f"model.optim.{key}", f"{flag} replaces it"
+            elif argument not in chosen["init_args"]:
+                yield f"model.optim.{key}", f"--optimizer {name} takes no {argument}"
+
+
+def has_no_experts(setup: Setup) -> bool:
+    """Returns whether the model's configuration is known, and has no mixture of experts."""
+    config = setup.text_config
+    return config is not None and not any(getattr(config, name, None) for name in EXPERTS)
+
+
 def class_without_effect(module: Any, flag: str) -> str:
     """Returns why --optimizer or --lr_scheduler has no effect, because the module has its own
     `configure_optimizers`; "" if it has one."""
@@ -89,20 +144,23 @@ def class_without_effect(module: Any, flag: str) -> str:
     )
 
 
-def _set_values(module: Any, key: str) -> Iterator[tuple[str, object]]:
-    """Yields path and value of what is not the default of the module's argument `key`."""
+def _set_values(
+    module: Any, key: str, typed: frozenset[str] = frozenset()
+) -> Iterator[tuple[str, object]]:
+    """Yields path and value of what is not the default of the module's argument `key`, or typed."""
     if not hasattr(module, key) or not _is_ours(module, key):
         return
     value, default = getattr(module, key), _default(type(module), key)
     if not is_dataclass(value):
-        if value != default:
+        if value != default or f"model.{key}" in typed:
             yield key, value
         return
     if default is None:
         default = type(value)()
     for each in fields(value):
         given = getattr(value, each.name)
-        if each.init and given != getattr(default, each.name, given):
+        is_typed = f"model.{key}.{each.name}" in typed
+        if each.init and (is_typed or given != getattr(default, each.name, given)):
             yield f"{key}.{each.name}", given
 
 
