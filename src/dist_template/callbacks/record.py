@@ -70,9 +70,11 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
     """Writes `facts.json` on rank 0, when the model is on its device, and returns its content.
     Collective. Unknown values are null: a custom model or datamodule may lack what is read here."""
     hosts = weights.to_rank_zero(platform.node())
-    steps = (
-        trainer.estimated_stepping_batches
-    )  # may set up the loaders, with a barrier of all ranks
+    if module.automatic_optimization:
+        # may set up the loaders, with a barrier of all ranks
+        steps = trainer.estimated_stepping_batches
+    else:  # it would count batches, in each of which such a module may take several steps, or none
+        steps = trainer.max_steps if trainer.max_steps >= 0 else float("inf")
     if not trainer.is_global_zero:
         return {}
     model, data, size = network_of(module), data_of(trainer), size_of(module)

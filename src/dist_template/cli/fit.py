@@ -215,6 +215,9 @@ class CLI(OpenCLI):
             # Without checkpointing, Lightning refuses callbacks that save; trainer.py removes them.
             # Samples are distributed by the data module, or else by SampleOrder.
             options = {**kwargs, "enable_checkpointing": True, "use_distributed_sampler": False}
+            if self._trainer_arguments.get("default_root_dir") is None:
+                # of `logger: true`, and of callbacks and profilers without a folder of their own
+                options["default_root_dir"] = str(self.run)
             trainer: Any = super().instantiate_trainer(**options)
         except (MisconfigurationException, ModuleNotFoundError, RuntimeError, ValueError) as error:
             raise InputError(f"trainer: {reason(error)}; edit its keys") from error
