@@ -4,6 +4,7 @@ whose keys the module has."""
 import re
 from typing import Any
 
+import lightning as L
 import pytest
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.callbacks.spike import SpikeDetection
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from dist_template.strategies import MeshStrategy, ZeroStrategy
 from tests.support.classifier import Images, PlainClassifier
@@ -100,6 +102,28 @@ def test_a_callback_of_the_module_is_refused_too() -> None:
     (sentence,) = violations_of("ddp", CPU, **given)
     assert "StochasticWeightAveraging is not supported" in sentence
     assert violations_of("ddp", CPU, **given | {"module": AsksItsTrainer()}) == []
+
+
+class Counts(PlainClassifier):
+    calls = 0
+
+    def configure_callbacks(self) -> Any:
+        self.calls += 1
+        return [EMAWeightAveraging()]
+
+
+def test_the_hook_of_the_module_runs_once_until_lightning_has_its_callbacks() -> None:
+    module = Counts()
+    given = {"module": module, "data": Images(), "config": None}
+    assert violations_of("ddp", CPU, **given) == violations_of("ddp", CPU, **given) == []
+    assert is_overridden("configure_callbacks", module, L.LightningModule)
+    trainer: Any = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.strategy._lightning_module = module
+    trainer._callback_connector._attach_model_callbacks()
+    assert module.calls == 1
+    assert any(isinstance(each, EMAWeightAveraging) for each in trainer.callbacks)
+    module.configure_callbacks()  # a second fit makes its own
+    assert module.calls == 2
 
 
 def test_a_language_model_is_told_its_own_keys() -> None:

@@ -1,6 +1,7 @@
 """Options of the Trainer that are refused, with their replacements; values without an effect."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -72,11 +73,27 @@ def given_callbacks(setup: Setup) -> list[Any]:
     found = [*given] if isinstance(given, list | tuple) else [given]
     if setup.trains and is_overridden("configure_callbacks", setup.module, L.LightningModule):
         try:
-            of_module = setup.module.configure_callbacks()
+            of_module = callbacks_of(setup.module)
         except RuntimeError:  # it reads module.trainer, which is attached later
             return found
         found += [*of_module] if isinstance(of_module, list | tuple) else [of_module]
     return found
+
+
+def callbacks_of(module: L.LightningModule) -> Any:
+    """Returns what the module's `configure_callbacks` returns, and lets Lightning's first call
+    return the same: the hook may have effects, and is to run once, as with plain Lightning."""
+    kept = vars(module).get("configure_callbacks")
+    if isinstance(kept, partial) and kept.func is _hand_over:
+        return kept.args[1]
+    made = module.configure_callbacks()
+    vars(module)["configure_callbacks"] = partial(_hand_over, module, made)
+    return made
+
+
+def _hand_over(module: L.LightningModule, made: Any) -> Any:
+    del vars(module)["configure_callbacks"]
+    return made
 
 
 def callbacks(setup: Setup) -> Iterator[str]:
