@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.optimization.automatic import Closure
 from torch import Tensor, nn
@@ -47,6 +47,31 @@ def test_a_trainer_can_be_pickled(tmp_path: Path) -> None:
     assert type(restored.fit_loop.epoch_loop) is EpochLoop
     assert type(restored.strategy.precision_plugin) is MixedPrecision
     assert restored.max_steps == 2 and restored.global_step == 2
+
+
+class Asks(BoringModel):
+    """Ends in the middle of its first epoch, and asks at its end whether that was resumed."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and not self.trainer.fit_loop.restarting:
+            raise RuntimeError("stopped by the test")
+
+    def on_train_epoch_end(self) -> None:
+        self.found = self.trainer.fit_loop.restarting
+
+
+@pytest.mark.parametrize("is_lightnings", [True, False])
+def test_hooks_of_a_resumed_epochs_end_see_that_it_was_resumed(
+    tmp_path: Path, is_lightnings: bool
+) -> None:
+    options: Any = {"limit_train_batches": 4, "max_epochs": 1, "max_steps": -1}
+    options |= {"enable_checkpointing": True, "callbacks": OnExceptionCheckpoint(tmp_path)}
+    with pytest.raises(RuntimeError, match="stopped by the test"):
+        trainer_in(tmp_path, is_lightnings, **options).fit(Asks())
+    module = Asks()
+    path = tmp_path / "on_exception.ckpt"
+    trainer_in(tmp_path, is_lightnings, **options).fit(module, ckpt_path=path)
+    assert module.found
 
 
 class Unusual(BoringModel):

@@ -33,10 +33,6 @@ KNOWN: dict[str, str] = {  # test, without its parameters: why it differs
         "a checkpoint of an epoch's last batch does not count the epoch as finished, because"
         " its end has not run"
     ),
-    "tests_pytorch/core/test_metric_result_integration.py::test_result_collection_reload": (
-        "a resumed epoch's end is an ordinary one, `fit_loop.restarting` is false: its metrics"
-        " are of all its batches"
-    ),
 }
 
 

@@ -107,7 +107,6 @@ class FitLoop(_FitLoop):
     def on_advance_end(self) -> None:
         """As Lightning's, with the metrics of all ranks for callbacks that monitor one, and with
         `after_epoch` of callbacks when all of the epoch is done."""
-        self._restarting = False  # the metrics of a resumed epoch are complete
         trainer: Any = self.trainer
         loop: Any = self.epoch_loop
         loop.end_window()
@@ -124,6 +123,9 @@ class FitLoop(_FitLoop):
         if reduce := getattr(logger, "reduce_over_ranks", None):
             reduce()
         call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
+        # Hooks may ask whether the epoch was resumed; the rest is the same for one that was, as its
+        # metrics are complete.
+        self._restarting = False
         logger.on_epoch_end()
         if loop._num_ready_batches_reached():
             loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
