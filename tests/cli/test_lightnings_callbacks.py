@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.callbacks.spike import SpikeDetection
@@ -79,6 +80,16 @@ def test_a_flag_without_an_effect_is_refused(
 @pytest.mark.parametrize(("callback", "strategy"), POSSIBLE)
 def test_a_callback_that_works_is_not_refused(callback: Any, strategy: Any) -> None:
     assert of_a_plain_module(strategy, callbacks=[callback]) == []
+
+
+@pytest.mark.parametrize(
+    "callback", [OnExceptionCheckpoint("x"), ModelCheckpoint(save_on_exception=True)]
+)
+def test_a_rank_that_fails_alone_does_not_save_alone(callback: Any) -> None:
+    (sentence,) = of_a_plain_module("ddp", callbacks=[callback])
+    assert "does not work on 2 processes" in sentence and "last_checkpoint.every_n_" in sentence
+    assert of_a_plain_module("auto", Machine("cpu", 1), callbacks=[callback]) == []
+    assert of_a_plain_module("ddp", callbacks=[ModelCheckpoint()]) == []
 
 
 def test_saving_is_not_off_and_on_at_once() -> None:

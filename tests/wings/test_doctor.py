@@ -17,11 +17,13 @@ import torch
 import dist_template
 from dist_template.cluster.watchdog import WATCHDOG
 from dist_template.errors import Ended, Exit
+from dist_template.project import Project
 from dist_template.wings.diagnose import read_run
 from dist_template.wings.diagnose.engine import diagnose
 from dist_template.wings.preflight import callback, interval
 from dist_template.wings.preflight.callback import Preflight
 from dist_template.wings.setup import docs, doctor
+from tests.support.classifier import PLAIN
 from tests.support.histories import a_run
 from tests.support.line import OURS, command, main
 from tests.support.runs import Workers, run
@@ -270,3 +272,9 @@ def test_a_finished_run_is_compared_with_the_best_interval() -> None:
     found = interval.of_run(history)  # saves of 2 s; Young: the root of 2 x 2 s x 10 h, less 2 s
     assert found and found.best_s == pytest.approx(378, rel=0.01)
     assert interval.compared(history).startswith("every 1,000 steps, 8.3 min: 1.1 % lost; best")
+
+
+def test_a_plain_data_module_has_no_cache() -> None:
+    assert [*doctor.written_folders([], PLAIN)] == ["run.root"]
+    assert [*doctor.written_folders([], OURS)] == ["run.root", "data.cache_dir"]
+    assert [*doctor.written_folders([], Project("of_no_package"))] == ["run.root", "data.cache_dir"]

@@ -310,7 +310,10 @@ CALLBACKS: dict[str, Habit] = {
         ),
         trainer={"logger": True, "log_every_n_steps": 2},
     ),
-    "saves_on_exceptions": with_callbacks(callback("OnExceptionCheckpoint", dirpath="{out}")),
+    "saves_on_exceptions": with_callbacks(
+        callback("OnExceptionCheckpoint", dirpath="{out}"),
+        refused={"several": "OnExceptionCheckpoint does not work on 2 processes"},
+    ),
     "counts_for_itself": with_callbacks(own("CountsBatches"), module="Scaled"),
     "brings_callbacks": with_callbacks(module="OwnCallbacks"),
 }

@@ -29,6 +29,7 @@ __all__ = ["Machine", "accumulated_batch", "refusal_of_strategy", "violations"]
 TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     options.replaced_keys,
     options.callbacks,
+    options.saves_on_exceptions,
     options.flags,
     options.manual_optimization,
     training.precision,

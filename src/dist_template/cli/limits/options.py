@@ -12,7 +12,9 @@ from lightning.pytorch.callbacks import (
     Checkpoint,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelCheckpoint,
     ModelPruning,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -116,6 +118,24 @@ def callbacks(setup: Setup) -> Iterator[str]:
                 " parameters and accumulation are fixed when training starts: use --config"
                 " strategy/fsdp2 or strategy/ddp, or remove the callback"
             )
+
+
+def saves_on_exceptions(setup: Setup) -> Iterator[str]:
+    """Callbacks that save when a rank fails. The rank is alone in that, and saving needs all: it
+    would wait for the others, which wait for it in another collective, or write a part."""
+    if setup.machine.world_size == 1 or not setup.trains:
+        return
+    for callback in given_callbacks(setup):
+        name = type(callback).__name__
+        if isinstance(callback, ModelCheckpoint) and callback.save_on_exception:
+            name += " with save_on_exception"
+        elif not isinstance(callback, OnExceptionCheckpoint):
+            continue
+        yield (
+            f"trainer.callbacks: {name} does not work on {setup.machine.world_size} processes, of"
+            " which one may fail alone, while all save together: remove it, and lower"
+            " last_checkpoint.every_n_steps"
+        )
 
 
 def flags(setup: Setup) -> Iterator[str]:

@@ -60,13 +60,25 @@ def main(argv: list[str], project: Project) -> None:
 
 def written_folders(flags: list[str], project: Project) -> dict[str, Path]:
     """Returns the folders that a training writes to, by the keys that set them."""
-    root, cache = "runs", "data_cache"
+    root, cache = "runs", "data_cache" if _has_cache(project) else None
     if flags:
         from ...cli.fit import WithoutTrainer
 
         cli = WithoutTrainer.of(["doctor", *flags], project)
-        root, cache = cli.config_init.run.root, getattr(cli.datamodule, "cache_dir", cache)
-    return {"run.root": Path(root), "data.cache_dir": Path(cache)}
+        root, cache = cli.config_init.run.root, getattr(cli.datamodule, "cache_dir", None)
+    found = {"run.root": Path(root)}
+    if cache is not None:
+        found["data.cache_dir"] = Path(cache)
+    return found
+
+
+def _has_cache(project: Project) -> bool:
+    """Returns whether the project's data module has a cache of tokens; a plain one has none."""
+    try:
+        kind = project.class_of(project.data)
+    except Exception:  # `fit` reports it, and the machine is to be examined anyway
+        return True
+    return hasattr(kind, "cache_dir")
 
 
 def check_versions() -> Findings:
