@@ -214,14 +214,24 @@ def numbers(batch: Any) -> list[float]:
     return [] if batch is None else batch.flatten().tolist()
 
 
-def fit(folder: Path, loader: Any, stop: int = 0, **options: Any) -> Module:
+class OfMaker(OfLoader):
+    """Returns a new loader at each call."""
+
+    def train_dataloader(self) -> Any:
+        return self.loader()
+
+
+def fit(
+    folder: Path, loader: Any, stop: int = 0, is_made_again: bool = False, **options: Any
+) -> Module:
     L.seed_everything(1)
     module = Module(stop, folder)
     given: Any = {"max_epochs": 3, "max_steps": 18} | options
     trainer = L.Trainer(callbacks=[RandomState(), SampleOrder()], **given, **QUIET)
     path = folder / "last.ckpt"
+    data = OfMaker(loader) if is_made_again else OfLoader(loader)
     try:
-        trainer.fit(module, datamodule=OfLoader(loader), ckpt_path=path if not stop else None)
+        trainer.fit(module, datamodule=data, ckpt_path=path if not stop else None)
     except SystemExit:  # of KeyboardInterrupt
         pass
     return module
@@ -242,3 +252,33 @@ def test_a_resumed_run_reads_and_draws_as_an_uninterrupted_one(tmp_path: Path, k
         assert resumed.seen == expected.seen[stop:], f"stopped at {stop}"
         for name, weight in expected.state_dict().items():
             assert torch.equal(weight, resumed.state_dict()[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "every", "is_made_again"),
+    tiers(
+        [
+            (kind, every, is_made_again)
+            for kind in ("own generator", "owned", "weighted")
+            for every in (1, 2)
+            for is_made_again in (False, True)
+        ],
+        daily=[("own generator", 1, False), ("own generator", 1, True)],
+    ),
+)
+def test_loaders_that_are_asked_for_again_resume_as_well(
+    tmp_path: Path, kind: str, every: int, is_made_again: bool
+) -> None:
+    """A loader that is returned again goes on with its generator, and a new one starts anew."""
+    create = LOADERS[kind]
+    options = {"reload_dataloaders_every_n_epochs": every, "is_made_again": is_made_again}
+
+    def given() -> Any:
+        return create if is_made_again else create()
+
+    expected = fit(tmp_path, given(), stop=-1, **options)
+    for stop in (3, 7, 10, 15):
+        assert fit(tmp_path, given(), stop, **options).seen == expected.seen[:stop]
+        resumed = fit(tmp_path, given(), **options)
+        assert resumed.seen == expected.seen[stop:], f"stopped at {stop}"

@@ -48,6 +48,8 @@ class Position:
         skipped: Returns the batches of it that a resumed run has trained on.
         total: Returns the batches of all epochs that have been trained on.
         epochs: Returns the epochs before the present one since the loaders were made.
+        passes: For how many passes each loader's sampler has been asked in this process, by key;
+            kept where a loader is made again with the same generators.
         num_batches: Returns the batches of an epoch; infinity where not known.
         announces: Whether ranks announce where a loader of unknown length ends."""
 
@@ -61,10 +63,12 @@ class Position:
         epochs: Callable[[], int] = lambda: 0,
         num_batches: Callable[[], float] = lambda: math.inf,
         announces: bool = False,
+        passes: dict[int, int] | None = None,
     ) -> None:
         self.seed, self.rank, self.announces = seed, rank, announces
         self.epoch, self.skipped, self.total = epoch, skipped, total
         self.epochs, self.num_batches = epochs, num_batches
+        self.passes = {} if passes is None else passes
         self.num_places = 0
 
 
@@ -334,7 +338,6 @@ class Part(DistributedSampler):
         rows: Any = range(ranks.num)  # torch asks for a length, which `inner` may not have
         super().__init__(rows, ranks.num, ranks.rank, shuffle=False, drop_last=drop_last)
         self.inner, self.place = inner, place
-        self._passes = 0  # for which `inner` has been asked
 
     def __iter__(self) -> Iterator[Any]:
         entries = self._entries()
@@ -345,12 +348,12 @@ class Part(DistributedSampler):
     def _entries(self) -> list[Any]:
         self.set_epoch(self.place.current_epoch)
         count = len(self.inner)
-        if _keeps_draws(self.inner):  # its generator is where the passes before have left it
-            while self._passes < self.place.passes_before:
-                self._passes += 1
+        if generators_of(self.inner):  # its generator is where the passes before have left it
+            passes, key = self.place.at.passes, self.place.key
+            for _ in range(passes.get(key, 0), self.place.passes_before):
                 for _ in islice(self.inner, count):
                     pass
-        self._passes += 1
+            passes[key] = max(passes.get(key, 0), self.place.passes_before) + 1
         with Draws(*self.place.seeds):
             return [*islice(self.inner, count)]
 
@@ -384,14 +387,28 @@ def part(inner: Any, ranks: Ranks, place: Place, of_batches: bool = False) -> Pa
     return kind(inner, ranks, place, of_batches)
 
 
-def _keeps_draws(sampler: Any) -> bool:
-    """Whether a sampler, or one inside it, draws from a generator of its own."""
+def generators_of(sampler: Any) -> list[Any]:
+    """Returns the generators that a sampler, or one inside it, draws from and keeps."""
     if hasattr(sampler, "set_epoch") or not hasattr(sampler, "__dict__"):
-        return False
-    held = vars(sampler).values()
-    return any(isinstance(one, GENERATORS) for one in held) or any(
-        isinstance(one, Sampler) and _keeps_draws(one) for one in held
-    )
+        return []
+    found = []
+    for one in vars(sampler).values():
+        if isinstance(one, GENERATORS):
+            found.append(one)
+        elif isinstance(one, Sampler):
+            found += generators_of(one)
+    return found
+
+
+def generators_of_all(loader: Any) -> list[Any]:
+    """Returns the generators of the samplers of a loader, or a collection of them."""
+    found = []
+    for each in flattened(loader):
+        batches = getattr(each, "batch_sampler", None)
+        sampler = getattr(each, "sampler", None)
+        is_plain = batches is None or type(batches) is BatchSampler
+        found += generators_of(sampler if is_plain else batches)
+    return found
 
 
 # ---- ends ----------------------------------------------------------------------------------------

@@ -30,7 +30,16 @@ from ..errors import InputError
 from ..model.any_module import callbacks_of, data_of, owns_order
 from ..parallel import run_strategy
 from ..project import has_command_line
-from .any_loader import Position, Ranks, check_lengths, distributed, flattened, in_order, length
+from .any_loader import (
+    Position,
+    Ranks,
+    check_lengths,
+    distributed,
+    flattened,
+    generators_of_all,
+    in_order,
+    length,
+)
 from .checkpoint import LastCheckpoint
 from .global_order import ConsumedSamples, GlobalOrder
 
@@ -67,6 +76,10 @@ class SampleOrder(Callback):
         self._loaded: dict[str, Any] = {}
         self._settings: dict[str, Any] = {}  # what decides the order, and its seed
         self._wrapped: list[tuple[Any, str]] = []
+        self._create: Any = None  # the wrapped train_dataloader
+        self._generators: list[Any] | None = None  # of the present loaders; None: there are none
+        self._come_again = False  # reloaded loaders have the generators of those before
+        self._passes: dict[int, int] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer: Any = trainer
@@ -76,6 +89,7 @@ class SampleOrder(Callback):
         self._rank, self._num_ranks = run_strategy(trainer.strategy).data_rank
         if stage == "fit":
             self._consumed, self._loaded, self._settings = None, {}, {}
+            self._generators, self._come_again, self._passes = None, False, {}
             # The Trainer has set its limits by it, and would replace samplers by sequential ones:
             # each rank would have the same rows, and a resumed run the first ones.
             self._overfits = self._trainer.overfit_batches
@@ -90,6 +104,8 @@ class SampleOrder(Callback):
             name = f"{stage_name}_dataloader"
             if is_overridden(name, owner, kind) and name not in vars(owner):
                 create = getattr(owner, name)
+                if stage_name == "train":
+                    self._create = create
                 setattr(owner, name, lambda create=create, order=order: order(create()))
                 self._wrapped.append((owner, name))
         if stage == "fit" and (owner, "train_dataloader") not in self._wrapped:
@@ -121,10 +137,25 @@ class SampleOrder(Callback):
             self._check_ranks(loader, is_plain)
         if is_plain:
             return self._in_order(loader)
+        self._note_generators(loader)
         if not self.distributes:  # each rank has rows of its own already
             return distributed(loader, Ranks(0, 1, _refuse), self._position(torch.initial_seed()))
         ranks = Ranks(self._rank, self._num_ranks, _refuse)
         return distributed(loader, ranks, self._position(_global_seed()))
+
+    def _note_generators(self, loader: Any) -> None:
+        """Finds whether `train_dataloader`, called again by reload_dataloaders_every_n_epochs,
+        returns samplers with the generators of those before, which go on, or new ones. A resumed
+        run has not seen that, and asks it twice."""
+        found, known = generators_of_all(loader), self._generators
+        if known is None and found and self._trainer.ckpt_path:
+            if self._trainer.reload_dataloaders_every_n_epochs:
+                known = generators_of_all(self._create())
+        elif known is not None and [*map(id, found)] != [*map(id, known)]:
+            self._passes = {}
+        if known is not None:
+            self._come_again = [*map(id, found)] == [*map(id, known)]
+        self._generators = found
 
     def _check_ranks(self, loader: Any, is_plain: bool) -> None:
         """Refuses ranks with different numbers of rows or batches. Collective."""
@@ -173,7 +204,8 @@ class SampleOrder(Callback):
 
         def epochs() -> int:
             every = trainer.reload_dataloaders_every_n_epochs
-            return trainer.current_epoch % every if every else trainer.current_epoch
+            is_new = every and not self._come_again
+            return trainer.current_epoch % every if is_new else trainer.current_epoch
 
         return Position(
             seed,
@@ -184,6 +216,7 @@ class SampleOrder(Callback):
             epochs=epochs,
             num_batches=lambda: trainer.num_training_batches,
             announces=trainer.world_size > 1 and dist.is_initialized(),
+            passes=self._passes,
         )
 
     def _rows_per_epoch(self, num: int, per_batch: int) -> int:

@@ -14,6 +14,7 @@ lightning 2.6.6, fit_loop.py and training_epoch_loop.py):
 - A checkpoint of an epoch's last batch is written before the epoch's end, so that a resume calls
   `on_train_epoch_end` in a process that trained none of the epoch's batches. Callbacks with
   `after_epoch` save after it.
+- `reload_dataloaders_every_n_epochs` counts from the resumed epoch.
 - Loaders that were set up before the checkpoint was loaded (a schedule in `configure_optimizers`
   asks for the number of steps) have read a batch of the first epoch, and get no saved state.
 
@@ -92,6 +93,14 @@ class FitLoop(_FitLoop):
                 counter["processed"] -= 1
                 counter["completed"] = min(counter["completed"], counter["processed"])
         return state
+
+    def setup_data(self) -> None:
+        """Reloads in the epochs of an uninterrupted run: Lightning counts from the resumed one."""
+        super().setup_data()
+        trainer: Any = self.trainer
+        every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.current_epoch
+        if every and self._last_train_dl_reload_epoch == epoch:
+            self._last_train_dl_reload_epoch = epoch - epoch % every
 
     def on_advance_start(self) -> None:
         resumes = self.restarted_mid_epoch or self.restarted_on_epoch_end
