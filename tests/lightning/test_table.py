@@ -2,7 +2,7 @@
 
 from tests.lightning import seen
 from tests.lightning.arms import RANKS
-from tests.lightning.habits import HABITS
+from tests.lightning.habits import HABITS, SUBJECTS
 from tests.lightning.table import PAGE, written
 
 
@@ -15,3 +15,15 @@ def test_each_cell_that_was_seen_is_as_its_habit_says() -> None:
     cells = [(name, way) for name in HABITS for way in RANKS if seen.verdict(name, way)]
     found = {cell: seen.verdict(*cell) for cell in cells}
     assert found == {(name, way): seen.expected(HABITS[name], way) for name, way in cells}
+
+
+def test_no_two_subjects_have_a_class_of_one_name() -> None:
+    """A habit names its classes, and would get the first."""
+    own = [
+        name
+        for subject in SUBJECTS.values()
+        for name, value in vars(subject).items()
+        if isinstance(value, type) and value.__module__ == subject.__name__
+    ]
+    assert len(own) == len({*own})
+    assert len(HABITS) == sum(len(subject.HABITS) for subject in SUBJECTS.values())

@@ -86,7 +86,7 @@ class OwnCallbacks(Regression):
         return [EarlyStopping("val_loss", patience=1, mode="max"), CountsBatches()]
 
 
-class Shuffled(Rows):
+class ShuffledByANumber(Rows):
     """Another loader in each epoch, for reload_dataloaders_every_n_epochs."""
 
     def train_dataloader(self) -> Any:
@@ -169,7 +169,9 @@ FLAGS: dict[str, Habit] = {
     "endless_epochs": Habit(trainer={"max_epochs": -1, "max_steps": 16}),
     "overfits": Habit(trainer=EPOCHS | {"overfit_batches": 2}),
     "overfits_a_share": Habit(trainer=EPOCHS | {"overfit_batches": 0.5}),
-    "reloads": Habit(data="Shuffled", trainer=EPOCHS | {"reload_dataloaders_every_n_epochs": 1}),
+    "reloads": Habit(
+        data="ShuffledByANumber", trainer=EPOCHS | {"reload_dataloaders_every_n_epochs": 1}
+    ),
     "skips_broken_rows": Habit(data="SkipsBroken", trainer=EPOCHS, refused=NO_GAPS),
     "skips_broken_rows_of_two": Habit(
         data="SkipsBroken", trainer=EPOCHS | {"accumulate_grad_batches": 2}, refused=NO_GAPS
