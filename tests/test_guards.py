@@ -60,7 +60,7 @@ GUARDS = {
     "two launches of one run are refused": Guard(
         'if holder.get("machine") == claim["machine"]:', "if False:"),
     "secrets are not written": Guard(
-        "return HIDDEN if is_secret and value else PASSWORD_IN_URL.sub(HIDDEN, value)",
+        "return HIDDEN if is_secret and value else _without_tokens(value)",
         "return value"),
     "experts are balanced": Guard(
         "torch.sign(total / self._num - loads)", "torch.sign(loads - total / self._num)"),

@@ -112,7 +112,7 @@ NEAR_MISSES: dict[str, dict[str, Any]] = {
     "loss_not_finite": {"incidents": [incident(500, loss=9.0, kind="spike", decision="skip")]},
     "loss_diverges": column(LOSS, lambda done: loss(done) + 0.3 * np.maximum(done - 0.7, 0)),
     "early_loss_jump": {"every": 5}
-    | column(LOSS, lambda done: loss(done) + 0.5 * ((done > 0.52) & (done < 0.02))),
+    | column(LOSS, lambda done: loss(done) + 0.5 * ((done > 0.0025) & (done < 0.02))),
     "loss_spikes": column(LOSS, lambda done: noisy(loss(done), 0.03)),
     # fine-tuning: the first loss is low
     "loss_not_decreasing": column(LOSS, lambda done: noisy(np.full_like(done, 3.0), 0.002)),
@@ -270,7 +270,7 @@ def test_samples_that_are_skipped_already_are_to_be_inspected() -> None:
 def test_a_rate_of_0_in_the_first_step_is_no_advice() -> None:
     """A linear warm-up starts at 0, and the loss may jump in the second log step."""
     columns: Any = {
-        LOSS: lambda done: loss(done) + 30 * ((done > 0.52) & (done < 0.1)),
+        LOSS: lambda done: loss(done) + 30 * ((done > 0.003) & (done < 0.1)),
         RATE.replace("model.optim", "train"): lambda done: 6e-4 * np.maximum(done - 0.0025, 0),
     }
     config = {"model.optim.learning_rate": 0.0, "model.optim.warmup": 0.5}
