@@ -2,7 +2,7 @@
 
 import json
 import re
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ class Particular(Callback):
             raise KeyError("three")
 
 
-class Unfinished(Callback):
+class Unfinished(Callback, ABC):
     @abstractmethod
     def go(self) -> None: ...
 
