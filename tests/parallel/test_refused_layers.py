@@ -10,6 +10,7 @@ from torch import nn
 from dist_template.errors import InputError
 from dist_template.layout import refuse_lazy, refuse_mixed, refuse_unshardable, total_norm
 from dist_template.parallel.answers.zero import Zero
+from dist_template.parallel.configured import Configured, Hardware
 from dist_template.parallel.own_code import code_of
 
 
@@ -98,10 +99,45 @@ def test_code_that_may_change_weights_in_training_is_found() -> None:
     assert named == {Clamps: "limit", OnlyAtFirst: "", GivesItselfAway: ""}
 
 
-def test_weights_that_a_hook_changes_are_refused_under_zero_3() -> None:
-    class Setup:
-        module = Clamps()
+class ClampsFromOutside(L.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        for weight in pl_module.parameters():
+            weight.data.clamp_(-1, 1)
 
-    (sentence,) = Zero.of({"stage": 3})._changes_of_weights(Setup)  # ty: ignore[invalid-argument-type]
-    assert sentence.startswith("limit of Clamps changes tensors in place and mentions weights")
-    assert not [*Zero.of({"stage": 2})._changes_of_weights(Setup)]  # ty: ignore[invalid-argument-type]
+
+class LogsNorms(L.Callback):
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        print(sum(weight.grad.norm() for weight in pl_module.parameters()))
+
+
+class BringsCallbacks(OnlyAtFirst):
+    def configure_callbacks(self) -> list[Any]:
+        return [ClampsFromOutside(), LogsNorms()]
+
+
+def refusals(stage: int, module: L.LightningModule, *callbacks: L.Callback) -> list[str]:
+    trainer = {"max_steps": 10, "callbacks": [*callbacks]}
+    setup = Configured(Hardware("cpu", 2), trainer, module, None, None, trains=True)
+    return [*Zero.of({"stage": stage}).refusals(setup)]
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "what"),
+    [
+        (Clamps(), [], "limit of Clamps"),
+        (OnlyAtFirst(), [ClampsFromOutside()], "on_train_batch_end of ClampsFromOutside"),
+        (BringsCallbacks(), [], "on_train_batch_end of ClampsFromOutside"),
+    ],
+)
+def test_weights_that_a_hook_changes_are_refused_under_zero_3(
+    module: Any, callbacks: list[Any], what: str
+) -> None:
+    sentences = [each for each in refusals(3, module, *callbacks) if "in place" in each]
+    assert len(sentences) == 1
+    assert sentences[0].startswith(f"{what} changes tensors in place and mentions weights")
+    assert not [each for each in refusals(2, module, *callbacks) if "in place" in each]
+
+
+def test_gradients_that_callbacks_of_the_module_read_are_refused_under_zero() -> None:
+    (sentence,) = [each for each in refusals(2, BringsCallbacks()) if "gradients" in each]
+    assert sentence.startswith("on_after_backward of LogsNorms reads gradients")

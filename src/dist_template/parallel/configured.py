@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -54,6 +55,19 @@ class Configured:
         """Returns whether a class of the user's has the module's `hook`."""
         return overrides(self.module, hook)
 
+    @cached_property
+    def callbacks(self) -> list[Any]:
+        """The callbacks of trainer.callbacks and of the module."""
+        given = self.trainer.get("callbacks") or []
+        found = [*given] if isinstance(given, list | tuple) else [given]
+        if self.trains and self.overrides("configure_callbacks"):
+            try:
+                of_module = callbacks_of(self.module)
+            except RuntimeError:  # it reads module.trainer, which is attached later
+                return found
+            found += [*of_module] if isinstance(of_module, list | tuple) else [of_module]
+        return found
+
     @property
     def optimizer(self) -> Mapping[str, str]:
         """What replaces AdamW: class_path and init_args; {} if nothing does."""
@@ -74,3 +88,19 @@ def overrides(module: object, hook: str) -> bool:
         if hook in vars(kind):
             return kind.__module__.partition(".")[0] not in LIBRARIES
     return False
+
+
+def callbacks_of(module: L.LightningModule) -> Any:
+    """Returns what the module's `configure_callbacks` returns, and lets Lightning's first call
+    return the same: the hook may have effects, and is to run once, as with plain Lightning."""
+    kept = vars(module).get("configure_callbacks")
+    if isinstance(kept, partial) and kept.func is _hand_over:
+        return kept.args[1]
+    made = module.configure_callbacks()
+    vars(module)["configure_callbacks"] = partial(_hand_over, module, made)
+    return made
+
+
+def _hand_over(module: L.LightningModule, made: Any) -> Any:
+    del vars(module)["configure_callbacks"]
+    return made

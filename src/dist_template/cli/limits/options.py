@@ -1,10 +1,8 @@
 """Options of the Trainer that are refused, with their replacements; values without an effect."""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
-import lightning as L
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -19,7 +17,6 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.callbacks.spike import SpikeDetection
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ...model.any_module import owns_order
 from ...model.optim import OptimConfig
@@ -69,39 +66,10 @@ def replaced_keys(setup: Setup) -> Iterator[str]:
             yield f"trainer.{key} {str(given).lower()} is not supported: {instead}"
 
 
-def given_callbacks(setup: Setup) -> list[Any]:
-    """Returns the callbacks of trainer.callbacks and of the module."""
-    given = setup.trainer.get("callbacks") or []
-    found = [*given] if isinstance(given, list | tuple) else [given]
-    if setup.trains and is_overridden("configure_callbacks", setup.module, L.LightningModule):
-        try:
-            of_module = callbacks_of(setup.module)
-        except RuntimeError:  # it reads module.trainer, which is attached later
-            return found
-        found += [*of_module] if isinstance(of_module, list | tuple) else [of_module]
-    return found
-
-
-def callbacks_of(module: L.LightningModule) -> Any:
-    """Returns what the module's `configure_callbacks` returns, and lets Lightning's first call
-    return the same: the hook may have effects, and is to run once, as with plain Lightning."""
-    kept = vars(module).get("configure_callbacks")
-    if isinstance(kept, partial) and kept.func is _hand_over:
-        return kept.args[1]
-    made = module.configure_callbacks()
-    vars(module)["configure_callbacks"] = partial(_hand_over, module, made)
-    return made
-
-
-def _hand_over(module: L.LightningModule, made: Any) -> Any:
-    del vars(module)["configure_callbacks"]
-    return made
-
-
 def callbacks(setup: Setup) -> Iterator[str]:
     is_of_text = setup.optim is not None and owns_order(setup.data)
     sharding = setup.sharding
-    for callback in given_callbacks(setup):
+    for callback in setup.callbacks:
         for kind, instead in REFUSED_CALLBACKS.items():
             cure = instead[0] if is_of_text else instead[1]
             if isinstance(callback, kind) and cure:
@@ -125,7 +93,7 @@ def saves_on_exceptions(setup: Setup) -> Iterator[str]:
     would wait for the others, which wait for it in another collective, or write a part."""
     if setup.machine.world_size == 1 or not setup.trains:
         return
-    for callback in given_callbacks(setup):
+    for callback in setup.callbacks:
         name = type(callback).__name__
         if isinstance(callback, ModelCheckpoint) and callback.save_on_exception:
             name += " with save_on_exception"
@@ -148,7 +116,7 @@ def flags(setup: Setup) -> Iterator[str]:
             " torch.nn.SyncBatchNorm.convert_sync_batchnorm and remove the key"
         )
     if setup.trainer.get("enable_checkpointing") is False:
-        for callback in given_callbacks(setup):
+        for callback in setup.callbacks:
             if isinstance(callback, Checkpoint):
                 yield (
                     "trainer.enable_checkpointing is false, and trainer.callbacks has"

@@ -165,20 +165,19 @@ class Zero(Plain):
 
     def _changes_of_weights(self, setup: Configured) -> Iterator[str]:
         """Under ZeRO-3 a parameter is empty outside of `forward`: a change would be lost."""
-        code = code_of(type(setup.module))
-        if self.stage == 3 and code is not None and (hook := code.changes_weights_in()):
-            yield (
-                f"{hook} of {type(setup.module).__name__} changes tensors in place and mentions"
-                " weights, which are empty there under ZeRO-3: use --config strategy/zero2,"
-                " strategy/fsdp2 or strategy/ddp"
-            )
+        for one in (setup.module, *setup.callbacks) if self.stage == 3 else ():
+            code = code_of(type(one))
+            if code is not None and (hook := code.changes_weights_in()):
+                yield (
+                    f"{hook} of {type(one).__name__} changes tensors in place and mentions"
+                    " weights, which are empty there under ZeRO-3: use --config strategy/zero2,"
+                    " strategy/fsdp2 or strategy/ddp"
+                )
 
     def _hooks_of_gradients(self, setup: Configured) -> Iterator[str]:
         """The engine keeps gradients to itself: `.grad` is None in hooks, so that a norm would not
         be logged, and a change would be lost."""
-        callbacks = setup.trainer.get("callbacks") or []
-        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        for one in (setup.module, *callbacks):
+        for one in (setup.module, *setup.callbacks):
             code = code_of(type(one))
             for hook in HOOKS_OF_GRADIENTS:
                 if overrides(one, hook) and code is not None and code.reads_gradients(hook):
