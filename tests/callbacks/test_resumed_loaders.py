@@ -260,11 +260,11 @@ def test_a_resumed_run_reads_and_draws_as_an_uninterrupted_one(tmp_path: Path, k
     tiers(
         [
             (kind, every, is_made_again)
-            for kind in ("own generator", "owned", "weighted")
+            for kind in ("own generator", "owned", "weighted", "dict", "cycles", "stream")
             for every in (1, 2)
             for is_made_again in (False, True)
         ],
-        daily=[("own generator", 1, False), ("own generator", 1, True)],
+        daily=[("own generator", 1, False), ("own generator", 1, True), ("dict", 1, False)],
     ),
 )
 def test_loaders_that_are_asked_for_again_resume_as_well(

@@ -80,6 +80,8 @@ class Place:
         epoch, number: Of the present pass; `number` is 0 for an epoch's first one.
         start: The first batch of the pass.
         left: Batches to skip in the next pass, where a resumed run has trained on more than one.
+        has_ended: Whether the present pass has. Lightning may ask for an iterator twice, and drop
+            the first: after trainer.reload_dataloaders_every_n_epochs.
         batch: The number of the next batch in the whole training.
         key: A number of the loader, equal on all ranks."""
 
@@ -88,11 +90,13 @@ class Place:
         at.num_places += 1
         self.epoch, self.number, self.start, self.left, self.batch = -1, 0, 0, 0, 0
         self.length: int | None = None
+        self.has_ended = False
 
     def begin(self, length: int | None) -> None:
         """Starts a pass over a loader of `length` batches; None: not known."""
         self.length = length
-        if self.cycles and self.epoch == self.at.epoch():
+        is_another, self.has_ended = self.cycles and self.has_ended, False
+        if is_another and self.epoch == self.at.epoch():
             self.number, self.start, self.left = self.number + 1, self.left, 0
             return
         self.epoch, self.batch = self.at.epoch(), self.at.total()
@@ -242,6 +246,7 @@ def _read_rows(loader: Any) -> Iterator[Any]:
     if loader.dist_kind.__iter__ is not DataLoader.__iter__:
         batches = _drawn_for_each(batches, place)
     yield from announced(batches, place) if _announces(place, loader) else batches
+    place.has_ended = True
 
 
 def _drawn_for_each(batches: Iterator[Any], place: Place) -> Iterator[Any]:
@@ -279,6 +284,7 @@ def _read_stream(loader: Any) -> Iterator[Any]:
     place.begin(length(loader))
     batches = _rest_of_a_stream(loader, place)
     yield from announced(batches, place) if _announces(place, loader) else batches
+    place.has_ended = True
 
 
 def _announces(place: Place, loader: Any) -> bool:

@@ -424,7 +424,7 @@ HABITS: dict[str, Habit] = {
     "streamed_with_length": Habit(data="StreamedWithLength", trainer=EPOCHS, refused=UNEQUAL),
     "split_stream": Habit(data="SplitStreamed", trainer=EPOCHS, why=ALL_ROWS, differs=SEVERAL),
     "self_split": Habit(
-        data="SelfSplitStreamed", trainer=EPOCHS, flags=("--trainer.use_distributed_sampler=false",)
+        data="SelfSplitStreamed", trainer=EPOCHS | {"use_distributed_sampler": False}
     ),
     "endless": Habit(
         data="EndlesslyStreamed", trainer={"max_steps": 18}, why=ALL_ROWS, differs=SEVERAL
@@ -439,8 +439,7 @@ HABITS: dict[str, Habit] = {
     "limited_sampler": Habit(data="OwnSampler", trainer=EPOCHS | {"limit_train_batches": 0.5}),
     "limited_stream": Habit(
         data="SelfSplitStreamed",
-        trainer=EPOCHS | {"limit_train_batches": 3},
-        flags=("--trainer.use_distributed_sampler=false",),
+        trainer=EPOCHS | {"limit_train_batches": 3, "use_distributed_sampler": False},
     ),
     "uneven": Habit(
         data="Uneven",
