@@ -32,6 +32,7 @@ from torch.utils.data import (
 from ..arms import Habit
 from .flags import Backbone, callback, with_callbacks
 from .rows import EPOCHS, NUM_TRAIN, Numbers, Regression, Rows
+from .schedules import OF_GRADIENTS
 
 OWN = "tests.lightning.habits.reported"
 
@@ -313,8 +314,12 @@ FLAGS: dict[str, Habit] = {
     "stops_within": with_callbacks(own("StopsWithin")),
     "stops_within_too_early": with_callbacks(own("StopsWithin"), trainer={"min_epochs": 3}),
     "validates_by_hand": with_callbacks(own("ValidatesByHand")),
-    "callback_reads_gradients": with_callbacks(own("ReadsGradients")),
-    "callback_scales_gradients": with_callbacks(own("NoisyGradients")),
+    "callback_reads_gradients": with_callbacks(
+        own("ReadsGradients"), refused={"zero2": OF_GRADIENTS}
+    ),
+    "callback_scales_gradients": with_callbacks(
+        own("NoisyGradients"), refused={"zero2": OF_GRADIENTS}
+    ),
     "callback_changes_rates": with_callbacks(own("ChangesRates")),
     "clamps_weights": with_callbacks(own("ClampsWeights")),
     "writes_predictions": with_callbacks(own("Writes")),
