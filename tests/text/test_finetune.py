@@ -313,6 +313,13 @@ def test_four_bits_and_dora_with_tensor_parallelism_are_refused(key: str, value:
     assert re.search(f"{key} does not work with tensor parallelism: .*tp_size 2 to 1", found), found
 
 
+def test_dora_of_stacked_experts_is_refused_by_their_names() -> None:
+    model = built(MODELS["deepseek_v3"])
+    with pytest.raises(InputError, match=r"dora true .*\(down_proj, gate_up_proj\): set it to fal"):
+        adapters.add_adapters(model, AdapterConfig(dora=True))
+    adapters.add_adapters(model, AdapterConfig(["o_proj"], dora=True))
+
+
 PLANS = {"aria_text": "packed_rowwise, colwise", "inkling2_text": "colwise, rowwise"}
 
 

@@ -86,6 +86,11 @@ def add_adapters(model: Any, config: AdapterConfig) -> PreTrainedModel:
     if is_reward_model(model):
         trained.append(model.get_submodule(HEAD))  # it is new
     modules, parameters = _targets(model, config)
+    if config.dora and parameters:
+        raise InputError(
+            f"model.adapter.dora true does not work on stacked experts ({', '.join(parameters)}):"
+            " set it to false, or give model.adapter.targets without them"
+        )
     lora = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # ty: ignore[invalid-argument-type]
