@@ -43,7 +43,7 @@ def test_of_the_environment(given: str, monkeypatch: pytest.MonkeyPatch, capfd: 
 FLAGS = {
     "--run.store=": "run.store is not an address",
     "--run.store=file://relative": "'file://relative' is no absolute path: give file:///relative",
-    "--run.store=ftp://host/x": "run.store 'ftp://host/x.*' cannot be used: ",
+    "--run.store=ftp://host/x": "run.store 'ftp://host/x' cannot be used: ftp needs host",
     "--run.store=zip://x.zip": "run.store 'zip://x.zip.*' cannot be used: ",
     "--run.store=nowhere://x": "run.store 'nowhere://x.*' cannot be used: ",
     "--store.folder=/etc": "store.folder is '/etc': it is the run's folder; remove the key",

@@ -3,6 +3,7 @@ credentials."""
 
 import errno
 import hashlib
+import inspect
 import os
 import re
 import secrets
@@ -57,6 +58,17 @@ class Page(OSError):
     """A page of HTML came in place of an object: of a proxy that wants a login, or is down."""
 
 
+def _required(kind: type) -> list[str]:
+    """Returns the arguments without which a file system of fsspec cannot be made. An attempt would
+    leave half an object, whose destructor prints a traceback (ftp)."""
+    return [
+        name
+        for name, argument in [*inspect.signature(kind.__init__).parameters.items()][1:]
+        if argument.default is argument.empty
+        and argument.kind in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY)
+    ]
+
+
 class Remote:
     """An object or a folder in a store. Options of the file system come from the environment only
     (AWS_*, FSSPEC_*). Raises InputError, without credentials, if the `address`, which was given as
@@ -92,12 +104,16 @@ class Remote:
         if protocol == "s3":
             require("s3fs", f"{key} {address!r}", extra="store")
         options = {"auto_mkdir": True} if protocol == "file" else {}
+        what = f"{key} {address!r} cannot be used"
         try:
-            self.files: Any = fsspec.filesystem(protocol, use_listings_cache=False, **options)
-        except Exception as error:  # an unknown one, a package that is missing, a lack of options
-            raise InputError(
-                f"{key} {address!r} cannot be used: {cause(error)}; give another"
-            ) from None
+            needs = _required(fsspec.get_filesystem_class(protocol))
+            if not needs:
+                self.files: Any = fsspec.filesystem(protocol, use_listings_cache=False, **options)
+        except Exception as error:  # an unknown one, a package that is missing
+            raise InputError(f"{what}: {cause(error)}; give another") from None
+        if needs:
+            why = f"{protocol} needs {' and '.join(needs)}, which an address does not give"
+            raise InputError(f"{what}: {why}; give another")
 
     def __truediv__(self, name: str) -> "Remote":
         if why := name_fault(name):  # an object's name becomes the name of a file
