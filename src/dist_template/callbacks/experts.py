@@ -1,6 +1,5 @@
 """Balances a mixture of experts after each optimizer step, and measures the load of its experts."""
 
-from dataclasses import fields
 from typing import Any
 
 import lightning as L
@@ -21,11 +20,7 @@ LOADS = "moe/loads"  # tokens of each expert, in the metric buffer
 def refuse_without_experts(config: BalanceConfig, module: L.LightningModule) -> None:
     """Raises InputError if balancing is configured for a network that has no experts. That of a
     language model is known before: cli/limits/unread.py; files for several models set it there."""
-    changed = [
-        f"model.balance.{each.name}"
-        for each in fields(BalanceConfig)
-        if getattr(config, each.name) != each.default
-    ]
+    changed = [f"model.balance.{name}" for name in config.changed()]
     if changed and not getattr(module, "counts_tokens", False):
         verb = "has" if len(changed) == 1 else "have"
         raise InputError(

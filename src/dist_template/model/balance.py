@@ -20,7 +20,7 @@ Shapes: L layers, E experts, N tokens of a micro-batch, B sequences of T tokens.
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,11 @@ class BalanceConfig:
 
     def __post_init__(self) -> None:
         check_phases("model.balance.bias_update_speed", self.bias_update_speed)
+
+    def changed(self) -> dict[str, object]:
+        """Returns the values that are not the defaults, by name."""
+        values = ((each, getattr(self, each.name)) for each in fields(self))
+        return {each.name: value for each, value in values if value != each.default}
 
 
 @dataclass(eq=False)

@@ -95,10 +95,9 @@ def notes(setup: Setup) -> Iterator[str]:
     given = typed_attribute(setup.module, "balance", BalanceConfig)
     if given is None or not has_no_experts(setup):
         return
-    for each in fields(given):
-        value = getattr(given, each.name)
-        if value != each.default and f"model.balance.{each.name}" not in setup.typed:
-            yield f"note: model.balance.{each.name} {value} has no effect: {NO_EXPERTS}"
+    for name, value in given.changed().items():
+        if f"model.balance.{name}" not in setup.typed:
+            yield f"note: model.balance.{name} {value} has no effect: {NO_EXPERTS}"
 
 
 def _in_vain(setup: Setup) -> Iterator[tuple[str, str]]:
