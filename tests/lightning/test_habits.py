@@ -16,6 +16,7 @@ DAILY = [  # each stands for a fault that was found: docs/decisions/training.md
     ("warmup_then_plateau", "one"),
     ("keeps_everything", "one"),
     ("epoch_sums", "one"),
+    ("resets_at_starts", "one"),
     ("batch_norm", "fsdp2"),
     ("own_sampler", "ddp"),
     ("averaged", "one"),

@@ -35,7 +35,7 @@ from ..plugins import LIBRARY, note
 from ..progress import Progress
 from .frozen import KEY, REFERENCE, exclude_frozen, restore_trainable
 from .manifest import Needed, agreed
-from .optimizer import ANEW, by_name, is_by_name, report_missing_moments
+from .optimizer import ANEW, by_name, is_by_name, report_missing_moments, restore_groups
 from .plain_types import back, plain
 from .protocol import (
     Checkpoint,
@@ -252,6 +252,7 @@ class StrategyFormat(CheckpointFormat[S]):
         opened = verified(path, module, weights_only=weights_only, needed=self.needed)
         if module.trainer.state.fn == TrainerFn.FITTING:  # before moments are created for them
             restore_trainable(module, opened.metadata)
+            restore_groups(module, opened.metadata)
         if self.reads(opened):
             return self.load_own(opened)
         stored: Checkpoint = {}

@@ -8,6 +8,7 @@ strategies. The callback `ParameterNames` therefore writes the names into checkp
 the state again when it is loaded."""
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import lightning as L
@@ -211,6 +212,18 @@ class ParameterNames(Callback):
             if isinstance(config.scheduler, LRScheduler):  # else it loads what it has saved
                 _fit_schedule(schedule, len(config.scheduler.optimizer.param_groups))
         self._loaded = {}
+
+
+def restore_groups(module: L.LightningModule, checkpoint: State) -> None:
+    """Adds the parameter groups that finetuning callbacks had added before the checkpoint was
+    written. Lightning (2.6.6) does so in their `on_fit_start`, which it calls before it loads a
+    checkpoint into shards: groups and moments would be lost."""
+    trainer: Any = module.trainer
+    for callback in trainer.callbacks:
+        state = checkpoint.get("callbacks", {}).get(callback.state_key)
+        if state and isinstance(callback, BaseFinetuning):
+            callback.load_state_dict(deepcopy(state))
+            BaseFinetuning.on_fit_start(callback, trainer, module)
 
 
 @rank_zero_only

@@ -338,6 +338,10 @@ class ZeroStrategy(RunDefaults, OwnFormat, compat.EngineStrategy):
 
     def init_deepspeed(self) -> None:
         super().init_deepspeed()
+        # LearningRateMonitor(log_momentum=True) asks DeepSpeed's wrapper for the defaults.
+        wrapper = self.deepspeed_engine.optimizer
+        if hasattr(wrapper, "optimizer"):
+            wrapper.defaults = wrapper.optimizer.defaults
         if self.zero_stage_3:
             compat.trace_full_forwards(self.deepspeed_engine)
         if self.deepspeed_engine.wall_clock_breakdown():

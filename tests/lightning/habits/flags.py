@@ -256,7 +256,9 @@ CALLBACKS: dict[str, Habit] = {
     "monitors_rates": with_callbacks(
         callback("LearningRateMonitor", logging_interval="step"), trainer={"logger": True}
     ),
-    "accumulates_by_epoch": with_callbacks(own("AccumulatesMore")),
+    "accumulates_by_epoch": with_callbacks(
+        own("AccumulatesMore"), refused={"zero2": "are fixed when training starts"}
+    ),
     "finetunes_a_backbone": with_callbacks(
         callback("BackboneFinetuning", unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01),
         module="Backbone",

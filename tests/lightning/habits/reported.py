@@ -488,6 +488,25 @@ class HandMetric(Regression):
             metric.reset()
 
 
+class ResetsAtStarts(HandMetric):
+    """A metric that is reset when the training and when each epoch starts."""
+
+    def on_train_start(self) -> None:
+        self._reset()
+
+    def on_train_epoch_start(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        for metric in (self.error, self.mean, self.seen):
+            metric.reset()
+
+    def on_train_epoch_end(self) -> None:
+        self.log("error", self.error.compute())
+        self.log("mean", self.mean.compute())
+        self.log("rows", self.seen.compute().sum())
+
+
 class LogsTypes(Regression):
     """Numbers of many types."""
 
@@ -1003,6 +1022,7 @@ MODULES: dict[str, Habit] = {
     ),
     "metric_clones": Habit("MetricClones", trainer=EPOCHS),
     "hand_metric": Habit("HandMetric", trainer=EPOCHS),
+    "resets_at_starts": Habit("ResetsAtStarts", trainer=EPOCHS),
     "logs_types": Habit("LogsTypes", "SampledRows", EPOCHS),
     "no_loader_number": Habit("NoLoaderNumber", "TwoValidations", EPOCHS),
     "validation_outputs": Habit("ValidationOutputs", trainer=EPOCHS),
@@ -1059,12 +1079,7 @@ MODULES: dict[str, Habit] = {
     ),
     "changes_max_epochs": Habit("ChangesMaxEpochs", trainer=EPOCHS),
     "tracks_best": Habit("TracksBest", trainer=EPOCHS),
-    "min_metric": Habit(
-        "MinMetric",
-        trainer=EPOCHS,
-        why="on_train_start resets the metric in a resumed training too, and so it does in"
-        " Lightning: keep the best value in on_save_checkpoint",
-    ),
+    "min_metric": Habit("MinMetric", trainer=EPOCHS),
     "changes_rate_within": Habit("ChangesRateWithin", trainer=EPOCHS),
     "starts_anew": Habit("StartsAnew", trainer=EPOCHS),
     "anneals": Habit("LossByEpochNumber", trainer=EPOCHS),
