@@ -79,6 +79,13 @@ def refuse_unshardable(model: nn.Module, what: str) -> None:
                 f" torch.view_as_real of it as the parameter, or {way_out}"
             )
     for name, module in model.named_modules():
+        owner, _, last = name.rpartition(".")
+        if what == "FSDP2" and last == "_orig_mod":
+            raise InputError(
+                f"{owner} of {kind} is what torch.compile returns, and {what} saves its weights"
+                f" under other names than it loads: compile it in place, self.{owner}.compile(),"
+                f" or {way_out}"
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise InputError(
                 f"{name} of {kind} has sparse gradients, which {what} cannot reduce: make it with"

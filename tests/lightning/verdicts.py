@@ -1,5 +1,6 @@
 """Compares a habit's training by the command line with plain Lightning's: the table's cells."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -25,6 +26,7 @@ from tests.lightning.seen import KILLED
 KILLS = (3, 6, 8)  # steps of two ranks: inside the first epoch, at its end, inside the next
 TIMES = {"Timer"}  # callbacks whose state is a time
 UNREAD = "current_score"  # of ModelCheckpoint: it is saved, and no resumed training reads it
+NUMBER = re.compile(r"\d+\.\d+")  # in a text, such as the reason of a stop
 REL = 2e-4  # of weights: FSDP2 and ZeRO-2 add in another order
 
 
@@ -152,7 +154,13 @@ def _same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, float) and isinstance(other, float):
         return one == other or abs(one - other) <= REL * max(1.0, abs(one))
+    if isinstance(one, str) and isinstance(other, str):
+        return NUMBER.sub(_rounded, one) == NUMBER.sub(_rounded, other)
     return one == other
+
+
+def _rounded(number: re.Match[str]) -> str:
+    return f"{float(number[0]):.3g}"
 
 
 def _near(one: list[list[float]], other: list[list[float]]) -> bool:

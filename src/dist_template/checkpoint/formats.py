@@ -170,7 +170,7 @@ def load_full(path: str | Path, module: nn.Module) -> dict[str, Any]:
                 copy_shard(targets[name], stored.pop(name))
     kept = {name: stored.pop(name) for name in shapes if name in stored}
     if stored:  # of a module's own: not tensors
-        module.load_state_dict(stored, strict=False)
+        module.load_state_dict(back(stored), strict=False)
     return kept
 
 
@@ -259,6 +259,13 @@ class StrategyFormat(CheckpointFormat[S]):
         with agreed_on_errors(), _reading(opened):
             stored = opened.format.read(opened.path, opened.with_optimizer)
             copy_weights(module, stored["state_dict"])
+            others = {
+                name: back(value)
+                for name, value in stored["state_dict"].items()
+                if not hasattr(value, "shape")
+            }
+            if others:  # extra states
+                module.load_state_dict(others, strict=False)
         if module.trainer.state.fn == TrainerFn.FITTING:
             states = stored.get("optimizer_states", []) if opened.with_optimizer else []
             if not states:
@@ -342,7 +349,7 @@ class PlainFormat(CheckpointFormat[Strategy], TorchCheckpointIO):
             content = tree_map(
                 lambda value: value.clone() if isinstance(value, Tensor) else value, content
             )
-            return back(content) | {"state_dict": kept}
+            return back(content) | {"state_dict": back(kept)}
         return {"optimizer_states": [], **_in_memory(opened, opened.with_optimizer)}
 
     def save_checkpoint(

@@ -7,6 +7,7 @@ as with Lightning's own strategy."""
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -40,6 +42,7 @@ from ..compat.lightning import torch_optimizer
 from ..compat.torch import read_unsharded, tree_map
 from .formats import StrategyFormat
 from .optimizer import State, by_name_from_flat, groups_of, merge, without_moments
+from .plain_types import back, plain
 from .planning import Writer, planner
 from .protocol import FLAT, Checkpoint, Copy, Group, Opened, Shapes
 from .stored import Box, Stored, copy_shard, is_scalar
@@ -89,7 +92,7 @@ class ShardedFormat(StrategyFormat[ModelParallelStrategy]):
             for part, values in read_unsharded(reader, rest).items():
                 stored[part] = values | stored.get(part, {})
             checkpoint = torch.load(path / META, map_location="cpu")
-        checkpoint["state_dict"] = stored.pop("state_dict")
+        checkpoint["state_dict"] = _unpacked(stored.pop("state_dict"))
         for index in range(len(stored)):
             state = by_name_from_flat(stored[f"optimizer_{index}"], checkpoint["state_dict"])
             checkpoint.setdefault("optimizer_states", []).append(state)
@@ -136,7 +139,8 @@ class ShardedFormat(StrategyFormat[ModelParallelStrategy]):
         optimizers = []
         if opened.with_optimizer:
             optimizers = [torch_optimizer(each) for each in self.strategy.optimizers]
-        state: Checkpoint = {"state_dict": get_model_state_dict(module)}
+        state_dict: Checkpoint = dict(get_model_state_dict(module))
+        state: Checkpoint = {"state_dict": state_dict}
         for index, optimizer in enumerate(optimizers):
             state[f"optimizer_{index}"] = self.strategy.optimizer_state(optimizer)
         with agreed_on_errors(), reading(opened.path, self.written_by), warnings.catch_warnings():
@@ -146,12 +150,17 @@ class ShardedFormat(StrategyFormat[ModelParallelStrategy]):
             for index, optimizer in enumerate(optimizers):
                 prefix = f"optimizer_{index}"
                 _drop_missing_moments(module, optimizer, state[prefix], prefix, entries)
+            for name, value in state_dict.items():
+                if not isinstance(value, Tensor) and f"state_dict.{name}" in entries:
+                    state_dict[name] = b""  # earlier versions wrote its parts
             loaded = _contiguous(state)
             # A rank's plan depends on no other's: torch would send all to rank 0 and back, 1 MB
             # each.
             dcp.load(loaded, storage_reader=reader, no_dist=True)
-        state = tree_map(_placed_like, loaded, state)
-        set_model_state_dict(module, state["state_dict"])
+            state = tree_map(_placed_like, loaded, state)
+            own = _unpacked(state["state_dict"])
+        strict = StateDictOptions(strict=getattr(module, "strict_loading", True))
+        set_model_state_dict(module, own, options=strict)
         for index, optimizer in enumerate(optimizers):
             set_optimizer_state_dict(module, optimizer, state[f"optimizer_{index}"], options=FLAT)
         return opened.metadata
@@ -225,10 +234,30 @@ def write(
 
 def _split(checkpoint: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     """Returns the tensors, which torch writes shard by shard, and the rest. Collective."""
-    tensors = {"state_dict": checkpoint.pop("state_dict")}
+    state_dict = checkpoint.pop("state_dict")
+    tensors = {"state_dict": {name: _packed(value) for name, value in state_dict.items()}}
     for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
         tensors[f"optimizer_{index}"] = state
     return _contiguous(tensors), checkpoint
+
+
+def _packed(value: object) -> object:
+    """Returns a module's extra state as bytes: torch would write each of its parts under a name of
+    its own, and could not load it into a module whose state has other parts."""
+    if isinstance(value, Tensor):
+        return value
+    content = BytesIO()
+    torch.save(plain(value, ("state_dict",)), content)
+    return content.getvalue()
+
+
+def _unpacked(state_dict: Checkpoint) -> Checkpoint:
+    return {
+        name: back(torch.load(BytesIO(value), map_location="cpu"))
+        if isinstance(value, bytes)
+        else value
+        for name, value in state_dict.items()
+    }
 
 
 def _drop_missing_moments(

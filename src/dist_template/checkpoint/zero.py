@@ -27,6 +27,7 @@ from ..layout import full_shape
 from .formats import StrategyFormat, reads_optimizer
 from .manifest import MANIFEST, read
 from .optimizer import State, merge, without_moments
+from .plain_types import back, plain
 from .protocol import Checkpoint, Copy, Group, Opened, Shapes
 from .stored import Partitioned, flat_range, is_scalar, partition_of
 from .untrusted import reading
@@ -73,7 +74,8 @@ class ZeroFormat(StrategyFormat[DeepSpeedStrategy]):
         shapes: Shapes = {}
         for name, tensor in main["module"].items():  # under ZeRO-3 its parameters are empty
             original = main["shared_params"].get(name, name)
-            shapes[name] = found.get(original, tuple(tensor.shape))
+            if isinstance(tensor, Tensor):  # else it is an extra state
+                shapes[name] = found.get(original, tuple(tensor.shape))
         return _lightnings(main), shapes
 
     @staticmethod
@@ -102,7 +104,10 @@ class ZeroFormat(StrategyFormat[DeepSpeedStrategy]):
             take_over()  # a hook after the newest step may have changed weights
         write, files = engine.checkpoint_engine.save, {}
 
-        def keep(state: object, file: Path) -> None:
+        def keep(state: Any, file: Path) -> None:
+            for name, value in state.get("module", {}).items():
+                if not isinstance(value, Tensor):  # an extra state, which is read as data alone
+                    state["module"][name] = plain(value, ("state_dict", name))
             files[file.relative_to(path)] = copy(state)
 
         def write_all(folder: Path) -> None:
@@ -150,8 +155,9 @@ class ZeroFormat(StrategyFormat[DeepSpeedStrategy]):
         return number == self.strategy.world_size and is_stage_3 == self.strategy.zero_stage_3
 
     def load_own(self, opened: Opened) -> Checkpoint:
-        with _reading(opened.path):
-            return DeepSpeedStrategy.load_checkpoint(self.strategy, opened.path)
+        with _reading(opened.path), compat.converted_loads(self.strategy.deepspeed_engine, back):
+            # of this rank's file, and `opened` of rank 0's
+            return back(DeepSpeedStrategy.load_checkpoint(self.strategy, opened.path))
 
     def set_optimizer_state(self, stored_weights: Mapping[str, Any], states: list[State]) -> None:
         """Sets the engine's fp32 weights too."""
@@ -253,7 +259,7 @@ class Partitions:
         for name, original in self.main["shared_params"].items():
             if name in module:  # else it is frozen and excluded
                 found[name] = found.get(original, module[name])
-        return {name: found.get(name, tensor) for name, tensor in module.items()}
+        return {name: found.get(name, value) for name, value in module.items()}
 
     def optimizer_state(self) -> State | None:
         """Returns the state by name, or None if it is not in the checkpoint (NVMe offload, SGD)."""

@@ -148,6 +148,19 @@ def redirected_saves(engine: Any, take: Callable[[Any, Path], None]) -> Generato
         yield
 
 
+@contextmanager
+def converted_loads(engine: Any, convert: Callable[[Any], Any]) -> Generator[None]:
+    """Inside, `engine.load_checkpoint` loads into the module what `convert` returns of its saved
+    state dict."""
+    load = engine.load_module_state_dict
+
+    def load_converted(checkpoint: Any, **options: Any) -> None:
+        load(checkpoint | {"module": convert(checkpoint["module"])}, **options)
+
+    with replaced(engine, load_module_state_dict=load_converted):
+        yield
+
+
 def fragment_of(parameter: Any) -> tuple[int, int]:
     """Returns which elements of a flattened parameter are in this rank's partition under ZeRO-1 and
     2."""

@@ -36,6 +36,11 @@ from .epoch_metrics import reduce_over_ranks
 GRACE_S = 5.0  # for the processes to exit with the code of a common decision
 
 
+def logs_graph(logger: Any) -> bool:
+    """Whether a logger, such as TensorBoard's, draws the module's graph (no public name)."""
+    return bool(getattr(logger, "_log_graph", False))
+
+
 def accumulates(trainer: L.Trainer) -> bool:
     """Whether the present micro-batch ends without an optimizer step (no public name)."""
     return trainer.fit_loop._should_accumulate()

@@ -323,7 +323,12 @@ FLAGS: dict[str, Habit] = {
     "callback_changes_rates": with_callbacks(own("ChangesRates")),
     "clamps_weights": with_callbacks(own("ClampsWeights")),
     "writes_predictions": with_callbacks(own("Writes")),
-    "finetunes_with_a_schedule": with_callbacks(own("SlowWarmup"), module="ScheduledBackbone"),
+    "finetunes_with_a_schedule": with_callbacks(
+        own("SlowWarmup"),
+        module="ScheduledBackbone",
+        refused={"zero2": "are fixed when training starts"},
+        oracle="one",  # as finetunes_a_backbone
+    ),
     "averages_every_second": with_callbacks(
         callback("EMAWeightAveraging", decay=0.5, update_every_n_steps=2),
         refused={way: "which shards the model" for way in ("fsdp2", "zero2")},
@@ -344,6 +349,7 @@ FLAGS: dict[str, Habit] = {
                 },
             ]
         },
+        refused={"fsdp2": "whose shards torch cannot trace"},
     ),
     "logs_every_seventh": with_callbacks(
         own("KeepsLines"),
@@ -380,6 +386,7 @@ FLAGS: dict[str, Habit] = {
     "accumulates_with_a_schedule": with_callbacks(
         {"class_path": "tests.lightning.habits.flags.AccumulatesMore", "init_args": {}},
         module="StepsBySchedule",
+        refused={"zero2": "are fixed when training starts"},
     ),
 }
 

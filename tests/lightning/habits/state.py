@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
 from ..arms import Habit
+from .flags import NO_GAPS
 from .rows import EPOCHS, Numbers, Regression, Rows
 
 
@@ -260,12 +261,15 @@ class KeepsParts(Regression):
         def __init__(self) -> None:
             super().__init__()
             self.steps = 0
+            self.newest = deque([np.float64(0)], maxlen=2)
+            self.begun = datetime.datetime(2026, 1, 2)
 
         def get_extra_state(self) -> Any:
-            return {"steps": self.steps}
+            return {"steps": self.steps, "newest": self.newest, "begun": self.begun}
 
         def set_extra_state(self, state: Any) -> None:
-            self.steps = state["steps"]
+            self.steps, self.newest, self.begun = state.values()
+            assert self.newest.maxlen == 2 and self.begun == datetime.datetime(2026, 1, 2)
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,6 +282,7 @@ class KeepsParts(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.counter.steps += 1
+        self.counter.newest.append(np.float64(self.counter.steps))
         self.log("steps", float(self.counter.steps), on_step=False, on_epoch=True)
         with torch.no_grad():
             towards = self.teacher(batch["x"] * self.scale)
@@ -498,7 +503,9 @@ HABITS: dict[str, Habit] = {
     "built_in_configure_model": Habit("BuiltLater", trainer=EPOCHS),
     "built_in_setup": Habit("BuiltInSetup", trainer=EPOCHS),
     "own_state_dict": Habit("OwnStateDict", trainer=EPOCHS),
-    "compiled_part": Habit("CompiledPart", trainer=EPOCHS),
+    "compiled_part": Habit(
+        "CompiledPart", trainer=EPOCHS, refused={"fsdp2": "compile it in place"}
+    ),
     "state_of_the_data": Habit("Regression", "KeepingRows", EPOCHS),
     "skips_the_rest": Habit(
         "SkipsTheRest",
@@ -516,7 +523,7 @@ HABITS: dict[str, Habit] = {
     "epoch_weight": Habit("EpochWeight", trainer=EPOCHS),
     "epoch_sums": Habit("EpochSums", trainer=EPOCHS),
     "state_of_its_own": Habit("StateOfItsOwn", trainer=EPOCHS),
-    "skips_a_batch": Habit("SkipsABatch", trainer=EPOCHS),
+    "skips_a_batch": Habit("SkipsABatch", trainer=EPOCHS, refused=NO_GAPS),
     "returns_dict": Habit("ReturnsDict", trainer=EPOCHS),
     "batch_norm": Habit("Normed", "SampledRows", EPOCHS),
     "buffer": Habit("Ema", "SampledRows", EPOCHS),

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.callbacks.spike import SpikeDetection
 
+from ...compat.lightning import logs_graph
 from ...model.any_module import owns_order
 from ...model.optim import OptimConfig
 from ...parallel.answers.mesh import Mesh
@@ -121,6 +122,15 @@ def flags(setup: Setup) -> Iterator[str]:
                 yield (
                     "trainer.enable_checkpointing is false, and trainer.callbacks has"
                     f" {type(callback).__name__}, which saves: remove one of them"
+                )
+    loggers = setup.trainer.get("logger")
+    if isinstance(sharding, Mesh) and setup.module.example_input_array is not None:
+        for logger in loggers if isinstance(loggers, list) else []:
+            if logs_graph(logger):
+                yield (
+                    f"trainer.logger: {type(logger).__name__} with log_graph true does not work"
+                    f" under {sharding.name}, whose shards torch cannot trace: set log_graph false,"
+                    " or use --config strategy/ddp"
                 )
     on_gpu = setup.machine.accelerator != "cpu"  # gloo: Lightning takes no_grad
     if setup.trainer.get("inference_mode") and on_gpu and isinstance(sharding, Mesh):
