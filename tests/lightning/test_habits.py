@@ -17,6 +17,7 @@ DAILY = [  # each stands for a fault that was found: docs/decisions/training.md
     ("keeps_everything", "one"),
     ("epoch_sums", "one"),
     ("resets_at_starts", "one"),
+    ("states_of_ranks", "fsdp2"),
     ("batch_norm", "fsdp2"),
     ("own_sampler", "ddp"),
     ("averaged", "one"),

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from ..callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from ..callbacks.crash import Crash
 from ..callbacks.monitors import Monitors
+from ..callbacks.rank_states import RankStates
 from ..callbacks.record import Record
 from ..callbacks.sample_order import SampleOrder
 from ..callbacks.summary import Summary
@@ -64,7 +65,7 @@ def complete(
     summary = Summary(run, calls_hooks=not trainer.fast_dev_run)
     callbacks = given.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    first: list[Any] = [Crash(run), Trainable(), Monitors(callbacks, plateau)]
+    first: list[Any] = [Crash(run), Trainable(), RankStates(), Monitors(callbacks, plateau)]
     if not any_module.owns_order(data):
         first.insert(0, SampleOrder(distributes=given.get("use_distributed_sampler", True)))
     last = [Record(run, plain, defaults), summary]

@@ -1043,14 +1043,7 @@ MODULES: dict[str, Habit] = {
         trainer=EPOCHS,
         refused={way: "has sparse gradients" for way in ("fsdp2", "zero2")},
     ),
-    "recurrent": Habit(
-        "Recurrent",
-        "SampledRows",
-        EPOCHS,
-        why="what on_save_checkpoint adds is rank 0's, in Lightning too: after a resume each rank"
-        " continues with the hidden state of rank 0's rows",
-        differs=("ddp", "fsdp2", "zero2"),
-    ),
+    "recurrent": Habit("Recurrent", "SampledRows", EPOCHS),
     "dataclasses": Habit("OfAttributes", "Dataclasses", EPOCHS),
     "named_tuples": Habit("OfAttributes", "NamedTuples", EPOCHS),
     "encodings": Habit("Regression", "Encodings", EPOCHS),

@@ -387,6 +387,41 @@ class KeepingRows(Rows):
         self.drawn = state_dict["drawn"]
 
 
+class SumsOfRanks(SampledRows):
+    """A data module whose state is of its rank: a sum of what it has seen."""
+
+    total = 0.0
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.trainer.training:
+            self.total += batch["x"].mean().item()
+            batch["y"] = batch["y"] + 0.1 * self.total
+        return batch
+
+    def state_dict(self) -> Any:
+        return {"total": self.total}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.total = state_dict["total"]
+
+
+class NoiseOfRanks(Callback):
+    """A callback whose state is of its rank: a generator's, whose noise it adds to gradients."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.generator = torch.Generator().manual_seed(trainer.global_rank)
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        scale = 1 + 0.1 * torch.rand((), generator=self.generator).item()
+        pl_module.log("scale", scale, on_step=False, on_epoch=True, sync_dist=True)
+
+    def state_dict(self) -> Any:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.generator.set_state(state_dict["generator"])
+
+
 class SkipsTheRest(Regression):
     """Ends its second epoch early, by -1."""
 
@@ -507,6 +542,12 @@ HABITS: dict[str, Habit] = {
         "CompiledPart", trainer=EPOCHS, refused={"fsdp2": "compile it in place"}
     ),
     "state_of_the_data": Habit("Regression", "KeepingRows", EPOCHS),
+    "states_of_ranks": Habit(
+        "Regression",
+        "SumsOfRanks",
+        EPOCHS,
+        ({"class_path": "tests.lightning.habits.state.NoiseOfRanks", "init_args": {}},),
+    ),
     "skips_the_rest": Habit(
         "SkipsTheRest",
         trainer=EPOCHS,

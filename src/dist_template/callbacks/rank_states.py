@@ -1,0 +1,135 @@
+"""What each rank adds to a checkpoint: a resumed rank gets its own back.
+
+Lightning writes rank 0's part of a dictionary that each rank has made: of a hidden state that goes
+from batch to batch, or of a data module's position in its stream, every rank would get rank 0's.
+Here what differs between ranks is written for each of them. What is equal on all, and what this
+library's and Lightning's own classes add, is written once, as before."""
+
+import hashlib
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from .. import weights
+from ..checkpoint.plain_types import plain
+from ..compat.lightning import metrics_group
+from ..compat.torch import tree_map
+from ..parallel.own_code import LIBRARIES
+
+KEY = "states_of_ranks"  # of a checkpoint: for each rank, {place: state}
+Place = tuple[str, ...]  # keys on the way to a state in a checkpoint
+
+
+class RankStates(Callback):
+    """Lets a module, its data and a user's callbacks have a state of each rank.
+
+    A run that resumes on another number of ranks gives all of them rank 0's, with a warning."""
+
+    def __init__(self) -> None:
+        self._hooks: dict[str, Callable[[dict[str, Any]], None]] = {}  # of the module itself
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if trainer.world_size == 1 or self._hooks:
+            return
+        saves = is_overridden("on_save_checkpoint", pl_module, L.LightningModule)
+        if not saves and not [*_places(trainer)]:
+            return
+        for name in ("on_save_checkpoint", "on_load_checkpoint"):
+            self._hooks[name] = getattr(pl_module, name)
+
+        def save(checkpoint: dict[str, Any]) -> None:
+            before = checkpoint.keys() | {KEY}
+            self._hooks["on_save_checkpoint"](checkpoint)
+            added = [(key,) for key in checkpoint if key not in before]
+            self._write(trainer, checkpoint, [*added, *_places(trainer)])
+
+        def load(checkpoint: dict[str, Any]) -> None:
+            _read(trainer, checkpoint)
+            self._hooks["on_load_checkpoint"](checkpoint)
+
+        # Of all hooks these are the last that saves, and the first that reads.
+        vars(pl_module).update(on_save_checkpoint=save, on_load_checkpoint=load)
+
+    def _write(self, trainer: L.Trainer, checkpoint: dict[str, Any], places: list[Place]) -> None:
+        states = {}
+        for place in places:
+            found = _at(checkpoint, place)
+            if found is not None:
+                states[place] = found
+        group = metrics_group(trainer)
+        digests = {place: _digest(state, place) for place, state in states.items()}
+        of_ranks = weights.from_all_ranks(digests, group)
+        differ = {
+            place
+            for digest in of_ranks
+            for place in digest
+            if any(other.get(place) != digest[place] for other in of_ranks)
+        }
+        if differ:
+            own = {place: tree_map(_on_host, states.get(place)) for place in differ}
+            # under ZeRO each rank has a file, and what it adds is there
+            checkpoint[KEY] = [
+                {".".join(place): [list(place), state] for place, state in each.items()}
+                for each in weights.to_rank_zero(own, group)
+            ]
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for name in self._hooks:
+            vars(pl_module).pop(name, None)
+        self._hooks = {}
+
+
+def _places(trainer: L.Trainer) -> Iterator[Place]:
+    """Yields where the states of a user's callbacks and data module are in a checkpoint."""
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    for callback in callbacks:
+        if _is_users(callback) and is_overridden("state_dict", callback, Callback):
+            yield ("callbacks", callback.state_key)
+    data: Any = getattr(trainer, "datamodule", None)
+    if _is_users(data) and is_overridden("state_dict", data, LightningDataModule):
+        yield (type(data).__qualname__,)
+
+
+def _is_users(part: object) -> bool:
+    return part is not None and type(part).__module__.partition(".")[0] not in LIBRARIES
+
+
+def _at(checkpoint: dict[str, Any], place: Place) -> Any:
+    found: Any = checkpoint
+    for key in place:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def _digest(state: object, place: Place) -> str:
+    content = io.BytesIO()
+    torch.save(tree_map(_on_host, plain(state, place)), content)
+    return hashlib.sha256(content.getbuffer()).hexdigest()
+
+
+def _on_host(value: object) -> object:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _read(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
+    """Puts this rank's states where rank 0's are."""
+    ranks = checkpoint.pop(KEY, None)
+    if not ranks:
+        return
+    if len(ranks) != trainer.world_size:
+        places = ", ".join(sorted(ranks[0]))
+        rank_zero_warn(
+            f"The checkpoint has {places} of {len(ranks)} ranks, which differ, and there are"
+            f" {trainer.world_size} now: each gets rank 0's."
+        )
+        return
+    for place, state in ranks[trainer.global_rank].values():
+        owner = _at(checkpoint, tuple(place[:-1]))
+        owner[place[-1]] = state
