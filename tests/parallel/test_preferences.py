@@ -123,6 +123,19 @@ def test_losses_and_rewards_are_one_processs(train: Trainings, kind: str, strate
     assert got == pytest.approx(expected, abs=1e-5)
 
 
+def test_ktos_losses_do_not_depend_on_micro_batches(train: Trainings) -> None:
+    """Nor on a resume: its distance from the reference is of the step before."""
+    whole = trained(train, "kto", "one", "--data.micro_batch_size=8")
+    assert whole.loss[4] < 0.97 * whole.loss[1]
+    cells = [("one", "1"), ("one", "2"), ("ddp", "1"), ("fsdp2", "2")]
+    for strategy, size in cells:
+        got = trained(train, "kto", strategy, f"--data.micro_batch_size={size}")
+        assert got.loss == pytest.approx(whole.loss, rel=1e-5)
+    first = trained(train, "kto", "fsdp2", callbacks=[PauseAfter(2)])
+    resumed = trained(train, "kto", "fsdp2", f"--ckpt_path={newest(first.run)}")
+    assert resumed.loss == pytest.approx({s: whole.loss[s] for s in (3, 4)}, rel=1e-5)
+
+
 @pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["fsdp2"]))
 def test_the_reference_stays_as_it_was_and_is_not_saved(train: Trainings, strategy: str) -> None:
     run = trained(train, "copy", strategy).run

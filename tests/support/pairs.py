@@ -75,14 +75,31 @@ RATES = dict.fromkeys(OF_TRL, 0.5) | {"ipo": 0.02, "simpo": 1.0}  # of plain SGD
 
 def losses_of_trl(kind: str, model: str, tokenizer: str, output: str) -> list[float]:
     """Of trl's trainer: 4 steps of plain SGD with all records."""
+    import torch
     import transformers
     import trl
     from datasets import Dataset
     from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
+    class OfTheStepBefore(trl.KTOTrainer):
+        """trl's, with the distance from the reference of the step before."""
+
+        before = torch.zeros(())
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            gather = self.accelerator.gather_for_metrics
+
+            def delayed(distance: Any) -> Any:  # gathered first
+                vars(self.accelerator).pop("gather_for_metrics")
+                before, self.before = self.before, gather(distance)
+                return before
+
+            vars(self.accelerator)["gather_for_metrics"] = delayed
+            return super().compute_loss(*args, **kwargs)
+
     configs: Any = {"dpo": trl.DPOConfig, "kto": trl.KTOConfig, "orpo": ORPOConfig}
-    trainers: Any = {"dpo": trl.DPOTrainer, "kto": trl.KTOTrainer, "orpo": ORPOTrainer}
+    trainers: Any = {"dpo": trl.DPOTrainer, "kto": OfTheStepBefore, "orpo": ORPOTrainer}
     with_head: Any = transformers.AutoModelForCausalLM
     given: Any = {"beta": 0.1}
     configs |= {"ipo": trl.DPOConfig, "simpo": CPOConfig}

@@ -18,7 +18,7 @@ from dist_template import InputError
 from dist_template.text import Mixture, Preferences, Ratings
 from dist_template.text.batches.rows import PAIRS, PairRows
 from dist_template.text.distillation import DistillationConfig, blended
-from dist_template.text.preference_loss import pair_values
+from dist_template.text.preference_loss import Distance, pair_values
 from tests.support import chats, pairs
 from tests.support.chats import messages, write
 from tests.support.library import BOUNDS, NOT_COUNTED, PreferenceConfig, global_order
@@ -199,7 +199,7 @@ LOSSES = {"dpo": -math.log(1 / (1 + math.exp(-0.5 * (-3.0 + 5.0))))}
 LOSSES |= {"ipo": ((-3.0 / 2 + 5.0) - 1.0) ** 2}
 ODDS = [math.exp(score) / (1 - math.exp(score)) for score in (-2.0, -7.0)]
 LOSSES |= {"orpo": 2.0 + 0.5 * math.log(1 + ODDS[1] / ODDS[0])}
-# A bad answer, whose reward is 0.5 (-4 + 1); another one's, 0.5 (-7 + 2), is no distance.
+# A bad answer, whose reward is 0.5 (-4 + 1), at a distance of 0
 LOSSES |= {"kto": 1 - 1 / (1 + math.exp(-1.5))}
 LOSSES |= {"simpo": -math.log(1 / (1 + math.exp(-(0.5 * (-2.0 + 7.0) - 0.5))))}
 
@@ -222,6 +222,8 @@ def test_the_losses_are_those_of_their_papers(loss: Any) -> None:
         reference=models[1],
         balancer=SimpleNamespace(counts_now=True),
         preference=PreferenceConfig(loss=loss, beta=0.5),
+        training=False,
+        distance=Distance(),
     )
     values = pair_values(module, {"labels": labels, PAIRS: torch.tensor([[0, 3, 5, 0]])})
     assert values["loss"].item() == pytest.approx(LOSSES[loss], rel=1e-5)

@@ -150,9 +150,7 @@ class ShardedFormat(StrategyFormat[ModelParallelStrategy]):
             for index, optimizer in enumerate(optimizers):
                 prefix = f"optimizer_{index}"
                 _drop_missing_moments(module, optimizer, state[prefix], prefix, entries)
-            for name, value in state_dict.items():
-                if not isinstance(value, Tensor) and f"state_dict.{name}" in entries:
-                    state_dict[name] = b""  # earlier versions wrote its parts
+            _prepare_extra_states(state_dict, entries)
             loaded = _contiguous(state)
             # A rank's plan depends on no other's: torch would send all to rank 0 and back, 1 MB
             # each.
@@ -249,6 +247,16 @@ def _packed(value: object) -> object:
     content = BytesIO()
     torch.save(plain(value, ("state_dict",)), content)
     return content.getvalue()
+
+
+def _prepare_extra_states(state_dict: Checkpoint, entries: set[str]) -> None:
+    """Lets torch read the extra states that a checkpoint with `entries` has."""
+    for name in [name for name, value in state_dict.items() if not isinstance(value, Tensor)]:
+        if f"state_dict.{name}" in entries:
+            state_dict[name] = b""
+        elif not any(entry.startswith(f"state_dict.{name}.") for entry in entries):
+            del state_dict[name]  # `load_state_dict` decides whether it may be missing
+        # else an earlier version wrote its parts
 
 
 def _unpacked(state_dict: Checkpoint) -> Checkpoint:

@@ -26,6 +26,7 @@ OBSERVERS = {
     "throughput": "callbacks.throughput:Throughput",
     "gpu": "callbacks.gpu:GpuGauges",
     "experts": "callbacks.experts:Experts",
+    "objective": "callbacks.objective:Objective",
     "training_log": "callbacks.training_log:TrainingLog",
     "console": "callbacks.console:Console",
 }

@@ -22,7 +22,6 @@ from ..model.any_module import value_now
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
 from ..parallel import run_strategy
-from ..parallel.answers.plain import measured_refusal
 from ..parallel.configured import NOT_READ_YET
 from ..parallel.place import in_full
 from .batches.rows import PAIRS
@@ -36,6 +35,7 @@ from .model.mtp import NAME as MTP
 from .model.quantize import quantize
 from .model.reward import is_reward_model, refuse_reward_model, reward_model
 from .preference_loss import (
+    Distance,
     PreferenceConfig,
     add_reference,
     build_reference,
@@ -86,6 +86,9 @@ class TextModule(TrainingModule):
         self.distillation = distillation
         self.mtp = mtp
         self.reference: nn.Module | None = None
+        if preference.loss == "kto":
+            self.distance = Distance()
+            self.distance.may_be_missing(self)
         self.accepted: Tensor | None = (
             None  # (2, D, B, T) of the newest batch of an evaluation: see model/mtp.py
         )
@@ -188,8 +191,6 @@ class TextModule(TrainingModule):
                 "model.preference.loss kto and data.source Ratings need each other: set both, or"
                 " neither"
             )
-        if setup.trains and self.preference.loss == "kto":
-            yield from measured_refusal(setup, "model.preference.loss kto")
         if setup.trains and self.distillation and has_pairs(setup.data):
             yield (
                 "model.distillation learns from texts or conversations, and data.source yields"

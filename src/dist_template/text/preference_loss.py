@@ -1,6 +1,11 @@
 """The loss of preferences: chosen answers become more probable than rejected ones, compared with a
 reference, the model before training.
 
+The distance of kto, which its paper takes from a micro-batch, is that of the optimizer step before,
+over all its micro-batches and ranks: a micro-batch's would depend on `data.micro_batch_size`, on
+the number of ranks and on who has which rows. At the first step the model is its reference, and the
+distance is 0.
+
 The reference is the model with its adapters switched off, or a frozen copy, placed by the same
 strategy. Checkpoints contain the copy's hash only.
 
@@ -22,6 +27,8 @@ from ..compat.transformers import without_adapters
 from ..parallel.place import place
 from .batches.rows import PAIRS
 from .model.reward import every_reward
+
+DISTANCE = "distance._extra_state"  # in a module's state dict, of kto
 
 
 @dataclass
@@ -92,7 +99,10 @@ def pair_values(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     scores, lengths = _log_probabilities(module, batch)  # (P, 2) each
     scores = scores - reference
     if config.loss == "kto":
-        return _rating_values(config, config.beta * scores, batch[PAIRS][:, 3] == 1)
+        rewards, is_good = config.beta * scores, batch[PAIRS][:, 3] == 1
+        if module.training:
+            module.distance.add(rewards[:, 1])
+        return _rating_values(config, rewards, is_good, module.distance.value)
     if config.loss != "dpo":
         scores = scores / lengths
     difference = scores[:, 0] - scores[:, 1]
@@ -125,14 +135,12 @@ def _values(rewards: Tensor, losses: Tensor | None = None) -> dict[str, Tensor]:
     }
 
 
-def _rating_values(config: PreferenceConfig, rewards: Tensor, is_good: Tensor) -> dict[str, Tensor]:
+def _rating_values(
+    config: PreferenceConfig, rewards: Tensor, is_good: Tensor, distance: Tensor
+) -> dict[str, Tensor]:
     """Returns `pair_values` of rated answers. `rewards` (P, 2) are of the answer, and of another
-    one to its prompt: the mean of these on all ranks, if it is positive, is the distance from the
-    reference. A margin is positive where the reward is on the right side of the distance."""
-    total = torch.stack([rewards[:, 1].detach().sum(), rewards.new_tensor(len(rewards))])
-    if dist.is_initialized():
-        dist.all_reduce(total)
-    distance = (total[0] / total[1].clamp(min=1)).clamp(min=0)
+    one to its prompt. A margin is positive where the reward is on the right side of the
+    distance."""
     margin = torch.where(is_good, 1, -1) * (rewards[:, 0] - distance)
     weights = torch.where(is_good, config.desirable_weight, config.undesirable_weight)
     return {
@@ -140,6 +148,46 @@ def _rating_values(config: PreferenceConfig, rewards: Tensor, is_good: Tensor) -
         "rewards/margin": margin.detach(),
         "rewards/accuracy": (1 + margin.detach().sign()) / 2,
     }
+
+
+class Distance(nn.Module):
+    """The model's distance from the reference (arXiv:2402.01306, z0): the mean reward of other
+    answers to the prompts of the optimizer step before, if it is positive. Checkpoints have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = torch.zeros(())
+        self._sums = torch.zeros(2)  # of the present step: the rewards, and their number
+
+    def add(self, rewards: Tensor) -> None:
+        """Counts the rewards (P,) of a micro-batch's other answers."""
+        sums = torch.stack([rewards.detach().sum(), rewards.new_tensor(len(rewards))])
+        self._sums = self._sums.to(sums) + sums
+        self.value = self.value.to(sums)
+
+    def finish_step(self) -> None:
+        """Takes the mean of the step's rewards, which the next one is compared with. Collective
+        over all ranks."""
+        if dist.is_initialized():
+            dist.all_reduce(self._sums)
+        mean = (self._sums[0] / self._sums[1].clamp(min=1)).clamp(min=0)
+        self.value = torch.where(mean.isfinite(), mean, self.value)  # a step that was skipped
+        self._sums = torch.zeros_like(self._sums)
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"value": self.value.item()}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.value = torch.tensor(state["value"], device=self.value.device)
+
+    def may_be_missing(self, module: nn.Module) -> None:
+        """Lets `module` load checkpoints from before they had the distance, which was a
+        micro-batch's."""
+
+        def accept(_: nn.Module, keys: Any) -> None:
+            keys.missing_keys[:] = [name for name in keys.missing_keys if name != DISTANCE]
+
+        module.register_load_state_dict_post_hook(accept)
 
 
 def _log_probabilities(module: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
