@@ -97,7 +97,7 @@ def test_attention_across_documents_and_a_hidden_answer_are_refused(tmp_path: Pa
     with pytest.raises(InputError, match="cross_document_attention lets a pair's second answer"):
         data.check(1)
     hides = chats.UNTAGGED.replace("m.role == 'assistant'", "false").replace("{{ m.content }}", "")
-    said = "a.jsonl:1 of data.source has an answer without a token of its own"
+    said = r"a.jsonl:1 of data.source says what the chat template .* the text of message 1 \(user\)"
     with pytest.raises(InputError, match=said):
         prepared(tmp_path, [IN_MESSAGES], hides)
 

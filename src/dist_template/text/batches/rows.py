@@ -324,6 +324,8 @@ def last_answers(corpus: Corpus, split: str, seq_len: int) -> Iterator[tuple[lis
     is known."""
     tokens, counted = corpus.tokens(split), corpus.counted(split)
     for start, end in pairwise(corpus.starts(split).tolist()):
+        if start == end:  # it was dropped
+            continue
         if corpus.is_pairs:
             end = start + second_start(counted[start:end])
         first, last = last_turn(counted[start:end])

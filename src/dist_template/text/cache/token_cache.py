@@ -31,6 +31,7 @@ import numpy as np
 from ...errors import InputError, is_disk_full
 from ...records import sha256
 from ..sources.documents import Encoded, Source, batches_of, texts_of
+from ..sources.notes import describe
 from ..tokenizers import TokenizerSpec
 
 if TYPE_CHECKING:
@@ -146,7 +147,10 @@ class Corpus:
         line = "  {:<10} {documents:>9,} documents {bytes:>15,} bytes {tokens:>15,} tokens"
         parts = [(f"  {name}", held) for name, held in self.parts("train").items() if name]
         known = [*self.manifest["splits"].items(), *parts]
-        return "\n".join(line.format(name, **held) for name, held in known)
+        lines = [line.format(name, **held) for name, held in known]
+        for name, notes in self.manifest.get("notes", {}).items():  # older caches have none
+            lines += [f"  {name}:"] * bool(name) + describe(notes)
+        return "\n".join(lines)
 
 
 def open_cache(recipe: Recipe, cache_dir: str, check_source: bool = True) -> Corpus:
@@ -307,6 +311,7 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
         "unigram_bits_per_byte": None,
         "tokenizer": {path.name: sha256(path) for path in sorted((folder / "tokenizer").iterdir())},
         "files": files,
+        "notes": {part: source.notes() for part, source in sources.items() if source.notes()},
     }
     if "" not in sources:  # a mixture: one source after another
         manifest["parts"] = {

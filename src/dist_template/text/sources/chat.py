@@ -15,8 +15,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -24,21 +23,42 @@ import numpy as np
 
 from ...errors import InputError, first_line
 from ..tokenizers import TokenizerSpec
-from .chat_template import COUNTS, NO_REASONING, Message, encode, training_template
+from .chat_template import (
+    NO_REASONING,
+    completeness_of,
+    encode,
+    lost_in,
+    refusal,
+    training_template,
+)
 from .documents import Documents, Encoded, Source
+from .lossless import Completeness, Lost, check_text
+from .notes import Notes
 from .records import Named, Record, hub_records, matching, records_of, wrong
+from .turns import (
+    COUNTS,
+    REFUSED,
+    SHAPES,
+    Message,
+    Reader,
+    is_empty,
+    renamed,
+    turns_of,
+    turns_of_alpaca,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as Tokenizer
 
-SHAPES = (
-    "messages: [{role, content}, …]; conversations: [{from, value}, …]; prompt and completion; or "
-    "instruction, input"
-    " and output (other names: data.source.columns)"
-)
-# in a template
-ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool"}
 ANSWERS = ("chosen", "rejected")
+# The keys of each shape; the first that is there decides.
+SHAPE_KEYS = (
+    ("messages",),
+    ("conversations",),
+    ("completion", "prompt"),
+    ("output", "instruction", "input", "history"),
+)
+BESIDE = ("system", "tools", "functions")  # are read with each shape
 
 
 @dataclass
@@ -46,9 +66,10 @@ class Chat(Source):
     """Conversations; only the assistant's turns contribute to the loss.
 
     A record has `messages` with role and content, `conversations` with from and value, `prompt` and
-    `completion`, or Alpaca's `instruction`, `input` and `output`, with `system` and `history`.
-    `tools`, a list or JSON, may be beside them. A message with `train` false or `weight` 0 does not
-    count, one with true or 1 does.
+    `completion`, or Alpaca's `instruction`, `input` and `output`, with `history`. `system` and
+    `tools`, a list or JSON, may be beside them. A message with `train`, `training`, `weight` or
+    `loss` false or 0 does not count, one with true or 1 does. What the template does not write of a
+    record is refused, or drops the record (`on_lost`).
 
     Args:
         paths: Files or glob patterns: jsonl or JSON arrays, also .gz and .zst, or .parquet.
@@ -62,7 +83,12 @@ class Chat(Source):
             of them. all: every token.
         roles: Whose turns count.
         template: A .jinja file of a chat template. null: the tokenizer's, or trl's form of it if
-            earlier turns change when others follow. Tags of `{% generation %}` are read."""
+            earlier turns change when others follow. Tags of `{% generation %}` are read.
+        role_names: Other names of roles, as {narrator: user}. Those of published data are known.
+        ignored: Keys of a record or a message that are not read although they mean something to
+            training, such as [images].
+        on_lost: If the template does not write something that a record says, or refuses it: refuse
+            ends `prepare`; drop leaves the record out, and `prepare` counts it."""
 
     whole = True
     fields: ClassVar[tuple[str, ...]] = (
@@ -76,6 +102,7 @@ class Chat(Source):
         "system",
         "history",
         "tools",
+        "functions",
     )
 
     paths: list[str] = field(default_factory=list)
@@ -87,6 +114,9 @@ class Chat(Source):
     train_on: Literal["assistant", "last", "all"] = "assistant"
     roles: list[str] = field(default_factory=lambda: ["assistant"])
     template: str | None = None
+    role_names: dict[str, str] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+    on_lost: Literal["refuse", "drop"] = "refuse"
 
     def __post_init__(self) -> None:
         if bool(self.paths) == bool(self.name):
@@ -95,67 +125,72 @@ class Chat(Source):
                 f"data.source {kind} needs either paths, of files, or name, of a data set of the"
                 " hub"
             )
+        self._notes, self._fills = Notes(), False
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        records: Iterator[Named] = iter(())
-        if self.name:
-            records = hub_records(self.name, self.config, self.split, self.revision)
-        columns = [*self.fields, *self.columns.values()]
-        for name, record in chain(
-            records, *(records_of(path, columns) for path in matching(self.paths))
-        ):
-            document = self.document_of(name, renamed(record, self.columns))
+        self._notes = Notes()
+        for name, record in self._records():
+            record = renamed(record, self.columns)
+            document = self.document_of(name, record)
+            for key in self._unread(name, record):
+                self._notes.unread[key] += 1
             yield name, json.dumps(document, ensure_ascii=False)
+
+    def _records(self) -> Iterator[Named]:
+        """Yields records by name. `_fills`: their format fills missing keys with null."""
+        self._fills = bool(self.name)
+        if self.name:
+            yield from hub_records(self.name, self.config, self.split, self.revision)
+        # of a table, the columns that are read, and those that must not be overlooked
+        columns = {*self.fields, *self.columns.values(), *REFUSED, "label"}
+        for path in matching(self.paths):
+            self._fills = path.suffix == ".parquet"
+            yield from records_of(path, columns)
+            if self._fills:  # after it has been found to be one
+                self._notes.unread.update(_other_columns(path, columns))
+
+    @property
+    def _reader(self) -> Reader:
+        return Reader(self.columns, self.role_names, self.ignored, self._fills)
+
+    def _unread(self, name: str, record: Record) -> list[str]:
+        """Returns the keys that this record's shape does not read; refuses those that mean
+        something to training."""
+        read = [*self._keys_of(record), *BESIDE]
+        return self._reader.check_keys(name, record, read, type(self).__name__)
+
+    def _keys_of(self, record: Record) -> tuple[str, ...]:
+        """Returns the keys of the record's shape."""
+        return next(keys for keys in SHAPE_KEYS if not is_empty(record.get(keys[0])))
+
+    def spec(self) -> dict[str, object]:
+        given = {key: value for key, value in vars(self).items() if not key.startswith("_")}
+        return {"class": type(self).__name__, **given}
+
+    def notes(self) -> dict[str, Any] | None:
+        return self._notes.as_json()
 
     def document_of(self, name: str, record: Record) -> dict[str, object]:
         """Returns a document's content, checked: `messages`, and `tools` if there are some."""
+        reader = self._reader
         if turns := record.get("messages") or record.get("conversations"):
-            messages = self._messages(name, turns, "user")
+            messages = reader.messages(name, turns_of(name, turns), "user")
         elif record.get("prompt") and record.get("completion"):
-            messages = self._messages(name, record["prompt"], "user")
-            messages += self._messages(name, record["completion"], "assistant")
+            messages = reader.messages(name, record["prompt"], "user")
+            messages += reader.messages(name, record["completion"], "assistant")
         elif record.get("instruction") and record.get("output"):
-            messages = self._messages(name, turns_of_alpaca(record), "user")
+            messages = reader.messages(name, turns_of_alpaca(record), "user")
         else:
             raise wrong(name, f"has only {', '.join(sorted(record)) or 'no key'}: give {SHAPES}")
+        messages = reader.with_system(name, record, messages)
         if not any(message.get(COUNTS, message["role"] in self.roles) for message in messages):
             who = " or ".join(self.roles)
             raise wrong(
                 name, f"has no {who} turn that counts, on which the model is trained: remove it"
             )
-        tools = record.get("tools")
-        try:
-            tools = json.loads(tools) if isinstance(tools, str) and tools else tools
-        except ValueError as error:
-            raise wrong(name, f"has tools that are not JSON: {error}") from error
+        tools = reader.tools(name, record)
+        self._notes.count(name, messages, tools)
         return {"messages": messages, "tools": tools} if tools else {"messages": messages}
-
-    def _messages(self, name: str, turns: object, role: str) -> list[Message]:
-        """Returns messages with role, content and, where the record says it, `train`; a text is one
-        of `role`."""
-        messages = []
-        for turn in turns if isinstance(turns, list) else [{"role": role, "content": turns}]:
-            others = renamed(turn, self.columns) if isinstance(turn, dict) else {}
-            from_, value = others.pop("from", None), others.pop("value", None)
-            role, content = others.pop("role", from_), text_of(name, others.pop("content", value))
-            weight = others.pop("weight", None)
-            counts = others.pop(COUNTS, weight)
-            if not isinstance(role, str):
-                raise wrong(name, f"has a turn without a role: give {SHAPES}")
-            if not isinstance(content, str) and not (content is None and others.get("tool_calls")):
-                raise wrong(name, f"has a turn of {role!r} whose content is no text")
-            if counts not in (None, 0, 1):
-                raise wrong(
-                    name,
-                    f"has a turn of {role!r} with weight {counts!r}: give 0 or 1, or train true or"
-                    " false",
-                )
-            message = {"role": ROLES.get(role, role), "content": content or ""}
-            message |= {} if counts is None else {COUNTS: bool(counts)}
-            messages.append(
-                message | {key: value for key, value in others.items() if value is not None}
-            )
-        return messages
 
     def files(self) -> list[Path]:
         files = matching(self.paths)
@@ -173,7 +208,8 @@ class Chat(Source):
         self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents
     ) -> list[Encoded]:
         template = training_template(tokenizer, self.template, self.train_on)
-        return encode(tokenizer, template, self.train_on, self.roles, documents)
+        given = (tokenizer, template, self.train_on, self.roles, documents)
+        return encode(*given, self._notes, drops=self.on_lost == "drop")
 
     def spans(self, tokenizer: Tokenizer, name: str, text: str) -> Iterator[tuple[str, np.ndarray]]:
         """Yields a conversation's tokens in spans: trained on, of prompts, or of answers with why
@@ -182,7 +218,10 @@ class Chat(Source):
             training_template(tokenizer, self.template, self.train_on),
             json.loads(text),
         )
-        (whole,) = encode(tokenizer, template, self.train_on, self.roles, [(name, text)])
+        given = (tokenizer, template, self.train_on, self.roles, [(name, text)])
+        (whole,) = encode(*given, drops=self.on_lost == "drop")
+        if not len(whole.ids):
+            return
         counted: Any = whole.counted
         kinds = np.where(counted, "trained on", "of prompts").astype(object)
         for why in ("not by train_on", "not by train or weight", "not by roles"):
@@ -206,10 +245,14 @@ class Chat(Source):
         reasoning."""
         if not tokenizer.chat_template:  # pairs of texts need none
             return tokenizer.encode(prompt)
-        user = [{"role": "user", "content": prompt}]
-        rendered: Any = tokenizer.apply_chat_template(
-            user, add_generation_prompt=True, **NO_REASONING
-        )
+        user: list[Message] = [{"role": "user", "content": prompt}]
+        tools: list[Any] | None = None
+        asked: Any = {"add_generation_prompt": True, **NO_REASONING}
+        # some templates read a content in parts alone
+        with suppress(Lost):
+            template = tokenizer.get_chat_template()
+            user, tools, _ = completeness_of(tokenizer, template, **asked).fit(user, None, ())
+        rendered: Any = tokenizer.apply_chat_template(user, tools=tools, **asked)
         return rendered["input_ids"]
 
 
@@ -220,51 +263,43 @@ def _why_not(turn: Message, roles: list[str]) -> str:
     return "not by train or weight" if COUNTS in turn else "not by roles"
 
 
-def renamed(record: Record, columns: dict[str, str]) -> Record:
-    """Returns a record or message with the values of `columns` under our names as well."""
-    return record | {ours: record[theirs] for ours, theirs in columns.items() if theirs in record}
+def _other_columns(path: Path, read: set[str]) -> dict[str, int]:
+    """Returns the columns of a table that are not read, with its number of records."""
+    from pyarrow import parquet
 
-
-def turns_of_alpaca(record: Record) -> list[Message]:
-    """Returns the turns of Alpaca's shape: `input` follows `instruction` in a line of its own, as
-    in LLaMA-Factory."""
-    turns = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-    asked = "\n".join(filter(None, [record["instruction"], record.get("input")]))
-    for question, answer in [*(record.get("history") or []), (asked, record["output"])]:
-        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return turns
-
-
-def text_of(name: str, content: object) -> object:
-    """Returns the text of a list of contents, as OpenAI's API has it; what is no list stays."""
-    if not isinstance(content, list):
-        return content
-    texts = [part.get("text") if isinstance(part, dict) else part for part in content]
-    if not all(isinstance(text, str) for text in texts):
-        raise wrong(name, "has a content that is not only text, such as an image: remove it")
-    return "".join(texts)
+    table = parquet.ParquetFile(path)
+    return dict.fromkeys({*table.schema_arrow.names} - read, table.metadata.num_rows)
 
 
 class Preferences(Chat):
     """Pairs of a chosen and a rejected answer to a prompt; `model.preference` has their loss.
 
     A record has `prompt`, `chosen` and `rejected`: texts, which are joined as they are, or lists of
-    messages, which the chat template renders. `chosen` and `rejected` may be full conversations.
-    The arguments are Chat's, but all tokens of the answers count whatever `train_on` is."""
+    messages, which the chat template renders. `chosen` and `rejected` may be full conversations, or
+    one message each beside `conversations` (LLaMA-Factory). `system` and `tools` may be beside
+    messages. The arguments are Chat's, but all tokens of the answers count whatever `train_on`
+    is."""
 
     pairs = True
-    fields = ("prompt", *ANSWERS)
+    fields = ("prompt", *ANSWERS, "messages", "conversations", *BESIDE)
 
     def document_of(self, name: str, record: Record) -> dict[str, object]:
-        prompt, chosen, rejected = map(record.get, self.fields)
+        prompt, chosen, rejected = map(record.get, ("prompt", *ANSWERS))
+        reader = self._reader
         if not chosen or not rejected or chosen == rejected:
             raise wrong(name, "needs chosen and rejected, two different answers")
+        if isinstance(chosen, dict) and isinstance(rejected, dict) and not _is_plain(chosen):
+            chosen, rejected = [chosen], [rejected]
+            turns = record.get("messages") or record.get("conversations") or prompt
+            prompt = turns if turns is prompt else turns_of(name, turns)
         if isinstance(chosen, list) and isinstance(rejected, list):
-            chosen = self._messages(name, chosen, "assistant")
-            rejected = self._messages(name, rejected, "assistant")
+            chosen = reader.messages(name, chosen, "assistant")
+            rejected = reader.messages(name, rejected, "assistant")
             if chosen[0]["role"] == "assistant":  # else they are full conversations
-                prompt = self._messages(name, prompt or [], "user")
+                prompt = reader.messages(name, prompt or [], "user")
                 chosen, rejected = prompt + chosen, prompt + rejected
+            chosen = reader.with_system(name, record, chosen)
+            rejected = reader.with_system(name, record, rejected)
             start = _num_equal(chosen, rejected)
             prompt, chosen, rejected = chosen[:start], chosen[start:], rejected[start:]
             if any(
@@ -278,7 +313,30 @@ class Preferences(Chat):
             raise wrong(
                 name, "needs prompt, chosen and rejected in one form: texts, or lists of messages"
             )
-        return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        pair = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        return pair | self._beside(name, record, [prompt, chosen, rejected])
+
+    def _keys_of(self, record: Record) -> tuple[str, ...]:
+        shared = ("messages", "conversations") if isinstance(record["chosen"], dict) else ()
+        return ("prompt", *ANSWERS, *shared)
+
+    def _beside(self, name: str, record: Record, parts: list[Any]) -> dict[str, object]:
+        """Returns the tools beside a pair, and counts its turns. Raises InputError if `system` or
+        tools are beside texts, which have no place for them."""
+        tools = self._reader.tools(name, record)
+        if isinstance(parts[0], list):
+            for part in parts:
+                self._notes.count(name, part)
+            self._notes.count(name, [], tools)
+            return {"tools": tools} if tools else {}
+        for key, given in (("system", record.get("system")), ("tools", tools)):
+            if not is_empty(given) and key not in self.ignored:
+                raise wrong(
+                    name,
+                    f"has {key} beside a prompt that is a text, which has no place for it: give"
+                    f" lists of messages, or add {key} to data.source.ignored",
+                )
+        return {}
 
     def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         if self.template and not tokenizer.chat_template:
@@ -294,7 +352,7 @@ class Preferences(Chat):
         token of a sequence is no label."""
         # a text source that shares the tokenizer sets it
         tokenizer.backend_tokenizer.encode_special_tokens = False
-        encoded = []
+        encoded, completeness = [], None
         for name, text in documents:
             pair = json.loads(text)
             prompt, end = pair["prompt"], tokenizer.eos_token
@@ -305,7 +363,14 @@ class Preferences(Chat):
                     *(prompt + pair[key].removesuffix(end) + end for key in ANSWERS),
                 ]
             else:
-                rendered = self._rendered(tokenizer, name, pair)
+                if completeness is None:
+                    template = training_template(tokenizer, self.template, "all")
+                    completeness = completeness_of(tokenizer, template.text)
+                rendered = self._rendered(tokenizer, name, pair, completeness)
+                if not rendered:
+                    nothing = np.zeros(0, dtype=np.int64)
+                    encoded.append(Encoded(nothing, nothing.astype(bool)))
+                    continue
             prompt, chosen, rejected = tokenizer(rendered, add_special_tokens=is_text)["input_ids"]
             start = max(1, min(_num_equal(prompt, chosen), _num_equal(prompt, rejected)))
             if min(len(chosen), len(rejected)) <= start or chosen == rejected:
@@ -314,18 +379,42 @@ class Preferences(Chat):
             encoded.append(Encoded(np.array(chosen + rejected), counted))
         return encoded
 
-    def _rendered(self, tokenizer: Tokenizer, name: str, pair: dict[str, list]) -> list[Any]:
-        """Returns the prompt, and the prompt with each answer, rendered by the chat template."""
+    def _rendered(
+        self, tokenizer: Tokenizer, name: str, pair: dict[str, Any], completeness: Completeness
+    ) -> list[Any]:
+        """Returns the prompt, and the prompt with each answer, rendered by the chat template; []
+        if the template loses something of it and such pairs are dropped."""
         template = training_template(tokenizer, self.template, "all")
-        render = partial(tokenizer.apply_chat_template, chat_template=template.text, tokenize=False)
-        prompt = pair["prompt"]
+        prompt, tools, answers = pair["prompt"], pair.get("tools"), list[Any]()
         try:
-            return [
-                render(prompt, add_generation_prompt=True),
-                *(render(prompt + pair[key]) for key in ANSWERS),
-            ]
+            for key in ANSWERS:
+                trained = range(len(prompt), len(prompt) + len(pair[key]))
+                fitted = completeness.fit(prompt + pair[key], tools, trained)
+                answers.append(completeness.render(fitted.messages, fitted.tools))
+                check_text(fitted.pieces, answers[-1], trained)
+            asked: Any = tokenizer.apply_chat_template(
+                fitted.messages[: len(prompt)],
+                tools=fitted.tools,
+                chat_template=template.text,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+            return [asked, *answers]
+        except Lost as lost:
+            if self.on_lost == "drop":
+                self._notes.drop(name, lost.kind)
+                return []
+            raise lost_in(name, template, lost) from lost
         except Exception as error:  # a template raises errors of Jinja and of Python
+            if self.on_lost == "drop":
+                self._notes.drop(name, refusal(error))
+                return []
             raise wrong(name, f"is refused by {template.name}: {first_line(error)}") from error
+
+
+def _is_plain(answer: dict[str, Any]) -> bool:
+    """Returns whether an answer is no message."""
+    return not answer.keys() & {"role", "from"}
 
 
 class Ratings(Preferences):
@@ -338,7 +427,7 @@ class Ratings(Preferences):
     token counts, which is no label, is `label`."""
 
     ratings = True
-    fields = ("prompt", "completion", "label")
+    fields = ("prompt", "completion", "label", *BESIDE)
 
     def documents(self) -> Iterator[tuple[str, str]]:
         labels = set[bool]()
@@ -352,17 +441,22 @@ class Ratings(Preferences):
             )
 
     def document_of(self, name: str, record: Record) -> dict[str, object]:
-        prompt, completion, label = map(record.get, self.fields)
+        prompt, completion, label = map(record.get, ("prompt", "completion", "label"))
+        reader = self._reader
         if not isinstance(label, bool):
             raise wrong(name, f"needs label, true or false, and has {label!r}")
         if isinstance(completion, list):
-            prompt = self._messages(name, prompt or [], "user")
-            completion = self._messages(name, completion, "assistant")
+            prompt = reader.with_system(name, record, reader.messages(name, prompt or [], "user"))
+            completion = reader.messages(name, completion, "assistant")
         if not prompt or not completion or {type(prompt), type(completion)} not in ({str}, {list}):
             raise wrong(
                 name, "needs prompt and completion in one form: texts, or lists of messages"
             )
-        return {"prompt": prompt, "completion": completion, "label": label}
+        answer = {"prompt": prompt, "completion": completion, "label": label}
+        return answer | self._beside(name, record, [prompt, completion])
+
+    def _keys_of(self, record: Record) -> tuple[str, ...]:
+        return ("prompt", "completion", "label")
 
     def encode(
         self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents
@@ -381,12 +475,15 @@ class Ratings(Preferences):
                 raise wrong(
                     name, "has the only answer among its neighbours: give other answers too"
                 )
-            pair = {"prompt": rated[number]["prompt"], "chosen": completion, "rejected": other}
+            tools = {key: rated[number][key] for key in ("tools",) if key in rated[number]}
+            prompt = rated[number]["prompt"]
+            pair = {"prompt": prompt, "chosen": completion, "rejected": other} | tools
             pairs.append((name, json.dumps(pair)))
         encoded = super().encode(spec, tokenizer, pairs)
         for one, document in zip(rated, encoded, strict=True):
             counted: Any = document.counted
-            counted[0] = one["label"]
+            if len(counted):
+                counted[0] = one["label"]
         return encoded
 
 

@@ -19,12 +19,14 @@ import numpy as np
 
 from ...errors import InputError, first_line, require
 from .documents import Documents, Encoded
+from .lossless import Completeness, Fitted, Lost, check_text, text_in
+from .notes import Notes
 from .records import wrong
+from .turns import COUNTS, KNOWN, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as Tokenizer
 
-Message = dict[str, Any]  # role and content, and what else a turn has, such as tool_calls
 Render = Callable[..., str]  # of a list of messages
 TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 HELP = (
@@ -32,7 +34,10 @@ HELP = (
     "generation %} tags around"
     " the assistant's turns"
 )
-COUNTS = "train"  # key of a message in a document: whether it counts, whatever its role
+WAYS_OUT = (
+    "give another template in data.source.template, drop the key by data.source.ignored, or set"
+    " data.source.on_lost to drop, which leaves such records out and counts them"
+)
 # variables of published templates
 NO_REASONING: dict[str, Any] = {"enable_thinking": False, "thinking": False}
 OPENED = re.compile(r"<think>\s*$")  # a prompt that demands reasoning
@@ -79,7 +84,7 @@ def training_template(tokenizer: Tokenizer, file: str | None, train_on: str) -> 
 
     try:
         form = get_training_chat_template(tokenizer) or text
-    except ValueError:  # trl does not know the family
+    except Exception:  # ValueError: trl does not know the family; a template raises any error
         return own
     name += ", in trl's form,"
     divides = _divides(tokenizer, Template(form, name), train_on)
@@ -98,13 +103,23 @@ def _divides(tokenizer: Tokenizer, template: Template, train_on: str) -> bool:
 
 
 def encode(
-    tokenizer: Tokenizer, template: Template, train_on: str, roles: list[str], documents: Documents
+    tokenizer: Tokenizer,
+    template: Template,
+    train_on: str,
+    roles: list[str],
+    documents: Documents,
+    notes: Notes | None = None,
+    drops: bool = False,
 ) -> list[Encoded]:
     """Returns the tokens of conversations, which are JSON, and which of them count. Raises
-    InputError if the template refuses a conversation, changes its turns, or marks nothing in it."""
+    InputError if the template refuses a conversation, changes its turns, loses something that it
+    says, or marks nothing in it. `drops`: a conversation that loses something, or that the template
+    refuses, has no tokens instead. `notes` counts them, and keys that the template does not
+    read."""
     # A text source that shares the tokenizer sets it; a template's special tokens are such.
     tokenizer.backend_tokenizer.encode_special_tokens = False
     encoded, ends = [], tuple(tokenizer.get_added_vocab())
+    completeness = completeness_of(tokenizer, template.text)
     for name, text in documents:
         conversation = json.loads(text)
         messages, tools = conversation["messages"], conversation.get("tools")
@@ -113,50 +128,132 @@ def encode(
         ]
         if train_on == "last":
             numbers = numbers[-1:]
-        render = partial(tokenizer.apply_chat_template, tools=tools, chat_template=template.text)
+        if notes is not None:
+            notes.unread.update(_unread(messages, template))
         try:
-            out: Any = render(
-                messages,
-                return_assistant_tokens_mask=template.has_tags,
-                tokenizer_kwargs={"return_offsets_mapping": True},
-            )
-            ids, offsets = (
-                np.array(out["input_ids"], dtype=np.int64),
-                np.array(out["offset_mapping"]),
-            )
-            counted = np.ones(len(ids), dtype=bool)
-            if train_on != "all":
-                as_text: Any = partial(render, tokenize=False)
-                counted = _tokens(_spans(as_text, ends, template, messages, numbers), offsets)
-            if template.has_tags and train_on != "all":
-                counted &= np.array(out["assistant_masks"], dtype=bool)
+            # where all tokens count, all reasoning is trained on
+            trained = range(len(messages)) if train_on == "all" else numbers
+            fitted = completeness.fit(messages, tools, trained)
+            document = _encoded(tokenizer, template, train_on, ends, fitted, numbers)
+        except Lost as lost:
+            if not drops:
+                raise lost_in(name, template, lost) from lost
+            document = _dropped(notes, name, lost.kind)
         except Exception as error:  # a template raises errors of Jinja and of Python
-            what = f"cannot be rendered by {template.name}: {first_line(error)}"
-            raise wrong(name, what) from error
-        if not counted.any():
+            if not drops or isinstance(error, InputError):
+                what = f"cannot be rendered by {template.name}: {first_line(error)}"
+                raise wrong(name, what) from error
+            document = _dropped(notes, name, refusal(error))
+        if len(document.ids) and document.counted is not None and not document.counted.any():
             raise InputError(f"{template.name} marks no token of {name}: {HELP}")
-        encoded.append(Encoded(ids, counted))
+        encoded.append(document)
     return encoded
+
+
+def _dropped(notes: Notes | None, name: str, why: str) -> Encoded:
+    """Returns a document without tokens, which no row has; counts it."""
+    if notes is not None:
+        notes.drop(name, why)
+    return Encoded(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool))
+
+
+def refusal(error: Exception) -> str:
+    """Returns why a template refuses a conversation, for the counts of `prepare`."""
+    return f"refused by the template: {first_line(error)[:80]}"
+
+
+def lost_in(name: str, template: Template, lost: Lost) -> InputError:
+    """Returns the error for a record of which a template loses a piece, with the three ways out."""
+    return wrong(name, f"says what {template.name} does not write: {lost}; {WAYS_OUT}")
+
+
+def completeness_of(tokenizer: Tokenizer, template: str, **options: Any) -> Completeness:
+    """Returns the check that a template writes all of a conversation; `options` are its
+    variables."""
+
+    def render(messages: list[Message], tools: list[Any] | None) -> str:
+        rendered: Any = tokenizer.apply_chat_template(
+            messages, tools=tools, chat_template=template, tokenize=False, **options
+        )
+        return rendered
+
+    return Completeness(render)
+
+
+def _unread(messages: list[Message], template: Template) -> Iterator[str]:
+    """Yields the keys of messages that the template does not name."""
+    for message in messages:
+        for key in message.keys() - KNOWN:
+            is_tools = key == "name" and message["role"] == "tool"  # the call has it too
+            if not is_tools and key not in template.text:
+                yield f"{key} of a turn"
+
+
+def _encoded(
+    tokenizer: Tokenizer,
+    template: Template,
+    train_on: str,
+    ends: tuple[str, ...],
+    fitted: Fitted,
+    numbers: list[int],
+) -> Encoded:
+    """Returns the tokens of a conversation, and which of them count: the messages of `numbers`."""
+    messages, pieces = fitted.messages, fitted.pieces
+    tools: Any = fitted.tools
+    render = partial(tokenizer.apply_chat_template, tools=tools, chat_template=template.text)
+    out: Any = render(
+        messages,
+        return_assistant_tokens_mask=template.has_tags,
+        tokenizer_kwargs={"return_offsets_mapping": True},
+    )
+    ids, offsets = (np.array(out["input_ids"], dtype=np.int64), np.array(out["offset_mapping"]))
+    as_text: Any = partial(render, tokenize=False)
+    text = as_text(messages)
+    if train_on == "all":
+        check_text(pieces, text, range(len(messages)))
+        return Encoded(ids, np.ones(len(ids), dtype=bool))
+    spans = [*_spans(as_text, text, ends, template, messages, numbers)]
+    counted = _tokens(spans, offsets)
+    if template.has_tags:
+        counted &= np.array(out["assistant_masks"], dtype=bool)
+    check_text(pieces, text, numbers)
+    for span in spans:
+        _check_trained(span, text, counted, offsets, fitted)
+    return Encoded(ids, counted)
+
+
+def _check_trained(
+    span: Span, text: str, counted: np.ndarray, offsets: np.ndarray, fitted: Fitted
+) -> None:
+    """Raises Lost if a piece of a message that counts is not among the tokens that count. Tags of a
+    template may leave a text out as a whole, but no tool call."""
+    starts, ends = offsets.T
+    inside = offsets[counted & (span.start <= starts) & (ends <= span.end)]
+    number = span.number - 1
+    if not len(inside) and not fitted.messages[number].get("tool_calls"):
+        return
+    trained = text[inside[0, 0] : inside[-1, 1]] if len(inside) else ""
+    check_text(fitted.pieces, trained, [number], only=number)
 
 
 def _spans(
     render: Render,
+    text: str,
     ends: tuple[str, ...],
     template: Template,
     messages: list[Message],
     numbers: list[int],
 ) -> Iterator[Span]:
-    """Yields where messages are in the text of a conversation; `ends` are tokens that may end a
+    """Yields where messages are in the `text` of a conversation; `ends` are tokens that may end a
     turn. With tags, a span is only where their mask is read. Raises InputError if a turn does not
     follow its prompt, changes, or has no end."""
-    text = render(messages)
     for number in numbers:
         turn = render(messages[: number + 1]).rstrip()  # no label follows the token that ends it
         is_answer = number > 0 and messages[number]["role"] == "assistant"
         if is_answer:
             prompt = _prompt(render, messages[:number], turn, template)
         else:  # nothing asks for it
-            prompt = turn[: turn.rfind(messages[number]["content"].strip())]
+            prompt = turn[: turn.rfind(text_in(messages[number]).strip())]
         if template.has_tags and is_answer:
             following = [
                 n for n in range(number + 1, len(messages)) if messages[n]["role"] == "assistant"
@@ -179,7 +276,7 @@ def _spans(
 
 def _goes_on(turn: str, message: Message) -> bool:
     """Returns whether the template writes something after a message's content."""
-    content = message["content"].strip()
+    content = text_in(message).strip()
     return bool(content) and content in turn and not turn.endswith(content)
 
 
@@ -193,7 +290,7 @@ def _prompt(render: Render, messages: list[Message], turn: str, template: Templa
     return max((prompt for prompt in prompts if turn.startswith(prompt)), key=len, default="")
 
 
-def _tokens(spans: Iterator[Span], offsets: np.ndarray) -> np.ndarray:
+def _tokens(spans: list[Span], offsets: np.ndarray) -> np.ndarray:
     """Returns which tokens are in a span; `offsets` (tokens, 2) are their starts and ends in the
     text. Raises InputError if a token has characters of a prompt and of an answer: a server divides
     them otherwise."""

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -79,6 +79,11 @@ class Source(Choice, ABC):
     def encode_prompt(self, tokenizer: Tokenizer, prompt: str) -> list[int]:
         """Returns the tokens that `predict` and the samples of `data.prompts` continue."""
         return tokenizer.encode(prompt)
+
+    def notes(self) -> dict[str, Any] | None:
+        """Returns what `prepare` reports about the documents that were read last, as in notes.py;
+        None: nothing."""
+        return None
 
     def spec(self) -> dict[str, object]:
         """Returns what identifies the corpus, in plain types."""

@@ -1,13 +1,15 @@
 """`prepare`: tokenizes the data once, in one process, before training; else calls prepare_data."""
 
+import json
 import sys
 from collections import Counter
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
 
 from ...project import Project
+from ...text.sources.notes import kind_of
 
 NUM_SHOWN, NUM_READ = 3, 100  # documents; among the latter, each kind of turn is looked for
 
@@ -31,7 +33,8 @@ def main(argv: list[str], project: Project) -> None:
         print(part, end="")
     tokens, counted = corpus.tokens("train"), corpus.counted("train")
     starts = corpus.starts("train")
-    for first, last in list(zip(starts, starts[1:], strict=False))[:NUM_SHOWN]:
+    kept = ((first, last) for first, last in pairwise(starts) if first < last)  # else dropped
+    for first, last in islice(kept, NUM_SHOWN):
         edges = np.flatnonzero(np.diff(counted[first:last])) + first + 1
         for a, b in zip([first, *edges], [*edges, last], strict=True):
             text = corpus.tokenizer.decode(tokens[a:b])
@@ -66,13 +69,16 @@ def show_turns(source: Any, tokenizer: Any) -> None:
     seen = set[str]()
     for number, (name, text) in enumerate(islice(source.documents(), NUM_READ)):
         tokens, shown = Counter[str](), list[str]()
+        turns = {*map(kind_of, json.loads(text)["messages"])}
         for kind, ids in source.spans(tokenizer, name, text):
             tokens[kind] += len(ids)
             start, end = {"trained on": trained, "of prompts": ("", "")}.get(kind, other)
             shown += [start, tokenizer.decode(ids), end]
-        if number < NUM_SHOWN or not tokens.keys() <= seen:
+        if not shown:  # it was dropped
+            continue
+        if number < NUM_SHOWN or not tokens.keys() | turns <= seen:
             print(f"{name}, tokens: " + ", ".join(f"{num} {kind}" for kind, num in tokens.items()))
             for part in shown:  # a colour alone, as above
                 print(part, end="")
             print()
-        seen |= tokens.keys()
+        seen |= tokens.keys() | turns
