@@ -143,10 +143,15 @@ def test_messages_are_read_or_get_a_400(server: Server) -> None:
         assert "cannot be answered" in answer.json()["error"]["message"], answer.text
     parts: Any = [user | {"content": [{"type": "text", "text": SECRET}]}]
     parts += [{"role": "assistant", "content": "yes", "annotations": []}, *MESSAGES]
-    parts += [{"role": "assistant", "content": None, "tool_calls": [call]}]
     parts += [{"role": "tool", "tool_call_id": "1", "content": "3"}]
     answer = post(server, CHAT, json={"messages": parts, "max_tokens": 2})
     assert answer.status_code == 200, answer.text
+    calls = {"messages": [*parts, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    tools = {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    for body, lost in ((calls, "the call f in message 5"), (tools, "the tool f")):
+        answer = post(server, CHAT, json=body)
+        sentence = f"the model's chat template does not write {lost}; remove it"
+        assert answer.status_code == 400 and sentence in answer.json()["error"]["message"]
 
 
 def test_small_temperatures_are_greedy_and_no_stop_strings_are_none(server: Server) -> None:

@@ -113,7 +113,11 @@ class _Prepared:
 
 
 class _Chat(_Prepared, ChatCompletionHandler):
-    pass
+    @staticmethod
+    def get_processor_inputs_from_messages(messages: list[dict], modality: Modality) -> list[dict]:
+        """Returns the messages as they are: `serve` has made texts of them. The handler's own
+        method would drop the text beside a tool call, names and reasoning."""
+        return messages
 
 
 class _Completion(_Prepared, CompletionHandler):

@@ -22,6 +22,7 @@ from ....compat.transformers_serving import OneModel
 from ....text.model.reward import is_reward_model
 from .admission import Admission, body_of
 from .answers import CHAT, MODELS, SCORE, TEXT, error_response
+from .conversation import fit_to_template
 from .fields import Refused, check_fields, check_length, parsed
 from .pooling import scored
 
@@ -152,6 +153,8 @@ class App:
             body, needed, self._model.get_output_embeddings().weight.shape[0], self._tokenizer
         )
         check_length(body, self._served.positions, self._longest_token)
+        if needed == "messages":
+            fit_to_template(body, self._tokenizer)
         return body
 
     async def _score(self, request: Request) -> Response:

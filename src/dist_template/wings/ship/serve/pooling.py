@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .conversation import fit_to_template
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,7 +26,8 @@ def scored(
     if ("messages" in body) == ("input" in body):
         raise ValueError("give messages or input, one of them")
     if "messages" in body:
-        found: Any = tokenizer.apply_chat_template(body["messages"])
+        fit_to_template(body, tokenizer, asks=False)
+        found: Any = tokenizer.apply_chat_template(body["messages"], tools=body.get("tools"))
         sequences = [found["input_ids"]]
     else:
         texts = [body["input"]] if isinstance(body["input"], str) else body["input"]
