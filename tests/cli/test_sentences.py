@@ -164,9 +164,9 @@ LATER = {  # found when the run has a folder
     "--model.pretrained={here}/others": "its files have none of the model's 21 tensors",
     "--model.pretrained={here}/one_of_two": "model.pretrained '.*one_of_two' cannot be loaded: ",
     f"{JSONL}=[{{here}}/empty.jsonl]": "data.source Jsonl has no text in it",
-    f"{JSONL}=[{{here}}/latin.jsonl]": "cannot be read after record 10: 'utf-8'",
-    f"{JSONL}=[{{here}}/latin.jsonl.gz]": "cannot be read after record 10: 'utf-8'",
-    f"{JSONL}=[{{here}}/half_a_line.jsonl]": "cannot be read after record 10: ",
+    f"{JSONL}=[{{here}}/latin.jsonl]": r"is not in UTF-8: byte \d+ \(0x..\) of line",
+    f"{JSONL}=[{{here}}/latin.jsonl.gz]": "is not in UTF-8: byte",
+    f"{JSONL}=[{{here}}/half_a_line.jsonl]": "does not end in line 11",
     f"{JSONL}=[{{here}}/half.jsonl.gz]": "cannot be read after record 0: ",
     "--best_checkpoint.monitor=eval/mine": "monitor is 'eval/mine', and what is measured is",
 }

@@ -24,7 +24,8 @@ import numpy as np
 
 from ...errors import InputError
 from ...project import Choice
-from .records import Named, hub_records, matching, records_of
+from .files import check_encoding, text_blocks, wrong
+from .records import Named, hub_records, kind_of, matching, records_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as Tokenizer
@@ -97,7 +98,8 @@ class StandardLibrary(Source):
     SKIPPED = ("test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "__pycache__")
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        return _read(self.files())
+        for path in self.files():
+            yield str(path), "".join(text_blocks(path))
 
     def files(self) -> list[Path]:
         found: list[Path] = []
@@ -127,23 +129,73 @@ class FileSource(Source):
 
 @dataclass
 class TextFiles(FileSource):
-    """Plain text or source code in UTF-8.
+    """Plain text or source code, also .gz, .bz2, .xz and .zst. Bytes that are no text in the
+    encoding are refused.
 
     Args:
         separator: What ends a document inside a file, such as "\\n\\n". null: each file is one
-            document."""
+            document.
+        encoding: The encoding of all files, by Python's name, such as latin-1. null: UTF-8, or what
+            a file's byte-order mark says."""
 
     separator: str | None = None
+    encoding: str | None = None
+
+    def __post_init__(self) -> None:
+        check_encoding(self.encoding)
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        for name, text in _read(self.files()):
-            for part in text.split(self.separator) if self.separator else [text]:
-                yield name, part
+        files = self.files()
+        if not self.separator:
+            for path in files:
+                yield str(path), "".join(text_blocks(path, self.encoding))
+            return
+        num_parts = 0
+        for path in files:
+            for part in self._parts(path, self.separator):
+                num_parts += 1
+                yield str(path), part
+        if num_parts == len(files):  # one of each
+            hint = "edit it, or set it to null for a document per file"
+            if "\\" in self.separator:
+                hint = f'it has a backslash; in YAML, write it in double quotes, "{self.separator}"'
+            raise InputError(
+                f"data.source.separator {self.separator!r} is in none of the {len(files)} files of"
+                f" data.source.paths: {hint}"
+            )
+
+    def _parts(self, path: Path, separator: str) -> Iterator[str]:
+        """Yields the documents of a file, of which one block is in memory at a time. Raises
+        InputError if its lines end with CRLF, and so the separator is not in it."""
+        rest, has_ended = "", False
+        crlf = separator.replace("\n", "\r\n") if "\r" not in separator else separator
+        for block in text_blocks(path, self.encoding):
+            start = max(0, len(rest) - len(crlf))  # what is before has been searched
+            rest += block
+            added = rest[start:]
+            if separator in added:
+                has_ended = True
+                *parts, rest = rest.split(separator)
+                yield from parts
+            elif not has_ended and crlf in added:
+                raise wrong(
+                    path,
+                    f"has lines that end with CRLF, so data.source.separator {separator!r} is not"
+                    f" in it: give {crlf!r}, or convert the file",
+                )
+        yield rest
+
+    def spec(self) -> dict[str, object]:
+        spec = super().spec()
+        if self.encoding is None:  # caches from before there was the key have none
+            del spec["encoding"]
+        return spec
 
 
 @dataclass
 class Jsonl(FileSource):
-    """One JSON object per line, or one JSON array of objects per file; .gz and .zst are read too.
+    """One JSON object per line, or one JSON array of objects per file; also .gz, .bz2, .xz and
+    .zst.
 
     Args:
         field: The key that holds the text."""
@@ -193,18 +245,11 @@ def _documents(records: Iterable[Named], field: str) -> Iterator[tuple[str, str]
         text = record.get(field)
         if not isinstance(text, str):
             keys = ", ".join(sorted(record)) or "no key"
+            what = f"; {field} is {kind_of(text)}" if field in record else ""
             raise InputError(
-                f"data.source.field {field!r} names no text in {name}, which has {keys}"
+                f"data.source.field {field!r} names no text in {name}, which has {keys}{what}"
             )
         yield name, text
-
-
-def _read(files: list[Path]) -> Iterator[tuple[str, str]]:
-    for path in files:
-        try:
-            yield str(path), path.read_bytes().decode("utf-8", errors="replace")
-        except OSError as error:
-            raise InputError(f"{path} of data.source cannot be read: {error.strerror}") from error
 
 
 def texts_of(source: Source) -> Iterator[tuple[str, str]]:

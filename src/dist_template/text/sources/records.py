@@ -1,16 +1,15 @@
 """Finds files by glob patterns and reads records: JSON files, Parquet tables, hub data sets.
 
-A reader yields pairs of a name, `file:number`, and a record. JSON is read without `datasets`: that
-package is an extra, and its reader gives all records of a file the same keys, which would change
-the tokens of conversations."""
+A reader yields pairs of a name, `file:number`, and a record. JSON (json_files.py) is read without
+`datasets`: that package is an extra, and its reader gives all records of a file the same keys,
+which would change the tokens of conversations."""
 
+import errno
 import glob
-import json
 import os
 import re
 from collections.abc import Collection, Iterator
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,7 +18,10 @@ import fsspec
 
 from ...errors import InputError, first_line, require
 from ...hub import check_reachable, why_not_loaded
+from .files import wrong
+from .json_files import json_values
 
+TABLE_ROWS = 1024  # of a Parquet table that are Python objects at a time
 Record = dict[str, Any]
 Named = tuple[str, Record]  # name for messages, and the record
 
@@ -34,6 +36,12 @@ def matching(patterns: list[str]) -> list[Path]:
             if "://" in pattern
             else glob.iglob(str(Path(pattern).expanduser()), recursive=True)
         )
+        names = [*names]
+        if lost := sorted(name for name in names if _is_broken_link(name)):
+            raise InputError(
+                f"data.source.paths has {pattern!r}, which matches the link {lost[0]} to a file"
+                " that does not exist: restore the file, or remove the link"
+            )
         files = filter(os.path.isfile, names)
         names = {os.path.realpath(path): path for path in sorted(files, reverse=True)}
         if not names:
@@ -45,6 +53,15 @@ def matching(patterns: list[str]) -> list[Path]:
             )
         found = names | found
     return [Path(path) for path in sorted(found.values())]
+
+
+def _is_broken_link(name: str) -> bool:
+    """Whether a link leads to nothing; one that leads in a circle has its files elsewhere."""
+    try:
+        os.stat(name)
+    except OSError as error:
+        return error.errno == errno.ENOENT and os.path.islink(name)
+    return False
 
 
 def _copied(pattern: str) -> list[str]:
@@ -78,11 +95,11 @@ def _copied(pattern: str) -> list[str]:
 def records_of(path: Path, fields: Collection[str]) -> Iterator[Named]:
     """Yields the records of a file: .parquet, with those columns of `fields` that it has; else
     JSON."""
-    records, number = _rows(path, fields) if path.suffix == ".parquet" else _json(path), 0
+    is_table = path.suffix == ".parquet"
+    number = 0
     try:
+        records = _rows(path, fields) if is_table else _objects(path, json_values(path), fields)
         for number, record in enumerate(records, start=1):
-            if not isinstance(record, dict):
-                raise wrong(f"{path}:{number}", "is no JSON object")
             yield f"{path}:{number}", record
     except InputError:
         raise
@@ -90,25 +107,50 @@ def records_of(path: Path, fields: Collection[str]) -> Iterator[Named]:
         raise unreadable(path, error, f" after record {number}") from error
 
 
-def _json(path: Path) -> Iterator[object]:
-    """Yields one JSON object per line, or the elements of one JSON array; .gz, .zst too."""
-    with fsspec.open(str(path), "rb", compression="infer") as file:
-        first = file.readline()
-        if first.lstrip().startswith(b"["):
-            yield from json.loads(first + file.read())
-            return
-        for line in chain([first], file):
-            if line.strip():
-                yield json.loads(line)
+def _objects(path: Path, records: Iterator[object], fields: Collection[str]) -> Iterator[Record]:
+    """Yields records, which have to be objects. The only one of a file may be an object around
+    the records, such as {"data": [...]}: it is refused with its key."""
+    before = None
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record, dict):
+            raise wrong(f"{path}:{number}", f"is {kind_of(record)}, no JSON object")
+        if number == 1 and not record.keys() & {*fields}:
+            before = record  # kept until it is known whether another follows
+            continue
+        if before is not None:
+            yield before
+            before = None
+        yield record
+    if before is not None:
+        for key, value in before.items():
+            if isinstance(value, list) and value and isinstance(value[0], dict):
+                raise wrong(
+                    path,
+                    f"is one object, whose {key!r} holds {len(value)} records: write them alone, as"
+                    f" by `jq -c '.[\"{key}\"][]' {path.name}`",
+                )
+        yield before
 
 
-def _rows(path: Path, fields: Collection[str]) -> Iterator[object]:
+def kind_of(value: object) -> str:
+    """Returns what a value is, in words for a message."""
+    names: dict[type, str] = {
+        str: "a text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+    }
+    names |= {list: "a list", dict: "an object", bytes: "bytes", type(None): "null"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _rows(path: Path, fields: Collection[str]) -> Iterator[Record]:
     require("pyarrow", "data.source Parquet", extra="datasets")
     from pyarrow import parquet
 
     table = parquet.ParquetFile(path)
     columns = [name for name in table.schema_arrow.names if name in fields]
-    for batch in table.iter_batches(columns=columns or None):
+    for batch in table.iter_batches(batch_size=TABLE_ROWS, columns=columns or None):
         yield from batch.to_pylist()
 
 
@@ -136,8 +178,3 @@ def unreadable(name: str | Path, error: BaseException, where: str = "") -> Input
     while error.__cause__ is not None:
         error = error.__cause__
     return wrong(name, f"cannot be read{where}: {first_line(error)}")
-
-
-def wrong(name: str | Path, what: str) -> InputError:
-    """Returns the error for a record or file: what is wrong with it, and what to do."""
-    return InputError(f"{name} of data.source {what}")
