@@ -220,9 +220,9 @@ JSON: dict[str, tuple[bytes, str]] = {
     "a comment": (b'// a\n{"text": "a"}', "no JSON in line 1, column 1: Expecting value"),
     "a table": (b"text,label\na,b\n", "no JSON in line 1, column 1"),
     "deep lists": (b'{"text": "a", "x": ' + b"[" * 100_000, "line 1: maximum recursion"),
-    "a number": (b"3\n", ":1 of data.source is a number, no JSON object"),
-    "a list": (b'{"text": "a"}\n[1]\n', ":2 of data.source is a list, no JSON object"),
-    "null": (b"null", "is null, no JSON object"),
+    "a number": (b"3\n", ":1 of data.source is no JSON object but a number"),
+    "a list": (b'{"text": "a"}\n[1]\n', ":2 of data.source is no JSON object but a list"),
+    "null": (b"null", "is no JSON object but null"),
     "NUL bytes of a file that was not closed": (b'{"text": "a"}\n\0\0\0\n', "no JSON in line 2"),
     "a wrong escape": (b'[{"text": "\\uZZZZ"}]', r"no JSON in line 1: Invalid \uXXXX escape"),
 }

@@ -202,6 +202,11 @@ class PackedText(L.LightningDataModule):
         return self.corpus.manifest["eos_token_id"]
 
     @property
+    def bos_token_id(self) -> int:
+        """The token that a text starts with; without one, the end of the text before."""
+        return [*self.corpus.start_ids, self.eos_token_id][0]
+
+    @property
     def unigram_bits_per_byte(self) -> float | None:
         """Validation bits per byte of a model that only knows how often each token occurs."""
         return self.corpus.manifest["unigram_bits_per_byte"]
@@ -247,7 +252,8 @@ class PackedText(L.LightningDataModule):
         if corpus.is_whole(split):
             return WholeRows(corpus, split, self.seq_len, attends)
         parts = {name: counts["tokens"] for name, counts in corpus.parts(split).items()}
-        return PackedRows(corpus.tokens(split), self.seq_len, self.eos_token_id, attends, parts)
+        tokens, starts = corpus.tokens(split), corpus.start_ids
+        return PackedRows(tokens, self.seq_len, self.eos_token_id, attends, parts, starts)
 
     # ---- before training -------------------------------------------------------------------------
 

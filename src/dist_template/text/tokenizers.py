@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as Fast
 
 EOS = "<|endoftext|>"
+PROBES = ("a", "0", " ", "的")  # a vocabulary may lack some
 
 
 class TokenizerSpec(Choice, ABC):
@@ -101,11 +102,15 @@ class Pretrained(TokenizerSpec):
         path: A local folder, or a name on the Hugging Face hub.
         special_tokens: Further special tokens, such as a chat template's, which a base model
             does not have. The model's embeddings get rows for them.
-        eos_token: The token that ends a document or an answer. null: the tokenizer's."""
+        eos_token: The token that ends a document or an answer. null: the tokenizer's.
+        add_bos_token: Whether plain texts and prompts start with the tokenizer's BOS token, in
+            training, evaluation, `export` and `serve`. null: as the tokenizer has it. false: as in
+            documents of earlier versions, for their runs."""
 
     path: str
     special_tokens: list[str] = field(default_factory=list)
     eos_token: str | None = None
+    add_bos_token: bool | None = None
 
     def fit(self, texts: Iterator[str]) -> Fast:
         check_reachable(self.path)
@@ -138,13 +143,49 @@ class Pretrained(TokenizerSpec):
             raise InputError(
                 f"data.tokenizer.path {self.path!r} has no EOS token, which must end each document"
             )
+        if self.add_bos_token is not None:
+            self._set_bos(tokenizer, self.add_bos_token)
         return tokenizer
+
+    def _set_bos(self, tokenizer: Fast, adds: bool) -> None:
+        """Makes the tokenizer put BOS before a text, or nothing; that is saved with it."""
+        if adds and tokenizer.bos_token_id is None:
+            raise InputError(
+                f"data.tokenizer.add_bos_token is true, and {self.path!r} has no BOS token: remove"
+                " it"
+            )
+        if adds != bool(added_tokens(tokenizer)[0]):
+            tokenizer.add_bos_token = adds
+
+    def spec(self) -> dict[str, object]:
+        spec = super().spec()
+        if self.add_bos_token is None:  # caches from before there was the key have none
+            del spec["add_bos_token"]
+        return spec
 
     def files(self) -> list[Path]:
         found: set[Path] = set()
         for pattern in ("*token*", "vocab*", "merges*", "*.model", "chat_template*"):
             found.update(Path(self.path).glob(pattern))
         return sorted(filter(Path.is_file, found))
+
+
+def added_tokens(tokenizer: Fast) -> tuple[list[int], list[int]]:
+    """Returns the special tokens that `tokenizer(text)` puts before a text, mostly BOS, and those
+    that it appends. Its post-processor decides it, which `add_bos_token` sets."""
+    for text in PROBES:
+        encoded = tokenizer.backend_tokenizer.encode(text)
+        is_text = [not is_special for is_special in encoded.special_tokens_mask]
+        if any(is_text):
+            start, end = is_text.index(True), is_text[::-1].index(True)
+            return encoded.ids[:start], encoded.ids[len(is_text) - end :]
+    return [], []
+
+
+def encode_prompt(tokenizer: Fast, prompt: str) -> list[int]:
+    """Returns the tokens of a text that the model continues: they start as a document does, and
+    nothing follows them, such as the EOS that some tokenizers append."""
+    return added_tokens(tokenizer)[0] + tokenizer.encode(prompt, add_special_tokens=False)
 
 
 def read_tokenizer(name: str) -> Any:

@@ -8,7 +8,7 @@ token as its label, and the rest of a row is padding. Documents do not attend to
 Shapes: B sequences, T tokens of a sequence; ids are int64."""
 
 from bisect import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
@@ -88,9 +88,11 @@ class PackedRows(Rows):
     """Rows of T + 1 tokens; a document may continue in the next row.
 
     The last row ends where the tokens end. It overlaps the one before, whose labels do not count
-    again. Of a mixture, each source has rows of its own; `parts` has their numbers of tokens."""
+    again. Of a mixture, each source has rows of its own; `parts` has their numbers of tokens.
+    `start_ids` are the tokens that each document starts with, such as BOS."""
 
     parts: dict[str, int] | None = None
+    start_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,15 +114,18 @@ class PackedRows(Rows):
         inputs, labels = window[:, :-1].copy(), window[:, 1:].copy()  # (B, T) each
         for label, overlap in zip(labels, overlaps, strict=True):
             label[:overlap] = NOT_COUNTED
-        return inputs, labels, self._bounds(inputs)
+        return inputs, labels, self._bounds(window)
 
     def lengths(self, row: int) -> np.ndarray:
         start, _ = self._place(row)
-        return np.diff(self._bounds(self.tokens[None, start : start + self.seq_len]))
+        return np.diff(self._bounds(self.tokens[None, start : start + self.seq_len + 1]))
 
-    def _bounds(self, inputs: np.ndarray) -> np.ndarray:
-        """Returns the boundaries of documents: EOS ends one, and so does a row."""
-        ends = inputs == self.eos_token_id
+    def _bounds(self, window: np.ndarray) -> np.ndarray:
+        """Returns the boundaries of documents in the first T of T + 1 tokens: EOS ends one, and so
+        does a row. Where EOS is BOS too (OPT), it ends one only before the next document."""
+        ends = window[:, :-1] == self.eos_token_id
+        if self.eos_token_id in self.start_ids:
+            ends &= window[:, 1:] == self.start_ids[0]
         ends[:, -1] = True
         return np.append(0, np.flatnonzero(ends) + 1).astype(np.int32)
 

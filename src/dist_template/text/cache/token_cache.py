@@ -1,7 +1,8 @@
 """The token cache: a folder that one process writes once and every rank maps into memory.
 
     <cache_dir>/<source>-<hash of the recipe>/
-        train.bin validation.bin test.bin   token ids (uint16 where they fit), EOS ends a document
+        train.bin validation.bin test.bin   token ids (uint16 where they fit); a document starts
+                                            as tokenizer(text) does (BOS), and EOS ends it
         train.starts …                      of whole documents: int64 starts, and the end
         train.counted …                     of whole documents: uint8, 1 is a label that counts
         tokenizer/                          in transformers' layout
@@ -20,7 +21,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +34,7 @@ from ...errors import InputError, is_disk_full
 from ...records import sha256
 from ..sources.documents import Encoded, Source, batches_of, texts_of
 from ..sources.notes import describe
-from ..tokenizers import TokenizerSpec
+from ..tokenizers import TokenizerSpec, added_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as Tokenizer
@@ -117,6 +119,11 @@ class Corpus:
         """Whether each document is a pair of sequences."""
         return self.manifest.get("pairs", False)  # older caches have none
 
+    @property
+    def start_ids(self) -> list[int]:
+        """The tokens that each plain text starts with, such as BOS; older caches have none."""
+        return self.manifest.get("start_ids") or []
+
     def starts(self, split: str) -> np.ndarray:
         """Returns (documents + 1,): the documents' starts among the tokens, and the end."""
         return np.fromfile(self.folder / f"{split}.starts", dtype=np.int64)
@@ -141,7 +148,8 @@ class Corpus:
         """Returns a description of the tokens, by which a resumed run recognises them."""
         content = [self.manifest["splits"], self.manifest.get("parts")]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
-        return f"{self.num_tokens('train'):,} tokens with SHA-256 {digest}"
+        bos = ", BOS first (add_bos_token)" if self.start_ids else ""  # at most 80 characters
+        return f"{self.num_tokens('train'):,} tokens with SHA-256 {digest}{bos}"
 
     def describe(self) -> str:
         line = "  {:<10} {documents:>9,} documents {bytes:>15,} bytes {tokens:>15,} tokens"
@@ -150,7 +158,32 @@ class Corpus:
         lines = [line.format(name, **held) for name, held in known]
         for name, notes in self.manifest.get("notes", {}).items():  # older caches have none
             lines += [f"  {name}:"] * bool(name) + describe(notes)
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._notes()])
+
+    def _notes(self) -> Iterator[str]:
+        """Yields what a plain text starts and ends with, and what was done to texts."""
+        if not self.is_whole("train"):
+            named = self.tokenizer.convert_ids_to_tokens
+            ends = f"and ends with {self.tokenizer.eos_token}"
+            if self.start_ids:
+                yield f"  each text starts with {' '.join(named(self.start_ids))} {ends}"
+            elif found := added_tokens(self.tokenizer)[0]:
+                what = f"{' '.join(named(found))}, which prompts have, {ends}"
+                yield (
+                    f"  each text starts without {what}: the cache is of an earlier version; to"
+                    " add it, remove the cache and prepare again"
+                )
+            else:
+                yield f"  each text starts without BOS {ends}"
+        done = {
+            "empty": "{:,} empty texts skipped",
+            "halves": "{:,} texts have half of a surrogate pair, which is written as ?",
+        }
+        yield from (
+            f"  {words.format(number)}"
+            for what, words in done.items()
+            if (number := self.manifest.get("texts", {}).get(what))
+        )
 
 
 def open_cache(recipe: Recipe, cache_dir: str, check_source: bool = True) -> Corpus:
@@ -219,7 +252,9 @@ def read_documents(recipe: Recipe, corpus: Corpus, split: str) -> Documents:
     if corpus.is_whole(split):
         ends = corpus.starts(split)[1:]
     else:  # no text has the token that ends a document (tokenizers.py)
-        ends = np.flatnonzero(corpus.tokens(split) == corpus.manifest["eos_token_id"]) + 1
+        end = corpus.manifest["eos_token_id"]
+        more = corpus.start_ids.count(end)  # it may be BOS too (OPT)
+        ends = np.flatnonzero(corpus.tokens(split) == end)[more :: more + 1] + 1
     found = Documents([], [], [], ends)
     for part, source in recipe.source.parts().items():
         for name, text in texts_of(source):
@@ -287,9 +322,10 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
         split: _SplitWriter(folder / split, len(tokenizer), dtype, sources, whole)
         for split in SPLITS
     }
+    done = Counter[str]()  # to texts, which prepare reports
     started = reported = time.monotonic()
     for part, source in sources.items():
-        for documents in batches_of(source):
+        for documents in batches_of(source, done):
             added: dict[str, list[Added]] = {split: [] for split in SPLITS}
             encoded = source.encode(recipe.tokenizer, tokenizer, documents)
             for (_, text), document in zip(documents, encoded, strict=True):
@@ -306,6 +342,8 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
         "dtype": dtype.name,
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
+        "start_ids": [] if whole else added_tokens(tokenizer)[0],
+        "texts": done,
         "splits": splits,
         "pairs": recipe.source.pairs,
         "unigram_bits_per_byte": None,

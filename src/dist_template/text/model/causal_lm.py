@@ -84,7 +84,8 @@ def causal_lm_config(
             config.eos_token_id = [*stops, data.eos_token_id]
         return set_attention(config, attention)
     fields = {POSITIONS: data.seq_len, **checked_fields(architecture)}
-    fields |= dict.fromkeys(("bos_token_id", "eos_token_id"), data.eos_token_id)
+    fields["eos_token_id"] = data.eos_token_id
+    fields["bos_token_id"] = getattr(data, "bos_token_id", data.eos_token_id)
     fields["vocab_size"] = data.vocab_size
     kind: Any = architecture.get("model_type")
     try:

@@ -244,7 +244,7 @@ class Chat(Source):
         """Returns the tokens of a conversation that starts with `prompt`, up to the answer without
         reasoning."""
         if not tokenizer.chat_template:  # pairs of texts need none
-            return tokenizer.encode(prompt)
+            return super().encode_prompt(tokenizer, prompt)
         user: list[Message] = [{"role": "user", "content": prompt}]
         tools: list[Any] | None = None
         asked: Any = {"add_generation_prompt": True, **NO_REASONING}

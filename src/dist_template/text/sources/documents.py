@@ -15,6 +15,7 @@ import os
 import platform
 import sysconfig
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ import numpy as np
 
 from ...errors import InputError
 from ...project import Choice
+from ..tokenizers import added_tokens, encode_prompt
 from .files import check_encoding, text_blocks, wrong
 from .records import Named, hub_records, kind_of, matching, records_of
 
@@ -72,14 +74,18 @@ class Source(Choice, ABC):
     def encode(
         self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents
     ) -> list[Encoded]:
-        """Returns the tokens of each document; EOS ends each."""
+        """Returns the tokens of each document: what `tokenizer(text)` starts with, such as BOS, the
+        text's, and EOS."""
         texts = [text for _, text in documents]
-        end = tokenizer.eos_token_id
-        return [Encoded(np.append(ids, end)) for ids in spec.encode(tokenizer, texts)]
+        start, end = added_tokens(tokenizer)[0], [tokenizer.eos_token_id]
+        return [
+            Encoded(np.concatenate([np.array(start, dtype=np.int64), ids, end]))
+            for ids in spec.encode(tokenizer, texts)
+        ]
 
     def encode_prompt(self, tokenizer: Tokenizer, prompt: str) -> list[int]:
         """Returns the tokens that `predict` and the samples of `data.prompts` continue."""
-        return tokenizer.encode(prompt)
+        return encode_prompt(tokenizer, prompt)
 
     def notes(self) -> dict[str, Any] | None:
         """Returns what `prepare` reports about the documents that were read last, as in notes.py;
@@ -252,23 +258,31 @@ def _documents(records: Iterable[Named], field: str) -> Iterator[tuple[str, str]
         yield name, text
 
 
-def texts_of(source: Source) -> Iterator[tuple[str, str]]:
-    """Yields documents: no empty ones, no lone surrogates (UTF-8 cannot encode them)."""
-    found = False
+def texts_of(source: Source, done: Counter[str] | None = None) -> Iterator[tuple[str, str]]:
+    """Yields documents without empty ones. UTF-8 cannot encode half of a surrogate pair, which
+    JSON can write: it becomes "?". `done` counts both."""
+    found, done = False, Counter() if done is None else done
     for name, text in source.documents():
-        if text.strip():
-            found = True
-            yield name, text.encode(errors="replace").decode()
+        if not text.strip():
+            done["empty"] += 1
+            continue
+        found = True
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            done["halves"] += 1
+            text = text.encode(errors="replace").decode()
+        yield name, text
     if not found:
         raise InputError(
             f"data.source {type(source).__name__} has no text in it: point it at other files"
         )
 
 
-def batches_of(source: Source) -> Iterator[Documents]:
+def batches_of(source: Source, done: Counter[str] | None = None) -> Iterator[Documents]:
     """Yields the same documents, as many at a time as are encoded together."""
     batch, characters = [], 0
-    for name, text in texts_of(source):
+    for name, text in texts_of(source, done):
         batch.append((name, text))
         characters += len(text)
         if characters >= BATCH_CHARACTERS:

@@ -113,7 +113,7 @@ def _objects(path: Path, records: Iterator[object], fields: Collection[str]) -> 
     before = None
     for number, record in enumerate(records, start=1):
         if not isinstance(record, dict):
-            raise wrong(f"{path}:{number}", f"is {kind_of(record)}, no JSON object")
+            raise wrong(f"{path}:{number}", f"is no JSON object but {kind_of(record)}")
         if number == 1 and not record.keys() & {*fields}:
             before = record  # kept until it is known whether another follows
             continue
