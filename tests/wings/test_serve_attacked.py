@@ -1,6 +1,8 @@
 """Hostile requests get a 4xx and a sentence, take no slot, and the service still answers."""
 
 import concurrent.futures
+import copy
+import importlib
 import json
 import threading
 import time
@@ -12,9 +14,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from dist_template.text.tokenizers import encode_prompt
 from dist_template.wings.ship.serve import admission
 from dist_template.wings.ship.serve.app import App
 from dist_template.wings.ship.serve.command import flags
+from dist_template.wings.ship.serve.fields import FIELDS, NEUTRAL
 from tests.support import hostile_requests as attacks
 from tests.support.chats import TAGGED, tokenizer
 from tests.support.hostile_requests import CHAT, CHUNKED, HEAD, SCORE, TEXT, on_socket
@@ -243,3 +247,42 @@ def test_a_stop_of_more_tokens_than_are_searched_ends_an_answer(parts: tuple[Any
         ended = httpx.post(url + TEXT, json=asked | {"stop": stop}, timeout=60).json()
         most = plain["usage"]["completion_tokens"]
         assert ended["usage"]["completion_tokens"] < most
+
+
+@pytest.mark.parametrize("kind", ["chat_completion.Chat", "completion."])
+def test_each_field_of_openai_is_read_or_has_a_value_without_effect(kind: str) -> None:
+    """Of the fields that transformers' handlers let pass, by OpenAI's own types."""
+    file, _, prefix = kind.partition(".")
+    module = importlib.import_module(f"transformers.cli.serving.{file}")
+    known = getattr(module, f"{prefix}CompletionHandler")._valid_params_class.__mutable_keys__
+    assert len(known) > 15 and known <= {*FIELDS, *NEUTRAL, "generation_config"}
+
+
+def test_a_bias_decides_the_answer_of_a_text_too(url: str, parts: tuple[Any, Any]) -> None:
+    (token,) = parts[1].encode("Z")
+    for path, asked in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": [attacks.USER]})):
+        asked |= {"max_tokens": 3, "temperature": 0, "logit_bias": {str(token): 100}}
+        (choice,) = httpx.post(url + path, json=asked).json()["choices"]
+        assert (choice.get("text") or choice["message"]["content"]) == "ZZZ"
+
+
+def test_a_prompt_is_not_ended_by_the_tokenizer(parts: tuple[Any, Any]) -> None:
+    """It starts with BOS as in training, and has no EOS of a tokenizer that appends one."""
+    model, tokens = parts
+    tokens = copy.deepcopy(tokens)
+    tokens.bos_token = tokens.eos_token
+    tokens.add_bos_token, tokens.add_eos_token = True, True
+    assert len(tokens("ab")["input_ids"]) == 4
+    seen: list[int] = []
+
+    def note(module: Any, given: Any, named: Any) -> None:
+        seen.extend(named["input_ids"][0].tolist())
+
+    with started((model, tokens)) as address:
+        handle = model.register_forward_pre_hook(note, with_kwargs=True)
+        asked = {"prompt": "ab", "max_tokens": 1}
+        answer = httpx.post(address + TEXT, json=asked, timeout=30)
+        handle.remove()
+        assert answer.json()["usage"]["prompt_tokens"] == 3
+        assert httpx.post(address + TEXT, json={"prompt": "", "max_tokens": 1}).status_code == 200
+    assert seen == encode_prompt(tokens, "ab") == [tokens.bos_token_id, *tokens.encode("ab")[1:3]]

@@ -37,12 +37,19 @@ FAILED = 'data: {"error"'  # in a handler's stream, if its generation has raised
 
 class OneModel:
     """Replaces the handlers' ModelManager; it has one model and never loads another. An answer has
-    at most `max_tokens` tokens, and with its prompt at most as many as the model has positions."""
+    at most `max_tokens` tokens, and with its prompt at most as many as the model has positions.
+    `num_appended` tokens, which the tokenizer puts after a text (EOS), are no part of a prompt."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, max_tokens: int
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        max_tokens: int,
+        num_appended: int = 0,
     ) -> None:
         self.force_model, self._loaded = name, (model, tokenizer)
+        self.num_appended = num_appended
         self.thread, self.max_tokens = InferenceThread(), max_tokens
         self.positions: int = getattr(model.config, "max_position_embeddings", sys.maxsize)
 
@@ -121,7 +128,19 @@ class _Chat(_Prepared, ChatCompletionHandler):
 
 
 class _Completion(_Prepared, CompletionHandler):
-    pass
+    def _limited(
+        self, request_id: str, model: Any, processor: Any, name: str, inputs: Any, *rest: Any
+    ) -> tuple:
+        if num := self.generation_state.num_appended:
+            inputs = {key: value[..., :-num] for key, value in inputs.items()}
+        return super()._limited(request_id, model, processor, name, inputs, *rest)
+
+    def _build_generation_config(self, body: dict, *given: Any, **named: Any) -> Any:
+        """Adds `logit_bias`, which transformers' handler reads of conversations alone."""
+        config = super()._build_generation_config(body, *given, **named)
+        if bias := body.get("logit_bias"):
+            config.sequence_bias = {(int(token),): value for token, value in bias.items()}
+        return config
 
 
 class _Generation(GenerationState, GenerateManager):
@@ -132,6 +151,7 @@ class _Generation(GenerationState, GenerateManager):
         GenerationState.__init__(self)
         self._served, self._thread = served, served.thread
         self._criteria = {"stopping_criteria": [criterion]}
+        self.num_appended = served.num_appended
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> _Generation:
         return self

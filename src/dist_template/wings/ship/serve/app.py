@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ....compat.transformers_serving import OneModel
 from ....text.model.reward import is_reward_model
+from ....text.tokenizers import added_tokens
 from .admission import Admission, body_of
 from .answers import CHAT, MODELS, SCORE, TEXT, error_response
 from .conversation import fit_to_template
@@ -58,7 +59,9 @@ class App:
         given: argparse.Namespace,
     ) -> None:
         self._model, self._name, self._tokenizer = model, given.name, tokenizer
-        self._served = OneModel(model, tokenizer, given.name, given.max_tokens)
+        fast: Any = tokenizer  # `export` writes no other
+        num_appended = len(added_tokens(fast)[1])
+        self._served = OneModel(model, tokenizer, given.name, given.max_tokens, num_appended)
         self._admission = Admission(key, given.allow_origin, given.allow_host)
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         self._most, self.running = given.max_requests, 0

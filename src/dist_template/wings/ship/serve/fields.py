@@ -65,7 +65,25 @@ def _number(least: float, most: float, is_whole: bool = False) -> Callable[[Any]
     return check
 
 
-# Name: (whether a value is allowed, what is allowed). Other fields are ignored, or unknown: 422.
+def _is_tools(value: Any) -> bool:
+    if not _is_objects(value):
+        return False
+    functions = [tool.get("function") for tool in value if tool.get("type") == "function"]
+    return len(functions) == len(value) and all(
+        _is_object(function) and isinstance(function.get("name"), str) and function["name"]
+        for function in functions
+    )
+
+
+def _is_stream_options(value: Any) -> bool:
+    return (
+        _is_object(value)
+        and value.keys() <= {"include_usage", "include_obfuscation"}
+        and all(isinstance(each, bool) for each in value.values())
+    )
+
+
+# Name: (whether a value is allowed, what is allowed). Other fields are unknown: 422.
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prompt": (_is_text, "a text"),
     "messages": (_is_conversation, "a list of messages, each with a role"),
@@ -77,14 +95,21 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "frequency_penalty": (_number(-0.99, 2), "a number above -1, at most 2"),
     "seed": (_number(0, 2**63 - 1, is_whole=True), "a whole number from 0 to 2**63 - 1"),
     "stream": (lambda value: isinstance(value, bool), "true or false"),
-    "suffix": (_is_text, "a text"),
+    "stream_options": (_is_stream_options, "an object with include_usage, true or false"),
     "stop": (
         _is_stop,
         f"a text, or at most {MOST_STOPS} texts that are not empty, of {LONGEST_STOP} characters",
     ),
     "logit_bias": (_is_bias, "an object of token ids and numbers from -100 to 100"),
-    "tools": (_is_objects, "a list of objects"),
+    "tools": (_is_tools, "a list of tools of the type function, each with a function's name"),
     "chat_template_kwargs": (_is_object, "an object"),
+    # What OpenAI's service records or charges by; no answer depends on it.
+    "user": (_is_text, "a text"),
+    "safety_identifier": (_is_text, "a text"),
+    "prompt_cache_key": (_is_text, "a text"),
+    "prompt_cache_options": (_is_object, "an object"),
+    "prompt_cache_retention": (_is_text, "a text"),
+    "metadata": (_is_object, "an object"),
 }
 
 # OpenAI's fields that would change the answer and are not implemented: the values without effect,
@@ -93,6 +118,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
+    "suffix": ("",),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "presence_penalty": (0,),
@@ -105,7 +131,19 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "prediction": (),
     "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "moderation": (),
     "web_search_options": (),
+}
+
+
+# Without tools, these have no effect either.
+WITHOUT_TOOLS: dict[str, tuple[Any, ...]] = {
+    "tool_choice": ("auto", "none"),
+    "function_call": ("auto", "none"),
+    "parallel_tool_calls": (True, False),
 }
 
 
@@ -130,9 +168,14 @@ def check_fields(body: dict[str, Any], needed: str, vocabulary: int, tokenizer: 
     for name, (is_allowed, allowed) in FIELDS.items():
         if name in body and not is_allowed(body[name]):
             raise Refused(f"{name} is {_short(body[name])}; give {allowed}")
-    for name, values in NEUTRAL.items():
+    neutral = NEUTRAL | ({} if body.get("tools") else WITHOUT_TOOLS)
+    for name, values in neutral.items():
         if name in body and not _is_one_of(body[name], values):
             raise Refused(f"{name} {_short(body[name])} is not supported; remove it")
+    if "stream_options" in body and not body.get("stream"):
+        raise Refused("stream_options has no effect without stream true; remove it")
+    if body.get("max_tokens", most := body.get("max_completion_tokens")) != most and most:
+        raise Refused("max_tokens and max_completion_tokens differ; give one of them")
     _check_parts(body.get("messages", ()))
     bias = body.get("logit_bias", {})
     if any(int(token) >= vocabulary for token in bias):

@@ -23,6 +23,8 @@ def scored(
     if a request is wrong."""
     if body.get("model", name) != name:
         raise ValueError(f"the model is {name!r}; requested {body['model']!r}")
+    if unknown := sorted(body.keys() - {"model", "messages", "input", "user"}):
+        raise ValueError(f"{unknown[0]} is not read; give messages or input, one of them")
     if ("messages" in body) == ("input" in body):
         raise ValueError("give messages or input, one of them")
     if "messages" in body:
