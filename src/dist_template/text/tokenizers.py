@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import InputError
+from ..errors import InputError, require
 from ..hub import check_reachable, why_not_loaded
 from ..project import Choice
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as Fast
 
 EOS = "<|endoftext|>"
+MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
+TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # base64 of a token's bytes, and its rank
+SENTENCES = ("The quick brown fox", "the 12 foxes, Grüße and 世界", "def f(x): return x")
 PROBES = ("a", "0", " ", "的")  # a vocabulary may lack some
 
 
@@ -114,6 +118,7 @@ class Pretrained(TokenizerSpec):
 
     def fit(self, texts: Iterator[str]) -> Fast:
         check_reachable(self.path)
+        model = _model_file(Path(self.path))
         try:
             tokenizer = read_tokenizer(self.path)
         except Exception as error:  # OSError, ValueError, KeyError and others
@@ -128,8 +133,12 @@ class Pretrained(TokenizerSpec):
             )
         if not tokenizer.is_fast:
             raise InputError(
-                f"data.tokenizer.path {self.path!r} is a slow tokenizer: it needs a tokenizer.json"
+                f"data.tokenizer.path {self.path!r} is a slow tokenizer"
+                f" ({type(tokenizer).__name__}, in Python): it needs a tokenizer.json, which"
+                " save_pretrained of a fast tokenizer writes"
             )
+        if model:
+            _check_pieces(tokenizer, model)
         extra = {"extra_special_tokens": self.special_tokens}
         tokenizer.add_special_tokens(extra, replace_extra_special_tokens=False)
         if self.eos_token:
@@ -201,6 +210,41 @@ def read_tokenizer(name: str) -> Any:
     special.update(tokenizer.all_special_tokens)
     others = tokenizer.get_vocab().keys() - special
     return tokenizer if len(others) > 1 else None  # T5's has the mark of a space, too
+
+
+def _model_file(folder: Path) -> Path | None:
+    """Returns the sentencepiece model of a folder without tokenizer.json, from which transformers
+    makes a tokenizer. Raises InputError if the package that reads it, or tiktoken's form, is
+    missing: transformers (5.23) would report another one, or an error in a line."""
+    found = [folder / name for name in MODELS if (folder / name).is_file()]
+    if (folder / "tokenizer.json").exists() or not found:
+        return None
+    with found[0].open("rb") as file:
+        is_tiktoken = TIKTOKEN.match(file.read(400)) is not None
+    package = "tiktoken" if is_tiktoken else "sentencepiece"
+    require(package, f"data.tokenizer.path {str(folder)!r}, whose {found[0].name} is its form,")
+    return None if is_tiktoken else found[0]
+
+
+def _check_pieces(tokenizer: Fast, model: Path) -> None:
+    """Raises InputError if the tokenizer that transformers made of a sentencepiece model divides
+    texts otherwise. Without the model's own class in tokenizer_config.json, for one, it does not
+    begin a text with a space."""
+    from sentencepiece import SentencePieceProcessor
+
+    pieces: Any = SentencePieceProcessor(model_file=str(model))
+    for text in SENTENCES:
+        if pieces.unk_id() in pieces.encode(text):
+            continue  # it has no piece for some of the characters
+        expected = pieces.encode(text, out_type=str)
+        found = tokenizer.tokenize(text)
+        if found != expected:
+            raise InputError(
+                f"data.tokenizer.path {str(model.parent)!r}: transformers reads its {model.name} as"
+                f" {type(tokenizer).__name__}, which makes {found} of {text!r}, and the model"
+                f" itself {expected}: name the class of its model in tokenizer_config.json, such as"
+                " tokenizer_class LlamaTokenizer, or give a folder with a tokenizer.json"
+            )
 
 
 def _wrap(backend: Any, use_regex: bool) -> Fast:
