@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
 import yaml
@@ -30,6 +31,7 @@ FILES = {
     "latin.jsonl.gz": gzip.compress(BAD_LINE),
     "half_a_line.jsonl": LINES + b'{"text": "x"\n' + LINES,
     "half.jsonl.gz": gzip.compress(LINES)[:25],
+    "half.jsonl.zst": pyarrow.compress(LINES, codec="zstd", asbytes=True)[:-5],
     "no_weights/config.json": LLAMA,
     "half/config.json": LLAMA,
     "half/model.safetensors": b"\x10\0\0\0\0\0\0\0{}",
@@ -76,6 +78,7 @@ FLAGS = {
     "--config={here}/section.yaml": "wachdog.timeout_s .* mean watchdog.timeout_s?",
     "--config={here}/deep.yaml": "trainer.max_stepz .* mean trainer.max_steps?",
     "--model.optim={learning_rates: 3}": r"mean model.optim.learning_rate\?",
+    "--data.source.encoding=nope": "data.source.encoding 'nope' is no encoding of text: give",
     "--data.source.pathz=3": "pathz is not an argument of TextFiles",
     "--trainer.nothing_like_this=3": "trainer.nothing_like_this is not a key of this program",
     "--data.source=TextFile": "data.source.* no class TextFile",
@@ -167,6 +170,9 @@ LATER = {  # found when the run has a folder
     f"{JSONL}=[{{here}}/latin.jsonl]": r"is not in UTF-8: byte \d+ \(0x..\) of line",
     f"{JSONL}=[{{here}}/latin.jsonl.gz]": "is not in UTF-8: byte",
     f"{JSONL}=[{{here}}/half_a_line.jsonl]": "does not end in line 11",
+    f"{JSONL}=[{{here}}/half.jsonl.zst]": "cannot be read after record 0: Truncated",
+    "--data.source.paths=[{here}/latin.jsonl]": r"is not in UTF-8: byte \d+ \(0xff\), .*encoding",
+    "--data.source.separator=!!": "data.source.separator '!!' is in none of the",
     f"{JSONL}=[{{here}}/half.jsonl.gz]": "cannot be read after record 0: ",
     "--best_checkpoint.monitor=eval/mine": "monitor is 'eval/mine', and what is measured is",
 }

@@ -195,7 +195,7 @@ def test_what_is_done_to_texts_is_counted(tmp_path: Path) -> None:
     for _ in range(2):  # when it is made, and when it is there
         data.prepare(report=lines.append)
         assert lines[-1].splitlines()[-2:] == [
-            "  2 empty texts skipped",
-            "  1 texts have half of a surrogate pair, which is written as ?",
+            "  empty texts, skipped: 2",
+            "  texts with half of a surrogate pair, written as ?: 1",
         ]
     assert any("half ? of one" in data.documents(split).texts for split in ("train", "test"))

@@ -176,8 +176,8 @@ class Corpus:
             else:
                 yield f"  each text starts without BOS {ends}"
         done = {
-            "empty": "{:,} empty texts skipped",
-            "halves": "{:,} texts have half of a surrogate pair, which is written as ?",
+            "empty": "empty texts, skipped: {:,}",
+            "halves": "texts with half of a surrogate pair, written as ?: {:,}",
         }
         yield from (
             f"  {words.format(number)}"
