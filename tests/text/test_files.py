@@ -144,7 +144,8 @@ def test_other_encodings_are_named_or_refused_with_the_position(tmp_path: Path) 
         (b"\x89PNG\r\n\x1a\n\0\0", "byte 0 (0x89)"),
         (b"a\0b", "NUL"),
         (b"%PDF-1.7\n", "a PDF"),
-        (b"PK\x03\x04", "is compressed as .zip"),
+        (b"PK\x03\x04", "a zip archive"),  # and documents of office programs
+        (b"PAR1", "give it a name that ends in .parquet"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
         (b"\xed\xa0\x80", "byte 0 (0xed)"),  # half of a surrogate pair
         ("aé".encode()[:-1], "byte 1 (0xc3), unexpected end"),
@@ -265,3 +266,31 @@ def test_an_array_is_read_in_blocks_as_python_reads_it(tmp_path: Path, monkeypat
     array = [{"text": "ä" * rng.randrange(300_000) + '"'} for _ in range(20)]
     path.write_text(json.dumps(array), encoding="utf-8")
     assert [record for _, record in records_of(path, ["text"])] == array
+
+
+def test_tables_with_other_columns_are_refused_with_theirs(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    columns: dict[str, Any] = {
+        "a list": [["a"]],
+        "null": [None],
+        "a number": [1],
+        "bytes": [b"a"],
+        "an object": [{"x": "a"}],
+    }
+    path = tmp_path / "a.parquet"
+    for kind, column in columns.items():
+        parquet.write_table(pyarrow.table({"text": column}), path)
+        message = refusal(lambda: list(Jsonl([str(path)]).documents()))
+        assert f"a.parquet:1, which has text; text is {kind}" in message
+    for given in (pyarrow.large_string(), pyarrow.string_view(), pyarrow.string()):
+        column = pyarrow.array(["a", "b"] * 3000, given)
+        for name in ("a.parquet", "b.PARQUET"):
+            parquet.write_table(pyarrow.table({"text": column}), tmp_path / name)
+            assert texts(tmp_path / name) == ["a", "b"] * 3000
+    parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "b.PARQUET")
+    message = refusal(lambda: list(Jsonl([f"{tmp_path}/*.[pP]*"]).documents()))
+    assert "b.PARQUET:1, which has body" in message
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    assert "git lfs pull" in refusal(texts, path)

@@ -36,7 +36,10 @@ MAGIC = {  # first bytes: the ending by which the file would be read, or what it
     b"\x28\xb5\x2f\xfd": ".zst",
     b"PK\x03\x04": ".zip",
 }
-FOREIGN = {b"%PDF-": "a PDF", b"PAR1": "a Parquet table"}
+FOREIGN = {
+    b"%PDF-": "is a PDF, which is not read as text: convert it",
+    b"PAR1": "is a Parquet table: give it a name that ends in .parquet",
+}
 POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -124,6 +127,12 @@ def wrong(name: str | Path, what: str) -> InputError:
     return InputError(f"{name} of data.source {what}")
 
 
+def check_pointer(path: Path, start: bytes) -> None:
+    """Raises InputError if a file begins as Git LFS's placeholders of large files do."""
+    if start.startswith(POINTER):
+        raise wrong(path, "is a pointer of Git LFS without its content: run `git lfs pull`")
+
+
 def opened(path: Path) -> BinaryIO:
     """Opens a file for reading its bytes, decompressed by its ending. Raises InputError if its
     first bytes are another compression's, an archive's or a pointer of Git LFS, and OSError."""
@@ -131,11 +140,10 @@ def opened(path: Path) -> BinaryIO:
         start = file.read(len(POINTER))
     ending = path.suffix.lower()
     found = next((each for magic, each in MAGIC.items() if start.startswith(magic)), None)
-    if start == POINTER:
-        raise wrong(path, "is a pointer of Git LFS without its content: run `git lfs pull`")
-    for magic, kind in FOREIGN.items():
+    check_pointer(path, start)
+    for magic, why in FOREIGN.items():
         if start.startswith(magic):
-            raise wrong(path, f"is {kind}, which is not read as text: convert it")
+            raise wrong(path, why)
     if ending in COMPRESSED:
         is_skipped = ending == ".zst" and start[1:4] == b"\x2a\x4d\x18"  # a frame without data
         if not start:
@@ -144,6 +152,8 @@ def opened(path: Path) -> BinaryIO:
             what = f"is compressed as {found}" if found else "is not compressed"
             raise wrong(path, f"{what}, though its name says {ending}: rename it")
         return COMPRESSED[ending](path)
+    if found == ".zip":  # documents of office programs too
+        raise wrong(path, "is a zip archive: unpack or convert it, or name it .zip")
     if found:
         raise wrong(path, f"is compressed as {found}: give it a name that ends so")
     return path.open("rb")

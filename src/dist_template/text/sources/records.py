@@ -18,7 +18,7 @@ import fsspec
 
 from ...errors import InputError, first_line, require
 from ...hub import check_reachable, why_not_loaded
-from .files import wrong
+from .files import check_pointer, wrong
 from .json_files import json_values
 
 TABLE_ROWS = 1024  # of a Parquet table that are Python objects at a time
@@ -95,7 +95,7 @@ def _copied(pattern: str) -> list[str]:
 def records_of(path: Path, fields: Collection[str]) -> Iterator[Named]:
     """Yields the records of a file: .parquet, with those columns of `fields` that it has; else
     JSON."""
-    is_table = path.suffix == ".parquet"
+    is_table = path.suffix.lower() == ".parquet"
     number = 0
     try:
         records = _rows(path, fields) if is_table else _objects(path, json_values(path), fields)
@@ -148,6 +148,8 @@ def _rows(path: Path, fields: Collection[str]) -> Iterator[Record]:
     require("pyarrow", "data.source Parquet", extra="datasets")
     from pyarrow import parquet
 
+    with path.open("rb") as file:
+        check_pointer(path, file.read(100))
     table = parquet.ParquetFile(path)
     columns = [name for name in table.schema_arrow.names if name in fields]
     for batch in table.iter_batches(batch_size=TABLE_ROWS, columns=columns or None):
