@@ -256,6 +256,7 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
     "no answer": {"messages": [USER], "n": 0},
     "probabilities": {"messages": [USER], "logprobs": True, "top_logprobs": 5},
     "JSON alone": {"messages": [USER], "response_format": {"type": "json_object"}},
+    "a question without content": {"messages": [{"role": "user", "content": None}]},
     "few words": {"messages": [USER], "verbosity": "low"},
     "stored": {"messages": [USER], "store": True},
     "another tier": {"messages": [USER], "service_tier": "priority"},

@@ -222,13 +222,15 @@ def test_fields_with_their_neutral_values_are_no_fault(url: str) -> None:
     """Clients send them by default."""
     user = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     shared: dict[str, Any] = {"max_tokens": 1, "n": 1, "presence_penalty": 0.0, "user": "me"}
-    texts = {"prompt": "a", "best_of": 1, "echo": False, **shared}
+    texts = {"prompt": "a", "best_of": 1, "echo": False, "suffix": "", **shared}
     chat: dict[str, Any] = {
         "messages": user,
         "logprobs": False,
         "top_logprobs": 0,
-        "tool_choice": "auto",
+        "tool_choice": "none",
+        "logit_bias": {},
     }
+    chat |= {"verbosity": "medium", "store": False, "service_tier": "auto", "metadata": {}}
     chat |= {"response_format": {"type": "text"}, "parallel_tool_calls": True, **shared}
     assert httpx.post(url + TEXT, json=texts, timeout=60).status_code == 200
     assert httpx.post(url + CHAT, json=chat, timeout=60).status_code == 200

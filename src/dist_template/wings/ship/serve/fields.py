@@ -88,8 +88,11 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prompt": (_is_text, "a text"),
     "messages": (_is_conversation, "a list of messages, each with a role"),
     "model": (_is_text, "the model's name"),
-    "max_tokens": (_number(1, LARGEST, is_whole=True), "a whole number from 1"),
-    "max_completion_tokens": (_number(1, LARGEST, is_whole=True), "a whole number from 1"),
+    "max_tokens": (_number(1, LARGEST, is_whole=True), f"a whole number from 1 to {LARGEST}"),
+    "max_completion_tokens": (
+        _number(1, LARGEST, is_whole=True),
+        f"a whole number from 1 to {LARGEST}",
+    ),
     "temperature": (_number(0, 100), "a number from 0 to 100"),
     "top_p": (_number(1e-6, 1), "a number above 0, at most 1"),
     "frequency_penalty": (_number(-0.99, 2), "a number above -1, at most 2"),
@@ -182,6 +185,8 @@ def check_fields(body: dict[str, Any], needed: str, vocabulary: int, tokenizer: 
         raise Refused(f"logit_bias has a token id of {vocabulary} or more, the vocabulary's size")
     if bias:
         body["logit_bias"] = {token: float(value) for token, value in bias.items()}
+    else:
+        body.pop("logit_bias", None)  # transformers refuses an empty one
     own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
     if taken := sorted(own & set(body.get("chat_template_kwargs", {}))):
         raise Refused(f"chat_template_kwargs.{taken[0]} is the service's; remove it")
@@ -198,6 +203,8 @@ def _check_parts(turns: Any) -> None:
     """Raises Refused for a part of a message that is no text, which would not be read."""
     for turn in turns:
         content = turn.get("content")
+        if content is None and not (turn.get("tool_calls") or turn.get("function_call")):
+            raise Refused(f"a message of {_short(turn['role'])} has no content; give a text")
         if not isinstance(content, list | str | None):
             raise Refused(f"content is {_short(content)}; give a text, or a list of parts")
         for part in content if isinstance(content, list) else ():
