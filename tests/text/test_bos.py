@@ -86,8 +86,7 @@ def test_documents_and_prompts_start_as_the_tokenizer_has_it(tmp_path: Path, kin
     assert data.encode_prompt(text) == ids[: len(ids) - num_appended], "and nothing ends a prompt"
     prompt = next(iter(data.predict_dataloader()))["input_ids"][0].tolist()
     assert prompt == data.encode_prompt(data.prompts[0])
-    said = f"starts with {' '.join(start)} and ends" if start else "starts without BOS and ends"
-    assert f"each text {said} with </s>" in lines[-1]
+    assert f"each text starts with {KINDS[kind][1] or 'no BOS'} and ends with </s>" in lines[-1]
     assert data.bos_token_id == (data.corpus.start_ids or [end])[0]
 
 
@@ -159,7 +158,8 @@ def test_a_run_from_before_finds_its_cache_and_goes_on(tmp_path: Path) -> None:
     manifest = json.loads((new.folder / "manifest.json").read_text())
     saved = (new.folder / "tokenizer").iterdir()
     manifest["tokenizer"] = {path.name: sha256(path) for path in sorted(saved)}
-    del manifest["start_ids"], manifest["texts"]
+    for key in ("start_ids", "start_tokens", "eos_token", "texts"):
+        del manifest[key]
     (new.folder / "manifest.json").write_text(json.dumps(manifest))
     data, lines = data_of(tmp_path, "a template"), []
     assert data.prepare(report=lines.append).folder == new.folder

@@ -160,21 +160,25 @@ class Corpus:
             lines += [f"  {name}:"] * bool(name) + describe(notes)
         return "\n".join([*lines, *self._notes()])
 
+    def _ends(self) -> str:
+        """Returns what a plain text starts and ends with. Only the tokenizer knows it of a cache of
+        an earlier version, and takes a second to load."""
+        if "start_ids" in self.manifest:
+            start = " ".join(self.manifest["start_tokens"]) or "no BOS"
+            return f"each text starts with {start} and ends with {self.manifest['eos_token']}"
+        end, added = self.tokenizer.eos_token, added_tokens(self.tokenizer)[0]
+        if not added:
+            return f"each text starts with no BOS and ends with {end}"
+        names = " ".join(self.tokenizer.convert_ids_to_tokens(added))
+        return (
+            f"each text starts without {names}, which prompts have, and ends with {end}: the cache"
+            " is of an earlier version; to add it, remove the cache and prepare again"
+        )
+
     def _notes(self) -> Iterator[str]:
         """Yields what a plain text starts and ends with, and what was done to texts."""
         if not self.is_whole("train"):
-            named = self.tokenizer.convert_ids_to_tokens
-            ends = f"and ends with {self.tokenizer.eos_token}"
-            if self.start_ids:
-                yield f"  each text starts with {' '.join(named(self.start_ids))} {ends}"
-            elif found := added_tokens(self.tokenizer)[0]:
-                what = f"{' '.join(named(found))}, which prompts have, {ends}"
-                yield (
-                    f"  each text starts without {what}: the cache is of an earlier version; to"
-                    " add it, remove the cache and prepare again"
-                )
-            else:
-                yield f"  each text starts without BOS {ends}"
+            yield f"  {self._ends()}"
         done = {
             "empty": "empty texts, skipped: {:,}",
             "halves": "texts with half of a surrogate pair, written as ?: {:,}",
@@ -337,12 +341,15 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
                 reported, tokens = now, sum(writer.counts.sum() for writer in writers.values())
                 report(f"  {tokens:,} tokens, {tokens / (now - started):,.0f} per second")
     splits = {split: writer.finish() for split, writer in writers.items()}
+    start_ids = [] if whole else added_tokens(tokenizer)[0]
     manifest = {
         "spec": recipe.spec(),
         "dtype": dtype.name,
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
-        "start_ids": [] if whole else added_tokens(tokenizer)[0],
+        "eos_token": tokenizer.eos_token,
+        "start_ids": start_ids,
+        "start_tokens": tokenizer.convert_ids_to_tokens(start_ids),
         "texts": done,
         "splits": splits,
         "pairs": recipe.source.pairs,
