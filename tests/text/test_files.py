@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import random
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -294,3 +295,19 @@ def test_tables_with_other_columns_are_refused_with_theirs(tmp_path: Path) -> No
     assert "b.PARQUET:1, which has body" in message
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     assert "git lfs pull" in refusal(texts, path)
+
+
+def test_memory_does_not_grow_with_a_file(tmp_path: Path) -> None:
+    """Lines, one array in one line, and documents between separators, of 8 MB each."""
+    num, text = 4000, "a" * 2000
+    records = [json.dumps({"text": text})] * num
+    lines, array, plain = (tmp_path / name for name in ("a.jsonl", "a.json", "a.txt"))
+    lines.write_text("\n".join(records))
+    array.write_text(f"[{', '.join(records)}]")
+    plain.write_text("\n\n".join([text] * num))
+    for source in (Jsonl([str(lines)]), Jsonl([str(array)]), TextFiles([str(plain)], "\n\n")):
+        tracemalloc.start()
+        assert sum(found == text for _, found in source.documents()) == num
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 7 * 2**20, source

@@ -262,9 +262,9 @@ def test_each_field_of_openai_is_read_or_has_a_value_without_effect(kind: str) -
 
 def test_a_bias_decides_the_answer_of_a_text_too(url: str, parts: tuple[Any, Any]) -> None:
     (token,) = parts[1].encode("Z")
+    shared: dict[str, Any] = {"max_tokens": 3, "temperature": 0, "logit_bias": {str(token): 100}}
     for path, asked in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": [attacks.USER]})):
-        asked |= {"max_tokens": 3, "temperature": 0, "logit_bias": {str(token): 100}}
-        (choice,) = httpx.post(url + path, json=asked).json()["choices"]
+        (choice,) = httpx.post(url + path, json=asked | shared).json()["choices"]
         assert (choice.get("text") or choice["message"]["content"]) == "ZZZ"
 
 

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from ...errors import InputError, require
 
-BLOCK_BYTES = 2**24  # of a file that is divided into documents, at a time
+BLOCK_BYTES = 2**20  # of a text, at a time
 STREAM_BYTES = 2**16  # read at a time from a compressed file
 MARKS = (  # UTF-32's before UTF-16's, which begin alike
     (codecs.BOM_UTF8, "utf-8"),

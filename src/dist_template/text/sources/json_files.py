@@ -146,7 +146,7 @@ def _elements(path: Path) -> Iterator[object]:
             try:
                 value, at = DECODER.raw_decode(buffer, at)
             except json.JSONDecodeError as error:
-                more = _more(blocks, len(buffer)) if _is_cut(buffer, error) else ""
+                more = _more(blocks, len(buffer) - at) if _is_cut(buffer, error) else ""
                 if more:
                     lines += buffer.count("\n", 0, at)
                     buffer, at = buffer[at:] + more, 0
