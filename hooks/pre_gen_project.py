@@ -45,12 +45,12 @@ pkg_resources platformdirs plotly pluggy portalocker propcache protobuf psutil p
 py_partiql_parser pyarrow pycparser pydantic pydantic_core pygments pymdown_extensions pymdownx
 pynvml pytablewriter pytest pytest_timeout pytest_xdist python_dateutil python_slugify
 pytorch_lightning pytz pyyaml referencing regex requests responses rich rouge_score rpds rpds_py
-ruff s3fs s3transfer sacrebleu safetensors scikit_learn scipy setuptools shellingham six
-sklearn slugify sniffio sortedcontainers sqlalchemy sqlitedict starlette sympy tabledata tabulate
-tensorboard tensorboard_data_server text_unidecode threadpoolctl tokenizers tomli torch torchgen
-torchmetrics tqdm transformers triton trl truststore ty typepy typer typeshed_client
-typing_extensions typing_inspection tzdata urllib3 uv uvicorn wandb werkzeug word2number wrapt xdist
-xmltodict xxhash yaml yarl zensical
+ruff s3fs s3transfer sacrebleu safetensors scikit_learn scipy sentencepiece setuptools shellingham
+six sklearn slugify sniffio sortedcontainers sqlalchemy sqlitedict starlette sympy tabledata
+tabulate tensorboard tensorboard_data_server text_unidecode threadpoolctl tiktoken tiktoken_ext
+tokenizers tomli torch torchgen torchmetrics tqdm transformers triton trl truststore ty typepy typer
+typeshed_client typing_extensions typing_inspection tzdata urllib3 uv uvicorn wandb werkzeug
+word2number wrapt xdist xmltodict xxhash yaml yarl zensical
 """.split()
 )
 

@@ -119,6 +119,7 @@ ATTRIBUTES = {
     "L.core.optimizer:LightningOptimizer": "_optimizer",
     "P:_ChildProcessObserver": "_child_processes",
     "L.loggers:WandbLogger": "_wandb_init _experiment",
+    "L.loggers:TensorBoardLogger": "_log_graph",
     "argparse:ArgumentParser": "_actions",
     "jsonargparse._typehints": "_typehint",
     "E.agent.server.local_elastic_agent:LocalElasticAgent": "_pcontext",

@@ -25,10 +25,10 @@ class Objective(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._parts = [each for each in pl_module.children() if isinstance(each, OfSteps)]
+        if self._parts:  # a hook that does nothing would cost each step of other objectives
+            vars(self)["on_train_batch_end"] = self._end_batch
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any
-    ) -> None:
-        if self._parts and not accumulates(trainer):
+    def _end_batch(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        if not accumulates(trainer):
             for part in self._parts:
                 part.finish_step()
