@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import sys
+import time
 import traceback
 from contextlib import nullcontext
 from difflib import get_close_matches
@@ -29,6 +30,8 @@ from ..lazy import without_collections
 from ..project import Project
 from ..terminal import open_streams, plain_output
 from .verbs import TRAINING, verbs
+
+ALONE_S = 3.0  # rank 0 has ended by then, if it has the same error
 
 # Tensors of 2 MiB and more in host memory get huge pages; torch reads this at its first allocation.
 # Otherwise a 20 MB buffer that is allocated in each step costs 5,000 page faults, and glibc 2.36
@@ -94,9 +97,12 @@ def _run(argv: list[str], project: Project) -> int:
     except (InputError, Ended) as error:
         if os.environ.get("TRACEBACK", "0") != "0":
             traceback.print_exc()
+        start = "error: " if isinstance(error, InputError) else "\n"
         if local_rank() == (error.local_rank if isinstance(error, Ended) else 0):
-            start = "error: " if isinstance(error, InputError) else "\n"
             print(f"{start}{shortened(str(error), 2000)}", file=sys.stderr)
+        elif isinstance(error, InputError) and _is_alone():
+            rank = os.environ.get("RANK") or local_rank()
+            print(f"rank {rank}: {start}{shortened(str(error), 2000)}", file=sys.stderr)
         return error.code if isinstance(error, Ended) else Exit.BAD_INPUT
     except RuntimeError as error:
         from ..observe.crash import record_of
@@ -117,6 +123,19 @@ def _run(argv: list[str], project: Project) -> int:
         return Exit.INTERRUPTED
     finally:
         WATCHDOG.stop()
+
+
+def _is_alone() -> bool:
+    """Returns whether rank 0, which has started this process, goes on while this one has an error:
+    what is wrong for all ranks ends it in a moment too, and it prints that."""
+    if "LOCAL_WORLD_SIZE" in os.environ:  # another launcher's, whose process is the parent
+        return False
+    parent, until = os.getppid(), time.monotonic() + ALONE_S
+    while time.monotonic() < until:
+        if os.getppid() != parent:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _start(argv: list[str], project: Project) -> None:
