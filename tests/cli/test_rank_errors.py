@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,8 @@ raise SystemExit(main(module=module, data=data, package=None))
 
 class OnRank1(Rows):
     def setup(self, stage: str) -> None:
-        if self.trainer.global_rank == 1:
+        trainer: Any = self.trainer
+        if trainer.global_rank == 1:
             raise InputError("rows.csv is no file: give another")
 
 

@@ -17,12 +17,14 @@ from types import ModuleType
 from typing import Any, cast
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
 from .. import weights
 from ..compat import deepspeed as compat
+from ..compat.torch import tree_map
 from ..layout import full_shape
 from .formats import StrategyFormat, reads_optimizer
 from .manifest import MANIFEST, read
@@ -108,7 +110,8 @@ class ZeroFormat(StrategyFormat[DeepSpeedStrategy]):
             for name, value in state.get("module", {}).items():
                 if not isinstance(value, Tensor):  # an extra state, which is read as data alone
                     state["module"][name] = plain(value, ("state_dict", name))
-            files[file.relative_to(path)] = copy(state)
+            # a schedule may have set a rate of NumPy in the optimizer's groups
+            files[file.relative_to(path)] = copy(tree_map(_as_number, state))
 
         def write_all(folder: Path) -> None:
             for file, state in files.items():
@@ -203,6 +206,10 @@ def _create_state(zero: Any, parameters: dict[str, nn.Parameter], named: State) 
         if not is_torchs:
             group |= steps  # where FusedAdam keeps the count
     compat.link_optimizer_state(zero)
+
+
+def _as_number(value: object) -> object:
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _set(parameter: Any, key: str | None, stored: Any) -> None:

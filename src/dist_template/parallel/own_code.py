@@ -40,7 +40,7 @@ class Code:
     def calls_original(self, hook: str) -> bool:
         """Returns whether the hook calls the library's, or hands the module to other code."""
         chain = self._methods.get(hook, [])
-        reaches = bool(chain) and hook in _names_in(chain[-1].body)
+        reaches = bool(chain) and _reaches(hook, chain[-1])
         return reaches or self.hands_on_module(hook)
 
     def extends(self, hook: str) -> bool:
@@ -156,3 +156,21 @@ def code_of(kind: type) -> Code | None:
             return None
         classes.append(tree)
     return Code(classes)
+
+
+def _reaches(hook: str, method: ast.FunctionDef) -> bool:
+    """Returns whether a method mentions `hook` of something that is no argument and no result of a
+    computation, as `loss.backward()` is: of super(), of a class, of what was made of them."""
+    taken = method.args
+    arguments = {each.arg for each in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)}
+    for node in ast.walk(method):
+        if not isinstance(node, ast.Attribute) or node.attr != hook:
+            continue
+        owner = node.value
+        if isinstance(owner, ast.Call):
+            owner = owner.func  # of super()
+        if isinstance(owner, ast.Attribute):
+            return True
+        if isinstance(owner, ast.Name) and (owner.id == "self" or owner.id not in arguments):
+            return True
+    return False

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NoReturn
 
 import lightning as L
 import torch
@@ -342,6 +342,7 @@ class ZeroStrategy(RunDefaults, OwnFormat, compat.EngineStrategy):
         wrapper = self.deepspeed_engine.optimizer
         if hasattr(wrapper, "optimizer"):
             wrapper.defaults = wrapper.optimizer.defaults
+            wrapper.add_param_group = _refuse_group
         if self.zero_stage_3:
             compat.trace_full_forwards(self.deepspeed_engine)
         if self.deepspeed_engine.wall_clock_breakdown():
@@ -385,6 +386,14 @@ class ZeroStrategy(RunDefaults, OwnFormat, compat.EngineStrategy):
             norm = self.deepspeed_engine.get_global_grad_norm()
             track("train/grad_norm", torch.as_tensor(norm, device=self.root_device))
         return result
+
+
+def _refuse_group(_: dict[str, Any]) -> NoReturn:
+    raise InputError(
+        "a group of parameters was added to the optimizer in training, and DeepSpeed's groups are"
+        " fixed when training starts: make all groups in configure_optimizers, with lr 0 until they"
+        " are to be trained, or use --config strategy/ddp or strategy/fsdp2"
+    )
 
 
 def _engine(module: L.LightningModule) -> Any:

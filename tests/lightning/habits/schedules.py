@@ -705,7 +705,7 @@ class AddsAGroup(Regression):
     """Adds a group of parameters in training."""
 
     def on_train_epoch_start(self) -> None:
-        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        (optimizer,) = self.trainer.optimizers
         if self.current_epoch == 1 and len(optimizer.param_groups) == 1:
             optimizer.add_param_group({"params": list(self.net[0].parameters()), "lr": 0.01})
 
@@ -818,7 +818,10 @@ HABITS: dict[str, Habit] = {
     "rate_of_a_tensor": Habit("RateOfATensor", trainer=EPOCHS),
     "of_another_library": Habit("OfAnotherLibrary", trainer=EPOCHS),
     "adds_a_group": Habit(
-        "AddsAGroup", trainer=EPOCHS, refused=dict.fromkeys(RANKS, "parameter groups at the start")
+        "AddsAGroup",
+        trainer=EPOCHS,
+        refused=dict.fromkeys(RANKS, "parameter groups at the start")
+        | {"zero2": "groups are fixed when training starts"},
     ),
     "two_without_manual": Habit(
         "TwoWithoutManual",
@@ -838,7 +841,8 @@ HABITS: dict[str, Habit] = {
     "clip_in_manual": Habit(
         "ClipsByHandInManual",
         trainer=EPOCHS | {"gradient_clip_val": 0.5},
-        refused=dict.fromkeys(RANKS, "gradient_clip_val"),
+        refused=dict.fromkeys(RANKS, "gradient_clip_val")
+        | dict.fromkeys(("fsdp2", "zero2"), "optimizes manually"),
     ),
     "two_optimizers": _manual("TwoOptimizers"),
     "three_optimizers": _manual("ThreeOptimizers"),
