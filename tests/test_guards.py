@@ -39,7 +39,7 @@ GUARDS = {
     "evaluation counts each sample once": Guard(
         "first + row if row < size else PADDING - number for row", "first + row % size for row"),
     "packed documents do not attend to each other": Guard(
-        "ends = inputs == self.eos_token_id", "ends = inputs < 0"),
+        "ends = window[:, :-1] == self.eos_token_id", "ends = window[:, :-1] < 0"),
     "a damaged checkpoint is never loaded": Guard(
         "if every_byte and crc32(path / file) != expected:", "if False:"),
     "nothing in a checkpoint runs": Guard(

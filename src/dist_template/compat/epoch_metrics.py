@@ -182,7 +182,7 @@ def metric_states(module: nn.Module) -> dict[str, Entry]:
 
 
 def put_metric_states(module: nn.Module, saved: dict[str, Entry]) -> None:
-    for name, metric in module.named_modules():
+    for name, metric in module.named_modules() if saved else ():
         if name in saved and isinstance(metric, Metric):
             for key, value in saved[name]["states"].items():
                 setattr(metric, key, _on(metric.device, value))
