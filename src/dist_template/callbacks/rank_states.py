@@ -6,8 +6,8 @@ Here what differs between ranks is written for each of them. What is equal on al
 library's and Lightning's own classes add, is written once, as before."""
 
 import hashlib
-import io
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import lightning as L
@@ -44,12 +44,15 @@ class RankStates(Callback):
         for name in ("on_save_checkpoint", "on_load_checkpoint"):
             self._hooks[name] = getattr(pl_module, name)
 
+        # `is_overridden` looks through them
+        @wraps(self._hooks["on_save_checkpoint"])
         def save(checkpoint: dict[str, Any]) -> None:
             before = checkpoint.keys() | {KEY}
             self._hooks["on_save_checkpoint"](checkpoint)
             added = [(key,) for key in checkpoint if key not in before]
             self._write(trainer, checkpoint, [*added, *_places(trainer)])
 
+        @wraps(self._hooks["on_load_checkpoint"])
         def load(checkpoint: dict[str, Any]) -> None:
             _read(trainer, checkpoint)
             self._hooks["on_load_checkpoint"](checkpoint)
@@ -109,9 +112,28 @@ def _at(checkpoint: dict[str, Any], place: Place) -> Any:
 
 
 def _digest(state: object, place: Place) -> str:
-    content = io.BytesIO()
-    torch.save(tree_map(_on_host, plain(state, place)), content)
-    return hashlib.sha256(content.getbuffer()).hexdigest()
+    """Returns a digest of a state, at about 1 s per GB, without a copy of all of it."""
+    digest = hashlib.sha256()
+
+    def add(value: object) -> None:
+        if isinstance(value, dict):
+            digest.update(f"{{{len(value)}".encode())
+            for key, each in value.items():
+                add(key)
+                add(each)
+        elif isinstance(value, list | tuple):
+            digest.update(f"[{len(value)}".encode())
+            for each in value:
+                add(each)
+        elif isinstance(value, Tensor) and value.layout is torch.strided:
+            digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(memoryview(content.numpy()))
+        else:
+            digest.update(repr(value).encode())
+
+    add(plain(state, place))
+    return digest.hexdigest()
 
 
 def _on_host(value: object) -> object:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..errors import InputError, first_line
 
@@ -66,7 +67,15 @@ def plain(value: Any, where: tuple[str, ...] = ()) -> Any:
     """Returns `value` with tensors and plain types alone. Raises InputError for another class,
     unless torch was told that it is safe (`torch.serialization.add_safe_globals`)."""
     if isinstance(value, Tensor):
-        return value if where[:1] and where[0] in OF_STRATEGY else _without_the_rest(value)
+        if where[:1] and where[0] in OF_STRATEGY:
+            return value
+        if isinstance(value, DTensor):
+            raise InputError(
+                f"the checkpoint would have a sharded tensor at {'.'.join(where)}, of which each"
+                " rank has a part, and a resumed training rank 0's: keep it as a parameter or a"
+                " buffer of the module, or give `full_tensor()` of it"
+            )
+        return _without_the_rest(value)
     if isinstance(value, np.generic):
         if value.dtype.kind not in "biufcSU":
             raise _refusal(value, where)

@@ -788,6 +788,18 @@ class KeepsBestWeights(Regression):
         self.load_state_dict(self.best)
 
 
+class SavesBestWeights(KeepsBestWeights):
+    """The same, in checkpoints too."""
+
+    best: Any = None
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        checkpoint["best"] = self.best
+
+    def on_load_checkpoint(self, checkpoint: Any) -> None:
+        self.best = checkpoint["best"]
+
+
 class TargetNetwork(Regression):
     """A target network that is set to the network every few steps, as in Q-learning."""
 
@@ -1056,6 +1068,9 @@ MODULES: dict[str, Habit] = {
     "siamese": Habit("Siamese", trainer=EPOCHS),
     "penalized": Habit("Penalized", trainer=EPOCHS),
     "logs_weights": Habit("LogsWeights", trainer=EPOCHS),
+    "saves_best_weights": Habit(
+        "SavesBestWeights", trainer=EPOCHS, refused={"fsdp2": "would have a sharded tensor"}
+    ),
     "keeps_best_weights": Habit("KeepsBestWeights", trainer=EPOCHS),
     "target_network": Habit("TargetNetwork", trainer=EPOCHS),
     "clamps_itself": Habit("ClampsItself", trainer=EPOCHS),
