@@ -35,7 +35,6 @@ class EpochMetrics(Callback):
     def __init__(self) -> None:
         self._saved: dict[str, Any] = {}
         self._batches = 0  # of this process, since the sums were loaded
-        self._metrics: dict[str, Any] = {}  # states of torchmetrics, until the first batch
 
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
@@ -58,20 +57,20 @@ class EpochMetrics(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._batches = 0
-        self._metrics = self._saved.get("metrics", {})
-        put_metric_states(pl_module, self._metrics)
+        put_metric_states(pl_module, self._saved.get("metrics", {}))
         put_newest_metrics(trainer, self._saved.get("newest", {}))
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Again: many modules reset their metrics in on_train_start, for the sanity check's sake.
-        put_metric_states(pl_module, self._metrics)
+        if not self._batches:
+            # Again: many modules reset them in on_train_start, for the sanity check's sake.
+            put_metric_states(pl_module, self._saved.get("metrics", {}))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
-        if batch_idx:  # and again, if the module resets them when the epoch that goes on starts
-            put_metric_states(pl_module, self._metrics)
-        self._metrics = {}
+        if batch_idx and not self._batches:
+            # And again: the module may reset them when the epoch that goes on starts.
+            put_metric_states(pl_module, self._saved.get("metrics", {}))
         self._batches += 1
         if self._saved and self._batches > 1:  # in the first, `self.log` clears what it finds
             self._put(trainer, pl_module)

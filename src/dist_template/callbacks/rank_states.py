@@ -21,7 +21,7 @@ from .. import weights
 from ..checkpoint.plain_types import plain
 from ..compat.lightning import metrics_group
 from ..compat.torch import tree_map
-from ..parallel.own_code import LIBRARIES
+from ..parallel.configured import is_users
 
 KEY = "states_of_ranks"  # of a checkpoint: for each rank, {place: state}
 Place = tuple[str, ...]  # keys on the way to a state in a checkpoint
@@ -93,15 +93,15 @@ def _places(trainer: L.Trainer) -> Iterator[Place]:
     """Yields where the states of a user's callbacks and data module are in a checkpoint."""
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
     for callback in callbacks:
-        if _is_users(callback) and is_overridden("state_dict", callback, Callback):
+        if is_users(type(callback)) and is_overridden("state_dict", callback, Callback):
             yield ("callbacks", callback.state_key)
     data: Any = getattr(trainer, "datamodule", None)
-    if _is_users(data) and is_overridden("state_dict", data, LightningDataModule):
+    if (
+        data is not None
+        and is_users(type(data))
+        and is_overridden("state_dict", data, LightningDataModule)
+    ):
         yield (type(data).__qualname__,)
-
-
-def _is_users(part: object) -> bool:
-    return part is not None and type(part).__module__.partition(".")[0] not in LIBRARIES
 
 
 def _at(checkpoint: dict[str, Any], place: Place) -> Any:

@@ -86,8 +86,13 @@ def overrides(module: object, hook: str) -> bool:
     library's."""
     for kind in type(module).__mro__:
         if hook in vars(kind):
-            return kind.__module__.partition(".")[0] not in LIBRARIES
+            return is_users(kind)
     return False
+
+
+def is_users(kind: type) -> bool:
+    """Returns whether a class is the user's: not Lightning's, torch's nor this library's."""
+    return kind.__module__.partition(".")[0] not in LIBRARIES
 
 
 def callbacks_of(module: L.LightningModule) -> Any:

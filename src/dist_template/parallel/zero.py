@@ -29,7 +29,7 @@ from ..errors import InputError, require
 from ..layout import refuse_unshardable
 from . import deepspeed_check
 from . import deepspeed_config as config_file
-from .configured import LIBRARIES, Configured, Hardware
+from .configured import Configured, Hardware, is_users
 from .element_wise import is_element_wise, is_known
 from .own_code import code_of
 from .own_format import OwnFormat
@@ -358,7 +358,7 @@ class ZeroStrategy(RunDefaults, OwnFormat, compat.EngineStrategy):
         """Whether code of the user's may do so; where none does, nothing is compared."""
         trainer: Any = self.lightning_module.trainer if self.lightning_module else None
         kinds = {type(each) for each in (self.lightning_module, *trainer.callbacks)}
-        users = [kind for kind in kinds if kind.__module__.partition(".")[0] not in LIBRARIES]
+        users = [kind for kind in kinds if is_users(kind)]
         codes = [code_of(kind) for kind in users]
         return any(code is None or code.may_change_weights() for code in codes)
 
