@@ -10,9 +10,12 @@ ranks and restarts, also of rows that are padded or have masked labels. A resume
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from .errors import InputError
+
+AUTO: Final = "auto"  # a value that `fit` chooses when the data are known: text/auto.py
+Auto = Literal["auto"]
 
 
 @dataclass

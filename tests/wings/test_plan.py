@@ -255,12 +255,10 @@ def test_every_example_has_a_row_and_names_its_tokenizer_and_machine() -> None:
     assert sorted(row[0] for row in rows) == EXAMPLES and len(EXAMPLES) == 7
     for name in EXAMPLES:
         given = content(name)
-        trainer, site, data = given["trainer"], given["cluster"], given["data"]
-        assert data["tokenizer"]["init_args"]["path"] == given["model"]["pretrained"]
+        trainer, site = given["trainer"], given["cluster"]
+        assert given["data"]["tokenizer"]["init_args"]["path"] == given["model"]["pretrained"]
         assert trainer["devices"] == site["devices_per_node"]
         assert trainer["num_nodes"] == site.get("nodes", 1)
-        world = trainer["devices"] * trainer["num_nodes"]
-        assert data["global_batch_size"] % (world * data["micro_batch_size"]) == 0
         assert f"--config example/{name} " in (SHIPPED / "example" / f"{name}.yaml").read_text()
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dist_template.by_tokens import Phase
+from dist_template.by_tokens import Auto, Phase
 from dist_template.text import ByteBPE, PackedText, Source, StandardLibrary, TokenizerSpec
 
 
@@ -48,7 +48,7 @@ class DataModule(PackedText):
         tokenizer: Text to tokens: Bytes, ByteBPE (learned from the train split), Pretrained, yours.
         seq_len: Tokens per sequence.
         global_batch_size: Sequences per optimizer step, over all ranks; or phases by consumed
-            tokens.
+            tokens; or auto: as many as leave a fine-tuning enough steps.
         micro_batch_size: Sequences per rank per forward; gradients accumulate to the global batch.
         options: PackedText's: validation_share, test_share, cache_dir, num_workers, seed, prompts …
     """
@@ -58,7 +58,7 @@ class DataModule(PackedText):
         source: Source = StandardLibrary(),  # noqa: B008  (nothing changes it)
         tokenizer: TokenizerSpec = ByteBPE(vocab_size=2048),  # noqa: B008
         seq_len: int = 256,
-        global_batch_size: int | list[Phase] = 16,
+        global_batch_size: int | list[Phase] | Auto = 16,
         micro_batch_size: int = 8,
         **options: Any,
     ) -> None:

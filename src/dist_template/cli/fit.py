@@ -22,6 +22,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .. import hooks
+from ..by_tokens import AUTO
+from ..callbacks.record import Record
 from ..cluster.run_lock import RUN_LOCK
 from ..cluster.site import Site
 from ..cluster.watchdog import WATCHDOG
@@ -35,7 +37,7 @@ from ..observe.history.run import PLACEHOLDER, replaced
 from ..parallel.run_strategy import is_strategy
 from ..plugins import PluginError, loaded, note
 from ..project import Project
-from . import limits, ranges, strategy_names
+from . import chosen, limits, ranges, strategy_names
 from .defaults import always_on, differing, hide_expected, trainer_defaults
 from .parser import (
     KEYS_OF_KINDS,
@@ -274,17 +276,19 @@ class CLI(OpenCLI):
 
     def _accumulate(self) -> None:
         """Lets trainer.accumulate_grad_batches set data.global_batch_size, as a user of Lightning
-        expects: micro-batch x data-parallel ranks x that number, also in config.yaml."""
-        if self.subcommand != "fit":
-            return
+        expects: micro-batch x data-parallel ranks x that number, also in config.yaml. In place of
+        auto, which chosen.py replaces when the rows are known, it sets the least possible."""
         given = self._machine, self._trainer_arguments, self.model, self.datamodule
-        size = limits.accumulated_batch(*given)
-        if size is None or size == self.datamodule.global_batch_size:
+        size = limits.accumulated_batch(*given) if self.subcommand == "fit" else None
+        before = getattr(self.datamodule, "global_batch_size", None)
+        if size is None and before == AUTO:
+            self.datamodule.global_batch_size = limits.least_batch(*given)
+        if size is None or size == before:
             return
         batches = self._trainer_arguments["accumulate_grad_batches"]
         rank_zero_only(print)(
             f"trainer.accumulate_grad_batches {batches}: data.global_batch_size is {size}"
-            f" (before: {self.datamodule.global_batch_size})"
+            f" (before: {before})"
         )
         self.datamodule.global_batch_size = size
         self.resolved_config()["data"]["global_batch_size"] = size
@@ -324,13 +328,20 @@ class CLI(OpenCLI):
         environment = getattr(self.trainer.strategy, "cluster_environment", None)
         is_launched = environment is not None and environment.creates_processes_externally
         is_fit = self.subcommand == "fit"
-        resumes = is_fit and self.config[self.subcommand].ckpt_path
+        resumes = self.config[self.subcommand].ckpt_path if is_fit else None
         if hasattr(self.datamodule, "prepare"):  # otherwise Lightning calls its prepare_data
             if is_launched or resumes or self.datamodule.is_prepared:
                 self.datamodule.require()  # a stale cache is refused, not replaced
             else:
                 self.datamodule.prepare(report=WATCHDOG.report)
         self._check_limits(config := any_module.build_config(self.model, self.datamodule))
+        if is_fit:
+            given = self.trainer, self.model, self.datamodule, config, resumes
+            ranks = limits.data_parallel(self._machine, self._trainer_arguments)
+            callbacks = any_module.callbacks_of(self.trainer)
+            (record,) = (each for each in callbacks if isinstance(each, Record))
+            for line in chosen.choose(record.config, *given, ranks):
+                rank_zero_only(print)(line)
         if resumes:
             self.value(self.config_init, "last_checkpoint").compare(
                 Path(resumes), self.trainer, self.datamodule, self.model

@@ -21,7 +21,7 @@ from torch import optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..by_tokens import values_of
+from ..by_tokens import AUTO, values_of
 from ..compat.lightning_cli import formatter_of, keys_of, takes_null, wrap_instantiation
 from ..errors import InputError, first_line, is_first_on_node, reason, shortened
 from ..foreign import MOST_BYTES
@@ -463,6 +463,10 @@ def inherit_rates(settings: Namespace, given: Namespace) -> None:
     if "lr" in explicit and isinstance(optim.learning_rate, list):
         raise InputError(
             "model.optim.learning_rate has phases, and --optimizer.lr is given: remove one of them"
+        )
+    if "lr" in arguments and "lr" not in explicit and optim.learning_rate == AUTO:
+        raise InputError(
+            "model.optim.learning_rate auto is a rate of AdamW: give --optimizer.lr, or a number"
         )
     if "lr" in arguments and "lr" not in explicit:
         arguments["lr"] = max(values_of(optim.learning_rate))

@@ -16,13 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from ..by_tokens import ByTokens, check_phases, value_at, values_of
+from ..by_tokens import AUTO, Auto, ByTokens, check_phases, value_at, values_of
 from ..errors import InputError, reason
 from ..layout import by_layout, full_shape
 from .flops import matrices_of
 
 # class_path and init_args, as LightningCLI reads --optimizer and --lr_scheduler
 Class = dict[str, Any]
+BEFORE_AUTO = 1e-4
 MUON = "dist_template.model.muon:MuonWithAdamW"  # imported where it is chosen
 Schedule = Literal["cosine", "linear", "constant", "warmup_stable_decay", "inverse_sqrt"]
 
@@ -36,7 +37,8 @@ class OptimConfig:
             (arXiv:2502.16982), so that learning_rate and weight_decay are AdamW's; embeddings, the
             output layer, vectors and biases by AdamW.
         learning_rate: Peak learning rate, reached at the end of the warm-up; or phases by consumed
-            tokens, which replace `schedule`, and which the warm-up multiplies.
+            tokens, which replace `schedule`, and which the warm-up multiplies; or auto, in a
+            fine-tuning: by its method, the model's width and the number of steps.
         weight_decay: AdamW's decoupled decay, on matrices alone: biases, norms and other vectors
             have none. 0 is off.
         betas: AdamW's decay rates of the first and the second moment.
@@ -48,7 +50,7 @@ class OptimConfig:
         decay_share: Share of all steps in which warmup_stable_decay falls."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    learning_rate: ByTokens = 3e-4
+    learning_rate: ByTokens | Auto = 3e-4
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -73,6 +75,8 @@ class OptimConfig:
         return chosen is not None and resolve_name(chosen["class_path"]) is torch.optim.Muon
 
     def __post_init__(self) -> None:
+        if self.learning_rate == AUTO:
+            return
         check_phases("model.optim.learning_rate", self.learning_rate)
         if isinstance(self.learning_rate, list) and not self.peak:  # the schedule is a share of it
             raise InputError(
@@ -81,7 +85,9 @@ class OptimConfig:
 
     @property
     def peak(self) -> float:
-        """The highest learning rate."""
+        """The highest learning rate; of auto, a number for the checks before the start."""
+        if self.learning_rate == AUTO:
+            return BEFORE_AUTO
         return max(values_of(self.learning_rate))
 
 

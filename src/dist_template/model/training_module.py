@@ -9,8 +9,10 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from ..by_tokens import AUTO
 from ..checkpoint.frozen import FrozenHash
 from ..compat.transformers import cast_experts
+from ..errors import InputError
 from ..layout import clip_by_norm
 from ..parallel import run_strategy
 from ..parallel.blocks import BlockConfig
@@ -131,6 +133,11 @@ class TrainingModule(L.LightningModule):
                 logger.log_metrics(metrics, step=self.global_step)
 
     def configure_optimizers(self) -> Any:
+        if self.optim.learning_rate == AUTO:
+            raise InputError(
+                "model.optim.learning_rate auto is chosen by `fit` on the command line: give a"
+                " number"
+            )
         trainer, every = self.trainer, getattr(self.trainer, "val_check_interval", None)
         group = run_strategy(trainer.strategy).layers.batch_group
         optimizer = build_optimizer(self, self.optim, trainer.scaler is not None, group)

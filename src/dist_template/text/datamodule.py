@@ -31,13 +31,15 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from ..by_tokens import Phase, batch_at, divisor_of, values_of
+from ..by_tokens import AUTO, Auto, Phase, batch_at, divisor_of, values_of
 from ..callbacks.global_order import ConsumedSamples, GlobalOrder, eval_batches, source_of
 from ..callbacks.rank_speeds import MeasureSpeeds, RankSpeeds
 from ..cluster.signals import isolate_worker
 from ..compat.epochs import begin_step, make_resumable
+from ..errors import InputError
 from ..model.any_module import size_of
 from ..parallel import run_strategy
+from . import auto
 from .batches.loader import COUNTED, Accumulations, Counted, StepLoader, TokensPerMicroBatch
 from .batches.rows import (
     ATTENTION_TOKENS,
@@ -98,7 +100,7 @@ class PackedText(L.LightningDataModule):
         seq_len: Tokens per sequence.
         global_batch_size: Sequences per optimizer step, over all ranks; or phases by consumed
             tokens, in which the accumulation grows. With phases there are no epochs: set
-            trainer.max_steps.
+            trainer.max_steps. auto: as many as leave a fine-tuning enough steps, at most 32.
         micro_batch_size: Sequences per rank per forward; gradients accumulate to the global batch.
         validation_share: Share of the documents, below 1, held out for validation. 0 turns it off.
         test_share: Share of the documents, below 1, held out for `test`. 0 turns it off.
@@ -120,7 +122,7 @@ class PackedText(L.LightningDataModule):
     source: Source = StandardLibrary()
     tokenizer: TokenizerSpec = ByteBPE(vocab_size=2048)
     seq_len: int = 256
-    global_batch_size: int | list[Phase] = 16
+    global_batch_size: int | list[Phase] | Auto = 16
     micro_batch_size: int = 8
     validation_share: float = 0.02
     test_share: float = 0.02
@@ -258,14 +260,41 @@ class PackedText(L.LightningDataModule):
     # ---- before training -------------------------------------------------------------------------
 
     @property
+    def rows_per_step(self) -> int | list[Phase]:
+        """`global_batch_size` in numbers. Raises InputError if it is auto, and nothing was chosen
+        yet."""
+        if isinstance(self.global_batch_size, str):
+            raise InputError(
+                "data.global_batch_size auto is chosen by `fit` on the command line: give a number"
+            )
+        return self.global_batch_size
+
+    @property
     def batch_sizes(self) -> tuple[int, int]:
-        """The number that divides every global batch, and the largest one."""
+        """The number that divides every global batch, and the largest one. Of auto, which is chosen
+        when the rows are known, the least that there can be."""
+        if self.global_batch_size == AUTO:
+            return self.micro_batch_size, self.micro_batch_size
         return divisor_of(self.global_batch_size), int(max(values_of(self.global_batch_size)))
+
+    def batch_for(self, epochs: int | None, multiple: int) -> int:
+        """Returns what `global_batch_size` auto stands for, a multiple of `multiple`."""
+        passes = epochs if epochs and epochs > 0 else 1
+        return auto.batch_for(len(self.rows_of("train")), passes, multiple)
+
+    def steps_of_epoch(self, limit: float, world_size: int) -> int:
+        """Returns the optimizer steps of an epoch on `world_size` data-parallel ranks; `limit` is
+        trainer.limit_train_batches, a share of the steps or a number of a rank's micro-batches."""
+        size, _ = self.batch_sizes
+        steps = len(self.rows_of("train")) // size
+        if isinstance(limit, int):
+            return min(steps, limit * self.micro_batch_size * world_size // size)
+        return steps if limit >= 1 else max(1, int(limit * steps))
 
     @property
     def accumulation(self) -> int:
         """Micro-batches per optimizer step, of growing batches in the present one."""
-        size = batch_at(self.global_batch_size, self.step_samples * self.seq_len)
+        size = batch_at(self.rows_per_step, self.step_samples * self.seq_len)
         return size // (self.micro_batch_size * self.world_size)
 
     def check(self, world_size: int) -> None:
@@ -297,8 +326,9 @@ class PackedText(L.LightningDataModule):
         if (
             isinstance(share := self.trainer.limit_train_batches, float) and share < 1
         ):  # of the steps of an epoch
-            steps = len(self.rows_of("train")) // self.batch_sizes[0]
-            self.trainer.limit_train_batches = max(1, int(share * steps)) * self.accumulation
+            self.trainer.limit_train_batches = (
+                self.steps_of_epoch(share, self.world_size) * self.accumulation
+            )
         if grows:
             make_resumable(self.trainer)
         elif isinstance(
@@ -331,7 +361,7 @@ class PackedText(L.LightningDataModule):
         rows.attention_tokens = self._attention_tokens
         self._order = order = GlobalOrder(
             len(rows),
-            self.global_batch_size,
+            self.rows_per_step,
             self.micro_batch_size,
             self.rank,
             self.world_size,

@@ -23,7 +23,7 @@ def check_numbers(data: Any, world_size: int) -> None:
         )
     key, given, together = (
         "data.global_batch_size",
-        data.global_batch_size,
+        data.rows_per_step,
         data.micro_batch_size * world_size,
     )
     check_phases(key, given)

@@ -24,6 +24,7 @@ from ..model.training_module import TrainingModule
 from ..parallel import run_strategy
 from ..parallel.configured import NOT_READ_YET
 from ..parallel.place import in_full
+from . import auto
 from .batches.rows import PAIRS
 from .distillation import DistillationConfig, blended, build_teacher, distilled_sums
 from .model.adapters import AdapterConfig, add_adapters, proof_axes
@@ -203,6 +204,11 @@ class TextModule(TrainingModule):
         ):
             if setup.trains and self.mtp and is_set:
                 yield f"model.mtp does not work with {key}: set model.mtp null, or remove the other"
+
+    def rate_for(self, data: Any, config: Any, steps: float) -> float:
+        """Returns what `optim.learning_rate` auto stands for in a training of `steps`; `config` is
+        the model's of transformers. Raises InputError where it stands for nothing."""
+        return auto.rate_for(self, data, config, steps)
 
     def fixed_settings(self, data: Any) -> dict[str, object]:
         found = super().fixed_settings(data)

@@ -13,6 +13,7 @@ name of a key. Checks that need the built model (its blocks, several optimizers)
     unread.py     keys of methods that the module replaces
     training.py   strategies, precision, batches, schedule, the module's own check"""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -20,6 +21,8 @@ from typing import Any
 
 import lightning as L
 
+from ...by_tokens import AUTO
+from ...parallel.answers import sharding_of
 from ...parallel.configured import NOT_READ_YET
 from . import options, proven, training, unread
 from .machine import Machine, Setup
@@ -59,6 +62,10 @@ def violations(
     whether the verb is `fit`; evaluation has no accumulation and no schedule.
     `saves_asynchronously` is last_checkpoint.asynchronous, and `typed` the keys that are flags of
     the command line: what a file sets for several models, or schedules, may have no effect."""
+    if getattr(data, "global_batch_size", None) == AUTO:
+        size = least_batch(machine, trainer, module, data)
+        data = copy.copy(data)
+        data.global_batch_size = size
     setup = Setup(machine, trainer, module, data, model_config, trains, saves_asynchronously, typed)
     found = [sentence for topic in TOPICS for sentence in topic(setup)]
     return found or [*proven.refused(setup)]
@@ -93,9 +100,23 @@ def refusal_of_strategy(
     return next(found, "")
 
 
+def data_parallel(machine: Machine, trainer: Mapping[str, Any]) -> int:
+    """Returns the number of ranks that read different batches. Raises InputError for sizes of a
+    strategy that do not fit."""
+    return sharding_of(trainer.get("strategy") or "auto").data_parallel(machine.world_size)
+
+
 def accumulated_batch(
     machine: Machine, trainer: Mapping[str, Any], module: L.LightningModule, data: Any
 ) -> int | None:
     """Returns data.global_batch_size as `trainer.accumulate_grad_batches` sets it; None if it does
     not. Raises InputError if both cannot hold."""
     return training.accumulated(Setup(machine, trainer, module, data, None, trains=True))
+
+
+def least_batch(
+    machine: Machine, trainer: Mapping[str, Any], module: L.LightningModule, data: Any
+) -> int:
+    """Returns the least data.global_batch_size, which stands in for auto until the rows of the data
+    are known."""
+    return training.least(Setup(machine, trainer, module, data, None, trains=True))

@@ -51,6 +51,16 @@ def accumulated(setup: Setup) -> int | None:
     return batches * setup.data.micro_batch_size * ranks
 
 
+def least(setup: Setup) -> int:
+    """Returns the fewest sequences of an optimizer step, in place of data.global_batch_size auto:
+    that which is chosen when the rows are known is a multiple of them."""
+    ranks, rows = setup.machine.world_size, setup.data.micro_batch_size
+    try:
+        return setup.sharding.rows_together(ranks, rows)
+    except InputError:
+        return rows * ranks  # the strategy reports that its sizes do not fit
+
+
 def optimization(setup: Setup) -> Iterator[str]:
     """Builds the optimizer and the schedule for two layers: optim.py and torch check arguments."""
     optim, steps = setup.optim, setup.num_steps

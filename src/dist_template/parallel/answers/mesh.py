@@ -61,6 +61,11 @@ class Mesh(Plain):
     def data_parallel(self, world_size: int) -> int:
         return data_parallel_size(self.sizes(world_size))
 
+    def rows_together(self, world_size: int, micro_batch_size: int) -> int:
+        """A pipeline needs several micro-batches in a step."""
+        least, _ = needed_micro_batches(self.pp_schedule, self.sizes(world_size).pp)
+        return least * super().rows_together(world_size, micro_batch_size)
+
     def expert_parts(self, world_size: int) -> int:
         """Tensor parallelism divides each expert, unless expert parallelism distributes them."""
         sizes = self.sizes(world_size)

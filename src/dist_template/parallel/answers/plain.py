@@ -31,6 +31,10 @@ class Plain:
         do not fit."""
         return world_size
 
+    def rows_together(self, world_size: int, micro_batch_size: int) -> int:
+        """Returns the rows that an optimizer step has at least; it has a multiple of them."""
+        return micro_batch_size * self.data_parallel(world_size)
+
     def axes(self, world_size: int) -> list[str]:
         """Returns the dimensions of the sharding that are above one, as proof.json names them."""
         return ["ddp"] if world_size > 1 else []

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from typing import TYPE_CHECKING
 
+from ...by_tokens import AUTO
 from ...errors import InputError
 from ...project import Project, program
 from ...table import Table
@@ -50,7 +53,8 @@ def main(argv: list[str], project: Project) -> None:
         flags.append(f"--cluster.device_memory={own.memory}")
     from ...cli.fit import WithoutTrainer
     from ...cli.limits import Machine as Described
-    from ...cli.limits import accumulated_batch
+    from ...cli.limits import accumulated_batch, least_batch
+    from ...text.auto import batch_for
     from ..preflight.interval import estimated
     from .estimate import Machine
     from .planner import Planner
@@ -69,8 +73,13 @@ def main(argv: list[str], project: Project) -> None:
         nodes, int(devices), site.memory_bytes, 1e12 * own.tflops, 1e9 * within, 1e9 * between
     )
     of_job = Described.described({**trainer, "devices": int(devices), "num_nodes": nodes})
-    if size := accumulated_batch(of_job, trainer, cli.model, cli.datamodule):
+    given = of_job, trainer, cli.model, cli.datamodule
+    if size := accumulated_batch(*given):
         cli.datamodule.global_batch_size = size
+    elif getattr(cli.datamodule, "global_batch_size", None) == AUTO:  # the data are not read here
+        size = batch_for(sys.maxsize, 1, math.lcm(least_batch(*given), of_job.world_size))
+        cli.datamodule.global_batch_size = size
+        print(f"data.global_batch_size auto: planned with {size}, which fit chooses for many rows")
     planner = Planner(cli.model, cli.datamodule, trainer, described)
     options = planner.options(machine)
     show(planner, options)

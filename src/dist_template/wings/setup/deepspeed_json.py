@@ -84,6 +84,10 @@ def _resolved(flags: list[str], project: Project) -> dict[str, Any]:
     machine = Machine.described(trainer, default=max(1, torch.accelerator.device_count()))
     if refused := violations(machine, trainer, cli.model, cli.datamodule):
         raise InputError(refused[0])
+    if getattr(cli.datamodule, "global_batch_size", None) == AUTO:
+        raise InputError(
+            "data.global_batch_size auto is chosen by `fit`, and the JSON has a number: give one"
+        )
     setup = Configured(machine, trainer, cli.model, cli.datamodule, model_config=None, trains=True)
     return json_of(trainer["strategy"], setup)
 

@@ -1,0 +1,73 @@
+"""How many optimizer steps a training has, and numbers in place of `auto`, before it starts.
+
+Both need the rows of the data, so the tokens are ready by then, and the model's configuration is
+known. A resume keeps the numbers of its checkpoint."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..by_tokens import AUTO
+from ..checkpoint.identity import settings_of
+from ..model.any_module import typed_attribute
+from ..model.optim import OptimConfig
+
+BATCH, RATE = "data.global_batch_size", "model.optim.learning_rate"
+FEWEST = 10  # optimizer steps: docs/finetune.md has what fewer have learned
+
+
+def choose(
+    settings: dict[str, Any],
+    trainer: Any,
+    module: Any,
+    data: Any,
+    model_config: Any,
+    checkpoint: str | None,
+    world_size: int,
+) -> Iterator[str]:
+    """Replaces `auto` in `settings`, which config.yaml will have, and in `module` and `data`, whose
+    batch is the least possible so far. Yields lines for the user, one of them with the number of
+    steps; none for data without rows, or whose batch grows.
+
+    `model_config` is transformers', `checkpoint` the one from which training resumes, `world_size`
+    the number of data-parallel ranks. Raises InputError for the rate of a model that was not
+    trained before."""
+    if not hasattr(data, "steps_of_epoch"):
+        return
+    before = settings_of(Path(checkpoint)) if checkpoint else {}
+    if settings["data"].get("global_batch_size") == AUTO:
+        size = before.get(BATCH)
+        if not isinstance(size, int):
+            size = data.batch_for(trainer.max_epochs, multiple=data.global_batch_size)
+        data.global_batch_size = settings["data"]["global_batch_size"] = size
+        yield f"{BATCH} auto: {size}"
+    if isinstance(data.global_batch_size, list):
+        return
+    steps, shown = _num_steps(trainer, data, world_size)
+    optim = typed_attribute(module, "optim", OptimConfig)
+    if optim is not None and optim.learning_rate == AUTO:
+        rate = before.get(RATE)
+        if not isinstance(rate, float):
+            rate = module.rate_for(data, model_config, steps)
+        optim.learning_rate = settings["model"]["optim"]["learning_rate"] = rate
+        yield f"{RATE} auto: {rate:g}"
+    yield f"training has {shown}, each of {data.global_batch_size} x {data.seq_len:,} tokens"
+    if steps < FEWEST and trainer.max_steps < 0:
+        yield (
+            f"warning: {steps:g} optimizer steps are too few to learn from: give more data, raise"
+            f" trainer.max_epochs ({trainer.max_epochs}), or lower {BATCH}"
+            f" ({data.global_batch_size})"
+        )
+
+
+def _num_steps(trainer: Any, data: Any, world_size: int) -> tuple[float, str]:
+    """Returns the optimizer steps of a training, inf without an end, and words for them."""
+    of_epoch = data.steps_of_epoch(trainer.limit_train_batches, world_size)
+    epochs, most = trainer.max_epochs, trainer.max_steps
+    by_epochs = epochs * of_epoch if epochs is not None and epochs >= 0 else math.inf
+    if 0 <= most < by_epochs:
+        return most, f"{most:,} optimizer steps, {most / of_epoch:.3g} epochs"
+    if by_epochs == math.inf:
+        return by_epochs, f"no last step, and {of_epoch:,} in an epoch"
+    return by_epochs, f"{by_epochs:,} optimizer steps, {epochs} x {of_epoch:,}"

@@ -1,0 +1,60 @@
+"""What `auto` stands for in a fine-tuning: the batch and the learning rate, by data and method.
+
+`fit` asks when the rows of the data are known. The numbers that it gets are in the run's
+config.yaml, and a resume keeps those of its checkpoint. docs/finetune.md has what was measured.
+
+    data.global_batch_size      the rows of a step that leave the training MANY_STEPS steps
+    model.optim.learning_rate   of the method, for the model's width; of preferences by the steps"""
+
+from typing import Any
+
+from ..errors import InputError
+from .preference_loss import has_pairs
+
+MANY_STEPS = 64  # optimizer steps that a batch leaves, if the data have so many rows
+LARGEST = 32  # rows of a step; more are for thousands of steps, and the user's decision
+
+# AdamW's peak rate at a width of 2,000, how it falls with the width (of Llama; of Qwen less), and
+# how much higher that of adapters of any rank is: the hyperparameters in Tinker's documentation, by
+# Thinking Machines, "LoRA Without Regret" (2025), of models from 1 to 70 B.
+RATE, WIDTH, POWER, OF_ADAPTERS = 5e-5, 2000, 0.781, 10.0
+# Published rewards and ORPO take about a third of it: OpenRLHF's 9e-6 for 8 B, ORPO's 8e-6 for 7 B
+# (arXiv:2403.07691).
+OF_SCORES = 1 / 3
+# What moves away from a reference goes as far in few steps as in many: the rate falls with their
+# number, down to what thousands of steps take, 5e-7 for 8 B (Tulu 3, arXiv:2411.15124).
+FULL_STEPS, LEAST_SHARE = 20, 1 / 50
+
+
+def batch_for(rows: int, epochs: float, multiple: int) -> int:
+    """Returns the rows of an optimizer step: the largest power of two up to LARGEST with which
+    `epochs` passes over `rows` have MANY_STEPS steps, raised to a multiple of `multiple`."""
+    size = 1
+    while size < LARGEST and rows * epochs >= 2 * size * MANY_STEPS:
+        size *= 2
+    return -(-size // multiple) * multiple
+
+
+def rate_for(module: Any, data: Any, config: Any, steps: float) -> float:
+    """Returns the peak learning rate of AdamW for `steps` optimizer steps of a TextModule on
+    `data`; `config` is its model's configuration of transformers.
+
+    Raises InputError if the model is trained from scratch, or its width is not known."""
+    key = "model.optim.learning_rate auto"
+    if not getattr(module, "pretrained", None):
+        raise InputError(
+            f"{key} is for weights that were trained before, and model.pretrained is null: give a"
+            " number, such as 3e-4"
+        )
+    width = getattr(config and config.get_text_config(), "hidden_size", None)
+    if not width:
+        raise InputError(f"{key} needs a model whose configuration has hidden_size: give a number")
+    rate = RATE * (WIDTH / width) ** POWER
+    if module.adapter is not None:
+        rate *= OF_ADAPTERS
+    if has_pairs(data):
+        if module.preference.loss in ("reward", "orpo"):
+            rate *= OF_SCORES
+        else:
+            rate *= min(1.0, max(FULL_STEPS / steps, LEAST_SHARE))
+    return float(f"{rate:.2g}")

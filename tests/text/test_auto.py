@@ -1,0 +1,141 @@
+"""`auto`: the batch and the learning rate of a fine-tuning, and the steps that it prints."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from trainer_dev.data import DataModule
+from trainer_dev.module import LanguageModule
+from transformers import LlamaConfig
+
+from dist_template import AdapterConfig, InputError, OptimConfig
+from dist_template.text import auto
+from dist_template.text.preference_loss import PreferenceConfig
+from tests.support import chats
+from tests.support.runs import CONFIGS, Workers, run
+from tests.support.strategies import flags_of
+
+
+@pytest.mark.parametrize(
+    ("rows", "epochs", "multiple", "size"),
+    [
+        (7, 3, 1, 1),  # 150 short conversations: each row is a step
+        (23, 3, 1, 1),
+        (42, 3, 1, 1),
+        (43, 3, 1, 2),  # 129 rows to train on: 64 steps of two
+        (2000, 3, 1, 32),
+        (10**9, 1, 1, 32),
+        (7, 3, 8, 8),  # eight ranks
+        (2000, 3, 24, 48),  # a multiple of the ranks, although more than the most
+        (1, 1, 1, 1),
+    ],
+)
+def test_a_batch_leaves_enough_steps(rows: int, epochs: int, multiple: int, size: int) -> None:
+    assert auto.batch_for(rows, epochs, multiple) == size
+
+
+def rate(width: int = 2000, steps: float = 100, **given: Any) -> float:
+    """The rate for a Llama of that width."""
+    fields = {"pretrained": "folder", "adapter": None, "preference": PreferenceConfig()}
+    data = SimpleNamespace(source=SimpleNamespace(pairs="preference" in given))
+    module = SimpleNamespace(**fields | given)
+    return auto.rate_for(module, data, LlamaConfig(hidden_size=width, num_attention_heads=4), steps)
+
+
+def test_a_rate_falls_with_the_width_and_is_ten_times_for_adapters() -> None:
+    assert rate() == 5e-5 and rate(8192) == pytest.approx(1.7e-5)
+    assert rate(adapter=AdapterConfig()) == 5e-4
+    assert rate(steps=10) == rate(steps=10_000), "of conversations, steps do not matter"
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo", "kto"])
+def test_a_preference_moves_as_far_in_few_steps_as_in_many(loss: Any) -> None:
+    chosen = PreferenceConfig(loss=loss)
+    steps = [5, 20, 40, 1000, 10**6]
+    rates = [rate(steps=each, preference=chosen) for each in steps]
+    assert rates == [5e-5, 5e-5, 2.5e-5, 1e-6, 1e-6]
+    # eight billion parameters, as published: 5e-7 for all weights
+    assert rate(4096, 2000, preference=chosen) == pytest.approx(5e-7, rel=0.2)
+
+
+@pytest.mark.parametrize("loss", ["reward", "orpo"])
+def test_a_reward_model_and_orpo_have_a_third(loss: Any) -> None:
+    assert rate(preference=PreferenceConfig(loss=loss), steps=10) == 1.7e-5
+
+
+def test_there_is_no_rate_for_an_unknown_training() -> None:
+    with pytest.raises(InputError, match="model.pretrained is null: give a number"):
+        rate(pretrained=None)
+    with pytest.raises(InputError, match="needs a model whose configuration has hidden_size"):
+        auto.rate_for(SimpleNamespace(pretrained="folder"), None, None, 100)
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    """A fine-tuning of 160 conversations with the defaults of configs/finetune.yaml."""
+    model = chats.weights(chats.tokenizer(tmp_path / "model"))
+    return f"""--config={CONFIGS}/finetune.yaml --run.root={tmp_path}/runs --run.report=false
+        --data.source.paths=[{chats.taught(tmp_path / "chats.jsonl")}] --data.seq_len=128
+        --data.cache_dir={tmp_path}/cache --model.pretrained={model} --data.prompts=[]
+        --data.tokenizer.path={model} --trainer.limit_val_batches=0 --trainer.accelerator=cpu
+        --trainer.logger=false --trainer.enable_progress_bar=false""".split()
+
+
+def numbers(folder: Path) -> tuple[Any, Any]:
+    """The batch and the rate of the only run, in its config.yaml."""
+    (path,) = folder.glob("runs/finetune/*/config.yaml")
+    written = yaml.safe_load(path.read_text("utf-8"))
+    return written["data"]["global_batch_size"], written["model"]["optim"]["learning_rate"]
+
+
+def test_a_fine_tuning_says_what_it_has_chosen(
+    flags: list[str], tmp_path: Path, capfd: Any
+) -> None:
+    few = ["--trainer.devices=1", "--trainer.max_epochs=2", "--trainer.limit_train_batches=3"]
+    assert run("fit", *flags, *few) == 0
+    shown = capfd.readouterr().out
+    batch, rate = numbers(tmp_path)
+    assert batch == 1 and f"data.global_batch_size auto: {batch}\n" in shown
+    assert f"model.optim.learning_rate auto: {rate:g}\n" in shown
+    assert "training has 6 optimizer steps, 2 x 3, each of 1 x 128 tokens\n" in shown
+    assert "warning: 6 optimizer steps are too few to learn from: give more data" in shown
+    assert "finished after step 6\n" in shown
+
+
+@pytest.mark.slow
+def test_a_resume_keeps_what_was_chosen(flags: list[str], tmp_path: Path, capfd: Any) -> None:
+    """Two ranks have chosen two rows; one rank alone would choose one, and more steps no less."""
+    two = ["--trainer.devices=2", *flags_of("fsdp2"), "--trainer.max_steps=2"]
+    assert run("prepare", *flags) == 0
+    Workers(2).run(["fit", *flags, *two], tmp_path / "two").check()
+    chosen = numbers(tmp_path)
+    assert chosen[0] == 2
+    one = ["--trainer.devices=1", "--trainer.max_steps=3", "--ckpt_path=last"]
+    capfd.readouterr()
+    assert run("fit", *flags, *one) == 0
+    shown = capfd.readouterr().out
+    assert numbers(tmp_path) == chosen and "data.global_batch_size auto: 2\n" in shown
+    assert "->" not in shown, "nothing has changed since the checkpoint"
+    assert run("validate", *flags[:-4], *flags[-3:], "--trainer.devices=1") == 0
+
+
+def test_accumulation_by_the_trainer_replaces_auto(
+    flags: list[str], tmp_path: Path, capfd: Any
+) -> None:
+    more = ["--trainer.devices=1", "--trainer.max_steps=1", "--trainer.accumulate_grad_batches=3"]
+    assert run("fit", *flags, *more, "--model.optim.learning_rate=0.001") == 0
+    assert numbers(tmp_path) == (3, 0.001)
+    assert "data.global_batch_size is 3 (before: auto)" in capfd.readouterr().out
+    other = run("fit", *flags, "--optimizer=SGD")
+    assert other == 2 and "auto is a rate of AdamW: give --optimizer.lr" in capfd.readouterr().err
+
+
+def test_a_script_gives_numbers() -> None:
+    """The rows of a data module of one's own Trainer are known later than its optimizer."""
+    with pytest.raises(InputError, match=r"data.global_batch_size auto is chosen by `fit`"):
+        DataModule(global_batch_size="auto").check(1)
+    trained = LanguageModule(optim=OptimConfig(learning_rate="auto"))
+    with pytest.raises(InputError, match=r"model.optim.learning_rate auto is chosen by `fit`"):
+        trained.configure_optimizers()
