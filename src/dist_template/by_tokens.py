@@ -14,6 +14,8 @@ from typing import Any, Final, Literal
 
 from .errors import InputError
 
+__all__ = ["AUTO"]
+
 AUTO: Final = "auto"  # a value that `fit` chooses when the data are known: text/auto.py
 Auto = Literal["auto"]
 

@@ -11,6 +11,8 @@ from typing import Any
 from ..errors import InputError
 from .preference_loss import has_pairs
 
+__all__ = ["batch_for"]
+
 MANY_STEPS = 64  # optimizer steps that a batch leaves, if the data have so many rows
 LARGEST = 32  # rows of a step; more are for thousands of steps, and the user's decision
 

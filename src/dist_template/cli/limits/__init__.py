@@ -27,7 +27,7 @@ from ...parallel.configured import NOT_READ_YET
 from . import options, proven, training, unread
 from .machine import Machine, Setup
 
-__all__ = ["Machine", "accumulated_batch", "refusal_of_strategy", "violations"]
+__all__ = ["Machine", "accumulated_batch", "least_batch", "refusal_of_strategy", "violations"]
 
 TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     options.replaced_keys,
