@@ -27,7 +27,9 @@ from tests.support.strategies import flags_of
         (43, 3, 1, 2),  # 129 rows to train on: 64 steps of two
         (2000, 3, 1, 32),
         (10**9, 1, 1, 32),
-        (7, 3, 8, 8),  # eight ranks
+        (9, 3, 8, 8),  # eight ranks
+        (3, 1000, 1, 2),  # many epochs of three rows
+        (10, 100, 6, 6),  # eight rows would be twelve
         (2000, 3, 24, 48),  # a multiple of the ranks, although more than the most
         (1, 1, 1, 1),
     ],
@@ -99,8 +101,8 @@ def test_a_fine_tuning_says_what_it_has_chosen(
     batch, rate = numbers(tmp_path)
     assert batch == 1 and f"data.global_batch_size auto: {batch}\n" in shown
     assert f"model.optim.learning_rate auto: {rate:g}\n" in shown
-    assert "training has 6 optimizer steps, 2 x 3, each of 1 x 128 tokens\n" in shown
-    assert "warning: 6 optimizer steps are too few to learn from: give more data" in shown
+    assert "training has 6 optimizer steps (2 x 3), each of 1 row of 128 tokens\n" in shown
+    assert "warning: 6 optimizer steps, and little is learned in fewer than 10: give more" in shown
     assert "finished after step 6\n" in shown
 
 

@@ -14,7 +14,7 @@ from ..model.any_module import typed_attribute
 from ..model.optim import OptimConfig
 
 BATCH, RATE = "data.global_batch_size", "model.optim.learning_rate"
-FEWEST = 10  # optimizer steps: docs/finetune.md has what fewer have learned
+FEWEST = 10  # optimizer steps: docs/finetune.md has what is learned in fewer
 
 
 def choose(
@@ -28,7 +28,7 @@ def choose(
 ) -> Iterator[str]:
     """Replaces `auto` in `settings`, which config.yaml will have, and in `module` and `data`, whose
     batch is the least possible so far. Yields lines for the user, one of them with the number of
-    steps; none for data without rows, or whose batch grows.
+    steps; none for data without rows.
 
     `model_config` is transformers', `checkpoint` the one from which training resumes, `world_size`
     the number of data-parallel ranks. Raises InputError for the rate of a model that was not
@@ -36,38 +36,44 @@ def choose(
     if not hasattr(data, "steps_of_epoch"):
         return
     before = settings_of(Path(checkpoint)) if checkpoint else {}
-    if settings["data"].get("global_batch_size") == AUTO:
+    if settings.get("data", {}).get("global_batch_size") == AUTO:
         size = before.get(BATCH)
         if not isinstance(size, int):
             size = data.batch_for(trainer.max_epochs, multiple=data.global_batch_size)
         data.global_batch_size = settings["data"]["global_batch_size"] = size
         yield f"{BATCH} auto: {size}"
-    if isinstance(data.global_batch_size, list):
-        return
     steps, shown = _num_steps(trainer, data, world_size)
     optim = typed_attribute(module, "optim", OptimConfig)
     if optim is not None and optim.learning_rate == AUTO:
         rate = before.get(RATE)
         if not isinstance(rate, float):
             rate = module.rate_for(data, model_config, steps)
-        optim.learning_rate = settings["model"]["optim"]["learning_rate"] = rate
+        optim.learning_rate = rate
+        if isinstance(given := settings["model"].get("optim"), dict):
+            given["learning_rate"] = rate
         yield f"{RATE} auto: {rate:g}"
-    yield f"training has {shown}, each of {data.global_batch_size} x {data.seq_len:,} tokens"
+    yield f"training has {shown} of {data.seq_len:,} tokens"
     if steps < FEWEST and trainer.max_steps < 0:
         yield (
-            f"warning: {steps:g} optimizer steps are too few to learn from: give more data, raise"
-            f" trainer.max_epochs ({trainer.max_epochs}), or lower {BATCH}"
+            f"warning: {steps:g} optimizer steps, and little is learned in fewer than {FEWEST}:"
+            f" give more data, raise trainer.max_epochs ({trainer.max_epochs}), or lower {BATCH}"
             f" ({data.global_batch_size})"
         )
 
 
 def _num_steps(trainer: Any, data: Any, world_size: int) -> tuple[float, str]:
     """Returns the optimizer steps of a training, inf without an end, and words for them."""
+    size = data.global_batch_size
+    if isinstance(size, list):  # there are no epochs, so trainer.max_steps is set
+        most = trainer.max_steps
+        return most, f"{most:,} optimizer steps, each of up to {data.batch_sizes[1]} rows"
+    rows = f"{size} row" + "s" * (size > 1)
     of_epoch = data.steps_of_epoch(trainer.limit_train_batches, world_size)
     epochs, most = trainer.max_epochs, trainer.max_steps
     by_epochs = epochs * of_epoch if epochs is not None and epochs >= 0 else math.inf
     if 0 <= most < by_epochs:
-        return most, f"{most:,} optimizer steps, {most / of_epoch:.3g} epochs"
+        passes = most / max(1, of_epoch)
+        return most, f"{most:,} optimizer steps ({passes:.3g} epochs), each of {rows}"
     if by_epochs == math.inf:
-        return by_epochs, f"no last step, and {of_epoch:,} in an epoch"
-    return by_epochs, f"{by_epochs:,} optimizer steps, {epochs} x {of_epoch:,}"
+        return by_epochs, f"no last optimizer step ({of_epoch:,} in an epoch), each of {rows}"
+    return by_epochs, f"{by_epochs:,} optimizer steps ({epochs} x {of_epoch:,}), each of {rows}"

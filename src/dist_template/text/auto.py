@@ -30,11 +30,13 @@ FULL_STEPS, LEAST_SHARE = 20, 1 / 50
 
 def batch_for(rows: int, epochs: float, multiple: int) -> int:
     """Returns the rows of an optimizer step: the largest power of two up to LARGEST with which
-    `epochs` passes over `rows` have MANY_STEPS steps, raised to a multiple of `multiple`."""
+    `epochs` passes over `rows` have MANY_STEPS steps, raised to a multiple of `multiple`, which is
+    at most `rows`."""
     size = 1
-    while size < LARGEST and rows * epochs >= 2 * size * MANY_STEPS:
+    while size < LARGEST and rows >= 2 * size and rows * epochs >= 2 * size * MANY_STEPS:
         size *= 2
-    return -(-size // multiple) * multiple
+    together = -(-size // multiple) * multiple
+    return together if together <= rows else max(1, rows // multiple) * multiple
 
 
 def rate_for(module: Any, data: Any, config: Any, steps: float) -> float:
