@@ -24,8 +24,9 @@ RATE, WIDTH, POWER, OF_ADAPTERS = 5e-5, 2000, 0.781, 10.0
 # (arXiv:2403.07691).
 OF_SCORES = 1 / 3
 # What moves away from a reference goes as far in few steps as in many: the rate falls with their
-# number, down to what thousands of steps take, 5e-7 for 8 B (Tulu 3, arXiv:2411.15124).
-FULL_STEPS, LEAST_SHARE = 20, 1 / 50
+# number, from a quarter, above which held-out pairs got worse (docs/finetune.md), down to what
+# thousands of steps take, 5e-7 for 8 B (Tulu 3, arXiv:2411.15124).
+OF_PREFERENCES, LARGEST_SHARE, LEAST_SHARE = 5, 1 / 4, 1 / 50
 
 
 def batch_for(rows: int, epochs: float, multiple: int) -> int:
@@ -60,5 +61,5 @@ def rate_for(module: Any, data: Any, config: Any, steps: float) -> float:
         if module.preference.loss in ("reward", "orpo"):
             rate *= OF_SCORES
         else:
-            rate *= min(1.0, max(FULL_STEPS / steps, LEAST_SHARE))
+            rate *= min(LARGEST_SHARE, max(OF_PREFERENCES / steps, LEAST_SHARE))
     return float(f"{rate:.2g}")
