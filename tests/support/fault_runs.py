@@ -48,6 +48,12 @@ def mask_all_labels(rows: Any, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 @changes("__getitems__", PackedRows)
+def shuffle_labels(rows: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    labels = batch["labels"]
+    return batch | {"labels": labels.flatten()[torch.randperm(labels.numel())].view_as(labels)}
+
+
+@changes("__getitems__", PackedRows)
 def read_slowly(rows: Any, batch: dict[str, Any]) -> dict[str, Any]:
     time.sleep(0.02)
     return batch
@@ -251,10 +257,21 @@ HEALTHY = [
     Training("finetuned", [EXPORTED, f"{RATE}=5e-4"]),
 ]
 
+ODD = ["--data.seq_len=50", "--data.global_batch_size=12", "--data.micro_batch_size=6"]
+VARIANTS: list[list[str]] = [[], [QWEN3], [DEEPSEEK], ODD, [EACH_STEP, QWEN3, CONSTANT]]
+SEEDS = [
+    Training(
+        f"seed_{seed:02}",
+        [f"--seed_everything={seed}", f"--data.seed={seed}", *VARIANTS[seed % len(VARIANTS)]],
+    )
+    for seed in range(20)
+]
+HEALTHY += SEEDS
+
 BATCH = "data.micro_batch_size"
 FAULTS = [
     # optimizer
-    Training("learning_rate_x100", [f"{RATE}=0.5"], "early_loss_jump", RATE[2:]),
+    Training("learning_rate_x100", [f"{RATE}=0.5"], "no_better_than_unigram", RATE[2:]),
     Training("learning_rate_x0.001", [f"{RATE}=5e-6"], "loss_not_decreasing", RATE[2:]),
     Training("no_warmup", [EXPORTED, "--model.optim.warmup=0", EACH_STEP], "early_loss_jump",
              "model.optim.warmup"),
@@ -272,6 +289,8 @@ FAULTS = [
              plant=collapse_router),
     # data
     Training("masked_labels", [], "labels_masked", says="mask covers", plant=mask_all_labels),
+    Training("shuffled_labels", [], "no_better_than_unigram", says="shuffled labels",
+             plant=shuffle_labels),
     Training("damaged_documents", [QWEN3, EACH_STEP, *FOUR], "loss_spikes", says="samples",
              text="damaged"),
     Training("overfitting", [QWEN3, f"{RATE}=0.01", "--trainer.max_steps=150", *HALF_HELD_OUT],
@@ -343,6 +362,8 @@ class Trainings:
 
     def _make(self, training: Training) -> None:
         flags = [*self.flags, f"--trainer.devices={training.ranks}", self._source(training.text)]
+        if any(flag.startswith("--lr_scheduler") for flag in training.flags):  # it has none
+            flags = [flag for flag in flags if not flag.startswith("--model.optim.warmup")]
         if EXPORTED in training.flags:
             self._export()
         flags += [flag.replace("{llama}", f"{self.folder}/exported") for flag in training.flags]

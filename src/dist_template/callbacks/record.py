@@ -136,7 +136,8 @@ def _data(data: Any) -> Facts:
     )
     facts["tokens_per_step"] = int(size) * facts["seq_len"] if size and facts["seq_len"] else None
     facts["train_tokens"] = corpus and corpus.num_tokens("train")
-    return facts
+    baselines = getattr(data, "label_baselines", None)
+    return facts | baselines if isinstance(baselines, dict) else facts
 
 
 def _machine(trainer: L.Trainer, hosts: list[str]) -> Facts:

@@ -214,6 +214,12 @@ class PackedText(L.LightningDataModule):
         return self.corpus.manifest["unigram_bits_per_byte"]
 
     @property
+    def label_baselines(self) -> dict[str, float]:
+        """What predictors without a model reach on the labels: facts of a run. {}: not known."""
+        is_mixture = isinstance(self.source, Mixture)
+        return self.corpus.baselines(self.source.weights if is_mixture else None)
+
+    @property
     def text_tokenizer(self) -> Tokenizer:
         return self.corpus.tokenizer
 

@@ -35,6 +35,7 @@ from ...records import sha256
 from ..sources.documents import Encoded, Source, batches_of, texts_of
 from ..sources.notes import describe
 from ..tokenizers import TokenizerSpec, added_tokens
+from .baselines import Baselines, compressed, unigram, weighted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as Tokenizer
@@ -106,6 +107,17 @@ class Corpus:
 
     def num_bytes(self, split: str) -> int:
         return self.manifest["splits"][split]["bytes"]
+
+    def baselines(self, weights: dict[str, float] | None = None) -> Baselines:
+        """Returns what predictors without a model reach on the train split, of a mixture by its
+        weights of samples; {} for pairs, and for caches of earlier versions."""
+        known: dict[str, Baselines] = self.manifest.get("baselines") or {}
+        sources = []
+        for name, counts in self.parts("train").items():
+            if name in known:
+                share = (weights or {}).get(name, counts["tokens"])
+                sources.append((known[name], share, counts["tokens"]))
+        return weighted(sources)
 
     def tokens(self, split: str) -> np.ndarray:
         return self._map(split, "bin", self.manifest["dtype"])
@@ -354,6 +366,7 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
         "splits": splits,
         "pairs": recipe.source.pairs,
         "unigram_bits_per_byte": None,
+        "baselines": None,
         "tokenizer": {path.name: sha256(path) for path in sorted((folder / "tokenizer").iterdir())},
         "files": files,
         "notes": {part: source.notes() for part, source in sources.items() if source.notes()},
@@ -362,6 +375,8 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
         manifest["parts"] = {
             part: {split: writers[split].parts[part] for split in SPLITS} for part in sources
         }
+    if not recipe.source.pairs:  # whose loss is of no single token
+        manifest["baselines"] = _baselines(Corpus(folder, manifest), writers["train"].labels)
     if (num_bytes := splits["validation"]["bytes"]) and not whole:
         # where only some labels count, a loss per byte has no meaning
         counts = writers["train"].counts + 1  # of a model of token frequencies alone
@@ -371,6 +386,19 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
     return manifest
 
 
+def _baselines(corpus: Corpus, labels: dict[str, np.ndarray]) -> dict[str, Baselines]:
+    """Returns the figures of each source, with its numbers of each token as a label."""
+    tokens, found, end = corpus.tokens("train"), {}, 0
+    counted = corpus.counted("train") if corpus.is_whole("train") else None
+    for part, held in corpus.parts("train").items():
+        start, end = end, end + held["tokens"]
+        found[part] = unigram(labels[part])
+        if found[part]["labels"]:
+            mask = None if counted is None else counted[start:end]
+            found[part]["compressed_loss"] = compressed(tokens[start:end], mask)
+    return found
+
+
 class _SplitWriter:
     """Writes one split's files, `path` with a suffix for each kind, and counts what is in them."""
 
@@ -378,6 +406,8 @@ class _SplitWriter:
         self, path: Path, vocab_size: int, dtype: np.dtype, parts: Iterable[str], whole: bool
     ) -> None:
         self.parts = {part: dict.fromkeys(COUNTS, 0) for part in parts}
+        # of each token as a label that counts
+        self.labels = {part: np.zeros(vocab_size, dtype=np.int64) for part in self.parts}
         self.counts = np.zeros(vocab_size, dtype=np.int64)  # of each token
         self._path, self._dtype, self._whole = path, dtype, whole
         self._lengths = [0]  # of whole documents
@@ -388,14 +418,17 @@ class _SplitWriter:
     def write(self, part: str, added: list[Added]) -> None:
         if not added:
             return
-        counts, masks = self.parts[part], []
+        counts, masks, labels = self.parts[part], [], []
         for text, (ids, counted) in added:
             counts["documents"] += 1
             counts["bytes"] += len(text.encode())
             counts["tokens"] += len(ids)
             masks.append(np.ones(len(ids), dtype=bool) if counted is None else counted)
+            # Plain text is one stream; the first token of a whole document is no label.
+            labels.append(ids[1:][masks[-1][1:]] if self._whole else ids)
         ids = np.concatenate([document.ids for _, document in added])
         self.counts += np.bincount(ids, minlength=len(self.counts))
+        self.labels[part] += np.bincount(np.concatenate(labels), minlength=len(self.counts))
         self._append("bin", ids.astype(self._dtype))
         if self._whole:
             self._lengths += map(len, masks)

@@ -48,6 +48,7 @@ def metric(history: History, name: str) -> Series:
     return history.metrics[name].finite()
 
 
+ACCURACY = "train/token_accuracy"  # of the library's language models
 TRAINING = "train/loss"  # the library logs it, of whatever loss a module trains by
 VALIDATION = "eval/loss"  # of the library's own modules
 

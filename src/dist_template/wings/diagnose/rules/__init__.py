@@ -1,6 +1,6 @@
 """The rules, in the order in which findings of equal level and confidence are reported."""
 
-from . import crashes, experts, loss, overfitting, resources, utilization
+from . import baselines, crashes, experts, loss, overfitting, resources, utilization
 
 ALL = (
     crashes.out_of_memory,
@@ -12,6 +12,7 @@ ALL = (
     loss.loss_not_decreasing,
     loss.loss_oscillates,
     loss.labels_masked,
+    baselines.no_better_than_unigram,
     overfitting.overfits,
     experts.experts_unused,
     experts.experts_overloaded,

@@ -109,6 +109,7 @@ def loss_not_finite(history: History) -> Iterator[Finding]:
     title, ranks = "the loss or the gradient is not finite", sorted(suspects)
     causes = _why_not_finite(history, steps[0], origin, ranks, incidents)
     span, explains = (steps[0], steps[-1]), ("loss_diverges", "loss_spikes", "early_loss_jump")
+    explains += ("no_better_than_unigram",)
     yield Finding(
         "loss_not_finite", level, "certain", title, f"{evidence}.", causes, span, ranks, explains
     )

@@ -141,13 +141,23 @@ def loss_not_decreasing(history: History) -> Iterator[Finding]:
     if uniform:
         evidence += f"; ln(vocabulary) is {uniform:.4g}"
     confidence = "certain" if first - last < NO_DECREASE / 3 * first else "likely"
-    causes, steps = list(_why_not_decreasing(history)), robust.span(loss)
+    causes, steps = list(why_not_decreasing(history)), robust.span(loss)
     title = "the loss does not decrease"
     level: Level = "error" if history.is_text else "warning"  # a fine-tuned module's may be low
-    yield Finding("loss_not_decreasing", level, confidence, title, f"{evidence}.", causes, steps)
+    explains = ("no_better_than_unigram",)
+    yield Finding(
+        "loss_not_decreasing",
+        level,
+        confidence,
+        title,
+        f"{evidence}.",
+        causes,
+        steps,
+        explains=explains,
+    )
 
 
-def _why_not_decreasing(history: History) -> Iterator[Cause]:
+def why_not_decreasing(history: History) -> Iterator[Cause]:
     """Yields what is known from the facts first, then what the metrics suggest."""
     total = history.fact("parameters.total", 0)
     trainable = history.fact("parameters.trainable", 0)
@@ -158,7 +168,7 @@ def _why_not_decreasing(history: History) -> Iterator[Cause]:
     now, usual = expected.peak_rate(history), robust.rounded(expected.usual_rate(history))
     # AdamW moves a weight by at most the learning rate in each step.
     moved = float((rates.values * np.diff(rates.steps, prepend=0)).sum())
-    if total and trainable < total / 2:
+    if total and trainable < total / 2 and not history.key("model.adapter"):
         yield Cause(
             f"{1 - trainable / total:.1%} of the parameters are frozen ({trainable:,} of {total:,}"
             " are trained): look for requires_grad_(False) in module.py."
@@ -246,7 +256,8 @@ def loss_oscillates(history: History) -> Iterator[Finding]:
         larger = Change("data.global_batch_size", size, 4 * size)
         causes.append(Cause(f"{few}: a larger batch has less noise.", [larger]))
     causes += expected.not_clipped(history)
-    title, steps, explains = "the loss oscillates", robust.span(loss), ("loss_spikes",)
+    title, steps = "the loss oscillates", robust.span(loss)
+    explains = ("loss_spikes",)
     yield Finding(
         "loss_oscillates", "warning", "likely", title, evidence, causes, steps, (), explains
     )
