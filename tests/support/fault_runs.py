@@ -20,7 +20,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from trainer_dev.module import LanguageModule
 
-from tests.support.faults import replaces
+from tests.support.faults import future_leaks, replaces
 from tests.support.library import PackedRows, training_module
 from tests.support.runs import Workers
 from tests.support.wings import KillAt, RunRecord
@@ -51,6 +51,12 @@ def mask_all_labels(rows: Any, batch: dict[str, Any]) -> dict[str, Any]:
 def shuffle_labels(rows: Any, batch: dict[str, Any]) -> dict[str, Any]:
     labels = batch["labels"]
     return batch | {"labels": labels.flatten()[torch.randperm(labels.numel())].view_as(labels)}
+
+
+@changes("__getitems__", PackedRows)
+def take_inputs_for_labels(rows: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """As for transformers' models, which shift the labels themselves."""
+    return batch | {"labels": batch["input_ids"].clone()}
 
 
 @changes("__getitems__", PackedRows)
@@ -291,6 +297,9 @@ FAULTS = [
     Training("masked_labels", [], "labels_masked", says="mask covers", plant=mask_all_labels),
     Training("shuffled_labels", [], "no_better_than_unigram", says="shuffled labels",
              plant=shuffle_labels),
+    Training("future_leak", [], "too_good_to_be_true", says="passes", plant=future_leaks),
+    Training("unshifted_labels", [], "too_good_to_be_true", says="not shifted",
+             plant=take_inputs_for_labels),
     Training("damaged_documents", [QWEN3, EACH_STEP, *FOUR], "loss_spikes", says="samples",
              text="damaged"),
     Training("overfitting", [QWEN3, f"{RATE}=0.01", "--trainer.max_steps=150", *HALF_HELD_OUT],

@@ -25,8 +25,8 @@ FACTS = {
     "data.train_tokens": 10**9,
     "data.tokens_per_step": 2**19,
 }
-NO_BETTER = "no_better_than_unigram"
-RULES = (NO_BETTER,)
+NO_BETTER, TOO_GOOD = "no_better_than_unigram", "too_good_to_be_true"
+RULES = (NO_BETTER, TOO_GOOD)
 STEPS = 1000
 
 
@@ -37,6 +37,11 @@ def noisy(values: np.ndarray, seed: int = 0, share: float = 0.01) -> np.ndarray:
 def stays(done: np.ndarray) -> np.ndarray:
     """From ln(50,257) to the unigram model's loss."""
     return noisy(UNIGRAM + 3.3 * np.exp(-done / 0.03))
+
+
+def vanishes(done: np.ndarray) -> np.ndarray:
+    """To 0.001 within 60 steps."""
+    return noisy(10.8 * np.exp(-done / 0.005) + 0.001)
 
 
 def text_run(train: Any, validated: Any = None, accuracy: Any = None, **more: Any) -> History:
@@ -163,6 +168,59 @@ def test_a_divergence_is_not_called_so() -> None:
 def test_a_loss_that_does_not_move_at_all_has_its_own_finding() -> None:
     rules = found(text_run(lambda done: noisy(np.full_like(done, 10.8), share=0.001)))
     assert "loss_not_decreasing" in rules and NO_BETTER not in rules
+
+
+# ---- too good to be true -------------------------------------------------------------------------
+
+
+def test_a_loss_of_nearly_0_within_few_steps_is_an_error() -> None:
+    finding = found(text_run(vanishes, accuracy=0.9995))[TOO_GOOD]
+    assert (finding.level, finding.confidence) == ("error", "likely")
+    assert "0.9995" in finding.evidence and "passes over the train split" in finding.evidence
+    assert "not shifted" in finding.causes[0].sentence
+    assert "Nothing is wrong if" in finding.causes[-1].sentence
+    assert [*found(text_run(vanishes, accuracy=0.9995))] == [TOO_GOOD], "one answer"
+
+
+def test_a_leak_is_found_after_60_steps_and_stays_a_finding() -> None:
+    history = text_run(vanishes, accuracy=0.9995)
+    for step in (60, 100, 500):
+        assert TOO_GOOD in found(upto(history, step)), step
+
+
+SMALL = {"data.train_tokens": 2**19}  # a step reads it
+NEAR_GOOD = {
+    "one batch, to be learned by heart": {"config": {"data.repeat_first_batch": True}},
+    "trained weights": {"config": {"model.pretrained": "org/model"}},
+    "weights that module.py loads": {"validated": lambda done: 1.0 - 0.99 * done},
+    "little data, read often": {"facts": SMALL, "validated": lambda done: 10.8 - 4 * done},
+    "a pattern": {"facts": {"data.compressed_loss": 0.002}},
+    "nearly equal labels": {"facts": {"data.unigram_loss": 0.5, "data.compressed_loss": 0.3}},
+    "no figures": {"facts": {"data.compressed_loss": None}},
+    "another loss": {"accuracy": 0.6},
+    "a rule that is learned in time": {
+        "train": lambda done: noisy(np.where(done < 0.4, loss(done), 0.001))
+    },
+    "answers that follow from prompts, learned after the first steps": {
+        "train": lambda done: noisy(np.where(done < 0.17, loss(done), 0.001)),
+        "facts": {"data.labels_per_token": 0.3},
+    },
+    "a source of a mixture that is read often": {
+        "columns": {"data/small/epochs": lambda done: 1000 * done},
+        "validated": loss,
+    },
+}
+
+
+@pytest.mark.parametrize("name", NEAR_GOOD)
+def test_what_can_be_learned_so_fast_is_not_accused(name: str) -> None:
+    made: Any = {"train": vanishes, **NEAR_GOOD[name]}
+    assert TOO_GOOD not in found(text_run(made.pop("train"), **made))
+
+
+def test_a_small_corpus_is_judged_by_its_validation() -> None:
+    history = text_run(vanishes, accuracy=1.0, facts=SMALL)
+    assert TOO_GOOD in found(history), "validation is as good: rows are not known by heart"
 
 
 # ---- recorded trainings --------------------------------------------------------------------------

@@ -13,6 +13,7 @@ ALL = (
     loss.loss_oscillates,
     loss.labels_masked,
     baselines.no_better_than_unigram,
+    baselines.too_good_to_be_true,
     overfitting.overfits,
     experts.experts_unused,
     experts.experts_overloaded,

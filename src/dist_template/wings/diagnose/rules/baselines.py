@@ -178,3 +178,113 @@ def _why_no_better(history: History, is_plateau: bool, starts_bad: bool) -> Iter
             "The training is too short: models stay at this loss for a while, then leave it.",
             [longer],
         )
+
+
+# Of what bzip2 needs: in FEW_STEPS, healthy models come to 1.2; and of answers to prompts.
+PERFECT, PERFECT_ANSWERS = 0.25, 0.05
+PERFECT_ACCURACY = 0.97
+VARIED_UNIGRAM = 1.0  # nats per label: below, few tokens are nearly all labels
+VARIED = 0.1  # of the unigram's loss that bzip2 needs: below, texts are copies or a pattern
+FEW_STEPS = 200  # after the warm-up: a leak is learned as fast as the frequencies are
+FEW_STEPS_OF_ANSWERS = 100  # where prompts do not count, answers may follow from them: copies, sums
+ALL_COUNT = 0.95  # of the tokens are labels: there are no prompts
+PASSES = 4  # over the data: until then, a model does not know them by heart (arXiv:2305.16264)
+KNOWN = 0.8  # of the unigram's loss: a model that starts below has been trained
+
+
+def too_good_to_be_true(history: History) -> Iterator[Finding]:
+    """Reports a loss near 0 of a model that has learned from scratch for few steps, on varied texts
+    that it has not read often: its inputs contain the labels."""
+    unigram = history.fact("data.unigram_loss") or 0.0
+    compressed = history.fact("data.compressed_loss") or 0.0
+    if (
+        unigram < VARIED_UNIGRAM
+        or compressed < VARIED * unigram
+        or history.key("model.pretrained")
+        or history.key("data.repeat_first_batch")
+        or history.key("trainer.overfit_batches")
+    ):
+        return
+    all_count = (history.fact("data.labels_per_token") or 1.0) > ALL_COUNT
+    few, share = (FEW_STEPS, PERFECT) if all_count else (FEW_STEPS_OF_ANSWERS, PERFECT_ANSWERS)
+    loss = expected.metric(history, expected.TRAINING)
+    soon = loss[loss.steps <= _warmup(history) + few]
+    limit = share * compressed
+    since = _below_until_the_end(soon, limit)
+    accuracy = expected.metric(history, expected.ACCURACY)
+    accuracy = accuracy[(accuracy.steps >= since) & (accuracy.steps <= _warmup(history) + few)]
+    if (
+        since < 0
+        or _has_been_trained(history, loss, KNOWN * unigram)
+        or (len(accuracy) and robust.median(accuracy.values) < PERFECT_ACCURACY)
+        or (_passes(history, since) > PASSES and not _is_validated(history, limit))
+    ):
+        return
+    at = soon[soon.steps >= since]
+    evidence = f"{expected.TRAINING} is {robust.median(at.values):.2g} from step {since} on"
+    if len(accuracy):
+        evidence += f" ({expected.ACCURACY} {robust.median(accuracy.values):.4g})"
+    passes = _passes(history, since)
+    evidence += f", after {passes:.2g} passes over the train split"
+    if passes > PASSES:
+        validated = expected.metric(history, expected.VALIDATION).last
+        evidence += f", and {expected.VALIDATION} is {validated:.2g}"
+    evidence += f". Of the same labels, bzip2 needs {compressed:.3g} nats each, and a model that"
+    evidence += f" knows only how often each token occurs {unigram:.3g}."
+    causes = [
+        Cause(
+            "The labels are the inputs: they are not shifted by one token. data.py must yield"
+            " labels[t] = input_ids[t + 1]; inspect a batch."
+        ),
+        Cause(
+            "Tokens attend to later ones: inspect the attention mask and what else module.py passes"
+            " to the model."
+        ),
+        Cause("The answer is in the input: inspect a row's prompt, or text, for what it predicts."),
+        Cause(
+            "Nothing is wrong if the labels follow from what is before them by a rule that is"
+            " learned in so few steps, as copies do."
+        ),
+    ]
+    explains = ("loss_spikes", "loss_oscillates", "early_loss_jump")
+    title, steps = "the loss is too good to be true", (since, int(at.steps[-1]))
+    yield Finding(
+        "too_good_to_be_true", "error", "likely", title, evidence, causes, steps, explains=explains
+    )
+
+
+def _below_until_the_end(loss: Series, limit: float) -> int:
+    """Returns the step from which at least two log steps, and all until the end, are below a limit;
+    -1: they are not."""
+    above = np.flatnonzero(loss.values > limit)
+    first = int(above[-1]) + 1 if len(above) else 0
+    return int(loss.steps[first]) if len(loss) - first >= 2 else -1
+
+
+def _has_been_trained(history: History, loss: Series, limit: float) -> bool:
+    """Returns whether the model was better than untrained at the start, as when module.py loads
+    weights; as far as it was measured."""
+    validated = expected.metric(history, expected.VALIDATION)
+    if len(validated) and not validated.steps[0]:
+        return float(validated.values[0]) < limit
+    return len(loss) > 0 and loss.steps[0] <= 2 and float(loss.values[0]) < limit
+
+
+def _passes(history: History, step: int) -> float:
+    """Returns how often the train split had been read at a step; of a mixture, the source that was
+    read most."""
+    tokens = expected.metric(history, "train/tokens")
+    read, total = tokens[tokens.steps <= step], history.fact("data.train_tokens")
+    passes = [read.last / total] if total and len(read) else [0.0]
+    for name in history.metrics.names:
+        if name.startswith("data/") and name.endswith("/epochs"):
+            epochs = expected.metric(history, name)
+            passes += epochs.values[epochs.steps <= step][-1:].tolist()
+    return max(passes)
+
+
+def _is_validated(history: History, limit: float) -> bool:
+    """Returns whether the newest validation's loss is as low: the model does not know rows by
+    heart."""
+    validated = expected.metric(history, expected.VALIDATION)
+    return len(validated) > 0 and validated.last < limit

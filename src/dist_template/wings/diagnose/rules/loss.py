@@ -201,7 +201,7 @@ def labels_masked(history: History) -> Iterator[Finding]:
     loss = expected.metric(history, name)
     if len(loss) < 3 or robust.median(abs(loss.values)):
         return
-    title, explains = "no label counts", ("loss_not_decreasing",)
+    title, explains = "no label counts", ("loss_not_decreasing", "too_good_to_be_true")
     if not history.is_text:
         causes = [
             Cause("training_step returns a constant: a mask, weight or coefficient is 0."),
